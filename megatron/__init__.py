@@ -1,0 +1,3 @@
+"""Megatron: pretrain language models with tensor, pipeline, data, context and expert parallelism, anywhere torch runs."""
+
+__version__ = "0.1.0"

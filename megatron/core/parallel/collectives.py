@@ -1,0 +1,123 @@
+"""Collectives over mesh axes. Each returns its input when the axes hold one rank, so callers never ask "is there more than one?"."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.mesh import Mesh
+
+T = TypeVar("T")
+Reduction = Literal["sum", "max", "min"]
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+# gloo's all-reduce takes about 2 ms for any small tensor, its all-gather a tenth of that (measured on two ranks).
+_SMALL_ON_CPU = 256 * 1024
+
+
+class Handle:
+    """A collective under way; ``wait`` returns its result."""
+
+    def __init__(self, result: Tensor, work: dist.Work | None = None) -> None:
+        self._result = result
+        self._work = work
+
+    def wait(self) -> Tensor:
+        """Block until the result may be read (on a GPU: order it after the collective on the current stream)."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._result
+
+
+def all_reduce(x: Tensor, mesh: Mesh, *axes: Axis, op: Reduction = "sum") -> Tensor:
+    """Reduce ``x`` over the group in place and return it; every rank gets bitwise the same result."""
+    group = mesh.group(*axes)
+    if group is None:
+        return x
+    size = mesh.size(*axes)
+    if x.device.type == "cpu" and x.numel() * x.element_size() * size <= _SMALL_ON_CPU:
+        parts = x.new_empty(size * x.numel())
+        dist.all_gather_into_tensor(parts, x.reshape(-1).contiguous(), group=group)
+        stacked = parts.view(size, *x.shape)
+        return x.copy_(stacked.sum(0) if op == "sum" else stacked.amax(0) if op == "max" else stacked.amin(0))
+    if x.is_contiguous():
+        dist.all_reduce(x, _OPS[op], group=group)
+        return x
+    whole = x.contiguous()
+    dist.all_reduce(whole, _OPS[op], group=group)
+    return x.copy_(whole)
+
+
+def all_reduce_async(x: Tensor, mesh: Mesh, *axes: Axis) -> Handle:
+    """Start summing contiguous ``x`` in place over the group."""
+    group = mesh.group(*axes)
+    return Handle(x, None if group is None else dist.all_reduce(x, group=group, async_op=True))
+
+
+def all_gather(x: Tensor, mesh: Mesh, *axes: Axis, dim: int = 0) -> Tensor:
+    """Concatenate every rank's ``x`` along ``dim``, in group order."""
+    group = mesh.group(*axes)
+    if group is None:
+        return x
+    size = mesh.size(*axes)
+    out = x.new_empty(size * x.shape[0] if dim == 0 else size, *(x.shape[1:] if dim == 0 else x.shape))
+    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    return out if dim == 0 else torch.cat(out.unbind(0), dim=dim)
+
+
+def all_gather_into_async(out: Tensor, x: Tensor, mesh: Mesh, *axes: Axis) -> Handle:
+    """Start gathering 1-D ``x`` of every rank into ``out``; ``x`` may be this rank's own slice of ``out``."""
+    group = mesh.group(*axes)
+    return Handle(out, None if group is None else dist.all_gather_into_tensor(out, x, group=group, async_op=True))
+
+
+def reduce_scatter(x: Tensor, mesh: Mesh, *axes: Axis, dim: int = 0) -> Tensor:
+    """Sum ``x`` over the group and keep this rank's equal part along ``dim``."""
+    group = mesh.group(*axes)
+    if group is None:
+        return x
+    size = mesh.size(*axes)
+    assert x.shape[dim] % size == 0, f"dimension {dim} of {tuple(x.shape)} does not divide over {axes}={size}"
+    source = x.contiguous() if dim == 0 else torch.cat(x.chunk(size, dim=dim), dim=0)
+    out = source.new_empty(source.shape[0] // size, *source.shape[1:])
+    dist.reduce_scatter_tensor(out, source, group=group)
+    return out
+
+
+def reduce_scatter_into_async(out: Tensor, x: Tensor, mesh: Mesh, *axes: Axis) -> Handle:
+    """Start summing 1-D ``x`` over the group, this rank's part arriving in ``out``."""
+    group = mesh.group(*axes)
+    if group is None:
+        if out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+        return Handle(out)
+    return Handle(out, dist.reduce_scatter_tensor(out, x, group=group, async_op=True))
+
+
+def broadcast(x: Tensor, mesh: Mesh, *axes: Axis, src: int = 0) -> Tensor:
+    """Overwrite ``x`` with the copy of the group's rank number ``src``."""
+    group = mesh.group(*axes)
+    if group is not None:
+        dist.broadcast(x, mesh.members(*axes)[src], group=group)
+    return x
+
+
+def gather_objects(value: T, mesh: Mesh) -> list[T]:
+    """Every rank's picklable ``value``, by world rank. For small messages among the run's own ranks."""
+    if mesh.world_size == 1:
+        return [value]
+    values: list[Any] = [None] * mesh.world_size
+    dist.all_gather_object(values, value)
+    return values
+
+
+def barrier(mesh: Mesh) -> None:
+    """Wait until every rank of the run is here."""
+    if mesh.world_size > 1:
+        dist.barrier()

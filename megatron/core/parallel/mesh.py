@@ -1,0 +1,96 @@
+"""This rank's place among all ranks, and the process group of any union of axes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from megatron.core.parallel.grid import Axis, RankGrid
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+EXPERT_AXES = frozenset(("edp", "ep", "etp"))
+
+
+@dataclass
+class Mesh:
+    """A rank's coordinates on two grids over the same ranks: dense ``pp dp cp tp`` and expert ``pp edp ep etp``.
+
+    Axes that belong to neither a dense-only nor an expert-only question (``pp``) may be combined with either side;
+    mixing dense and expert axes in one union is a programming error.
+    """
+
+    dense: RankGrid
+    expert: RankGrid
+    world_rank: int = 0
+    _groups: dict[tuple[int, ...], ProcessGroup] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.dense.size != self.expert.size:
+            raise ValueError(f"the dense grid holds {self.dense.size} ranks and the expert grid {self.expert.size}")
+
+    @classmethod
+    def single(cls) -> Mesh:
+        """A world of one rank: tests, tools and notebooks need no launcher and no environment."""
+        return cls.of()
+
+    @classmethod
+    def of(
+        cls, *, tp: int = 1, cp: int = 1, dp: int = 1, pp: int = 1, ep: int = 1, etp: int | None = None, rank: int = 0, pp_before_dp: bool = True
+    ) -> Mesh:
+        """A mesh from axis sizes; ``pp_before_dp=False`` is Megatron's ``--use-tp-pp-dp-mapping`` order."""
+        expert_tp = tp if etp is None else etp
+        edp, rest = divmod(tp * cp * dp, ep * expert_tp)
+        if rest:
+            raise ValueError(f"tp·cp·dp = {tp * cp * dp} ranks cannot be divided into ep·etp = {ep * expert_tp}")
+        if pp_before_dp:
+            dense = RankGrid({"pp": pp, "dp": dp, "cp": cp, "tp": tp})
+            expert = RankGrid({"pp": pp, "edp": edp, "ep": ep, "etp": expert_tp})
+        else:
+            dense = RankGrid({"dp": dp, "pp": pp, "cp": cp, "tp": tp})
+            expert = RankGrid({"edp": edp, "pp": pp, "ep": ep, "etp": expert_tp})
+        return cls(dense, expert, rank)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the run."""
+        return self.dense.size
+
+    def _grid(self, axes: tuple[Axis, ...]) -> RankGrid:
+        return self.expert if EXPERT_AXES.intersection(axes) else self.dense
+
+    def members(self, *axes: Axis) -> tuple[int, ...]:
+        """World ranks of the group of this rank over ``axes``."""
+        return self._grid(axes).members(self.world_rank, *axes)
+
+    def size(self, *axes: Axis) -> int:
+        """Number of ranks in the group over ``axes``."""
+        grid = self._grid(axes)
+        return math.prod(grid.axes[axis] for axis in axes)
+
+    def rank(self, *axes: Axis) -> int:
+        """This rank's position in the group over ``axes``."""
+        return self.members(*axes).index(self.world_rank) if self.size(*axes) > 1 else 0
+
+    def group(self, *axes: Axis) -> ProcessGroup | None:
+        """Process group over ``axes``; None when it holds one rank.
+
+        Created at first use, by its members alone, and shared by every union of axes with the same ranks.
+        """
+        ranks = self.members(*axes)
+        if len(ranks) == 1:
+            return None
+        if ranks not in self._groups:
+            if len(ranks) == self.world_size and dist.group.WORLD is not None:
+                self._groups[ranks] = dist.group.WORLD
+            else:
+                self._groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+        return self._groups[ranks]
+
+    def describe(self) -> str:
+        """Coordinates for messages, e.g. ``pp=1 dp=0 cp=0 tp=3``."""
+        return " ".join(f"{axis}={index}" for axis, index in self.dense.coordinates(self.world_rank).items())

@@ -1,0 +1,49 @@
+"""Random streams as functions of (seed, samples, layer): nothing to save, nothing to restore, no layout in the numbers.
+
+A stream is re-seeded where it is used, at every layer of every microbatch. So recomputation replays a layer by seeding
+it again, a resumed run continues exactly, and dropout doesn't depend on how layers fall into stages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+
+from megatron.core.parallel.mesh import Mesh
+
+
+def derive_seed(*parts: object) -> int:
+    """A 63-bit seed from any printable parts, the same on every machine and Python."""
+    digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@dataclass(frozen=True)
+class StreamKey:
+    """Identifies a microbatch: the number of the first sample it holds, and the pass (``train``, ``valid`` …)."""
+
+    sample: int
+    phase: str = "train"
+
+
+class RngStreams:
+    """Two generators for dropout: ``replicated`` draws the same on all tensor-parallel ranks, ``split`` differs between them.
+
+    Activations that every tensor-parallel rank holds whole use ``replicated``; those it holds a part of (heads, or the
+    sequence under sequence or context parallelism) use ``split``.
+    """
+
+    def __init__(self, seed: int, mesh: Mesh, device: torch.device) -> None:
+        self.seed = seed
+        self.replicated = torch.Generator(device)
+        self.split = torch.Generator(device)
+        self._mesh = mesh
+
+    def enter(self, key: StreamKey, place: str) -> None:
+        """Point both streams at ``place`` (a layer, the embedding) of a microbatch."""
+        context_rank, tensor_rank = self._mesh.rank("cp"), self._mesh.rank("tp")
+        base = (self.seed, key.phase, key.sample, place)
+        self.replicated.manual_seed(derive_seed(*base, "replicated", context_rank))
+        self.split.manual_seed(derive_seed(*base, "split", context_rank, tensor_rank))

@@ -1,0 +1,142 @@
+"""The one description of where a parameter's local tensor sits in its logical tensor, and how its gradient becomes whole.
+
+Initialization, gradient sync, gradient norm, parameter groups, checkpoints and converters all read it here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.mesh import Mesh
+
+Offsets = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle that a local tensor and its logical tensor share: same ``sizes``, different offsets."""
+
+    logical: Offsets
+    local: Offsets
+    sizes: Offsets
+
+    def slices(self, *, of_local: bool) -> tuple[slice, ...]:
+        """Index expression of this rectangle in the local or in the logical tensor."""
+        starts = self.local if of_local else self.logical
+        return tuple(slice(start, start + size) for start, size in zip(starts, self.sizes))
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Layout of one parameter.
+
+    ``shape``: logical shape, without vocabulary padding.
+    ``split``: dimension -> axis that splits it, e.g. ``{0: "tp"}``; experts ``{0: "ep", 1: "etp"}``.
+    ``blocks``: equal matrices stacked on the split dimension, each split by itself (gate and up of a gated MLP: 2).
+    ``pad_multiple``: the split dimension is padded up to a multiple of ``pad_multiple * ranks`` before it is divided;
+    padding belongs to local tensors only, never to the logical one.
+    ``partial_grad``: axes on which each rank computes only part of the gradient, so that it must be summed over them.
+    ``tied``: name shared by copies of one logical parameter on several pipeline stages.
+    ``reduce``: axes over which replicas of the parameter process different data, where gradients are summed.
+    """
+
+    shape: tuple[int, ...]
+    split: Mapping[int, Axis] = field(default_factory=dict)
+    blocks: int = 1
+    pad_multiple: int = 1
+    partial_grad: tuple[Axis, ...] = ()
+    tied: str | None = None
+    reduce: tuple[Axis, ...] = ("dp", "cp")
+
+    def __post_init__(self) -> None:
+        if self.blocks > 1 and (len(self.split) != 1 or self.pad_multiple != 1):
+            raise ValueError("stacked blocks need exactly one split dimension and no padding")
+
+    def padded_size(self, dim: int, mesh: Mesh) -> int:
+        """Extent of ``dim`` over all ranks together, padding included."""
+        if dim not in self.split:
+            return self.shape[dim]
+        unit = self.pad_multiple * mesh.size(self.split[dim])
+        return math.ceil(self.shape[dim] / unit) * unit if self.pad_multiple > 1 else self.shape[dim]
+
+    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        """Shape of the tensor this rank holds, padding included.
+
+        Raises ValueError when a dimension does not divide; configuration rules catch that earlier for users.
+        """
+        local = list(self.shape)
+        for dim, axis in self.split.items():
+            ranks, size = mesh.size(axis), self.padded_size(dim, mesh)
+            if size % (ranks * self.blocks):
+                raise ValueError(f"dimension {dim} of shape {self.shape} ({self.blocks} blocks) does not divide over {axis}={ranks}")
+            local[dim] = size // ranks
+        return tuple(local)
+
+    def pieces(self, mesh: Mesh) -> tuple[Piece, ...]:
+        """Rectangles of the logical tensor that this rank holds; vocabulary padding is left out."""
+        local_shape = self.local_shape(mesh)
+        starts, sizes = [0] * len(self.shape), list(self.shape)
+        for dim, axis in self.split.items():
+            width = local_shape[dim] // self.blocks
+            starts[dim] = width * mesh.rank(axis)
+            sizes[dim] = max(0, min(width, self.shape[dim] - starts[dim])) if self.blocks == 1 else width
+        if 0 in sizes:
+            return ()
+        return tuple(self._block_piece(block, starts, sizes) for block in range(self.blocks))
+
+    def _block_piece(self, block: int, starts: list[int], sizes: list[int]) -> Piece:
+        logical, local = list(starts), [0] * len(starts)
+        for dim in self.split:
+            logical[dim] += block * (self.shape[dim] // self.blocks)
+            local[dim] += block * sizes[dim]
+        return Piece(tuple(logical), tuple(local), tuple(sizes))
+
+    def gradient_owner(self, mesh: Mesh) -> bool:
+        """Whether this rank counts the parameter in a sum over all model-parallel ranks (replicas count once)."""
+        axes = ("etp", "ep") if {"etp", "ep"} & set(self.split.values()) else ("tp",)
+        return all(mesh.rank(axis) == 0 for axis in axes if axis not in self.split.values())  # type: ignore[arg-type]
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay applies: to matrices, not to biases and norm weights."""
+        return len(self.shape) > 1
+
+
+def sharded_parameter(sharding: Sharding, mesh: Mesh, *, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """An uninitialized parameter that carries its layout; see ``tensor_parallel.initialize`` for its values."""
+    parameter = nn.Parameter(torch.empty(sharding.local_shape(mesh), dtype=dtype, device=device))
+    parameter.sharding = sharding  # type: ignore[attr-defined]
+    return parameter
+
+
+def sharding_of(parameter: Tensor) -> Sharding:
+    """Layout of ``parameter``; a parameter made without ``sharded_parameter`` is a programming error."""
+    sharding = getattr(parameter, "sharding", None)
+    assert isinstance(sharding, Sharding), "a parameter without Sharding: create it with sharded_parameter()"
+    return sharding
+
+
+def sharded_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Sharding]]:
+    """Every parameter of ``module`` with its global name and its layout."""
+    for name, parameter in module.named_parameters():
+        yield name, parameter, sharding_of(parameter)
+
+
+@dataclass(frozen=True)
+class ShardedState:
+    """A named local tensor that is part of a logical tensor: what checkpoints save and load, whatever the layout.
+
+    ``tensor`` is the whole local shard, or, with ``flat_range``, the 1-D slice ``[start, stop)`` of its flattening
+    (the range of a parameter's optimizer state that this rank owns). Loading writes into ``tensor`` in place.
+    """
+
+    name: str
+    tensor: Tensor
+    sharding: Sharding
+    flat_range: tuple[int, int] | None = None
