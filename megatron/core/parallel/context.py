@@ -20,6 +20,11 @@ class ParallelContext:
     dtype: torch.dtype
     sequence_parallel: bool = False
 
+    @property
+    def hidden_generator(self) -> torch.Generator:
+        """The stream for dropout on hidden states, which sequence parallelism splits over tensor-parallel ranks."""
+        return self.rng.split if self.sequence_parallel else self.rng.replicated
+
     @classmethod
     def single(cls, *, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 1234) -> ParallelContext:
         """A world of one rank, for tests, tools and notebooks."""

@@ -1,0 +1,81 @@
+"""GPT: a causal transformer over tokens, as one stage or as several."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.core.models.stage import Stage
+from megatron.core.ops.rotary import RotaryTable, rotary_table
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.rng import StreamKey
+from megatron.core.tensor_parallel.initialize import initialize
+from megatron.core.transformer.block import RecomputePlan, TransformerBlock
+from megatron.core.transformer.heads import LanguageModelEmbedding, OutputLayer, VocabularyOutput, vocabulary_output
+from megatron.core.transformer.inputs import LayerInputs
+
+
+class GPTModel(nn.Module):
+    """The stage's part of a GPT. Parameter names and initial values don't depend on how stages are cut."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        context: ParallelContext,
+        *,
+        stage: Stage | None = None,
+        recompute: RecomputePlan | None = None,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        stage = stage or Stage(range(config.num_layers), is_first=True, is_last=True)
+        self._config, self._context = config, context
+        self.embedding = LanguageModelEmbedding(config, context) if stage.is_first else None
+        self.decoder = TransformerBlock(
+            config,
+            context,
+            layer_numbers=stage.layers,
+            final_norm=stage.is_last,
+            causal=True,
+            recompute=recompute or RecomputePlan(),
+        )
+        shares_embedding = stage.is_first and not config.untie_embeddings_and_output_weights
+        self.output_layer = OutputLayer(config, context) if stage.is_last and not shares_embedding else None
+        self._is_last = stage.is_last
+        if seed is not None:
+            initialize(self, context.mesh, seed=seed)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor | None = None,
+        *,
+        key: StreamKey | None = None,
+        segments: Tensor | None = None,
+        hidden: Tensor | None = None,
+    ) -> VocabularyOutput | Tensor:
+        """Token ids ``[b, S]`` (or, on a later stage, ``hidden`` ``[s, b, h]``) to the vocabulary output, or to hidden states.
+
+        ``position_ids`` ``[b, S]``: None means 0, 1, … S-1. ``segments`` ``[b, S]``: document numbers that attention
+        doesn't cross. ``key``: the microbatch's random streams, needed only when dropout draws.
+        """
+        key = key or StreamKey(0)
+        if self.embedding is not None:
+            hidden = self.embedding(tokens, position_ids, key)
+        assert hidden is not None, "a later stage needs the hidden states of the one before"
+        inputs = LayerInputs(key=key, rotary=self._rotary(tokens, position_ids), segments=segments)
+        hidden = self.decoder(hidden, inputs)
+        if not self._is_last:
+            return hidden
+        return vocabulary_output(hidden, self._output_weight(), self._config, self._context)
+
+    def _output_weight(self) -> Tensor:
+        if self.output_layer is not None:
+            return self.output_layer.weight
+        assert self.embedding is not None
+        return self.embedding.word_embeddings.weight
+
+    def _rotary(self, tokens: Tensor, position_ids: Tensor | None) -> RotaryTable | None:
+        if self._config.position_embedding_type != "rope":
+            return None
+        return rotary_table(self._config, length=tokens.shape[1], position_ids=position_ids, device=tokens.device)

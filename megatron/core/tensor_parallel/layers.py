@@ -1,0 +1,85 @@
+"""The layers that tensor parallelism splits: matrices by columns or by rows, and embeddings by vocabulary."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.sharding import Sharding
+from megatron.core.tensor_parallel.initialize import Constant, Initialization, parameter
+from megatron.core.tensor_parallel.regions import enter, leave
+
+
+def partial_under_sequence_parallel(context: ParallelContext) -> tuple[Axis, ...]:
+    """Axes on which a parameter applied to a part of the sequence sees only part of its gradient."""
+    return ("tp",) if context.sequence_parallel else ()
+
+
+def make_parameter(sharding: Sharding, initialization: Initialization, context: ParallelContext) -> nn.Parameter:
+    """A parameter of the rank's type on the rank's device."""
+    return parameter(sharding, initialization, context.mesh, dtype=context.dtype, device=context.device)
+
+
+class ColumnParallelLinear(nn.Module):
+    """``[s, b, in] -> [S, b, out/tp]``: each rank holds some rows of the ``[out, in]`` weight, that is, some outputs.
+
+    ``blocks`` matrices stacked along ``out`` (gate and up of a gated MLP) are each split over the ranks.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, context: ParallelContext, *, init: Initialization, bias: bool, blocks: int = 1
+    ) -> None:
+        super().__init__()
+        self._context = context
+        self.weight = make_parameter(Sharding((out_features, in_features), {0: "tp"}, blocks=blocks), init, context)
+        self.bias = make_parameter(Sharding((out_features,), {0: "tp"}, blocks=blocks), Constant(0.0), context) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Enter the tensor-parallel region and multiply."""
+        return F.linear(enter(x, self._context), self.weight, self.bias)
+
+
+class RowParallelLinear(nn.Module):
+    """``[S, b, in/tp] -> [s, b, out]``: each rank holds some columns of the ``[out, in]`` weight, that is, some inputs.
+
+    The bias rides on the first rank's matmul, before the partial sums meet; the others see none of its gradient.
+    """
+
+    def __init__(self, in_features: int, out_features: int, context: ParallelContext, *, init: Initialization, bias: bool) -> None:
+        super().__init__()
+        self._context = context
+        self.weight = make_parameter(Sharding((out_features, in_features), {1: "tp"}), init, context)
+        bias_sharding = Sharding((out_features,), partial_grad=("tp",))
+        self.bias = make_parameter(bias_sharding, Constant(0.0), context) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply and leave the tensor-parallel region."""
+        bias = self.bias
+        if bias is not None and self._context.mesh.rank("tp") != 0:
+            bias = bias * 0
+        return leave(F.linear(x, self.weight, bias), self._context)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Token ids ``[b, S]`` to vectors ``[s, b, h]``; each rank holds a range of the vocabulary.
+
+    Local rows beyond the vocabulary exist only to make the ranges equal; no token reaches them.
+    """
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, context: ParallelContext, *, init: Initialization, pad_multiple: int, tied: str | None = None
+    ) -> None:
+        super().__init__()
+        self._context = context
+        sharding = Sharding((vocab_size, hidden_size), {0: "tp"}, pad_multiple=pad_multiple, tied=tied)
+        self.weight = make_parameter(sharding, init, context)
+        self._first = self.weight.shape[0] * context.mesh.rank("tp")
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Look up the ids this rank holds, zero elsewhere, and leave the region: the parts sum to the whole."""
+        local = tokens.t() - self._first
+        elsewhere = (local < 0) | (local >= self.weight.shape[0])
+        vectors = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return leave(vectors.masked_fill(elsewhere.unsqueeze(-1), 0.0), self._context)

@@ -1,0 +1,80 @@
+"""The two autograd pairs that tensor and sequence parallelism consist of.
+
+Between ``enter`` and ``leave`` every rank computes with its part of the weights on the whole sequence. Outside, with
+sequence parallelism each rank holds its part of the sequence; without, every rank holds all of it.
+
+======= ============================ ============================
+        with sequence parallelism    without
+======= ============================ ============================
+enter   all-gather | reduce-scatter  identity | all-reduce
+leave   reduce-scatter | all-gather  all-reduce | identity
+======= ============================ ============================
+
+(forward | backward; Megatron-LM papers arXiv:1909.08053 and arXiv:2205.05198 call them f, g and their sequence forms.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.parallel.collectives import all_gather, all_reduce, reduce_scatter
+from megatron.core.parallel.context import ParallelContext
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, context: ParallelContext) -> Tensor:
+        ctx.context = context
+        return all_gather(x, context.mesh, "tp") if context.sequence_parallel else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        context: ParallelContext = ctx.context
+        if context.sequence_parallel:
+            return reduce_scatter(grad, context.mesh, "tp"), None
+        return all_reduce(_owned(grad, context), context.mesh, "tp"), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, context: ParallelContext) -> Tensor:
+        ctx.context = context
+        if context.sequence_parallel:
+            return reduce_scatter(x, context.mesh, "tp")
+        return all_reduce(_owned(x, context), context.mesh, "tp")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        context: ParallelContext = ctx.context
+        return (all_gather(grad, context.mesh, "tp") if context.sequence_parallel else grad), None
+
+
+def _owned(x: Tensor, context: ParallelContext) -> Tensor:
+    """A tensor that may be overwritten by an in-place collective: autograd may still hold ``x`` itself."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def enter(x: Tensor, context: ParallelContext) -> Tensor:
+    """Before a column-split matmul: ``[s, b, h]`` to ``[S, b, h]``; gradients are summed on the way back."""
+    if context.mesh.size("tp") == 1:
+        return x
+    entered: Tensor = _Enter.apply(x, context)
+    return entered
+
+
+def leave(x: Tensor, context: ParallelContext) -> Tensor:
+    """After a row-split matmul: partial sums ``[S, b, h]`` to whole values ``[s, b, h]``."""
+    if context.mesh.size("tp") == 1:
+        return x
+    left: Tensor = _Leave.apply(x, context)
+    return left
+
+
+def sequence_slice(x: Tensor, context: ParallelContext, *, dim: int = 0) -> Tensor:
+    """This rank's part of something every rank holds along the sequence, such as positions. No gradient is summed."""
+    if not context.sequence_parallel:
+        return x
+    return x.chunk(context.mesh.size("tp"), dim=dim)[context.mesh.rank("tp")]

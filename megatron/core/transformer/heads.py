@@ -1,0 +1,158 @@
+"""The two ends of a language model, both split by vocabulary: token embedding and output logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.core.ops.dropout import dropout
+from megatron.core.parallel.collectives import all_gather
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.rng import StreamKey
+from megatron.core.parallel.sharding import Sharding
+from megatron.core.tensor_parallel.cross_entropy import linear_cross_entropy, vocab_parallel_token_losses
+from megatron.core.tensor_parallel.layers import (
+    VocabParallelEmbedding,
+    make_parameter,
+    partial_under_sequence_parallel,
+)
+from megatron.core.tensor_parallel.regions import enter, sequence_slice
+from megatron.core.transformer.initialization import input_init
+
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+
+
+class PositionEmbedding(nn.Module):
+    """A learned vector for each position, held whole by every rank."""
+
+    def __init__(self, config: ModelConfig, context: ParallelContext) -> None:
+        super().__init__()
+        assert config.max_position_embeddings is not None
+        self._context = context
+        sharding = Sharding(
+            (config.max_position_embeddings, config.hidden_size), partial_grad=partial_under_sequence_parallel(context)
+        )
+        self.weight = make_parameter(sharding, input_init(config), context)
+
+    def forward(self, length: int, position_ids: Tensor | None) -> Tensor:
+        """Vectors ``[s, b or 1, h]`` for positions ``[b, S]``, or for 0, 1, … S-1 when None."""
+        if position_ids is None:
+            return sequence_slice(self.weight[:length], self._context).unsqueeze(1)
+        return F.embedding(sequence_slice(position_ids.t(), self._context), self.weight)
+
+
+class LanguageModelEmbedding(nn.Module):
+    """Word vectors plus, with learned positions, position vectors; then dropout."""
+
+    def __init__(self, config: ModelConfig, context: ParallelContext) -> None:
+        super().__init__()
+        assert config.vocab_size is not None, "the tokenizer's vocabulary is known before a model is built"
+        self._config, self._context = config, context
+        self.word_embeddings = VocabParallelEmbedding(
+            config.vocab_size,
+            config.hidden_size,
+            context,
+            init=input_init(config),
+            pad_multiple=config.make_vocab_size_divisible_by,
+            tied=None if config.untie_embeddings_and_output_weights else WORD_EMBEDDINGS,
+        )
+        learned = config.position_embedding_type == "learned_absolute"
+        self.position_embeddings = PositionEmbedding(config, context) if learned else None
+
+    def forward(self, tokens: Tensor, position_ids: Tensor | None, key: StreamKey) -> Tensor:
+        """Token ids ``[b, S]`` to hidden states ``[s, b, h]``."""
+        x = self.word_embeddings(tokens)
+        if self.position_embeddings is not None:
+            x = x + self.position_embeddings(tokens.shape[1], position_ids)
+        if self._config.fp32_residual_connection:
+            x = x.float()
+        if not self.training or self._config.hidden_dropout == 0.0:
+            return x
+        self._context.rng.enter(key, "embedding")
+        return dropout(x, self._config.hidden_dropout, self._context.hidden_generator)
+
+
+@dataclass(frozen=True)
+class VocabularyOutput:
+    """Logits that have not been multiplied out: hidden states ``[S, b, h]`` and this rank's rows of the output matrix.
+
+    Its users ask for a loss, or for a few logits, and the ``[S, b, vocabulary]`` tensor never exists.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    vocab_size: int
+    context: ParallelContext
+
+    @property
+    def _first(self) -> int:
+        return self.weight.shape[0] * self.context.mesh.rank("tp")
+
+    @property
+    def _valid(self) -> int:
+        return max(0, min(self.weight.shape[0], self.vocab_size - self._first))
+
+    def cross_entropy(self, labels: Tensor, loss_weights: Tensor) -> Tensor:
+        """Sum over ``[b, S]`` of weight times cross entropy, an fp32 scalar; gradients are made on the way."""
+        return linear_cross_entropy(
+            self.hidden.flatten(0, 1),
+            self.weight,
+            labels.t().reshape(-1),
+            loss_weights.t().reshape(-1),
+            mesh=self.context.mesh,
+            vocab_start=self._first,
+            vocab_valid=self._valid,
+        )
+
+    @torch.no_grad()
+    def token_losses(self, labels: Tensor) -> Tensor:
+        """Cross entropy ``[b, S]`` of each token, without gradient."""
+        length, batch, _ = self.hidden.shape
+        losses = vocab_parallel_token_losses(
+            self.hidden.flatten(0, 1),
+            self.weight,
+            labels.t().reshape(-1),
+            mesh=self.context.mesh,
+            vocab_start=self._first,
+            vocab_valid=self._valid,
+        )
+        return losses.view(length, batch).t()
+
+    @torch.no_grad()
+    def logits(self, *, last_only: bool = False, positions: Tensor | None = None) -> Tensor:
+        """Gathered logits without gradient: ``[b, S, vocabulary]``, or ``[b, vocabulary]`` at the last position or at
+        ``positions`` ``[b]``.
+        """
+        hidden = self.hidden
+        if positions is not None:
+            hidden = hidden[positions, torch.arange(hidden.shape[1], device=hidden.device)]
+        elif last_only:
+            hidden = hidden[-1]
+        local = F.linear(hidden, self.weight)
+        gathered = all_gather(local, self.context.mesh, "tp", dim=local.dim() - 1)[..., : self.vocab_size]
+        return gathered if gathered.dim() == 2 else gathered.transpose(0, 1)
+
+
+class OutputLayer(nn.Module):
+    """The output matrix when it isn't the word embedding of the same stage: untied, or a tied copy on a later stage."""
+
+    def __init__(self, config: ModelConfig, context: ParallelContext) -> None:
+        super().__init__()
+        assert config.vocab_size is not None
+        sharding = Sharding(
+            (config.vocab_size, config.hidden_size),
+            {0: "tp"},
+            pad_multiple=config.make_vocab_size_divisible_by,
+            tied=None if config.untie_embeddings_and_output_weights else WORD_EMBEDDINGS,
+        )
+        self.weight = make_parameter(sharding, input_init(config), context)
+
+
+def vocabulary_output(x: Tensor, weight: Tensor, config: ModelConfig, context: ParallelContext) -> VocabularyOutput:
+    """Final hidden states ``[s, b, h]`` as an output over the whole vocabulary."""
+    assert config.vocab_size is not None
+    return VocabularyOutput(enter(x, context), weight, config.vocab_size, context)

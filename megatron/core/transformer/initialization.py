@@ -1,0 +1,18 @@
+"""Standard deviations of a transformer's initial weights (Megatron-LM's rule, after GPT-2)."""
+
+from __future__ import annotations
+
+import math
+
+from megatron.config.model import ModelConfig
+from megatron.core.tensor_parallel.initialize import Normal
+
+
+def input_init(config: ModelConfig) -> Normal:
+    """For embeddings, heads and every matrix that does not write to the residual stream."""
+    return Normal(config.init_method_std)
+
+
+def output_init(config: ModelConfig) -> Normal:
+    """For matrices that write to the residual stream: narrower, so that its variance doesn't grow with depth."""
+    return Normal(config.init_method_std / math.sqrt(2.0 * config.num_layers))

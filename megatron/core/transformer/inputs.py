@@ -1,0 +1,22 @@
+"""What every layer of a microbatch is given besides hidden states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatron.core.ops.rotary import RotaryTable
+from megatron.core.parallel.rng import StreamKey
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """``key``: the microbatch's random streams. ``rotary``: cos and sin for the positions, or None. ``segments``:
+    ``[b, S]`` document numbers; attention stays within a document. ``padding_mask``: ``[b, S]``, True where real.
+    """
+
+    key: StreamKey
+    rotary: RotaryTable | None = None
+    segments: Tensor | None = None
+    padding_mask: Tensor | None = None

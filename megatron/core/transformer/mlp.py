@@ -1,0 +1,33 @@
+"""The feed-forward half of a layer."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.core.ops.activation import activation, gated_activation
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.initialization import input_init, output_init
+
+
+class MLP(nn.Module):
+    """Two matmuls around an activation, optionally gated (SwiGLU, GEGLU: arXiv:2002.05202)."""
+
+    def __init__(self, config: ModelConfig, context: ParallelContext) -> None:
+        super().__init__()
+        self._kind = config.activation
+        self._gated = config.gated
+        matrices = 2 if config.gated else 1
+        hidden, inner, bias = config.hidden_size, config.ffn_hidden_size, config.add_bias_linear
+        self.linear_fc1 = ColumnParallelLinear(
+            hidden, matrices * inner, context, init=input_init(config), bias=bias, blocks=matrices
+        )
+        self.linear_fc2 = RowParallelLinear(inner, hidden, context, init=output_init(config), bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[s, b, h] -> [s, b, h]``, through ``[S, b, f/tp]``."""
+        inner = self.linear_fc1(x)
+        inner = gated_activation(inner, self._kind) if self._gated else activation(inner, self._kind)
+        out: Tensor = self.linear_fc2(inner)
+        return out
