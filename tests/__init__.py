@@ -1,0 +1,1 @@
+"""The tests; a package so that ranks can import test functions by name."""

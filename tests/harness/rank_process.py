@@ -1,0 +1,100 @@
+"""What one rank of a multi-rank test does: join the group, call the function with its context, report, wait."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.rng import RngStreams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What every rank of one ``run_ranks`` call is told; ``call`` is the pickled ``(function, arguments)``."""
+
+    call: bytes
+    axes: dict[str, Any]
+    dtype: torch.dtype
+    sequence_parallel: bool
+    seed: int
+    timeout: float
+    folder: Path
+
+    def mesh(self, rank: int) -> Mesh:
+        """The mesh as ``rank`` sees it."""
+        return Mesh.of(**self.axes, rank=rank)
+
+    def stack_file(self, rank: int) -> Path:
+        """Where ``rank`` writes its stack when asked to, or when it crashes."""
+        return self.folder / f"rank{rank}.stack"
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a rank ended: the pickled result, or the traceback of what it raised."""
+
+    result: bytes | None = None
+    traceback: str | None = None
+
+
+def rank_main(job: Job, rank: int, connection: Connection) -> None:
+    """Run one rank; it stays alive after reporting, so that its exit can't look like a failure to the others."""
+    with job.stack_file(rank).open("w") as stack_file:
+        faulthandler.enable(stack_file)
+        faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
+        connection.send(_report(job, rank))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with suppress(EOFError):  # the test process is gone
+            connection.recv()
+        faulthandler.disable()
+    os._exit(0)  # destroying the process groups would take longer than the test
+
+
+def _report(job: Job, rank: int) -> Report:
+    try:
+        warnings.simplefilter("error")
+        mesh = job.mesh(rank)
+        context = _join(job, mesh)
+        function, arguments = _load_call(job.call)
+        return Report(result=pickle.dumps(function(context, *arguments)))
+    except BaseException:
+        return Report(traceback=traceback.format_exc())
+
+
+def _join(job: Job, mesh: Mesh) -> ParallelContext:
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no host name look-up, no network needed
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{job.folder}/store",
+        rank=mesh.world_rank,
+        world_size=mesh.world_size,
+        timeout=timedelta(seconds=2 * job.timeout),  # the harness's own timeout comes first: it shows the stacks
+    )
+    cpu = torch.device("cpu")
+    rng = RngStreams(job.seed, mesh, cpu)
+    return ParallelContext(mesh=mesh, rng=rng, device=cpu, dtype=job.dtype, sequence_parallel=job.sequence_parallel)
+
+
+def _load_call(call: bytes) -> tuple[Callable[..., object], tuple[object, ...]]:
+    function, arguments = pickle.loads(call)
+    return function, arguments
