@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.core.models.stage import Stage
-from megatron.core.ops.rotary import RotaryTable, rotary_table
+from megatron.core.ops.rotary import RotaryTable, rotary_frequencies, rotary_table
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.tensor_parallel.initialize import initialize
@@ -42,6 +43,7 @@ class GPTModel(nn.Module):
         shares_embedding = stage.is_first and not config.untie_embeddings_and_output_weights
         self.output_layer = OutputLayer(config, context) if stage.is_last and not shares_embedding else None
         self._is_last = stage.is_last
+        self._frequencies = _rotary_frequencies(config)
         if seed is not None:
             initialize(self, context.mesh, seed=seed)
 
@@ -76,6 +78,20 @@ class GPTModel(nn.Module):
         return self.embedding.word_embeddings.weight
 
     def _rotary(self, tokens: Tensor, position_ids: Tensor | None) -> RotaryTable | None:
-        if self._config.position_embedding_type != "rope":
+        if self._frequencies is None:
             return None
-        return rotary_table(self._config, length=tokens.shape[1], position_ids=position_ids, device=tokens.device)
+        positions = torch.arange(tokens.shape[1], device=tokens.device) if position_ids is None else position_ids
+        wide = torch.float64 if self._context.dtype == torch.float64 else torch.float32
+        return rotary_table(self._frequencies, positions, dtype=wide)
+
+
+def _rotary_frequencies(config: ModelConfig) -> Tensor | None:
+    if config.position_embedding_type != "rope":
+        return None
+    return rotary_frequencies(
+        config.kv_channels,
+        percent=config.rotary_percent,
+        base=config.rotary_base,
+        interpolation_factor=config.rotary_seq_len_interpolation_factor,
+        llama3_factor=config.rope_scaling_factor if config.use_rope_scaling else None,
+    )

@@ -1,0 +1,99 @@
+"""From environment to ParallelContext: process group, device, mesh. CPU and gloo or GPU and NCCL, by what is there."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from megatron.config.parallel import ParallelConfig
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.environment import LaunchEnvironment
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.rng import RngStreams
+from megatron.errors import ConfigError, ParallelError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+@contextmanager
+def parallel_context(
+    parallel: ParallelConfig, launch: LaunchEnvironment, *, params_dtype: str, seed: int
+) -> Iterator[ParallelContext]:
+    """Join the other ranks for the length of a ``with`` block.
+
+    Raises ConfigError when the asked backend has no device here, ParallelError when the ranks can't meet.
+    """
+    device = choose_device(parallel.distributed_backend, launch)
+    if launch.world_size > 1:
+        _join(parallel, launch, "nccl" if device.type == "cuda" else "gloo", device)
+    try:
+        mesh = Mesh.of(
+            tp=parallel.tensor_model_parallel_size,
+            cp=parallel.context_parallel_size,
+            pp=parallel.pipeline_model_parallel_size,
+            dp=launch.world_size
+            // (
+                parallel.tensor_model_parallel_size
+                * parallel.context_parallel_size
+                * parallel.pipeline_model_parallel_size
+            ),
+            rank=launch.rank,
+            pp_before_dp=not parallel.use_tp_pp_dp_mapping,
+        )
+        yield ParallelContext(
+            mesh=mesh,
+            rng=RngStreams(seed, mesh, device),
+            device=device,
+            dtype=DTYPES[params_dtype],
+            sequence_parallel=parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1,
+        )
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def choose_device(backend: str, launch: LaunchEnvironment) -> torch.device:
+    """The rank's device: its node-local GPU when there is one and ``backend`` isn't gloo, else the CPU."""
+    available = torch.cuda.is_available()
+    if backend == "nccl" and not available:
+        raise ConfigError("--distributed-backend nccl needs a GPU and this machine has none: leave it out, or say gloo")
+    if backend == "gloo" or not available:
+        return torch.device("cpu")
+    if launch.local_rank >= torch.cuda.device_count():
+        raise ParallelError(
+            f"rank {launch.rank} is number {launch.local_rank} on its node, which has {torch.cuda.device_count()} GPUs: "
+            "start at most that many processes a node"
+        )
+    device = torch.device("cuda", launch.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _join(parallel: ParallelConfig, launch: LaunchEnvironment, backend: str, device: torch.device) -> None:
+    os.environ.setdefault("MASTER_ADDR", launch.master_address or "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(launch.master_port))
+    try:
+        dist.init_process_group(
+            backend,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=datetime.timedelta(minutes=parallel.distributed_timeout_minutes),
+            device_id=device if backend == "nccl" else None,
+        )
+    except (RuntimeError, ValueError, dist.DistNetworkError) as error:
+        raise ParallelError(
+            f"rank {launch.rank} could not join the {launch.world_size} ranks at {os.environ['MASTER_ADDR']}:"
+            f"{os.environ['MASTER_PORT']} ({error}): check that every rank was started and that the port is free"
+        ) from error
+
+
+def describe_device(device: torch.device) -> str:
+    """Name of the device for reports."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} threads a rank"

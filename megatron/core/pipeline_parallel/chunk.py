@@ -1,0 +1,57 @@
+"""What the runner knows of a model: something that turns wires and a microbatch into wires, or into a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.core.parallel.rng import StreamKey
+
+Wires = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Tensors by field name, and the random streams of the samples they hold."""
+
+    tensors: Mapping[str, Tensor]
+    key: StreamKey
+
+
+@dataclass(frozen=True)
+class LossSum:
+    """A loss as a sum and a count, never a mean, so that it doesn't depend on how tokens fall into microbatches or ranks.
+
+    ``sum``: fp32 scalar whose gradient is accumulated. ``count``: fp32 scalar, what the sum is divided by in the end.
+    ``parts``: named losses to report, each a ``[sum, count]`` pair.
+    """
+
+    sum: Tensor
+    count: Tensor
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def detached(self) -> LossSum:
+        """The same numbers without the graph behind them."""
+        return LossSum(self.sum.detach(), self.count.detach(), {name: part.detach() for name, part in self.parts.items()})
+
+    def plus(self, other: LossSum) -> LossSum:
+        """Sums and counts of both."""
+        parts = {name: part + other.parts[name] for name, part in self.parts.items()}
+        return LossSum(self.sum + other.sum, self.count + other.count, parts)
+
+    @classmethod
+    def single(cls, name: str, total: Tensor, count: Tensor) -> LossSum:
+        """A loss with one reported part: itself."""
+        return cls(total, count, {name: torch.stack((total.detach(), count.detach().to(total.dtype)))})
+
+
+class Chunk(Protocol):
+    """A consecutive part of the model that this rank holds."""
+
+    def __call__(self, wires: Wires, microbatch: Microbatch) -> Wires | LossSum:
+        """Hand hidden states on to the next chunk, or, on the last, return the loss."""
+        ...
