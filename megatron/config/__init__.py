@@ -1,0 +1,32 @@
+"""Typed settings: what you ask for. Standard library only, so that help and flag errors take milliseconds."""
+
+from __future__ import annotations
+
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.data import DataConfig
+from megatron.config.flags import check_flags, flag
+from megatron.config.inference import InferenceConfig
+from megatron.config.model import ModelConfig
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.config.reporting import ReportingConfig
+from megatron.config.run import RunConfig
+from megatron.config.tokenizer import TokenizerConfig
+from megatron.config.training import TrainingConfig
+
+__all__ = [
+    "CheckpointConfig",
+    "DataConfig",
+    "InferenceConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "PrecisionConfig",
+    "ReportingConfig",
+    "RunConfig",
+    "TokenizerConfig",
+    "TrainingConfig",
+    "check_flags",
+    "flag",
+]

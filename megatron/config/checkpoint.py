@@ -1,0 +1,42 @@
+"""What is saved, and what a run starts from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.flags import check_flags, flag
+
+
+@check_flags
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Saving and loading."""
+
+    save: str | None = flag("Folder to write checkpoints into.", default=None)
+    save_interval: int | None = flag(
+        "Iterations between checkpoints.", default=None, aliases=("--persistent-save-interval",), at_least=1
+    )
+    keep_last_checkpoints: int | None = flag("Keep only the newest so many checkpoints.", default=None, at_least=1)
+    save_optim: bool = flag("Leave optimizer state out of checkpoints.", default=True, off="--no-save-optim")
+    save_rng: bool = flag("Leave random-number state out of checkpoints.", default=True, off="--no-save-rng")
+    load: str | None = flag("Folder of checkpoints to go on from.", default=None)
+    load_optim: bool = flag("Do not load optimizer state.", default=True, off="--no-load-optim")
+    load_rng: bool = flag("Do not load random-number state.", default=True, off="--no-load-rng")
+    ckpt_step: int | None = flag("Iteration to load instead of the newest.", default=None, at_least=0)
+    finetune: bool = flag("Load weights only and start at iteration 0.", default=False)
+    pretrained_checkpoint: str | None = flag(
+        "Folder to take weights from when --load has no checkpoint yet.", default=None
+    )
+    exit_on_missing_checkpoint: bool = flag(
+        "Fail when --load has no checkpoint even if --save is the same, new folder.", default=False
+    )
+    use_checkpoint_args: bool = flag("Take the architecture from the checkpoint's settings.", default=False)
+    use_mp_args_from_checkpoint_args: bool = flag(
+        "With --use-checkpoint-args: take the model-parallel sizes, too.", default=False
+    )
+    use_tokenizer_model_from_checkpoint_args: bool = flag(
+        "With --use-checkpoint-args: do not take --tokenizer-model.",
+        default=True,
+        off="--no-use-tokenizer-model-from-checkpoint-args",
+    )
+    async_save: bool = flag("Write checkpoints while training goes on.", default=False)

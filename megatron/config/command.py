@@ -1,0 +1,27 @@
+"""Flags about the command itself, not about the run it describes: they are in no checkpoint and in no digest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.flags import check_flags, flag
+
+
+@check_flags
+@dataclass(frozen=True, kw_only=True)
+class CommandConfig:
+    """Where settings come from and whether the run is only checked."""
+
+    config: tuple[str, ...] = flag("YAML or JSON files of settings, flat or nested by group; flags win.", default=())
+    dry_run: bool = flag(
+        "Check every rule, print settings, layout, parameters and memory, and leave: no data, no device.", default=False
+    )
+    world_size: int | None = flag(
+        "With --dry-run: ranks of the run; WORLD_SIZE unless given.", default=None, at_least=1
+    )
+    ranks_per_node: int = flag("With --dry-run: ranks of one node.", default=8, at_least=1)
+    device_memory_gb: float | None = flag(
+        "With --dry-run: memory of one device in GB (10^9 bytes), to see whether and what would fit.",
+        default=None,
+        above=0,
+    )

@@ -1,0 +1,46 @@
+"""What the model reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.config.flags import check_flags, derive, flag
+
+DEFAULT_SPLIT = "969, 30, 1"
+
+
+@check_flags
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Data sets, how they are split, ordered and loaded."""
+
+    seq_length: int = flag("Tokens of one sample.", aliases=("--encoder-seq-length",), at_least=1, architecture=True)
+    data_path: tuple[str, ...] = flag(
+        "Prefix of PREFIX.bin and PREFIX.idx, or several: PREFIX PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ...",
+        default=(),
+    )
+    split: str = flag("Shares of --data-path for training, validation and test.", default=None, derived=DEFAULT_SPLIT)
+    train_data_path: tuple[str, ...] = flag("As --data-path, for training only.", default=())
+    valid_data_path: tuple[str, ...] = flag("As --data-path, for validation only.", default=())
+    test_data_path: tuple[str, ...] = flag("As --data-path, for test only.", default=())
+    mock_data: bool = flag("Synthetic data, no files.", default=False)
+    data_cache_path: str | None = flag("Folder of index caches; without it they lie beside the data.", default=None)
+    data_order: Literal["epoch", "megatron"] = flag(
+        "epoch: sample i depends on seed and data alone; megatron: exactly Megatron-LM's order.", default="epoch"
+    )
+    dataloader_type: Literal["single", "cyclic"] = flag(
+        "single: in the data set's order; cyclic: shuffled anew each epoch.", default="single"
+    )
+    num_workers: int = flag(
+        "Processes that load data, per rank; 0: the training process itself.", default=2, at_least=0
+    )
+    mmap_bin_files: bool = flag(
+        "Read .bin files with ordinary reads instead of mapping them.", default=True, off="--no-mmap-bin-files"
+    )
+    reset_position_ids: bool = flag("Positions start anew after each end of document.", default=False)
+    reset_attention_mask: bool = flag("Attend only within a document.", default=False)
+    eod_mask_loss: bool = flag("No loss where the input token is the end of a document.", default=False)
+
+    def __post_init__(self) -> None:
+        derive(self, "split", DEFAULT_SPLIT)

@@ -1,0 +1,151 @@
+"""What is built: the transformer's sizes and choices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.config.flags import check_flags, derive, flag
+
+Activation = Literal["gelu_tanh", "gelu", "silu", "squared_relu"]
+
+_SDPA_NOTE = "PyTorch's scaled_dot_product_attention runs its flash kernel wherever that supports the request"
+
+
+@check_flags
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The transformer. Sizes that are not given are filled in from the others when the group is built."""
+
+    num_layers: int = flag("Transformer layers.", aliases=("--encoder-num-layers",), at_least=1, architecture=True)
+    hidden_size: int = flag("Width of the hidden states.", at_least=1, architecture=True)
+    ffn_hidden_size: int = flag(
+        "Inner width of the MLP.",
+        default=None,
+        derived="4 x hidden size; gated: 8/3 x hidden size, rounded down to a multiple of 64",
+        at_least=1,
+        architecture=True,
+    )
+    num_attention_heads: int = flag("Query heads of each attention layer.", at_least=1, architecture=True)
+    kv_channels: int = flag(
+        "Width of one attention head.", default=None, derived="hidden size / heads", at_least=1, architecture=True
+    )
+    group_query_attention: bool = flag(
+        "Let several query heads share one key/value head.", default=False, architecture=True
+    )
+    num_query_groups: int = flag(
+        "Key/value heads with --group-query-attention.",
+        default=None,
+        derived="1 with --group-query-attention, else one per query head",
+        at_least=1,
+        architecture=True,
+    )
+    max_position_embeddings: int = flag(
+        "Longest sequence the model may see; rows of the learned position table.",
+        default=None,
+        derived="--seq-length",
+        at_least=1,
+        architecture=True,
+    )
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = flag(
+        "How positions enter.", default="learned_absolute", architecture=True
+    )
+    rotary_percent: float = flag(
+        "Part of each head that is rotated.", default=1.0, above=0, at_most=1, architecture=True
+    )
+    rotary_base: float = flag("Base of the rotary frequencies (theta).", default=10000.0, above=1, architecture=True)
+    rotary_interleaved: bool = flag(
+        "Rotate neighbouring pairs instead of the two halves of a head.", default=False, architecture=True
+    )
+    rotary_seq_len_interpolation_factor: float | None = flag(
+        "Divide rotary positions by this factor (linear interpolation).", default=None, above=0, architecture=True
+    )
+    use_rope_scaling: bool = flag("Scale rotary frequencies as Llama 3 does.", default=False, architecture=True)
+    rope_scaling_factor: float = flag("Factor of --use-rope-scaling.", default=8.0, at_least=1, architecture=True)
+    normalization: Literal["LayerNorm", "RMSNorm"] = flag("Kind of norm.", default="LayerNorm", architecture=True)
+    norm_epsilon: float = flag("Epsilon of the norms.", default=1e-5, above=0, architecture=True)
+    apply_layernorm_1p: bool = flag(
+        "Store norm weights minus one, so that they decay towards one.", default=False, architecture=True
+    )
+    add_bias_linear: bool = flag(
+        "No biases in linear layers.", default=True, off="--disable-bias-linear", architecture=True
+    )
+    add_qkv_bias: bool = flag(
+        "Biases in the query/key/value layer; always there unless --disable-bias-linear.",
+        default=False,
+        architecture=True,
+    )
+    swiglu: bool = flag("MLP gated by SiLU.", default=False, architecture=True)
+    geglu: bool = flag("MLP gated by GELU.", default=False, architecture=True)
+    squared_relu: bool = flag("Squared ReLU in the MLP.", default=False, architecture=True)
+    exact_gelu: bool = flag(
+        "GELU by the error function instead of its tanh approximation.", default=False, architecture=True
+    )
+    qk_layernorm: bool = flag("Norm queries and keys in each head.", default=False, architecture=True)
+    untie_embeddings_and_output_weights: bool = flag(
+        "Own weights for the output layer instead of the word embeddings'.", default=False, architecture=True
+    )
+    attention_dropout: float = flag(
+        "Dropout on attention probabilities.", default=0.1, at_least=0, below=1, architecture=True
+    )
+    hidden_dropout: float = flag(
+        "Dropout on embeddings and on what each sublayer adds.", default=0.1, at_least=0, below=1, architecture=True
+    )
+    init_method_std: float = flag("Standard deviation of the initial weights.", default=0.02, above=0)
+    vocab_size: int | None = flag(
+        "Words of the vocabulary, before padding; the tokenizer's unless given.",
+        default=None,
+        at_least=1,
+        architecture=True,
+    )
+    make_vocab_size_divisible_by: int = flag(
+        "Pad the vocabulary to a multiple of this times the tensor-parallel size.", default=128, at_least=1
+    )
+    attention_backend: Literal["auto", "reference", "sdpa"] = flag(
+        "Which attention kernel runs; auto takes the first that supports the request.",
+        default="auto",
+        renamed_values={
+            "flash": ("sdpa", _SDPA_NOTE),
+            "fused": ("sdpa", _SDPA_NOTE),
+            "unfused": ("reference", "the unfused attention is called reference here"),
+            "local": ("reference", "the unfused attention is called reference here"),
+        },
+    )
+    attention_softmax_in_fp32: bool = flag("Attention softmax in fp32 whatever the model's precision.", default=False)
+    apply_query_key_layer_scaling: bool = flag(
+        "Divide attention scores by the layer number and multiply back inside an fp32 softmax.",
+        default=False,
+        architecture=True,
+    )
+    fp32_residual_connection: bool = flag("Keep the residual stream in fp32.", default=False)
+
+    def __post_init__(self) -> None:
+        heads = max(self.num_attention_heads, 1)
+        derive(self, "kv_channels", self.hidden_size // heads)
+        derive(self, "num_query_groups", 1 if self.group_query_attention else self.num_attention_heads)
+        gated_width = self.hidden_size * 8 // 3 // 64 * 64
+        derive(self, "ffn_hidden_size", (gated_width or 64) if self.gated else 4 * self.hidden_size)
+        if self.add_bias_linear:
+            object.__setattr__(self, "add_qkv_bias", True)
+        if self.apply_query_key_layer_scaling:
+            object.__setattr__(self, "attention_softmax_in_fp32", True)
+
+    @property
+    def activation(self) -> Activation:
+        """Non-linearity of the MLP; of its gate when ``gated``."""
+        if self.swiglu:
+            return "silu"
+        if self.squared_relu:
+            return "squared_relu"
+        return "gelu" if self.exact_gelu else "gelu_tanh"
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate: its first matmul is then twice as wide."""
+        return self.swiglu or self.geglu
+
+    def padded_vocab_size(self, tensor_model_parallel_size: int) -> int:
+        """Rows of the word embeddings over all ranks; ``vocab_size`` must be known."""
+        assert self.vocab_size is not None, "the vocabulary size comes from the tokenizer: RunConfig.with_vocab_size"
+        unit = self.make_vocab_size_divisible_by * tensor_model_parallel_size
+        return -(-self.vocab_size // unit) * unit

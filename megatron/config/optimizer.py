@@ -1,0 +1,69 @@
+"""How weights change: the optimizer and its schedules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.config.flags import check_flags, derive, flag
+
+
+@check_flags
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The optimizer, and learning rate and weight decay over the run."""
+
+    optimizer: Literal["adam", "sgd"] = flag("adam (AdamW) or sgd with momentum.", default="adam")
+    lr: float | None = flag("Highest learning rate.", default=None, at_least=0)
+    min_lr: float = flag("Learning rate at the end of the decay.", default=0.0, at_least=0)
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = flag(
+        "Shape of the learning rate after the warm-up.", default="linear"
+    )
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag(
+        "Shape of the final decay of WSD.", default="exponential"
+    )
+    lr_decay_iters: int | None = flag(
+        "Iterations until the learning rate reaches --min-lr; --train-iters unless given.", default=None, at_least=1
+    )
+    lr_decay_samples: int | None = flag(
+        "Samples until the learning rate reaches --min-lr; --train-samples unless given.", default=None, at_least=1
+    )
+    lr_wsd_decay_iters: int | None = flag("Iterations of the final decay of WSD.", default=None, at_least=1)
+    lr_wsd_decay_samples: int | None = flag("Samples of the final decay of WSD.", default=None, at_least=1)
+    lr_warmup_fraction: float | None = flag(
+        "Warm-up as a fraction of the decay length.", default=None, at_least=0, below=1
+    )
+    lr_warmup_iters: int = flag("Iterations of linear warm-up.", default=0, at_least=0)
+    lr_warmup_samples: int = flag("Samples of linear warm-up.", default=0, at_least=0)
+    lr_warmup_init: float = flag("Learning rate at the start of the warm-up.", default=0.0, at_least=0)
+    weight_decay: float = flag("Decoupled weight decay of matrices.", default=0.01, at_least=0)
+    start_weight_decay: float = flag(
+        "First weight decay, unless its style is constant.", default=None, derived="--weight-decay", at_least=0
+    )
+    end_weight_decay: float = flag(
+        "Last weight decay, unless its style is constant.", default=None, derived="--weight-decay", at_least=0
+    )
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = flag(
+        "How weight decay goes from its first to its last value.", default="constant"
+    )
+    clip_grad: float = flag("Largest gradient norm; 0 turns clipping off.", default=1.0, at_least=0)
+    adam_beta1: float = flag("Adam's decay of the first moment.", default=0.9, at_least=0, below=1)
+    adam_beta2: float = flag("Adam's decay of the second moment.", default=0.999, at_least=0, below=1)
+    adam_eps: float = flag("Adam's epsilon.", default=1e-8, at_least=0)
+    sgd_momentum: float = flag("Momentum of sgd.", default=0.9, at_least=0, below=1)
+    override_opt_param_scheduler: bool = flag(
+        "On resume, take the schedules from the flags where they differ from the checkpoint's.",
+        default=False,
+        name="--override-opt_param-scheduler",
+        aliases=("--override-opt-param-scheduler",),
+    )
+    use_checkpoint_opt_param_scheduler: bool = flag(
+        "On resume, take the schedules from the checkpoint where they differ from the flags'.",
+        default=False,
+        name="--use-checkpoint-opt_param-scheduler",
+        aliases=("--use-checkpoint-opt-param-scheduler",),
+    )
+
+    def __post_init__(self) -> None:
+        derive(self, "start_weight_decay", self.weight_decay)
+        derive(self, "end_weight_decay", self.weight_decay)

@@ -1,0 +1,47 @@
+"""How ranks divide the work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.config.flags import check_flags, flag
+
+
+@check_flags
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How ranks divide the work; what is left over after all other axes is data parallelism."""
+
+    tensor_model_parallel_size: int = flag("Ranks that split each layer's matrices.", default=1, at_least=1)
+    pipeline_model_parallel_size: int = flag("Pipeline stages.", default=1, at_least=1)
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        "Interleave the pipeline: layers of one chunk.", default=None, at_least=1
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = flag(
+        "Interleave the pipeline: chunks of one rank.", default=None, at_least=1
+    )
+    context_parallel_size: int = flag("Ranks that split the sequence in attention.", default=1, at_least=1)
+    sequence_parallel: bool = flag(
+        "Also split activations along the sequence between the tensor-parallel matmuls.", default=False
+    )
+    use_tp_pp_dp_mapping: bool = flag(
+        "Number ranks tensor, context, pipeline, data (fastest first) instead of tensor, context, data, pipeline.",
+        default=False,
+    )
+    use_distributed_optimizer: bool = flag(
+        "Shard optimizer state over the data-parallel ranks (ZeRO 1).", default=False
+    )
+    overlap_grad_reduce: bool = flag("Reduce gradients bucket by bucket during the backward pass.", default=False)
+    overlap_param_gather: bool = flag(
+        "Gather updated parameters bucket by bucket during the next forward pass.", default=False
+    )
+    ddp_bucket_size: int | None = flag(
+        "Parameters of one gradient bucket; without it: max(40 million, 1 million x data-parallel size) with overlap.",
+        default=None,
+        at_least=1,
+    )
+    distributed_backend: Literal["nccl", "gloo"] | None = flag(
+        "torch.distributed backend; without it: nccl on GPUs, gloo on CPUs.", default=None
+    )
+    distributed_timeout_minutes: int = flag("Minutes a collective may wait for a rank.", default=10, at_least=1)

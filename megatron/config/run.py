@@ -1,0 +1,237 @@
+"""One run: the groups together, resolved and frozen."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
+
+from megatron.config.batch_ramp import BatchRamp
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.command import CommandConfig
+from megatron.config.data import DataConfig
+from megatron.config.flags import FlagSpec, flags_of, group_name
+from megatron.config.inference import InferenceConfig
+from megatron.config.model import ModelConfig
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.config.reporting import ReportingConfig
+from megatron.config.tokenizer import TokenizerConfig
+from megatron.config.training import TrainingConfig
+from megatron.errors import ConfigError
+
+Group = TypeVar("Group")
+CheckpointReader = Callable[[str, "int | None"], "Mapping[str, Any] | None"]
+
+CORE_GROUPS: tuple[type, ...] = (
+    ModelConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    OptimizerConfig,
+    TrainingConfig,
+    DataConfig,
+    TokenizerConfig,
+    CheckpointConfig,
+    ReportingConfig,
+    InferenceConfig,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything a run was asked for; values that follow from others are filled in when it is built.
+
+    Building one checks nothing: ``parse`` does, and so does ``rules.check(run)``.
+    ``extra`` holds groups of a recipe or a tool. ``provenance`` says per field where its value came from, and ``notes``
+    what a user should know about flags that were accepted but have no effect; neither is part of equality or digest.
+    """
+
+    model: ModelConfig
+    training: TrainingConfig
+    data: DataConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    reporting: ReportingConfig = field(default_factory=ReportingConfig)
+    inference: InferenceConfig = field(default_factory=InferenceConfig)
+    extra: tuple[object, ...] = ()
+    world_size: int = 1
+    command: CommandConfig = field(default_factory=CommandConfig, compare=False)
+    provenance: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, changes in self._resolved().items():
+            if changes:
+                object.__setattr__(self, name, dataclasses.replace(getattr(self, name), **changes))
+
+    def _resolved(self) -> dict[str, dict[str, Any]]:
+        """Values that follow from other groups, by group and field."""
+        model, training, tokenizer, precision = self.model, self.training, self.tokenizer, self.precision
+        found: dict[str, dict[str, Any]] = {"model": {}, "training": {}, "tokenizer": {}, "parallel": {}}
+        if model.max_position_embeddings is None:
+            found["model"]["max_position_embeddings"] = self.data.seq_length
+        if training.global_batch_size is None:
+            found["training"]["global_batch_size"] = training.micro_batch_size * self.data_parallel_size
+        if precision.fp16 and precision.loss_scale is None:
+            found["training"]["check_for_nan_in_loss_and_grad"] = (
+                False  # overflows are how the loss scale finds its way
+            )
+        if tokenizer.tokenizer_type is None:
+            files = tokenizer.vocab_file or tokenizer.merge_file or tokenizer.tokenizer_model
+            null = self.data.mock_data and model.vocab_size is not None and not files
+            found["tokenizer"]["tokenizer_type"] = "NullTokenizer" if null else "GPT2BPETokenizer"
+        if self.parallel.tensor_model_parallel_size == 1:
+            found["parallel"]["sequence_parallel"] = False
+        return found
+
+    @classmethod
+    def parse(
+        cls,
+        argv: Sequence[str],
+        *,
+        prog: str = "pretrain_gpt.py",
+        world_size: int | None = None,
+        extra_groups: Sequence[type] = (),
+        checkpoint_config: CheckpointReader | None = None,
+    ) -> RunConfig:
+        """The run that a command line describes; precedence: flag > file > checkpoint > default.
+
+        ``world_size``: ranks of the run; without it ``--world-size`` (dry runs), then the variable WORLD_SIZE, then 1.
+        ``checkpoint_config(load, step)`` reads the ``to_json()`` stored in a checkpoint, or returns None when there is
+        none; it is called only with ``--use-checkpoint-args``.
+        Raises ConfigError with every failure at once. ``--help`` prints and leaves with code 0.
+        """
+        from megatron.config.parse import parse_run
+
+        return parse_run(
+            argv, prog=prog, world_size=world_size, extra_groups=extra_groups, checkpoint_config=checkpoint_config
+        )
+
+    def group(self, kind: type[Group]) -> Group:
+        """The group of class ``kind``, of the core or of ``extra``."""
+        for each in self.groups():
+            if isinstance(each, kind):
+                return each
+        raise KeyError(f"this run has no {kind.__name__}")
+
+    def groups(self) -> tuple[Any, ...]:
+        """Every group that describes the run, in the order of the help text."""
+        return (*(getattr(self, group_name(kind)) for kind in CORE_GROUPS), *self.extra)
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the model, context parallelism included."""
+        sizes = self.parallel
+        return sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks over which samples are divided."""
+        return max(self.world_size // max(self.model_parallel_size, 1), 1)
+
+    @cached_property
+    def batch_ramp(self) -> BatchRamp:
+        """The global batch size over the run; without ``--rampup-batch-size`` it is full from the start."""
+        full = self.training.global_batch_size
+        start, increment, samples = self.training.rampup_batch_size or (full, 1, 0)
+        return BatchRamp(start, increment, samples, full)
+
+    def global_batch_size_at(self, consumed_samples: int) -> int:
+        """Samples of the step that begins after ``consumed_samples`` samples."""
+        return self.batch_ramp.size_at(consumed_samples)
+
+    def num_microbatches(self, consumed_samples: int = 0) -> int:
+        """Forward passes of each rank in the step that begins after ``consumed_samples`` samples."""
+        size = self.global_batch_size_at(consumed_samples)
+        return size // (self.training.micro_batch_size * self.data_parallel_size)
+
+    @cached_property
+    def train_iters(self) -> int:
+        """Optimizer steps of the whole run, from ``--train-iters`` or by simulating ``--train-samples``."""
+        if self.training.train_iters is not None:
+            return self.training.train_iters
+        return self.batch_ramp.iterations(self.training.train_samples or 0)
+
+    @cached_property
+    def train_samples(self) -> int:
+        """Samples of the whole run, from ``--train-samples`` or ``--train-iters``."""
+        if self.training.train_samples is not None:
+            return self.training.train_samples
+        return self.batch_ramp.samples_after(self.training.train_iters or 0)
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the word embeddings over all ranks; the vocabulary size must be known."""
+        return self.model.padded_vocab_size(self.parallel.tensor_model_parallel_size)
+
+    def with_vocab_size(self, vocab_size: int) -> RunConfig:
+        """This run with the tokenizer's vocabulary size; a larger ``--vocab-size`` stays.
+
+        Raises ConfigError when ``--vocab-size`` is smaller than the tokenizer's vocabulary.
+        """
+        asked = self.model.vocab_size
+        if asked is not None and asked < vocab_size:
+            raise ConfigError(
+                f"--vocab-size {asked} is smaller than the tokenizer's vocabulary of {vocab_size}: "
+                f"leave --vocab-size out or give at least {vocab_size}."
+            )
+        return dataclasses.replace(self, model=dataclasses.replace(self.model, vocab_size=asked or vocab_size))
+
+    def flags(self) -> tuple[FlagSpec, ...]:
+        """Every flag of every group of this run."""
+        return tuple(spec for group in self.groups() for spec in flags_of(type(group)))
+
+    def value(self, spec: FlagSpec) -> Any:
+        """The value of one flag."""
+        (group,) = (each for each in self.groups() if group_name(type(each)) == spec.group)
+        return getattr(group, spec.field)
+
+    def diff_from_defaults(self) -> dict[str, Any]:
+        """Field -> value wherever the value is not the flag's default."""
+        return {spec.field: self.value(spec) for spec in self.flags() if self.value(spec) != spec.default}
+
+    def to_json(self) -> dict[str, Any]:
+        """The resolved run as JSON-able dictionaries: group -> field -> value, and ``world_size``."""
+        groups = {group_name(type(group)): _plain(dataclasses.asdict(group)) for group in self.groups()}
+        return {"world_size": self.world_size, **groups}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], *, extra_groups: Sequence[type] = ()) -> RunConfig:
+        """The run that ``to_json`` described: fields it lacks take their defaults, other recipes' groups are left out.
+
+        Raises ConfigError for settings this version does not know.
+        """
+        built = {group_name(kind): _group_from_json(kind, data.get(group_name(kind), {})) for kind in CORE_GROUPS}
+        extra = tuple(_group_from_json(kind, data.get(group_name(kind), {})) for kind in extra_groups)
+        return cls(world_size=int(data.get("world_size", 1)), extra=extra, **built)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the resolved settings: equal on two ranks exactly when their settings are."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+
+
+def _group_from_json(kind: type, values: Mapping[str, Any]) -> Any:
+    known = {spec.field: spec for spec in flags_of(kind)}
+    unknown = sorted(set(values) - set(known))
+    if unknown:
+        raise ConfigError(
+            f"The saved settings have {group_name(kind)}.{unknown[0]}, which this version does not know: "
+            "they were written by another version."
+        )
+    missing = sorted(name for name, spec in known.items() if spec.required and name not in values)
+    if missing:
+        raise ConfigError(f"The saved settings lack {group_name(kind)}.{missing[0]}.")
+    return kind(**{name: None if value is None else known[name].convert(value) for name, value in values.items()})

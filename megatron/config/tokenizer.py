@@ -1,0 +1,44 @@
+"""Which tokenizer turns text into token ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.config.flags import check_flags, flag
+
+
+@check_flags
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """The tokenizer and its files."""
+
+    tokenizer_type: Literal[
+        "GPT2BPETokenizer",
+        "HuggingFaceTokenizer",
+        "SentencePieceTokenizer",
+        "GPTSentencePieceTokenizer",
+        "Llama2Tokenizer",
+        "TikTokenizer",
+        "NullTokenizer",
+    ] = flag(
+        "Kind of tokenizer.",
+        default=None,
+        derived="NullTokenizer with --mock-data and --vocab-size and no tokenizer files, else GPT2BPETokenizer",
+        architecture=True,
+    )
+    vocab_file: str | None = flag("vocab.json of GPT2BPETokenizer.", default=None)
+    merge_file: str | None = flag("merges.txt of GPT2BPETokenizer.", default=None)
+    tokenizer_model: str | None = flag(
+        "Model file of SentencePiece or tiktoken; folder, file or hub name of a Hugging Face tokenizer.",
+        default=None,
+        architecture=True,
+    )
+    vocab_extra_ids: int = flag("Sentinel tokens added to the vocabulary.", default=0, at_least=0)
+    tiktoken_pattern: Literal["v1", "v2"] | None = flag(
+        "Version of the pattern that cuts text for TikTokenizer; v2 unless given.", default=None, architecture=True
+    )
+    tiktoken_num_special_tokens: int = flag("Special tokens of TikTokenizer.", default=1000, at_least=0)
+    tiktoken_special_tokens: tuple[str, ...] = flag(
+        "Special tokens of TikTokenizer: the first ones' spellings.", default=()
+    )

@@ -1,0 +1,73 @@
+"""How long and in which portions the run trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.config.flags import check_flags, flag
+
+
+@check_flags
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """Batches, length, evaluation, recomputation and when to stop."""
+
+    micro_batch_size: int = flag("Samples of one forward pass on one rank.", at_least=1)
+    global_batch_size: int = flag(
+        "Samples of one optimizer step over all ranks.",
+        default=None,
+        derived="micro batch size x data-parallel size",
+        at_least=1,
+    )
+    rampup_batch_size: tuple[int, int, int] | None = flag(
+        "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES.", default=None, at_least=1
+    )
+    train_iters: int | None = flag("Optimizer steps of the whole run.", default=None, at_least=0)
+    train_samples: int | None = flag("Samples of the whole run, instead of --train-iters.", default=None, at_least=0)
+    skip_train: bool = flag("Only evaluate.", default=False)
+    eval_interval: int = flag("Iterations between evaluations.", default=1000, at_least=1)
+    eval_iters: int = flag("Batches of one evaluation; 0 turns evaluation off.", default=100, at_least=0)
+    exit_interval: int | None = flag(
+        "Save and leave when the iteration is a multiple of this.", default=None, at_least=1
+    )
+    exit_duration_in_mins: int | None = flag("Save and leave after so many minutes.", default=None, at_least=1)
+    exit_signal_handler: bool = flag("Save and leave on SIGTERM.", default=False)
+    seed: int = flag("Seed of initial weights, dropout and data order.", default=1234, at_least=1)
+    recompute_granularity: Literal["full", "selective"] | None = flag(
+        "Recompute in the backward pass instead of keeping: full layers, or (selective) only the attention core.",
+        default=None,
+    )
+    recompute_activations: bool = flag("Short for --recompute-granularity selective.", default=False)
+    recompute_method: Literal["uniform", "block"] | None = flag(
+        "With full recomputation: uniform recomputes every group of --recompute-num-layers layers, "
+        "block only the first --recompute-num-layers layers.",
+        default=None,
+    )
+    recompute_num_layers: int | None = flag("Layers of --recompute-method.", default=None, at_least=1)
+    check_for_nan_in_loss_and_grad: bool = flag(
+        "Do not stop when a loss or gradient is not finite.", default=True, off="--no-check-for-nan-in-loss-and-grad"
+    )
+    check_weight_hash_across_dp_replicas_interval: int | None = flag(
+        "Compare the weights of data-parallel replicas every so many iterations.", default=None, at_least=1
+    )
+    deterministic_mode: bool = flag("Only deterministic kernels.", default=False)
+    manual_gc: bool = flag("Collect Python's garbage on a schedule instead of whenever it likes.", default=False)
+    manual_gc_interval: int = flag(
+        "Iterations between collections with --manual-gc; 0: never during training.", default=0, at_least=0
+    )
+    manual_gc_eval: bool = flag(
+        "With --manual-gc, do not collect around evaluations.", default=True, off="--no-manual-gc-eval"
+    )
+    empty_unused_memory_level: Literal[0, 1, 2] = flag(
+        "Empty the GPU allocator's cache: 0 never, 1 after each iteration, 2 also before the optimizer.", default=0
+    )
+
+    def __post_init__(self) -> None:
+        if self.recompute_activations and self.recompute_granularity is None:
+            object.__setattr__(self, "recompute_granularity", "selective")
+        if self.recompute_granularity == "full":
+            if self.recompute_method is None:
+                object.__setattr__(self, "recompute_method", "uniform")
+            if self.recompute_num_layers is None:
+                object.__setattr__(self, "recompute_num_layers", 1)
