@@ -1,0 +1,62 @@
+"""Which implementation computes an attention call: the first that supports it, or the one the user named."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from megatron.core.ops.attention import reference, sdpa
+from megatron.core.ops.attention.request import AttentionOptions, AttentionRequest
+from megatron.errors import ConfigError
+
+
+class Backend(Protocol):
+    """A module in this package."""
+
+    def supports(self, request: AttentionRequest) -> str | None:
+        """None, or why this backend cannot compute the call."""
+        ...
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        """The result of ``attention``."""
+        ...
+
+
+# In order of preference for "auto"; the last supports everything.
+BACKENDS: dict[str, Backend] = {"sdpa": sdpa, "reference": reference}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend that serves a request, and why those preferred to it don't."""
+
+    name: str
+    backend: Backend
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def describe(self) -> str:
+        """One line for the start-up report, e.g. ``attention: reference (sdpa refused: …)``."""
+        reasons = "; ".join(f"{name} refused: {reason}" for name, reason in self.refused.items())
+        return f"attention: {self.name}" + (f" ({reasons})" if reasons else "")
+
+
+def choose(request: AttentionRequest, backend: str = "auto") -> Choice:
+    """The backend for ``request``.
+
+    Raises ConfigError when the backend named explicitly doesn't exist or refuses the request.
+    """
+    if backend == "auto":
+        refused: dict[str, str] = {}
+        for name, candidate in BACKENDS.items():
+            reason = candidate.supports(request)
+            if reason is None:
+                return Choice(name, candidate, refused)
+            refused[name] = reason
+    if backend not in BACKENDS:
+        raise ConfigError(f"--attention-backend {backend} is unknown; available: auto, {', '.join(BACKENDS)}")
+    reason = BACKENDS[backend].supports(request)
+    if reason is not None:
+        raise ConfigError(f"--attention-backend {backend} cannot be used: {reason}; use --attention-backend auto")
+    return Choice(backend, BACKENDS[backend])

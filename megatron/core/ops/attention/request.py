@@ -1,0 +1,37 @@
+"""What an attention call asks for: as facts a backend decides by, and as the options it computes with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionRequest:
+    """What a backend needs to accept or refuse a call; can be made before any tensor, to report the choice."""
+
+    device: torch.device
+    dtype: torch.dtype
+    query_length: int
+    key_length: int
+    head_width: int
+    causal: bool
+    dropout: float = 0.0
+    segments: bool = False
+    padding_mask: bool = False
+    needs_grad: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    """Everything about a call but its three tensors; meanings as in ``attention``."""
+
+    causal: bool
+    scale: float
+    dropout: float = 0.0
+    generator: torch.Generator | None = None
+    segments: Tensor | None = None
+    padding_mask: Tensor | None = None
+    softmax_in_fp32: bool = False

@@ -1,0 +1,59 @@
+"""Activations: formulas, gradients, and what they keep in memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.ops.activation import Activation, activation, gated_activation
+
+FORMULAS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "gelu": lambda x: x * 0.5 * (1 + torch.erf(x / math.sqrt(2))),
+    "gelu_tanh": lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "silu": lambda x: x * torch.sigmoid(x),
+    "squared_relu": lambda x: x.clamp(min=0) ** 2,
+}
+
+
+@pytest.mark.parametrize("kind", FORMULAS)
+def test_activation_is_its_formula(kind: Activation) -> None:
+    """A speed or fusion choice must never swap tanh and exact GELU."""
+    x = torch.linspace(-4, 4, 101, dtype=torch.float64)
+    torch.testing.assert_close(activation(x, kind), FORMULAS[kind](x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", FORMULAS)
+def test_gate_is_the_first_half(kind: Activation) -> None:
+    """Checkpoints store (gate, up) in that order; the other order would load without complaint and compute nonsense."""
+    x = torch.randn(3, 2, 10, dtype=torch.float64, requires_grad=True)
+    gate, value = x.chunk(2, dim=-1)
+    torch.testing.assert_close(gated_activation(x, kind), FORMULAS[kind](gate) * value, rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradcheck(lambda a: gated_activation(a, kind), (x,))
+
+
+@pytest.mark.parametrize("kind", FORMULAS)
+def test_gated_activation_takes_any_gradient_layout(kind: Activation) -> None:
+    """Gradients may arrive expanded or transposed, as from a sum or a permuted consumer."""
+    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    gated_activation(x, kind).sum().backward()
+    (expected,) = torch.autograd.grad(gated_activation(x, kind), x, torch.ones(3, 4, dtype=torch.float64).t())
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, expected)
+
+
+def test_gated_activation_keeps_its_input_only() -> None:
+    """Keeping the activated gate as well would cost a third more memory in every MLP."""
+    kept: list[int] = []
+
+    def count(tensor: Tensor) -> Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    x = torch.randn(8, 32, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        gated_activation(x, "silu")
+    assert sum(kept) == x.numel()

@@ -1,0 +1,170 @@
+"""Attention: every backend against the reference, the reference against loops, and the choice between them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.ops.attention import AttentionRequest, attention, choose
+from megatron.core.ops.attention.registry import BACKENDS
+from megatron.errors import ConfigError
+
+OTHERS = [name for name in BACKENDS if name != "reference"]
+
+
+def make_qkv(
+    *,
+    sq: int = 9,
+    sk: int | None = None,
+    b: int = 3,
+    n: int = 4,
+    g: int = 4,
+    d: int = 8,
+    dtype: torch.dtype = torch.float64,
+) -> list[Tensor]:
+    torch.manual_seed(0)
+    shapes = ((sq, b, n, d), (sk or sq, b, g, d), (sk or sq, b, g, d))
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def by_loops(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    """One query at a time, in plain arithmetic."""
+    sq, b, n, d = q.shape
+    sk, _, g, _ = k.shape
+    out = torch.zeros(sq, b, n, d, dtype=q.dtype)
+    for i in range(sq):
+        visible = sk - sq + i + 1 if causal else sk
+        for j in range(b):
+            for head in range(n):
+                group = head // (n // g)
+                weights = (k[:visible, j, group] @ q[i, j, head] / math.sqrt(d)).softmax(0)
+                out[i, j, head] = weights @ v[:visible, j, group]
+    return out.flatten(2)
+
+
+SEGMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0, 0, 0, 0], [5, 6, 6, 6, 6, 6, 7, 7, 7]])
+PADDING = torch.tensor([[True] * 9, [True] * 6 + [False] * 3, [False] * 2 + [True] * 7])
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "causal": ({}, {"causal": True}),
+    "bidirectional": ({}, {"causal": False}),
+    "grouped": ({"g": 2}, {"causal": True}),
+    "one_group": ({"g": 1}, {"causal": True}),
+    "own_scale": ({}, {"causal": True, "scale": 0.5}),
+    "cross": ({"sq": 5}, {"causal": False}),
+    "cached": ({"sq": 4, "sk": 9}, {"causal": True}),
+    "one_query": ({"sq": 1, "sk": 9, "g": 2}, {"causal": True}),
+    "documents": ({"g": 2}, {"causal": True, "segments": SEGMENTS}),
+    "documents_bidirectional": ({}, {"causal": False, "segments": SEGMENTS}),
+    "padding": ({"g": 2}, {"causal": False, "padding_mask": PADDING}),
+    "padding_causal": ({}, {"causal": True, "padding_mask": PADDING}),
+    "padding_documents": ({}, {"causal": True, "padding_mask": PADDING, "segments": SEGMENTS}),
+    "softmax_in_fp32": ({}, {"causal": True, "softmax_in_fp32": True}),
+}
+
+
+def run(inputs: list[Tensor], **options: Any) -> list[Tensor]:
+    """Result and the three gradients."""
+    out = attention(*inputs, **options)
+    upstream = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    return [out, *torch.autograd.grad(out, inputs, upstream)]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("shape", [{}, {"g": 2}, {"sq": 4, "sk": 9, "g": 1}])
+def test_reference_is_attention(causal: bool, shape: dict[str, Any]) -> None:
+    """Everything else is compared with the reference, so the reference is compared with arithmetic."""
+    inputs = make_qkv(**shape)
+    torch.testing.assert_close(attention(*inputs, causal=causal, backend="reference"), by_loops(*inputs, causal=causal))
+
+
+@pytest.mark.parametrize("backend", OTHERS)
+@pytest.mark.parametrize("case", CASES)
+def test_backend_equals_reference(backend: str, case: str) -> None:
+    """A speed choice must not change results, forward or backward."""
+    shape, options = CASES[case]
+    inputs = make_qkv(**shape)
+    for actual, expected in zip(run(inputs, backend=backend, **options), run(inputs, backend="reference", **options)):
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", ["causal", "documents", "padding_causal"])
+def test_backend_in_low_precision_stays_near_fp64(backend: str, dtype: torch.dtype, case: str) -> None:
+    """Kernels differ by type; none may lose more than rounding."""
+    shape, options = CASES[case]
+    exact = make_qkv(**shape)
+    rounded = [x.detach().to(dtype).requires_grad_() for x in exact]
+    for actual, expected in zip(run(rounded, backend=backend, **options), run(exact, backend="reference", **options)):
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual.double(), expected, rtol=0, atol=8 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_documents_equal_separate_calls(backend: str) -> None:
+    """Packing documents into a sample must give each the result it would have alone."""
+    inputs = make_qkv()
+    packed = attention(*inputs, causal=True, segments=SEGMENTS, backend=backend)
+    for sample, row in enumerate(SEGMENTS.tolist()):
+        for document in sorted(set(row)):
+            at = [i for i, number in enumerate(row) if number == document]
+            alone = attention(*(x[at][:, sample : sample + 1] for x in inputs), causal=True, backend=backend)
+            torch.testing.assert_close(packed[at][:, sample : sample + 1], alone, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_query_without_keys_gives_zeros_and_no_nan(backend: str) -> None:
+    """Left padding leaves early queries with nothing to see; a NaN there would poison every gradient."""
+    results = run(make_qkv(), causal=True, padding_mask=PADDING, backend=backend)
+    assert all(result.isfinite().all() for result in results)
+    assert (results[0][:2, 2] == 0).all() and (results[0][2:, 2] != 0).any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_strided_slices_of_a_fused_projection(backend: str) -> None:
+    """Layers pass views into one QKV tensor; a backend must not depend on contiguous inputs."""
+    fused = torch.randn(9, 3, 4, 3, 8, dtype=torch.float64)
+    views = [fused[:, :, :, i] for i in range(3)]
+    actual = attention(*views, causal=True, backend=backend)
+    copies = [view.contiguous() for view in views]
+    torch.testing.assert_close(actual, attention(*copies, causal=True, backend="reference"), rtol=1e-9, atol=1e-11)
+    assert actual.is_contiguous()
+
+
+def test_dropout_is_replayed_from_the_generator() -> None:
+    """Recomputation seeds the generator again and must get the same result."""
+    inputs = make_qkv()
+    results = [
+        attention(*inputs, causal=True, dropout=0.5, generator=torch.Generator().manual_seed(seed))
+        for seed in (1, 1, 2)
+    ]
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
+
+
+def request(**changes: Any) -> AttentionRequest:
+    lengths = {"query_length": 8, "key_length": 8, "head_width": 8}
+    facts: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32, "causal": True, **lengths}
+    return AttentionRequest(**(facts | changes))
+
+
+def test_auto_takes_the_first_that_supports_the_request_and_says_why() -> None:
+    """The start-up report tells which kernel runs, and why not a faster one."""
+    assert choose(request()).describe() == "attention: sdpa"
+    choice = choose(request(dropout=0.1))
+    assert choice.name == "reference"
+    assert choice.describe().startswith("attention: reference (sdpa refused: it draws dropout (0.1)")
+
+
+def test_explicit_choice_is_honoured_or_refused_with_the_reason() -> None:
+    """Never silently another kernel than the one asked for."""
+    assert choose(request(), "reference").name == "reference"
+    with pytest.raises(ConfigError, match=r"--attention-backend sdpa cannot be used: it draws dropout \(0.1\)"):
+        choose(request(dropout=0.1), "sdpa")
+    with pytest.raises(ConfigError, match="--attention-backend fast is unknown; available: auto, sdpa, reference"):
+        choose(request(), "fast")

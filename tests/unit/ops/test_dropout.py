@@ -1,0 +1,83 @@
+"""Dropout: its distribution, its replay, its memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.ops.dropout import bias_dropout_add, dropout
+
+
+def seeded(seed: int = 1) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_keeps_the_expected_share_and_the_mean() -> None:
+    """p is the share dropped, and the survivors make up for it."""
+    out = dropout(torch.ones(200_000), 0.1, seeded())
+    assert (out == 0).double().mean().item() == pytest.approx(0.1, abs=0.005)
+    assert out.unique().tolist() == pytest.approx([0.0, 1 / 0.9])
+
+
+def test_same_seed_replays_the_mask_and_leaves_global_state_alone() -> None:
+    """Recomputation and resume run a layer again and must drop the same elements, whatever ran in between."""
+    x = torch.randn(1000)
+    state = torch.get_rng_state()
+    first = dropout(x, 0.5, seeded(7))
+    torch.rand(3, generator=seeded())
+    assert torch.equal(first, dropout(x, 0.5, seeded(7)))
+    assert not torch.equal(first, dropout(x, 0.5, seeded(8)))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_gradient_uses_the_mask_of_the_forward_pass() -> None:
+    """Dropping other elements backward than forward would be silent noise."""
+    x = torch.randn(64, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda a: dropout(a, 0.3, seeded(3)), (x,))
+
+
+def test_zero_probability_is_the_identity_and_draws_nothing() -> None:
+    """p = 0 must cost nothing."""
+    x, generator = torch.randn(5), seeded()
+    state = generator.get_state()
+    assert dropout(x, 0.0, generator) is x
+    assert torch.equal(state, generator.get_state())
+
+
+def test_probability_one_gives_zeros() -> None:
+    """Allowed by the flag's range, so it must not divide by zero."""
+    x = torch.randn(5, requires_grad=True)
+    out = dropout(x, 1.0, seeded())
+    out.sum().backward()
+    assert out.tolist() == [0.0] * 5
+    assert x.grad is not None and x.grad.tolist() == [0.0] * 5
+
+
+def test_keeps_one_byte_per_element() -> None:
+    """A mask in the type of the activations would cost four times as much."""
+    kept: list[int] = []
+
+    def count(tensor: Tensor) -> Tensor:
+        kept.append(tensor.numel() * tensor.element_size())
+        return tensor
+
+    x = torch.randn(100, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        dropout(x, 0.1, seeded())
+    assert sum(kept) == 100
+
+
+def test_bias_dropout_add_adds_bias_before_and_residual_after_dropout() -> None:
+    """The residual itself is never dropped."""
+    x, residual, bias = torch.randn(3, 2, 4), torch.randn(3, 2, 4), torch.randn(4)
+    expected = residual + dropout(x + bias, 0.5, seeded(2))
+    assert torch.equal(bias_dropout_add(x, bias, residual, 0.5, seeded(2)), expected)
+    assert torch.equal(bias_dropout_add(x, None, residual, 0.0, seeded()), residual + x)
+
+
+def test_bias_dropout_add_keeps_a_wide_residual_wide() -> None:
+    """With --fp32-residual-connection a bf16 branch joins an fp32 stream."""
+    out = bias_dropout_add(torch.ones(2, dtype=torch.bfloat16), None, torch.full((2,), 1e-4), 0.0, seeded())
+    assert out.dtype == torch.float32
+    assert torch.equal(out, torch.full((2,), 1.0001))

@@ -1,0 +1,69 @@
+"""Norms: the values and gradients of their formulas, in the type of the weight."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatron.core.ops.norm import layer_norm, rms_norm
+
+
+def composed_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The formula, left to autograd."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def test_rms_norm_gradients_are_those_of_the_formula() -> None:
+    """A wrong hand-written backward would train a model that only looks right."""
+    x = torch.randn(3, 2, 8, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda a, w: rms_norm(a, w, eps=1e-5), (x, weight))
+    torch.testing.assert_close(
+        rms_norm(x, weight, eps=1e-5), composed_rms_norm(x, weight, 1e-5), rtol=1e-12, atol=1e-12
+    )
+
+
+def test_layer_norm_with_and_without_bias() -> None:
+    """Bias is optional, and fp64 stays fp64."""
+    x, weight, bias = (torch.randn(*shape, dtype=torch.float64) for shape in ((4, 6), (6,), (6,)))
+    normalized = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, unbiased=False) + 1e-5).sqrt()
+    torch.testing.assert_close(
+        layer_norm(x, weight, bias, eps=1e-5), normalized * weight + bias, rtol=1e-12, atol=1e-12
+    )
+    torch.testing.assert_close(layer_norm(x, weight, None, eps=1e-5), normalized * weight, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_computed_in_fp32(name: str, dtype: torch.dtype) -> None:
+    """A mean square accumulated in 8 bits would be off by percents; only the stored result may be rounded."""
+    x = (torch.randn(5, 4096) * 30).to(dtype).requires_grad_()
+    weight = torch.rand(4096).to(dtype).requires_grad_()
+    wide_x, wide_weight = x.detach().float().requires_grad_(), weight.detach().float().requires_grad_()
+    results = []
+    for a, w in ((x, weight), (wide_x, wide_weight)):
+        out = layer_norm(a, w, torch.zeros_like(w), eps=1e-5) if name == "layer_norm" else rms_norm(a, w, eps=1e-5)
+        out.backward(torch.linspace(-1, 1, out.numel()).view_as(out).to(dtype).to(out.dtype))
+        results.append(out)
+    ulp = torch.finfo(dtype).eps
+    torch.testing.assert_close(results[0].float(), results[1], rtol=ulp, atol=1e-6)
+    assert x.grad is not None and wide_x.grad is not None and weight.grad is not None and wide_weight.grad is not None
+    torch.testing.assert_close(x.grad.float(), wide_x.grad, rtol=2 * ulp, atol=2e-3 * ulp)
+    error = (weight.grad.float() - wide_weight.grad).norm() / wide_weight.grad.norm()
+    assert error < ulp
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_wide_residual_is_normalized_wide_and_returned_narrow(name: str) -> None:
+    """With --fp32-residual-connection the stream is fp32 and the layers bf16: the norm is where the type changes."""
+    x, weight = torch.randn(3, 16, requires_grad=True), torch.ones(16, dtype=torch.bfloat16, requires_grad=True)
+    bias = torch.zeros(16, dtype=torch.bfloat16)
+    out = layer_norm(x, weight, bias, eps=1e-5) if name == "layer_norm" else rms_norm(x, weight, eps=1e-5)
+    out.sum().backward()
+    assert out.dtype == torch.bfloat16
+    assert x.grad is not None and x.grad.dtype == torch.float32
+    assert weight.grad is not None and weight.grad.dtype == torch.bfloat16
+    exact = functional.layer_norm(x, (16,)) if name == "layer_norm" else composed_rms_norm(x, weight.float(), 1e-5)
+    torch.testing.assert_close(out, exact.to(torch.bfloat16))
