@@ -1,0 +1,39 @@
+"""Installs ``megatron``: plain Python on torch, nothing to compile."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "megatron" / "__init__.py").read_text(encoding="utf-8"))
+assert VERSION is not None, "megatron/__init__.py holds the version"
+
+ZSTD = ["zstandard"]  # .jsonl.zst input of tools/preprocess_data.py
+TIKTOKEN = ["tiktoken"]  # --tokenizer-type TikTokenizer
+HUGGINGFACE = ["transformers", "safetensors"]  # --tokenizer-type HuggingFaceTokenizer, the checkpoint converter
+PLOT = ["matplotlib"]  # the picture of a loss curve
+TEST = ["pytest>=8.2", "pytest-xdist", "hypothesis"]
+CHECK = ["ruff", "mypy", "import-linter", "types-PyYAML"]
+
+setup(
+    name="megatron",
+    version=VERSION.group(1),
+    description="Pretrain language models with tensor, pipeline, data, context and expert parallelism, anywhere torch runs",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["megatron", "megatron.*"]),
+    package_data={"megatron": ["py.typed"]},
+    install_requires=["torch>=2.6,<3", "numpy", "tokenizers", "sentencepiece", "nltk", "tensorboard", "pyyaml"],
+    extras_require={
+        "zstd": ZSTD,
+        "tiktoken": TIKTOKEN,
+        "huggingface": HUGGINGFACE,
+        "plot": PLOT,
+        "dev": ZSTD + TIKTOKEN + HUGGINGFACE + PLOT + TEST + CHECK,
+    },
+)
