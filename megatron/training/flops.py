@@ -1,0 +1,131 @@
+"""How much arithmetic a model asks for, and how much a device can do: the two sides of TFLOP/s and MFU."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from megatron.config.model import ModelConfig
+
+
+def gpt_flops_per_sample(model: ModelConfig, seq_length: int, *, tensor_model_parallel_size: int = 1) -> float:
+    """Model FLOPs of one sequence, forward and backward: 2 per multiply-add, times 3.
+
+    Megatron's formula: every matrix product of the dense model, half of the attention square (the causal half), the
+    vocabulary as padded for the tensor-parallel size. Recomputation, norms and activations are not counted.
+    """
+    padded_vocab_size = model.padded_vocab_size(tensor_model_parallel_size)
+    query_width = model.num_attention_heads * model.kv_channels
+    mlp = model.ffn_hidden_size * (1.5 if model.gated else 1.0)
+    attention = query_width * (
+        1 + model.num_query_groups / model.num_attention_heads + seq_length / (2 * model.hidden_size)
+    )
+    layers = 12 * model.num_layers * model.hidden_size * (mlp + attention)
+    return float(seq_length * (layers + 6 * model.hidden_size * padded_vocab_size))
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Arithmetic a device can do at most, and where that figure comes from."""
+
+    tflops: float
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.tflops:.4g} TFLOP/s ({self.source})"
+
+
+# Dense matrix-product peaks in TFLOP/s from the makers' data sheets: (part of the device name, 16-bit, 32-bit).
+# The first row whose name occurs as a whole word counts, so "H100 PCIe" comes before "H100".
+_DATA_SHEETS = (
+    ("GB200", 2500.0, 80.0),
+    ("B200", 2250.0, 75.0),
+    ("B100", 1750.0, 60.0),
+    ("H200", 989.4, 66.9),
+    ("GH200", 989.4, 66.9),
+    ("H100 PCIe", 756.0, 51.2),
+    ("H100 NVL", 835.0, 60.0),
+    ("H100", 989.4, 66.9),
+    ("A100", 312.0, 19.5),
+    ("A40", 149.7, 37.4),
+    ("A30", 165.0, 10.3),
+    ("A10", 125.0, 31.2),
+    ("L40S", 362.0, 91.6),
+    ("L4", 121.0, 30.3),
+    ("V100", 125.0, 15.7),
+    ("T4", 65.0, 8.1),
+    ("MI325X", 1307.4, 163.4),
+    ("MI300X", 1307.4, 163.4),
+)
+
+
+def data_sheet_peak(device_name: str, dtype: torch.dtype) -> Peak | None:
+    """Peak of a known accelerator for products of ``dtype``; None for one that is not in the table."""
+    for name, half, single in _DATA_SHEETS:
+        if re.search(rf"\b{name}\b", device_name):
+            narrow = dtype in (torch.bfloat16, torch.float16)
+            return Peak(half if narrow else single, f"{device_name}, {'16' if narrow else '32'}-bit dense, data sheet")
+    return None
+
+
+def measured_peak(device: torch.device, dtype: torch.dtype, *, size: int = 1024, repeats: int = 5) -> Peak:
+    """The best of a few square matrix products, timed here and now: a fair limit where no data sheet applies.
+
+    Takes about a tenth of a second per core. Use it on CPU only: products are not synchronized.
+    """
+    left = torch.ones(size, size, dtype=dtype, device=device)
+    seconds = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        torch.mm(left, left)
+        seconds.append(time.perf_counter() - start)
+    threads = torch.get_num_threads()
+    kind = f"{size}x{size} {str(dtype).removeprefix('torch.')} product"
+    source = f"measured here: {kind}, {threads} thread{'s' * (threads > 1)}"
+    return Peak(2 * size**3 / min(seconds[1:]) / 1e12, source)
+
+
+def device_peak(device: torch.device, dtype: torch.dtype) -> Peak | None:
+    """The peak that MFU is stated against: the data sheet's, or, on CPU, measured; None rather than a guess."""
+    if device.type == "cpu":
+        return measured_peak(device, dtype)
+    return data_sheet_peak(torch.get_device_module(device).get_device_name(device), dtype)
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Speed over an interval. ``tflops_per_device``: model FLOPs; ``utilization``: their share of the peak (MFU)."""
+
+    tokens_per_second: float
+    tflops_per_device: float
+    utilization: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedScale:
+    """What turns samples and seconds into tokens/s, TFLOP/s and MFU."""
+
+    flops_per_sample: float
+    tokens_per_sample: int
+    world_size: int
+    peak: Peak | None = None
+
+    def throughput(self, *, samples: float, seconds: float) -> Throughput:
+        """Speed of ``samples`` processed by the whole world in ``seconds``."""
+        tflops = self.flops_per_sample * samples / (seconds * 1e12 * self.world_size)
+        share = None if self.peak is None else tflops / self.peak.tflops
+        return Throughput(self.tokens_per_sample * samples / seconds, tflops, share)
+
+
+def throughput_line(speed: Throughput, scale: SpeedScale) -> str:
+    """The line printed under the log line with ``--log-throughput``: tokens/s, and MFU with the peak it refers to."""
+    line = f" throughput | tokens/s: {speed.tokens_per_second:.1f} |"
+    line += f" model TFLOP/s per device: {speed.tflops_per_device:.4g} |"
+    if speed.utilization is None or scale.peak is None:
+        return f"{line} MFU: unknown, no peak on file for this device |"
+    return f"{line} MFU: {speed.utilization:.1%} of {scale.peak} |"

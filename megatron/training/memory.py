@@ -1,0 +1,55 @@
+"""Memory in use: the device's allocator on an accelerator, the resident set on CPU, each under its own name."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+_MB = 1024 * 1024
+
+
+def memory_use(device: torch.device) -> dict[str, int]:
+    """Bytes by kind, current and highest: allocator figures of the device, or the resident set of this process."""
+    if device.type == "cpu":
+        return {"resident": _resident_bytes(), "max resident": _max_resident_bytes()}
+    return {
+        "allocated": torch.accelerator.memory_allocated(device),
+        "max allocated": torch.accelerator.max_memory_allocated(device),
+        "reserved": torch.accelerator.memory_reserved(device),
+        "max reserved": torch.accelerator.max_memory_reserved(device),
+    }
+
+
+def memory_line(use: Mapping[str, int], *, rank: int, iteration: int) -> str:
+    """Megatron's memory line; on CPU its fields say ``resident`` (all of the process) instead of ``allocated``."""
+    fields = " | ".join(f"{kind}: {size / _MB:.1f}" for kind, size in use.items())
+    return f"[Rank {rank}] (after {iteration} iterations) memory (MB) | {fields}"
+
+
+def memory_scalars(device: torch.device) -> dict[str, int]:
+    """TensorBoard values: Megatron's four names on an accelerator; on CPU others, as they mean something else."""
+    use = memory_use(device)
+    if device.type == "cpu":
+        return {"mem-resident-bytes": use["resident"], "mem-max-resident-bytes": use["max resident"]}
+    return {
+        "mem-reserved-bytes": use["reserved"],
+        "mem-allocated-bytes": use["allocated"],
+        "mem-max-allocated-bytes": use["max allocated"],
+        "mem-allocated-count": int(torch.accelerator.memory_stats(device).get("allocation.all.current", 0)),
+    }
+
+
+def _resident_bytes() -> int:
+    statm = Path("/proc/self/statm")
+    if not statm.exists():  # no procfs (macOS): the highest value is the only one at hand
+        return _max_resident_bytes()
+    return int(statm.read_text().split()[1]) * resource.getpagesize()
+
+
+def _max_resident_bytes() -> int:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

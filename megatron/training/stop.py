@@ -1,0 +1,117 @@
+"""When a run ends before its last iteration: by interval, duration or signal, or by a loss that is not a number."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from megatron.errors import MegatronError
+
+if TYPE_CHECKING:
+    from megatron.config.training import TrainingConfig
+
+Highest = Callable[[Sequence[int]], Sequence[int]]
+"""Element-wise maximum over all ranks."""
+
+
+def stop_reason(
+    iteration: int,
+    *,
+    exit_interval: int | None,
+    exit_duration_in_mins: float | None,
+    minutes: float,
+    signal_number: int,
+) -> str | None:
+    """Why to save and leave after ``iteration``, in words for the log; None to go on.
+
+    ``minutes`` is the time the run has taken and ``signal_number`` the signal received (0: none); both must be agreed
+    between ranks, or some would leave and others wait for them.
+    """
+    if signal_number:
+        return f"exiting program after receiving {signal.Signals(signal_number).name}."
+    if exit_duration_in_mins is not None and minutes > exit_duration_in_mins:
+        return f"exiting program after {minutes:.1f} minutes"
+    if exit_interval and iteration % exit_interval == 0:
+        return f"exiting program at iteration {iteration}"
+    return None
+
+
+class ExitWatch:
+    """Asks :func:`stop_reason` after each step, with time and signals agreed between all ranks.
+
+    ``highest`` is a collective; it runs only when the settings watch the clock or signals.
+    """
+
+    def __init__(
+        self,
+        training: TrainingConfig,
+        *,
+        highest: Highest = list,
+        clock: Callable[[], float] = time.monotonic,
+        started: float | None = None,
+    ) -> None:
+        self._training = training
+        self._highest = highest
+        self._clock = clock
+        self._started = clock() if started is None else started
+        self._signal = 0
+
+    @contextmanager
+    def catching_signals(self) -> Iterator[None]:
+        """With ``--exit-signal-handler``, note SIGTERM and SIGINT instead of dying of them, for the ``with`` block."""
+        if not self._training.exit_signal_handler:
+            yield
+            return
+        before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        # Launchers and terminals often deliver the same request twice, so a second one must not kill the save.
+        self._signal = number
+
+    def reason(self, iteration: int) -> str | None:
+        """Why to save and leave now, the same on every rank; None to go on."""
+        training = self._training
+        seconds, number = int(self._clock() - self._started), self._signal
+        if training.exit_signal_handler or training.exit_duration_in_mins is not None:
+            seconds, number = self._highest([seconds, number])
+        return stop_reason(
+            iteration,
+            exit_interval=training.exit_interval,
+            exit_duration_in_mins=training.exit_duration_in_mins,
+            minutes=seconds / 60,
+            signal_number=number,
+        )
+
+
+class NonFiniteError(MegatronError):
+    """A loss or gradient norm that is infinite or not a number."""
+
+
+def check_finite(
+    losses: Mapping[str, float], *, iteration: int, consumed_samples: int, global_batch_size: int, learning_rate: float
+) -> None:
+    """Raise NonFiniteError when a loss is NaN or infinite, before the optimizer spreads it over the weights.
+
+    ``consumed_samples`` counts the samples before this batch.
+    """
+    bad = {name: loss for name, loss in losses.items() if not math.isfinite(loss)}
+    if bad:
+        values = ", ".join(f"{name} is {loss}" for name, loss in bad.items())
+        last = consumed_samples + global_batch_size - 1
+        raise NonFiniteError(
+            f"{values} at iteration {iteration} (samples {consumed_samples} to {last}, "
+            f"learning rate {learning_rate:.3E}); the weights are unchanged since the last step. "
+            "Look at the grad norm in the lines before: if it grew, lower --lr, lengthen --lr-warmup-iters or set "
+            "--clip-grad; if it was steady, look at those samples. Resume from the last checkpoint, or pass --no-check-for-nan-in-loss-and-grad to go "
+            "on regardless."
+        )
