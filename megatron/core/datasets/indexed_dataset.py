@@ -1,0 +1,300 @@
+"""Read and write token sequences in ``PREFIX.bin`` and ``PREFIX.idx``, byte for byte as Megatron-LM does."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from megatron.core.datasets.files import sync_file, write_errors
+from megatron.core.datasets.indexed_format import (
+    LENGTH_DTYPE,
+    MODE_DTYPE,
+    OFFSET_DTYPE,
+    TOKEN_DTYPES,
+    IndexHeader,
+    bin_path,
+    check_tables,
+    idx_path,
+    read_header,
+    token_dtype,
+)
+from megatron.core.datasets.metadata import DatasetMetadata, TokenizerStamp
+from megatron.errors import DataError
+
+__all__ = ["IndexedDataset", "IndexedDatasetWriter", "token_dtype"]
+
+_BLOCK_BYTES = 1 << 23
+_FREE_SPACE = "free some space, or write to another folder"
+
+
+class IndexedDataset:
+    """Sequences of tokens on disk, read as they are asked for; opening checks that the two files are whole and agree.
+
+    ``prefix``: path of both files without their endings. ``mmap``: map the tokens into memory, else read them from the
+    file. ``multimodal``: the index also holds a mode per sequence. Raises DataError, one sentence on what is wrong.
+
+    ``lengths`` [sequences] in tokens; ``offsets`` [sequences] in bytes; ``boundaries`` [documents + 1]: document d is
+    sequences ``boundaries[d]`` to ``boundaries[d + 1]``; ``modes`` [sequences] or None.
+    """
+
+    def __init__(self, prefix: str | Path, *, mmap: bool = True, multimodal: bool = False) -> None:
+        self.prefix = str(prefix)
+        self.mmap = mmap
+        header = read_header(self.prefix, multimodal=multimodal)
+        self.dtype = header.dtype
+        self._map_index(header, multimodal=multimodal)
+        self.num_tokens = check_tables(
+            self.prefix, dtype=self.dtype, lengths=self.lengths, offsets=self.offsets, boundaries=self.boundaries
+        )
+        if mmap:
+            self._tokens = _map_array(bin_path(self.prefix), self.dtype, count=self.num_tokens)
+        else:
+            self._file = os.open(bin_path(self.prefix), os.O_RDONLY)
+            weakref.finalize(self, os.close, self._file)
+
+    def _map_index(self, header: IndexHeader, *, multimodal: bool) -> None:
+        path, count = idx_path(self.prefix), header.num_sequences
+        end_of_lengths = header.size + LENGTH_DTYPE.itemsize * count
+        end_of_offsets = end_of_lengths + OFFSET_DTYPE.itemsize * count
+        end_of_boundaries = end_of_offsets + OFFSET_DTYPE.itemsize * header.num_boundaries
+        self.lengths: NDArray[np.int32] = _map_array(path, LENGTH_DTYPE, count=count, start=header.size)
+        self.offsets: NDArray[np.int64] = _map_array(path, OFFSET_DTYPE, count=count, start=end_of_lengths)
+        self.boundaries: NDArray[np.int64] = _map_array(
+            path, OFFSET_DTYPE, count=header.num_boundaries, start=end_of_offsets
+        )
+        self.modes: NDArray[np.int8] | None = None
+        if multimodal:
+            self.modes = _map_array(path, MODE_DTYPE, count=count, start=end_of_boundaries)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents."""
+        return len(self.boundaries) - 1
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
+        """Tokens ``[offset, offset + length)`` of sequence ``index`` (to its end without ``length``), not writable."""
+        size = self.lengths.item(index)
+        stop = size if length is None else offset + length
+        if not 0 <= offset <= stop <= size:
+            raise IndexError(f"tokens {offset} to {stop} of sequence {index}, which has {size}")
+        return self._read(self.offsets.item(index) // self.dtype.itemsize + offset, stop - offset)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        """Tokens of one sequence, or a list of them for a slice without a step."""
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step != 1:
+                raise ValueError(f"slices of an indexed data set are contiguous; got a step of {step}")
+            return [self.get(i) for i in range(start, stop)]
+        return self.get(index)
+
+    def blocks(self) -> Iterator[NDArray[Any]]:
+        """All tokens in order, a few MB at a time."""
+        count = _BLOCK_BYTES // self.dtype.itemsize
+        for start in range(0, self.num_tokens, count):
+            yield self._read(start, min(count, self.num_tokens - start))
+
+    def _read(self, start: int, count: int) -> NDArray[Any]:
+        if self.mmap:
+            return self._tokens[start : start + count]
+        size = self.dtype.itemsize
+        return np.frombuffer(os.pread(self._file, count * size, start * size), self.dtype)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # worker processes open the files anew
+        return _open, (self.prefix, self.mmap, self.modes is not None)
+
+
+class IndexedDatasetWriter:
+    """Writes ``PREFIX.bin``, ``PREFIX.idx`` and ``PREFIX.meta.json`` as documents come, in constant memory.
+
+    The files appear under their names only when ``finish`` is through (at the end of a ``with`` block without error);
+    until then everything is in files beside them, which a failure removes. Raises DataError for a full disk or for ids
+    that don't fit ``dtype``.
+
+    ``tokenizer``: whose ids they are, for the metadata. ``multimodal``: store a mode per sequence.
+    """
+
+    def __init__(
+        self,
+        prefix: str | Path,
+        dtype: np.dtype[Any] | type,
+        *,
+        multimodal: bool = False,
+        tokenizer: TokenizerStamp | None = None,
+    ) -> None:
+        self.prefix, self.dtype, self.tokenizer = str(prefix), np.dtype(dtype), tokenizer
+        if self.dtype not in TOKEN_DTYPES.values():
+            raise ValueError(f"the format has no code for {self.dtype}")
+        self.num_tokens = self.num_sequences = self.num_documents = 0
+        self.max_token_id: int | None = None
+        # In the order in which they get their names: the index last, so that it never describes other tokens.
+        finals = (bin_path(self.prefix), DatasetMetadata.path(self.prefix), idx_path(self.prefix))
+        self._aside = {path: path.with_name(path.name + ".part") for path in finals}
+        self._open = ExitStack()
+        with self._writing():
+            folder = bin_path(self.prefix).parent
+            folder.mkdir(parents=True, exist_ok=True)
+            self._bin: IO[bytes] = self._open.enter_context(self._aside[bin_path(self.prefix)].open("wb"))
+            self._lengths = self._scratch(folder)
+            self._boundaries = self._scratch(folder)
+            self._modes = self._scratch(folder) if multimodal else None
+
+    def _scratch(self, folder: Path) -> IO[bytes]:
+        return self._open.enter_context(tempfile.TemporaryFile(dir=folder))
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            with write_errors(bin_path(self.prefix), remedy=_FREE_SPACE):
+                yield
+        except BaseException:
+            self.abort()
+            raise
+
+    def add_documents(self, tokens: ArrayLike, lengths: ArrayLike) -> None:
+        """Append many documents of one sequence each: ``tokens`` end to end, ``lengths`` [documents] to divide them."""
+        sizes = np.asarray(lengths, LENGTH_DTYPE)
+        self._add_sequences(tokens, sizes)
+        ends = np.arange(self.num_sequences - len(sizes) + 1, self.num_sequences + 1, dtype=OFFSET_DTYPE)
+        with self._writing():
+            self._boundaries.write(ends.data)
+        self.num_documents += len(sizes)
+
+    def add_document(self, tokens: ArrayLike) -> None:
+        """Append a document of one sequence."""
+        self.add_sequence(tokens)
+        self.end_document()
+
+    def add_sequence(self, tokens: ArrayLike, *, mode: int = 0) -> None:
+        """Append a sequence to the document that ``end_document`` will close; ``mode`` only for multimodal files."""
+        values = np.asarray(tokens)
+        self._add_sequences(values, np.asarray([values.size], LENGTH_DTYPE), mode)
+
+    def end_document(self) -> None:
+        """Close a document: the sequences since the last one, possibly none."""
+        with self._writing():
+            self._boundaries.write(np.asarray([self.num_sequences], OFFSET_DTYPE).data)
+        self.num_documents += 1
+
+    def add_dataset(self, dataset: IndexedDataset) -> None:
+        """Append all documents of another data set of the same type."""
+        assert dataset.dtype == self.dtype, f"{dataset.prefix} holds {dataset.dtype}, not {self.dtype}"
+        assert (dataset.modes is None) == (self._modes is None), f"{dataset.prefix} has modes, or lacks them"
+        for block in dataset.blocks():
+            self._add_tokens(block)
+        with self._writing():
+            self._lengths.write(np.ascontiguousarray(dataset.lengths).data)
+            self._boundaries.write((dataset.boundaries[1:] + self.num_sequences).data)
+            if self._modes is not None and dataset.modes is not None:
+                self._modes.write(np.ascontiguousarray(dataset.modes).data)
+        self.num_sequences += len(dataset)
+        self.num_documents += dataset.num_documents
+
+    def _add_sequences(self, tokens: ArrayLike, lengths: NDArray[np.int32], mode: int = 0) -> None:
+        values = np.asarray(tokens)
+        assert values.size == int(lengths.sum(dtype=np.int64)), "lengths don't add up to the number of tokens"
+        self._add_tokens(values)
+        with self._writing():
+            self._lengths.write(lengths.data)
+            if self._modes is not None:
+                self._modes.write(np.full(len(lengths), mode, MODE_DTYPE).data)
+        self.num_sequences += len(lengths)
+
+    def _add_tokens(self, values: NDArray[Any]) -> None:
+        if values.size and self.dtype.kind in "iu":
+            low, high, limits = int(values.min()), int(values.max()), np.iinfo(self.dtype)
+            if low < limits.min or high > limits.max:
+                self.abort()
+                raise DataError(
+                    f"token id {low if low < limits.min else high} doesn't fit {self.dtype}, the type of "
+                    f"{bin_path(self.prefix)}: the tokenizer makes ids beyond its vocabulary size"
+                )
+            self.max_token_id = high if self.max_token_id is None else max(high, self.max_token_id)
+        with self._writing():
+            self._bin.write(np.ascontiguousarray(values, self.dtype).data)
+        self.num_tokens += values.size
+
+    def finish(self) -> DatasetMetadata:
+        """Complete the files and give them their names."""
+        metadata = DatasetMetadata(
+            tokenizer=self.tokenizer,
+            num_tokens=self.num_tokens,
+            num_sequences=self.num_sequences,
+            num_documents=self.num_documents,
+            max_token_id=self.max_token_id,
+        )
+        index = idx_path(self.prefix)
+        with self._writing():
+            with self._aside[index].open("wb") as file:
+                self._write_index(file)
+            self._aside[DatasetMetadata.path(self.prefix)].write_text(metadata.to_json(), encoding="utf-8")
+            self._open.close()
+            for aside in self._aside.values():
+                sync_file(aside)
+            index.unlink(missing_ok=True)
+            for path, aside in self._aside.items():
+                aside.replace(path)
+        return metadata
+
+    def _write_index(self, index: IO[bytes]) -> None:
+        header = IndexHeader(self.dtype, self.num_sequences, self.num_documents + 1)
+        index.write(header.pack())
+        self._lengths.seek(0)
+        shutil.copyfileobj(self._lengths, index)
+        self._lengths.seek(0)
+        end = 0
+        while block := self._lengths.read(_BLOCK_BYTES):
+            sizes = np.frombuffer(block, LENGTH_DTYPE).astype(OFFSET_DTYPE) * self.dtype.itemsize
+            ends = end + np.cumsum(sizes)
+            index.write((ends - sizes).data)
+            end = int(ends[-1])
+        index.write(np.zeros(1, OFFSET_DTYPE).data)
+        for table in (self._boundaries, self._modes):
+            if table is not None:
+                table.seek(0)
+                shutil.copyfileobj(table, index)
+
+    def abort(self) -> None:
+        """Remove everything written so far; the files of an earlier run stay."""
+        try:
+            self._open.close()
+        except OSError:
+            pass  # what could not be flushed is deleted anyway
+        finally:
+            for aside in self._aside.values():
+                aside.unlink(missing_ok=True)
+
+    def __enter__(self) -> IndexedDatasetWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.finish()
+        else:
+            self.abort()
+
+
+def _open(prefix: str, mmap: bool, multimodal: bool) -> IndexedDataset:
+    return IndexedDataset(prefix, mmap=mmap, multimodal=multimodal)
+
+
+def _map_array(path: Path, dtype: np.dtype[Any], *, count: int, start: int = 0) -> NDArray[Any]:
+    if count == 0:
+        return np.empty(0, dtype)
+    # A plain array over the map: np.memmap itself is several times slower to index.
+    return np.memmap(path, dtype, mode="r", offset=start, shape=(count,)).view(np.ndarray)

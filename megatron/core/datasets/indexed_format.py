@@ -1,0 +1,200 @@
+"""The bytes of ``PREFIX.idx``, as Megatron-LM defines them, and every way in which a pair of files can be wrong.
+
+All integers are little-endian. A header (magic, version, type code, number of sequences S, number of document
+boundaries D) is followed by S int32 lengths in tokens, S int64 byte offsets into ``PREFIX.bin``, D int64 document
+boundaries (first 0, last S), and, for multimodal files only, S int8 modes: no header bit says so. ``PREFIX.bin`` is the
+tokens, end to end.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.errors import DataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+LENGTH_DTYPE = np.dtype("<i4")
+OFFSET_DTYPE = np.dtype("<i8")
+MODE_DTYPE = np.dtype("i1")
+TOKEN_DTYPES: dict[int, np.dtype[Any]] = {
+    1: np.dtype("u1"),
+    2: np.dtype("i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    6: np.dtype("<f8"),
+    7: np.dtype("<f4"),
+    8: np.dtype("<u2"),
+}
+_OLD_MAGIC = b"TNTIDX\x00\x00"  # --data-impl lazy and cached, before 2022
+_HEADER = struct.Struct("<9sQBQQ")
+_BLOCK = 1 << 20  # rows checked at a time: bounded memory for any number of sequences
+
+
+def bin_path(prefix: str) -> Path:
+    """File of the tokens."""
+    return Path(f"{prefix}.bin")
+
+
+def idx_path(prefix: str) -> Path:
+    """File of lengths, offsets and document boundaries."""
+    return Path(f"{prefix}.idx")
+
+
+def token_dtype(vocab_size: int | None) -> np.dtype[Any]:
+    """Smallest type Megatron-LM stores ids of this vocabulary in: uint16 below 65,500 ids, else (or unknown) int32."""
+    return TOKEN_DTYPES[8] if vocab_size is not None and vocab_size < 65500 else TOKEN_DTYPES[4]
+
+
+@dataclass(frozen=True)
+class IndexHeader:
+    """What the first 34 bytes of ``PREFIX.idx`` say."""
+
+    dtype: np.dtype[Any]
+    num_sequences: int
+    num_boundaries: int
+
+    size = _HEADER.size
+
+    def pack(self) -> bytes:
+        """The 34 bytes."""
+        code = next(code for code, dtype in TOKEN_DTYPES.items() if dtype == self.dtype)
+        return _HEADER.pack(MAGIC, VERSION, code, self.num_sequences, self.num_boundaries)
+
+    def file_size(self, *, multimodal: bool) -> int:
+        """Bytes of the whole index file."""
+        row = LENGTH_DTYPE.itemsize + OFFSET_DTYPE.itemsize + (MODE_DTYPE.itemsize if multimodal else 0)
+        return self.size + row * self.num_sequences + OFFSET_DTYPE.itemsize * self.num_boundaries
+
+
+def read_header(prefix: str, *, multimodal: bool) -> IndexHeader:
+    """Header of ``PREFIX.idx``; DataError when a file is missing, something else, or not of the size it says."""
+    _check_files_exist(prefix)
+    path = idx_path(prefix)
+    with path.open("rb") as file:
+        first = file.read(_HEADER.size)
+    _check_magic(prefix, first)
+    if len(first) < _HEADER.size:
+        raise DataError(f"{path} ends after {len(first)} bytes, inside its header: copy or write it again")
+    _, version, code, num_sequences, num_boundaries = _HEADER.unpack(first)
+    if version != VERSION:
+        raise DataError(
+            f"{path} has format version {version}; version {VERSION} is the one that exists: the file is damaged"
+        )
+    if code not in TOKEN_DTYPES:
+        raise DataError(f"{path} has token type code {code}; codes are 1 to {max(TOKEN_DTYPES)}: the file is damaged")
+    header = IndexHeader(TOKEN_DTYPES[code], num_sequences, num_boundaries)
+    _check_index_size(path, header, multimodal=multimodal)
+    return header
+
+
+def check_tables(
+    prefix: str,
+    *,
+    dtype: np.dtype[Any],
+    lengths: NDArray[np.int32],
+    offsets: NDArray[np.int64],
+    boundaries: NDArray[np.int64],
+) -> int:
+    """Number of tokens, after checking that lengths, offsets, boundaries and the size of ``PREFIX.bin`` agree."""
+    path, end = idx_path(prefix), 0
+    for start in range(0, len(lengths), _BLOCK):
+        sizes = lengths[start : start + _BLOCK].astype(np.int64) * dtype.itemsize
+        if sizes.min() < 0:
+            first = start + int(np.argmax(sizes < 0))
+            raise DataError(f"{path} gives sequence {first} a length of {lengths[first]}: the file is damaged")
+        expected = end + np.cumsum(sizes) - sizes
+        wrong = offsets[start : start + _BLOCK] != expected
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            raise DataError(
+                f"{path} puts sequence {start + at} at byte {offsets[start + at]} of {bin_path(prefix).name}, "
+                f"out of range: by the lengths before it, it starts at byte {expected[at]}; the file is damaged"
+            )
+        end = int(expected[-1] + sizes[-1])
+    _check_boundaries(path, boundaries, num_sequences=len(lengths))
+    _check_token_file_size(prefix, described=end)
+    return end // dtype.itemsize
+
+
+def _check_files_exist(prefix: str) -> None:
+    missing = [path for path in (bin_path(prefix), idx_path(prefix)) if not path.is_file()]
+    if not missing:
+        return
+    stem, ending = prefix[:-4], prefix[-4:]
+    if ending in (".bin", ".idx") and idx_path(stem).is_file():
+        raise DataError(f"{prefix} names a file where a prefix belongs: give {stem}, without the ending {ending}")
+    if len(missing) == 2:
+        raise DataError(
+            f"neither {missing[0]} nor {missing[1].name} exists: data paths are the prefix that both files share, "
+            "as --output-prefix of tools/preprocess_data.py made it (ending in _text_document or the like)"
+        )
+    other = idx_path(prefix) if missing[0].suffix == ".bin" else bin_path(prefix)
+    raise DataError(f"{missing[0]} is missing beside {other.name}: copy it too, or write both again")
+
+
+def _check_magic(prefix: str, first: bytes) -> None:
+    path = idx_path(prefix)
+    with bin_path(prefix).open("rb") as file:
+        bin_is_index = file.read(len(MAGIC)) == MAGIC
+    if first.startswith(MAGIC):
+        if bin_is_index:
+            raise DataError(f"{bin_path(prefix)} holds an index, as {path.name} does, instead of tokens: copy it again")
+        return
+    if bin_is_index:
+        raise DataError(f"{bin_path(prefix)} and {path.name} are swapped: the .bin file holds the index; rename both")
+    if first.startswith(_OLD_MAGIC):
+        raise DataError(
+            f"{path} has the format of --data-impl lazy or cached, which is gone: preprocess the text again"
+        )
+    raise DataError(f"{path} is not an index of a data set: it starts with {first[: len(MAGIC)]!r}, not {MAGIC!r}")
+
+
+def _check_index_size(path: Path, header: IndexHeader, *, multimodal: bool) -> None:
+    actual, needed = path.stat().st_size, header.file_size(multimodal=multimodal)
+    if actual == needed:
+        return
+    if actual == header.file_size(multimodal=not multimodal):
+        hint = "it holds no modes: leave --multimodal out" if multimodal else "it holds modes: a multimodal data set"
+    else:
+        hint = "it is truncated: copy or write it again" if actual < needed else "the file is damaged"
+    raise DataError(
+        f"{path} has {_difference(actual, needed)} its {header.num_sequences} sequences and "
+        f"{header.num_boundaries} document boundaries take: {hint}"
+    )
+
+
+def _check_token_file_size(prefix: str, *, described: int) -> None:
+    path = bin_path(prefix)
+    actual = path.stat().st_size
+    if actual != described:
+        raise DataError(
+            f"{path} has {_difference(actual, described)} {idx_path(prefix).name} describes: "
+            "it is incomplete, or the two files belong to different data sets"
+        )
+
+
+def _check_boundaries(path: Path, boundaries: NDArray[np.int64], *, num_sequences: int) -> None:
+    if len(boundaries) == 0 or boundaries[0] != 0 or boundaries[-1] != num_sequences:
+        ends = f"{boundaries[0]} to {boundaries[-1]}" if len(boundaries) else "nowhere"
+        raise DataError(f"{path} has documents from sequence {ends}, not 0 to {num_sequences}: the file is damaged")
+    for start in range(0, len(boundaries) - 1, _BLOCK):
+        falling = np.diff(boundaries[start : start + _BLOCK + 1]) < 0
+        if falling.any():
+            at = start + int(np.argmax(falling))
+            raise DataError(
+                f"{path} ends document {at} at sequence {boundaries[at + 1]}, before its start at sequence "
+                f"{boundaries[at]}: the file is damaged"
+            )
+
+
+def _difference(actual: int, needed: int) -> str:
+    word = "fewer" if actual < needed else "more"
+    return f"{actual} bytes, {abs(actual - needed)} {word} than the {needed} that"

@@ -1,0 +1,115 @@
+"""Which tokenizer made a data set: stored as ``PREFIX.meta.json`` and compared with the tokenizer of a run.
+
+Ids mean nothing without their vocabulary, and a wrong one trains without an error. Megatron-LM's files don't name
+theirs, so data that it wrote has no such file, and only single ids can be checked as they are read.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+from megatron.errors import DataError
+
+_ANY_IDS = "NullTokenizer"  # its ids are numbers that the data brings along, so it fits whatever made them
+
+
+class DescribesTokenizer(Protocol):
+    """The part of a tokenizer that data sets need to know."""
+
+    @property
+    def name(self) -> str:
+        """Kind of tokenizer, as ``--tokenizer-type`` names it."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids."""
+
+    @property
+    def eod(self) -> int | None:
+        """Id that ends a document; None when the tokenizer has none."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest of everything that decides which ids a text becomes."""
+
+
+@dataclass(frozen=True)
+class TokenizerStamp:
+    """A tokenizer's identity, small enough to store beside the data."""
+
+    type: str
+    vocab_size: int
+    eod: int | None
+    fingerprint: str
+
+    @classmethod
+    def of(cls, tokenizer: DescribesTokenizer) -> TokenizerStamp:
+        """Identity of a tokenizer."""
+        return cls(tokenizer.name, tokenizer.vocab_size, tokenizer.eod, tokenizer.fingerprint)
+
+    def __str__(self) -> str:
+        return f"{self.type} ({self.vocab_size} ids, fingerprint {self.fingerprint[:12]})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetMetadata:
+    """What is known about the tokens of ``PREFIX.bin`` without reading them."""
+
+    tokenizer: TokenizerStamp | None
+    num_tokens: int
+    num_sequences: int
+    num_documents: int
+    max_token_id: int | None  # None: no tokens, or tokens that aren't integers
+
+    @staticmethod
+    def path(prefix: str) -> Path:
+        """File of the metadata."""
+        return Path(f"{prefix}.meta.json")
+
+    def to_json(self) -> str:
+        """Content of the file."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def read(cls, prefix: str) -> DatasetMetadata | None:
+        """Metadata beside the data; None when there is none; DataError when it cannot be understood."""
+        path = cls.path(prefix)
+        if not path.is_file():
+            return None
+        try:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            stamp = fields.pop("tokenizer")
+            return cls(tokenizer=TokenizerStamp(**stamp) if stamp else None, **fields)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise DataError(
+                f"{path} cannot be understood ({error}): preprocess the text again, or delete this file to train "
+                "without the check that the data fits the tokenizer"
+            ) from error
+
+    def check_counts(self, prefix: str, *, num_tokens: int, num_sequences: int) -> None:
+        """DataError when the metadata belongs to other ``.bin``/``.idx`` files than those beside it."""
+        if (self.num_tokens, self.num_sequences) != (num_tokens, num_sequences):
+            raise DataError(
+                f"{self.path(prefix)} describes {self.num_tokens} tokens in {self.num_sequences} sequences but "
+                f"{prefix}.idx has {num_tokens} in {num_sequences}: it belongs to other files; copy its own"
+            )
+
+    def check_tokenizer(self, prefix: str, run: TokenizerStamp) -> None:
+        """DataError when the data was tokenized by another tokenizer than the run's."""
+        if self.tokenizer is None or run.type == _ANY_IDS or self.tokenizer.fingerprint == run.fingerprint:
+            return
+        raise DataError(
+            f"{prefix} was tokenized with {self.tokenizer} but this run has {run}: give --tokenizer-type and its "
+            "files as for tools/preprocess_data.py, or preprocess the text again with the run's tokenizer"
+        )
+
+    def check_vocabulary(self, prefix: str, *, vocab_size: int) -> None:
+        """DataError when some token id has no row in the model's vocabulary."""
+        if self.max_token_id is not None and self.max_token_id >= vocab_size:
+            raise DataError(
+                f"{prefix} holds token id {self.max_token_id} but the vocabulary has ids 0 to {vocab_size - 1}: "
+                "the data was made with a larger vocabulary; use its tokenizer, or preprocess the text again"
+            )
