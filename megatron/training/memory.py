@@ -16,11 +16,12 @@ def memory_use(device: torch.device) -> dict[str, int]:
     """Bytes by kind, current and highest: allocator figures of the device, or the resident set of this process."""
     if device.type == "cpu":
         return {"resident": _resident_bytes(), "max resident": _max_resident_bytes()}
+    accelerator = torch.get_device_module(device)
     return {
-        "allocated": torch.accelerator.memory_allocated(device),
-        "max allocated": torch.accelerator.max_memory_allocated(device),
-        "reserved": torch.accelerator.memory_reserved(device),
-        "max reserved": torch.accelerator.max_memory_reserved(device),
+        "allocated": accelerator.memory_allocated(device),
+        "max allocated": accelerator.max_memory_allocated(device),
+        "reserved": accelerator.memory_reserved(device),
+        "max reserved": accelerator.max_memory_reserved(device),
     }
 
 
@@ -35,11 +36,12 @@ def memory_scalars(device: torch.device) -> dict[str, int]:
     use = memory_use(device)
     if device.type == "cpu":
         return {"mem-resident-bytes": use["resident"], "mem-max-resident-bytes": use["max resident"]}
+    statistics: Mapping[str, int] = torch.get_device_module(device).memory_stats(device)
     return {
         "mem-reserved-bytes": use["reserved"],
         "mem-allocated-bytes": use["allocated"],
         "mem-max-allocated-bytes": use["max allocated"],
-        "mem-allocated-count": int(torch.accelerator.memory_stats(device).get("allocation.all.current", 0)),
+        "mem-allocated-count": statistics.get("allocation.all.current", 0),
     }
 
 

@@ -112,6 +112,6 @@ def check_finite(
             f"{values} at iteration {iteration} (samples {consumed_samples} to {last}, "
             f"learning rate {learning_rate:.3E}); the weights are unchanged since the last step. "
             "Look at the grad norm in the lines before: if it grew, lower --lr, lengthen --lr-warmup-iters or set "
-            "--clip-grad; if it was steady, look at those samples. Resume from the last checkpoint, or pass --no-check-for-nan-in-loss-and-grad to go "
-            "on regardless."
+            "--clip-grad; if it was steady, look at those samples. Resume from the last checkpoint, or pass "
+            "--no-check-for-nan-in-loss-and-grad to go on regardless."
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.inference.sampling import Sampling, next_tokens
 from megatron.core.parallel.rng import derive_seed
@@ -22,6 +22,21 @@ class NextLogits(Protocol):
     def __call__(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """Logits ``[b, vocabulary]`` of the token after the first ``lengths`` ``[b]`` of ``tokens`` ``[b, t]``."""
         ...
+
+
+@dataclass(frozen=True)
+class WholeText:
+    """The plainest :class:`NextLogits`: a causal language model over the whole text at every step.
+
+    ``model(tokens)`` returns an output with ``logits(positions=…)``, as ``GPTModel`` does.
+    """
+
+    model: nn.Module
+
+    def __call__(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """Logits after each text."""
+        logits: Tensor = self.model(tokens).logits(positions=lengths - 1)
+        return logits
 
 
 @dataclass(frozen=True)
