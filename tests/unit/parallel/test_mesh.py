@@ -1,0 +1,75 @@
+"""A rank's place on the dense and the expert grid."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from megatron.core.parallel.grid import RankGrid
+from megatron.core.parallel.mesh import Mesh
+
+
+def test_position_is_the_closed_form_on_both_orders() -> None:
+    """rank = tp + TP·(cp + CP·(dp + DP·pp)), or with pp and dp exchanged; experts likewise on the same ranks."""
+    for tp, cp, dp, pp in itertools.product((1, 2), (1, 2), (1, 3), (1, 2)):
+        for rank in range(tp * cp * dp * pp):
+            mesh = Mesh.of(tp=tp, cp=cp, dp=dp, pp=pp, rank=rank)
+            assert rank == mesh.rank("tp") + tp * (mesh.rank("cp") + cp * (mesh.rank("dp") + dp * mesh.rank("pp")))
+            swapped = Mesh.of(tp=tp, cp=cp, dp=dp, pp=pp, rank=rank, pp_before_dp=False)
+            assert rank == swapped.rank("tp") + tp * (
+                swapped.rank("cp") + cp * (swapped.rank("pp") + pp * swapped.rank("dp"))
+            )
+
+
+@pytest.mark.parametrize(
+    ("pp_before_dp", "ep", "etp"),
+    [(True, ep, etp) for ep in (1, 2, 4) for etp in (1, 2)] + [(False, 2, 2), (False, 4, 1)],
+)
+def test_expert_grid_covers_the_same_stage(pp_before_dp: bool, ep: int, etp: int) -> None:
+    """Dense and expert parameters of a layer live on the same pipeline stage, whatever the expert sizes."""
+    for rank in range(16):
+        mesh = Mesh.of(tp=2, cp=2, dp=2, pp=2, ep=ep, etp=etp, rank=rank, pp_before_dp=pp_before_dp)
+        assert mesh.size("edp", "ep", "etp") == mesh.size("dp", "cp", "tp") == 8
+        assert mesh.members("edp", "ep", "etp") == mesh.members("dp", "cp", "tp")
+        assert mesh.expert.coordinates(rank)["pp"] == mesh.dense.coordinates(rank)["pp"]
+
+
+def test_expert_tensor_size_follows_the_dense_one() -> None:
+    """``--expert-tensor-parallel-size`` left out means the dense size."""
+    assert Mesh.of(tp=2, dp=4, ep=2).expert.axes == {"pp": 1, "edp": 2, "ep": 2, "etp": 2}
+
+
+def test_unions_have_positions_in_grid_order() -> None:
+    """Who owns which shard of a buffer reduced over dp and cp is this number."""
+    ranks = [Mesh.of(tp=2, cp=2, dp=2, rank=rank) for rank in range(8)]
+    assert [mesh.rank("dp", "cp") for mesh in ranks] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [mesh.rank("cp", "dp") for mesh in ranks] == [mesh.rank("dp", "cp") for mesh in ranks]
+    assert ranks[5].members("dp", "cp") == (1, 3, 5, 7)
+
+
+def test_a_single_rank_needs_no_group() -> None:
+    """Tools and notebooks build layers without a launcher."""
+    mesh = Mesh.single()
+    assert mesh.world_size == 1
+    assert all(
+        mesh.group(axis) is None and mesh.rank(axis) == 0 for axis in ("pp", "dp", "cp", "tp", "edp", "ep", "etp")
+    )
+    assert mesh.group("dp", "cp") is None
+
+
+def test_coordinates_read_as_in_messages() -> None:
+    """Every multi-rank error starts with this line."""
+    assert Mesh.of(tp=4, pp=2, rank=7).describe() == "pp=1 dp=0 cp=0 tp=3"
+
+
+def test_expert_sizes_that_do_not_divide_are_refused() -> None:
+    """Otherwise some rank would have no expert."""
+    with pytest.raises(ValueError, match=r"tp·cp·dp = 6 ranks cannot be divided into ep·etp = 4"):
+        Mesh.of(tp=2, dp=3, ep=2)
+
+
+def test_grids_over_different_worlds_are_refused() -> None:
+    """Both grids number the same ranks."""
+    with pytest.raises(ValueError, match="the dense grid holds 2 ranks and the expert grid 4"):
+        Mesh(RankGrid({"pp": 1, "dp": 1, "cp": 1, "tp": 2}), RankGrid({"pp": 1, "edp": 4, "ep": 1, "etp": 1}))

@@ -1,0 +1,174 @@
+"""Local pieces tile the logical tensor: every element held once per replica, at every layout, padding never counted."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.sharding import Sharding, sharded_parameter, sharded_parameters, sharding_of
+
+GPT2_VOCABULARY = 50257
+
+
+def tensor_parallel_meshes(tp: int) -> list[Mesh]:
+    return [Mesh.of(tp=tp, rank=rank) for rank in range(tp)]
+
+
+def split_logical(logical: Tensor, sharding: Sharding, meshes: list[Mesh]) -> list[Tensor]:
+    """Each rank's local tensor, cut out of the logical one; -1 marks what no piece fills."""
+    locals_ = []
+    for mesh in meshes:
+        local = torch.full(sharding.local_shape(mesh), -1, dtype=logical.dtype)
+        for piece in sharding.pieces(mesh):
+            local[piece.slices(of_local=True)] = logical[piece.slices(of_local=False)]
+        locals_.append(local)
+    return locals_
+
+
+def join_locals(locals_: list[Tensor], sharding: Sharding, meshes: list[Mesh]) -> tuple[Tensor, Tensor]:
+    """The logical tensor put together again, and how often each of its elements was written."""
+    logical = torch.full(sharding.shape, -1, dtype=locals_[0].dtype)
+    count = torch.zeros(sharding.shape, dtype=torch.int64)
+    for local, mesh in zip(locals_, meshes):
+        for piece in sharding.pieces(mesh):
+            logical[piece.slices(of_local=False)] = local[piece.slices(of_local=True)]
+            count[piece.slices(of_local=False)] += 1
+    return logical, count
+
+
+def assert_tiles(sharding: Sharding, meshes: list[Mesh], *, copies: int = 1) -> None:
+    logical = torch.arange(torch.Size(sharding.shape).numel()).view(sharding.shape)
+    rebuilt, count = join_locals(split_logical(logical, sharding, meshes), sharding, meshes)
+    assert torch.equal(rebuilt, logical)
+    assert torch.equal(count, torch.full_like(count, copies))
+
+
+@pytest.mark.parametrize("tp", range(1, 9))
+def test_splits_tile_the_logical_tensor(tp: int) -> None:
+    """Columns, rows, middle dimensions and stacked blocks, at every tensor-parallel size."""
+    meshes = tensor_parallel_meshes(tp)
+    for shape, dim in [((2 * tp,), 0), ((3 * tp, 5), 0), ((5, 2 * tp), 1), ((2, 2 * tp, 3), 1)]:
+        assert_tiles(Sharding(shape, {dim: "tp"}), meshes)
+    for blocks, dim in itertools.product((1, 2, 3), (0, 1)):
+        shape = (blocks * 2 * tp, 4) if dim == 0 else (4, blocks * 2 * tp)
+        assert_tiles(Sharding(shape, {dim: "tp"}, blocks=blocks), meshes)
+    assert_tiles(Sharding((3, 4)), meshes, copies=tp)
+
+
+@pytest.mark.parametrize("tp", range(1, 9))
+@pytest.mark.parametrize("size", [1, 5, 16, 17, GPT2_VOCABULARY])
+def test_padding_is_never_part_of_the_logical_tensor(size: int, tp: int) -> None:
+    """A checkpoint with padding in it can't be loaded at another tensor-parallel size."""
+    for pad_multiple in (2, 4, 128):
+        assert_tiles(Sharding((size,), {0: "tp"}, pad_multiple=pad_multiple), tensor_parallel_meshes(tp))
+
+
+@pytest.mark.parametrize(
+    ("tp", "padded"),
+    [(1, 50304), (2, 50432), (3, 50304), (4, 50688), (5, 50560), (6, 50688), (7, 50176 + 896), (8, 51200)],
+)
+def test_padded_vocabulary_is_megatrons(tp: int, padded: int) -> None:
+    """The next multiple of 128·tp: a log line, a memory estimate and a converted checkpoint state it."""
+    sharding = Sharding((GPT2_VOCABULARY, 8), {0: "tp"}, pad_multiple=128)
+    for mesh in tensor_parallel_meshes(tp):
+        assert sharding.padded_size(0, mesh) == padded
+        assert sharding.local_shape(mesh) == (padded // tp, 8)
+
+
+def test_a_rank_of_padding_alone_holds_no_piece() -> None:
+    """A tiny vocabulary at a large tensor-parallel size is legal: the last ranks hold nothing that counts."""
+    sharding = Sharding((5, 3), {0: "tp"}, pad_multiple=4)
+    sizes = [[piece.sizes for piece in sharding.pieces(mesh)] for mesh in tensor_parallel_meshes(4)]
+    assert sizes == [[(4, 3)], [(1, 3)], [], []]
+
+
+def test_blocks_are_split_one_by_one() -> None:
+    """Gate and up of a gated MLP: each rank holds its part of both, or SwiGLU multiplies gate with gate."""
+    sharding = Sharding((8, 2), {0: "tp"}, blocks=2)
+    pieces = sharding.pieces(Mesh.of(tp=2, rank=1))
+    assert [(piece.logical, piece.local, piece.sizes) for piece in pieces] == [
+        ((2, 0), (0, 0), (2, 2)),
+        ((6, 0), (2, 0), (2, 2)),
+    ]
+
+
+@pytest.mark.parametrize(("ep", "etp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)])
+def test_expert_weights_split_over_two_axes(ep: int, etp: int) -> None:
+    """Dimension 0 counts experts, dimension 1 their width; each expert-data replica holds all of it once."""
+    meshes = [Mesh.of(tp=2, dp=4, ep=ep, etp=etp, rank=rank) for rank in range(8)]
+    assert_tiles(Sharding((4, 6, 3), {0: "ep", 1: "etp"}), meshes, copies=8 // (ep * etp))
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        Sharding((4,)),
+        Sharding((4, 6), {0: "tp"}),
+        Sharding((4, 6), {1: "tp"}),
+        Sharding((7, 3), {0: "tp"}, pad_multiple=2),
+        Sharding((8, 3), {0: "tp"}, blocks=2),
+        Sharding((4, 6, 3), {0: "ep", 1: "etp"}),
+        Sharding((4, 3), {0: "ep"}),
+    ],
+    ids=lambda sharding: f"{sharding.shape}-{dict(sharding.split)}",
+)
+def test_gradient_owners_count_every_element_once(sharding: Sharding) -> None:
+    """The gradient norm sums owners over a model replica: an element counted twice clips too early, at TP > 1 only."""
+    expert = bool({"ep", "etp"} & set(sharding.split.values()))
+    for tp, ep, etp in [(1, 1, 1), (2, 1, 2), (2, 2, 1), (4, 2, 2)]:
+        meshes = [Mesh.of(tp=tp, dp=4, ep=ep, etp=etp, rank=rank) for rank in range(4 * tp)]
+        replica: tuple[Axis, ...] = ("ep", "etp") if expert else ("tp",)
+        model = [meshes[rank] for rank in meshes[0].members(*replica)]
+        try:
+            owners = [mesh for mesh in model if sharding.gradient_owner(mesh)]
+            locals_ = [torch.ones(sharding.local_shape(mesh)) for mesh in owners]
+        except ValueError:
+            continue  # the sizes don't divide at this layout
+        _, count = join_locals(locals_, sharding, owners)
+        assert torch.equal(count, torch.ones_like(count)), (tp, ep, etp)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "tp"), [(Sharding((6, 4), {0: "tp"}), 4), (Sharding((4, 6), {0: "tp"}, blocks=2), 4)]
+)
+def test_sizes_that_do_not_divide_are_refused(sharding: Sharding, tp: int) -> None:
+    """Silently dropped rows would be a model smaller than asked for."""
+    with pytest.raises(ValueError, match="does not divide over tp=4"):
+        sharding.local_shape(Mesh.of(tp=tp))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"split": {}}, {"split": {0: "tp", 1: "etp"}}, {"split": {0: "tp"}, "pad_multiple": 2}]
+)
+def test_blocks_exclude_padding_and_other_splits(wrong: dict[str, object]) -> None:
+    """Padding inside stacked blocks has no defined place."""
+    with pytest.raises(ValueError, match="stacked blocks need exactly one split dimension and no padding"):
+        Sharding((4, 4), blocks=2, **wrong)  # type: ignore[arg-type]
+
+
+def test_decay_applies_to_matrices_only() -> None:
+    """Biases and norm weights are exempt, embeddings are not."""
+    assert Sharding((4, 4)).decays
+    assert not Sharding((4,)).decays
+
+
+def test_parameters_carry_their_sharding() -> None:
+    """Everything that needs the layout finds it on the parameter, under its global name."""
+    mesh = Mesh.of(tp=2, rank=1)
+    sharding = Sharding((6, 4), {0: "tp"})
+    module = nn.Module()
+    module.weight = sharded_parameter(sharding, mesh, dtype=torch.bfloat16, device=torch.device("cpu"))
+    [(name, parameter, found)] = list(sharded_parameters(module))
+    assert (name, tuple(parameter.shape), parameter.dtype) == ("weight", (3, 4), torch.bfloat16)
+    assert found is sharding is sharding_of(parameter)
+
+
+def test_a_parameter_without_sharding_is_a_bug_with_advice() -> None:
+    """Otherwise its gradient would silently stay partial at TP > 1."""
+    with pytest.raises(AssertionError, match="create it with sharded_parameter"):
+        sharding_of(nn.Parameter(torch.zeros(2)))
