@@ -1,0 +1,63 @@
+"""Work that succeeds on every rank or fails on every rank, with one message that says where it failed and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from megatron.core.parallel.collectives import gather_objects
+from megatron.core.parallel.mesh import Mesh
+from megatron.errors import CheckpointError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Failure:
+    message: str
+
+
+def gather_from_all(work: Callable[[], T], mesh: Mesh) -> list[T]:
+    """Every rank's ``work()``, by world rank. A collective, whatever happens inside ``work``.
+
+    Raises CheckpointError on all ranks when any rank fails, naming the rank, its coordinates and the reason. What is
+    neither an OSError nor a CheckpointError is a defect of ours: it keeps its type and traceback on its own rank.
+    """
+    caught: Exception | None = None
+    outcome: T | _Failure
+    try:
+        outcome = work()
+    except Exception as error:
+        caught, outcome = error, _Failure(_describe(error, mesh))
+    outcomes: list[T | _Failure] = gather_objects(outcome, mesh)
+    results = [outcome for outcome in outcomes if not isinstance(outcome, _Failure)]
+    if len(results) == len(outcomes):
+        return results
+    if caught is not None and not isinstance(caught, (OSError, CheckpointError)):
+        raise caught
+    messages = (outcome.message for outcome in outcomes if isinstance(outcome, _Failure))
+    raise CheckpointError("; ".join(dict.fromkeys(messages))) from caught
+
+
+def run_on_all(work: Callable[[], T], mesh: Mesh) -> T:
+    """This rank's ``work()``; fails everywhere when it fails anywhere. Only failures travel."""
+    mine: list[T] = []
+    gather_from_all(lambda: mine.append(work()), mesh)
+    return mine[0]
+
+
+def run_on_first(work: Callable[[], T], mesh: Mesh) -> T:
+    """``work()`` of rank 0, told to everybody; fails everywhere when it fails there."""
+    first: T | None = gather_from_all(lambda: work() if mesh.world_rank == 0 else None, mesh)[0]
+    return first  # type: ignore[return-value]
+
+
+def _describe(error: Exception, mesh: Mesh) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
+    where = f"rank {mesh.world_rank} ({mesh.describe()}): " if mesh.world_size > 1 else ""
+    if isinstance(error, OSError):
+        path = f"{error.filename}: " if error.filename else ""
+        return f"{where}{path}{error.strerror or error}"
+    return f"{where}{type(error).__name__}: {error}"

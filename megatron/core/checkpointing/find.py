@@ -1,0 +1,186 @@
+"""Choosing the checkpoint to load: the one the tracker names if it is whole, else the newest whole one, else an error.
+
+Rank 0 looks and decides; reading every byte for the checksums is shared out; all ranks end with the same folder.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron.core.checkpointing.agreement import gather_from_all, run_on_first
+from megatron.core.checkpointing.folders import TRACKER, iteration_of
+from megatron.core.checkpointing.manifest import MANIFEST, Manifest
+from megatron.core.parallel.mesh import Mesh
+from megatron.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """A checkpoint whose files are all there; ``passed_over`` names what should have come first, and why it didn't."""
+
+    path: Path
+    iteration: int
+    passed_over: tuple[str, ...] = ()
+
+
+def find_checkpoint(
+    root: str | Path, *, step: int | None = None, mesh: Mesh | None = None, verify: bool = True
+) -> CheckpointFolder:
+    """The checkpoint to load from ``root``, which is a folder of checkpoints or one checkpoint itself.
+
+    With ``mesh`` a collective that gives every rank the same answer; without, this process decides alone (tools, and
+    reading settings before process groups exist). ``step`` asks for that iteration and no other. ``verify`` reads
+    every file and compares checksums; without it only sizes are compared.
+    Raises CheckpointError that lists what was found and why each was rejected.
+    """
+    root, mesh = Path(root), mesh or Mesh.single()
+    survey = run_on_first(lambda: _survey(root, step), mesh)
+    damaged: list[str] = []
+    for found in survey.whole:
+        if problems := _damage(found.path, mesh) if verify else []:
+            damaged.append(f"{found.path.name}: {_some(problems)}")
+            continue
+        passed_over = damaged if survey.has_favourite else survey.rejected + damaged
+        if passed_over and mesh.world_rank == 0:
+            logger.warning("loading %s in place of what was asked for: %s", found.path, "; ".join(passed_over))
+        return CheckpointFolder(found.path, found.iteration, tuple(passed_over))
+    raise CheckpointError(_nothing_usable(root, step, survey, damaged))
+
+
+def is_unused(root: str | Path) -> bool:
+    """Whether ``root`` is missing or holds nothing that anybody could mean by "the checkpoint"."""
+    root = Path(root)
+    if not root.exists():
+        return True
+    is_named = (root / TRACKER).exists() or (root / MANIFEST).exists()
+    return not (is_named or any(_candidates(root)) or foreign_format(root))
+
+
+def whole_checkpoints(root: Path) -> dict[int, Path]:
+    """Checkpoints in ``root`` whose files are all there with the right size, by iteration."""
+    return {found.iteration: found.path for found in _look(root).whole}
+
+
+def foreign_format(folder: Path) -> str | None:
+    """What to say of a checkpoint that another program wrote: its format and the way in; None when it isn't one."""
+    root = folder.parent if iteration_of(folder) is not None or folder.name == "release" else folder
+    if any(folder.glob("mp_rank_*/model*rng.pt")):
+        return f"it is in Megatron-LM's torch format; {_convert('megatron-lm', root)}"
+    if (folder / "common.pt").exists() or (folder / "metadata.json").exists():
+        return f"it is in Megatron-LM's torch_dist format; {_convert('megatron-lm', root)}"
+    if (folder / "config.json").exists() and any(itertools.chain(folder.glob("*.safetensors"), folder.glob("*.bin"))):
+        return f"it is a Hugging Face model; {_convert('hf', root)}"
+    return None
+
+
+def _convert(source: str, root: Path) -> str:
+    return f"convert it with tools/checkpoint/convert.py --from {source} --load {root} --to megatron --save DIR"
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A checkpoint whose files have the right sizes."""
+
+    path: Path
+    iteration: int
+    saved_at: float
+
+
+@dataclass
+class _Survey:
+    """What a root holds: whole checkpoints, best first, and what is unusable.
+
+    ``has_favourite``: the first is the very one that was asked for, by the tracker or by name.
+    """
+
+    whole: list[_Found] = field(default_factory=list)
+    rejected: list[str] = field(default_factory=list)
+    has_favourite: bool = True
+
+
+def _survey(root: Path, step: int | None) -> _Survey:
+    if not root.is_dir():
+        raise CheckpointError(f"--load {root}: there is no such folder")
+    if (root / MANIFEST).exists():
+        survey = _Survey()
+        _judge(root, survey)
+        return survey
+    survey = _look(root, step)
+    if step is None:
+        _follow_tracker(root, survey)
+    if not survey.whole and (hint := foreign_format(root)):
+        survey.rejected.append(f"{root.name}: {hint}")
+    return survey
+
+
+def _look(root: Path, step: int | None = None) -> _Survey:
+    survey = _Survey()
+    for path in _candidates(root):
+        if step is None or iteration_of(path) == step:
+            _judge(path, survey)
+    survey.whole.sort(key=lambda found: found.saved_at, reverse=True)
+    return survey
+
+
+def _candidates(root: Path) -> Iterator[Path]:
+    for path in sorted(root.iterdir()):
+        if path.is_dir() and (iteration_of(path) is not None or path.name == "release"):
+            yield path
+
+
+def _judge(path: Path, survey: _Survey) -> None:
+    try:
+        manifest = Manifest.read(path)
+        problems = manifest.size_problems(path)
+    except CheckpointError as error:
+        problems = [foreign_format(path) or str(error)]
+    if problems:
+        survey.rejected.append(f"{path.name}: {_some(problems)}")
+    else:
+        survey.whole.append(_Found(path, manifest.iteration, manifest.saved_at))
+
+
+def _follow_tracker(root: Path, survey: _Survey) -> None:
+    """Put the iteration that the tracker names first; if it can't be had, that is the first thing to say."""
+    named = ""
+    try:
+        named = (root / TRACKER).read_text(encoding="utf-8").strip()
+        problem = f"{TRACKER} says {named[:20]!r}, and no complete checkpoint is of that iteration"
+    except FileNotFoundError:
+        problem = f"{TRACKER} is missing"
+    except (OSError, UnicodeDecodeError) as error:
+        problem = f"{TRACKER} cannot be read ({error})"
+    survey.whole.sort(key=lambda found: str(found.iteration) != named)
+    survey.has_favourite = any(str(found.iteration) == named for found in survey.whole)
+    if not survey.has_favourite and (survey.whole or survey.rejected or named):
+        survey.rejected.insert(0, problem)
+
+
+def _damage(path: Path, mesh: Mesh) -> list[str]:
+    """Files whose checksum is wrong, as found by all ranks together: each reads its share, the largest dealt first."""
+
+    def check_share() -> list[str]:
+        manifest = Manifest.read(path)
+        names = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
+        return manifest.checksum_problems(path, names[mesh.world_rank :: mesh.world_size])
+
+    return list(itertools.chain.from_iterable(gather_from_all(check_share, mesh)))
+
+
+def _some(problems: list[str], limit: int = 5) -> str:
+    more = f" and {len(problems) - limit} more" if len(problems) > limit else ""
+    return ", ".join(problems[:limit]) + more
+
+
+def _nothing_usable(root: Path, step: int | None, survey: _Survey, damaged: list[str]) -> str:
+    reasons = "; ".join(survey.rejected + damaged) or "there is nothing that looks like one"
+    if step is None:
+        return f"--load {root} holds no usable checkpoint: {reasons}"
+    others = ", ".join(map(str, sorted(whole_checkpoints(root)))) or "none"
+    return f"--load {root} holds no usable checkpoint of --ckpt-step {step}: {reasons}; complete iterations: {others}"

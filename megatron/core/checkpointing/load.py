@@ -1,0 +1,158 @@
+"""Loading: compare names and shapes first, then fill tensors in place, each rank reading just the boxes it holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megatron.core.checkpointing.agreement import gather_from_all, run_on_all
+from megatron.core.checkpointing.find import CheckpointFolder
+from megatron.core.checkpointing.save import RUN_FILE, RUN_FORMAT
+from megatron.core.checkpointing.sharded_view import ShardedView, sharded_views
+from megatron.core.checkpointing.storage import CheckpointReader, tensors_in
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.sharding import ShardedState
+from megatron.errors import CheckpointError
+
+
+def read_run_state(folder: CheckpointFolder | Path) -> dict[str, Any]:
+    """The ``run_state`` that was given to ``save_checkpoint``; raises CheckpointError when ``run.json`` is unusable."""
+    path = _path(folder) / RUN_FILE
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if document["format"] > RUN_FORMAT:
+            raise CheckpointError(f"{path} is of format {document['format']}; this version reads up to {RUN_FORMAT}")
+        return dict(document["state"])
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+
+
+def load_checkpoint(
+    folder: CheckpointFolder | Path,
+    state: Iterable[ShardedState],
+    mesh: Mesh,
+    *,
+    exhaust: tuple[str, ...] = ("model.",),
+    alternatives: Mapping[str, Sequence[str]] | None = None,
+) -> None:
+    """Fill the tensors of ``state`` from a checkpoint of any layout, converting dtypes. A collective.
+
+    ``exhaust``: prefixes under which every name of the file must be asked for by some rank: weights that nobody
+    loads mean another architecture. ``alternatives``: names of the file to look for in place of a tensor's own, the
+    first that is there counts (a master weight that a file of fp32 training has only as the weight itself).
+    Raises CheckpointError on all ranks, listing missing, surplus and mismatched names, before anything is changed.
+    """
+    path = _path(folder)
+    reader = CheckpointReader(path)
+    views = sharded_views(state, mesh)
+    metadata = run_on_all(reader.read_metadata, mesh)
+    stored = tensors_in(metadata)
+    choices = {name: (alternatives or {}).get(name, (name,)) for name in views}
+    sources = {name: next((choice for choice in choices[name] if choice in stored), name) for name in views}
+    comparison = _Comparison.merged(gather_from_all(lambda: _compare(views, sources, stored), mesh))
+    surplus = sorted(name for name in stored.keys() - comparison.asked if name.startswith(exhaust))
+    if comparison.missing or comparison.mismatched or surplus:
+        raise CheckpointError(_explain(path, comparison, surplus))
+    planner = _LoadPlanner(sources, stored)
+    run_on_all(lambda: _read(reader, metadata, planner, views), mesh)
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """DCP's planner for flat state dicts, where a tensor may be read from another name of the file."""
+
+    def __init__(self, sources: Mapping[str, str], stored: Mapping[str, TensorStorageMetadata]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._sources = sources
+        self._stored = stored
+
+    def create_local_plan(self) -> LoadPlan:
+        """Requests for the stored boxes that overlap this rank's boxes."""
+        items = []
+        for name, view in self.state_dict.items():
+            source = self._sources[name]
+            for item in create_read_items_for_chunk_list(source, self._stored[source], view.__create_chunk_list__()):
+                items.append(replace(item, dest_index=replace(item.dest_index, fqn=name)))
+        return LoadPlan(items)
+
+
+def _read(reader: CheckpointReader, metadata: Metadata, planner: _LoadPlanner, views: dict[str, ShardedView]) -> None:
+    planner.set_up_planner(dict(views), metadata)
+    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    reader.read_data(planner.create_local_plan(), planner).wait()
+
+
+@dataclass
+class _Comparison:
+    """What is asked of a checkpoint against what it holds."""
+
+    asked: set[str] = field(default_factory=set)
+    missing: set[str] = field(default_factory=set)
+    mismatched: set[str] = field(default_factory=set)
+
+    @classmethod
+    def merged(cls, parts: list[_Comparison]) -> _Comparison:
+        """All ranks' comparisons as one."""
+        return cls(
+            asked=set().union(*(part.asked for part in parts)),
+            missing=set().union(*(part.missing for part in parts)),
+            mismatched=set().union(*(part.mismatched for part in parts)),
+        )
+
+
+def _compare(
+    views: Mapping[str, ShardedView], sources: Mapping[str, str], stored: Mapping[str, TensorStorageMetadata]
+) -> _Comparison:
+    found = _Comparison(asked={*sources, *sources.values()})
+    for name, view in views.items():
+        entry = stored.get(sources[name])
+        if entry is None:
+            found.missing.add(name)
+        elif entry.size != view.shape:
+            found.mismatched.add(f"{name} is {list(entry.size)} in the file and {list(view.shape)} in this run")
+        elif _kind(entry.properties.dtype) != _kind(view.dtype):
+            found.mismatched.add(f"{name} is {entry.properties.dtype} in the file and {view.dtype} in this run")
+    return found
+
+
+def _kind(dtype: torch.dtype) -> str:
+    return "floating" if dtype.is_floating_point else "complex" if dtype.is_complex else "integer"
+
+
+def _explain(path: Path, comparison: _Comparison, surplus: list[str]) -> str:
+    parts = []
+    if comparison.mismatched:
+        parts.append("; ".join(_some(sorted(comparison.mismatched))))
+    if comparison.missing:
+        parts.append(f"missing in the file: {', '.join(_some(sorted(comparison.missing)))}")
+    if surplus:
+        parts.append(f"in the file but not in this model: {', '.join(_some(surplus))}")
+    only_optimizer = not surplus and not comparison.mismatched and all(map(_is_optimizer, comparison.missing))
+    advice = (
+        "load the weights alone with --no-load-optim or --finetune"
+        if only_optimizer
+        else "give the flags of the model that was saved, or take them from the file with --use-checkpoint-args"
+    )
+    return f"checkpoint {path} does not fit this run: {'; '.join(parts)}; {advice}"
+
+
+def _is_optimizer(name: str) -> bool:
+    return name.startswith("optimizer.")
+
+
+def _some(names: list[str], limit: int = 8) -> list[str]:
+    return names[:limit] + ([f"and {len(names) - limit} more"] if len(names) > limit else [])
+
+
+def _path(folder: CheckpointFolder | Path) -> Path:
+    return folder.path if isinstance(folder, CheckpointFolder) else Path(folder)

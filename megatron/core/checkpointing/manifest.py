@@ -1,0 +1,94 @@
+"""``manifest.json``: the size and checksum of every file of a checkpoint, by which it is known to be whole."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+_READ_SIZE = 1 << 20
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a file must be: ``size`` in bytes, ``crc32`` of its bytes as zlib computes it."""
+
+    size: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The files of one checkpoint, and when it was saved (seconds since 1970): the latest saved is the newest."""
+
+    iteration: int
+    saved_at: float
+    files: Mapping[str, FileRecord]
+
+    def to_json(self) -> str:
+        """Text of ``manifest.json``, which carries the checksum of its own contents too."""
+        body = asdict(self)
+        return json.dumps({**body, "crc32": _json_checksum(body)}, indent=1) + "\n"
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """The manifest in ``folder``; raises CheckpointError when there is none or it is damaged."""
+        try:
+            body = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+            if body.pop("crc32") != _json_checksum(body):
+                raise CheckpointError(f"{MANIFEST} is damaged (checksum mismatch)")
+            files = {name: FileRecord(**record) for name, record in body["files"].items()}
+            return cls(iteration=body["iteration"], saved_at=body["saved_at"], files=files)
+        except FileNotFoundError:
+            raise CheckpointError(f"{MANIFEST} is missing") from None
+        except OSError as error:
+            raise CheckpointError(f"{MANIFEST} cannot be read ({error.strerror})") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{MANIFEST} is damaged ({type(error).__name__}: {error})") from error
+
+    def size_problems(self, folder: Path) -> list[str]:
+        """Files of ``folder`` that are missing or of another size, each with the reason. Reads no contents."""
+        problems = (_size_problem(folder / name, record) for name, record in self.files.items())
+        return [problem for problem in problems if problem]
+
+    def checksum_problems(self, folder: Path, names: Iterable[str]) -> list[str]:
+        """Files among ``names`` whose bytes are not those that were written. Reads them whole."""
+        problems = []
+        for name in names:
+            try:
+                if checksum(folder / name) != self.files[name]:
+                    problems.append(f"{name} is damaged (checksum mismatch)")
+            except OSError as error:
+                problems.append(f"{name} cannot be read ({error.strerror})")
+        return problems
+
+
+def checksum(path: Path) -> FileRecord:
+    """Size and CRC-32 of a file, read in bounded memory."""
+    buffer = memoryview(bytearray(_READ_SIZE))
+    size = crc = 0
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            size += count
+            crc = zlib.crc32(buffer[:count], crc)
+    return FileRecord(size, crc)
+
+
+def _size_problem(path: Path, record: FileRecord) -> str | None:
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except OSError as error:
+        return f"{path.name} cannot be read ({error.strerror})"
+    return None if size == record.size else f"{path.name} holds {size} bytes in place of {record.size}"
+
+
+def _json_checksum(body: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(body).encode())

@@ -1,0 +1,232 @@
+"""Saving: plan together, write each box once, make it durable, and only then give it a name.
+
+A save has three parts. Planning is collective: ranks agree on who writes which box. Writing is local, so it may happen
+in a background thread while training goes on. Publishing is collective again: when every file of every rank is on
+disk, rank 0 writes the manifest, renames the folder and moves the tracker. Until the rename nothing looks like a
+checkpoint; a failure on any rank leaves the older ones as they were.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+import megatron
+from megatron.core.checkpointing.agreement import gather_from_all, run_on_first
+from megatron.core.checkpointing.folders import aside_path, checkpoint_path, publish, remove_leftovers, write_durably
+from megatron.core.checkpointing.manifest import MANIFEST, FileRecord, Manifest, checksum
+from megatron.core.checkpointing.sharded_view import ShardedView, sharded_views
+from megatron.core.checkpointing.storage import METADATA, CheckpointWriter
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.sharding import ShardedState
+from megatron.errors import CheckpointError
+
+RUN_FILE = "run.json"
+RUN_FORMAT = 1
+
+
+def save_checkpoint(
+    root: str | Path, iteration: int, state: Iterable[ShardedState], run_state: Mapping[str, Any], mesh: Mesh
+) -> Path:
+    """Save ``state`` and the JSON mapping ``run_state`` as ``root/iter_…``; durable when this returns. A collective.
+
+    Replicas (data-parallel, tied, tensor-parallel norms) are written once, the writing spread over their ranks.
+    Raises CheckpointError on all ranks when any rank cannot write; earlier checkpoints are untouched then.
+    """
+    return begin_save(root, iteration, state, run_state, mesh).finish()
+
+
+def begin_save(
+    root: str | Path,
+    iteration: int,
+    state: Iterable[ShardedState],
+    run_state: Mapping[str, Any],
+    mesh: Mesh,
+    *,
+    background: bool = False,
+) -> PendingSave:
+    """Plan a save; with ``background``, copy what this rank writes to main memory and start writing. A collective.
+
+    Training may go on as soon as this returns in the background case. Call ``finish`` on every rank, at the same point
+    of the program, to make the checkpoint durable; at most one save of a root may be pending.
+    """
+    root = Path(root)
+    run_file = _describe_run(iteration, run_state, mesh)
+    views = sharded_views(state, mesh)
+    with _explained(root, iteration):
+        aside = run_on_first(lambda: _make_room(root, iteration), mesh)
+    pending = PendingSave(root, iteration, aside, run_file, mesh)
+    with pending.all_or_nothing():
+        pending.plan(views)
+        if background:
+            pending.write_in_background()
+    return pending
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What one rank has put on disk: the places of its boxes, and its files."""
+
+    results: list[WriteResult]
+    files: dict[str, FileRecord]
+
+
+class PendingSave:
+    """A planned save, written by ``finish`` or, before that, by a background thread."""
+
+    def __init__(self, root: Path, iteration: int, aside: Path, run_file: str, mesh: Mesh) -> None:
+        self._root = root
+        self._iteration = iteration
+        self._aside = aside
+        self._run_file = run_file
+        self._mesh = mesh
+        self._planner = _SavePlanner(mesh)
+        self._writer = CheckpointWriter(aside)
+        self._metadata = Metadata({})
+        self._plan = SavePlan([])
+        self._written: Callable[[], _Written] = self._write
+        self._is_written: Callable[[], bool] = lambda: False
+
+    def is_written(self) -> bool:
+        """Whether this rank's background writing has ended, well or not, so that ``finish`` won't wait for it here."""
+        return self._is_written()
+
+    def finish(self) -> Path:
+        """Wait for all ranks' files, publish the checkpoint and return its folder. A collective.
+
+        Raises CheckpointError on all ranks when any rank could not write.
+        """
+        with self.all_or_nothing():
+            written = gather_from_all(lambda: self._written(), self._mesh)
+            return run_on_first(lambda: self._publish(written), self._mesh)
+
+    def plan(self, views: dict[str, ShardedView]) -> None:
+        """Agree on who writes which box. A collective; every rank works out the whole plan by itself."""
+        is_first = self._mesh.world_rank == 0
+        self._planner.set_up_planner(dict(views), is_coordinator=is_first)
+        self._writer.set_up_storage_writer(is_first)
+        plans = gather_from_all(self._planner.create_local_plan, self._mesh)
+        plans, self._metadata = self._planner.create_global_plan(plans)
+        self._plan = self._writer.prepare_global_plan(plans)[self._mesh.world_rank]
+
+    def write_in_background(self) -> None:
+        """Copy the tensors that this rank writes and start writing the copies."""
+        views = self._planner.state_dict
+        mine = {item.index.fqn for item in self._plan.items}
+        self._planner.state_dict = {name: views[name].on_cpu() for name in mine}
+        one_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        future = one_thread.submit(self._write)
+        one_thread.shutdown(wait=False)
+        self._written, self._is_written = future.result, future.done
+
+    def _write(self) -> _Written:
+        if not self._plan.items:
+            return _Written([], {})
+        self._aside.mkdir(parents=True, exist_ok=True)  # where --save isn't shared by all ranks, _publish says so
+        results = self._writer.write_data(self._planner.finish_plan(self._plan), self._planner).wait()
+        return _Written(results, dict(self._writer.files.written))
+
+    def _publish(self, written: list[_Written]) -> Path:
+        """Rank 0: everything that makes a folder of files a checkpoint."""
+        self._writer.finish(self._metadata, [rank.results for rank in written])
+        write_durably(self._aside / RUN_FILE, self._run_file)
+        files = {name: record for rank in written for name, record in rank.files.items()}
+        files |= {name: checksum(self._aside / name) for name in (METADATA, RUN_FILE)}
+        manifest = Manifest(self._iteration, time.time(), files)
+        if problems := manifest.size_problems(self._aside):
+            raise CheckpointError(
+                f"rank 0 does not see what other ranks wrote ({', '.join(problems[:3])}): "
+                "--save must be on a file system that all ranks share"
+            )
+        write_durably(self._aside / MANIFEST, manifest.to_json())
+        target = checkpoint_path(self._root, self._iteration)
+        publish(self._aside, target, token=os.urandom(4).hex())
+        return target
+
+    @contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """Leave no trace of a save that fails, and say what that means for the user."""
+        try:
+            with _explained(self._root, self._iteration):
+                yield
+        except Exception:
+            if self._mesh.world_rank == 0:
+                shutil.rmtree(self._aside, ignore_errors=True)
+            raise
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """DCP's planner for flat state dicts, which also writes tied parameters once."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._mesh = mesh
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """DCP drops equal boxes of replicas, which are cut alike; tied copies on other stages may be cut otherwise."""
+        plans: tuple[list[SavePlan], Metadata] = super().create_global_plan(on_first_stages(all_plans, self._mesh))
+        return plans
+
+
+def on_first_stages(plans: list[SavePlan], mesh: Mesh) -> list[SavePlan]:
+    """The plans of all ranks, each name written only by the first pipeline stage that has it."""
+    stages = [mesh.dense.coordinates(rank)["pp"] for rank in range(mesh.world_size)]
+    home: dict[str, int] = {}
+    for stage, plan in sorted(zip(stages, plans), key=lambda pair: pair[0]):
+        for item in plan.items:
+            home.setdefault(item.index.fqn, stage)
+    return [
+        replace(plan, items=[item for item in plan.items if home[item.index.fqn] == stage])
+        for stage, plan in zip(stages, plans)
+    ]
+
+
+def _make_room(root: Path, iteration: int) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(root)
+    aside = aside_path(root, iteration, os.urandom(4).hex(), kind="partial")
+    aside.mkdir()
+    return aside
+
+
+@contextmanager
+def _explained(root: Path, iteration: int) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"iteration {iteration} could not be saved in {root}: {error}. "
+            "Checkpoints saved before are untouched; free space there, or point --save at a folder that can be written"
+        ) from error
+
+
+def _describe_run(iteration: int, run_state: Mapping[str, Any], mesh: Mesh) -> str:
+    """Text of ``run.json``: the caller's state, and what wrote it."""
+    axes = {str(axis): size for grid in (mesh.dense, mesh.expert) for axis, size in grid.axes.items()}
+    document = {
+        "format": RUN_FORMAT,
+        "iteration": iteration,
+        "layout": {"world_size": mesh.world_size, **axes},
+        "versions": {
+            "megatron": megatron.__version__,
+            "torch": torch.__version__,
+            "python": ".".join(map(str, sys.version_info[:3])),
+        },
+        "state": run_state,
+    }
+    return json.dumps(document, indent=1) + "\n"

@@ -1,0 +1,188 @@
+"""Files of torch.distributed.checkpoint: written with a checksum taken on the way, read without trusting them.
+
+The format is DCP's own, so its tools read our folders. Two things differ from its stock reader: ``.metadata``, a
+pickle, goes through an unpickler that knows only the handful of classes that belong there, and a stored box that
+several requests need is read once.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import pickle
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from megatron.core.checkpointing.manifest import FileRecord
+from megatron.errors import CheckpointError
+
+METADATA = ".metadata"
+
+_METADATA_GLOBALS = {
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+    ("collections", "OrderedDict"),
+}
+
+
+class _ChecksummedStream:
+    """A file open for writing that keeps the CRC-32 of what went through it, and the error that stopped it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.size = 0
+        self.crc32 = 0
+        self.error: OSError | None = None
+
+    def write(self, data: bytes | memoryview) -> int:
+        try:
+            written = self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+        self.size += written
+        self.crc32 = zlib.crc32(data, self.crc32)
+        return written
+
+    def tell(self) -> int:
+        return self.size
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+
+class ChecksummedFiles(FileSystem):
+    """DCP's file system, remembering in ``written`` the record of each file written through it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: dict[str, FileRecord] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """Open ``path``; any failure comes out as an OSError that names it (torch.save hides the reason)."""
+        stream: _ChecksummedStream | None = None
+        try:
+            with Path(path).open(mode) as file:
+                stream = _ChecksummedStream(file)
+                yield stream  # type: ignore[misc]
+        except (OSError, RuntimeError) as error:
+            reason = stream.error if stream is not None and stream.error is not None else error
+            if isinstance(reason, OSError):
+                raise OSError(reason.errno, reason.strerror, str(path)) from error
+            raise
+        self.written[Path(path).name] = FileRecord(stream.size, stream.crc32)
+
+
+class CheckpointWriter(FileSystemWriter):
+    """DCP's writer: one file a rank, synced to disk, with checksums in ``files.written``."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.files = ChecksummedFiles()
+        self.fs = self.files
+
+    def storage_meta(self) -> StorageMeta:
+        """Nothing about this machine's paths goes into the file."""
+        return StorageMeta()
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Builds DCP's metadata and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = (module, name) in _METADATA_GLOBALS
+        if known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise CheckpointError(f"it names {module}.{name}, which has no business there")
+
+
+class CheckpointReader(FileSystemReader):
+    """DCP's reader for folders that anybody may have written."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._folder = folder
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Table of contents of the checkpoint; raises CheckpointError when it isn't one."""
+        path = self._folder / METADATA
+        try:
+            with path.open("rb") as file:
+                metadata = _MetadataUnpickler(file).load()
+        except OSError:
+            raise
+        except Exception as error:  # a damaged pickle raises almost anything
+            raise CheckpointError(f"{path} is not a checkpoint's table of contents: {error}") from error
+        if not isinstance(metadata, Metadata):
+            raise CheckpointError(f"{path} is not a checkpoint's table of contents but a {type(metadata).__name__}")
+        if len(tensors_in(metadata)) < len(metadata.state_dict_metadata):
+            raise CheckpointError(f"{path} lists pickled objects beside tensors; ours never do")
+        return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill the requested tensors in place; each stored box is read once, in the order of the files."""
+        requests: dict[MetadataIndex, list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            requests[item.storage_index].append(item)
+        places = self.storage_data
+        ordered = sorted(requests, key=lambda index: (places[index].relative_path, places[index].offset))
+        for name, indices in itertools.groupby(ordered, key=lambda index: places[index].relative_path):
+            with self._inside(name).open("rb") as file:
+                for index in indices:
+                    stored = torch.load(self._slice_file(file, places[index]), map_location="cpu", weights_only=True)
+                    for item in requests[index]:
+                        _copy(stored, item, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _inside(self, name: str) -> Path:
+        if Path(name).name != name:
+            raise CheckpointError(f"{self._folder / METADATA} names {name!r}, which is not a file of this checkpoint")
+        return self._folder / name
+
+
+def _copy(stored: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> None:
+    target = planner.resolve_tensor(item)
+    source = stored
+    for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths)):
+        source = source.narrow(dim, offset, length)
+    target.copy_(source)
+    planner.commit_tensor(item, target)
+
+
+def tensors_in(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    """The tensors of a checkpoint by name."""
+    entries = metadata.state_dict_metadata.items()
+    return {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
