@@ -35,6 +35,15 @@ def launch_environment(variables: Mapping[str, str] | None = None) -> LaunchEnvi
     return LaunchEnvironment()
 
 
+def launched_world_size(variables: Mapping[str, str] | None = None) -> int | None:
+    """Number of ranks that a launcher started, or None; for checking settings before anything is launched."""
+    env = os.environ if variables is None else variables
+    if "WORLD_SIZE" in env:
+        return int(env["WORLD_SIZE"])
+    tasks = int(env.get("SLURM_STEP_NUM_TASKS", "1"))
+    return tasks if tasks > 1 else None
+
+
 def _from_torchrun(env: Mapping[str, str]) -> LaunchEnvironment:
     world_size = int(env.get("WORLD_SIZE", "1"))
     if world_size > 1 and "RANK" not in env:

@@ -14,7 +14,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.environment import LaunchEnvironment
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.rng import RngStreams
+from megatron.core.parallel.rng import RngStreams, derive_seed
 from megatron.errors import ConfigError, ParallelError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -31,33 +31,39 @@ def parallel_context(
     device = choose_device(parallel.distributed_backend, launch)
     if launch.world_size > 1:
         _join(parallel, launch, "nccl" if device.type == "cuda" else "gloo", device)
+    mesh = mesh_of(parallel, world_size=launch.world_size, rank=launch.rank)
+    yield ParallelContext(
+        mesh=mesh,
+        rng=RngStreams(seed, mesh, device),
+        device=device,
+        dtype=DTYPES[params_dtype],
+        sequence_parallel=parallel.sequence_parallel,
+    )
+    # Not after an error: ranks that still wait for this one would make the goodbye hang.
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def mesh_of(parallel: ParallelConfig, *, world_size: int, rank: int) -> Mesh:
+    """The mesh that the settings describe; data parallelism takes the ranks that the other axes leave."""
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    pp = parallel.pipeline_model_parallel_size
+    return Mesh.of(
+        tp=tp, cp=cp, pp=pp, dp=world_size // (tp * cp * pp), rank=rank, pp_before_dp=not parallel.use_tp_pp_dp_mapping
+    )
+
+
+def says_first(message: str) -> bool:
+    """Whether no other rank has said ``message`` yet, so that an error common to all ranks is printed once."""
+    if not dist.is_initialized():
+        return True
     try:
-        mesh = Mesh.of(
-            tp=parallel.tensor_model_parallel_size,
-            cp=parallel.context_parallel_size,
-            pp=parallel.pipeline_model_parallel_size,
-            dp=launch.world_size
-            // (
-                parallel.tensor_model_parallel_size
-                * parallel.context_parallel_size
-                * parallel.pipeline_model_parallel_size
-            ),
-            rank=launch.rank,
-            pp_before_dp=not parallel.use_tp_pp_dp_mapping,
-        )
-        yield ParallelContext(
-            mesh=mesh,
-            rng=RngStreams(seed, mesh, device),
-            device=device,
-            dtype=DTYPES[params_dtype],
-            sequence_parallel=parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1,
-        )
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        return dist.distributed_c10d._get_default_store().add(f"said {derive_seed(message)}", 1) == 1
+    except (RuntimeError, dist.DistError):  # the rank that keeps the store has already left
+        return True
 
 
-def choose_device(backend: str, launch: LaunchEnvironment) -> torch.device:
+def choose_device(backend: str | None, launch: LaunchEnvironment) -> torch.device:
     """The rank's device: its node-local GPU when there is one and ``backend`` isn't gloo, else the CPU."""
     available = torch.cuda.is_available()
     if backend == "nccl" and not available:

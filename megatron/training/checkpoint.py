@@ -1,0 +1,140 @@
+"""What a checkpoint of a run holds, when one is loaded, and what each loading flag takes from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from megatron.config.flags import flags_of
+from megatron.config.model import ModelConfig
+from megatron.config.run import RunConfig
+from megatron.core.checkpointing.agreement import run_on_first
+from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint, is_unused
+from megatron.core.checkpointing.load import load_checkpoint, read_run_state
+from megatron.core.checkpointing.save import save_checkpoint
+from megatron.core.parallel.sharding import ShardedState
+from megatron.errors import CheckpointError
+from megatron.training.run import Progress, Run
+
+
+def save(run: Run) -> None:
+    """Write a checkpoint of the run into ``--save``. A collective."""
+    root, iteration = Path(run.config.checkpoint.save or ""), run.progress.iteration
+    run.reporter.say(f"saving checkpoint at iteration {iteration:7d} to {root} in torch_dist format")
+    state: Iterator[ShardedState] = run.model_state()
+    if run.config.checkpoint.save_optim:
+        state = chain(state, run.optimizer.entries())
+    save_checkpoint(root, iteration, state, run_state(run), run.context.mesh)
+    run.reporter.say(f"  successfully saved checkpoint from iteration {iteration:7d} to {root}")
+
+
+def run_state(run: Run) -> dict[str, Any]:
+    """Everything in a checkpoint that isn't a tensor, as JSON."""
+    checkpoint = run.config.checkpoint
+    return {
+        "recipe": run.recipe.name,
+        "config": run.config.to_json(),
+        "progress": dataclasses.asdict(run.progress),
+        "schedule": run.schedule.state_dict(run.progress.scheduled_samples),
+        "optimizer": run.optimizer.state_dict() if checkpoint.save_optim else None,
+        "random_seed": run.context.rng.seed if checkpoint.save_rng else None,
+        "tokenizer": {"name": run.tokenizer.name, "fingerprint": run.tokenizer.fingerprint},
+    }
+
+
+def load(run: Run) -> None:
+    """Bring the run to where ``--load`` or ``--pretrained-checkpoint`` says, or leave it at the start of a new one.
+
+    Raises CheckpointError when there is nothing usable, and when the checkpoint is of another model.
+    """
+    settings = run.config.checkpoint
+    folder = checkpoint_to_load(run)
+    if folder is not None:
+        _load_from(run, folder, weights_only=settings.finetune)
+    elif settings.pretrained_checkpoint is not None:
+        _load_from(run, find_checkpoint(Path(settings.pretrained_checkpoint), mesh=run.context.mesh), weights_only=True)
+
+
+def checkpoint_to_load(run: Run) -> CheckpointFolder | None:
+    """The checkpoint that ``--load`` means; None when the run starts anew: without the flag, or because ``--load`` is
+    the same folder as ``--save`` and no run has saved there yet.
+    """
+    settings = run.config.checkpoint
+    if settings.load is None:
+        return None
+    same_folder = settings.save is not None and Path(settings.save).resolve() == Path(settings.load).resolve()
+    may_be_new = same_folder and settings.ckpt_step is None and not settings.exit_on_missing_checkpoint
+    if may_be_new and run_on_first(lambda: is_unused(settings.load or ""), run.context.mesh):
+        run.reporter.say(f"no checkpoint in {settings.load} yet: starting a new run, which will save there")
+        return None
+    return find_checkpoint(Path(settings.load), step=settings.ckpt_step, mesh=run.context.mesh)
+
+
+def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> None:
+    settings, state = run.config.checkpoint, read_run_state(folder)
+    check_same_model(state, run, folder)
+    with_optimizer = settings.load_optim and not weights_only
+    if with_optimizer and state["optimizer"] is None:
+        raise CheckpointError(
+            f"{folder.path} holds no optimizer state (it was saved with --no-save-optim): "
+            "pass --no-load-optim to go on with a fresh optimizer, or --finetune to start anew from its weights"
+        )
+    entries: Iterator[ShardedState] = run.model_state()
+    if with_optimizer:
+        entries = chain(entries, run.optimizer.entries())
+    masters = {f"optimizer.fp32_param.{name.removeprefix('model.')}": name for name in state_names(run)}
+    load_checkpoint(folder, entries, run.context.mesh, substitutes=masters)
+    if with_optimizer:
+        run.optimizer.load_state_dict(state["optimizer"])
+    else:
+        run.optimizer.reload_masters()
+    if not weights_only:
+        run.progress = Progress(**state["progress"])
+        run.schedule = run.schedule.resumed(state["schedule"], run.config.optimizer)
+        if settings.load_rng and state["random_seed"] is not None:
+            run.context.rng.seed = state["random_seed"]
+    run.reporter.say(f"  successfully loaded checkpoint from {folder.path} at iteration {run.progress.iteration}")
+
+
+def state_names(run: Run) -> list[str]:
+    """Names of this rank's parameters in a checkpoint."""
+    return [entry.name for entry in run.model_state()]
+
+
+def check_same_model(state: Mapping[str, Any], run: Run, folder: CheckpointFolder) -> None:
+    """Raise CheckpointError that lists every difference between the checkpoint's model and the run's."""
+    if state["recipe"] != run.recipe.name:
+        raise CheckpointError(f"{folder.path} holds a {state['recipe']} model; this command trains {run.recipe.name} models")
+    saved, asked = state["config"]["model"], dataclasses.asdict(run.config.model)
+    differences = [
+        f"{spec.positive} is {saved[spec.field]} in the checkpoint and {asked[spec.field]} here"
+        for spec in flags_of(ModelConfig)
+        if spec.options.architecture and spec.field in saved and saved[spec.field] != asked[spec.field]
+    ]
+    if differences:
+        raise CheckpointError(
+            f"{folder.path} is of another architecture: {'; '.join(differences)}. "
+            "Give the checkpoint's values, or --use-checkpoint-args to take them from it"
+        )
+    if state["tokenizer"]["fingerprint"] != run.tokenizer.fingerprint:
+        raise CheckpointError(
+            f"{folder.path} was trained with another tokenizer ({state['tokenizer']['name']}, fingerprint "
+            f"{state['tokenizer']['fingerprint'][:12]}) than the one given ({run.tokenizer.name}, "
+            f"{run.tokenizer.fingerprint[:12]}): pass the tokenizer files it was trained with"
+        )
+
+
+def saved_config(load: str, step: int | None) -> Mapping[str, Any] | None:
+    """The settings stored in the checkpoint that ``load`` and ``step`` name, for ``--use-checkpoint-args``."""
+    state: Mapping[str, Any] = read_run_state(find_checkpoint(Path(load), step=step))["config"]
+    return state
+
+
+def saved_run_config(load: str, step: int | None = None) -> RunConfig:
+    """The whole resolved run that wrote a checkpoint."""
+    config = saved_config(load, step)
+    assert config is not None
+    return RunConfig.from_json(config)

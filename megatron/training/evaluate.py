@@ -1,0 +1,23 @@
+"""Loss on data that isn't trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch
+from megatron.training.run import Run
+from megatron.training.step import evaluation_step, global_loss
+
+
+def evaluate(run: Run, batches: Iterator[list[Microbatch]]) -> dict[str, float]:
+    """Mean losses over ``batches`` of this rank's microbatches, dropout off. A collective."""
+    for model in run.models:
+        model.eval()
+    total: LossSum | None = None
+    for microbatches in batches:
+        loss = evaluation_step(run, microbatches)
+        total = loss if total is None else total.plus(loss)
+    for model in run.models:
+        model.train()
+    assert total is not None, "evaluation needs at least one batch"
+    return global_loss(total, run.context).means

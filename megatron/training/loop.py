@@ -1,0 +1,67 @@
+"""The training loop: flat, from the first step to the last."""
+
+from __future__ import annotations
+
+from megatron.config.run import RunConfig
+from megatron.core.parallel.context import ParallelContext
+from megatron.training.agreement import check_ranks_agree
+from megatron.training.checkpoint import load, save
+from megatron.training.evaluate import evaluate
+from megatron.training.recipe import Recipe
+from megatron.training.run import Run, build_run
+from megatron.training.step import train_step
+
+
+def train_from_start_to_end(config: RunConfig, recipe: Recipe, context: ParallelContext, *, started: float) -> None:
+    """Build the run, load what it continues from, train, and evaluate at the end."""
+    check_ranks_agree(config, context)
+    run = build_run(config, recipe, context, started=started)
+    load(run)
+    finished = True if config.training.skip_train else train(run)
+    if finished and config.training.eval_iters:
+        validate(run, "valid", f"iteration {run.progress.iteration} on validation set")
+        validate(run, "test", f"iteration {run.progress.iteration} on test set")
+    run.reporter.close()
+
+
+def train(run: Run) -> bool:
+    """Train until the last iteration, or until something says stop; evaluate and save on the way, and save at the end.
+
+    Returns whether the last iteration was reached.
+    """
+    config, progress, reporter = run.config, run.progress, run.reporter
+    training, checkpoint = config.training, config.checkpoint
+    saved_at = progress.iteration
+    reason: str | None = None
+
+    with run.exit_watch.catching_signals():
+        batches = run.data.training_batches(progress.consumed_samples)
+        reporter.restart_clock()
+        while progress.iteration < config.train_iters and reason is None:
+            with reporter.timers("batch-generator", level=1):
+                microbatches = next(batches)
+            reporter.step(train_step(run, microbatches))
+
+            if training.eval_iters and progress.iteration % training.eval_interval == 0:
+                validate(run, "valid", f"iteration {progress.iteration}")
+            reason = run.exit_watch.reason(progress.iteration)
+            is_due = checkpoint.save_interval is not None and progress.iteration % checkpoint.save_interval == 0
+            is_last = reason is not None or progress.iteration == config.train_iters
+            if checkpoint.save is not None and (is_due or is_last) and saved_at != progress.iteration:
+                with reporter.aside("save-checkpoint"):
+                    save(run)
+                saved_at = progress.iteration
+
+    if reason is not None:
+        reporter.say(reason)
+    return reason is None
+
+
+def validate(run: Run, split: str, where: str) -> None:
+    """Evaluate on a split and report it; does nothing when the run has no such data."""
+    if not run.data.has(split):
+        return
+    with run.reporter.aside("evaluate-time"):
+        losses = evaluate(run, run.data.evaluation_batches(split))
+    progress = run.progress
+    run.reporter.validation(where, losses, iteration=progress.iteration, consumed_samples=progress.consumed_samples)

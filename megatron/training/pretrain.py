@@ -1,0 +1,74 @@
+"""The whole life of a pretraining command: settings, ranks, run, training, last evaluation."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron.config.run import RunConfig
+from megatron.errors import ConfigError, MegatronError, run_command
+
+if TYPE_CHECKING:
+    from megatron.core.parallel.environment import LaunchEnvironment
+    from megatron.training.recipe import Recipe
+
+# Nothing here imports torch before the settings are known to be right: --help and flag errors take milliseconds.
+
+
+def main(load_recipe: Callable[[], Recipe]) -> None:
+    """Entry point of the ``pretrain_…`` scripts; ends the process."""
+    run_command(lambda: pretrain(load_recipe, sys.argv[1:], prog=os.path.basename(sys.argv[0])))
+
+
+def pretrain(load_recipe: Callable[[], Recipe], argv: Sequence[str], *, prog: str) -> int:
+    """Check the settings of ``argv``, then train; the process's exit code."""
+    started = time.monotonic()
+    config = parse(argv, prog=prog)
+    if config.command.dry_run:
+        from megatron.config.dry_run import dry_run_report
+
+        print(dry_run_report(config))
+        return 0
+
+    from megatron.core.parallel.environment import launch_environment
+
+    launch_on_ranks(load_recipe, config, launch_environment(), started=started)
+    return 0
+
+
+def parse(argv: Sequence[str], *, prog: str) -> RunConfig:
+    """The run that ``argv`` describes; every rank finds the same faults, rank 0 names them."""
+    from megatron.core.parallel.environment import launched_world_size
+
+    try:
+        return RunConfig.parse(argv, prog=prog, world_size=launched_world_size(), checkpoint_config=_saved_config)
+    except ConfigError as error:
+        if int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) == 0:
+            raise
+        sys.exit(error.exit_code)
+
+
+def _saved_config(load: str, step: int | None) -> Mapping[str, Any] | None:
+    from megatron.training.checkpoint import saved_config
+
+    return saved_config(load, step)
+
+
+def launch_on_ranks(
+    load_recipe: Callable[[], Recipe], config: RunConfig, launch: LaunchEnvironment, *, started: float
+) -> None:
+    """Join the other ranks and train; an error that several ranks meet is printed by one of them."""
+    from megatron.core.parallel.launch import parallel_context, says_first
+    from megatron.training.loop import train_from_start_to_end
+
+    precision, seed = config.precision.params_dtype, config.training.seed
+    try:
+        with parallel_context(config.parallel, launch, params_dtype=precision, seed=seed) as context:
+            train_from_start_to_end(config, load_recipe(), context, started=started)
+    except MegatronError as error:
+        if says_first(str(error)):
+            raise
+        sys.exit(error.exit_code)

@@ -1,0 +1,64 @@
+"""Model, data and loss: everything the shared training loop doesn't know about a model family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from megatron.config.run import RunConfig
+from megatron.core.datasets.gpt_dataset import DatasetSplits
+from megatron.core.datasets.splits import SplitSizes
+from megatron.core.models.stage import Stage
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, Wires
+from megatron.core.tokenizers.base import Tokenizer
+
+
+class Recipe(Protocol):
+    """One model family. Adding a family is writing one of these; the loop, the runner and the optimizer stay as they are."""
+
+    name: str
+
+    def stages(self, run: RunConfig, num_stages: int) -> list[Stage]:
+        """The model cut into ``num_stages`` consecutive parts."""
+        ...
+
+    def build_model(self, run: RunConfig, stage: Stage, context: ParallelContext) -> nn.Module:
+        """The part of the model that ``stage`` names, with its initial weights."""
+        ...
+
+    def forward(self, model: nn.Module, wires: Wires, microbatch: Microbatch) -> Any:
+        """Run one part of the model: hidden states for the next part as wires, or the last part's output."""
+        ...
+
+    def loss(self, output: Any, microbatch: Microbatch) -> LossSum:
+        """Sum and count of the loss of one microbatch, from the last part's output."""
+        ...
+
+    def build_datasets(self, run: RunConfig, tokenizer: Tokenizer, sizes: SplitSizes) -> DatasetSplits:
+        """Training, validation and test data."""
+        ...
+
+    def flops_per_sample(self, run: RunConfig) -> float:
+        """Model FLOPs of one sample, forward and backward, without recomputation."""
+        ...
+
+
+@dataclass(frozen=True)
+class ModelChunk:
+    """A part of a recipe's model as the pipeline runner sees it."""
+
+    recipe: Recipe
+    model: nn.Module
+    is_last: bool
+
+    def __call__(self, wires: Wires, microbatch: Microbatch) -> Wires | LossSum:
+        """Forward, and the loss when this is the last part."""
+        output = self.recipe.forward(self.model, wires, microbatch)
+        return self.recipe.loss(output, microbatch) if self.is_last else output
+
+
+Batch = Mapping[str, Tensor]

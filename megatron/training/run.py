@@ -1,0 +1,155 @@
+"""Everything a training run consists of, built in the order of the fields; the only file that knows everybody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from megatron.config.run import RunConfig
+from megatron.core.distributed.buffers import build_buffers
+from megatron.core.distributed.grad_sync import GradSync
+from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.optimizer.schedule import Schedule
+from megatron.core.parallel.collectives import all_reduce, barrier, gather_objects
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.sharding import ShardedState, sharded_parameters
+from megatron.core.pipeline_parallel.runner import Runner
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.tokenizers.build import build_tokenizer
+from megatron.training.data import TrainingData
+from megatron.training.flops import SpeedScale, device_peak
+from megatron.training.recipe import ModelChunk, Recipe
+from megatron.training.report import Reporter, Speaker
+from megatron.training.stop import ExitWatch
+from megatron.training.tensorboard import TensorBoard, open_writer
+from megatron.training.timers import Timers
+
+
+@dataclass
+class Progress:
+    """How far a run has come. ``scheduled_samples`` leaves out the samples of steps that an overflow skipped."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    scheduled_samples: int = 0
+
+
+@dataclass(kw_only=True)
+class Run:
+    """A run on one rank. ``seed`` is that of the random streams: the checkpoint's, once one is loaded."""
+
+    config: RunConfig
+    recipe: Recipe
+    context: ParallelContext
+    reporter: Reporter
+    exit_watch: ExitWatch
+    tokenizer: Tokenizer
+    models: list[nn.Module]
+    grad_sync: GradSync
+    optimizer: Optimizer
+    schedule: Schedule
+    runner: Runner
+    data: TrainingData
+    progress: Progress = field(default_factory=Progress)
+
+    def model_state(self) -> Iterator[ShardedState]:
+        """Every parameter under its name in a checkpoint; tied copies share one."""
+        for model in self.models:
+            for name, parameter, sharding in sharded_parameters(model):
+                yield ShardedState(f"model.{sharding.tied or name}", parameter.detach(), sharding)
+
+
+def build_run(config: RunConfig, recipe: Recipe, context: ParallelContext, *, started: float) -> Run:
+    """Build a run from its settings. ``started``: monotonic time at which the process began, for time limits.
+
+    Raises ConfigError and DataError for what only the files can tell: vocabularies, data sets, their sizes.
+    """
+    tokenizer = build_tokenizer(config.tokenizer, vocab_size=config.model.vocab_size)
+    config = config.with_vocab_size(tokenizer.vocab_size)
+    reporter = build_reporter(config, recipe, context)
+    data = TrainingData(config, recipe, context, tokenizer)
+
+    mesh = context.mesh
+    stage = recipe.stages(config, mesh.size("pp"))[mesh.rank("pp")]
+    model = recipe.build_model(config, stage, context)
+    sharded = config.parallel.use_distributed_optimizer
+    buffers = build_buffers(
+        model.named_parameters(),
+        context,
+        grad_dtype=gradient_dtype(config, context),
+        bucket_size=config.parallel.ddp_bucket_size,
+    )
+    grad_sync = GradSync(buffers, context, sharded=sharded, overlap=config.parallel.overlap_grad_reduce)
+    optimizer = Optimizer(buffers, config.optimizer, config.precision, context, sharded=sharded)
+    schedule = Schedule.from_config(
+        config.optimizer,
+        train_samples=config.train_samples,
+        samples_per_iteration=config.training.global_batch_size,
+    )
+    return Run(
+        config=config,
+        recipe=recipe,
+        context=context,
+        reporter=reporter,
+        exit_watch=build_exit_watch(config, context, started),
+        tokenizer=tokenizer,
+        models=[model],
+        grad_sync=grad_sync,
+        optimizer=optimizer,
+        schedule=schedule,
+        runner=Runner(
+            [ModelChunk(recipe, model, stage.is_last)], before_last_backward=lambda chunk: grad_sync.arm()
+        ),
+        data=data,
+    )
+
+
+def gradient_dtype(config: RunConfig, context: ParallelContext) -> torch.dtype:
+    """Type in which gradients are accumulated and reduced: fp32 for 16-bit weights unless bf16 is asked for."""
+    if context.dtype == torch.bfloat16 and config.precision.grad_reduce_in_bf16:
+        return torch.bfloat16
+    return torch.promote_types(context.dtype, torch.float32)
+
+
+def build_reporter(config: RunConfig, recipe: Recipe, context: ParallelContext) -> Reporter:
+    """The run's voice on this rank."""
+    mesh, reporting = context.mesh, config.reporting
+    speaker = Speaker(
+        rank=mesh.world_rank,
+        world_size=mesh.world_size,
+        is_first_replica=mesh.rank("dp", "cp") == 0,
+        device=context.device,
+        gather=lambda times: gather_objects(times, mesh),
+    )
+    timers = Timers(
+        level=reporting.timing_log_level,
+        synchronize=None if context.device.type == "cpu" else torch.accelerator.synchronize,
+        barrier=(lambda: barrier(mesh)) if reporting.barrier_with_level_1_timing else None,
+    )
+    scale = SpeedScale(
+        flops_per_sample=recipe.flops_per_sample(config),
+        tokens_per_sample=config.data.seq_length,
+        world_size=mesh.world_size,
+        peak=device_peak(context.device, context.dtype) if reporting.log_throughput else None,
+    )
+    writer = open_writer(reporting) if speaker.is_last else None
+    curves = TensorBoard(reporting, writer, world_size=mesh.world_size)
+    if writer is not None:
+        settings = {spec.positive.removeprefix("--"): config.value(spec) for spec in config.flags()}
+        curves.settings(settings, iteration=0)
+    return Reporter(reporting, speaker, train_iters=config.train_iters, scale=scale, timers=timers, curves=curves)
+
+
+def build_exit_watch(config: RunConfig, context: ParallelContext, started: float) -> ExitWatch:
+    """Exit decisions agreed by all ranks."""
+
+    def highest(values: list[int]) -> list[int]:
+        tensor = torch.tensor(values, device=context.device)
+        return [int(value) for value in all_reduce(tensor, context.mesh, "pp", "dp", "cp", "tp", op="max").tolist()]
+
+    return ExitWatch(config.training, highest=lambda values: highest(list(values)), started=started)
+
+

@@ -1,0 +1,83 @@
+"""One optimizer step: gradients of the whole global batch, then one update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron.core.parallel.collectives import all_reduce
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch
+from megatron.core.pipeline_parallel.schedules import forward_only, one_f_one_b
+from megatron.training.metrics import StepRecord
+from megatron.training.run import Run
+from megatron.training.stop import check_finite
+
+
+@dataclass(frozen=True)
+class GlobalLoss:
+    """The loss of a global batch, the same on every rank: named means, and the count that gradients are divided by."""
+
+    means: dict[str, float]
+    count: float
+
+
+def global_loss(loss: LossSum, context: ParallelContext) -> GlobalLoss:
+    """Add up a loss over data- and context-parallel ranks. A count of zero gives 0, never NaN."""
+    names = list(loss.parts)
+    pairs = torch.stack([torch.stack((loss.sum, loss.count.to(loss.sum.dtype))), *loss.parts.values()])
+    totals = all_reduce(pairs, context.mesh, "dp", "cp").tolist()
+    means = {name: total / max(count, 1.0) for name, (total, count) in zip(names, totals[1:])}
+    return GlobalLoss(means, max(totals[0][1], 1.0))
+
+
+def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepRecord:
+    """Forward and backward over this rank's ``microbatches``, gradient sync, update; advances the run's progress.
+
+    Raises NonFiniteError for a loss that is not a number, before any weight changes.
+    """
+    progress, settings, timers = run.progress, run.config.training, run.reporter.timers
+    batch_size = run.config.global_batch_size_at(progress.consumed_samples)
+    lr = run.schedule.learning_rate(progress.scheduled_samples)
+    weight_decay = run.schedule.weight_decay(progress.scheduled_samples)
+    plan = one_f_one_b(run.context.mesh.rank("pp"), run.context.mesh.size("pp"), len(microbatches))
+
+    run.grad_sync.zero()
+    with timers("forward-backward", level=1):
+        loss_sum = run.runner.step(plan, microbatches, gradient_seed=run.optimizer.gradient_seed)
+    with timers("grads-sync", level=1):
+        run.grad_sync.finish()
+    loss = global_loss(loss_sum, run.context)
+    if settings.check_for_nan_in_loss_and_grad:
+        check_finite(
+            loss.means,
+            iteration=progress.iteration + 1,
+            consumed_samples=progress.consumed_samples,
+            global_batch_size=batch_size,
+            learning_rate=lr,
+        )
+    with timers("optimizer", level=1):
+        update = run.optimizer.update(count=loss.count, lr=lr, weight_decay=weight_decay)
+
+    progress.iteration += 1
+    progress.consumed_samples += batch_size
+    progress.scheduled_samples += 0 if update.skipped else batch_size
+    return StepRecord(
+        iteration=progress.iteration,
+        consumed_samples=progress.consumed_samples,
+        global_batch_size=batch_size,
+        losses=loss.means,
+        learning_rate=run.schedule.learning_rate(progress.scheduled_samples),
+        loss_scale=run.optimizer.loss_scale,
+        grad_norm=update.grad_norm,
+        num_zeros=update.num_zeros,
+        params_norm=run.optimizer.parameter_norm() if run.config.reporting.log_params_norm else None,
+        skipped=update.skipped,
+    )
+
+
+def evaluation_step(run: Run, microbatches: Sequence[Microbatch]) -> LossSum:
+    """Forward over this rank's ``microbatches``; sums and counts of this rank alone."""
+    return run.runner.step(forward_only(len(microbatches)), microbatches)

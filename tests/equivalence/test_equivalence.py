@@ -1,0 +1,122 @@
+"""The table: every model variant at every layout against one rank. Tolerance 1e-9 in fp64; it only grows."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.transformer.block import RecomputePlan
+from tests.equivalence.training import Layout, Outcome, logical, train
+from tests.harness import run_ranks
+
+TOLERANCE = 1e-9
+
+SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "init_method_std": 0.2}
+LLAMA: dict[str, Any] = SMALL | {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "group_query_attention": True,
+    "num_query_groups": 4,
+    "num_attention_heads": 8,
+    "untie_embeddings_and_output_weights": True,
+}
+STILL: dict[str, Any] = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "gpt2 tied": SMALL | STILL,
+    "gpt2 untied": SMALL | STILL | {"untie_embeddings_and_output_weights": True},
+    "llama": LLAMA | STILL,
+    "llama tied, qk norm, documents": LLAMA
+    | STILL
+    | {"untie_embeddings_and_output_weights": False, "qk_layernorm": True, "segments": True},
+    "geglu, rotary half interleaved, layernorm 1p": SMALL
+    | STILL
+    | {
+        "geglu": True,
+        "position_embedding_type": "rope",
+        "rotary_percent": 0.5,
+        "rotary_interleaved": True,
+        "apply_layernorm_1p": True,
+    },
+    "squared relu, no positions, qkv bias": SMALL
+    | STILL
+    | {"squared_relu": True, "position_embedding_type": "none", "add_bias_linear": False, "add_qkv_bias": True},
+}
+DRAWING: dict[str, dict[str, Any]] = {
+    "gpt2 with dropout": SMALL | {"attention_dropout": 0.2, "hidden_dropout": 0.2},
+    "llama with dropout": LLAMA | {"attention_dropout": 0.2, "hidden_dropout": 0.2},
+}
+
+FULL, BLOCK = RecomputePlan("full"), RecomputePlan("full", "block", 1)
+SELECTIVE = RecomputePlan("selective")
+
+LAYOUTS: dict[str, Layout] = {
+    "one rank, accumulation": Layout(micro_batch_size=1),
+    "one rank, one microbatch": Layout(micro_batch_size=8),
+    "one rank, recompute full": Layout(recompute=FULL),
+    "one rank, recompute in runs of 2": Layout(recompute=RecomputePlan("full", "uniform", 2)),
+    "one rank, recompute block": Layout(recompute=BLOCK),
+    "one rank, recompute selective": Layout(recompute=SELECTIVE),
+    "tp2": Layout(tp=2),
+    "tp4": Layout(tp=4),
+    "tp2 sp": Layout(tp=2, sequence_parallel=True),
+    "tp4 sp": Layout(tp=4, sequence_parallel=True),
+    "tp2 sp recompute full": Layout(tp=2, sequence_parallel=True, recompute=FULL),
+    "tp2 recompute selective": Layout(tp=2, recompute=SELECTIVE),
+    "dp2": Layout(dp=2),
+    "dp4, fully masked rank": Layout(dp=4, micro_batch_size=1),
+    "dp2 overlapped, small buckets": Layout(dp=2, overlap=True, bucket_size=1000),
+    "dp2 zero": Layout(dp=2, sharded=True),
+    "dp4 zero overlapped, small buckets": Layout(dp=4, sharded=True, overlap=True, bucket_size=1000),
+    "tp2 dp2": Layout(tp=2, dp=2),
+    "tp2 sp dp2 zero recompute": Layout(
+        tp=2, dp=2, sequence_parallel=True, sharded=True, overlap=True, bucket_size=3000, recompute=FULL
+    ),
+}
+"""Dropout on heads differs between tensor-parallel ranks, so only these layouts draw what one rank draws."""
+SAME_DROPOUT = [name for name, layout in LAYOUTS.items() if layout.tp == 1 and layout.micro_batch_size == 2]
+
+
+@functools.cache
+def reference(variant: str) -> Outcome:
+    """Three steps on one rank."""
+    return train(ParallelContext.single(dtype=torch.float64), (VARIANTS | DRAWING)[variant], Layout())
+
+
+def check(variant: str, layout: Layout) -> None:
+    """Compare a layout with one rank: initial weights bit for bit, everything else to the tolerance."""
+    settings = (VARIANTS | DRAWING)[variant]
+    options = {"dtype": torch.float64, "sequence_parallel": layout.sequence_parallel}
+    outcomes = run_ranks(train, settings, layout, **layout.axes, **options)
+    expected = reference(variant)
+    for name, tensor in logical([expected], "initial").items():
+        assert torch.equal(logical(outcomes, "initial")[name], tensor), f"initial {name} depends on the layout"
+    for outcome in outcomes:
+        assert outcome.losses == pytest.approx(expected.losses, abs=TOLERANCE, rel=0)
+        assert outcome.grad_norms == pytest.approx(expected.grad_norms, abs=TOLERANCE, rel=0)
+    for which in ("gradients", "weights"):
+        found, wanted = logical(outcomes, which), logical([expected], which)
+        assert found.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            difference = (found[name] - tensor).abs().max().item()
+            assert difference <= TOLERANCE, f"{which} of {name} differ by {difference:.2e}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_layout_computes_the_model_of_one_rank(variant: str, layout: Layout) -> None:
+    """A wrong or missing collective anywhere would train another model at this layout."""
+    check(variant, layout)
+
+
+@pytest.mark.parametrize("layout", SAME_DROPOUT)
+@pytest.mark.parametrize("variant", DRAWING)
+def test_dropout_is_a_function_of_sample_and_layer(variant: str, layout: str) -> None:
+    """Recomputation would draw other masks than the forward pass, and data-parallel replicas the same ones."""
+    check(variant, LAYOUTS[layout])

@@ -1,0 +1,175 @@
+"""Three optimizer steps of a tiny model at any layout, and what they produced as logical tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.config.model import ModelConfig
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.core.distributed.buffers import FlatBuffer, build_buffers
+from megatron.core.distributed.grad_sync import GradSync
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.parallel.collectives import all_gather, all_reduce
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.rng import StreamKey
+from megatron.core.parallel.sharding import Sharding, sharded_parameters
+from megatron.core.pipeline_parallel.chunk import Microbatch
+from megatron.core.pipeline_parallel.runner import Runner
+from megatron.core.pipeline_parallel.schedules import one_f_one_b
+from megatron.core.transformer.block import RecomputePlan
+from megatron.training.recipe import ModelChunk
+from megatron.training.recipes.gpt import GPTRecipe
+
+STEPS, GLOBAL_BATCH, LENGTH, VOCABULARY = 3, 8, 16, 67
+"""The vocabulary is prime, so that it divides at no layout."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks divide the work. Sizes of axes are the harness's keywords."""
+
+    tp: int = 1
+    dp: int = 1
+    sequence_parallel: bool = False
+    sharded: bool = False
+    overlap: bool = False
+    bucket_size: int | None = None
+    micro_batch_size: int = 2
+    recompute: RecomputePlan = RecomputePlan()
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Axis sizes, for ``run_ranks``."""
+        return {"tp": self.tp, "dp": self.dp}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rank's rectangle of a logical tensor."""
+
+    offsets: tuple[int, ...]
+    values: Tensor
+
+
+@dataclass
+class Outcome:
+    """What three steps produced on one rank: numbers every rank agrees on, and parts of logical tensors."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    num_zeros: list[int] = field(default_factory=list)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    initial: dict[str, list[Part]] = field(default_factory=dict)
+    gradients: dict[str, list[Part]] = field(default_factory=dict)
+    weights: dict[str, list[Part]] = field(default_factory=dict)
+
+
+def global_batch(step: int) -> dict[str, Tensor]:
+    """Tokens, labels, a random loss mask with one sample masked out whole, and document segments."""
+    generator = torch.Generator().manual_seed(100 + step)
+    tokens = torch.randint(VOCABULARY, (GLOBAL_BATCH, LENGTH + 1), generator=generator)
+    mask = (torch.rand(GLOBAL_BATCH, LENGTH, generator=generator) > 0.3).double()
+    mask[3] = 0.0
+    boundary = torch.rand(GLOBAL_BATCH, LENGTH, generator=generator) < 0.15
+    return {
+        "tokens": tokens[:, :-1],
+        "labels": tokens[:, 1:],
+        "loss_mask": mask,
+        "segments": boundary.int().cumsum(1).int(),
+    }
+
+
+def microbatches(step: int, layout: Layout, mesh: Mesh, *, fields: Sequence[str]) -> list[Microbatch]:
+    """This rank's microbatches of the global batch; samples keep their global number, whoever gets them."""
+    batch = global_batch(step)
+    size = layout.micro_batch_size
+    stride = size * mesh.size("dp")
+    return [
+        Microbatch(
+            {name: batch[name][start : start + size] for name in fields}, StreamKey(step * GLOBAL_BATCH + start)
+        )
+        for start in range(size * mesh.rank("dp"), GLOBAL_BATCH, stride)
+    ]
+
+
+def train(context: ParallelContext, settings: Mapping[str, Any], layout: Layout) -> Outcome:
+    """Three steps of AdamW at ``layout``."""
+    settings = dict(settings)
+    fields = ["tokens", "labels", "loss_mask"] + (["segments"] if settings.pop("segments", False) else [])
+    config = ModelConfig(max_position_embeddings=LENGTH, vocab_size=VOCABULARY, **settings)
+    model = GPTModel(config, context, recompute=layout.recompute, seed=7)
+    shardings = {name: sharding for name, _, sharding in sharded_parameters(model)}
+    outcome = Outcome(shapes={name: sharding.shape for name, sharding in shardings.items()})
+    outcome.initial = {name: parts(p.detach(), shardings[name], context.mesh) for name, p in model.named_parameters()}
+
+    buffers = build_buffers(
+        model.named_parameters(), context, grad_dtype=context.dtype, bucket_size=layout.bucket_size
+    )
+    sync = GradSync(buffers, context, sharded=layout.sharded, overlap=layout.overlap)
+    optimizer = Optimizer(
+        buffers,
+        OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.5),
+        PrecisionConfig(),
+        context,
+        sharded=layout.sharded,
+    )
+    chunk = ModelChunk(GPTRecipe(), model, is_last=True)
+    runner = Runner([chunk], before_last_backward=lambda _: sync.arm())
+    for step in range(STEPS):
+        batch = microbatches(step, layout, context.mesh, fields=fields)
+        sync.zero()
+        loss = runner.step(one_f_one_b(0, 1, len(batch)), batch)
+        sync.finish()
+        total = all_reduce(torch.stack((loss.sum, loss.count)), context.mesh, "dp", "cp")
+        if step == 0:
+            outcome.gradients = gathered_gradients(buffers, context, layout)
+        update = optimizer.update(count=total[1].item(), lr=1e-2, weight_decay=0.1)
+        outcome.losses.append((total[0] / total[1]).item())
+        assert update.grad_norm is not None
+        outcome.grad_norms.append(update.grad_norm)
+    outcome.weights = {name: parts(p.detach(), shardings[name], context.mesh) for name, p in model.named_parameters()}
+    return outcome
+
+
+def parts(local: Tensor, sharding: Sharding, mesh: Mesh) -> list[Part]:
+    """The parts of the logical tensor that a local one holds."""
+    return [Part(piece.logical, local[piece.slices(of_local=True)].clone()) for piece in sharding.pieces(mesh)]
+
+
+def gathered_gradients(
+    buffers: Sequence[FlatBuffer], context: ParallelContext, layout: Layout
+) -> dict[str, list[Part]]:
+    """Gradient sums by parameter; those sharded over data-parallel ranks are gathered first."""
+    found = {}
+    for buffer in buffers:
+        for bucket in buffer.buckets:
+            if layout.sharded:
+                own = buffer.shard(bucket, context.mesh.rank(*buffer.reduce)).of(buffer.grads).clone()
+                bucket.span.of(buffer.grads).copy_(all_gather(own, context.mesh, *buffer.reduce))
+            for slot in bucket.slots:
+                found[slot.name] = parts(slot.main_grad, slot.sharding, context.mesh)
+    return found
+
+
+def logical(outcomes: Sequence[Outcome], which: str) -> dict[str, Tensor]:
+    """Assemble logical tensors from every rank's parts; parts that overlap must agree bit for bit."""
+    found: dict[str, Tensor] = {}
+    for outcome in outcomes:
+        for name, pieces in getattr(outcome, which).items():
+            whole = found.setdefault(name, torch.full(outcome.shapes[name], float("nan"), dtype=torch.float64))
+            for part in pieces:
+                where = tuple(slice(o, o + size) for o, size in zip(part.offsets, part.values.shape))
+                held = whole[where]
+                assert held.isnan().all() or torch.equal(held, part.values), f"{which}: ranks disagree on {name}"
+                whole[where] = part.values
+    for name, tensor in found.items():
+        assert not tensor.isnan().any(), f"{which}: no rank holds part of {name}"
+    return found

@@ -1,0 +1,59 @@
+"""Who started this process."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.core.parallel.environment import LaunchEnvironment, first_host, launch_environment, launched_world_size
+from megatron.errors import ParallelError
+
+SLURM = {
+    "SLURM_STEP_NUM_TASKS": "16",
+    "SLURM_PROCID": "9",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NODELIST": "gpu[003-004]",
+    "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
+    "SLURM_JOB_ID": "123456",
+}
+
+
+def test_nobody() -> None:
+    """Plain python is a world of one."""
+    assert launch_environment({}) == LaunchEnvironment()
+    assert launched_world_size({}) is None
+
+
+def test_torchrun() -> None:
+    """torchrun's variables win over Slurm's: torchrun inside srun."""
+    found = launch_environment(
+        SLURM | {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    )
+    assert found == LaunchEnvironment(3, 4, 1, 2, "a", 1)
+
+
+def test_slurm_step() -> None:
+    """srun without torchrun: rank 0 is on the step's first host, at a port of the job's own."""
+    assert launch_environment(SLURM) == LaunchEnvironment(9, 16, 1, 8, "gpu003", 23456)
+    assert launched_world_size(SLURM) == 16
+
+
+def test_slurm_batch_script_is_not_a_step() -> None:
+    """Plain python in an sbatch script or salloc shell sees the job's variables but is one process."""
+    assert launch_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "16"}) == LaunchEnvironment()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [("node7", "node7"), ("a1,a2", "a1"), ("gpu[12-14,3],x", "gpu12"), ("n[01]-ib,m", "n01-ib"), ("c-0-[5,6]", "c-0-5")],
+)
+def test_first_host(nodes: str, host: str) -> None:
+    """Slurm's short form of a list of hosts."""
+    assert first_host(nodes) == host
+
+
+def test_contradictions() -> None:
+    """Half a launcher is named, not guessed at."""
+    with pytest.raises(ParallelError, match="WORLD_SIZE is 4 but RANK is not set"):
+        launch_environment({"WORLD_SIZE": "4"})
+    with pytest.raises(ParallelError, match="rank 4 does not exist among 4"):
+        launch_environment({"WORLD_SIZE": "4", "RANK": "4"})
