@@ -1,0 +1,56 @@
+"""What the documents claim: links to files and headings, and commands that a reader will type."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
+REPOSITORY_PATH = re.compile(
+    r"(?:[\w.-]+/)*[\w.-]+\.(?:py|sh|sbatch|md|toml)|(?:tests|tools|examples|benchmarks|tasks)/[\w./-]*"
+)
+
+
+def anchor(heading: str) -> str:
+    """The name that a heading gets in a link, by GitHub's rule."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def broken_links(document: Path, text: str) -> list[str]:
+    """Links to local files or headings that aren't there."""
+    broken = []
+    for match in LINK.finditer(FENCE.sub("", text)):
+        target = match.group(1) or match.group(2)
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, heading = target.partition("#")
+        path = document.parent / name if name else document
+        if not path.exists():
+            broken.append(target)
+        elif heading and path.suffix == ".md":
+            linked = text if path == document else path.read_text(encoding="utf-8")
+            if heading not in {anchor(found) for found in HEADING.findall(FENCE.sub("", linked))}:
+                broken.append(target)
+    return broken
+
+
+def commands(text: str) -> Iterator[str]:
+    """Shell commands of the document's code blocks, continued lines joined, comments dropped."""
+    for language, block in FENCE.findall(text):
+        if language not in ("bash", "sh", "console"):
+            continue
+        for line in block.replace("\\\n", " ").splitlines():
+            command = line.removeprefix("$ ").strip()
+            if command and not command.startswith("#"):
+                yield command
+
+
+def missing_paths(root: Path, command: str) -> list[str]:
+    """Words of a command that look like files of the repository and aren't there."""
+    words = shlex.split(command, comments=True)
+    named = [word.split("::")[0] for word in words if REPOSITORY_PATH.fullmatch(word.split("::")[0])]
+    return [word for word in named if not (root / word).exists()]

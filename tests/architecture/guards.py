@@ -1,0 +1,207 @@
+"""Rules about the source that no linter knows: each takes a file and returns its violations, ``path:line sentence``."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterable
+from pathlib import PurePosixPath
+
+from tests.architecture.source_tree import Function, Source, is_library
+
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 80
+LONG_FUNCTION_LINES = 60
+MAX_SHARE_OF_LONG_FUNCTIONS = 0.03
+
+VAGUE_NAMES = {"utils", "util", "common", "misc", "helpers", "helper", "stuff", "base_utils", "new", "v2"}
+# Not installed with the package: each needs an extra, or a GPU.
+OPTIONAL_LIBRARIES = {
+    "apex",
+    "flash_attn",
+    "huggingface_hub",
+    "matplotlib",
+    "safetensors",
+    "tiktoken",
+    "transformer_engine",
+    "transformers",
+    "triton",
+    "zstandard",
+}
+# Installed, but slow to load, and not every run needs them.
+HEAVY_LIBRARIES = {"nltk", "sentencepiece", "tensorboard", "yaml"}
+NOTE_TO_SELF = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X|HA" r"CK)\b")
+MACHINE_PATH = re.compile(r"(?<![\w.~$}>])/(work|root|home|opt|Users)/")
+CUDA_CODE = ("megatron/core/parallel/launch.py", "megatron/core/ops/")
+
+Guard = Callable[[Source], list[str]]
+
+
+def length(function: Function) -> int:
+    """Lines from ``def`` to the end, docstring included."""
+    return (function.end_lineno or function.lineno) - function.lineno + 1
+
+
+def long_file(source: Source) -> list[str]:
+    """A file is one idea; 500 lines are more than one."""
+    lines = source.text.count("\n")
+    return [f"{source.path}: {lines} lines, more than {MAX_FILE_LINES}"] if lines > MAX_FILE_LINES else []
+
+
+def long_function(source: Source) -> list[str]:
+    """A function fits on a screen."""
+    return [
+        f"{source.at(function)} {function.name}: {length(function)} lines, more than {MAX_FUNCTION_LINES}"
+        for function in source.functions()
+        if length(function) > MAX_FUNCTION_LINES
+    ]
+
+
+def too_many_long_functions(library: Iterable[Source]) -> list[str]:
+    """At most 3 % of the functions take more than 60 lines; returns the longest of them when there are more."""
+    functions = [(source, function) for source in library for function in source.functions()]
+    long = [(source, function) for source, function in functions if length(function) > LONG_FUNCTION_LINES]
+    if len(long) <= MAX_SHARE_OF_LONG_FUNCTIONS * len(functions):
+        return []
+    return [f"{source.at(function)} {function.name}: {length(function)} lines" for source, function in long]
+
+
+def untyped(source: Source) -> list[str]:
+    """Every argument and every result has a type."""
+    found = []
+    for function in source.functions():
+        arguments = function.args
+        named = arguments.posonlyargs + arguments.args
+        if named and named[0].arg in ("self", "cls"):
+            named = named[1:]
+        stars = [argument for argument in (arguments.vararg, arguments.kwarg) if argument is not None]
+        missing = [a.arg for a in named + arguments.kwonlyargs + stars if a.annotation is None]
+        if function.returns is None:
+            missing.append("the result")
+        if missing:
+            found.append(f"{source.at(function)} {function.name}: no type for {', '.join(missing)}")
+    return found
+
+
+def global_statement(source: Source) -> list[str]:
+    """State that anyone may change is state that nobody can follow."""
+    return [f"{source.at(node)} global" for node in ast.walk(source.tree) if isinstance(node, ast.Global)]
+
+
+def stub(source: Source) -> list[str]:
+    """What isn't written isn't there: no body that only raises NotImplementedError (a special method may refuse)."""
+    found = []
+    for function in source.functions():
+        if function.name.startswith("__"):
+            continue
+        body = [statement for statement in function.body if not isinstance(statement, ast.Expr)]
+        if len(body) == 1 and isinstance(body[0], ast.Raise) and "NotImplemented" in ast.unparse(body[0]):
+            found.append(f"{source.at(function)} {function.name}: a stub")
+    return found
+
+
+def vague_name(source: Source) -> list[str]:
+    """A module is named after its idea."""
+    stem = PurePosixPath(source.path).stem
+    return [f"{source.path}: {stem} names no idea"] if stem.lower() in VAGUE_NAMES else []
+
+
+def cuda_outside_device_code(source: Source) -> list[str]:
+    """Everything runs on CPU; only launch and GPU backends know that there is another kind of device."""
+    if not source.path.startswith("megatron/") or source.path.startswith(CUDA_CODE):
+        return []
+    found = []
+    for node in ast.walk(source.tree):
+        literal = (
+            isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"cuda(:\d+)?", node.value)
+        )
+        attribute = isinstance(node, ast.Attribute) and node.attr == "cuda"
+        if literal or attribute or any(name.startswith("torch.cuda") for name in _imported(node)):
+            found.append(f"{source.at(node)} names cuda; ask core/parallel/launch.py instead")
+    return found
+
+
+def distributed_outside_parallel(source: Source) -> list[str]:
+    """One package talks to other ranks; checkpoints may use torch.distributed.checkpoint."""
+    if not source.path.startswith("megatron/") or source.path.startswith("megatron/core/parallel/"):
+        return []
+    allowed = "torch.distributed.checkpoint" if source.path.startswith("megatron/core/checkpointing/") else None
+    found = []
+    for node in ast.walk(source.tree):
+        names = [f"{name}." for name in _imported(node)]
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+            names.append("torch.distributed.")
+        for name in names:
+            if name.startswith("torch.distributed.") and not (allowed and name.startswith(f"{allowed}.")):
+                found.append(f"{source.at(node)} uses {name[:-1]}; only megatron/core/parallel does")
+    return found
+
+
+def optional_import_at_top(source: Source) -> list[str]:
+    """A library that may be absent is imported by the function that needs it, or by the file named after it."""
+    if not source.path.startswith("megatron/"):
+        return []
+    found = []
+    for node in _run_at_import(source.tree.body):
+        for name in _imported(node):
+            library = name.split(".")[0]
+            named_after = PurePosixPath(source.path).stem in (library, library.split("_")[0])
+            if library in OPTIONAL_LIBRARIES and not named_after:
+                found.append(f"{source.at(node)} imports {name} at import time")
+    return found
+
+
+def _imported(node: ast.AST) -> list[str]:
+    """Full names that an import statement binds, ``from a import b`` as ``a.b``."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return []
+
+
+def _run_at_import(body: Iterable[ast.stmt]) -> Iterable[ast.stmt]:
+    """Statements that run when a module is imported: not those in functions or under ``if TYPE_CHECKING``."""
+    for statement in body:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(statement, ast.If) and "TYPE_CHECKING" in ast.unparse(statement.test):
+            continue
+        yield statement
+        for inner in ("body", "orelse", "finalbody"):
+            yield from _run_at_import(getattr(statement, inner, ()))
+        for handler in getattr(statement, "handlers", ()):
+            yield from _run_at_import(handler.body)
+
+
+def note_to_self(path: str, text: str) -> list[str]:
+    """Work that is left goes into an issue, not into a comment."""
+    return [f"{path}:{number} {line.strip()[:80]}" for number, line in _lines(text) if NOTE_TO_SELF.search(line)]
+
+
+def machine_path(path: str, text: str) -> list[str]:
+    """A path of one machine works on that machine."""
+    return [f"{path}:{number} {line.strip()[:80]}" for number, line in _lines(text) if MACHINE_PATH.search(line)]
+
+
+def _lines(text: str) -> Iterable[tuple[int, str]]:
+    return enumerate(text.splitlines(), 1)
+
+
+EVERYWHERE: tuple[Guard, ...] = (
+    long_file,
+    long_function,
+    untyped,
+    global_statement,
+    vague_name,
+    cuda_outside_device_code,
+    distributed_outside_parallel,
+    optional_import_at_top,
+)
+LIBRARY_ONLY: tuple[Guard, ...] = (stub,)
+
+
+def violations(guard: Guard, checked: Iterable[Source]) -> list[str]:
+    """What ``guard`` finds in all files it applies to."""
+    applies = [source for source in checked if guard not in LIBRARY_ONLY or is_library(source.path)]
+    return [violation for source in applies for violation in guard(source)]

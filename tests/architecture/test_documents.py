@@ -1,0 +1,46 @@
+"""Documents tell the truth: links lead somewhere, and commands name files that exist."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.architecture.documents import broken_links, commands, missing_paths
+from tests.architecture.source_tree import ROOT, files, relative
+
+
+def test_every_local_link_resolves() -> None:
+    """A stranger follows them on the first day."""
+    found = [
+        f"{relative(path)}: {link}"
+        for path in files(".md")
+        for link in broken_links(path, path.read_text(encoding="utf-8"))
+    ]
+    assert not found, "links that lead nowhere:\n" + "\n".join(found)
+
+
+def test_broken_links_are_seen(tmp_path: Path) -> None:
+    """Missing files, missing headings, here and in another document; code blocks and web addresses are left alone."""
+    (tmp_path / "other.md").write_text("# One heading: `x` & more\n")
+    start = tmp_path / "start.md"
+    start.write_text(
+        "# Start\n[a](other.md) [b](none.md) [c](#start) [d](#end)\n"
+        "[e](other.md#one-heading-x--more) [f](other.md#two) ![picture](none.png) [g](https://example.org)\n"
+        "```python\nx[0](1)\n```\n"
+    )
+    assert broken_links(start, start.read_text()) == ["none.md", "#end", "other.md#two", "none.png"]
+
+
+def test_commands_name_files_that_exist() -> None:
+    """Every command in a document can be typed as it stands."""
+    found = []
+    for path in files(".md"):
+        for command in commands(path.read_text(encoding="utf-8")):
+            found += [f"{relative(path)}: {word} in: {command}" for word in missing_paths(ROOT, command)]
+    assert not found, "commands that name missing files:\n" + "\n".join(found)
+
+
+def test_missing_files_in_commands_are_seen(tmp_path: Path) -> None:
+    """Also behind an interpreter, on a continued line, and with a test's name attached."""
+    (tmp_path / "there.py").touch()
+    text = "```bash\n# a comment\n$ python there.py --flag \\\n    gone.sh\nbash tests/gone.py::test_x  # why.py\n```\n"
+    assert [missing_paths(tmp_path, command) for command in commands(text)] == [["gone.sh"], ["tests/gone.py"]]

@@ -1,0 +1,126 @@
+"""The source keeps its rules; and each rule, shown a file that breaks it, says so."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.architecture import guards
+from tests.architecture.guards import EVERYWHERE, LIBRARY_ONLY, Guard, violations
+from tests.architecture.source_tree import Source, files, is_library, relative, sources
+
+TEXT_SUFFIXES = (".py", ".sh", ".sbatch", ".md", ".toml", ".yml", ".yaml", ".txt", ".cfg", "run", ".gitignore")
+
+BAD: list[tuple[Guard, str, str, str]] = [
+    (guards.long_file, "megatron/x.py", "x = 1\n" * 501, "501 lines"),
+    (guards.long_function, "megatron/x.py", "def f() -> None:\n" + "    x = 1\n" * 80, "f: 81 lines"),
+    (guards.untyped, "megatron/x.py", "def f(a: int, *rest) -> int: ...", "no type for rest"),
+    (guards.untyped, "megatron/x.py", "class A:\n    def f(self, b, *, c=1): ...", "no type for b, c, the result"),
+    (guards.untyped, "tools/x.py", "def f():\n    def g() -> None: ...", "f: no type for the result"),
+    (guards.global_statement, "tests/x.py", "def f() -> None:\n    global a", ":2 global"),
+    (guards.stub, "megatron/x.py", 'def f() -> None:\n    """Do."""\n    raise NotImplementedError', "f: a stub"),
+    (guards.vague_name, "megatron/core/utils.py", "", "utils names no idea"),
+    (guards.cuda_outside_device_code, "megatron/core/models/gpt.py", "x = tensor.to('cuda:0')", "names cuda"),
+    (guards.cuda_outside_device_code, "megatron/core/models/gpt.py", "torch.cuda.synchronize()", "names cuda"),
+    (guards.cuda_outside_device_code, "megatron/core/models/gpt.py", "from torch.cuda import Stream", "names cuda"),
+    (
+        guards.distributed_outside_parallel,
+        "megatron/training/loop.py",
+        "import torch.distributed as dist",
+        "uses torch",
+    ),
+    (guards.distributed_outside_parallel, "megatron/training/loop.py", "from torch import distributed", "uses torch"),
+    (guards.distributed_outside_parallel, "megatron/training/loop.py", "torch.distributed.barrier()", "uses torch"),
+    (
+        guards.distributed_outside_parallel,
+        "megatron/core/checkpointing/save.py",
+        "from torch.distributed import all_reduce",
+        "uses torch.distributed.all_reduce",
+    ),
+    (guards.optional_import_at_top, "megatron/core/x.py", "import tiktoken", "imports tiktoken at import time"),
+    (
+        guards.optional_import_at_top,
+        "megatron/core/x.py",
+        "class A:\n    try:\n        x = 1\n    except ImportError:\n        from transformers import AutoTokenizer",
+        "imports transformers.AutoTokenizer",
+    ),
+]
+GOOD: list[tuple[Guard, str, str]] = [
+    (guards.untyped, "megatron/x.py", "class A:\n    def f(self, *, b: int = 1) -> int: ..."),
+    (guards.cuda_outside_device_code, "megatron/core/parallel/launch.py", "torch.cuda.set_device(0)"),
+    (guards.cuda_outside_device_code, "megatron/config/x.py", "advice = 'CUDA_DEVICE_MAX_CONNECTIONS must be cuda'"),
+    (guards.distributed_outside_parallel, "megatron/core/parallel/mesh.py", "import torch.distributed as dist"),
+    (
+        guards.distributed_outside_parallel,
+        "megatron/core/checkpointing/save.py",
+        "import torch.distributed.checkpoint as dcp\nfrom torch.distributed.checkpoint.planner import SavePlan",
+    ),
+    (
+        guards.optional_import_at_top,
+        "megatron/core/x.py",
+        "if TYPE_CHECKING:\n    import tiktoken\ndef f() -> None:\n    import tiktoken",
+    ),
+    (guards.optional_import_at_top, "megatron/core/ops/attention/flash.py", "import flash_attn"),
+    (guards.stub, "megatron/x.py", "def __torch_dispatch__() -> None:\n    raise NotImplementedError('no')"),
+]
+
+
+@pytest.mark.parametrize("guard", EVERYWHERE + LIBRARY_ONLY, ids=lambda guard: guard.__name__)
+def test_source_keeps_the_rule(guard: Guard) -> None:
+    """The rule's docstring says what it is for."""
+    found = violations(guard, sources())
+    assert not found, f"{guard.__doc__}\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(("guard", "path", "text", "expected"), BAD)
+def test_guard_sees_the_violation(guard: Guard, path: str, text: str, expected: str) -> None:
+    """A guard that can't fail guards nothing."""
+    found = violations(guard, [Source(path, text)])
+    assert len(found) == 1
+    assert expected in found[0]
+
+
+@pytest.mark.parametrize(("guard", "path", "text"), GOOD)
+def test_guard_lets_the_allowed_pass(guard: Guard, path: str, text: str) -> None:
+    """A guard that cries wolf gets switched off."""
+    assert violations(guard, [Source(path, text)]) == []
+
+
+def test_every_guard_has_a_bad_example() -> None:
+    """A new guard brings the file that breaks it."""
+    assert {guard for guard, *_ in BAD} == set(EVERYWHERE + LIBRARY_ONLY)
+
+
+def test_few_functions_are_long() -> None:
+    """Well-made libraries keep 97 % of their functions within 60 lines; so do we."""
+    found = guards.too_many_long_functions(source for source in sources() if is_library(source.path))
+    assert not found, "more than 3 % of the functions take more than 60 lines:\n" + "\n".join(found)
+
+
+def test_many_long_functions_are_seen() -> None:
+    """Two of sixty functions are too many, one is not."""
+    short, long = "def f() -> None: ...\n", "def g() -> None:\n" + "    x = 1\n" * 60
+    assert guards.too_many_long_functions([Source("a.py", short * 58 + long * 2)])
+    assert not guards.too_many_long_functions([Source("a.py", short * 59 + long)])
+
+
+def test_no_notes_to_self_and_no_machine_paths() -> None:
+    """Both are promises to one person on one day."""
+    found = []
+    for path in files(*TEXT_SUFFIXES):
+        text = path.read_text(encoding="utf-8")
+        found += guards.note_to_self(relative(path), text) + guards.machine_path(relative(path), text)
+    assert not found, "\n".join(found)
+
+
+def test_notes_to_self_and_machine_paths_are_seen() -> None:
+    """Both patterns match what they are meant for, and not what is like it."""
+    assert guards.note_to_self("a.py", "# " + "todo".upper())
+    assert guards.machine_path("a.sh", "cd /" + "home/me")
+    assert not guards.machine_path("a.md", "results land in ../work/x, $ROOT/home/y and https://example.org/opt/z")
+
+
+def test_every_package_is_importable() -> None:
+    """A folder without __init__.py is left out of an installed copy, and works only in the checkout."""
+    packages = {path.parent for path in files(".py") if relative(path).startswith("megatron/")}
+    missing = [relative(package) for package in packages if not (package / "__init__.py").is_file()]
+    assert not missing, f"no __init__.py in {missing}"

@@ -1,0 +1,70 @@
+"""What importing costs: settings need the standard library alone, and nothing optional is loaded before it is used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.architecture.guards import HEAVY_LIBRARIES, OPTIONAL_LIBRARIES
+from tests.architecture.source_tree import ROOT, files, relative
+
+BLOCK_AND_IMPORT = """
+import importlib, sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in BLOCKED:
+            raise ImportError(f"{name} was imported by merely importing")
+
+BLOCKED = set(sys.argv[1].split(","))
+sys.meta_path.insert(0, Blocker())
+for name in sys.argv[2].split(","):
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        sys.exit(f"{name}: {error}")
+print(*sorted(sys.modules))
+"""
+
+
+def import_without(blocked: set[str], *modules: str) -> subprocess.CompletedProcess[str]:
+    """Import ``modules`` in a new process in which ``blocked`` libraries can't be imported."""
+    command = [sys.executable, "-c", BLOCK_AND_IMPORT, ",".join(sorted(blocked)), ",".join(modules)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def modules_below(folder: str) -> list[str]:
+    """Names of the modules below a folder of the repository."""
+    paths = [relative(path) for path in files(".py") if relative(path).startswith(f"{folder}/")]
+    return [path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in paths]
+
+
+def test_settings_need_the_standard_library_alone() -> None:
+    """``--help`` and flag errors answer in milliseconds, on a laptop without torch."""
+    third_party = OPTIONAL_LIBRARIES | HEAVY_LIBRARIES | {"torch", "numpy", "tokenizers"}
+    done = import_without(third_party, "megatron", *modules_below("megatron/config"))
+    assert done.returncode == 0, done.stderr
+
+
+def test_nothing_optional_is_needed_to_import_anything() -> None:
+    """A plain install, without extras, a GPU or a compiler, imports every module."""
+    done = import_without(OPTIONAL_LIBRARIES, *modules_below("megatron"))
+    assert done.returncode == 0, done.stderr
+
+
+def test_training_loads_no_heavy_library_before_it_is_used() -> None:
+    """TensorBoard, NLTK and SentencePiece cost a second or two; a run that doesn't use them shouldn't pay."""
+    done = import_without(
+        OPTIONAL_LIBRARIES | HEAVY_LIBRARIES, "megatron.training.pretrain", "megatron.core.tokenizers"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["wave", "colorsys"])
+def test_the_blocker_blocks(name: str) -> None:
+    """Without it the tests above would pass whatever is imported."""
+    done = import_without({name}, name)
+    assert done.returncode == 1
+    assert f"{name}: {name} was imported by merely importing" in done.stderr
