@@ -1,0 +1,195 @@
+"""From each rank's share of the gradients to whole gradients, in one visible order: data, partial, tied.
+
+Gradients stay sums over tokens; the optimizer divides by their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatron.core.distributed.buffers import Bucket, FlatBuffer, Slot, Span
+from megatron.core.parallel.collectives import (
+    Handle,
+    all_reduce,
+    all_reduce_async,
+    gather_objects,
+    reduce_scatter_into_async,
+)
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.grid import Axis
+from megatron.errors import ParallelError
+
+_COALESCE_BELOW = 1 << 16
+_TIED_CHUNK = 1 << 20
+
+
+@dataclass(eq=False)
+class _Reduction:
+    """The data-parallel reduction of one bucket.
+
+    ``expected``: gradients that a backward pass brings, learned from the first one (a parameter whose gradient is
+    added by hand, or that is unused, brings none). ``arrived``: those that this one has brought.
+    """
+
+    buffer: FlatBuffer
+    bucket: Bucket
+    expected: int | None = None
+    arrived: int = 0
+    handle: Handle | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        return self.expected is not None and self.arrived >= self.expected
+
+
+@dataclass(frozen=True, eq=False)
+class _Tied:
+    """A parameter with copies on several pipeline stages; ``grads`` is None on a stage without one."""
+
+    elements: int
+    grads: Tensor | None
+
+
+class GradSync:
+    """Collects gradients in their buffers during backward passes and makes them whole at the end of a step.
+
+    With several model chunks on a rank, each has its own buffers and its own ``GradSync``. With pipeline stages all
+    ranks must construct it together.
+
+    ``sharded``: this rank's gradients become whole only in its own shard of every bucket (ZeRO 1).
+    ``overlap``: after ``arm``, each bucket's reduction starts as soon as its gradients are there.
+    """
+
+    def __init__(
+        self, buffers: Sequence[FlatBuffer], context: ParallelContext, *, sharded: bool, overlap: bool
+    ) -> None:
+        self._buffers = buffers
+        self._mesh = context.mesh
+        self._sharded = sharded
+        self._overlap = overlap
+        self._armed = False
+        self._launched = 0
+        reductions = [_Reduction(buffer, bucket) for buffer in buffers for bucket in buffer.buckets]
+        for reduction in reductions:
+            for slot in reduction.bucket.slots:
+                collect = partial(self._collect, reduction, slot)
+                slot.parameter.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
+        # Backward completes parameters from the last registered to the first; every rank launches in this same order.
+        reductions.sort(key=lambda reduction: -min(slot.order for slot in reduction.bucket.slots))
+        self._reductions = [each for each in reductions if each.buffer.num_shards > 1]
+        self._tied = self._find_tied()
+
+    def zero(self) -> None:
+        """Forget all gradients, before the first backward pass of a step."""
+        for buffer in self._buffers:
+            buffer.grads.zero_()
+
+    def arm(self) -> None:
+        """Announce that the coming backward pass is the last of the step, so that reductions may start during it."""
+        self._armed = self._overlap
+
+    def finish(self) -> None:
+        """Make gradients whole: sum over data, over partial gradients, over tied copies.
+
+        Afterwards this rank's shards (all of the buffers, when not sharded) hold sums over the global batch.
+        """
+        self._finish_data_parallel()
+        self._sum_partial()
+        self._sum_tied()
+
+    def _collect(self, reduction: _Reduction, slot: Slot, parameter: Tensor) -> None:
+        """After autograd has accumulated a gradient: bring it into the buffer, and count it towards its bucket."""
+        grad = parameter.grad
+        assert grad is not None, "autograd calls this after it has set a gradient"
+        if grad is not slot.resting_grad:
+            reduction.buffer.accumulate(slot, grad)
+            parameter.grad = slot.resting_grad
+        if not self._armed:
+            return
+        if reduction.handle is not None:
+            raise ParallelError(
+                f"{slot.name} received a gradient after its bucket had been reduced: the parameters that take part "
+                "in a step changed since the first one; leave --overlap-grad-reduce out"
+            )
+        reduction.arrived += 1
+        while self._launched < len(self._reductions) and self._reductions[self._launched].is_complete:
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        reduction = self._reductions[self._launched]
+        self._launched += 1
+        buffer, span = reduction.buffer, reduction.bucket.span
+        grads = span.of(buffer.grads)
+        if self._sharded:
+            own = buffer.shard(reduction.bucket, self._mesh.rank(*buffer.reduce))
+            reduction.handle = reduce_scatter_into_async(own.of(buffer.grads), grads, self._mesh, *buffer.reduce)
+        else:
+            reduction.handle = all_reduce_async(grads, self._mesh, *buffer.reduce)
+
+    def _finish_data_parallel(self) -> None:
+        while self._launched < len(self._reductions):
+            self._launch_next()
+        for reduction in self._reductions:
+            assert reduction.handle is not None
+            reduction.handle.wait()
+            reduction.handle = None
+            if self._armed:
+                reduction.expected = max(reduction.arrived, reduction.expected or 0)
+            reduction.arrived = 0
+        self._launched = 0
+        self._armed = False
+
+    def _owned(self, buffer: FlatBuffer, bucket: Bucket) -> Span:
+        return buffer.shard(bucket, self._mesh.rank(*buffer.reduce)) if self._sharded else bucket.span
+
+    def _sum_partial(self) -> None:
+        """Sum gradients over ``partial_grad`` axes: large ones in place, all small ones as one message per group."""
+        small: dict[tuple[Axis, ...], list[Tensor]] = {}
+        for buffer in self._buffers:
+            for bucket in buffer.buckets:
+                owned = self._owned(buffer, bucket)
+                for slot in bucket.slots:
+                    axes = slot.sharding.partial_grad
+                    part = slot.span.overlap(owned)
+                    if part is None or self._mesh.size(*axes) == 1:
+                        continue
+                    if part.size < _COALESCE_BELOW:
+                        small.setdefault(axes, []).append(part.of(buffer.grads))
+                    else:
+                        all_reduce(part.of(buffer.grads), self._mesh, *axes)
+        for axes, parts in small.items():
+            sums = all_reduce(torch.cat(parts), self._mesh, *axes)
+            for part_grads, part_sums in zip(parts, torch.split(sums, [part.numel() for part in parts])):
+                part_grads.copy_(part_sums)
+
+    def _sum_tied(self) -> None:
+        """Sum gradients of tied copies over the pipeline; stages without a copy add zeros, a chunk at a time."""
+        for tied in self._tied:
+            for start in range(0, tied.elements, _TIED_CHUNK):
+                elements = min(_TIED_CHUNK, tied.elements - start)
+                if tied.grads is None:
+                    part = self._buffers[0].grads.new_zeros(elements)
+                else:
+                    part = tied.grads[start : start + elements]
+                all_reduce(part, self._mesh, "pp")
+
+    def _find_tied(self) -> list[_Tied]:
+        """Parameters with copies on several stages; all ranks call this together."""
+        if self._mesh.size("pp") == 1:
+            return []
+        held: dict[str, Tensor] = {}
+        for buffer in self._buffers:
+            for bucket in buffer.buckets:
+                for slot in bucket.slots:
+                    if slot.sharding.tied is not None:
+                        held[slot.sharding.tied] = self._owned(buffer, bucket).of(buffer.grads)
+        everywhere = gather_objects({name: grads.numel() for name, grads in held.items()}, self._mesh)
+        by_stage = [everywhere[rank] for rank in self._mesh.members("pp")]
+        sizes = {name: size for stage in by_stage for name, size in stage.items()}
+        shared = [name for name in sorted(sizes) if sum(name in stage for stage in by_stage) > 1]
+        return [_Tied(sizes[name], held.get(name)) for name in shared]

@@ -1,0 +1,106 @@
+"""The factor that keeps fp16 gradients inside fp16's range: constant, or found by trial and kept in the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+from megatron.config.precision import PrecisionConfig
+
+
+class LossScaler(Protocol):
+    """What the optimizer asks of a loss scale."""
+
+    @property
+    def scale(self) -> float:
+        """What losses are multiplied by before the backward pass."""
+        ...
+
+    def update(self, *, overflow: bool) -> None:
+        """Take note of how a step ended."""
+        ...
+
+    def state_dict(self) -> dict[str, float]:
+        """Numbers to store in a checkpoint."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Continue from stored numbers."""
+        ...
+
+
+@dataclass(frozen=True)
+class ConstantLossScaler:
+    """The same scale for ever: 1 for fp32 and bf16, ``--loss-scale`` for fp16."""
+
+    scale: float = 1.0
+
+    def update(self, *, overflow: bool) -> None:
+        """Nothing changes."""
+
+    def state_dict(self) -> dict[str, float]:
+        """Nothing to store: the flag says it."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Nothing to take over: the flag counts, also where the checkpoint had a dynamic scale."""
+
+
+@dataclass
+class DynamicLossScaler:
+    """Doubles after ``window`` good steps in a row, halves when overflows go on.
+
+    ``hysteresis_tracker`` is refilled only when the scale grows: the first ``hysteresis - 1`` overflows since then are
+    forgiven, every further one halves the scale. Field names are those of Megatron's checkpoints.
+    """
+
+    scale: float
+    min_scale: float
+    window: float
+    hysteresis: int
+    growth_tracker: int = 0
+    hysteresis_tracker: int = 0
+
+    def __post_init__(self) -> None:
+        self.hysteresis_tracker = self.hysteresis
+
+    def update(self, *, overflow: bool) -> None:
+        """Take note of how a step ended."""
+        if overflow:
+            self.growth_tracker = 0
+            self.hysteresis_tracker -= 1
+            if self.hysteresis_tracker <= 0:
+                self.scale = max(self.scale / 2, self.min_scale)
+            return
+        self.growth_tracker += 1
+        if self.growth_tracker >= self.window:
+            self.growth_tracker = 0
+            self.hysteresis_tracker = self.hysteresis
+            self.scale *= 2
+
+    def state_dict(self) -> dict[str, float]:
+        """Scale and counters."""
+        state = asdict(self)
+        return {name: state[name] for name in ("scale", "growth_tracker", "hysteresis_tracker")}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Continue from stored scale and counters; with none (a run that had no dynamic scale) start afresh."""
+        if state:
+            self.scale = float(state["scale"])
+            self.growth_tracker = int(state["growth_tracker"])
+            self.hysteresis_tracker = int(state["hysteresis_tracker"])
+
+
+def build_loss_scaler(precision: PrecisionConfig) -> LossScaler:
+    """The loss scale that the flags ask for: only fp16 has one."""
+    if not precision.fp16:
+        return ConstantLossScaler()
+    if precision.loss_scale is not None:
+        return ConstantLossScaler(precision.loss_scale)
+    return DynamicLossScaler(
+        scale=precision.initial_loss_scale,
+        min_scale=precision.min_loss_scale,
+        window=precision.loss_scale_window,
+        hysteresis=precision.hysteresis,
+    )

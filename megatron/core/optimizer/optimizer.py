@@ -1,0 +1,201 @@
+"""One update of the weights from gradient sums: norm, skip or clip, step, and weights to every rank.
+
+A replicated optimizer and a sharded one (ZeRO 1) are the same code: each owns spans of the buffers, and replicated
+means owning all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.core.distributed.buffers import FlatBuffer, Slot, Span
+from megatron.core.distributed.param_gather import ParamGather
+from megatron.core.optimizer.grad_norm import ModelStatistics
+from megatron.core.optimizer.loss_scaler import build_loss_scaler
+from megatron.core.optimizer.update_rules import Step, build_update_rule
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.sharding import ShardedState
+
+_WIDE = (torch.float32, torch.float64)
+_CONVERSION_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """How a step ended, the same on every rank.
+
+    ``grad_norm``: L2 norm of the mean gradient before clipping. ``skipped``: a gradient was infinite or NaN on some
+    rank, so nothing changed on any. ``num_zeros``: gradient elements that are zero, when asked for.
+    """
+
+    grad_norm: float
+    skipped: bool
+    num_zeros: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Owned:
+    """A span of a buffer that this rank updates: master weights, gradients and the update rule's state for it.
+
+    ``masters`` is a view of the buffer where that is wide enough, and own memory for bf16 and fp16.
+    """
+
+    buffer: FlatBuffer
+    span: Span
+    slots: tuple[Slot, ...]
+    masters: Tensor
+    state: list[Tensor]
+
+    @property
+    def weights(self) -> Tensor:
+        return self.span.of(self.buffer.params)
+
+    @property
+    def grads(self) -> Tensor:
+        return self.span.of(self.buffer.grads)
+
+    @property
+    def has_own_masters(self) -> bool:
+        return self.masters.dtype != self.buffer.params.dtype
+
+
+class Optimizer:
+    """AdamW or SGD over flat buffers.
+
+    ``sharded``: own only this rank's shard of every bucket and gather the weights after each update.
+    ``count_zeros``: report zero gradients with every update. ``tokens_per_microbatch``: see ``gradient_seed``.
+    """
+
+    def __init__(
+        self,
+        buffers: Sequence[FlatBuffer],
+        config: OptimizerConfig,
+        precision: PrecisionConfig,
+        context: ParallelContext,
+        *,
+        sharded: bool,
+        count_zeros: bool = False,
+        tokens_per_microbatch: int = 1,
+    ) -> None:
+        self._clip_grad = config.clip_grad
+        self._count_zeros = count_zeros
+        self._rule = build_update_rule(config)
+        self._scaler = build_loss_scaler(precision)
+        self._statistics = ModelStatistics(buffers, context)
+        self._owned = [owned for buffer in buffers for owned in self._own(buffer, context, sharded)]
+        self._step = 0
+        self._seed_divisor = 2.0 ** round(math.log2(tokens_per_microbatch)) if precision.fp16 else 1.0
+        self.gather = ParamGather(buffers if sharded else [], context)
+
+    def _own(self, buffer: FlatBuffer, context: ParallelContext, sharded: bool) -> Iterator[_Owned]:
+        shard = context.mesh.rank(*buffer.reduce)
+        for bucket in buffer.buckets:
+            span = buffer.shard(bucket, shard) if sharded else bucket.span
+            weights = span.of(buffer.params)
+            masters = weights if weights.dtype in _WIDE else weights.float()
+            state = [torch.zeros_like(masters) for _ in self._rule.state_names]
+            yield _Owned(buffer, span, bucket.slots, masters, state)
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale of the coming step, as the log shows it."""
+        return self._scaler.scale
+
+    @property
+    def gradient_seed(self) -> float:
+        """What the coming step's backward passes start with, instead of 1.
+
+        The loss scale; for fp16 divided by a power of two near the number of tokens of a microbatch, because losses
+        here are sums: fp16 gradients then have the size they have under a mean, and a loss scale means what it means
+        elsewhere.
+        """
+        return self._scaler.scale / self._seed_divisor
+
+    @torch.no_grad()
+    def update(self, *, count: float, lr: float, weight_decay: float) -> UpdateResult:
+        """Take one step from gradient sums over ``count`` tokens; zero means that everything was masked.
+
+        Weight decay applies to matrices only. All ranks call this together, after ``GradSync.finish``.
+        """
+        self.gather.finish()
+        sums = self._statistics.gradients(count_zeros=self._count_zeros)
+        divisor = (count or 1.0) * self.gradient_seed
+        grad_norm = sums.norm / divisor
+        overflow = not math.isfinite(sums.norm)
+        self._scaler.update(overflow=overflow)
+        if overflow:
+            return UpdateResult(grad_norm, skipped=True, num_zeros=sums.num_zeros)
+        clip = self._clip_grad / (grad_norm + 1e-6) if self._clip_grad > 0 else 1.0
+        self._step += 1
+        for owned in self._owned:
+            decay = weight_decay if owned.buffer.decays else 0.0
+            self._move(owned, divisor / min(clip, 1.0), lr=lr, weight_decay=decay)
+        self.gather.start()
+        return UpdateResult(grad_norm, skipped=False, num_zeros=sums.num_zeros)
+
+    def _move(self, owned: _Owned, divisor: float, *, lr: float, weight_decay: float) -> None:
+        """Step on one span; dividing the gradients costs no pass of its own."""
+        direct = owned.buffer.grads.dtype == owned.masters.dtype
+        chunk = owned.span.size if direct else _CONVERSION_CHUNK
+        scale: Tensor | None = torch.tensor(divisor, dtype=torch.float32, device=owned.masters.device)
+        if owned.masters.dtype == torch.float64:
+            owned.grads.div_(divisor)  # the kernels take their scale in fp32, too coarse here
+            scale = None
+        step = Step(self._step, lr, weight_decay, scale)
+        for start in range(0, owned.span.size, chunk):
+            part = Span(start, min(start + chunk, owned.span.size))
+            grads = part.of(owned.grads).to(owned.masters.dtype)
+            self._rule.apply(part.of(owned.masters), grads, [part.of(tensor) for tensor in owned.state], step)
+        if owned.has_own_masters:
+            owned.weights.copy_(owned.masters)
+
+    def parameter_norm(self) -> float:
+        """L2 norm of the weights that the forward pass uses, over the whole model."""
+        self.gather.finish()
+        return self._statistics.parameter_norm()
+
+    def entries(self) -> Iterator[ShardedState]:
+        """What a checkpoint keeps for each weight this rank owns; loading writes into these tensors.
+
+        ``optimizer.exp_avg.<parameter>`` and ``optimizer.exp_avg_sq.<parameter>`` for Adam,
+        ``optimizer.momentum.<parameter>`` for SGD, and for bf16 and fp16 weights ``optimizer.fp32_param.<parameter>``.
+        """
+        for owned in self._owned:
+            tensors = dict(zip(self._rule.state_names, owned.state))
+            if owned.has_own_masters:
+                tensors["fp32_param"] = owned.masters
+            for slot in owned.slots:
+                part = slot.span.overlap(owned.span)
+                if part is None:
+                    continue
+                flat_range = (part.start - slot.span.start, part.stop - slot.span.start)
+                for name, tensor in tensors.items():
+                    local = part.moved(-owned.span.start).of(tensor)
+                    full_name = f"optimizer.{name}.{slot.name}"
+                    if part == slot.span:
+                        yield ShardedState(full_name, local.view(slot.parameter.shape), slot.sharding)
+                    else:
+                        yield ShardedState(full_name, local, slot.sharding, flat_range)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The few numbers beside ``entries``: JSON-able, the same on every rank."""
+        return {"step": self._step, "loss_scaler": self._scaler.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from stored numbers; ``entries`` are loaded in place."""
+        self._step = int(state["step"])
+        self._scaler.load_state_dict(state["loss_scaler"])
+
+    def reload_masters(self) -> None:
+        """Take over weights that were loaded without their fp32 masters."""
+        for owned in self._owned:
+            if owned.has_own_masters:
+                owned.masters.copy_(owned.weights)

@@ -1,0 +1,204 @@
+"""Learning rate and weight decay as pure functions of the samples of all successful steps so far.
+
+Megatron's rules and names: a checkpoint keeps the numbers that shaped its curve, and a resumed run must continue it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.config.optimizer import OptimizerConfig
+from megatron.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ScheduleValues:
+    """What one step is taken with."""
+
+    lr: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Warm-up, decay and end of the learning rate, and the course of weight decay. Lengths count samples.
+
+    Fields bear the names they have in checkpoints; ``lr_warmup_init``, ``lr_wsd_decay_style`` and
+    ``lr_wsd_decay_steps`` are ours.
+    """
+
+    max_lr: float
+    min_lr: float
+    lr_warmup_init: float
+    lr_warmup_steps: float
+    lr_decay_style: str
+    lr_decay_steps: int
+    lr_wsd_decay_style: str
+    lr_wsd_decay_steps: int
+    start_wd: float
+    end_wd: float
+    wd_incr_style: str
+    wd_incr_steps: int
+
+    def __post_init__(self) -> None:
+        if self.lr_warmup_steps >= self.lr_decay_steps:
+            raise ConfigError(
+                f"the learning rate would warm up over {self.lr_warmup_steps:g} samples and end its decay after "
+                f"{self.lr_decay_steps}: warm-up (--lr-warmup-fraction, -iters or -samples) must be shorter than the "
+                "decay (--lr-decay-iters or -samples, by default the whole training)"
+            )
+        if not self.min_lr <= self.max_lr:
+            raise ConfigError(f"--min-lr {self.min_lr:g} is above --lr {self.max_lr:g}: it must be at most that")
+        if self.lr_warmup_init > self.max_lr:
+            raise ConfigError(f"--lr-warmup-init {self.lr_warmup_init:g} is above --lr {self.max_lr:g}")
+        if self.lr_decay_style == "WSD" and not 0 < self.lr_wsd_decay_steps <= self.lr_decay_steps:
+            raise ConfigError(
+                f"--lr-decay-style WSD needs a final decay of 1 to {self.lr_decay_steps} samples, not "
+                f"{self.lr_wsd_decay_steps}: set --lr-wsd-decay-iters or --lr-wsd-decay-samples"
+            )
+
+    @classmethod
+    def from_config(cls, config: OptimizerConfig, *, train_samples: int, samples_per_iteration: int) -> Schedule:
+        """The curves of a run of ``train_samples``; lengths given in iterations count ``samples_per_iteration`` each.
+
+        Raises ConfigError when the settings make no curve.
+        """
+        if config.lr is None:
+            raise ConfigError("training needs a learning rate: set --lr")
+        decay = config.lr_decay_samples or (config.lr_decay_iters or 0) * samples_per_iteration or train_samples
+        warmup: float = config.lr_warmup_samples or config.lr_warmup_iters * samples_per_iteration
+        if config.lr_warmup_fraction is not None:
+            warmup = config.lr_warmup_fraction * decay
+        constant_decay = config.weight_decay_incr_style == "constant"
+        return cls(
+            max_lr=config.lr,
+            min_lr=config.min_lr,
+            lr_warmup_init=config.lr_warmup_init,
+            lr_warmup_steps=warmup,
+            lr_decay_style=config.lr_decay_style,
+            lr_decay_steps=decay,
+            lr_wsd_decay_style=config.lr_wsd_decay_style,
+            lr_wsd_decay_steps=config.lr_wsd_decay_samples or (config.lr_wsd_decay_iters or 0) * samples_per_iteration,
+            start_wd=config.weight_decay if constant_decay else config.start_weight_decay,
+            end_wd=config.weight_decay if constant_decay else config.end_weight_decay,
+            wd_incr_style=config.weight_decay_incr_style,
+            wd_incr_steps=train_samples,
+        )
+
+    def at(self, samples: int) -> ScheduleValues:
+        """Both values for the step that begins after ``samples`` samples of successful steps."""
+        return ScheduleValues(self.learning_rate(samples), self.weight_decay(samples))
+
+    def learning_rate(self, samples: int) -> float:
+        """Learning rate of the step that begins after ``samples`` samples."""
+        warmup, peak = self.lr_warmup_steps, self.max_lr
+        if warmup > 0 and samples <= warmup:
+            return self.lr_warmup_init + (peak - self.lr_warmup_init) * samples / warmup
+        if self.lr_decay_style == "constant":
+            return peak
+        if samples > self.lr_decay_steps:
+            return self.min_lr
+        if self.lr_decay_style == "inverse-square-root":
+            return max(self.min_lr, peak * math.sqrt(max(warmup, 1)) / math.sqrt(max(samples, 1)))
+        return self.min_lr + (peak - self.min_lr) * self._decay_coefficient(samples)
+
+    def _decay_coefficient(self, samples: int) -> float:
+        """Where between ``min_lr`` (0) and ``max_lr`` (1) the decay stands."""
+        if self.lr_decay_style == "WSD":
+            begin = self.lr_decay_steps - self.lr_wsd_decay_steps
+            if samples <= begin:
+                return 1.0
+            return _falling(self.lr_wsd_decay_style, (samples - begin) / self.lr_wsd_decay_steps)
+        progress = (samples - self.lr_warmup_steps) / (self.lr_decay_steps - self.lr_warmup_steps)
+        return _falling(self.lr_decay_style, progress)
+
+    def weight_decay(self, samples: int) -> float:
+        """Weight decay of the step that begins after ``samples`` samples."""
+        if self.wd_incr_style == "constant" or samples > self.wd_incr_steps:
+            return self.end_wd
+        progress = samples / self.wd_incr_steps
+        risen = progress if self.wd_incr_style == "linear" else 0.5 * (math.cos(math.pi * (1 - progress)) + 1)
+        return self.start_wd + (self.end_wd - self.start_wd) * risen
+
+    def state_dict(self, samples: int) -> dict[str, Any]:
+        """What a checkpoint keeps: the curves, and as ``num_steps`` the samples of all successful steps."""
+        return {**dataclasses.asdict(self), "num_steps": samples}
+
+
+def _falling(style: str, progress: float) -> float:
+    """From 1 at progress 0 to 0 at progress 1."""
+    if style == "linear":
+        return 1.0 - progress
+    if style == "cosine":
+        return 0.5 * (math.cos(math.pi * progress) + 1.0)
+    if style == "exponential":
+        return float(2.0 * 0.5**progress - 1.0)
+    assert style == "minus_sqrt", f"a decay style the flags don't offer: {style}"
+    return 1.0 - math.sqrt(progress)
+
+
+# Field -> the flags that set it, and the names it had in older checkpoints.
+_FLAGS = {
+    "max_lr": "--lr",
+    "min_lr": "--min-lr",
+    "lr_warmup_init": "--lr-warmup-init",
+    "lr_warmup_steps": "--lr-warmup-fraction, -iters or -samples",
+    "lr_decay_style": "--lr-decay-style",
+    "lr_decay_steps": "--lr-decay-iters or -samples, or the length of training",
+    "lr_wsd_decay_style": "--lr-wsd-decay-style",
+    "lr_wsd_decay_steps": "--lr-wsd-decay-iters or -samples",
+    "start_wd": "--start-weight-decay or --weight-decay",
+    "end_wd": "--end-weight-decay or --weight-decay",
+    "wd_incr_style": "--weight-decay-incr-style",
+    "wd_incr_steps": "the length of training",
+}
+_OLD_NAMES = {
+    "start_lr": "max_lr",
+    "warmup_iter": "lr_warmup_steps",
+    "warmup_steps": "lr_warmup_steps",
+    "end_iter": "lr_decay_steps",
+    "decay_steps": "lr_decay_steps",
+    "decay_style": "lr_decay_style",
+    "num_iters": "num_steps",
+}
+
+
+def saved_samples(saved: Mapping[str, Any]) -> int:
+    """Samples of all successful steps, as a checkpoint's ``state_dict`` counts them."""
+    return int(_renamed(saved)["num_steps"])
+
+
+def resumed_schedule(
+    schedule: Schedule, saved: Mapping[str, Any], *, override: bool = False, use_checkpoint: bool = False
+) -> Schedule:
+    """The curves with which a run continues, given those of the flags and those that the checkpoint ``saved``.
+
+    ``override``: the flags' (``--override-opt_param-scheduler``). ``use_checkpoint``: the checkpoint's
+    (``--use-checkpoint-opt_param-scheduler``). Neither: both must be equal, else ConfigError lists every difference.
+    """
+    if override:
+        return schedule
+    stored = {name: value for name, value in _renamed(saved).items() if name in _FLAGS}
+    if use_checkpoint:
+        return dataclasses.replace(schedule, **stored)
+    different = [name for name, value in stored.items() if getattr(schedule, name) != value]
+    if different:
+        lines = [
+            f"  {name}: {getattr(schedule, name)} from the flags ({_FLAGS[name]}), {stored[name]} in the checkpoint"
+            for name in different
+        ]
+        raise ConfigError(
+            "the checkpoint was trained with another schedule than the flags describe:\n"
+            + "\n".join(lines)
+            + "\nkeep the checkpoint's with --use-checkpoint-opt_param-scheduler, or take the flags' with "
+            "--override-opt_param-scheduler"
+        )
+    return schedule
+
+
+def _renamed(saved: Mapping[str, Any]) -> dict[str, Any]:
+    return {_OLD_NAMES.get(name, name): value for name, value in saved.items()}

@@ -1,0 +1,178 @@
+"""Learning rate and weight decay: Megatron-LM's curves to the last digit, and no silent change of curve on resume."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config.optimizer import OptimizerConfig
+from megatron.core.optimizer.schedule import Schedule, resumed_schedule, saved_samples
+from megatron.errors import ConfigError
+
+GOLDEN: dict[str, list[list[float]]] = json.loads(
+    (Path(__file__).parents[2] / "golden" / "lr_v012.json").read_text(encoding="utf-8")
+)
+
+
+def golden_config(**changes: Any) -> OptimizerConfig:
+    """The settings that the golden values were recorded with."""
+    settings: dict[str, Any] = {
+        "lr": 1e-3,
+        "min_lr": 1e-4,
+        "lr_warmup_init": 1e-5,
+        "lr_warmup_samples": 80,
+        "lr_decay_samples": 800,
+        "lr_wsd_decay_samples": 200,
+        "start_weight_decay": 0.01,
+        "end_weight_decay": 0.1,
+        "weight_decay_incr_style": "cosine",
+        **changes,
+    }
+    return OptimizerConfig(**settings)
+
+
+def golden_schedule(**changes: Any) -> Schedule:
+    return Schedule.from_config(golden_config(**changes), train_samples=1000, samples_per_iteration=8)
+
+
+@pytest.mark.parametrize("styles", GOLDEN)
+def test_curves_equal_megatron(styles: str) -> None:
+    """A run started with a Megatron-LM launch script would train at another learning rate than there."""
+    style, wsd_style = styles.split("/")
+    wsd: dict[str, Any] = {} if wsd_style == "None" else {"lr_wsd_decay_style": wsd_style}
+    schedule = golden_schedule(lr_decay_style=style, **wsd)
+    for samples, lr, weight_decay in GOLDEN[styles]:
+        values = schedule.at(int(samples))
+        assert values.lr == pytest.approx(lr, rel=0, abs=1e-12)
+        assert values.weight_decay == pytest.approx(weight_decay, rel=0, abs=1e-12)
+
+
+def test_minus_sqrt_falls_from_peak_to_floor() -> None:
+    """The WSD style that the golden file lacks: 1 - sqrt of the progress through the final decay."""
+    schedule = golden_schedule(lr_decay_style="WSD", lr_wsd_decay_style="minus_sqrt")
+    assert schedule.learning_rate(600) == 1e-3
+    assert schedule.learning_rate(650) == pytest.approx(1e-4 + 9e-4 * 0.5, abs=1e-15)
+    assert schedule.learning_rate(800) == pytest.approx(1e-4, abs=1e-15)
+    assert schedule.learning_rate(801) == 1e-4
+
+
+@pytest.mark.parametrize("style", ["constant", "linear", "cosine", "inverse-square-root", "WSD"])
+def test_curves_stay_between_floor_and_peak(style: str) -> None:
+    """A curve that leaves [min, max], or jumps, would throw a run off at one step."""
+    schedule = golden_schedule(lr_decay_style=style)
+    rates = [schedule.learning_rate(samples) for samples in range(80, 1200)]
+    assert all(1e-4 <= rate <= 1e-3 for rate in rates)
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_weight_decay_linear_and_constant() -> None:
+    """Weight decay would keep growing after the end of training, or follow start and end where it is constant."""
+    linear = golden_schedule(weight_decay_incr_style="linear")
+    assert [linear.weight_decay(n) for n in (0, 500, 1000, 2000)] == pytest.approx([0.01, 0.055, 0.1, 0.1])
+    constant = golden_schedule(weight_decay_incr_style="constant", weight_decay=0.3)
+    assert {constant.weight_decay(n) for n in (0, 500, 2000)} == {0.3}
+
+
+def test_lengths_in_iterations_count_samples() -> None:
+    """Warm-up and decay given in iterations would be off by the batch size."""
+    config = OptimizerConfig(lr=1.0, lr_decay_iters=100, lr_warmup_iters=10, lr_wsd_decay_iters=20)
+    schedule = Schedule.from_config(config, train_samples=4000, samples_per_iteration=8)
+    assert (schedule.lr_warmup_steps, schedule.lr_decay_steps, schedule.lr_wsd_decay_steps) == (80, 800, 160)
+    assert schedule.wd_incr_steps == 4000
+    by_default = Schedule.from_config(OptimizerConfig(lr=1.0), train_samples=4000, samples_per_iteration=8)
+    assert (by_default.lr_warmup_steps, by_default.lr_decay_steps) == (0, 4000)
+
+
+def test_warmup_fraction_is_of_the_decay() -> None:
+    """--lr-warmup-fraction 0.1 would warm up over a tenth of something else."""
+    config = OptimizerConfig(lr=1.0, lr_warmup_fraction=0.01, lr_decay_iters=50)
+    schedule = Schedule.from_config(config, train_samples=100_000, samples_per_iteration=4)
+    assert schedule.lr_warmup_steps == 2.0
+    assert [schedule.learning_rate(n) for n in (0, 1, 2)] == [0.0, 0.5, 1.0]
+
+
+def test_without_warmup_the_first_step_runs_at_the_peak() -> None:
+    """The first step of a run without warm-up would be lost."""
+    schedule = Schedule.from_config(OptimizerConfig(lr=1.0), train_samples=10, samples_per_iteration=1)
+    assert schedule.learning_rate(0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"lr": None}, ["--lr"]),
+        ({"lr_warmup_samples": 800}, ["800 samples", "--lr-warmup-fraction", "--lr-decay-iters"]),
+        ({"min_lr": 0.1}, ["--min-lr 0.1", "--lr 0.001"]),
+        ({"lr_warmup_init": 0.1}, ["--lr-warmup-init 0.1"]),
+        ({"lr_decay_style": "WSD", "lr_wsd_decay_samples": None}, ["WSD", "--lr-wsd-decay-samples"]),
+        ({"lr_decay_style": "WSD", "lr_wsd_decay_samples": 801}, ["801", "--lr-wsd-decay-iters"]),
+    ],
+)
+def test_impossible_curves_are_refused(changes: dict[str, Any], named: list[str]) -> None:
+    """A division by zero, or a curve that rises, instead of a sentence that names the flags."""
+    with pytest.raises(ConfigError) as caught:
+        golden_schedule(**changes)
+    assert all(word in str(caught.value) for word in named)
+
+
+def test_resume_with_equal_flags_continues() -> None:
+    """A checkpoint written by the same command would be refused, also after a trip through JSON."""
+    schedule = golden_schedule(lr_decay_style="WSD", lr_warmup_samples=0, lr_warmup_fraction=1 / 3)
+    saved = json.loads(json.dumps(schedule.state_dict(320)))
+    assert resumed_schedule(schedule, saved) == schedule
+    assert saved_samples(saved) == 320
+
+
+def test_resume_with_other_flags_lists_every_difference() -> None:
+    """The learning rate would silently jump on resume, or the message would hide which flag to change."""
+    saved = golden_schedule().state_dict(320)
+    flags = golden_schedule(lr=2e-3, lr_decay_samples=900)
+    with pytest.raises(ConfigError) as caught:
+        resumed_schedule(flags, saved)
+    message = str(caught.value)
+    assert "max_lr: 0.002 from the flags (--lr), 0.001 in the checkpoint" in message
+    assert "lr_decay_steps: 900" in message
+    assert "800 in the checkpoint" in message
+    assert "min_lr:" not in message
+    assert "--use-checkpoint-opt_param-scheduler" in message
+    assert "--override-opt_param-scheduler" in message
+
+
+def test_resume_can_take_either_side() -> None:
+    """The flag that settles a difference would settle it the wrong way round."""
+    stored, flags = golden_schedule(), golden_schedule(lr=2e-3)
+    saved = stored.state_dict(320)
+    assert resumed_schedule(flags, saved, override=True) == flags
+    assert resumed_schedule(flags, saved, use_checkpoint=True) == stored
+
+
+def test_old_checkpoints_use_old_names() -> None:
+    """A checkpoint of an older Megatron-LM would look as if it held no schedule."""
+    flags = golden_schedule()
+    old = {
+        "start_lr": 5e-3,
+        "warmup_iter": 40,
+        "end_iter": 400,
+        "decay_style": "cosine",
+        "num_iters": 64,
+        "min_lr": 0.0,
+    }
+    taken = resumed_schedule(flags, old, use_checkpoint=True)
+    expected = dataclasses.replace(
+        flags, max_lr=5e-3, lr_warmup_steps=40, lr_decay_steps=400, lr_decay_style="cosine", min_lr=0.0
+    )
+    assert taken == expected
+    assert saved_samples(old) == 64
+
+
+def test_cosine_halfway() -> None:
+    """A phase error in the cosine that the golden points happen to miss."""
+    schedule = Schedule.from_config(
+        OptimizerConfig(lr=1.0, lr_decay_style="cosine"), train_samples=1000, samples_per_iteration=1
+    )
+    assert schedule.learning_rate(250) == pytest.approx(0.5 * (1 + math.sqrt(0.5)), abs=1e-15)
