@@ -62,9 +62,7 @@ def test_nothing_optional_is_needed_to_import_anything() -> None:
 
 def test_training_loads_no_heavy_library_before_it_is_used() -> None:
     """TensorBoard, NLTK and SentencePiece cost a second or two; a run that doesn't use them shouldn't pay."""
-    done = import_without(
-        OPTIONAL_LIBRARIES | HEAVY_LIBRARIES, "megatron.training.pretrain", "megatron.core.tokenizers"
-    )
+    done = import_without(OPTIONAL_LIBRARIES | HEAVY_LIBRARIES, ENTRY_POINTS, first=TORCH)
     assert done.returncode == 0, done.stderr
 
 
