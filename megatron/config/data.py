@@ -15,7 +15,7 @@ DEFAULT_SPLIT = "969, 30, 1"
 class DataConfig:
     """Data sets, how they are split, ordered and loaded."""
 
-    seq_length: int = flag("Tokens of one sample.", aliases=("--encoder-seq-length",), at_least=1, architecture=True)
+    seq_length: int = flag("Tokens of one sample.", at_least=1, architecture=True)
     data_path: tuple[str, ...] = flag(
         "Prefix of PREFIX.bin and PREFIX.idx, or several: PREFIX PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ...",
         default=(),
@@ -30,7 +30,9 @@ class DataConfig:
         "epoch: sample i depends on seed and data alone; megatron: exactly Megatron-LM's order.", default="epoch"
     )
     dataloader_type: Literal["single", "cyclic"] = flag(
-        "single: in the data set's order; cyclic: shuffled anew each epoch.", default="single"
+        "single: in the data set's order; cyclic: shuffled anew each epoch.",
+        default="single",
+        refused_values={"external": "data loaders are not plugged in by flag; leave it out"},
     )
     num_workers: int = flag(
         "Processes that load data, per rank; 0: the training process itself.", default=2, at_least=0

@@ -7,84 +7,65 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 from megatron.errors import ConfigError
 
-_KEY = "megatron.flag"
 _Group = TypeVar("_Group")
-Number = float
-
-
-def flag(
-    help: str,
-    *,
-    default: Any = dataclasses.MISSING,
-    name: str | None = None,
-    aliases: Sequence[str] = (),
-    off: str | None = None,
-    derived: str | None = None,
-    renamed_values: Mapping[str, tuple[str, str]] | None = None,
-    at_least: Number | None = None,
-    above: Number | None = None,
-    at_most: Number | None = None,
-    below: Number | None = None,
-    architecture: bool = False,
-) -> Any:
-    """Declare a dataclass field that is a flag; without ``default`` the flag is required.
-
-    ``name``: spelling when it is not ``--kebab-case`` of the field. ``aliases``: further spellings that are accepted.
-    ``off``: the flag that turns a boolean off whose default is True.
-    ``derived``: says what the value becomes when it is not given (``default`` is then None and the annotation plain).
-    ``renamed_values``: values of Megatron-LM's that mean another value here, each with the word printed about it.
-    ``at_least``, ``above``, ``at_most``, ``below``: bounds of each number.
-    ``architecture``: the field is part of what a checkpoint's weights mean; ``--use-checkpoint-args`` takes it.
-    """
-    options = _Options(
-        help,
-        name,
-        tuple(aliases),
-        off,
-        derived,
-        dict(renamed_values or {}),
-        at_least,
-        above,
-        at_most,
-        below,
-        architecture,
-    )
-    return dataclasses.field(default=default, metadata={_KEY: options})
+_KEY = "megatron.flag"
+_NOUNS: dict[type, str] = {int: "a whole number", float: "a number", str: "a word", bool: "on or off"}
 
 
 @dataclass(frozen=True)
-class _Options:
-    """What ``flag()`` was told, kept in the field's metadata."""
+class FlagOptions:
+    """What ``flag()`` was told; kept in the field's metadata."""
 
     help: str
-    name: str | None
-    aliases: tuple[str, ...]
-    off: str | None
-    derived: str | None
-    renamed_values: dict[str, tuple[str, str]]
-    at_least: Number | None
-    above: Number | None
-    at_most: Number | None
-    below: Number | None
-    architecture: bool
+    name: str | None = None
+    aliases: tuple[str, ...] = ()
+    off: str | None = None
+    derived: str | None = None
+    renamed_values: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    refused_values: Mapping[str, str] = field(default_factory=dict)
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    architecture: bool = False
+    internal: bool = False
+
+
+def flag(help: str, *, default: Any = dataclasses.MISSING, **options: Any) -> Any:
+    """Declare a dataclass field that is a flag; without ``default`` the flag is required.
+
+    ``name``: spelling when it is not ``--kebab-case`` of the field. ``aliases``: further spellings that are accepted.
+    ``off``: the flag that turns a boolean off whose default is True; ``help`` then describes that flag.
+    ``derived``: says what the value becomes when it is not given (``default`` is then None and the annotation plain).
+    ``renamed_values``: values of Megatron-LM's that mean another one here, each with the word printed about it.
+    ``refused_values``: values of Megatron-LM's that cannot be had, each with advice.
+    ``at_least``, ``above``, ``at_most``, ``below``: bounds of each number.
+    ``architecture``: the field is part of what a checkpoint's weights mean; ``--use-checkpoint-args`` takes it.
+    ``internal``: no flag after all, but a value that the run resolves and that is saved with the others.
+    """
+    return dataclasses.field(default=default, metadata={_KEY: FlagOptions(help, **options)})
 
 
 @dataclass(frozen=True)
 class FlagSpec:
-    """One flag as the parser, the help text and the reference see it."""
+    """One flag as the parser, the help text and the reference see it.
+
+    ``kind`` is the type of one value; ``count`` the number of values where ``is_list``, None for any number.
+    """
 
     group: str
     field: str
-    options: _Options
+    options: FlagOptions
     kind: type
     choices: tuple[Any, ...]
     count: int | None
@@ -93,7 +74,7 @@ class FlagSpec:
 
     @cached_property
     def spelling(self) -> str:
-        """The spelling shown to users; for a boolean that is on by default, the one that turns it off."""
+        """The spelling shown in help; for a boolean that is on by default, the one that turns it off."""
         return self.options.off or self.positive
 
     @cached_property
@@ -111,8 +92,18 @@ class FlagSpec:
         """Whether the field has no default."""
         return self.default is dataclasses.MISSING
 
+    @property
+    def noun(self) -> str:
+        """What kind of value the flag takes, in words."""
+        noun = _NOUNS[self.kind] if not self.choices else f"one of {one_of(self.choices)}"
+        if not self.is_list:
+            return noun
+        return f"{self.count or 'one or more'} values, each {noun}"
+
     def spellings(self) -> dict[str, bool | None]:
         """Every accepted spelling, with the value a switch sets (None for a flag that takes values)."""
+        if self.options.internal:
+            return {}
         value = True if self.is_switch else None
         found: dict[str, bool | None] = dict.fromkeys((self.positive, *self.options.aliases), value)
         if self.is_switch:
@@ -124,54 +115,56 @@ class FlagSpec:
         if self.is_switch:
             if isinstance(raw, bool):
                 return raw
-            raise ConfigError(f"{self.positive} is on or off, so it takes no value, not {raw!r}.")
+            words = " ".join(map(str, raw)) if isinstance(raw, list) else raw
+            raise ConfigError(f"{self.positive} is on or off and takes no value, so {words!r} cannot follow it")
         values = list(raw) if isinstance(raw, (list, tuple)) else [raw]
-        if not self.is_list:
-            if len(values) != 1:
-                raise ConfigError(f"{self.positive} takes one value, not {len(values)}: {' '.join(map(str, values))}.")
-            return self._convert_one(values[0])
-        if self.count is not None and len(values) != self.count:
-            raise ConfigError(
-                f"{self.positive} takes {self.count} values, not {len(values)}: {' '.join(map(str, values))}."
-            )
-        return tuple(self._convert_one(value) for value in values)
+        expected = self.count if self.is_list else 1
+        if not values or (expected is not None and len(values) != expected):
+            given = f"{len(values)}: {' '.join(map(str, values))}" if values else "none"
+            raise ConfigError(f"{self.positive} takes {expected or 'one or more'} value{_s(expected)}, not {given}")
+        converted = tuple(self._convert_one(value) for value in values)
+        return converted if self.is_list else converted[0]
 
     def _convert_one(self, raw: Any) -> Any:
         if isinstance(raw, (bool, list, dict)) or raw is None:
-            raise ConfigError(f"{self.positive} is {_NOUNS[self.kind]}, not {raw!r}.")
-        text = str(raw).strip()
-        if text in self.options.renamed_values:
-            text = self.options.renamed_values[text][0]
+            raise ConfigError(f"{self.positive} is {_NOUNS[self.kind]}, not {raw!r}")
+        text = str(raw)
+        if text in self.options.refused_values:
+            raise ConfigError(f"{self.positive} {text}: {self.options.refused_values[text]}")
+        text = self.options.renamed_values.get(text, (text, ""))[0]
         try:
             value = self.kind(text)
         except ValueError:
-            raise ConfigError(f"{self.positive} is {_NOUNS[self.kind]}, not {text!r}.") from None
+            raise ConfigError(f"{self.positive} is {_NOUNS[self.kind]}, not {text!r}") from None
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{self.positive} is {value}; give a finite number")
         if self.choices and value not in self.choices:
-            raise ConfigError(
-                f"{self.positive} cannot be {text!r}; choose {one_of(self.choices)}{did_you_mean(text, self.choices)}."
-            )
+            hint = did_you_mean(text, self.choices)
+            raise ConfigError(f"{self.positive} cannot be {text!r}{hint}; choose {one_of(self.choices)}")
         return value
 
     def out_of_bounds(self, value: Any) -> str | None:
         """One sentence when a number lies outside the flag's bounds."""
-        limits = self.options
+        bounds = self.options
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, (bool, str)) or number is None:
                 continue
-            if number != number:
-                return f"{self.positive} is nan; give a number."
-            if limits.at_least is not None and number < limits.at_least:
-                return f"{self.positive} is {number}; it must be at least {limits.at_least}."
-            if limits.above is not None and number <= limits.above:
-                return f"{self.positive} is {number}; it must be more than {limits.above}."
-            if limits.at_most is not None and number > limits.at_most:
-                return f"{self.positive} is {number}; it must be at most {limits.at_most}."
-            if limits.below is not None and number >= limits.below:
-                return f"{self.positive} is {number}; it must be less than {limits.below}."
+            for limit, wrong, words in (
+                (bounds.at_least, bounds.at_least is not None and number < bounds.at_least, "at least"),
+                (bounds.above, bounds.above is not None and number <= bounds.above, "more than"),
+                (bounds.at_most, bounds.at_most is not None and number > bounds.at_most, "at most"),
+                (bounds.below, bounds.below is not None and number >= bounds.below, "less than"),
+            ):
+                if wrong:
+                    return f"{self.positive} is {number}; it must be {words} {limit}"
         return None
 
-
-_NOUNS: dict[type, str] = {int: "a whole number", float: "a number", str: "a word", bool: "on or off"}
+    def stand_in(self) -> Any:
+        """A value within bounds, to go on checking other settings when this one is missing or wrong."""
+        if not self.required:
+            return self.default
+        value = self.choices[0] if self.choices else self.kind(1)
+        return (value,) * (self.count or 1) if self.is_list else value
 
 
 def one_of(values: Iterable[Any]) -> str:
@@ -181,17 +174,30 @@ def one_of(values: Iterable[Any]) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[Any]) -> str:
-    """``; did you mean X?`` for the nearest known word, else nothing."""
+    """`` (did you mean X?)`` for the nearest known word, else nothing."""
     near = difflib.get_close_matches(word, [str(each) for each in known], n=1, cutoff=0.7)
     return f" (did you mean {near[0]}?)" if near else ""
 
 
-@cache
-def flags_of(group: Hashable) -> tuple[FlagSpec, ...]:
+def _s(count: int | None) -> str:
+    return "" if count == 1 else "s"
+
+
+_specs: dict[type, tuple[FlagSpec, ...]] = {}
+
+
+def flags_of(group: type) -> tuple[FlagSpec, ...]:
     """Every flag of a group, in the order of its fields; a field without help is a programming error."""
-    assert isinstance(group, type)
-    hints = typing.get_type_hints(group)
-    return tuple(_spec(group, field, hints[field.name]) for field in dataclasses.fields(group))
+    if group not in _specs:
+        hints = typing.get_type_hints(group)
+        _specs[group] = tuple(_spec(group, each, hints[each.name]) for each in dataclasses.fields(group))
+    return _specs[group]
+
+
+def check_flags(cls: type[_Group]) -> type[_Group]:
+    """Class decorator that reads a group's flags at import, so that a field without help never reaches a user."""
+    flags_of(cls)
+    return cls
 
 
 def group_name(group: type) -> str:
@@ -199,19 +205,25 @@ def group_name(group: type) -> str:
     return group.__name__.removesuffix("Config").lower()
 
 
-def _spec(group: type, field: dataclasses.Field[Any], hint: Any) -> FlagSpec:
-    options = field.metadata.get(_KEY)
-    where = f"{group.__name__}.{field.name}"
-    if not isinstance(options, _Options) or not options.help.strip():
+def derive(group: object, field: str, value: Any) -> None:
+    """Fill in a field that was not given; for ``__post_init__`` of a frozen group."""
+    if getattr(group, field) is None:
+        object.__setattr__(group, field, value)
+
+
+def _spec(group: type, declared: dataclasses.Field[Any], hint: Any) -> FlagSpec:
+    options = declared.metadata.get(_KEY)
+    where = f"{group.__name__}.{declared.name}"
+    if not isinstance(options, FlagOptions) or not options.help.strip():
         raise TypeError(f"{where} needs flag(help): every setting says what it does")
     kind, choices, count, is_list = _read_type(hint, where)
-    if kind is bool and field.default is True and options.off is None:
+    if kind is bool and declared.default is True and options.off is None:
         raise TypeError(f"{where} is on by default, so it must name the flag that turns it off")
-    return FlagSpec(group_name(group), field.name, options, kind, choices, count, is_list, field.default)
+    return FlagSpec(group_name(group), declared.name, options, kind, choices, count, is_list, declared.default)
 
 
 def _read_type(hint: Any, where: str) -> tuple[type, tuple[Any, ...], int | None, bool]:
-    """(element type, choices, number of values, whether a tuple) of an annotation."""
+    """``kind``, ``choices``, ``count`` and ``is_list`` of an annotation."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         (inner,) = [each for each in arguments if each is not type(None)]
@@ -224,15 +236,3 @@ def _read_type(hint: Any, where: str) -> tuple[type, tuple[Any, ...], int | None
     if hint not in _NOUNS:
         raise TypeError(f"{where}: a flag cannot be of type {hint!r}")
     return hint, (), None, False
-
-
-def check_flags(cls: type[_Group]) -> type[_Group]:
-    """Class decorator that reads a group's flags at import, so that a field without help never reaches a user."""
-    flags_of(cls)
-    return cls
-
-
-def derive(group: object, field: str, value: Any) -> None:
-    """Fill in a field that was not given; for ``__post_init__`` of a frozen group."""
-    if getattr(group, field) is None:
-        object.__setattr__(group, field, value)

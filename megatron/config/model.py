@@ -17,7 +17,7 @@ _SDPA_NOTE = "PyTorch's scaled_dot_product_attention runs its flash kernel where
 class ModelConfig:
     """The transformer. Sizes that are not given are filled in from the others when the group is built."""
 
-    num_layers: int = flag("Transformer layers.", aliases=("--encoder-num-layers",), at_least=1, architecture=True)
+    num_layers: int = flag("Transformer layers.", at_least=1, architecture=True)
     hidden_size: int = flag("Width of the hidden states.", at_least=1, architecture=True)
     ffn_hidden_size: int = flag(
         "Inner width of the MLP.",
@@ -48,7 +48,13 @@ class ModelConfig:
         architecture=True,
     )
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = flag(
-        "How positions enter.", default="learned_absolute", architecture=True
+        "How positions enter.",
+        default="learned_absolute",
+        refused_values={
+            "relative": "relative positions come with T5; use rope",
+            "mrope": "positions of images are outside this project; use rope",
+        },
+        architecture=True,
     )
     rotary_percent: float = flag(
         "Part of each head that is rotated.", default=1.0, above=0, at_most=1, architecture=True
@@ -93,10 +99,10 @@ class ModelConfig:
     )
     init_method_std: float = flag("Standard deviation of the initial weights.", default=0.02, above=0)
     vocab_size: int | None = flag(
-        "Words of the vocabulary, before padding; the tokenizer's unless given.",
+        "Words of the vocabulary, before padding: --vocab-size or the tokenizer's.",
         default=None,
-        at_least=1,
         architecture=True,
+        internal=True,
     )
     make_vocab_size_divisible_by: int = flag(
         "Pad the vocabulary to a multiple of this times the tensor-parallel size.", default=128, at_least=1

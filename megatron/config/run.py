@@ -84,10 +84,13 @@ class RunConfig:
             found["training"]["check_for_nan_in_loss_and_grad"] = (
                 False  # overflows are how the loss scale finds its way
             )
-        if tokenizer.tokenizer_type is None:
+        kind = tokenizer.tokenizer_type
+        if kind is None:
             files = tokenizer.vocab_file or tokenizer.merge_file or tokenizer.tokenizer_model
-            null = self.data.mock_data and model.vocab_size is not None and not files
-            found["tokenizer"]["tokenizer_type"] = "NullTokenizer" if null else "GPT2BPETokenizer"
+            null = self.data.mock_data and tokenizer.vocab_size is not None and not files
+            kind = found["tokenizer"]["tokenizer_type"] = "NullTokenizer" if null else "GPT2BPETokenizer"
+        if model.vocab_size is None and tokenizer.vocab_size is not None:
+            found["model"]["vocab_size"] = tokenizer.vocab_size + (kind == "NullTokenizer")
         if self.parallel.tensor_model_parallel_size == 1:
             found["parallel"]["sequence_parallel"] = False
         return found
@@ -188,6 +191,10 @@ class RunConfig:
     def flags(self) -> tuple[FlagSpec, ...]:
         """Every flag of every group of this run."""
         return tuple(spec for group in self.groups() for spec in flags_of(type(group)))
+
+    def given(self, field: str) -> bool:
+        """Whether a user, a file or a checkpoint gave the field; always False for a run that was not parsed."""
+        return self.provenance.get(field, "default") not in ("default", "derived")
 
     def value(self, spec: FlagSpec) -> Any:
         """The value of one flag."""

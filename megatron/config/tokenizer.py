@@ -24,6 +24,11 @@ class TokenizerConfig:
     ] = flag(
         "Kind of tokenizer.",
         default=None,
+        refused_values={
+            "BertWordPieceLowerCase": "it comes with BERT",
+            "BertWordPieceCase": "it comes with BERT",
+            "MultimodalTokenizer": "models of text and images are outside this project",
+        },
         derived="NullTokenizer with --mock-data and --vocab-size and no tokenizer files, else GPT2BPETokenizer",
         architecture=True,
     )
@@ -32,6 +37,13 @@ class TokenizerConfig:
     tokenizer_model: str | None = flag(
         "Model file of SentencePiece or tiktoken; folder, file or hub name of a Hugging Face tokenizer.",
         default=None,
+        architecture=True,
+    )
+    vocab_size: int | None = flag(
+        "Words of the vocabulary, before padding, if more than the tokenizer's; the ids of NullTokenizer, "
+        "which adds one that ends documents.",
+        default=None,
+        at_least=1,
         architecture=True,
     )
     vocab_extra_ids: int = flag("Sentinel tokens added to the vocabulary.", default=0, at_least=0)

@@ -1,0 +1,106 @@
+"""Settings from files: ``@file`` with words as on a command line, ``--config`` with YAML or JSON."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Word:
+    """One word of a command line and where it stood: ``flag``, or ``FILE:LINE`` of an ``@file``."""
+
+    text: str
+    source: str
+
+    @property
+    def is_flag(self) -> bool:
+        """Whether the word names a flag; negative numbers do not."""
+        return self.text.startswith("--")
+
+
+def words_of(argv: Iterable[str]) -> Iterator[Word]:
+    """The words of a command line, each ``@file`` replaced by the file's words; raises ConfigError for a bad file."""
+    for text in argv:
+        if text.startswith("@"):
+            yield from _words_of_file(Path(text[1:]), ())
+        else:
+            yield Word(text, "flag")
+
+
+def _words_of_file(path: Path, including: tuple[Path, ...]) -> Iterator[Word]:
+    """Shell-like lines: quotes, comments and a backslash at the end of a line mean what they mean in a shell."""
+    if path in including:
+        raise ConfigError(f"@{path} includes itself: {' -> '.join(map(str, (*including, path)))}")
+    pending, first = "", 0
+    for number, line in enumerate(_read(path, "@").splitlines(), start=1):
+        first = first if pending else number
+        if line.endswith("\\") and not line.lstrip().startswith("#"):
+            pending += line[:-1] + " "
+            continue
+        yield from _words_of_line(pending + line, path, first, including)
+        pending = ""
+    yield from _words_of_line(pending, path, first, including)
+
+
+def _words_of_line(line: str, path: Path, number: int, including: tuple[Path, ...]) -> Iterator[Word]:
+    try:
+        words = shlex.split(line, comments=True)
+    except ValueError as error:
+        raise ConfigError(f"{path}:{number}: {str(error).lower()}; quotes must be closed on the same line") from None
+    for text in words:
+        if text.startswith("@"):
+            yield from _words_of_file(path.parent / text[1:], (*including, path))
+        else:
+            yield Word(text, f"{path}:{number}")
+
+
+def read_settings(path: str) -> dict[str, Any]:
+    """The top-level mapping of a YAML or JSON file; raises ConfigError naming the file and the line."""
+    text = _read(Path(path), "--config ")
+    values = _parse_json(text, path) if path.endswith(".json") else _parse_yaml(text, path)
+    if values is None:
+        return {}
+    if not isinstance(values, Mapping):
+        raise ConfigError(
+            f"--config {path} holds a {type(values).__name__}; it must be a mapping of settings to values"
+        )
+    return {str(key): value for key, value in values.items()}
+
+
+def _parse_json(text: str, path: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--config {path}:{error.lineno} is not JSON: {error.msg}") from None
+
+
+def _parse_yaml(text: str, path: str) -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigError(
+            f"--config {path} needs PyYAML: pip install pyyaml, or write the settings as JSON into a file named *.json"
+        ) from None
+    try:
+        return yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"--config {path}:{line} is not YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {path} is not YAML: {error}") from None
+
+
+def _read(path: Path, prefix: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{prefix}{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{prefix}{path} is not a text file in UTF-8") from None

@@ -1,0 +1,60 @@
+"""The text of ``--help``: every flag by group, with what it takes and its default."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Sequence
+
+from megatron.config.flags import FlagSpec, flags_of, group_name
+
+_COLUMN = 34
+
+
+def format_help(groups: Sequence[type], *, prog: str, about: str = "") -> str:
+    """Usage and all flags, wrapped to the terminal."""
+    width = min(max(shutil.get_terminal_size().columns, 80), 120)
+    lines = [f"usage: {prog} --flag value ... [@FILE]"]
+    if about:
+        lines += ["", *textwrap.wrap(about, width)]
+    lines += ["", "@FILE holds flags as on a command line, over any number of lines, with # comments."]
+    for group in groups:
+        title = (group.__doc__ or "").strip().splitlines()[0]
+        lines += ["", f"{group_name(group)}: {title}"]
+        for spec in flags_of(group):
+            if not spec.options.internal:
+                lines += _entry(spec, width)
+    return "\n".join(lines) + "\n"
+
+
+def _entry(spec: FlagSpec, width: int) -> list[str]:
+    head = f"  {usage(spec)}"
+    text = " ".join(part for part in (spec.options.help, default_text(spec)) if part)
+    body = textwrap.wrap(text, width - _COLUMN, break_on_hyphens=False)
+    if len(head) > _COLUMN - 2:
+        return [head, *(" " * _COLUMN + line for line in body)]
+    return [head.ljust(_COLUMN) + body[0], *(" " * _COLUMN + line for line in body[1:])]
+
+
+def usage(spec: FlagSpec) -> str:
+    """The flag and what it takes: ``--lr NUMBER``."""
+    if spec.is_switch:
+        return spec.spelling
+    if spec.choices:
+        value = "{" + ",".join(map(str, spec.choices)) + "}"
+    else:
+        value = {int: "N", float: "X", str: "TEXT"}[spec.kind]
+    if spec.is_list:
+        value = " ".join([value] * spec.count) if spec.count else f"{value} ..."
+    return f"{spec.spelling} {value}"
+
+
+def default_text(spec: FlagSpec) -> str:
+    """What happens without the flag, in brackets; nothing where the help says all."""
+    if spec.required:
+        return "(required)"
+    if spec.options.derived:
+        return f"(default: {spec.options.derived})"
+    if spec.is_switch or spec.default is None or spec.default == ():
+        return ""
+    return f"(default: {spec.default:g})" if isinstance(spec.default, float) else f"(default: {spec.default})"

@@ -1,0 +1,300 @@
+"""From a command line to a checked run: every failure is collected, so that a user sees all of them at once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.config.command import CommandConfig
+from megatron.config.files import Word, read_settings, words_of
+from megatron.config.flags import FlagSpec, did_you_mean, flags_of, group_name
+from megatron.config.help import format_help
+from megatron.config.legacy_flags import LegacyFlag, legacy_flag
+from megatron.config.rules import failures, listed, remarks
+from megatron.config.run import CORE_GROUPS, CheckpointReader, RunConfig
+from megatron.errors import ConfigError
+
+FLAG, FILE, CHECKPOINT = 3, 2, 1
+
+
+@dataclass(frozen=True)
+class Given:
+    """A field's value, where it came from, and the rank of that source; the highest rank wins."""
+
+    value: Any
+    source: str
+    rank: int
+
+
+class Intake:
+    """Settings as they come in, by field, with what is wrong with them and what a user should know."""
+
+    def __init__(self, groups: Sequence[type]) -> None:
+        self.groups = tuple(groups)
+        self.given: dict[str, Given] = {}
+        self.problems: list[str] = []
+        self.notes: list[str] = []
+        self.faulted: set[str] = set()
+        self._by_field: dict[str, FlagSpec] = {}
+        self._by_spelling: dict[str, tuple[FlagSpec, bool | None]] = {}
+        self._yielding: list[tuple[FlagSpec, Given]] = []
+        for spec in (spec for group in groups for spec in flags_of(group)):
+            for spelling, value in spec.spellings().items():
+                assert spelling not in self._by_spelling, f"two fields claim {spelling}"
+                self._by_spelling[spelling] = (spec, value)
+                self._by_field[spec.field] = spec
+
+    def value(self, field: str) -> Any:
+        """The value of a field so far, or its default."""
+        return self.given[field].value if field in self.given else self._by_field[field].default
+
+    def provenance(self) -> dict[str, str]:
+        """Field -> where its value came from."""
+        found = {}
+        for field, spec in self._by_field.items():
+            unset = "derived" if spec.options.derived else "default"
+            found[field] = self.given[field].source if field in self.given else unset
+        return found
+
+    def read_words(self, words: Sequence[Word]) -> None:
+        """Take a command line: flags, each followed by its values."""
+        for flag, values in _grouped(words):
+            spelling, equals, attached = flag.text.partition("=")
+            if not flag.is_flag:
+                self._wrong(f"{flag.text!r} stands alone: values follow a flag that starts with --")
+            else:
+                rank = FLAG if flag.source == "flag" else FILE
+                self._take_spelling(spelling, [attached, *values] if equals else values, source=flag.source, rank=rank)
+
+    def read_file(self, path: str) -> None:
+        """Take a settings file, flat or nested by group."""
+        try:
+            settings = read_settings(path)
+        except ConfigError as error:
+            self._wrong(str(error))
+            return
+        names = {group_name(group) for group in self.groups if group is not CommandConfig}
+        for key, value in settings.items():
+            if key in names and isinstance(value, Mapping):
+                for field, inner in value.items():
+                    self._take_key(str(field), inner, source=path, group=key)
+            else:
+                self._take_key(key, value, source=path)
+
+    def read_checkpoint(self, reader: CheckpointReader | None) -> None:
+        """Take the architecture from the settings saved in the checkpoint that ``--load`` names."""
+        if not self.value("use_checkpoint_args"):
+            return
+        path, step = self.value("load") or self.value("pretrained_checkpoint"), self.value("ckpt_step")
+        if path is None:
+            self._wrong("--use-checkpoint-args takes the architecture from a checkpoint: name its folder with --load")
+            return
+        assert reader is not None, "a command with --use-checkpoint-args passes checkpoint_config"
+        saved = reader(path, step)
+        if saved is None:
+            self._wrong(
+                f"--use-checkpoint-args finds no checkpoint in {path}: give another --load or the sizes as flags"
+            )
+            return
+        for spec in self._checkpoint_fields():
+            value = saved.get(spec.group, {}).get(spec.field)
+            if value is not None:
+                self._offer(spec, Given(spec.convert(value), f"checkpoint {path}", CHECKPOINT))
+
+    def _checkpoint_fields(self) -> Iterator[FlagSpec]:
+        sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage")
+        for spec in self._by_field.values():
+            if spec.field == "tokenizer_model" and not self.value("use_tokenizer_model_from_checkpoint_args"):
+                continue
+            if spec.options.architecture or (spec.field in sizes and self.value("use_mp_args_from_checkpoint_args")):
+                yield spec
+
+    def finish(self) -> None:
+        """Settle flags that yield to others and report the required ones that are missing."""
+        for spec, given in self._yielding:
+            if spec.field not in self.given or self.given[spec.field].rank < given.rank:
+                self.notes.append(f"{given.source}: taken as {_flag_text(spec, given.value)}")
+                self._offer(spec, given)
+        missing = [spec for spec in self._by_field.values() if spec.required and spec.field not in self.given]
+        missing = [spec for spec in missing if spec.positive not in self.faulted]
+        if missing:
+            self._wrong(
+                f"missing: {', '.join(f'{spec.positive} ({spec.options.help[:-1].lower()})' for spec in missing)}"
+            )
+            self.faulted.update(spec.positive for spec in missing)
+
+    def build(self, group: type) -> Any:
+        """The group with its values; a missing required field gets a stand-in, so that other rules can still run."""
+        specs = [spec for spec in flags_of(group) if not spec.options.internal]
+        wanted = [spec for spec in specs if spec.required or spec.field in self.given]
+        return group(
+            **{
+                spec.field: self.given[spec.field].value if spec.field in self.given else spec.stand_in()
+                for spec in wanted
+            }
+        )
+
+    def _take_key(self, key: str, value: Any, *, source: str, group: str | None = None) -> None:
+        """One entry of a settings file, by field name or by flag name without dashes."""
+        if value is None:
+            return
+        spec = self._by_field.get(key.replace("-", "_"))
+        if spec is None:
+            spelling = "--" + key.replace("_", "-")
+            if spelling in self._by_spelling or legacy_flag(spelling):
+                values = [] if value is True else value if isinstance(value, list) else [value]
+                self._take_spelling(spelling, values, source=source, rank=FILE)
+                return
+            hint = did_you_mean(key.replace("-", "_"), self._by_field)
+            self._wrong(f"{source}: there is no setting {key}{hint}")
+        elif spec.group == group_name(CommandConfig):
+            self._wrong(f"{source}: {key} is given on the command line only")
+        elif group is not None and spec.group != group:
+            self._wrong(f"{source}: {key} belongs under {spec.group}, not under {group}")
+        else:
+            self._take(spec, value, source=source, rank=FILE)
+
+    def _take_spelling(self, spelling: str, values: list[Any], *, source: str, rank: int) -> None:
+        """One flag by its spelling, of ours or of Megatron-LM's."""
+        if spelling in self._by_spelling:
+            spec, switch = self._by_spelling[spelling]
+            if switch is not None and values == [False]:
+                self._take(spec, not switch, source=source, rank=rank)
+            else:
+                self._take(spec, values if switch is None or values else switch, source=source, rank=rank)
+            return
+        legacy = legacy_flag(spelling)
+        if legacy is not None:
+            self._take_legacy(spelling, legacy, values, source=source, rank=rank)
+            return
+        where = "" if source == "flag" else f"{source}: "
+        self._wrong(f"{where}there is no flag {spelling}{did_you_mean(spelling, self._by_spelling)}")
+
+    def _take_legacy(self, spelling: str, legacy: LegacyFlag, values: list[Any], *, source: str, rank: int) -> None:
+        words = " ".join([spelling, *map(str, values)])
+        if values and all(str(value) in legacy.harmless for value in values):
+            return
+        if legacy.verdict == "refused":
+            self._wrong(f"{words}: {legacy.word}")
+        elif legacy.verdict == "ignored":
+            self.notes.append(f"{words} has no effect: {legacy.word}")
+        else:
+            spec = self._by_field[legacy.field]
+            meant = legacy.value if legacy.value is not None else values or True
+            if legacy.yields:
+                self._yielding.append((spec, Given(spec.convert(meant), spelling, rank)))
+            else:
+                self.notes.append(f"{words}: taken as {_flag_text(spec, meant)}")
+                self._take(spec, meant, source=spelling, rank=rank)
+
+    def _take(self, spec: FlagSpec, raw: Any, *, source: str, rank: int) -> None:
+        try:
+            value = spec.convert(raw)
+        except ConfigError as error:
+            self._wrong(str(error) if rank == FLAG else f"{source}: {error}")
+            self.faulted.add(spec.positive)
+            return
+        word = raw[0] if isinstance(raw, list) else raw
+        if isinstance(word, str) and word in spec.options.renamed_values:
+            self.notes.append(f"{spec.positive} {word}: taken as {value}; {spec.options.renamed_values[word][1]}")
+        self._offer(spec, Given(value, source, rank))
+
+    def _offer(self, spec: FlagSpec, given: Given) -> None:
+        """Keep the value unless one of a higher rank is there; of equals the later one counts."""
+        known = self.given.get(spec.field)
+        if known is None or known.rank <= given.rank:
+            if known is not None and known.rank == given.rank and known.value != given.value:
+                before, after = _plain(known.value), _plain(given.value)
+                self.notes.append(f"{spec.positive} is given twice, {before} and {after}: the last one counts")
+            self.given[spec.field] = given
+
+    def _wrong(self, sentence: str) -> None:
+        self.problems.append(sentence)
+
+
+def parse_run(
+    argv: Sequence[str],
+    *,
+    prog: str,
+    world_size: int | None,
+    extra_groups: Sequence[type],
+    checkpoint_config: CheckpointReader | None,
+) -> RunConfig:
+    """See ``RunConfig.parse``."""
+    groups = (*CORE_GROUPS, *extra_groups, CommandConfig)
+    intake = _read_command_line(argv, groups, prog)
+    for path in intake.value("config"):
+        intake.read_file(path)
+    intake.read_checkpoint(checkpoint_config)
+    intake.finish()
+    command: CommandConfig = intake.build(CommandConfig)
+    ranks = world_size if world_size is not None else command.world_size if command.dry_run else None
+    run = RunConfig(
+        **{group_name(group): intake.build(group) for group in CORE_GROUPS},
+        extra=tuple(intake.build(group) for group in extra_groups),
+        world_size=ranks if ranks is not None else _world_size_of_environment(),
+        command=command,
+        provenance=intake.provenance(),
+        notes=tuple(intake.notes),
+    )
+    problems = [*intake.problems, *failures(run, faulted=intake.faulted)]
+    if problems:
+        raise ConfigError(listed(problems))
+    object.__setattr__(run, "notes", (*intake.notes, *remarks(run)))
+    return run
+
+
+def parse_groups(argv: Sequence[str], *groups: type, prog: str, about: str = "") -> tuple[Any, ...]:
+    """The groups of a tool from its command line, in the order asked; ``--help`` prints and leaves with code 0.
+
+    Raises ConfigError with every failure at once.
+    """
+    intake = _read_command_line(argv, groups, prog, about)
+    intake.finish()
+    built = tuple(intake.build(group) for group in groups)
+    problems = list(intake.problems)
+    for group in built:
+        found = (spec.out_of_bounds(getattr(group, spec.field)) for spec in flags_of(type(group)))
+        problems += [each for each in found if each]
+    if problems:
+        raise ConfigError(listed(problems))
+    return built
+
+
+def _read_command_line(argv: Sequence[str], groups: Sequence[type], prog: str, about: str = "") -> Intake:
+    if {"-h", "--help"} & set(argv):
+        print(format_help(groups, prog=prog, about=about), end="")  # noqa: T201  (what --help is for)
+        sys.exit(0)
+    intake = Intake(groups)
+    intake.read_words(list(words_of(argv)))
+    return intake
+
+
+def _grouped(words: Sequence[Word]) -> Iterator[tuple[Word, list[str]]]:
+    """Each flag with the words up to the next flag; words before the first flag stand alone."""
+    at = 0
+    while at < len(words):
+        flag, at = words[at], at + 1
+        values: list[str] = []
+        while flag.is_flag and at < len(words) and not words[at].is_flag:
+            values.append(words[at].text)
+            at += 1
+        yield flag, values
+
+
+def _world_size_of_environment() -> int:
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"the variable WORLD_SIZE is {text!r}; it must be the number of ranks, as torchrun sets it")
+    return int(text)
+
+
+def _flag_text(spec: FlagSpec, value: Any) -> str:
+    return spec.positive if value is True else f"{spec.positive} {_plain(value)}"
+
+
+def _plain(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)

@@ -1,0 +1,154 @@
+"""Rules about data, tokenizer, checkpoints and reports."""
+
+from __future__ import annotations
+
+import re
+
+from megatron.config.data import DEFAULT_SPLIT
+from megatron.config.run import RunConfig
+
+
+def one_data_source(run: RunConfig) -> str | None:
+    """Data comes from one place, and from one at least."""
+    data = run.data
+    per_split = [flag for flag, paths in _per_split(run).items() if paths]
+    named = ["--data-path"] * bool(data.data_path) + per_split[:1] + ["--mock-data"] * data.mock_data
+    if len(named) > 1:
+        return f"{' and '.join(named)} exclude each other; keep one"
+    if not named:
+        return "there is no data: give --data-path PREFIX (of PREFIX.bin and PREFIX.idx), or --mock-data"
+    return None
+
+
+def training_data_is_given(run: RunConfig) -> str | None:
+    """Data per split covers the split that trains."""
+    paths = _per_split(run)
+    given = [flag for flag, each in paths.items() if each]
+    if not given or paths["--train-data-path"] or run.training.skip_train:
+        return None
+    return f"{' and '.join(given)} without --train-data-path leaves nothing to train on; give it, or --skip-train"
+
+
+def split_needs_one_data_set(run: RunConfig) -> str | None:
+    """Shares are cut from one data set."""
+    given = [flag for flag, each in _per_split(run).items() if each]
+    if given and run.data.split != DEFAULT_SPLIT:
+        return f"--split {run.data.split!r} has no effect with {given[0]}; leave it out, or use --data-path"
+    return None
+
+
+def split_is_sound(run: RunConfig) -> str | None:
+    """Up to three shares, some of it for training."""
+    text = run.data.split
+    shares = re.findall(r"[^,\s]+", text)
+    numbers = [float(share) for share in shares if re.fullmatch(r"\d*\.?\d+|\d+\.", share)]
+    if len(numbers) != len(shares) or not 1 <= len(numbers) <= 3 or sum(numbers) == 0:
+        return (
+            f"--split {text!r} must be one to three shares for training, validation and test, as in {DEFAULT_SPLIT!r}"
+        )
+    if numbers[0] == 0 and not run.training.skip_train:
+        return f"--split {text!r} leaves nothing to train on; give the first share more than 0"
+    return None
+
+
+def blends_are_sound(run: RunConfig) -> str | None:
+    """A blend is prefixes, or weights each followed by a prefix."""
+    for flag, words in {"--data-path": run.data.data_path, **_per_split(run)}.items():
+        weights = [_number(word) for word in words[::2]]
+        known = [weight for weight in weights if weight is not None]
+        if not known:
+            continue
+        if len(known) < len(weights) or len(words) % 2:
+            return f"{flag} {' '.join(words)}: give each prefix a weight before it, or none"
+        stray = next((word for word in words[1::2] if _number(word) is not None), None)
+        if stray is not None:
+            return f"{flag} {' '.join(words)}: a prefix is missing before the weight {stray}"
+        if min(known) < 0 or sum(known) == 0:
+            return f"{flag} {' '.join(words)}: weights must be 0 or more, and one more than 0"
+    return None
+
+
+def tokenizer_has_files(run: RunConfig) -> str | None:
+    """Each kind of tokenizer has what it reads."""
+    tokenizer = run.tokenizer
+    kind = tokenizer.tokenizer_type
+    needed: dict[str, object]
+    if kind == "NullTokenizer":
+        needed = {"--vocab-size": tokenizer.vocab_size}
+    elif kind == "GPT2BPETokenizer":
+        needed = {"--vocab-file": tokenizer.vocab_file, "--merge-file": tokenizer.merge_file}
+    else:
+        needed = {"--tokenizer-model": tokenizer.tokenizer_model}
+    lacking = [flag for flag, value in needed.items() if value is None]
+    if not lacking:
+        return None
+    chosen = "" if run.given("tokenizer_type") else " (the default)"
+    return f"--tokenizer-type {kind}{chosen} needs {' and '.join(lacking)}, or choose another --tokenizer-type"
+
+
+def saving_needs_an_interval(run: RunConfig) -> str | None:
+    """Checkpoints are written somewhere and at some time."""
+    checkpoint = run.checkpoint
+    if checkpoint.save is not None and checkpoint.save_interval is None:
+        return f"--save {checkpoint.save} needs --save-interval: the iterations between checkpoints"
+    if checkpoint.save is None and checkpoint.keep_last_checkpoints is not None:
+        return f"--keep-last-checkpoints {checkpoint.keep_last_checkpoints} needs --save"
+    return None
+
+
+def loading_needs_a_checkpoint(run: RunConfig) -> str | None:
+    """Settings about loading name something to load."""
+    checkpoint = run.checkpoint
+    if checkpoint.load is not None:
+        return None
+    if checkpoint.ckpt_step is not None:
+        return f"--ckpt-step {checkpoint.ckpt_step} needs --load: the folder of the checkpoint"
+    if checkpoint.exit_on_missing_checkpoint:
+        return "--exit-on-missing-checkpoint needs --load: the folder of the checkpoint"
+    if checkpoint.finetune and checkpoint.pretrained_checkpoint is None:
+        return "--finetune has no weights to start from; give --load or --pretrained-checkpoint"
+    return None
+
+
+def model_parallel_sizes_come_with_the_architecture(run: RunConfig) -> str | None:
+    """Sizes are read from a checkpoint together with its architecture."""
+    if run.checkpoint.use_mp_args_from_checkpoint_args and not run.checkpoint.use_checkpoint_args:
+        return "--use-mp-args-from-checkpoint-args needs --use-checkpoint-args"
+    return None
+
+
+def progress_needs_a_folder(run: RunConfig) -> str | None:
+    """Progress lines are written beside checkpoints."""
+    if run.reporting.log_progress and run.checkpoint.save is None:
+        return "--log-progress writes into the --save folder; give --save"
+    return None
+
+
+def _per_split(run: RunConfig) -> dict[str, tuple[str, ...]]:
+    data = run.data
+    return {
+        "--train-data-path": data.train_data_path,
+        "--valid-data-path": data.valid_data_path,
+        "--test-data-path": data.test_data_path,
+    }
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+RULES = (
+    one_data_source,
+    training_data_is_given,
+    split_needs_one_data_set,
+    split_is_sound,
+    blends_are_sound,
+    tokenizer_has_files,
+    saving_needs_an_interval,
+    loading_needs_a_checkpoint,
+    model_parallel_sizes_come_with_the_architecture,
+    progress_needs_a_folder,
+)

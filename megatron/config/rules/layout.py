@@ -1,0 +1,119 @@
+"""Rules about how ranks divide the work."""
+
+from __future__ import annotations
+
+from megatron.config.rules.sizes import divisors, multiples_near, some, tensor_parallel_sizes
+from megatron.config.run import RunConfig
+
+
+def world_divides(run: RunConfig) -> str | None:
+    """The ranks are a multiple of one copy of the model."""
+    sizes = run.parallel
+    if run.world_size % run.model_parallel_size == 0:
+        return None
+    axes = {
+        "--tensor-model-parallel-size": sizes.tensor_model_parallel_size,
+        "--pipeline-model-parallel-size": sizes.pipeline_model_parallel_size,
+        "--context-parallel-size": sizes.context_parallel_size,
+    }
+    asked = {flag: size for flag, size in axes.items() if size > 1}
+    product = " x ".join(f"{flag} {size}" for flag, size in asked.items())
+    total = f" = {run.model_parallel_size}" if len(asked) > 1 else ""
+    fits = some(divisors(run.world_size), near=run.model_parallel_size)
+    return (
+        f"{run.world_size} ranks do not divide by {product}{total}; start a multiple of {run.model_parallel_size} "
+        f"ranks, or use {'sizes whose product is' if total else 'a size of'} {fits}"
+    )
+
+
+def heads_divide_over_ranks(run: RunConfig) -> str | None:
+    """Each tensor-parallel rank holds whole query heads."""
+    return _splits(run, "--num-attention-heads", run.model.num_attention_heads)
+
+
+def query_groups_divide_over_ranks(run: RunConfig) -> str | None:
+    """Each tensor-parallel rank holds whole key/value heads."""
+    if run.model.num_query_groups == run.model.num_attention_heads:
+        return None
+    return _splits(run, "--num-query-groups", run.model.num_query_groups)
+
+
+def ffn_divides_over_ranks(run: RunConfig) -> str | None:
+    """The MLP splits evenly."""
+    return _splits(run, "--ffn-hidden-size", run.model.ffn_hidden_size)
+
+
+def _splits(run: RunConfig, flag: str, size: int) -> str | None:
+    ranks = run.parallel.tensor_model_parallel_size
+    if size % ranks == 0:
+        return None
+    fits = some(tensor_parallel_sizes(run), near=ranks)
+    return f"{flag} {size} does not divide by --tensor-model-parallel-size {ranks}; sizes that fit: {fits}"
+
+
+def sequence_divides_over_tensor_ranks(run: RunConfig) -> str | None:
+    """With sequence parallelism each tensor-parallel rank holds an equal part of the sequence."""
+    ranks, length = run.parallel.tensor_model_parallel_size, run.data.seq_length
+    if not run.parallel.sequence_parallel or length % ranks == 0:
+        return None
+    return (
+        f"--seq-length {length} does not divide by --tensor-model-parallel-size {ranks}, as --sequence-parallel needs; "
+        f"use a length of {multiples_near(length, ranks)}"
+    )
+
+
+def sequence_divides_over_context_ranks(run: RunConfig) -> str | None:
+    """Context parallelism cuts the sequence into two chunks per rank."""
+    ranks, length = run.parallel.context_parallel_size, run.data.seq_length
+    if ranks == 1 or length % (2 * ranks) == 0:
+        return None
+    return (
+        f"--seq-length {length} does not divide by 2 x --context-parallel-size {ranks}; "
+        f"use a length of {multiples_near(length, 2 * ranks)}"
+    )
+
+
+def param_gather_overlap_needs_sharding(run: RunConfig) -> str | None:
+    """Parameters are gathered only where the optimizer is sharded, and ahead only where gradients are reduced ahead."""
+    parallel = run.parallel
+    lacking = [
+        flag
+        for flag, given in (
+            ("--use-distributed-optimizer", parallel.use_distributed_optimizer),
+            ("--overlap-grad-reduce", parallel.overlap_grad_reduce),
+        )
+        if not given
+    ]
+    if not parallel.overlap_param_gather or not lacking:
+        return None
+    return f"--overlap-param-gather needs {' and '.join(lacking)}, too"
+
+
+def world_size_is_for_dry_runs(run: RunConfig) -> str | None:
+    """A real run has as many ranks as the launcher started."""
+    if run.command.world_size is None or run.command.dry_run:
+        return None
+    return (
+        f"--world-size {run.command.world_size} is for --dry-run; a run has as many ranks as "
+        "torchrun --nproc_per_node=N starts"
+    )
+
+
+def device_memory_is_for_dry_runs(run: RunConfig) -> str | None:
+    """Memory is estimated before a run only."""
+    if run.command.device_memory_gb is None or run.command.dry_run:
+        return None
+    return "--device-memory-gb is for --dry-run, which estimates whether the run fits; leave it out"
+
+
+RULES = (
+    world_divides,
+    heads_divide_over_ranks,
+    query_groups_divide_over_ranks,
+    ffn_divides_over_ranks,
+    sequence_divides_over_tensor_ranks,
+    sequence_divides_over_context_ranks,
+    param_gather_overlap_needs_sharding,
+    world_size_is_for_dry_runs,
+    device_memory_is_for_dry_runs,
+)

@@ -1,0 +1,166 @@
+"""Rules about the model and its number formats."""
+
+from __future__ import annotations
+
+from megatron.config.rules.sizes import divisors, divisors_near, multiples_near, some
+from megatron.config.run import RunConfig
+
+
+def heads_divide_hidden_size(run: RunConfig) -> str | None:
+    """Without an explicit head width, the heads share the hidden size evenly."""
+    hidden, heads = run.model.hidden_size, run.model.num_attention_heads
+    if hidden % heads == 0 or run.given("kv_channels") or run.model.kv_channels != hidden // heads:
+        return None
+    return (
+        f"--hidden-size {hidden} does not divide by --num-attention-heads {heads}; use a width of "
+        f"{multiples_near(hidden, heads)}, or {divisors_near(hidden, heads)} heads, or give --kv-channels"
+    )
+
+
+def query_groups_divide_heads(run: RunConfig) -> str | None:
+    """Every key/value head serves equally many query heads."""
+    heads, groups = run.model.num_attention_heads, run.model.num_query_groups
+    if heads % groups == 0:
+        return None
+    return (
+        f"--num-attention-heads {heads} does not divide by --num-query-groups {groups}; "
+        f"groups that fit: {some(divisors(heads), near=groups)}"
+    )
+
+
+def query_groups_need_grouped_attention(run: RunConfig) -> str | None:
+    """A number of groups is meant only with grouped attention."""
+    model = run.model
+    if model.group_query_attention or model.num_query_groups == model.num_attention_heads:
+        return None
+    return (
+        f"--num-query-groups {model.num_query_groups} has no effect without --group-query-attention; "
+        "give both or neither"
+    )
+
+
+def sequence_fits_positions(run: RunConfig) -> str | None:
+    """The model may see the whole sequence."""
+    length, most = run.data.seq_length, run.model.max_position_embeddings
+    if length <= most:
+        return None
+    return (
+        f"--seq-length {length} is longer than --max-position-embeddings {most}; "
+        f"use --max-position-embeddings {length} or a --seq-length of at most {most}"
+    )
+
+
+def one_activation(run: RunConfig) -> str | None:
+    """The MLP has one non-linearity."""
+    model = run.model
+    asked = {
+        "--swiglu": model.swiglu,
+        "--geglu": model.geglu,
+        "--squared-relu": model.squared_relu,
+    }
+    named = [flag for flag, given in asked.items() if given]
+    if len(named) > 1:
+        return f"{' and '.join(named)} exclude each other; keep one"
+    if model.exact_gelu and (model.swiglu or model.squared_relu):
+        return f"--exact-gelu has no effect with {named[0]}; keep one"
+    return None
+
+
+def rotated_width_is_even(run: RunConfig) -> str | None:
+    """Rotary positions turn pairs of channels."""
+    model = run.model
+    rotated = int(model.kv_channels * model.rotary_percent)
+    if model.position_embedding_type != "rope" or (rotated > 0 and rotated % 2 == 0):
+        return None
+    return (
+        f"--rotary-percent {model.rotary_percent:g} of --kv-channels {model.kv_channels} rotates {rotated} channels; "
+        "their number must be even and more than 0"
+    )
+
+
+def rotary_settings_need_rope(run: RunConfig) -> str | None:
+    """Settings of rotary positions are not lost silently."""
+    model = run.model
+    asked = {
+        "--rotary-percent": model.rotary_percent != 1.0,
+        "--rotary-interleaved": model.rotary_interleaved,
+        "--rotary-seq-len-interpolation-factor": model.rotary_seq_len_interpolation_factor is not None,
+        "--use-rope-scaling": model.use_rope_scaling,
+    }
+    named = [flag for flag, given in asked.items() if given]
+    if model.position_embedding_type == "rope" or not named:
+        return None
+    return (
+        f"{' and '.join(named)} {'has' if len(named) == 1 else 'have'} no effect with --position-embedding-type "
+        f"{model.position_embedding_type}; use --position-embedding-type rope"
+    )
+
+
+def one_rotary_scaling(run: RunConfig) -> str | None:
+    """Rotary positions are stretched in one way."""
+    if run.model.use_rope_scaling and run.model.rotary_seq_len_interpolation_factor is not None:
+        return "--use-rope-scaling and --rotary-seq-len-interpolation-factor exclude each other; keep one"
+    return None
+
+
+def scaling_factor_needs_scaling(run: RunConfig) -> str | None:
+    """A factor is meant only with the scaling."""
+    if run.model.use_rope_scaling or run.model.rope_scaling_factor == 8.0:
+        return None
+    return (
+        f"--rope-scaling-factor {run.model.rope_scaling_factor:g} has no effect without --use-rope-scaling; give both"
+    )
+
+
+def one_precision(run: RunConfig) -> str | None:
+    """Weights have one format."""
+    if run.precision.fp16 and run.precision.bf16:
+        return "--fp16 and --bf16 exclude each other; keep one"
+    return None
+
+
+def bf16_reduction_needs_bf16(run: RunConfig) -> str | None:
+    """Gradients in bf16 come from weights in bf16."""
+    if run.precision.grad_reduce_in_bf16 and not run.precision.bf16:
+        return "--grad-reduce-in-bf16 needs --bf16"
+    return None
+
+
+def one_gradient_format(run: RunConfig) -> str | None:
+    """Gradients are accumulated in one format."""
+    if run.precision.grad_reduce_in_bf16 and run.precision.accumulate_allreduce_grads_in_fp32:
+        return "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; keep one"
+    return None
+
+
+def fp32_residual_needs_half_precision(run: RunConfig) -> str | None:
+    """The residual stream is in fp32 anyway when everything is."""
+    if run.model.fp32_residual_connection and run.precision.params_dtype == "fp32":
+        return "--fp32-residual-connection needs --bf16 or --fp16; without them everything is in fp32"
+    return None
+
+
+def loss_scales_are_ordered(run: RunConfig) -> str | None:
+    """The dynamic loss scale starts where it may be."""
+    first, least = run.precision.initial_loss_scale, run.precision.min_loss_scale
+    if first >= least:
+        return None
+    return f"--initial-loss-scale {first:g} is less than --min-loss-scale {least:g}; start at {least:g} or more"
+
+
+RULES = (
+    heads_divide_hidden_size,
+    query_groups_divide_heads,
+    query_groups_need_grouped_attention,
+    sequence_fits_positions,
+    one_activation,
+    rotated_width_is_even,
+    rotary_settings_need_rope,
+    one_rotary_scaling,
+    scaling_factor_needs_scaling,
+    one_precision,
+    bf16_reduction_needs_bf16,
+    one_gradient_format,
+    fp32_residual_needs_half_precision,
+    loss_scales_are_ordered,
+)

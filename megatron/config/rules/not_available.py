@@ -1,0 +1,67 @@
+"""One rule per setting that is accepted by name but not built yet; delete the rule when the feature lands."""
+
+from __future__ import annotations
+
+from megatron.config.run import RunConfig
+
+
+def pipeline(run: RunConfig) -> str | None:
+    """Pipeline stages."""
+    stages = run.parallel.pipeline_model_parallel_size
+    if stages == 1:
+        return None
+    return (
+        f"--pipeline-model-parallel-size {stages} is not available yet; use --tensor-model-parallel-size, "
+        "--use-distributed-optimizer and data parallelism"
+    )
+
+
+def interleaved_pipeline(run: RunConfig) -> str | None:
+    """Interleaved pipeline stages."""
+    parallel = run.parallel
+    for flag, size in (
+        ("--num-layers-per-virtual-pipeline-stage", parallel.num_layers_per_virtual_pipeline_stage),
+        ("--num-virtual-stages-per-pipeline-rank", parallel.num_virtual_stages_per_pipeline_rank),
+    ):
+        if size is not None:
+            return f"{flag} {size} is not available yet; leave it out"
+    return None
+
+
+def context_parallelism(run: RunConfig) -> str | None:
+    """Ranks that split the sequence in attention."""
+    ranks = run.parallel.context_parallel_size
+    if ranks == 1:
+        return None
+    return (
+        f"--context-parallel-size {ranks} is not available yet; use --sequence-parallel with "
+        "--tensor-model-parallel-size, and --recompute-granularity, for long sequences"
+    )
+
+
+def async_save(run: RunConfig) -> str | None:
+    """Checkpoints written while training goes on."""
+    if not run.checkpoint.async_save:
+        return None
+    return "--async-save is not available yet; leave it out: checkpoints are written before training goes on"
+
+
+def weights_and_biases(run: RunConfig) -> str | None:
+    """Reports to Weights & Biases."""
+    if not run.reporting.wandb_project:
+        return None
+    return (
+        f"--wandb-project {run.reporting.wandb_project} is not available yet; use --tensorboard-dir, which "
+        "`wandb sync --sync-tensorboard` can upload"
+    )
+
+
+def weight_hashes(run: RunConfig) -> str | None:
+    """Comparison of replicas' weights."""
+    interval = run.training.check_weight_hash_across_dp_replicas_interval
+    if interval is None:
+        return None
+    return f"--check-weight-hash-across-dp-replicas-interval {interval} is not available yet; leave it out"
+
+
+RULES = (pipeline, interleaved_pipeline, context_parallelism, async_save, weights_and_biases, weight_hashes)

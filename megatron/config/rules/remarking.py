@@ -1,0 +1,84 @@
+"""Remarks about settings that are sound but have no effect, or another one than it seems."""
+
+from __future__ import annotations
+
+from megatron.config.run import RunConfig
+
+
+def sequence_parallel_needs_tensor_ranks(run: RunConfig) -> str | None:
+    """Sequence parallelism splits over tensor-parallel ranks."""
+    if run.given("sequence_parallel") and not run.parallel.sequence_parallel:
+        return "--sequence-parallel: off, because --tensor-model-parallel-size is 1"
+    return None
+
+
+def loss_scale_needs_fp16(run: RunConfig) -> str | None:
+    """Only fp16 has a loss scale."""
+    if run.precision.fp16:
+        return None
+    fields = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+    named = [f"--{field.replace('_', '-')}" for field in fields if run.given(field)]
+    return f"{', '.join(named)}: no effect without --fp16" if named else None
+
+
+def tensorboard_needs_a_folder(run: RunConfig) -> str | None:
+    """Points are written only where there is a folder."""
+    if run.reporting.tensorboard_dir:
+        return None
+    fields = (
+        "tensorboard_log_interval",
+        "tensorboard_queue_size",
+        "log_timers_to_tensorboard",
+        "log_validation_ppl_to_tensorboard",
+        "log_memory_to_tensorboard",
+        "log_world_size_to_tensorboard",
+    )
+    named = [f"--{field.replace('_', '-')}" for field in fields if run.given(field)]
+    return f"{', '.join(named)}: no effect without --tensorboard-dir" if named else None
+
+
+def save_interval_needs_a_folder(run: RunConfig) -> str | None:
+    """Checkpoints are written only where there is a folder."""
+    if run.given("save_interval") and run.checkpoint.save is None:
+        return f"--save-interval {run.checkpoint.save_interval}: no effect without --save"
+    return None
+
+
+def collection_interval_needs_manual_collection(run: RunConfig) -> str | None:
+    """Python collects on its own unless told otherwise."""
+    if run.training.manual_gc_interval and not run.training.manual_gc:
+        return f"--manual-gc-interval {run.training.manual_gc_interval}: no effect without --manual-gc"
+    return None
+
+
+def default_split(run: RunConfig) -> str | None:
+    """One data set is cut by shares that were not asked for."""
+    if run.data.data_path and run.provenance and not run.given("split"):
+        return f"--split: {run.data.split!r} of --data-path for training, validation and test, because it is not given"
+    return None
+
+
+def nan_check_is_off(run: RunConfig) -> str | None:
+    """Overflows are how the dynamic loss scale of fp16 finds its way."""
+    if run.precision.fp16 and run.precision.loss_scale is None:
+        return "the check for losses that are not finite is off: with --fp16 and a dynamic loss scale they are skipped"
+    return None
+
+
+def positions_need_to_enter(run: RunConfig) -> str | None:
+    """Positions that start anew matter only where positions enter."""
+    if run.data.reset_position_ids and run.model.position_embedding_type == "none":
+        return "--reset-position-ids: no effect with --position-embedding-type none"
+    return None
+
+
+RULES = (
+    sequence_parallel_needs_tensor_ranks,
+    loss_scale_needs_fp16,
+    tensorboard_needs_a_folder,
+    save_interval_needs_a_folder,
+    collection_interval_needs_manual_collection,
+    default_split,
+    nan_check_is_off,
+    positions_need_to_enter,
+)

@@ -1,0 +1,143 @@
+"""Rules about the schedules of learning rate and weight decay."""
+
+from __future__ import annotations
+
+from megatron.config.run import RunConfig
+
+
+def learning_rate_is_given(run: RunConfig) -> str | None:
+    """Training needs a learning rate."""
+    if run.optimizer.lr is None and not run.training.skip_train:
+        return "training needs a learning rate: give --lr"
+    return None
+
+
+def learning_rates_are_ordered(run: RunConfig) -> str | None:
+    """The highest learning rate is the highest."""
+    highest = run.optimizer.lr
+    if highest is None:
+        return None
+    for flag, value in (("--min-lr", run.optimizer.min_lr), ("--lr-warmup-init", run.optimizer.lr_warmup_init)):
+        if value > highest:
+            return f"{flag} {value:g} is more than --lr {highest:g}; use at most {highest:g}"
+    return None
+
+
+def units_agree(run: RunConfig) -> str | None:
+    """A run that is counted in iterations has its schedule in iterations, one in samples in samples."""
+    optimizer = run.optimizer
+    by_iters = {
+        "--lr-decay-iters": optimizer.lr_decay_iters,
+        "--lr-warmup-iters": optimizer.lr_warmup_iters or None,
+        "--lr-wsd-decay-iters": optimizer.lr_wsd_decay_iters,
+    }
+    by_samples = {
+        "--lr-decay-samples": optimizer.lr_decay_samples,
+        "--lr-warmup-samples": optimizer.lr_warmup_samples or None,
+        "--lr-wsd-decay-samples": optimizer.lr_wsd_decay_samples,
+    }
+    if run.training.train_iters is not None:
+        length, wrong, ours, theirs = "--train-iters", by_samples, "iters", "samples"
+    elif run.training.train_samples is not None:
+        length, wrong, ours, theirs = "--train-samples", by_iters, "samples", "iters"
+    else:
+        return None
+    named = [flag for flag, value in wrong.items() if value is not None]
+    if not named:
+        return None
+    fits = " and ".join(flag.replace(theirs, ours) for flag in named)
+    return f"{' and '.join(named)} cannot be combined with {length}; use {fits}"
+
+
+def one_warmup(run: RunConfig) -> str | None:
+    """The warm-up is given once."""
+    optimizer = run.optimizer
+    if optimizer.lr_warmup_fraction is None:
+        return None
+    for flag, value in (
+        ("--lr-warmup-iters", optimizer.lr_warmup_iters),
+        ("--lr-warmup-samples", optimizer.lr_warmup_samples),
+    ):
+        if value:
+            return (
+                f"--lr-warmup-fraction {optimizer.lr_warmup_fraction:g} and {flag} {value} exclude each other; keep one"
+            )
+    return None
+
+
+def warmup_ends_before_decay(run: RunConfig) -> str | None:
+    """The warm-up is shorter than the decay it is part of."""
+    optimizer, unit, decay = run.optimizer, *_decay(run)
+    warmup = optimizer.lr_warmup_iters if unit == "iters" else optimizer.lr_warmup_samples
+    if not unit or warmup == 0 or warmup < decay:
+        return None
+    return (
+        f"--lr-warmup-{unit} {warmup} is not shorter than the decay of {decay} {unit}; "
+        f"use less than {decay}, or set --lr-decay-{unit}"
+    )
+
+
+def wsd_decay_is_sound(run: RunConfig) -> str | None:
+    """The final decay of WSD is given with WSD, only with it, and lies inside the decay."""
+    optimizer, unit, decay = run.optimizer, *_decay(run)
+    length = optimizer.lr_wsd_decay_iters if unit == "iters" else optimizer.lr_wsd_decay_samples
+    if optimizer.lr_decay_style != "WSD":
+        if length is None:
+            return None
+        return f"--lr-wsd-decay-{unit} {length} has no effect with --lr-decay-style {optimizer.lr_decay_style}; use WSD"
+    if unit and length is None:
+        return f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}, the length of its final decay"
+    if unit and length is not None and length > decay:
+        return f"--lr-wsd-decay-{unit} {length} is longer than the decay of {decay} {unit}; use at most {decay}"
+    return None
+
+
+def weight_decay_is_given_once(run: RunConfig) -> str | None:
+    """A constant weight decay has one value, a changing one a first and a last."""
+    optimizer = run.optimizer
+    if optimizer.weight_decay_incr_style == "constant":
+        if optimizer.start_weight_decay == optimizer.end_weight_decay == optimizer.weight_decay:
+            return None
+        return (
+            "--start-weight-decay and --end-weight-decay have no effect with --weight-decay-incr-style constant; "
+            "use linear or cosine, or --weight-decay alone"
+        )
+    if optimizer.end_weight_decay < optimizer.start_weight_decay:
+        return (
+            f"--end-weight-decay {optimizer.end_weight_decay:g} is less than --start-weight-decay "
+            f"{optimizer.start_weight_decay:g}; weight decay can only grow"
+        )
+    if optimizer.end_weight_decay == optimizer.start_weight_decay:
+        return (
+            f"--weight-decay-incr-style {optimizer.weight_decay_incr_style} needs --start-weight-decay and a larger "
+            "--end-weight-decay"
+        )
+    return None
+
+
+def one_schedule_source(run: RunConfig) -> str | None:
+    """On resume the schedule comes from the flags or from the checkpoint."""
+    if run.optimizer.override_opt_param_scheduler and run.optimizer.use_checkpoint_opt_param_scheduler:
+        return "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other; keep one"
+    return None
+
+
+def _decay(run: RunConfig) -> tuple[str, int]:
+    """Unit (``iters``, ``samples``, or nothing for a run without length) and length of the decay."""
+    if run.training.train_iters is not None:
+        return "iters", run.optimizer.lr_decay_iters or run.training.train_iters
+    if run.training.train_samples is not None:
+        return "samples", run.optimizer.lr_decay_samples or run.training.train_samples
+    return "", 0
+
+
+RULES = (
+    learning_rate_is_given,
+    learning_rates_are_ordered,
+    units_agree,
+    one_warmup,
+    warmup_ends_before_decay,
+    wsd_decay_is_sound,
+    weight_decay_is_given_once,
+    one_schedule_source,
+)

@@ -1,0 +1,45 @@
+"""Arithmetic that rules share: which sizes would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import gcd
+
+from megatron.config.flags import one_of
+from megatron.config.run import RunConfig
+
+
+def divisors(number: int) -> list[int]:
+    """Every divisor, ascending."""
+    small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
+    return small + [number // each for each in reversed(small) if each * each != number]
+
+
+def some(sizes: Iterable[int], *, near: int, most: int = 8) -> str:
+    """``1, 2 or 4``: up to ``most`` of the sizes, those nearest to ``near``."""
+    return one_of(sorted(sorted(sizes, key=lambda size: (abs(size - near), size))[:most]))
+
+
+def divisors_near(number: int, size: int) -> str:
+    """``8 or 16``: the divisors of ``number`` around ``size``."""
+    found = divisors(number)
+    around = [max((each for each in found if each < size), default=0), min((e for e in found if e > size), default=0)]
+    return one_of(each for each in around if each)
+
+
+def multiples_near(number: int, unit: int) -> str:
+    """``96 or 104``: the multiples of ``unit`` around ``number``."""
+    below = number // unit * unit
+    return one_of(each for each in (below, below + unit) if each > 0)
+
+
+def tensor_parallel_sizes(run: RunConfig) -> list[int]:
+    """Tensor-parallel sizes that every split dimension and the number of ranks allow."""
+    parallel, model = run.parallel, run.model
+    ranks = run.world_size // gcd(
+        run.world_size, parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+    )
+    common = gcd(gcd(model.num_attention_heads, model.num_query_groups), gcd(model.ffn_hidden_size, ranks))
+    if parallel.sequence_parallel:
+        common = gcd(common, run.data.seq_length)
+    return divisors(common)

@@ -1,0 +1,120 @@
+"""Rules about batches, length, recomputation and evaluation."""
+
+from __future__ import annotations
+
+from megatron.config.rules.sizes import divisors, multiples_near, some
+from megatron.config.run import RunConfig
+
+
+def batch_divides(run: RunConfig) -> str | None:
+    """Every rank runs whole micro batches."""
+    total, micro, ranks = run.training.global_batch_size, run.training.micro_batch_size, run.data_parallel_size
+    if total % (micro * ranks) == 0:
+        return None
+    return (
+        f"--global-batch-size {total} does not divide by --micro-batch-size {micro} x {ranks} data-parallel ranks "
+        f"= {micro * ranks}; use {multiples_near(total, micro * ranks)}"
+    )
+
+
+def ramp_is_sound(run: RunConfig) -> str | None:
+    """The batch grows from its start to the full size in whole steps, each of whole micro batches."""
+    if run.training.rampup_batch_size is None:
+        return None
+    start, increment, samples = run.training.rampup_batch_size
+    full = run.training.global_batch_size
+    unit = run.training.micro_batch_size * run.data_parallel_size
+    asked = f"--rampup-batch-size {start} {increment} {samples}"
+    if start > full:
+        return f"{asked} starts above --global-batch-size {full}; start at {full} or less"
+    if (full - start) % increment:
+        fits = some(divisors(full - start), near=increment)
+        return f"{asked} does not reach --global-batch-size {full} in whole steps; increments that fit: {fits}"
+    wrong = next((size for size in run.batch_ramp.sizes() if size % unit), None)
+    if wrong is None:
+        return None
+    return (
+        f"{asked} comes to a batch of {wrong}, which does not divide by --micro-batch-size "
+        f"{run.training.micro_batch_size} x {run.data_parallel_size} data-parallel ranks = {unit}; "
+        f"use multiples of {unit} for start and increment"
+    )
+
+
+def length_is_given(run: RunConfig) -> str | None:
+    """A run knows when it ends."""
+    iters, samples = run.training.train_iters, run.training.train_samples
+    if iters is not None and samples is not None:
+        return f"--train-iters {iters} and --train-samples {samples} exclude each other; keep one"
+    if iters is None and samples is None and not run.training.skip_train:
+        return "the run has no length: give --train-iters or --train-samples"
+    return None
+
+
+def length_makes_a_step(run: RunConfig) -> str | None:
+    """Samples suffice for one step at least."""
+    samples, full = run.training.train_samples, run.batch_ramp.size_at(0)
+    if samples is None or run.training.skip_train or samples >= full:
+        return None
+    return f"--train-samples {samples} is less than one global batch of {full}; give at least {full}"
+
+
+def ramp_needs_samples(run: RunConfig) -> str | None:
+    """Iterations of a ramp are not equally long, so its length is counted in samples."""
+    if run.training.rampup_batch_size is None or run.training.train_iters is None:
+        return None
+    start, increment, samples = run.training.rampup_batch_size
+    return (
+        f"--rampup-batch-size {start} {increment} {samples} needs a length in samples; "
+        f"say --train-samples {run.train_samples} instead of --train-iters {run.training.train_iters}"
+    )
+
+
+def recompute_settings_need_full(run: RunConfig) -> str | None:
+    """Which layers to recompute is asked for only when whole layers are."""
+    training = run.training
+    asked = [
+        f"{flag} {value}"
+        for flag, value in (
+            ("--recompute-method", training.recompute_method),
+            ("--recompute-num-layers", training.recompute_num_layers),
+        )
+        if value is not None
+    ]
+    if training.recompute_granularity == "full" or not asked:
+        return None
+    return f"{' and '.join(asked)} need --recompute-granularity full"
+
+
+def one_recompute_granularity(run: RunConfig) -> str | None:
+    """The short flag means the selective one."""
+    if run.training.recompute_activations and run.training.recompute_granularity == "full":
+        return "--recompute-activations means --recompute-granularity selective, so it excludes full; keep one"
+    return None
+
+
+def recompute_layers_exist(run: RunConfig) -> str | None:
+    """No more layers are recomputed than there are."""
+    asked, layers = run.training.recompute_num_layers, run.model.num_layers
+    if asked is None or asked <= layers:
+        return None
+    return f"--recompute-num-layers {asked} is more than --num-layers {layers}; use at most {layers}"
+
+
+def something_to_do(run: RunConfig) -> str | None:
+    """A run trains or evaluates."""
+    if run.training.skip_train and run.training.eval_iters == 0:
+        return "--skip-train with --eval-iters 0 leaves nothing to do; give --eval-iters"
+    return None
+
+
+RULES = (
+    batch_divides,
+    ramp_is_sound,
+    length_is_given,
+    length_makes_a_step,
+    ramp_needs_samples,
+    recompute_settings_need_full,
+    one_recompute_granularity,
+    recompute_layers_exist,
+    something_to_do,
+)
