@@ -1,0 +1,42 @@
+"""The tokenizer that the flags ask for."""
+
+from __future__ import annotations
+
+from megatron.config.tokenizer import TokenizerConfig
+from megatron.core.tokenizers import gpt2_bpe, huggingface
+from megatron.core.tokenizers.base import Tokenizer, no_extra_ids
+from megatron.core.tokenizers.null import NullTokenizer
+from megatron.core.tokenizers.sentencepiece import PlainSentencePiece, SentencePieceTokenizer
+from megatron.core.tokenizers.tiktoken import TikTokenizer
+from megatron.errors import ConfigError
+
+
+def build_tokenizer(config: TokenizerConfig, *, vocab_size: int | None = None) -> Tokenizer:
+    """The tokenizer that ``--tokenizer-type`` and its files describe.
+
+    ``vocab_size`` stands in for a ``--vocab-size`` that ``config`` lacks.
+    Raises ConfigError for flags that are missing or have no effect, DataError for files that are missing or damaged.
+    """
+    kind, model, extra_ids = config.tokenizer_type, config.tokenizer_model, config.vocab_extra_ids
+    ids = vocab_size if config.vocab_size is None else config.vocab_size
+    match kind:
+        case "GPT2BPETokenizer":
+            return gpt2_bpe.load(config.vocab_file, config.merge_file, extra_ids=extra_ids)
+        case "HuggingFaceTokenizer":
+            return huggingface.load(model, extra_ids=extra_ids)
+        case "SentencePieceTokenizer":
+            return SentencePieceTokenizer(model, extra_ids=extra_ids)
+        case "GPTSentencePieceTokenizer" | "Llama2Tokenizer":
+            return PlainSentencePiece(model, name=kind, begin=kind == "Llama2Tokenizer", extra_ids=extra_ids)
+        case "TikTokenizer":
+            no_extra_ids(extra_ids, kind=kind)
+            return TikTokenizer(
+                model,
+                pattern=config.tiktoken_pattern or "v2",
+                vocab_size=ids,
+                num_special=config.tiktoken_num_special_tokens,
+                special=config.tiktoken_special_tokens,
+            )
+        case "NullTokenizer":
+            return NullTokenizer(ids, extra_ids=extra_ids)
+    raise ConfigError(f"--tokenizer-type {kind} is no tokenizer that exists here; --help lists those that do.")

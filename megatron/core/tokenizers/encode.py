@@ -1,0 +1,134 @@
+"""Batches of lines to arrays of token ids, by several workers at once and in the order of the lines."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+from multiprocessing.connection import wait
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.config.tokenizer import TokenizerConfig
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.tokenizers.build import build_tokenizer
+from megatron.core.tokenizers.text_files import BadLine, Documents, LineBatch, read_documents
+from megatron.errors import DataError
+
+BATCHES_AHEAD = 2  # per worker: one being encoded and one waiting, so that no worker waits for the reader
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How lines become ids; small, because it travels to the workers with every batch."""
+
+    tokenizer: TokenizerConfig
+    keys: tuple[str, ...]
+    append_eod: bool
+    dtype: str
+
+
+@dataclass(frozen=True)
+class EncodedBatch:
+    """The documents of a batch: per key all ids end to end and the number of ids of each document."""
+
+    tokens: dict[str, NDArray[Any]]
+    lengths: dict[str, NDArray[np.int32]]
+    bad: list[BadLine]
+    num_bytes: int  # of the lines
+    bytes_read: int  # as in LineBatch
+
+
+def encode_in_order(batches: Iterable[LineBatch], encoding: Encoding, *, workers: int) -> Iterator[EncodedBatch]:
+    """Encode with ``workers`` processes (one: a thread of this process), yielding in the order of ``batches``.
+
+    What is yielded does not depend on ``workers``. At most ``BATCHES_AHEAD`` batches per worker are in memory.
+    Raises DataError when a worker dies; no process outlives the iterator.
+    """
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker is one core
+    running: deque[Future[EncodedBatch]] = deque()
+    executor = _executor(workers)
+    try:
+        for batch in batches:
+            running.append(executor.submit(encode_batch, batch, encoding))
+            if len(running) >= BATCHES_AHEAD * workers:
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()
+    except BrokenProcessPool:
+        raise DataError(
+            f"one of the {workers} worker processes was killed, by hand or by the system for want of memory; "
+            "run again, with fewer --workers if memory is short."
+        ) from None
+    finally:
+        executor.shutdown(wait=True, cancel_futures=True)
+
+
+@lru_cache(maxsize=1)
+def shared_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """The tokenizer of this process, built once."""
+    return build_tokenizer(config)
+
+
+def encode_batch(batch: LineBatch, encoding: Encoding) -> EncodedBatch:
+    """Documents of one batch; an empty text has no ids, and no end of document either."""
+    tokenizer = shared_tokenizer(encoding.tokenizer)
+    documents = read_documents(batch, encoding.keys)
+    try:
+        ids = _tokenize(documents, tokenizer)
+    except DataError:
+        _drop_unencodable(documents, tokenizer)
+        ids = _tokenize(documents, tokenizer)
+    if encoding.append_eod:
+        for document in chain.from_iterable(ids.values()):
+            if document:
+                document.append(tokenizer.eod)
+    lengths = {key: np.fromiter(map(len, ids[key]), np.int32, count=len(ids[key])) for key in ids}
+    tokens = {
+        key: np.fromiter(chain.from_iterable(ids[key]), encoding.dtype, count=int(lengths[key].sum())) for key in ids
+    }
+    return EncodedBatch(tokens, lengths, documents.bad, len(batch.data), batch.bytes_read)
+
+
+def _tokenize(documents: Documents, tokenizer: Tokenizer) -> dict[str, list[list[int]]]:
+    return {key: tokenizer.tokenize_batch(texts) for key, texts in documents.texts.items()}
+
+
+def _drop_unencodable(documents: Documents, tokenizer: Tokenizer) -> None:
+    """Move the documents that the tokenizer cannot express to the bad lines."""
+    for index in reversed(range(len(documents.lines))):
+        try:
+            for texts in documents.texts.values():
+                tokenizer.tokenize(texts[index])
+        except DataError as error:
+            documents.drop(index, str(error))
+
+
+def _executor(workers: int) -> Executor:
+    if workers == 1:  # the libraries encode without Python's lock, so reading and writing go on meanwhile
+        return ThreadPoolExecutor(1)
+    # Not forked: a fork copies the locks of other threads, and the tokenizers library has threads.
+    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_start_worker)
+
+
+def _start_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+
+
+def _leave_with_parent() -> None:
+    """A killed parent closes no queue, so its workers would wait forever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "workers are children"
+    wait([parent.sentinel])
+    os._exit(1)

@@ -1,0 +1,52 @@
+"""Text that already is token ids, separated by spaces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.core.tokenizers.base import fingerprint_of, no_extra_ids
+from megatron.errors import ConfigError, DataError
+
+
+class NullTokenizer:
+    """Ids 0 to ``vocab_size - 1`` as ``--vocab-size`` says, and one more that ends documents."""
+
+    name = "NullTokenizer"
+    pad: int | None = None
+    bos: int | None = None
+    eos: int | None = None
+
+    def __init__(self, vocab_size: int | None, *, extra_ids: int) -> None:
+        no_extra_ids(extra_ids, kind=self.name)
+        if vocab_size is None:
+            raise ConfigError(f"{self.name} needs --vocab-size: the number of ids in the data.")
+        self.eod = vocab_size
+        self.vocab_size = vocab_size + 1
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the number of ids."""
+        return fingerprint_of([self.name, self.vocab_size])
+
+    def tokenize(self, text: str) -> list[int]:
+        """The numbers in the text; raises DataError for a word that is none, or one beyond the vocabulary."""
+        words = text.split()
+        try:
+            ids = list(map(int, words))
+        except ValueError:
+            wrong = max(words, key=lambda word: (not word.isdecimal(), len(word)))
+            raise DataError(
+                f"{wrong[:40]!r} is not a token id; {self.name} reads numbers separated by spaces"
+            ) from None
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            beyond = min(ids) if min(ids) < 0 else max(ids)
+            raise DataError(f"token id {beyond} is outside 0 to {self.eod}, which --vocab-size {self.eod} allows")
+        return ids
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The numbers in each text."""
+        return [self.tokenize(text) for text in texts]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The numbers, separated by spaces."""
+        return " ".join(map(str, ids))

@@ -1,0 +1,78 @@
+"""A tokenizer of the Rust library ``tokenizers``, which encodes a batch without holding Python's lock."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import tokenizers
+
+from megatron.core.tokenizers.base import check_encodable, extra_id_tokens, fingerprint_of
+
+
+class RustTokenizer:
+    """Normalizer, pre-tokenizer, model and post-processor as one pipeline.
+
+    ``--vocab-extra-ids`` appends ``<extra_id_0>``, ... to the vocabulary.
+    """
+
+    def __init__(
+        self,
+        pipeline: tokenizers.Tokenizer,
+        *,
+        name: str,
+        eod: int,
+        pad: int | None,
+        bos: int | None,
+        eos: int | None,
+        extra_ids: int = 0,
+    ) -> None:
+        pipeline.no_truncation()  # a tokenizer.json may carry settings that cut or fill documents
+        pipeline.no_padding()
+        pipeline.add_special_tokens(list(extra_id_tokens(extra_ids)))
+        self.name, self.eod, self.pad, self.bos, self.eos = name, eod, pad, bos, eos
+        self._pipeline = pipeline
+        # Not the number of tokens: some vocabularies have holes, and embeddings are looked up by id.
+        self.vocab_size = max(pipeline.get_vocab(with_added_tokens=True).values()) + 1
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the vocabulary, the merges and how text is cut.
+
+        Whether a special token that is spelled out in the text is recognised does not enter: it changes the meaning of
+        no id, and so vocab.json with merges.txt and the tokenizer.json of the same training have one fingerprint.
+        """
+        spec = json.loads(self._pipeline.to_str())
+        parts = {part: _essence(spec[part]) for part in ("normalizer", "pre_tokenizer", "post_processor", "model")}
+        if self._pipeline.num_special_tokens_to_add(is_pair=False) == 0:  # it only adjusts character offsets
+            parts["post_processor"] = None
+        return fingerprint_of({**parts, "vocab": self._pipeline.get_vocab(with_added_tokens=True)})
+
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of one text."""
+        return self.tokenize_batch([text])[0]
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of many texts; the library runs threads when ``TOKENIZERS_PARALLELISM`` allows."""
+        try:
+            return [encoding.ids for encoding in self._pipeline.encode_batch_fast(list(texts))]
+        except TypeError:  # the library's word for a str that has no UTF-8 form
+            check_encodable(texts)
+            raise
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Text of the ids, special tokens included."""
+        return self._pipeline.decode(list(ids), skip_special_tokens=False)
+
+
+def _essence(value: Any) -> Any:
+    """A part of the library's description without what does not decide ids.
+
+    Settings that are off are dropped, so that a release of the library that describes new ones changes no fingerprint.
+    """
+    if isinstance(value, dict):
+        kept = {key: _essence(item) for key, item in value.items() if key != "trim_offsets"}
+        return {key: item for key, item in kept.items() if item is not None and item is not False and item != ""}
+    return value

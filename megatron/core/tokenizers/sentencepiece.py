@@ -1,0 +1,140 @@
+"""SentencePiece models, with the special tokens of each of Megatron's three ways to use them."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from megatron.core.tokenizers.base import (
+    check_encodable,
+    extra_id_tokens,
+    fingerprint_of,
+    no_extra_ids,
+    required_file,
+)
+from megatron.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from sentencepiece import SentencePieceProcessor
+
+
+class PlainSentencePiece:
+    """The model's own vocabulary and nothing else: GPTSentencePieceTokenizer; Llama2Tokenizer begins texts with BOS."""
+
+    def __init__(self, tokenizer_model: str | None, *, name: str, begin: bool, extra_ids: int) -> None:
+        no_extra_ids(extra_ids, kind=name)
+        self.name = name
+        self._begin = begin
+        self._model = _load(tokenizer_model, name)
+        self.vocab_size = self._model.get_piece_size()
+        self.pad, self.bos, self.eos = (_id(each) for each in _own_ids(self._model))
+        if self.eos is None:
+            raise DataError(f"--tokenizer-model {tokenizer_model} has no end-of-sentence piece, which {name} needs.")
+        if begin and self.bos is None:
+            raise DataError(f"--tokenizer-model {tokenizer_model} has no begin-of-sentence piece, which {name} needs.")
+        self.eod = self.eos
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the model and of whether texts begin with BOS."""
+        return fingerprint_of([_digest(self._model), self._begin])
+
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of one text."""
+        return self.tokenize_batch([text])[0]
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of many texts."""
+        return _encode(self._model, texts, begin=self._begin)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Text of the ids."""
+        return str(self._model.decode(list(ids)))
+
+
+class SentencePieceTokenizer:
+    """The model's vocabulary and special tokens appended to it, which are recognised when a text spells them out.
+
+    Appended in this order unless the model has them: ``<CLS> <SEP> <EOD> <MASK>``, pad, begin and end of sentence, then
+    ``--vocab-extra-ids`` sentinels.
+    """
+
+    name = "SentencePieceTokenizer"
+
+    def __init__(self, tokenizer_model: str | None, *, extra_ids: int) -> None:
+        self._model = _load(tokenizer_model, self.name)
+        pieces = self._model.get_piece_size()
+        own = {role: _id(found) for role, found in zip(("<PAD>", "<BOS>", "<EOS>"), _own_ids(self._model))}
+        roles = {role: role if found is None else self._model.id_to_piece(found) for role, found in own.items()}
+        known = {self._model.id_to_piece(each): each for each in range(pieces)}
+        special = ["<CLS>", "<SEP>", "<EOD>", "<MASK>", *roles.values(), *extra_id_tokens(extra_ids)]
+        for token in special:
+            known.setdefault(token, len(known))
+        self._special = {token: known[token] for token in special}
+        self._spelled = {number: token for token, number in self._special.items()}
+        self._cut = re.compile("(" + "|".join(map(re.escape, self._special)) + ")")
+        self.vocab_size = len(known)
+        self.eod = self._special["<EOD>"]
+        self.pad, self.bos, self.eos = (self._special[roles[role]] for role in ("<PAD>", "<BOS>", "<EOS>"))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the model and the appended tokens."""
+        return fingerprint_of([_digest(self._model), self._special])
+
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of one text; what lies between special tokens is encoded by itself."""
+        ids: list[int] = []
+        for number, part in enumerate(self._cut.split(text)):  # odd parts are the separators
+            ids += [self._special[part]] if number % 2 else _encode(self._model, [part])[0]
+        return ids
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of many texts; only those that spell out a special token go one by one."""
+        plain = [text for text in texts if not self._cut.search(text)]
+        encoded = iter(_encode(self._model, plain))
+        return [self.tokenize(text) if self._cut.search(text) else next(encoded) for text in texts]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Text of the ids; a special token comes back as it is spelled."""
+        text, run = "", list[int]()
+        for number in ids:
+            if number in self._spelled:
+                text += str(self._model.decode(run)) + self._spelled[number]
+                run = []
+            else:
+                run.append(number)
+        return text + str(self._model.decode(run))
+
+
+def _load(tokenizer_model: str | None, name: str) -> SentencePieceProcessor:
+    path = required_file(tokenizer_model, flag="--tokenizer-model", kind=name, holds="a SentencePiece .model file")
+    try:
+        from sentencepiece import SentencePieceProcessor
+    except ImportError:
+        raise ConfigError(f"{name} needs the sentencepiece library: pip install sentencepiece.") from None
+    try:
+        return SentencePieceProcessor(model_file=str(path))
+    except RuntimeError as error:
+        raise DataError(f"--tokenizer-model {path} is not a SentencePiece model: {error}.") from None
+
+
+def _encode(model: SentencePieceProcessor, texts: Sequence[str], *, begin: bool = False) -> list[list[int]]:
+    check_encodable(texts)
+    return list(model.encode(list(texts), out_type=int, add_bos=begin, num_threads=1))
+
+
+def _own_ids(model: SentencePieceProcessor) -> tuple[int, int, int]:
+    """Pad, begin and end of sentence in the model itself; -1 where it has none."""
+    return model.pad_id(), model.bos_id(), model.eos_id()
+
+
+def _id(found: int) -> int | None:
+    return found if found >= 0 else None
+
+
+def _digest(model: SentencePieceProcessor) -> str:
+    return hashlib.sha256(model.serialized_model_proto()).hexdigest()

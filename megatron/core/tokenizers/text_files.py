@@ -1,0 +1,245 @@
+"""Files of text: found, decompressed, cut into batches of whole lines, and read line by line as JSON.
+
+Lines are numbered from 1 so that what is wrong with one can be said as ``FILE:LINE``.
+"""
+
+from __future__ import annotations
+
+import bisect
+import bz2
+import codecs
+import glob
+import gzip
+import io
+import json
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, BinaryIO, cast
+
+from megatron.errors import ConfigError, DataError
+
+STDIN = "-"
+JSON_ENDINGS = (".jsonl", ".json")
+TEXT_ENDINGS = (".txt",)
+COMPRESSED_ENDINGS = (".gz", ".bz2", ".zst")
+BATCH_BYTES = 1 << 19
+
+
+@dataclass(frozen=True)
+class LineBatch:
+    """Whole lines of one file."""
+
+    path: str
+    first_line: int
+    data: bytes
+    bytes_read: int  # so far, of all files as they lie on the disk
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """A line without a document, and why."""
+
+    path: str
+    line: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{'standard input' if self.path == STDIN else self.path}:{self.line}: {self.reason}"
+
+
+@dataclass
+class Documents:
+    """The texts of a batch, ``texts[key][i]`` from line ``lines[i]``, and the lines that hold none, in order."""
+
+    path: str
+    texts: dict[str, list[str]]
+    lines: list[int] = field(default_factory=list)
+    bad: list[BadLine] = field(default_factory=list)
+
+    def reject(self, line: int, reason: str) -> None:
+        """Note a line that holds no document."""
+        bisect.insort(self.bad, BadLine(self.path, line, reason), key=lambda bad: bad.line)
+
+    def drop(self, index: int, reason: str) -> None:
+        """Turn a document into a bad line."""
+        self.reject(self.lines.pop(index), reason)
+        for texts in self.texts.values():
+            del texts[index]
+
+
+def find_inputs(patterns: Sequence[str], *, endings: Sequence[str] = JSON_ENDINGS) -> list[str]:
+    """The files that paths, folders and globs mean, in the order given and sorted by name within each; ``-`` is stdin.
+
+    A folder means the files below it with one of ``endings``, compressed or not.
+    Raises DataError for what matches nothing, and for a file that is named twice.
+    """
+    found: list[str] = []
+    for pattern in patterns:
+        matches = _matches(pattern, endings)
+        repeated = next((path for path in matches if path in found), None)
+        if repeated:
+            raise DataError(f"--input names {repeated} twice; its documents would count double.")
+        found += matches
+    return found
+
+
+def total_size(paths: Sequence[str]) -> int | None:
+    """Bytes on disk, None when some of it comes through a pipe."""
+    if any(path == STDIN or not Path(path).is_file() for path in paths):
+        return None
+    return sum(Path(path).stat().st_size for path in paths)
+
+
+def read_batches(paths: Sequence[str], *, batch_bytes: int = BATCH_BYTES) -> Iterator[LineBatch]:
+    """Lines of all files in batches of about ``batch_bytes``, decompressed by the file's ending (.gz, .bz2, .zst).
+
+    Holds one batch at a time; a line longer than that is a batch of its own. A byte order mark is left out.
+    Raises DataError when a file cannot be read or its compression is damaged.
+    """
+    finished = 0
+    for path in paths:
+        position, next_line = 0, 1
+        try:
+            with _open(path) as raw, _decompressed(path, raw) as stream:
+                while data := stream.read(batch_bytes):
+                    if not data.endswith(b"\n"):
+                        data += stream.readline()
+                    if next_line == 1:
+                        data = data.removeprefix(codecs.BOM_UTF8)
+                    position = raw.tell() if raw.seekable() else 0
+                    yield LineBatch(path, next_line, data, finished + position)
+                    next_line += data.count(b"\n")
+        except _damage() as error:
+            raise DataError(f"--input {path} cannot be read after line {next_line - 1}: {_reason(error)}.") from None
+        finished += position
+
+
+def read_documents(batch: LineBatch, keys: Sequence[str]) -> Documents:
+    """The texts under ``keys`` of each line's JSON object; a line that lacks one of them is bad for all."""
+    documents = Documents(batch.path, {key: [] for key in keys})
+    lines = batch.data.removesuffix(b"\n").split(b"\n")
+    for number, line in enumerate(lines, batch.first_line):
+        try:
+            found = _texts_of(line, keys)
+        except DataError as error:
+            documents.reject(number, str(error))
+            continue
+        documents.lines.append(number)
+        for key, text in zip(keys, found):
+            documents.texts[key].append(text)
+    return documents
+
+
+def read_plain_lines(batch: LineBatch) -> Documents:
+    """Every line of a text file as a text, with its line end; empty lines are texts too."""
+    documents = Documents(batch.path, {"text": []})
+    for number, line in enumerate(io.BytesIO(batch.data), batch.first_line):
+        try:
+            documents.texts["text"].append(_decode(line))
+            documents.lines.append(number)
+        except DataError as error:
+            documents.reject(number, str(error))
+    return documents
+
+
+def is_plain_text(path: str) -> bool:
+    """Whether the file's name says plain text rather than JSON lines."""
+    name = Path(path)
+    return (Path(name.stem) if name.suffix in COMPRESSED_ENDINGS else name).suffix in TEXT_ENDINGS
+
+
+def _matches(pattern: str, endings: Sequence[str]) -> list[str]:
+    path = Path(pattern)
+    if pattern == STDIN:
+        return [pattern]
+    if path.is_dir():
+        wanted = tuple(ending + packed for ending in endings for packed in ("", *COMPRESSED_ENDINGS))
+        inside = sorted(str(each) for each in path.rglob("*") if each.name.endswith(wanted) and each.is_file())
+        if not inside:
+            raise DataError(f"--input {pattern} holds no {' or '.join(endings)} file, compressed or not.")
+        return inside
+    if path.exists():
+        return [pattern]
+    matches = sorted(each for each in glob.glob(pattern, recursive=True) if Path(each).is_file())
+    if not matches:
+        problem = "matches no file" if glob.has_magic(pattern) else "does not exist"
+        raise DataError(f"--input {pattern} {problem}; give files of JSON lines, folders of them, or globs in quotes.")
+    return matches
+
+
+def _open(path: str) -> BinaryIO:
+    if path == STDIN:
+        return open(sys.stdin.fileno(), "rb", closefd=False)
+    return open(path, "rb")
+
+
+def _decompressed(path: str, raw: BinaryIO) -> IO[bytes]:
+    match Path(path).suffix:
+        case ".gz":
+            return cast("IO[bytes]", gzip.GzipFile(fileobj=raw))
+        case ".bz2":
+            return bz2.BZ2File(raw)
+        case ".zst":
+            try:
+                import zstandard
+            except ImportError:
+                raise ConfigError(
+                    f"--input {path} needs the zstandard library: pip install zstandard, or unpack the file first."
+                ) from None
+            return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True))
+        case _:
+            return raw
+
+
+def _damage() -> tuple[type[Exception], ...]:
+    """What reading a missing, forbidden or damaged file raises; zstandard's own if a file had it imported."""
+    library = sys.modules.get("zstandard")
+    return (OSError, EOFError, zlib.error, *((library.ZstdError,) if library else ()))
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return f"{error}; the file is damaged or cut short"
+
+
+def _texts_of(line: bytes, keys: Sequence[str]) -> list[str]:
+    """The texts of one line; raises DataError with the reason."""
+    text = _decode(line)
+    try:
+        record = json.loads(text)
+    except json.JSONDecodeError as error:
+        if not text.strip():
+            raise DataError("the line is empty") from None
+        raise DataError(f"not JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise DataError("not readable: the JSON is nested too deeply") from None
+    if not isinstance(record, dict):
+        raise DataError(f"{_json_kind(record)} where a JSON object belongs")
+    return [_text_of(record, key) for key in keys]
+
+
+def _text_of(record: dict[str, Any], key: str) -> str:
+    try:
+        value = record[key]
+    except KeyError:
+        has = f"its keys are {', '.join(list(record)[:8])}" if record else "the object is empty"
+        raise DataError(f'no key "{key}" ({has})') from None
+    if not isinstance(value, str):
+        raise DataError(f'{_json_kind(value)} under "{key}" where a string belongs')
+    return value
+
+
+def _decode(line: bytes) -> str:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"not UTF-8: byte 0x{line[error.start]:02x} at column {error.start + 1}") from None
+
+
+def _json_kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")

@@ -1,0 +1,182 @@
+"""HuggingFaceTokenizer reads what people download, applies it whole, and never downloads itself."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers, processors
+
+from megatron.config.tokenizer import TokenizerConfig
+from megatron.core.tokenizers import Tokenizer, build_tokenizer
+from megatron.errors import ConfigError, DataError
+from tests.harness.data import shared_data
+from tests.unit.tokenizers.conftest import TEXTS
+
+GPT2_FINGERPRINT = "eab1e97bf80733f6b980e4d4ac5bad487fbcccd5925911531c09d61106b301f0"
+
+
+def build(path: Path | str | None, *, extra_ids: int = 0) -> Tokenizer:
+    model = None if path is None else str(path)
+    config = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=model, vocab_extra_ids=extra_ids)
+    return build_tokenizer(config)
+
+
+def gpt2_type(folder: Path) -> Tokenizer:
+    config = TokenizerConfig(
+        tokenizer_type="GPT2BPETokenizer",
+        vocab_file=str(folder / "vocab.json"),
+        merge_file=str(folder / "merges.txt"),
+    )
+    return build_tokenizer(config)
+
+
+def words(tmp_path: Path, vocabulary: list[str], **settings: Any) -> Path:
+    """A folder with a word-level tokenizer.json and a tokenizer_config.json."""
+    pipeline = tokenizers.Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(vocabulary)}, unk_token=vocabulary[0])
+    )
+    pipeline.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    pipeline.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return tmp_path
+
+
+def test_folder_and_file_are_the_same(bpe_folder: Path) -> None:
+    assert build(bpe_folder).tokenize(TEXTS[0]) == build(bpe_folder / "tokenizer.json").tokenize(TEXTS[0])
+
+
+def test_same_ids_and_fingerprint_as_vocab_and_merges(bpe_folder: Path) -> None:
+    """Data made with tokenizer.json trains with the vocab.json and merges.txt of the same training."""
+    ours, theirs = build(bpe_folder), gpt2_type(bpe_folder)
+    assert ours.tokenize_batch(TEXTS) == theirs.tokenize_batch(TEXTS)
+    assert (ours.vocab_size, ours.eod) == (theirs.vocab_size, theirs.eod)
+    assert ours.fingerprint == theirs.fingerprint
+
+
+def test_special_tokens_in_text_are_recognised(bpe_folder: Path) -> None:
+    """As transformers does it, and unlike GPT2BPETokenizer."""
+    tokenizer = build(bpe_folder)
+    assert tokenizer.tokenize("a<|endoftext|>") == [*tokenizer.tokenize("a"), tokenizer.eod]
+
+
+def test_truncation_and_padding_in_the_file_are_off(bpe_folder: Path, tmp_path: Path) -> None:
+    """Published files often carry the settings of a fine-tuning run, which would silently cut every document."""
+    pipeline = tokenizers.Tokenizer.from_file(str(bpe_folder / "tokenizer.json"))
+    pipeline.enable_truncation(4)
+    pipeline.enable_padding(length=50)
+    pipeline.save(str(tmp_path / "tokenizer.json"))
+    assert build(tmp_path).tokenize_batch(TEXTS) == build(bpe_folder).tokenize_batch(TEXTS)
+    assert build(tmp_path).fingerprint == build(bpe_folder).fingerprint
+
+
+def test_post_processor_adds_its_tokens(bpe_folder: Path, tmp_path: Path) -> None:
+    """Llama's files put BOS before every text; data without it would not be what the model knows."""
+    pipeline = tokenizers.Tokenizer.from_file(str(bpe_folder / "tokenizer.json"))
+    end = pipeline.token_to_id("<|endoftext|>")
+    pipeline.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", end)]
+    )
+    pipeline.save(str(tmp_path / "tokenizer.json"))
+    assert build(tmp_path).tokenize("the") == [end, *build(bpe_folder).tokenize("the")]
+    assert build(tmp_path).fingerprint != build(bpe_folder).fingerprint
+
+
+@pytest.mark.parametrize("spelling", ["stop", {"content": "stop", "lstrip": False}])
+def test_roles_come_from_the_config(tmp_path: Path, spelling: Any) -> None:
+    """The end of a document is what the publisher says, written as text or as an object."""
+    tokenizer = build(words(tmp_path, ["?", "</s>", "stop", "pad"], eos_token=spelling, pad_token="pad"))
+    assert (tokenizer.eod, tokenizer.eos, tokenizer.pad, tokenizer.bos) == (2, 2, 3, None)
+
+
+def test_special_tokens_map_is_read(tmp_path: Path) -> None:
+    folder = words(tmp_path, ["?", "stop"])
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "stop"}')
+    assert build(folder).eod == 1
+
+
+def test_well_known_end_without_config(tmp_path: Path) -> None:
+    """A bare tokenizer.json still has an end of document when it uses a usual name."""
+    folder = words(tmp_path, ["?", "</s>"])
+    (folder / "tokenizer_config.json").unlink()
+    assert build(folder).eod == 1
+
+
+def test_no_end_of_document_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match='none is named: give one of its tokens as "eos_token"'):
+        build(words(tmp_path, ["?", "a"]))
+
+
+def test_unknown_end_of_document_is_refused(tmp_path: Path) -> None:
+    """Not replaced by some other token: the data would end its documents with a token the model never saw there."""
+    with pytest.raises(DataError, match="eos_token 'halt' is not one of its tokens"):
+        build(words(tmp_path, ["?", "</s>"], eos_token="halt"))
+
+
+def test_extra_ids(bpe_folder: Path) -> None:
+    plain, more = build(bpe_folder), build(bpe_folder, extra_ids=2)
+    assert more.vocab_size == plain.vocab_size + 2
+    assert more.tokenize("<extra_id_1>") == [plain.vocab_size + 1]
+    assert more.detokenize([plain.vocab_size]) == "<extra_id_0>"
+
+
+def test_hub_names_are_not_downloaded() -> None:
+    with pytest.raises(DataError, match="openai/gpt-9 does not exist, and nothing is downloaded"):
+        build("openai/gpt-9")
+
+
+def test_flag_is_required() -> None:
+    with pytest.raises(ConfigError, match="needs --tokenizer-model"):
+        build(None)
+
+
+@pytest.mark.parametrize(
+    ("files", "advice"),
+    [
+        (["tokenizer.model"], "GPTSentencePieceTokenizer --tokenizer-model"),
+        (["vocab.json", "merges.txt"], "GPT2BPETokenizer --vocab-file"),
+        ([], "give a folder or file of a fast tokenizer"),
+    ],
+)
+def test_folder_without_tokenizer_json_gets_advice(tmp_path: Path, files: list[str], advice: str) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    with pytest.raises(DataError, match=advice):
+        build(tmp_path)
+
+
+def test_other_files_are_explained(tmp_path: Path, bpe_folder: Path) -> None:
+    with pytest.raises(DataError, match=r"is not a tokenizer.json"):
+        build(bpe_folder / "merges.txt")
+    shutil.copy(bpe_folder / "tokenizer.json", tmp_path)
+    for text, reason in (("{", "is not JSON"), ("[]", "not a JSON object")):
+        (tmp_path / "tokenizer_config.json").write_text(text)
+        with pytest.raises(DataError, match=reason):
+            build(tmp_path)
+
+
+def test_fingerprint_of_gpt2_is_stable() -> None:
+    """Data made today must be accepted by tomorrow's version: this value may never change."""
+    vocab, merges = shared_data("data", "gpt2", "gpt2-vocab.json"), shared_data("data", "gpt2", "gpt2-merges.txt")
+    config = TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=str(vocab), merge_file=str(merges))
+    assert build_tokenizer(config).fingerprint == GPT2_FINGERPRINT
+
+
+def test_gpt2_as_transformers_saves_it(tmp_path: Path) -> None:
+    """Two ways to name GPT-2's tokenizer: one fingerprint, so data of one trains with the other; transformers' ids."""
+    transformers = pytest.importorskip("transformers")
+    vocab, merges = shared_data("data", "gpt2", "gpt2-vocab.json"), shared_data("data", "gpt2", "gpt2-merges.txt")
+    (tmp_path / "from").mkdir()
+    shutil.copy(vocab, tmp_path / "from" / "vocab.json")
+    shutil.copy(merges, tmp_path / "from" / "merges.txt")
+    reference = transformers.GPT2TokenizerFast.from_pretrained(tmp_path / "from")
+    reference.save_pretrained(tmp_path / "to")
+    tokenizer = build(tmp_path / "to")
+    texts = [*TEXTS, "a<|endoftext|>b"]
+    assert tokenizer.tokenize_batch(texts) == [reference(text).input_ids for text in texts]
+    assert (tokenizer.eod, tokenizer.vocab_size) == (50256, 50257)
+    assert tokenizer.fingerprint == GPT2_FINGERPRINT

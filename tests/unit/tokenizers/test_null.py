@@ -1,0 +1,55 @@
+"""NullTokenizer: text that already is ids."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.config.tokenizer import TokenizerConfig
+from megatron.core.tokenizers import build_tokenizer
+from megatron.core.tokenizers.null import NullTokenizer
+from megatron.errors import ConfigError, DataError
+
+
+@pytest.fixture
+def null() -> NullTokenizer:
+    return NullTokenizer(100, extra_ids=0)
+
+
+def test_ids_pass_through(null: NullTokenizer) -> None:
+    assert null.tokenize_batch(["1 2 99", "", " 7\n"]) == [[1, 2, 99], [], [7]]
+    assert null.detokenize([1, 2, 99]) == "1 2 99"
+
+
+def test_end_of_document_is_one_more_id(null: NullTokenizer) -> None:
+    """Megatron's arithmetic: --vocab-size counts the ids of the data, the tokenizer has one more."""
+    assert (null.eod, null.vocab_size, null.pad) == (100, 101, None)
+    assert null.tokenize("100") == [100]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1 two 3", "'two' is not a token id"),
+        ("1 2.5", "'2.5' is not a token id"),
+        ("5 101", "token id 101 is outside 0 to 100"),
+        ("-1 5", "token id -1 is outside"),
+        ("1 " + "9" * 5000, "is not a token id"),
+    ],
+)
+def test_what_is_no_id_is_named(null: NullTokenizer, text: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        null.tokenize(text)
+
+
+def test_vocab_size_is_required() -> None:
+    with pytest.raises(ConfigError, match="NullTokenizer needs --vocab-size"):
+        build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer"))
+
+
+def test_extra_ids_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no effect with NullTokenizer"):
+        build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_extra_ids=1), vocab_size=10)
+
+
+def test_fingerprint_depends_on_the_size() -> None:
+    assert NullTokenizer(100, extra_ids=0).fingerprint != NullTokenizer(101, extra_ids=0).fingerprint

@@ -1,0 +1,123 @@
+"""TikTokenizer: special tokens first, then ranks, cut by one of two patterns; a slip in any shifts every id."""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config.tokenizer import TokenizerConfig
+from megatron.core.tokenizers import Tokenizer, build_tokenizer
+from megatron.errors import ConfigError, DataError
+
+
+def build(path: Path, *, vocab_size: int | None = None, num_special: int = 10, **settings: Any) -> Tokenizer:
+    config = TokenizerConfig(
+        tokenizer_type="TikTokenizer",
+        tokenizer_model=str(path),
+        tiktoken_num_special_tokens=num_special,
+        **settings,
+    )
+    return build_tokenizer(config, vocab_size=vocab_size)
+
+
+def entries(path: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(path.read_text())
+    return found
+
+
+def test_ranks_are_shifted_by_the_special_tokens(tiktoken_vocabulary: Path) -> None:
+    tokenizer = build(tiktoken_vocabulary)
+    assert tokenizer.tokenize("the") == [10 + 257]
+    assert tokenizer.tokenize("a the") == [10 + ord("a"), 10 + 258]
+    assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eos, tokenizer.eod) == (270, 1, 2, 2)
+
+
+def test_special_tokens_in_text_are_text(tiktoken_vocabulary: Path) -> None:
+    tokenizer = build(tiktoken_vocabulary)
+    assert tokenizer.eod not in tokenizer.tokenize("</s>")
+    assert tokenizer.detokenize([*tokenizer.tokenize("the café"), 2, 9]) == "the café</s><SPECIAL_9>"
+
+
+def test_own_special_tokens(tiktoken_vocabulary: Path) -> None:
+    tokenizer = build(tiktoken_vocabulary, tiktoken_special_tokens=("</s>", "<unk>", "<s>", "<tool>"))
+    assert (tokenizer.eod, tokenizer.bos, tokenizer.detokenize([3, 4])) == (0, 2, "<tool><SPECIAL_4>")
+
+
+def test_patterns_cut_differently(tiktoken_vocabulary: Path) -> None:
+    """Upper case after lower case begins a word in v2 only: ``aThe`` keeps ``the`` from merging across."""
+    v1, v2 = (build(tiktoken_vocabulary, tiktoken_pattern=version) for version in ("v1", "v2"))
+    text = "camelCase\r\n\r\n  12 the"
+    assert v1.detokenize(v1.tokenize(text)) == v2.detokenize(v2.tokenize(text)) == text
+    assert v1.fingerprint != v2.fingerprint
+    assert 10 + 259 not in v2.tokenize("12"), "both patterns cut numbers into digits"
+
+
+def test_vocab_size_cuts_the_ranks(tiktoken_vocabulary: Path) -> None:
+    """As Megatron does: the rarest tokens go, so that ids fit the model."""
+    tokenizer = build(tiktoken_vocabulary, vocab_size=10 + 257)
+    assert tokenizer.vocab_size == 267
+    assert tokenizer.tokenize("the") == [10 + 256, 10 + ord("e")]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"vocab_size": 200}, "--vocab-size 200 is too small .* give at least 266"),
+        ({"vocab_size": 1000}, "--vocab-size 1000 is more than .* hold: 260 \\+ 10 = 270"),
+        ({"num_special": 2}, "--tiktoken-num-special-tokens 2 is less than the 3"),
+        ({"tiktoken_special_tokens": ("<s>",)}, "lacks <unk> </s>"),
+        ({"tiktoken_special_tokens": ("<unk>", "<s>", "</s>", "<s>")}, "repeats <s>"),
+        ({"vocab_extra_ids": 5}, "--vocab-extra-ids 5 has no effect with TikTokenizer"),
+    ],
+)
+def test_impossible_settings(tiktoken_vocabulary: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(tiktoken_vocabulary, **settings)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda rows: rows[300:], "must be the 256 single bytes"),
+        (lambda rows: {"a": 1}, "holds dict, not a list"),
+        (lambda rows: [*rows[:256], {"rank": 256}], "entry 256 must be an object"),
+        (lambda rows: [*rows[:256], {**rows[256], "rank": 7}], "entry 256 must be an object"),
+        (lambda rows: [*rows[:256], {**rows[256], "token_bytes": "!"}], "entry 256 is not base64"),
+        (lambda rows: [*rows, {**rows[256], "rank": 260}], "under two ranks"),
+    ],
+)
+def test_damaged_vocabulary(tiktoken_vocabulary: Path, tmp_path: Path, damage: Any, message: str) -> None:
+    path = tmp_path / "vocab.json"
+    path.write_text(json.dumps(damage(entries(tiktoken_vocabulary))))
+    with pytest.raises(DataError, match=message):
+        build(path)
+
+
+def test_bytes_out_of_order(tiktoken_vocabulary: Path, tmp_path: Path) -> None:
+    rows = entries(tiktoken_vocabulary)
+    rows[0]["token_bytes"] = base64.b64encode(b"xx").decode()
+    (tmp_path / "vocab.json").write_text(json.dumps(rows))
+    with pytest.raises(DataError, match="256 single bytes in order"):
+        build(tmp_path / "vocab.json")
+
+
+def test_not_json(tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text("rank 0")
+    with pytest.raises(DataError, match="is not JSON"):
+        build(tmp_path / "vocab.json")
+
+
+def test_lone_surrogate_is_refused(tiktoken_vocabulary: Path) -> None:
+    with pytest.raises(DataError, match="surrogate"):
+        build(tiktoken_vocabulary).tokenize("\udfff")
+
+
+def test_missing_library_is_explained(tiktoken_vocabulary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    with pytest.raises(ConfigError, match="pip install tiktoken"):
+        build(tiktoken_vocabulary)
