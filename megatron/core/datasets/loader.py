@@ -1,0 +1,99 @@
+"""Batches as tensors, read ahead by worker processes."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from megatron.core.datasets.gpt_dataset import SampleDataset
+from megatron.core.datasets.sampler import MicrobatchSampler
+from megatron.errors import DataError
+
+Batch = dict[str, Tensor]
+
+_PREFETCHED = 4  # batches each worker reads ahead
+
+
+class BatchLoader:
+    """Microbatches of a rank, in order: iterating begins at the sampler's ``consumed``, at once whatever its value.
+
+    Each batch maps names to tensors [micro_batch_size, S]. Batches don't depend on ``num_workers``; 0 reads in this
+    process. ``pin_memory``: put batches where a GPU fetches them faster. A DataError of a worker arrives as it is.
+    """
+
+    def __init__(
+        self, dataset: SampleDataset, sampler: MicrobatchSampler, *, num_workers: int = 0, pin_memory: bool = False
+    ) -> None:
+        self.sampler = sampler
+        self._loader: DataLoader[Any] = DataLoader(
+            _Batches(dataset),
+            batch_sampler=sampler,
+            collate_fn=_unchanged,
+            num_workers=num_workers,
+            prefetch_factor=_PREFETCHED if num_workers else None,
+            pin_memory=pin_memory,
+            worker_init_fn=_leave_interrupts_to_the_trainer,
+            generator=torch.Generator(),  # its own: loading must not move the run's random numbers
+        )
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self._loader:
+            if isinstance(batch, DataError):
+                raise batch
+            yield batch
+
+
+def build_loader(
+    dataset: SampleDataset,
+    *,
+    consumed: int,
+    micro_batch_size: int,
+    data_parallel_rank: int = 0,
+    data_parallel_size: int = 1,
+    shuffle_seed: int | None = None,
+    pad_last: bool = False,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+) -> BatchLoader:
+    """Loader of this rank's microbatches after ``consumed`` samples of the run; see MicrobatchSampler."""
+    sampler = MicrobatchSampler(
+        num_samples=len(dataset),
+        consumed=consumed,
+        micro_batch_size=micro_batch_size,
+        data_parallel_rank=data_parallel_rank,
+        data_parallel_size=data_parallel_size,
+        shuffle_seed=shuffle_seed,
+        pad_last=pad_last,
+    )
+    return BatchLoader(dataset, sampler, num_workers=num_workers, pin_memory=pin_memory)
+
+
+class _Batches(Dataset[Any]):
+    """Whole batches of a data set; an error of the data is handed over as a value, since torch would wrap its text."""
+
+    def __init__(self, dataset: SampleDataset) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, index: int | None) -> Any:
+        return self._dataset[index]
+
+    def __getitems__(self, indices: Sequence[int | None]) -> Batch | DataError:
+        try:
+            samples = [self._dataset[index] for index in indices]
+        except DataError as error:
+            return error
+        return {name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in samples[0]}
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def _leave_interrupts_to_the_trainer(_: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
