@@ -39,7 +39,7 @@ def test_gate_is_the_first_half(kind: Activation) -> None:
 def test_gated_activation_takes_any_gradient_layout(kind: Activation) -> None:
     """Gradients may arrive expanded or transposed, as from a sum or a permuted consumer."""
     x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
-    gated_activation(x, kind).sum().backward()
+    torch.autograd.backward(gated_activation(x, kind).sum())
     (expected,) = torch.autograd.grad(gated_activation(x, kind), x, torch.ones(3, 4, dtype=torch.float64).t())
     assert x.grad is not None
     torch.testing.assert_close(x.grad, expected)

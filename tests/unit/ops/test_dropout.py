@@ -17,7 +17,7 @@ def test_keeps_the_expected_share_and_the_mean() -> None:
     """p is the share dropped, and the survivors make up for it."""
     out = dropout(torch.ones(200_000), 0.1, seeded())
     assert (out == 0).double().mean().item() == pytest.approx(0.1, abs=0.005)
-    assert out.unique().tolist() == pytest.approx([0.0, 1 / 0.9])
+    assert sorted(set(out.tolist())) == pytest.approx([0.0, 1 / 0.9])
 
 
 def test_same_seed_replays_the_mask_and_leaves_global_state_alone() -> None:
@@ -49,7 +49,7 @@ def test_probability_one_gives_zeros() -> None:
     """Allowed by the flag's range, so it must not divide by zero."""
     x = torch.randn(5, requires_grad=True)
     out = dropout(x, 1.0, seeded())
-    out.sum().backward()
+    torch.autograd.backward(out.sum())
     assert out.tolist() == [0.0] * 5
     assert x.grad is not None and x.grad.tolist() == [0.0] * 5
 

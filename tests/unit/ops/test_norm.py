@@ -45,7 +45,8 @@ def test_low_precision_is_computed_in_fp32(name: str, dtype: torch.dtype) -> Non
     results = []
     for a, w in ((x, weight), (wide_x, wide_weight)):
         out = layer_norm(a, w, torch.zeros_like(w), eps=1e-5) if name == "layer_norm" else rms_norm(a, w, eps=1e-5)
-        out.backward(torch.linspace(-1, 1, out.numel()).view_as(out).to(dtype).to(out.dtype))
+        upstream = torch.linspace(-1, 1, out.numel()).view_as(out).to(dtype).to(out.dtype)
+        torch.autograd.backward(out, upstream)
         results.append(out)
     ulp = torch.finfo(dtype).eps
     torch.testing.assert_close(results[0].float(), results[1], rtol=ulp, atol=1e-6)
@@ -61,7 +62,7 @@ def test_wide_residual_is_normalized_wide_and_returned_narrow(name: str) -> None
     x, weight = torch.randn(3, 16, requires_grad=True), torch.ones(16, dtype=torch.bfloat16, requires_grad=True)
     bias = torch.zeros(16, dtype=torch.bfloat16)
     out = layer_norm(x, weight, bias, eps=1e-5) if name == "layer_norm" else rms_norm(x, weight, eps=1e-5)
-    out.sum().backward()
+    torch.autograd.backward(out.sum())
     assert out.dtype == torch.bfloat16
     assert x.grad is not None and x.grad.dtype == torch.float32
     assert weight.grad is not None and weight.grad.dtype == torch.bfloat16

@@ -18,7 +18,7 @@ def table(length: int, width: int, **settings: float) -> RotaryTable:
 def turned(x: Tensor, base: float, *, interleaved: bool) -> Tensor:
     """Pairs of [s, b, n, d] as complex numbers times e^(i·position·frequency)."""
     width = x.shape[-1]
-    pairs = x.unflatten(-1, (-1, 2)) if interleaved else torch.stack(x.chunk(2, dim=-1), dim=-1)
+    pairs = x.view(*x.shape[:-1], -1, 2) if interleaved else torch.stack(x.chunk(2, dim=-1), dim=-1)
     frequencies = torch.tensor([base ** (-2 * i / width) for i in range(width // 2)], dtype=torch.float64)
     angles = torch.arange(x.shape[0], dtype=torch.float64)[:, None, None, None] * frequencies
     result = torch.view_as_real(

@@ -1,0 +1,217 @@
+"""The vocabulary loss without the logits: rows in chunks, gradients made while a chunk's probabilities are at hand.
+
+Every rank holds some columns of the vocabulary. A chunk's logits lie transposed, [v, rows], which suits all three
+matrix products; the maximum of each row, then its sum of exponentials and its label's logit are reduced over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.ops.matmul import add_times_transposed, left_factor, times_transposed
+from megatron.core.parallel.collectives import all_reduce
+from megatron.core.parallel.mesh import Mesh
+
+# Logits held at a time. Smaller chunks read and write the weight's gradient more often, larger ones leave the caches.
+_CHUNK_ELEMENTS = 1 << 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Vocabulary:
+    """This rank's part of the vocabulary: ``valid`` ids from ``start``; further rows of the weight are padding."""
+
+    mesh: Mesh
+    start: int
+    valid: int
+
+    @property
+    def columns(self) -> int:
+        """Local rows of the weight to compute with: the real ones, or one when all are padding, with logits of -inf."""
+        return max(self.valid, 1)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    loss_weights: Tensor,
+    *,
+    mesh: Mesh,
+    vocab_start: int,
+    vocab_valid: int,
+    bias: Tensor | None = None,
+    gradient_scale: float = 1.0,
+) -> Tensor:
+    """Sum over rows of ``loss_weights`` times the cross entropy of softmax(hidden·weightᵀ + bias), as a scalar.
+
+    ``hidden`` [N, h]; ``weight`` [v, h] and ``bias`` [v], this rank's part; ``labels`` [N], ids of the
+    whole vocabulary; ``loss_weights`` [N]. Rows of ``weight`` from ``vocab_valid`` on are padding: no probability, no
+    gradient. The result is fp32 (fp64 for fp64 inputs) and the same on every tensor-parallel rank.
+
+    The forward pass computes the gradients as well, when any is needed; the backward pass multiplies them by what comes
+    in and can run once. The gradient of ``hidden`` is this rank's part of a sum over the tensor-parallel ranks.
+
+    ``gradient_scale`` multiplies the gradients, not the result, as they are computed. A loss scale given here, not to
+    ``backward``, keeps the small probabilities of an fp16 chunk from vanishing before they are summed.
+    """
+    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    vocabulary = _Vocabulary(mesh=mesh, start=vocab_start, valid=vocab_valid)
+    loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, labels, loss_weights, vocabulary, gradient_scale if needs_grad else None
+    )
+    return loss
+
+
+@torch.no_grad()
+def vocab_parallel_token_losses(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    mesh: Mesh,
+    vocab_start: int,
+    vocab_valid: int,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Cross entropy of each row, [N] in fp32 (fp64 for fp64 inputs), without gradient; arguments as above."""
+    vocabulary = _Vocabulary(mesh=mesh, start=vocab_start, valid=vocab_valid)
+    losses = hidden.new_empty(hidden.shape[0], dtype=_wide(hidden))
+    for rows in _chunks(hidden, weight):
+        logits = _logits(hidden[rows], weight, bias, vocabulary).to(losses.dtype)
+        losses[rows] = _exponentials_(logits, labels[rows], vocabulary).losses
+    return losses
+
+
+@torch.no_grad()
+def vocab_parallel_argmax(
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    mesh: Mesh,
+    vocab_start: int,
+    vocab_valid: int,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """The most probable id of each row, [N]; the lowest of several that are equal."""
+    vocabulary = _Vocabulary(mesh=mesh, start=vocab_start, valid=vocab_valid)
+    best = hidden.new_empty(hidden.shape[0], dtype=torch.int64)
+    for rows in _chunks(hidden, weight):
+        top, index = _logits(hidden[rows], weight, bias, vocabulary).max(dim=0)
+        highest = all_reduce(top.clone(), mesh, "tp", op="max")
+        candidate = torch.where(top == highest, index + vocab_start, torch.iinfo(torch.int64).max)
+        best[rows] = all_reduce(candidate, mesh, "tp", op="min")
+    return best
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
+    """Ranges of rows; the same on every rank, since padded parts of the vocabulary are equally large."""
+    rows, size = hidden.shape[0], max(1, _CHUNK_ELEMENTS // weight.shape[0])
+    if size > 64:
+        size -= size % 64  # whole vectors, and the same kernels for all chunks but the last
+    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: _Vocabulary) -> Tensor:
+    """[v, rows] in the type of ``hidden``, without padding."""
+    logits = times_transposed(weight[: vocabulary.columns], hidden)
+    if vocabulary.valid == 0:
+        logits.fill_(-torch.inf)
+    return logits if bias is None else logits.add_(bias[: vocabulary.columns, None])
+
+
+@dataclass(frozen=True)
+class _Exponentials:
+    """What a chunk's losses and probabilities are made of.
+
+    ``values`` [v, rows]: exp(logit - maximum). ``sums`` [rows]: over the whole vocabulary. ``losses`` [rows].
+    ``local_labels`` [rows]: each label's index into ``values``, and ``here`` [rows]: whether this rank has it.
+    """
+
+    values: Tensor
+    sums: Tensor
+    losses: Tensor
+    local_labels: Tensor
+    here: Tensor
+
+
+def _exponentials_(logits: Tensor, labels: Tensor, vocabulary: _Vocabulary) -> _Exponentials:
+    """Overwrites wide ``logits`` [v, rows] with exponentials; reduces [rows] and [2, rows] over the ranks."""
+    local = labels - vocabulary.start
+    here = (local >= 0) & (local < vocabulary.valid)
+    local = local.masked_fill(~here, 0)
+    shifted = logits.sub_(all_reduce(logits.amax(dim=0), vocabulary.mesh, "tp", op="max"))
+    of_label = shifted.gather(0, local.unsqueeze(0)).squeeze(0).masked_fill(~here, 0.0)
+    values = shifted.exp_()
+    sums, of_label = all_reduce(torch.stack((values.sum(dim=0), of_label)), vocabulary.mesh, "tp")
+    return _Exponentials(values, sums, sums.log() - of_label, local, here)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """dlogits = (softmax - onehot)·weight·scale, a chunk at a time;  dhidden = dlogits·W,  dW = dlogitsᵀ·hidden."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        loss_weights: Tensor,
+        vocabulary: _Vocabulary,
+        gradient_scale: float | None,
+    ) -> Tensor:
+        wide = _wide(hidden)
+        total = hidden.new_zeros((), dtype=wide)
+        loss_weights = loss_weights.to(wide)
+        gradients = None if gradient_scale is None else _Gradients(hidden, weight, bias, vocabulary.columns)
+        for rows in _chunks(hidden, weight):
+            logits = _logits(hidden[rows], weight, bias, vocabulary)
+            exponentials = _exponentials_(logits.to(wide), labels[rows], vocabulary)
+            total += (exponentials.losses * loss_weights[rows]).sum()
+            if gradients is not None and gradient_scale is not None:
+                gradients.add(rows, logits, exponentials, loss_weights[rows] * gradient_scale)
+        ctx.gradients = gradients
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gradients: _Gradients | None = ctx.gradients
+        assert gradients is not None, "the backward pass of linear_cross_entropy can run once"
+        ctx.gradients = None
+        scaled = (
+            part if part is None else part.mul_(grad) for part in (gradients.hidden, gradients.weight, gradients.bias)
+        )
+        return *scaled, None, None, None, None
+
+
+class _Gradients:
+    """Gradients of hidden states, weight and bias, filled chunk by chunk."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: int) -> None:
+        self._rows = hidden.detach()
+        self._columns = columns
+        self._transposed_weight = left_factor(weight.detach()[:columns].t())  # [h, v]
+        self.hidden = torch.empty_like(hidden)
+        self.weight = torch.zeros_like(weight)
+        self.bias = None if bias is None else torch.zeros_like(bias)
+
+    def add(self, rows: slice, logits: Tensor, exponentials: _Exponentials, weights: Tensor) -> None:
+        """Gradients of the chunk ``rows``, whose ``logits`` are overwritten; ``weights`` [rows] multiply them."""
+        wide = exponentials.values.mul_(weights / exponentials.sums)
+        subtracted = -weights.masked_fill(~exponentials.here, 0.0)
+        wide.scatter_add_(0, exponentials.local_labels.unsqueeze(0), subtracted.unsqueeze(0))
+        chunk = wide if wide.dtype == logits.dtype else logits.copy_(wide)  # [v, rows], rounded once
+        hidden = self._rows[rows]
+        add_times_transposed(self.weight[: self._columns], chunk, hidden.t())
+        self.hidden[rows] = times_transposed(self._transposed_weight, chunk.t()).t()
+        if self.bias is not None:
+            self.bias[: self._columns] += wide.sum(dim=1)
