@@ -1,0 +1,132 @@
+"""The report at the start of a run: what will be trained, on what, how, and every setting that isn't a default."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.config.run import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartupFacts:
+    """What the settings alone don't tell. ``parameters``: of the whole model; ``parameters_here``: of this rank."""
+
+    recipe: str
+    device: str
+    parameters: int
+    parameters_here: int
+    flops_per_sample: float
+    start_iteration: int = 0
+    loaded_from: str | None = None
+
+
+def startup_report(run: RunConfig, facts: StartupFacts) -> str:
+    """Aligned lines for people, then the settings that differ from defaults with where each came from."""
+    rows = {
+        "model": describe_model(run),
+        "parameters": _parameters(facts),
+        "ranks": _ranks(run, facts),
+        "batch": _batch(run),
+        "length": _length(run, facts),
+        "optimizer": _optimizer(run),
+        "precision": run.precision.params_dtype,
+        "checkpoint": _checkpoint(run, facts),
+    }
+    width = max(map(len, rows))
+    lines = [f"== {facts.recipe}", *(f"   {name:<{width}}  {text}" for name, text in rows.items())]
+    return "\n".join([*lines, *settings_table(run.diff_from_defaults(), run.provenance)])
+
+
+def describe_model(run: RunConfig) -> str:
+    """The architecture in a line."""
+    model = run.model
+    heads = f"{model.num_attention_heads} heads of {model.kv_channels}"
+    if model.num_query_groups != model.num_attention_heads:
+        heads += f" ({model.num_query_groups} for keys and values)"
+    gate = {"silu": "SwiGLU", "gelu_tanh": "GEGLU", "gelu": "GEGLU"}.get(model.activation, model.activation)
+    parts = [
+        f"{model.num_layers} layers of {model.hidden_size}",
+        heads,
+        f"{gate if model.gated else model.activation} MLP of {model.ffn_hidden_size}",
+        model.normalization,
+        f"{model.position_embedding_type} positions",
+        f"vocabulary {model.vocab_size:,}, padded to {run.padded_vocab_size:,}",
+    ]
+    return ", ".join(parts)
+
+
+def _parameters(facts: StartupFacts) -> str:
+    here = "" if facts.parameters_here == facts.parameters else f", {_count(facts.parameters_here)} on each rank"
+    return f"{_count(facts.parameters)}{here}"
+
+
+def _ranks(run: RunConfig, facts: StartupFacts) -> str:
+    sizes = {
+        "tensor": run.parallel.tensor_model_parallel_size,
+        "pipeline": run.parallel.pipeline_model_parallel_size,
+        "context": run.parallel.context_parallel_size,
+        "data": run.data_parallel_size,
+    }
+    layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    return f"{run.world_size} on {facts.device}" + (f": {layout}" if layout else "")
+
+
+def _batch(run: RunConfig) -> str:
+    training = run.training
+    micro, replicas = training.micro_batch_size, run.data_parallel_size
+    full = training.global_batch_size
+    accumulated = full // (micro * replicas)
+    ramp = f", from {run.batch_ramp.start} up" if training.rampup_batch_size else ""
+    return (
+        f"{full} samples of {run.data.seq_length:,} tokens{ramp}: {replicas} replicas x {micro} a microbatch "
+        f"x {accumulated} accumulated"
+    )
+
+
+def _length(run: RunConfig, facts: StartupFacts) -> str:
+    tokens = run.train_samples * run.data.seq_length
+    flops = run.train_samples * facts.flops_per_sample
+    start = f", from iteration {facts.start_iteration:,}" if facts.start_iteration else ""
+    return (
+        f"{run.train_iters:,} iterations{start}, {run.train_samples:,} samples, {_count(tokens)} tokens, "
+        f"{flops:.3g} model FLOPs"
+    )
+
+
+def _optimizer(run: RunConfig) -> str:
+    optimizer = run.optimizer
+    rate = "no learning rate" if optimizer.lr is None else f"lr {optimizer.lr:g} {optimizer.lr_decay_style}"
+    return (
+        f"{optimizer.optimizer}, {rate} to {optimizer.min_lr:g}, weight decay {optimizer.weight_decay:g}, "
+        f"clip {optimizer.clip_grad:g}"
+    )
+
+
+def _checkpoint(run: RunConfig, facts: StartupFacts) -> str:
+    saved = "not saved" if run.checkpoint.save is None else f"saved to {run.checkpoint.save}"
+    return f"{saved}; loaded from {facts.loaded_from}" if facts.loaded_from else saved
+
+
+def settings_table(values: Mapping[str, Any], provenance: Mapping[str, str]) -> list[str]:
+    """``name  value  (where it came from)`` for each setting, in aligned columns."""
+    if not values:
+        return []
+    shown = {
+        name: " ".join(map(str, value)) if isinstance(value, tuple) else str(value) for name, value in values.items()
+    }
+    name_width, value_width = max(map(len, shown)), min(40, max(map(len, shown.values())))
+    rows = [
+        f"   {name:<{name_width}}  {text:<{value_width}}  {provenance.get(name, '')}".rstrip()
+        for name, text in shown.items()
+    ]
+    return ["-- settings that are not the defaults", *rows]
+
+
+def _count(number: float) -> str:
+    """``29.9 M``: a count in three digits."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:g}"

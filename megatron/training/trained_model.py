@@ -1,0 +1,122 @@
+"""A trained model out of its checkpoint, for tools that use it: the checkpoint says what to build."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+
+from megatron.config.parallel import ParallelConfig
+from megatron.config.run import RunConfig
+from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint
+from megatron.core.checkpointing.load import load_checkpoint, read_run_state
+from megatron.core.models.stage import Stage
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.environment import LaunchEnvironment
+from megatron.core.parallel.launch import parallel_context
+from megatron.core.parallel.sharding import ShardedState, sharded_parameters
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.tokenizers.build import build_tokenizer
+from megatron.errors import CheckpointError, ConfigError
+from megatron.training.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A whole model in evaluation mode, split over the ranks by tensor parallelism alone."""
+
+    config: RunConfig
+    model: nn.Module
+    tokenizer: Tokenizer
+    context: ParallelContext
+    folder: CheckpointFolder
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointChoice:
+    """Which checkpoint a tool uses. ``vocab_file``, ``merge_file`` and ``tokenizer_model`` say where files are now."""
+
+    load: str
+    ckpt_step: int | None = None
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    tokenizer_model: str | None = None
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        """The flags of a choice, for a tool's parser."""
+        group = parser.add_argument_group("model")
+        group.add_argument("--load", required=True, help="folder of checkpoints; the architecture comes from there")
+        group.add_argument("--ckpt-step", type=int, help="iteration to load instead of the newest")
+        group.add_argument("--vocab-file", help="where vocab.json is now, if not where it was in training")
+        group.add_argument("--merge-file", help="where merges.txt is now")
+        group.add_argument("--tokenizer-model", help="where the tokenizer's model is now")
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> CheckpointChoice:
+        """The choice that parsed flags make."""
+        return cls(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(cls)})
+
+
+@contextmanager
+def trained_model(
+    choice: CheckpointChoice, recipes: Mapping[str, Recipe], launch: LaunchEnvironment
+) -> Iterator[TrainedModel]:
+    """The chosen model, for the length of a ``with`` block; every launched rank holds a tensor-parallel part.
+
+    ``recipes``: the families the tool can use, by name. Raises CheckpointError when nothing usable is there,
+    ConfigError and DataError for a tokenizer that can't be built.
+    """
+    folder = find_checkpoint(choice.load, step=choice.ckpt_step)
+    state = read_run_state(folder)
+    recipe = recipes.get(state["recipe"])
+    if recipe is None:
+        raise CheckpointError(
+            f"{folder.path} holds a {state['recipe']} model; this tool works with {', '.join(recipes)}"
+        )
+    config = _for_inference(RunConfig.from_json(state["config"]), choice, launch.world_size)
+    tokenizer = build_tokenizer(config.tokenizer, vocab_size=config.tokenizer.vocab_size)
+    if tokenizer.fingerprint != state["tokenizer"]["fingerprint"]:
+        raise CheckpointError(
+            f"{folder.path} was trained with another tokenizer ({state['tokenizer']['name']}, fingerprint "
+            f"{state['tokenizer']['fingerprint'][:12]}) than the files at hand make ({tokenizer.name}, "
+            f"{tokenizer.fingerprint[:12]}): name the files it was trained with (--vocab-file and --merge-file, or "
+            "--tokenizer-model)"
+        )
+    precision, seed = config.precision.params_dtype, config.training.seed
+    with parallel_context(config.parallel, launch, params_dtype=precision, seed=seed) as context:
+        whole = Stage(range(config.model.num_layers), is_first=True, is_last=True)
+        model = recipe.build_model(config, whole, context).eval().requires_grad_(False)
+        load_checkpoint(folder, model_state(model), context.mesh)
+        yield TrainedModel(config, model, tokenizer, context, folder)
+
+
+def model_state(model: nn.Module) -> Iterator[ShardedState]:
+    """Every parameter under its name in a checkpoint; tied copies share one."""
+    for name, parameter, sharding in sharded_parameters(model):
+        yield ShardedState(f"model.{sharding.tied or name}", parameter.detach(), sharding)
+
+
+def _for_inference(saved: RunConfig, choice: CheckpointChoice, world_size: int) -> RunConfig:
+    heads, groups = saved.model.num_attention_heads, saved.model.num_query_groups
+    if heads % world_size or groups % world_size:
+        raise ConfigError(
+            f"{world_size} ranks were started, and each takes a part of every layer's heads; the model's {heads} heads "
+            f"({groups} for keys and values) don't divide by {world_size}: start 1 rank, or a divisor of both"
+        )
+    tokenizer = saved.tokenizer
+    return dataclasses.replace(
+        saved,
+        world_size=world_size,
+        parallel=ParallelConfig(tensor_model_parallel_size=world_size),
+        tokenizer=dataclasses.replace(
+            tokenizer,
+            vocab_file=choice.vocab_file or tokenizer.vocab_file,
+            merge_file=choice.merge_file or tokenizer.merge_file,
+            tokenizer_model=choice.tokenizer_model or tokenizer.tokenizer_model,
+        ),
+    )

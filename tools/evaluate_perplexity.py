@@ -1,0 +1,120 @@
+"""Perplexity and bits per byte of a trained model on held-out text: plain text files, or JSON lines of documents."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from megatron.core.inference.scoring import TextScore, score_texts
+from megatron.core.parallel.environment import launch_environment
+from megatron.errors import ConfigError, DataError, run_command
+from megatron.training.recipes.gpt import GPTRecipe
+from megatron.training.trained_model import CheckpointChoice, TrainedModel, trained_model
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Score the documents and print one table."""
+    arguments = parse(argv)
+    documents = [text for path in arguments.input for text in read_documents(Path(path), key=arguments.json_key)]
+    if not any(documents):
+        raise DataError(f"--input {' '.join(arguments.input)} holds no text")
+    with trained_model(CheckpointChoice.of(arguments), {"gpt": GPTRecipe()}, launch_environment()) as trained:
+        started = time.monotonic()
+        score = evaluate(trained, documents, stride=arguments.stride, batch_size=arguments.batch_size)
+        if trained.context.mesh.world_rank == 0:
+            print(table(score, documents, trained, seconds=time.monotonic() - started))
+    return 0
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    CheckpointChoice.add_arguments(parser)
+    parser.add_argument("--input", nargs="+", required=True, help=".txt (one document each) or .jsonl files")
+    parser.add_argument("--json-key", default="text", help="field of a JSON line that holds the text (default: text)")
+    parser.add_argument(
+        "--stride", type=int, help="tokens between windows over long documents (default: half the model's length)"
+    )
+    parser.add_argument("--batch-size", type=int, default=8, help="windows evaluated at a time (default: 8)")
+    arguments = parser.parse_args(argv)
+    if arguments.batch_size < 1:
+        raise ConfigError(f"--batch-size {arguments.batch_size} must be at least 1")
+    return arguments
+
+
+def read_documents(path: Path, *, key: str) -> Iterator[str]:
+    """Texts of a file; raises DataError that names file and line."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"--input {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"--input {path} is not UTF-8 (byte {error.start}); convert it first") from None
+    if path.suffix not in (".jsonl", ".json"):
+        yield text
+        return
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            yield _document(line, key, where=f"{path}:{number}")
+
+
+def _document(line: str, key: str, *, where: str) -> str:
+    try:
+        document = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where} is not JSON: {error}") from None
+    if not isinstance(document, dict) or not isinstance(document.get(key), str):
+        raise DataError(f"{where} has no text under {key!r}; --json-key names the field")
+    return str(document[key])
+
+
+def evaluate(trained: TrainedModel, documents: list[str], *, stride: int | None, batch_size: int) -> TextScore:
+    """Score every token of every document, the first one given an end of document, as in training."""
+    length = trained.config.data.seq_length
+    if stride is not None and not 1 <= stride <= length:
+        raise ConfigError(f"--stride {stride} must lie between 1 and the model's length of {length} tokens")
+    tokenizer = trained.tokenizer
+    texts = [[tokenizer.eod, *ids] for ids in tokenizer.tokenize_batch(documents)]
+
+    def token_losses(tokens: Tensor, labels: Tensor) -> Tensor:
+        losses: Tensor = trained.model(tokens).token_losses(labels)
+        return losses
+
+    total = TextScore()
+    for part in score_texts(
+        token_losses,
+        texts,
+        length=length,
+        stride=stride or max(1, length // 2),
+        batch_size=batch_size,
+        device=trained.context.device,
+    ):
+        total = TextScore(total.nats + part.nats, total.tokens + part.tokens)
+    return total
+
+
+def table(score: TextScore, documents: list[str], trained: TrainedModel, *, seconds: float) -> str:
+    """The figures, one a line."""
+    num_bytes = sum(len(text.encode()) for text in documents)
+    num_words = sum(len(text.split()) for text in documents)
+    per_word = math.exp(min(700.0, score.nats / max(1, num_words)))
+    rows = {
+        "checkpoint": str(trained.folder.path),
+        "text": f"{len(documents):,} documents, {num_bytes:,} bytes, {num_words:,} words, {score.tokens:,} tokens",
+        "loss": f"{score.loss:.4f} nats per token",
+        "perplexity": f"{score.perplexity:.2f} per token, {per_word:,.0f} per word",
+        "bits per byte": f"{score.bits_per_byte(num_bytes):.4f}",
+        "time": f"{seconds:.1f} s, {score.tokens / seconds:,.0f} tokens/s",
+    }
+    return "\n".join(f"{name + ':':<15}{text}" for name, text in rows.items())
+
+
+if __name__ == "__main__":
+    run_command(lambda: main(sys.argv[1:]))

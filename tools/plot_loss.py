@@ -1,0 +1,175 @@
+"""Draw the training and validation loss of one run or several: from TensorBoard folders, or from log files."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.errors import ConfigError, DataError, run_command
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+TRAINING_LINE = re.compile(r" iteration +(\d+)/ *\d+ \|.*?\| global batch size: +\d+ \| (.+?): (\d\.\d+E[+-]\d+) \|")
+VALIDATION_LINE = re.compile(r" validation loss at iteration (\d+)(?: on validation set)? \| (.+?) value: (\S+) \|")
+COLORS = ("#2a6fb0", "#c8553d", "#3d8b5f", "#8a5aa8", "#b8862b")
+INK, FAINT = "#222222", "#dddddd"
+
+Curve = dict[int, float]
+"""Loss by iteration; a later value for the same iteration (after a restart) replaces the earlier one."""
+
+
+@dataclass
+class Losses:
+    """The curves of one run."""
+
+    label: str
+    name: str = "loss"
+    train: Curve = field(default_factory=dict)
+    validation: Curve = field(default_factory=dict)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Read the runs and write the picture."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a TensorBoard folder or a log file")
+    parser.add_argument("--output", default="loss.png", help="picture to write: .png, .svg or .pdf (default: loss.png)")
+    parser.add_argument("--title", help="line above the plot")
+    arguments = parser.parse_args(argv)
+    runs = [read_losses(Path(run)) for run in arguments.runs]
+    draw(runs, Path(arguments.output), title=arguments.title)
+    for run in runs:
+        print(f"{run.label}: {summary(run)}")
+    print(f"wrote {arguments.output}")
+    return 0
+
+
+def read_losses(path: Path) -> Losses:
+    """Losses of the run whose events or log are at ``path``; raises DataError when there are none."""
+    if not path.exists():
+        raise DataError(f"{path} does not exist; give a --tensorboard-dir folder or a file with the log of a run")
+    losses = read_events(path) if path.is_dir() else read_log(path)
+    if not losses.train:
+        kind = "TensorBoard events" if path.is_dir() else "log lines"
+        raise DataError(
+            f"{path} holds no {kind} with a training loss; give the folder or log of a run that has trained"
+        )
+    return losses
+
+
+def read_log(path: Path) -> Losses:
+    """Losses from a run's log lines."""
+    losses = Losses(path.stem)
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        if found := TRAINING_LINE.search(line):
+            losses.train[int(found[1])] = float(found[3])
+            losses.name = found[2]
+        elif found := VALIDATION_LINE.search(line):
+            losses.validation[int(found[1])] = float(found[3])
+    return losses
+
+
+def read_events(path: Path) -> Losses:
+    """Losses from a folder of TensorBoard events: the first curve whose name ends in ``loss``."""
+    try:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    except ModuleNotFoundError:
+        raise ConfigError(
+            f"reading {path} needs the tensorboard package: pip install tensorboard, or give a log file instead"
+        ) from None
+    events = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
+    tags = events.Tags()["scalars"]
+    losses = Losses(path.name)
+    names = [tag for tag in tags if tag.endswith("loss")]
+    if names:
+        losses.name = "lm loss" if "lm loss" in names else names[0]
+        losses.train = {event.step: event.value for event in events.Scalars(losses.name)}
+        if f"{losses.name} validation" in tags:
+            losses.validation = {event.step: event.value for event in events.Scalars(f"{losses.name} validation")}
+    return losses
+
+
+def summary(run: Losses) -> str:
+    """From what to what the losses fell."""
+    parts = []
+    for kind, curve in (("training", run.train), ("validation", run.validation)):
+        if curve:
+            first, last = min(curve), max(curve)
+            parts.append(f"{kind} {run.name} {curve[first]:.3f} (iteration {first}) to {curve[last]:.3f} ({last})")
+    return ", ".join(parts)
+
+
+def draw(runs: list[Losses], output: Path, *, title: str | None = None) -> None:
+    """Write the picture: each training curve with its trend, validation as points, last values at the right edge."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ConfigError("drawing needs the matplotlib package: pip install matplotlib") from None
+    figure = Figure(figsize=(9, 5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for number, run in enumerate(runs):
+        color, other = COLORS[number % len(COLORS)], COLORS[(number + (len(runs) == 1)) % len(COLORS)]
+        _draw_run(axes, run, color=color, validation_color=other, prefix="" if len(runs) == 1 else f"{run.label}: ")
+    _style(axes, name=runs[0].name, title=title)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(output)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--output {output} cannot be written: {error}") from None
+
+
+def _draw_run(axes: Axes, run: Losses, *, color: str, validation_color: str, prefix: str) -> None:
+    iterations, values = sorted(run.train), [run.train[iteration] for iteration in sorted(run.train)]
+    smooth = trend(values)
+    axes.plot(iterations, values, color=color, alpha=0.25, linewidth=0.8)
+    axes.plot(iterations, smooth, color=color, linewidth=2, label=f"{prefix}training {smooth[-1]:.2f}")
+    if run.validation:
+        points = sorted(run.validation)
+        losses = [run.validation[point] for point in points]
+        axes.plot(
+            points,
+            losses,
+            color=validation_color,
+            linewidth=1.2,
+            marker="o",
+            markersize=5,
+            markeredgecolor="white",
+            label=f"{prefix}validation {losses[-1]:.2f}",
+        )
+
+
+def trend(values: list[float], *, share: float = 0.05) -> list[float]:
+    """Mean over a centred window of ``share`` of the curve; narrower at the start, where the curve is steep."""
+    half = max(1, round(len(values) * share / 2))
+    means = []
+    for index in range(len(values)):
+        reach = min(half, index)
+        window = values[index - reach : index + reach + 1]
+        means.append(sum(window) / len(window))
+    return means
+
+
+def _style(axes: Axes, *, name: str, title: str | None) -> None:
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(FAINT)
+    axes.grid(axis="y", color=FAINT, linewidth=0.6)
+    axes.tick_params(length=0, labelcolor=INK)
+    axes.set_axisbelow(True)
+    axes.set_xlabel("iteration", color=INK)
+    axes.set_ylabel(f"{name} (nats per token)", color=INK)
+    axes.set_xlim(left=0)
+    axes.margins(x=0.02)
+    axes.legend(frameon=False, labelcolor=INK, fontsize=11)
+    if title:
+        axes.set_title(title, loc="left", color=INK, fontsize=13, pad=12)
+
+
+if __name__ == "__main__":
+    run_command(lambda: main(sys.argv[1:]))
