@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.core.datasets.blend import Interleaving, normalized
-from megatron.core.datasets.gpt_dataset import GPTDataset, Sample
+from megatron.core.datasets.gpt_samples import GPTDataset, Sample
 from megatron.core.datasets.index_cache import digest_of
 
 

@@ -1,170 +1,217 @@
-"""Samples for next-token prediction, cut from documents that follow each other in shuffled order."""
+"""Training, validation and test data of a GPT run, from what the data flags say."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
-from megatron.core.datasets.sample_order import SampleOrder
-from megatron.errors import DataError
+from megatron.config.data import DataConfig
+from megatron.core.datasets.blend import BlendSpec, Interleaving, interleave, interleave_all, normalized, parse_blend
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.gpt_samples import Documents, GPTDataset, SampleDataset, SampleLayout
+from megatron.core.datasets.index_build import Lengths
+from megatron.core.datasets.index_cache import IndexCache, digest_of
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.metadata import DatasetMetadata, DescribesTokenizer, TokenizerStamp
+from megatron.core.datasets.mock import MOCK_SPLIT, MockDocuments
+from megatron.core.datasets.sample_order import EpochOrder, MegatronOrder, SampleOrder
+from megatron.core.datasets.splits import SPLITS, WHOLE, Share, SplitName, SplitSizes, parse_split
+from megatron.errors import ConfigError, DataError
 
-Sample = dict[str, NDArray[Any]]
-
-
-class Documents(Protocol):
-    """Token sequences by number: an IndexedDataset, or made-up ones."""
-
-    @property
-    def prefix(self) -> str:
-        """Name for messages."""
-
-    @property
-    def lengths(self) -> NDArray[np.int32]:
-        """Tokens of each document, [documents]."""
-
-    def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """Tokens ``[offset, offset + length)`` of a document."""
+_MEGATRON_SURPLUS = 1.005  # Megatron-LM builds each source of a blend a little larger than it should be needed
 
 
-class SampleDataset(Protocol):
-    """Samples by number."""
+@dataclass(frozen=True)
+class DatasetSplits:
+    """The data sets of a run; None for a split that isn't needed or has no share of the data."""
 
-    @property
-    def digest(self) -> str:
-        """Hex digest that differs when some sample may differ; ranks compare it."""
+    train: SampleDataset | None
+    valid: SampleDataset | None
+    test: SampleDataset | None
 
-    def __len__(self) -> int:
-        """Number of samples."""
-
-    def __getitem__(self, index: int | None) -> Sample:
-        """Sample ``index``; None gives one that counts for nothing, to fill a batch."""
-
-    def origin(self, index: int) -> str:
-        """Where a sample's tokens lie, for messages."""
-
-    def describe(self) -> list[str]:
-        """What the samples come from, a line per source."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleLayout:
-    """What a sample holds: S tokens, the S labels after them, and what the flags ask beside them.
-
-    ``eod``: id that ends a document.
-    """
-
-    seq_length: int
-    eod: int | None
-    reset_position_ids: bool = False
-    reset_attention_mask: bool = False
-    eod_mask_loss: bool = False
-
-    def sample(self, tokens: NDArray[np.int64], *, num_tokens: int) -> Sample:
-        """Sample of S + 1 ``tokens``, of which the first ``num_tokens`` are real.
-
-        ``tokens``, ``labels``, ``position_ids`` int64 [S]; ``loss_mask`` float32 [S], 0 for labels that aren't real;
-        with ``reset_attention_mask`` also ``segments`` int32 [S]: number of the document within the sample, for
-        attention only within it. A document ends with its EOD token: positions and segments change after it.
-        """
-        length = self.seq_length
-        inputs = tokens[:-1]
-        loss_mask = np.ones(length, np.float32)
-        loss_mask[max(num_tokens - 1, 0) :] = 0
-        position_ids = np.arange(length, dtype=np.int64)
-        sample: Sample = {"tokens": inputs, "labels": tokens[1:], "loss_mask": loss_mask, "position_ids": position_ids}
-        if self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss:
-            is_eod = inputs == self.eod
-            if self.eod_mask_loss:
-                loss_mask[is_eod] = 0
-            segments = np.cumsum(is_eod, dtype=np.int32) - is_eod.astype(np.int32)
-            if self.reset_position_ids:
-                starts = np.concatenate([[0], np.flatnonzero(is_eod) + 1])
-                position_ids -= starts[segments]
-            if self.reset_attention_mask:
-                sample["segments"] = segments
-        return sample
-
-
-class GPTDataset:
-    """Samples of ``layout.seq_length`` tokens from ``documents`` in ``order``.
-
-    ``first``: number of the document that the order calls 0 (the order counts within a split).
-    ``vocab_size``: check ids against it while reading, for data whose largest id isn't known; None: don't.
-    """
-
-    def __init__(
-        self,
-        documents: Documents,
-        order: SampleOrder,
-        *,
-        layout: SampleLayout,
-        first: int = 0,
-        vocab_size: int | None = None,
-    ) -> None:
-        self.documents = documents
-        self.order = order
-        self.layout = layout
-        self._first = first
-        self._vocab_size = vocab_size
+    def of(self, split: SplitName) -> SampleDataset | None:
+        """Data set of one split."""
+        return {"train": self.train, "valid": self.valid, "test": self.test}[split]
 
     @property
     def digest(self) -> str:
-        """Hex digest that differs when some sample may differ."""
-        return self.order.digest
+        """Hex digest that differs when some sample may differ: equal on all ranks of a sound run."""
+        return digest_of(*(data.digest if data else None for data in (self.train, self.valid, self.test)))
 
-    def __len__(self) -> int:
-        return len(self.order)
 
-    def __getitem__(self, index: int | None) -> Sample:
-        if index is None:
-            sample = self[0]
-            sample["loss_mask"][:] = 0
-            return sample
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of a data set of {len(self)}")
-        tokens, num_tokens = self._read(index)
-        if self._vocab_size is not None and tokens.view(np.uint64).max() >= self._vocab_size:
-            self._refuse(index, tokens, vocab_size=self._vocab_size)
-        return self.layout.sample(tokens, num_tokens=num_tokens)
+def build_gpt_splits(
+    data: DataConfig,
+    *,
+    seed: int,
+    sizes: SplitSizes,
+    tokenizer: DescribesTokenizer,
+    vocab_size: int | None = None,
+) -> DatasetSplits:
+    """Data sets of a run.
 
-    def origin(self, index: int) -> str:
-        """Document and token at which sample ``index`` starts."""
-        start = self.order.find(index)
-        document = self._first + start.documents.item(start.position)
-        return f"{self.documents.prefix}, document {document} from token {start.offset}"
-
-    def describe(self) -> list[str]:
-        """The source, in a line."""
-        return [f"{self.documents.prefix}: {len(self)} samples"]
-
-    def _read(self, index: int) -> tuple[NDArray[np.int64], int]:
-        """The tokens of a sample, S + 1 of them with zeros after the last real one, and how many are real."""
-        order, position, offset = self.order.find(index)
-        needed = self.layout.seq_length + 1
-        tokens = np.empty(needed, np.int64)
-        filled = 0
-        while filled < needed and position < len(order):
-            document = self._first + order.item(position)
-            count = min(self.documents.lengths.item(document) - offset, needed - filled)
-            tokens[filled : filled + count] = self.documents.get(document, offset, count)
-            filled += count
-            position, offset = position + 1, 0
-        tokens[filled:] = 0
-        return tokens, filled
-
-    def _refuse(self, index: int, tokens: NDArray[np.int64], *, vocab_size: int) -> None:
-        """DataError that names the first id outside the vocabulary and where it lies."""
-        at = int(np.argmax(tokens.view(np.uint64) >= vocab_size))
-        order, position, offset = self.order.find(index)
-        left = at + offset
-        while left >= self.documents.lengths.item(self._first + order.item(position)):
-            left -= self.documents.lengths.item(self._first + order.item(position))
-            position += 1
-        raise DataError(
-            f"{self.documents.prefix} holds token id {tokens[at]} (document {self._first + order.item(position)}, "
-            f"token {left}) but the vocabulary has ids 0 to {vocab_size - 1}: the data was made with "
-            "another tokenizer; give that one, or preprocess the text again"
+    ``sizes``: samples of each split; with ``--dataloader-type cyclic`` training data are one pass, whatever is asked.
+    ``tokenizer``: the run's; data made with another one are refused. ``vocab_size``: ids the model knows, the
+    tokenizer's when not given. Raises DataError for files that are missing, damaged, too short or of another tokenizer.
+    """
+    if not (data.mock_data or any(_entries(data, split) for split in SPLITS)):
+        raise ConfigError(
+            "there are no data: give --data-path PREFIX, or --train-data-path and its like, or --mock-data"
         )
+    builder = _SplitBuilder(data, seed=seed, stamp=TokenizerStamp.of(tokenizer), vocab_size=vocab_size)
+    train = builder.build("train", None if data.dataloader_type == "cyclic" and sizes.train else sizes.train)
+    return DatasetSplits(train, builder.build("valid", sizes.valid), builder.build("test", sizes.test))
+
+
+@dataclass(frozen=True)
+class _Source:
+    """An opened data set; ``ids_known`` when its largest id is known to lie in the vocabulary."""
+
+    documents: Documents
+    cache: IndexCache
+    ids_known: bool
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The part of one source that belongs to a split; ``copy`` counts earlier uses of the source in the same blend."""
+
+    source: _Source
+    split: SplitName
+    documents: range
+    copy: int
+
+    @property
+    def lengths(self) -> Lengths:
+        """Tokens of each document."""
+        return self.source.documents.lengths[self.documents.start : self.documents.stop]
+
+
+class _SplitBuilder:
+    """Opens each source once and cuts, orders and blends it for each split."""
+
+    def __init__(self, data: DataConfig, *, seed: int, stamp: TokenizerStamp, vocab_size: int | None) -> None:
+        self._data, self._seed, self._stamp = data, seed, stamp
+        self._vocab_size = stamp.vocab_size if vocab_size is None else vocab_size
+        self._sources: dict[str, _Source] = {}
+        self._layout = SampleLayout(
+            seq_length=data.seq_length,
+            eod=stamp.eod,
+            reset_position_ids=data.reset_position_ids,
+            reset_attention_mask=data.reset_attention_mask,
+            eod_mask_loss=data.eod_mask_loss,
+        )
+
+    def build(self, split: SplitName, num_samples: int | None) -> SampleDataset | None:
+        """Data set of a split; None when no samples are asked of it, or it has no share of the data."""
+        share, entries = self._share(split), _entries(self._data, split)
+        if num_samples == 0 or share is None or not (entries or self._data.mock_data):
+            return None
+        if self._data.mock_data:
+            return self._dataset(self._part(self._mock(), split=split, share=share, copy=0), num_samples)
+        flag = "--data-path" if self._data.data_path else f"--{split}-data-path"
+        spec = parse_blend(entries, flag=flag)
+        parts = [
+            self._part(self._open(prefix), split=split, share=share, copy=spec.prefixes[:i].count(prefix))
+            for i, prefix in enumerate(spec.prefixes)
+        ]
+        if len(parts) == 1 and (spec.weights is None or self._data.data_order == "epoch"):
+            return self._dataset(parts[0], num_samples)
+        return self._blend(spec, parts, num_samples)
+
+    def _share(self, split: SplitName) -> Share | None:
+        if self._data.mock_data:
+            return parse_split(MOCK_SPLIT)[split]
+        return parse_split(self._data.split)[split] if self._data.data_path else WHOLE
+
+    def _mock(self) -> _Source:
+        assert self._stamp.eod is not None
+        documents = MockDocuments(eod=self._stamp.eod, vocab_size=self._vocab_size)
+        return _Source(documents, IndexCache(None), ids_known=True)
+
+    def _open(self, prefix: str) -> _Source:
+        if prefix not in self._sources:
+            documents = IndexedDataset(prefix, mmap=self._data.mmap_bin_files)
+            if documents.dtype.kind not in "iu":
+                raise DataError(f"{prefix}.bin holds {documents.dtype} values, but token ids are integers")
+            metadata = DatasetMetadata.read(prefix)
+            if metadata is not None:
+                metadata.check_counts(prefix, num_tokens=documents.num_tokens, num_sequences=len(documents))
+                metadata.check_tokenizer(prefix, self._stamp)
+                metadata.check_vocabulary(prefix, vocab_size=self._vocab_size)
+            folder = Path(self._data.data_cache_path or f"{prefix}_index_cache")
+            self._sources[prefix] = _Source(documents, IndexCache(folder), ids_known=metadata is not None)
+        return self._sources[prefix]
+
+    def _part(self, source: _Source, *, split: SplitName, share: Share, copy: int) -> _Part:
+        part = _Part(source, split, share.documents(len(source.documents.lengths)), copy)
+        tokens, needed = int(part.lengths.sum(dtype=np.int64)), self._data.seq_length + 1
+        if tokens < needed:
+            remedy = "a larger share in --split" if self._data.data_path else "more data"
+            raise DataError(
+                f"{source.documents.prefix}: the {split} split has {tokens} tokens in {len(part.documents)} documents, "
+                f"but a sample takes {needed} (--seq-length and one label): give {remedy}, or a smaller --seq-length"
+            )
+        return part
+
+    def _dataset(self, part: _Part, num_samples: int | None) -> GPTDataset:
+        lengths, cache, seq_length = part.lengths, part.source.cache, self._data.seq_length
+        order: SampleOrder
+        if self._data.data_order == "megatron":
+            order = MegatronOrder(lengths, seed=self._seed, seq_length=seq_length, num_samples=num_samples, cache=cache)
+        else:
+            order = EpochOrder(
+                lengths, seed=self._seed, seq_length=seq_length, num_samples=num_samples, cache=cache, copy=part.copy
+            )
+        return GPTDataset(
+            part.source.documents,
+            order,
+            layout=self._layout,
+            first=part.documents.start,
+            vocab_size=None if part.source.ids_known else self._vocab_size,
+        )
+
+    def _blend(self, spec: BlendSpec, parts: Sequence[_Part], num_samples: int | None) -> BlendedDataset:
+        weights: Sequence[float] | None = spec.weights
+        once = [self._dataset(part, None) for part in parts] if num_samples is None or weights is None else []
+        weights = weights or [len(dataset) for dataset in once]
+        if num_samples is None:
+            return BlendedDataset(once, interleave_all(weights, sizes=[len(d) for d in once]), weights=weights)
+        if self._data.data_order == "epoch":
+            mixed = interleave(weights, size=num_samples)
+            requests = mixed.counts.tolist()
+        elif spec.weights is None:
+            return self._megatron_unweighted(once, num_samples)
+        else:
+            mixed, requests = _megatron_requests(weights, num_samples)
+        sources = [self._dataset(part, request) for part, request in zip(parts, requests)]
+        return BlendedDataset(sources, mixed, weights=weights)
+
+    def _megatron_unweighted(self, once: Sequence[GPTDataset], num_samples: int) -> BlendedDataset:
+        """Without weights Megatron-LM makes one pass over the sources; a run that asks for more crashes at its end."""
+        sizes = [len(dataset) for dataset in once]
+        if num_samples > sum(sizes):
+            raise DataError(
+                f"the run asks for {num_samples} samples, but with --data-order megatron and no weights the sources "
+                f"give {sum(sizes)}, one pass: give weights, or leave --data-order megatron out"
+            )
+        return BlendedDataset(once, interleave(sizes, size=num_samples), weights=sizes)
+
+
+def _megatron_requests(weights: Sequence[float], num_samples: int) -> tuple[Interleaving, list[int]]:
+    """Megatron-LM's blend and how many samples it asks of each source.
+
+    Where its request is too small for its own blend (it then fails), the blend's need counts.
+    """
+    targets = [math.ceil(num_samples * share) for share in normalized(weights).tolist()]
+    mixed = interleave(weights, size=sum(targets))
+    requests = [math.ceil(target * _MEGATRON_SURPLUS) for target in targets]
+    return mixed, [max(request, int(count)) for request, count in zip(requests, mixed.counts)]
+
+
+def _entries(data: DataConfig, split: SplitName) -> tuple[str, ...]:
+    per_split = {"train": data.train_data_path, "valid": data.valid_data_path, "test": data.test_data_path}
+    return tuple(data.data_path or per_split[split])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from megatron.core.datasets.gpt_dataset import SampleDataset
+from megatron.core.datasets.gpt_samples import SampleDataset
 from megatron.core.datasets.sampler import MicrobatchSampler
 from megatron.errors import DataError
 
