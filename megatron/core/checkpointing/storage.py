@@ -57,16 +57,20 @@ class _ChecksummedStream:
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
+        self.name: str = file.name
         self.size = 0
         self.crc32 = 0
         self.error: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
         try:
-            written = self._file.write(data)
+            return self._write(data)
         except OSError as error:
             self.error = error
             raise
+
+    def _write(self, data: bytes | memoryview) -> int:
+        written = self._file.write(data)
         self.size += written
         self.crc32 = zlib.crc32(data, self.crc32)
         return written
@@ -79,6 +83,9 @@ class _ChecksummedStream:
 
     def fileno(self) -> int:
         return self._file.fileno()
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class ChecksummedFiles(FileSystem):
@@ -160,12 +167,22 @@ class CheckpointReader(FileSystemReader):
         for name, indices in itertools.groupby(ordered, key=lambda index: places[index].relative_path):
             with self._inside(name).open("rb") as file:
                 for index in indices:
-                    stored = torch.load(self._slice_file(file, places[index]), map_location="cpu", weights_only=True)
+                    stored = self._load_box(index, file)
                     for item in requests[index]:
                         _copy(stored, item, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _load_box(self, index: MetadataIndex, file: IO[bytes]) -> torch.Tensor:
+        try:
+            box: torch.Tensor = torch.load(
+                self._slice_file(file, self.storage_data[index]), map_location="cpu", weights_only=True
+            )
+        except (RuntimeError, pickle.UnpicklingError) as error:
+            reason = str(error).partition("\n")[0]
+            raise CheckpointError(f"{file.name}: {index.fqn} cannot be read from it: {reason}") from error
+        return box
 
     def _inside(self, name: str) -> Path:
         if Path(name).name != name:
