@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron.config.run import RunConfig
+from megatron.core.datasets.splits import SplitName
 from megatron.core.parallel.context import ParallelContext
 from megatron.training.agreement import check_ranks_agree
 from megatron.training.checkpoint import load, save
@@ -10,6 +11,7 @@ from megatron.training.evaluate import evaluate
 from megatron.training.recipe import Recipe
 from megatron.training.run import Run, build_run
 from megatron.training.step import train_step
+from megatron.training.upkeep import after_step, around_evaluation, deterministic_algorithms, garbage_on_schedule
 
 
 def train_from_start_to_end(config: RunConfig, recipe: Recipe, context: ParallelContext, *, started: float) -> None:
@@ -19,8 +21,9 @@ def train_from_start_to_end(config: RunConfig, recipe: Recipe, context: Parallel
     load(run)
     finished = True if config.training.skip_train else train(run)
     if finished and config.training.eval_iters:
-        validate(run, "valid", f"iteration {run.progress.iteration} on validation set")
-        validate(run, "test", f"iteration {run.progress.iteration} on test set")
+        iteration = run.progress.iteration
+        validate(run, "valid", f"iteration {iteration} on validation set", evaluation=config.train_iters // config.training.eval_interval)
+        validate(run, "test", f"iteration {iteration} on test set", evaluation=0)
     run.reporter.close()
 
 
@@ -34,16 +37,18 @@ def train(run: Run) -> bool:
     saved_at = progress.iteration
     reason: str | None = None
 
-    with run.exit_watch.catching_signals():
+    with run.exit_watch.catching_signals(), garbage_on_schedule(training), deterministic_algorithms(training):
         batches = run.data.training_batches(progress.consumed_samples)
         reporter.restart_clock()
         while progress.iteration < config.train_iters and reason is None:
             with reporter.timers("batch-generator", level=1):
                 microbatches = next(batches)
             reporter.step(train_step(run, microbatches))
+            after_step(training, run.context, run.models, progress.iteration)
 
             if training.eval_iters and progress.iteration % training.eval_interval == 0:
-                validate(run, "valid", f"iteration {progress.iteration}")
+                number = progress.iteration // training.eval_interval - 1
+                validate(run, "valid", f"iteration {progress.iteration}", evaluation=number)
             reason = run.exit_watch.reason(progress.iteration)
             is_due = checkpoint.save_interval is not None and progress.iteration % checkpoint.save_interval == 0
             is_last = reason is not None or progress.iteration == config.train_iters
@@ -57,11 +62,13 @@ def train(run: Run) -> bool:
     return reason is None
 
 
-def validate(run: Run, split: str, where: str) -> None:
-    """Evaluate on a split and report it; does nothing when the run has no such data."""
+def validate(run: Run, split: SplitName, where: str, *, evaluation: int) -> None:
+    """Evaluate on a split for the ``evaluation``-th time and report it; does nothing when the run has no such data."""
     if not run.data.has(split):
         return
+    around_evaluation(run.config.training)
     with run.reporter.aside("evaluate-time"):
-        losses = evaluate(run, run.data.evaluation_batches(split))
+        losses = evaluate(run, run.data.evaluation_batches(split, evaluation=evaluation))
+    around_evaluation(run.config.training)
     progress = run.progress
     run.reporter.validation(where, losses, iteration=progress.iteration, consumed_samples=progress.consumed_samples)

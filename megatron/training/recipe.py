@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
 from megatron.config.run import RunConfig
 from megatron.core.datasets.gpt_dataset import DatasetSplits
@@ -60,5 +59,3 @@ class ModelChunk:
         output = self.recipe.forward(self.model, wires, microbatch)
         return self.recipe.loss(output, microbatch) if self.is_last else output
 
-
-Batch = Mapping[str, Tensor]

@@ -83,7 +83,15 @@ def build_run(config: RunConfig, recipe: Recipe, context: ParallelContext, *, st
         bucket_size=config.parallel.ddp_bucket_size,
     )
     grad_sync = GradSync(buffers, context, sharded=sharded, overlap=config.parallel.overlap_grad_reduce)
-    optimizer = Optimizer(buffers, config.optimizer, config.precision, context, sharded=sharded)
+    optimizer = Optimizer(
+        buffers,
+        config.optimizer,
+        config.precision,
+        context,
+        sharded=sharded,
+        count_zeros=config.reporting.log_num_zeros_in_grad,
+        tokens_per_microbatch=config.training.micro_batch_size * config.data.seq_length,
+    )
     schedule = Schedule.from_config(
         config.optimizer,
         train_samples=config.train_samples,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from megatron.config.flags import check_flags, flag
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
 from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint
@@ -36,35 +36,21 @@ class TrainedModel:
     folder: CheckpointFolder
 
 
+@check_flags
 @dataclass(frozen=True, kw_only=True)
-class CheckpointChoice:
-    """Which checkpoint a tool uses. ``vocab_file``, ``merge_file`` and ``tokenizer_model`` say where files are now."""
+class TrainedModelConfig:
+    """Which trained model a tool uses. The checkpoint knows its architecture and tokenizer."""
 
-    load: str
-    ckpt_step: int | None = None
-    vocab_file: str | None = None
-    merge_file: str | None = None
-    tokenizer_model: str | None = None
-
-    @staticmethod
-    def add_arguments(parser: argparse.ArgumentParser) -> None:
-        """The flags of a choice, for a tool's parser."""
-        group = parser.add_argument_group("model")
-        group.add_argument("--load", required=True, help="folder of checkpoints; the architecture comes from there")
-        group.add_argument("--ckpt-step", type=int, help="iteration to load instead of the newest")
-        group.add_argument("--vocab-file", help="where vocab.json is now, if not where it was in training")
-        group.add_argument("--merge-file", help="where merges.txt is now")
-        group.add_argument("--tokenizer-model", help="where the tokenizer's model is now")
-
-    @classmethod
-    def of(cls, arguments: argparse.Namespace) -> CheckpointChoice:
-        """The choice that parsed flags make."""
-        return cls(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(cls)})
+    load: str = flag("Folder of checkpoints.")
+    ckpt_step: int | None = flag("Iteration to load instead of the newest.", default=None, at_least=0)
+    vocab_file: str | None = flag("Where vocab.json is now, if not where it was in training.", default=None)
+    merge_file: str | None = flag("Where merges.txt is now.", default=None)
+    tokenizer_model: str | None = flag("Where the tokenizer's model file is now.", default=None)
 
 
 @contextmanager
 def trained_model(
-    choice: CheckpointChoice, recipes: Mapping[str, Recipe], launch: LaunchEnvironment
+    choice: TrainedModelConfig, recipes: Mapping[str, Recipe], launch: LaunchEnvironment
 ) -> Iterator[TrainedModel]:
     """The chosen model, for the length of a ``with`` block; every launched rank holds a tensor-parallel part.
 
@@ -101,7 +87,7 @@ def model_state(model: nn.Module) -> Iterator[ShardedState]:
         yield ShardedState(f"model.{sharding.tied or name}", parameter.detach(), sharding)
 
 
-def _for_inference(saved: RunConfig, choice: CheckpointChoice, world_size: int) -> RunConfig:
+def _for_inference(saved: RunConfig, choice: TrainedModelConfig, world_size: int) -> RunConfig:
     heads, groups = saved.model.num_attention_heads, saved.model.num_query_groups
     if heads % world_size or groups % world_size:
         raise ConfigError(

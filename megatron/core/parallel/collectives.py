@@ -20,6 +20,11 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 _SMALL_ON_CPU = 256 * 1024
 
 
+# torch 2.13 renamed them; older versions know the old names only.
+_gather_tensor = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_scatter_tensor = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
 class Handle:
     """A collective under way; ``wait`` returns its result."""
 
@@ -43,7 +48,7 @@ def all_reduce(x: Tensor, mesh: Mesh, *axes: Axis, op: Reduction = "sum") -> Ten
     size = mesh.size(*axes)
     if x.device.type == "cpu" and x.numel() * x.element_size() * size <= _SMALL_ON_CPU:
         parts = x.new_empty(size * x.numel())
-        dist.all_gather_into_tensor(parts, x.reshape(-1).contiguous(), group=group)
+        _gather_tensor(parts, x.reshape(-1).contiguous(), group=group)
         stacked = parts.view(size, *x.shape)
         return x.copy_(stacked.sum(0) if op == "sum" else stacked.amax(0) if op == "max" else stacked.amin(0))
     if x.is_contiguous():
@@ -67,14 +72,14 @@ def all_gather(x: Tensor, mesh: Mesh, *axes: Axis, dim: int = 0) -> Tensor:
         return x
     size = mesh.size(*axes)
     out = x.new_empty(size * x.shape[0] if dim == 0 else size, *(x.shape[1:] if dim == 0 else x.shape))
-    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    _gather_tensor(out, x.contiguous(), group=group)
     return out if dim == 0 else torch.cat(out.unbind(0), dim=dim)
 
 
 def all_gather_into_async(out: Tensor, x: Tensor, mesh: Mesh, *axes: Axis) -> Handle:
     """Start gathering 1-D ``x`` of every rank into ``out``; ``x`` may be this rank's own slice of ``out``."""
     group = mesh.group(*axes)
-    return Handle(out, None if group is None else dist.all_gather_into_tensor(out, x, group=group, async_op=True))
+    return Handle(out, None if group is None else _gather_tensor(out, x, group=group, async_op=True))
 
 
 def reduce_scatter(x: Tensor, mesh: Mesh, *axes: Axis, dim: int = 0) -> Tensor:
@@ -86,7 +91,7 @@ def reduce_scatter(x: Tensor, mesh: Mesh, *axes: Axis, dim: int = 0) -> Tensor:
     assert x.shape[dim] % size == 0, f"dimension {dim} of {tuple(x.shape)} does not divide over {axes}={size}"
     source = x.contiguous() if dim == 0 else torch.cat(x.chunk(size, dim=dim), dim=0)
     out = source.new_empty(source.shape[0] // size, *source.shape[1:])
-    dist.reduce_scatter_tensor(out, source, group=group)
+    _scatter_tensor(out, source, group=group)
     return out
 
 
@@ -97,7 +102,7 @@ def reduce_scatter_into_async(out: Tensor, x: Tensor, mesh: Mesh, *axes: Axis) -
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
         return Handle(out)
-    return Handle(out, dist.reduce_scatter_tensor(out, x, group=group, async_op=True))
+    return Handle(out, _scatter_tensor(out, x, group=group, async_op=True))
 
 
 def broadcast(x: Tensor, mesh: Mesh, *axes: Axis, src: int = 0) -> Tensor:

@@ -53,11 +53,12 @@ class GPTRecipe:
 
     def build_datasets(self, run: RunConfig, tokenizer: Tokenizer, sizes: SplitSizes) -> DatasetSplits:
         """Packed samples of ``--seq-length`` tokens from ``--data-path`` and its relatives."""
-        return build_gpt_splits(run.data, seed=run.training.seed, sizes=sizes, tokenizer=tokenizer)
+        return build_gpt_splits(run.data, seed=run.training.seed, sizes=sizes, tokenizer=tokenizer, vocab_size=run.model.vocab_size)
 
     def flops_per_sample(self, run: RunConfig) -> float:
         """Megatron's formula."""
-        return gpt_flops_per_sample(run.model, run.data.seq_length)
+        tensor_parallel = run.parallel.tensor_model_parallel_size
+        return gpt_flops_per_sample(run.model, run.data.seq_length, tensor_model_parallel_size=tensor_parallel)
 
 
 def recompute_plan(run: RunConfig) -> RecomputePlan:

@@ -1,0 +1,100 @@
+"""A run's data as microbatches on the rank's device: training from any sample on, evaluation a fixed number at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.config.run import RunConfig
+from megatron.core.datasets.gpt_dataset import DatasetSplits
+from megatron.core.datasets.loader import Batch, build_loader
+from megatron.core.datasets.splits import SplitName, SplitSizes
+from megatron.core.parallel.collectives import gather_objects
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.rng import StreamKey
+from megatron.core.pipeline_parallel.chunk import Microbatch
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.errors import DataError, ParallelError
+from megatron.training.recipe import Recipe
+
+
+class TrainingData:
+    """The three splits of a run, read by this rank at its data-parallel coordinate.
+
+    Raises DataError for data that are missing, damaged or too short, ParallelError when ranks see different data.
+    """
+
+    def __init__(self, config: RunConfig, recipe: Recipe, context: ParallelContext, tokenizer: Tokenizer) -> None:
+        self._config, self._context = config, context
+        self._splits = build_splits(config, recipe, context, tokenizer)
+
+    def has(self, split: SplitName) -> bool:
+        """Whether there are samples of ``split`` to evaluate on."""
+        return self._splits.of(split) is not None
+
+    def training_batches(self, consumed_samples: int) -> Iterator[list[Microbatch]]:
+        """This rank's microbatches of each global batch after ``consumed_samples`` samples, as long as data last."""
+        config = self._config
+        stream = self._stream("train", consumed_samples)
+        while True:
+            count = config.num_microbatches(consumed_samples)
+            batch = [microbatch for microbatch, _ in zip(stream, range(count))]
+            if len(batch) < count:
+                raise DataError(
+                    f"the training data end after {consumed_samples} samples, before the run does: give more data, "
+                    "fewer --train-iters, or leave --data-order megatron out"
+                )
+            yield batch
+            consumed_samples += config.global_batch_size_at(consumed_samples)
+
+    def evaluation_batches(self, split: SplitName, *, evaluation: int) -> Iterator[list[Microbatch]]:
+        """This rank's microbatches of evaluation number ``evaluation``, which goes on where the one before ended."""
+        training = self._config.training
+        per_rank = training.global_batch_size // (training.micro_batch_size * self._config.data_parallel_size)
+        stream = self._stream(split, evaluation * training.eval_iters * training.global_batch_size)
+        for _ in range(training.eval_iters):
+            yield [next(stream) for _ in range(per_rank)]
+
+    def _stream(self, split: SplitName, consumed: int) -> Iterator[Microbatch]:
+        dataset, config, mesh = self._splits.of(split), self._config, self._context.mesh
+        if dataset is None:
+            raise DataError(f"the run needs {split} samples, but the data flags leave that split empty")
+        cyclic = split == "train" and config.data.dataloader_type == "cyclic"
+        size = config.training.micro_batch_size
+        loader = build_loader(
+            dataset,
+            consumed=consumed,
+            micro_batch_size=size,
+            data_parallel_rank=mesh.rank("dp"),
+            data_parallel_size=mesh.size("dp"),
+            shuffle_seed=config.training.seed if cyclic else None,
+            num_workers=config.data.num_workers,
+            pin_memory=self._context.device.type != "cpu",
+        )
+        first = consumed + mesh.rank("dp") * size
+        for number, batch in enumerate(loader):
+            yield self._microbatch(batch, StreamKey(first + number * size * mesh.size("dp"), split))
+
+    def _microbatch(self, batch: Batch, key: StreamKey) -> Microbatch:
+        needed = batch if self._config.data.reset_position_ids else {k: v for k, v in batch.items() if k != "position_ids"}
+        return Microbatch({name: tensor.to(self._context.device, non_blocking=True) for name, tensor in needed.items()}, key)
+
+
+def build_splits(config: RunConfig, recipe: Recipe, context: ParallelContext, tokenizer: Tokenizer) -> DatasetSplits:
+    """Build the data sets on every rank and compare what they hold. A collective."""
+    training = config.training
+    sizes = SplitSizes.of_run(
+        train_samples=0 if training.skip_train else config.train_samples,
+        train_iters=config.train_iters,
+        eval_interval=training.eval_interval,
+        eval_iters=training.eval_iters,
+        global_batch_size=training.global_batch_size,
+    )
+    splits = recipe.build_datasets(config, tokenizer, sizes)
+    digests = gather_objects(splits.digest, context.mesh)
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
+            raise ParallelError(
+                f"rank {rank} sees other data than rank 0 (digests {digest[:12]} and {digests[0][:12]}): "
+                "the files behind --data-path must be the same on every node"
+            )
+    return splits
