@@ -1,0 +1,91 @@
+"""Checkpoints across real ranks: saved by one world over gloo, loaded by another, failing and falling back together."""
+
+from __future__ import annotations
+
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+
+from megatron.core.checkpointing.find import find_checkpoint
+from megatron.core.checkpointing.load import load_checkpoint, read_run_state
+from megatron.core.checkpointing.save import begin_save, save_checkpoint
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.sharding import ShardedState, Sharding
+from megatron.errors import CheckpointError
+from tests.harness import run_ranks
+from tests.unit.checkpointing.simulated import Layout, assert_holds, logical_values, state_of
+
+Result = TypeVar("Result")
+
+WIDE = Layout(tp=2, pp=2, dp=2, zero=True)
+ODD = Layout(tp=3, dp=1)
+
+
+def on_world(layout: Layout, function: Callable[..., Result], *arguments: object) -> list[Result]:
+    """``run_ranks`` with the sizes of ``layout``."""
+    return run_ranks(function, *arguments, tp=layout.tp, pp=layout.pp, dp=layout.dp, cp=layout.cp)
+
+
+def save(context: ParallelContext, root: Path, layout: Layout, seed: int, background: bool) -> Path:
+    states = state_of(layout, context.mesh, logical_values(seed))
+    pending = begin_save(root, 10 * seed, states, {"seed": seed}, context.mesh, background=background)
+    if background:
+        for state in states:
+            state.tensor.fill_(-1.0)
+    return pending.finish()
+
+
+def load(context: ParallelContext, root: Path, layout: Layout) -> tuple[int, tuple[str, ...]]:
+    folder = find_checkpoint(root, mesh=context.mesh)
+    states = state_of(layout, context.mesh, None)
+    load_checkpoint(folder, states, context.mesh)
+    assert_holds(states, context.mesh, logical_values(read_run_state(folder)["seed"]))
+    return folder.iteration, folder.passed_over
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["sync", "background"])
+def test_another_world_goes_on_from_the_same_numbers(background: bool, tmp_path: Path) -> None:
+    """Eight ranks with everything split save, three load, and back."""
+    saved = on_world(WIDE, save, tmp_path, WIDE, 1, background)
+    assert set(saved) == {tmp_path / "iter_0000010"}
+    assert on_world(ODD, load, tmp_path, ODD) == [(10, ())] * 3
+    on_world(ODD, save, tmp_path, ODD, 2, background)
+    assert on_world(WIDE, load, tmp_path, WIDE) == [(20, ())] * 8
+
+
+def test_all_ranks_fall_back_together(tmp_path: Path) -> None:
+    """Ranks that resumed from different iterations would diverge in silence."""
+    layout = Layout(dp=2, zero=True)
+    for seed in (1, 2):
+        on_world(layout, save, tmp_path, layout, seed, False)
+    data = tmp_path / "iter_0000020" / "__1_0.distcp"
+    data.write_bytes(data.read_bytes()[:-1] + b"!")
+    reason = "iter_0000020: __1_0.distcp is damaged (checksum mismatch)"
+    assert on_world(layout, load, tmp_path, layout) == [(10, (reason,))] * 2
+
+
+def save_with_full_disk_on(context: ParallelContext, root: Path, bad: int) -> str:
+    if context.mesh.world_rank == bad:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    mine = torch.zeros(100_000)
+    state = [ShardedState("model.w", mine, Sharding((200_000,), split={0: "tp"}))]
+    with pytest.raises(CheckpointError) as caught:
+        save_checkpoint(root, 20, state, {}, context.mesh)
+    return str(caught.value)
+
+
+def test_a_full_disk_on_one_rank_stops_all_with_one_sentence(tmp_path: Path) -> None:
+    """No rank hangs in a collective; the older checkpoint stays."""
+    layout = Layout(tp=2)
+    on_world(layout, save, tmp_path, layout, 1, False)
+    messages = on_world(layout, save_with_full_disk_on, tmp_path, 1)
+    assert messages[0] == messages[1]
+    assert "rank 1 (pp=0 dp=0 cp=0 tp=1)" in messages[0]
+    assert "__1_0.distcp: File too large" in messages[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", "latest_checkpointed_iteration.txt"]
