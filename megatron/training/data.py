@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from megatron.config.run import RunConfig
@@ -37,7 +38,7 @@ class TrainingData:
         stream = self._stream("train", consumed_samples)
         while True:
             count = config.num_microbatches(consumed_samples)
-            batch = [microbatch for microbatch, _ in zip(stream, range(count))]
+            batch = list(itertools.islice(stream, count))
             if len(batch) < count:
                 raise DataError(
                     f"the training data end after {consumed_samples} samples, before the run does: give more data, "
@@ -52,7 +53,7 @@ class TrainingData:
         per_rank = training.global_batch_size // (training.micro_batch_size * self._config.data_parallel_size)
         stream = self._stream(split, evaluation * training.eval_iters * training.global_batch_size)
         for _ in range(training.eval_iters):
-            yield [next(stream) for _ in range(per_rank)]
+            yield list(itertools.islice(stream, per_rank))
 
     def _stream(self, split: SplitName, consumed: int) -> Iterator[Microbatch]:
         dataset, config, mesh = self._splits.of(split), self._config, self._context.mesh
