@@ -2,51 +2,54 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
+from megatron.config.flags import check_flags, flag
+from megatron.config.parse import parse_groups
 from megatron.core.inference.scoring import TextScore, score_texts
 from megatron.core.parallel.environment import launch_environment
 from megatron.errors import ConfigError, DataError, run_command
 from megatron.training.recipes.gpt import GPTRecipe
-from megatron.training.trained_model import CheckpointChoice, TrainedModel, trained_model
+from megatron.training.trained_model import TrainedModel, TrainedModelConfig, trained_model
 
 
-def main(argv: list[str] | None = None) -> int:
+@check_flags
+@dataclass(frozen=True, kw_only=True)
+class PerplexityConfig:
+    """What is scored, and how."""
+
+    input: tuple[str, ...] = flag("Files of held-out text: .jsonl, one document a line, or anything else, one a file.")
+    json_key: str = flag("Field of a JSON line that holds the text.", default="text")
+    stride: int | None = flag(
+        "Tokens by which windows over long documents advance; half the model's length unless given.",
+        default=None,
+        at_least=1,
+    )
+    batch_size: int = flag("Windows evaluated at a time.", default=8, at_least=1)
+
+
+def main(argv: Sequence[str]) -> int:
     """Score the documents and print one table."""
-    arguments = parse(argv)
-    documents = [text for path in arguments.input for text in read_documents(Path(path), key=arguments.json_key)]
+    config, choice = parse_groups(
+        argv, PerplexityConfig, TrainedModelConfig, prog="evaluate_perplexity.py", about=__doc__ or ""
+    )
+    documents = [text for path in config.input for text in read_documents(Path(path), key=config.json_key)]
     if not any(documents):
-        raise DataError(f"--input {' '.join(arguments.input)} holds no text")
-    with trained_model(CheckpointChoice.of(arguments), {"gpt": GPTRecipe()}, launch_environment()) as trained:
+        raise DataError(f"--input {' '.join(config.input)} holds no text")
+    with trained_model(choice, {"gpt": GPTRecipe()}, launch_environment()) as trained:
         started = time.monotonic()
-        score = evaluate(trained, documents, stride=arguments.stride, batch_size=arguments.batch_size)
+        score = evaluate(trained, documents, config)
         if trained.context.mesh.world_rank == 0:
             print(table(score, documents, trained, seconds=time.monotonic() - started))
     return 0
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    CheckpointChoice.add_arguments(parser)
-    parser.add_argument("--input", nargs="+", required=True, help=".txt (one document each) or .jsonl files")
-    parser.add_argument("--json-key", default="text", help="field of a JSON line that holds the text (default: text)")
-    parser.add_argument(
-        "--stride", type=int, help="tokens between windows over long documents (default: half the model's length)"
-    )
-    parser.add_argument("--batch-size", type=int, default=8, help="windows evaluated at a time (default: 8)")
-    arguments = parser.parse_args(argv)
-    if arguments.batch_size < 1:
-        raise ConfigError(f"--batch-size {arguments.batch_size} must be at least 1")
-    return arguments
 
 
 def read_documents(path: Path, *, key: str) -> Iterator[str]:
@@ -75,11 +78,12 @@ def _document(line: str, key: str, *, where: str) -> str:
     return str(document[key])
 
 
-def evaluate(trained: TrainedModel, documents: list[str], *, stride: int | None, batch_size: int) -> TextScore:
+def evaluate(trained: TrainedModel, documents: list[str], config: PerplexityConfig) -> TextScore:
     """Score every token of every document, the first one given an end of document, as in training."""
     length = trained.config.data.seq_length
-    if stride is not None and not 1 <= stride <= length:
-        raise ConfigError(f"--stride {stride} must lie between 1 and the model's length of {length} tokens")
+    stride = config.stride or max(1, length // 2)
+    if stride > length:
+        raise ConfigError(f"--stride {stride} is beyond the model's length of {length} tokens: give at most {length}")
     tokenizer = trained.tokenizer
     texts = [[tokenizer.eod, *ids] for ids in tokenizer.tokenize_batch(documents)]
 
@@ -92,8 +96,8 @@ def evaluate(trained: TrainedModel, documents: list[str], *, stride: int | None,
         token_losses,
         texts,
         length=length,
-        stride=stride or max(1, length // 2),
-        batch_size=batch_size,
+        stride=stride,
+        batch_size=config.batch_size,
         device=trained.context.device,
     ):
         total = TextScore(total.nats + part.nats, total.tokens + part.tokens)

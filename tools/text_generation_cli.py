@@ -2,72 +2,84 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.config.flags import check_flags, flag
+from megatron.config.parse import parse_groups
 from megatron.core.inference.engine import Engine, Generation, GenerationLimits, WholeText
 from megatron.core.inference.sampling import Sampling
 from megatron.core.parallel.collectives import gather_objects
 from megatron.core.parallel.environment import launch_environment
 from megatron.errors import ConfigError, DataError, MegatronError, run_command
 from megatron.training.recipes.gpt import GPTRecipe
-from megatron.training.trained_model import CheckpointChoice, TrainedModel, trained_model
+from megatron.training.trained_model import TrainedModel, TrainedModelConfig, trained_model
 
 
-def main(argv: list[str] | None = None) -> int:
+@check_flags
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig:
+    """What is continued, and how tokens are drawn."""
+
+    prompt: tuple[str, ...] = flag("Texts to continue; without any, they are asked for.", default=())
+    prompt_file: str | None = flag("File with one prompt a line.", default=None)
+    tokens_to_generate: int = flag("Tokens to generate at most.", default=64, at_least=1)
+    temperature: float = flag("Divides the logits; 0 takes always the likeliest token.", default=1.0, at_least=0)
+    top_k: int = flag(
+        "Draw from so many likeliest tokens; 0: all, 1: the likeliest.", default=0, aliases=("--top_k",), at_least=0
+    )
+    top_p: float = flag(
+        "Draw from the likeliest tokens that together exceed this probability; 0: all.",
+        default=0.0,
+        aliases=("--top_p",),
+        at_least=0,
+        at_most=1,
+    )
+    seed: int = flag("Seed: the same one gives the same text.", default=1234, at_least=0)
+
+
+def main(argv: Sequence[str]) -> int:
     """Load the model and continue every prompt."""
-    arguments = parse(sys.argv[1:] if argv is None else argv)
-    sampling = Sampling(temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p)
-    with trained_model(CheckpointChoice.of(arguments), {"gpt": GPTRecipe()}, launch_environment()) as trained:
-        speaker = Speaker(trained, sampling, tokens_to_generate=arguments.tokens_to_generate, seed=arguments.seed)
-        if arguments.prompt or arguments.prompt_file:
-            speaker.answer(list(given_prompts(arguments)))
-        else:
-            speaker.converse()
-    return 0
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line; Megatron-LM's own form, a server's address, is explained."""
     if argv and re.fullmatch(r"[\w.\-]+:\d+", argv[0]):
         raise ConfigError(
             f"{argv[0]} is the address of a text-generation server, which this project does not have yet; "
             "name a checkpoint instead: --load DIR --prompt TEXT"
         )
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    CheckpointChoice.add_arguments(parser)
-    parser.add_argument("--prompt", action="append", default=[], help="text to continue; may be given several times")
-    parser.add_argument("--prompt-file", help="file with one prompt a line")
-    parser.add_argument("--tokens-to-generate", type=int, default=64, help="at most so many tokens (default: 64)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0: always the likeliest token (default: 1)")
-    parser.add_argument("--top-k", "--top_k", type=int, default=0, help="draw from the k likeliest tokens (1: greedy)")
-    parser.add_argument("--top-p", "--top_p", type=float, default=0.0, help="draw from the likeliest tokens up to p")
-    parser.add_argument("--seed", type=int, default=1234, help="the same seed gives the same text (default: 1234)")
-    arguments = parser.parse_args(argv)
-    if arguments.tokens_to_generate < 1:
-        raise ConfigError(f"--tokens-to-generate {arguments.tokens_to_generate} must be at least 1")
-    return arguments
+    config, choice = parse_groups(
+        argv, GenerateConfig, TrainedModelConfig, prog="text_generation_cli.py", about=__doc__ or ""
+    )
+    prompts = [*config.prompt, *prompts_of(config.prompt_file)]
+    with trained_model(choice, {"gpt": GPTRecipe()}, launch_environment()) as trained:
+        speaker = Speaker(trained, config)
+        if prompts:
+            speaker.answer(prompts)
+        else:
+            speaker.converse()
+    return 0
 
 
-def given_prompts(arguments: argparse.Namespace) -> Iterator[str]:
-    """Prompts of ``--prompt`` and of the lines of ``--prompt-file``."""
-    yield from arguments.prompt
-    if arguments.prompt_file:
-        try:
-            lines = Path(arguments.prompt_file).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"--prompt-file {arguments.prompt_file} cannot be read: {error}") from None
-        yield from (line for line in lines if line)
+def prompts_of(path: str | None) -> list[str]:
+    """Lines of ``--prompt-file``, empty ones left out."""
+    if path is None:
+        return []
+    try:
+        prompts = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--prompt-file {path} cannot be read: {error}") from None
+    if not prompts:
+        raise DataError(f"--prompt-file {path} holds no prompts; write one a line")
+    return prompts
 
 
 class Speaker:
     """Prompts in, texts out, on rank 0; all ranks compute."""
 
-    def __init__(self, trained: TrainedModel, sampling: Sampling, *, tokens_to_generate: int, seed: int) -> None:
-        self._trained, self._sampling, self._tokens, self._seed = trained, sampling, tokens_to_generate, seed
+    def __init__(self, trained: TrainedModel, config: GenerateConfig) -> None:
+        self._trained, self._config = trained, config
+        self._sampling = Sampling(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)
         limits = GenerationLimits(trained.tokenizer.eod, trained.config.model.max_position_embeddings)
         self._engine = Engine(WholeText(trained.model), limits, trained.context.device)
         self._is_first = trained.context.mesh.world_rank == 0
@@ -103,9 +115,11 @@ class Speaker:
         return gather_objects(line, self._trained.context.mesh)[0]
 
     def _generate(self, ids: list[list[int]], *, first_number: int) -> list[Generation]:
-        seeds = [self._seed + first_number + offset for offset in range(len(ids))]
-        return self._engine.generate(ids, tokens_to_generate=self._tokens, sampling=self._sampling, seeds=seeds)
+        seeds = [self._config.seed + first_number + offset for offset in range(len(ids))]
+        return self._engine.generate(
+            ids, tokens_to_generate=self._config.tokens_to_generate, sampling=self._sampling, seeds=seeds
+        )
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(lambda: main(sys.argv[1:]))
