@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -49,11 +49,13 @@ class EncodedBatch:
     bytes_read: int  # as in LineBatch
 
 
-def encode_in_order(batches: Iterable[LineBatch], encoding: Encoding, *, workers: int) -> Iterator[EncodedBatch]:
+def encode_in_order(
+    batches: Iterable[LineBatch], encoding: Encoding, *, workers: int
+) -> Generator[EncodedBatch, None, None]:
     """Encode with ``workers`` processes (one: a thread of this process), yielding in the order of ``batches``.
 
     What is yielded does not depend on ``workers``. At most ``BATCHES_AHEAD`` batches per worker are in memory.
-    Raises DataError when a worker dies; no process outlives the iterator.
+    Raises DataError when a worker dies. No process outlives the generator: use it up or close it.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker is one core
     running: deque[Future[EncodedBatch]] = deque()
@@ -87,7 +89,7 @@ def encode_batch(batch: LineBatch, encoding: Encoding) -> EncodedBatch:
     try:
         ids = _tokenize(documents, tokenizer)
     except DataError:
-        _drop_unencodable(documents, tokenizer)
+        documents.drop_unless(tokenizer.tokenize)
         ids = _tokenize(documents, tokenizer)
     if encoding.append_eod:
         for document in chain.from_iterable(ids.values()):
@@ -102,16 +104,6 @@ def encode_batch(batch: LineBatch, encoding: Encoding) -> EncodedBatch:
 
 def _tokenize(documents: Documents, tokenizer: Tokenizer) -> dict[str, list[list[int]]]:
     return {key: tokenizer.tokenize_batch(texts) for key, texts in documents.texts.items()}
-
-
-def _drop_unencodable(documents: Documents, tokenizer: Tokenizer) -> None:
-    """Move the documents that the tokenizer cannot express to the bad lines."""
-    for index in reversed(range(len(documents.lines))):
-        try:
-            for texts in documents.texts.values():
-                tokenizer.tokenize(texts[index])
-        except DataError as error:
-            documents.drop(index, str(error))
 
 
 def _executor(workers: int) -> Executor:

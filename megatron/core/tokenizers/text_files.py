@@ -14,7 +14,7 @@ import io
 import json
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
@@ -63,11 +63,16 @@ class Documents:
         """Note a line that holds no document."""
         bisect.insort(self.bad, BadLine(self.path, line, reason), key=lambda bad: bad.line)
 
-    def drop(self, index: int, reason: str) -> None:
-        """Turn a document into a bad line."""
-        self.reject(self.lines.pop(index), reason)
-        for texts in self.texts.values():
-            del texts[index]
+    def drop_unless(self, check: Callable[[str], object]) -> None:
+        """Turn the documents for one of whose texts ``check`` raises DataError into bad lines."""
+        for index in reversed(range(len(self.lines))):
+            try:
+                for texts in self.texts.values():
+                    check(texts[index])
+            except DataError as error:
+                self.reject(self.lines.pop(index), str(error))
+                for texts in self.texts.values():
+                    del texts[index]
 
 
 def find_inputs(patterns: Sequence[str], *, endings: Sequence[str] = JSON_ENDINGS) -> list[str]:
@@ -189,9 +194,39 @@ def _decompressed(path: str, raw: BinaryIO) -> IO[bytes]:
                 raise ConfigError(
                     f"--input {path} needs the zstandard library: pip install zstandard, or unpack the file first."
                 ) from None
-            return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True))
+            return io.BufferedReader(_ZstandardFile(raw, zstandard.ZstdDecompressor().decompressobj))
         case _:
             return raw
+
+
+class _ZstandardFile(io.RawIOBase):
+    """Frames end to end; unlike the library's own reader it notices when the last one is cut short."""
+
+    def __init__(self, raw: BinaryIO, new_frame: Callable[[], Any]) -> None:
+        self._raw, self._new_frame = raw, new_frame
+        self._frame: Any = None
+        self._packed = self._content = b""
+
+    def readable(self) -> bool:
+        """Yes; ``io.BufferedReader`` asks."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill the buffer with what comes next; 0 at the end."""
+        while not self._content:
+            self._packed = self._packed or self._raw.read(BATCH_BYTES // 8)
+            if not self._packed:
+                if self._frame is not None:
+                    raise EOFError("the last frame has no end")
+                return 0
+            self._frame = self._frame or self._new_frame()
+            self._content = self._frame.decompress(self._packed)
+            self._packed = self._frame.unused_data
+            if self._frame.eof:
+                self._frame = None
+        size = min(len(buffer), len(self._content))
+        buffer[:size], self._content = self._content[:size], self._content[size:]
+        return size
 
 
 def _damage() -> tuple[type[Exception], ...]:
