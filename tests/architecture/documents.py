@@ -9,9 +9,10 @@ from pathlib import Path
 
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+INLINE_COMMAND = re.compile(r"`((?:bash|sbatch|python|torchrun|\.venv/bin/\w+|\w+=\S+ bash) [^`]+)`")
 HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 REPOSITORY_PATH = re.compile(
-    r"(?:[\w.-]+/)*[\w.-]+\.(?:py|sh|sbatch|md|toml)|(?:tests|tools|examples|benchmarks|tasks)/[\w./-]*"
+    r"(?:[\w.-]+/)*[\w.-]+\.(?:py|sh|sbatch|flags|md|toml)|(?:tests|tools|examples|benchmarks|tasks)/[\w./-]*"
 )
 
 
@@ -39,7 +40,7 @@ def broken_links(document: Path, text: str) -> list[str]:
 
 
 def commands(text: str) -> Iterator[str]:
-    """Shell commands of the document's code blocks, continued lines joined, comments dropped."""
+    """Shell commands of the document: in code blocks (continued lines joined, comments dropped), then in the text."""
     for language, block in FENCE.findall(text):
         if language not in ("bash", "sh", "console"):
             continue
@@ -47,10 +48,10 @@ def commands(text: str) -> Iterator[str]:
             command = line.removeprefix("$ ").strip()
             if command and not command.startswith("#"):
                 yield command
+    yield from INLINE_COMMAND.findall(FENCE.sub("", text))
 
 
 def missing_paths(root: Path, command: str) -> list[str]:
     """Words of a command that look like files of the repository and aren't there."""
-    words = shlex.split(command, comments=True)
-    named = [word.split("::")[0] for word in words if REPOSITORY_PATH.fullmatch(word.split("::")[0])]
-    return [word for word in named if not (root / word).exists()]
+    words = [word.lstrip("@").split("::")[0] for word in shlex.split(command, comments=True)]
+    return [word for word in words if REPOSITORY_PATH.fullmatch(word) and not (root / word).exists()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from tests.architecture.documents import broken_links, commands, missing_paths
@@ -42,5 +43,17 @@ def test_commands_name_files_that_exist() -> None:
 def test_missing_files_in_commands_are_seen(tmp_path: Path) -> None:
     """Also behind an interpreter, on a continued line, and with a test's name attached."""
     (tmp_path / "there.py").touch()
-    text = "```bash\n# a comment\n$ python there.py --flag \\\n    gone.sh\nbash tests/gone.py::test_x  # why.py\n```\n"
-    assert [missing_paths(tmp_path, command) for command in commands(text)] == [["gone.sh"], ["tests/gone.py"]]
+    text = (
+        "```bash\n# a comment\n$ python there.py --flag \\\n    gone.sh @gone.flags\n"
+        "bash tests/gone.py::test_x  # why.py\n```\n| run it | `A=1 bash gone.sh` | `not.py` |\n"
+    )
+    found = [missing_paths(tmp_path, command) for command in commands(text)]
+    assert found == [["gone.sh", "gone.flags"], ["tests/gone.py"], ["gone.sh"]]
+
+
+def test_what_to_read_first_is_short() -> None:
+    """Seven files, less than 1,500 lines together: a stranger sees the whole idea in one sitting."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    first = re.findall(r"^\d\. \[.*?\]\((.*?)\)", text.partition("## Read first")[2], re.MULTILINE)
+    assert len(first) == 7
+    assert sum(len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in first) < 1500

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# The 345 M model that Megatron-LM's first examples trained, on one GPU.
+#
+# Hardware  1 GPU of 16 GB or more, fp16.
+# Time      4 B tokens are 1e19 FLOPs: about a day at 100 TFLOP/s.
+# Loss      about 3.0 by the scaling law of arXiv:2203.15556 (model and tokens of this size); not measured here.
+# Data      DATA: prefix of a data set that tools/preprocess_data.py made; GPT2: folder of vocab.json and merges.txt.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+export GPUS_PER_NODE="${GPUS_PER_NODE:-1}"
+exec bash examples/launch.sh pretrain_gpt.py @examples/gpt/gpt_345m.flags \
+    --data-path "${DATA:-data/openwebtext_text_document}" \
+    --vocab-file "${GPT2:-data/gpt2}/vocab.json" --merge-file "${GPT2:-data/gpt2}/merges.txt" \
+    --save runs/gpt_345m --load runs/gpt_345m --tensorboard-dir runs/gpt_345m/tensorboard "$@"

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# A model of Llama 3's 8 B architecture, from scratch, at a sequence of 8,192 tokens.
+#
+# Hardware  8 GPUs of 80 GB: each layer split over 2, optimizer state sharded over the 4 replicas.
+# Time      20 B tokens are 1.2e21 FLOPs: about four days at 8 x 400 TFLOP/s.
+# Loss      about 2.4 after 20 B tokens by the scaling law of arXiv:2203.15556; not measured here.
+# Data      DATA: prefix of a data set that tools/preprocess_data.py made; TOKENIZER: folder of tokenizer.json.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+exec bash examples/launch.sh pretrain_gpt.py @examples/gpt/llama3_8b.flags \
+    --data-path "${DATA:-data/fineweb_text_document}" --tokenizer-model "${TOKENIZER:-data/llama3}" \
+    --save runs/llama3_8b --load runs/llama3_8b --tensorboard-dir runs/llama3_8b/tensorboard "$@"

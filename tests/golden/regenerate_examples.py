@@ -1,0 +1,28 @@
+"""Write what the examples' flags resolve to: python -m tests.golden.regenerate_examples; review the difference."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron.config.run import RunConfig
+
+GOLDEN = Path(__file__).with_name("examples.json")
+FLAG_FILES = sorted((Path(__file__).resolve().parents[2] / "examples").rglob("*.flags"))
+WORLD_SIZES = {"gpt_345m": 1}  # others: one node of eight
+
+
+def resolved(flag_file: Path) -> dict[str, Any]:
+    """Every setting of an example that is not the default, derived ones included."""
+    files = ["--data-path", "data", "--vocab-file", "vocab", "--merge-file", "merges", "--tokenizer-model", "model"]
+    run = RunConfig.parse([f"@{flag_file}", *files], world_size=WORLD_SIZES.get(flag_file.stem, 8))
+    settings = {name: value for name, value in run.diff_from_defaults().items() if value not in (*files, ("data",))}
+    settings |= {"train_iters": run.train_iters, "num_microbatches": run.num_microbatches()}
+    resolved_settings: dict[str, Any] = json.loads(json.dumps(settings))
+    return resolved_settings
+
+
+if __name__ == "__main__":
+    found = {path.stem: resolved(path) for path in FLAG_FILES}
+    GOLDEN.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
