@@ -21,7 +21,7 @@ CHECK = ["ruff", "mypy", "import-linter", "types-PyYAML"]
 setup(
     name="megatron",
     version=VERSION.group(1),
-    description="Pretrain language models with tensor, pipeline, data, context and expert parallelism, anywhere torch runs",
+    description="Pretrain language models with Megatron-LM's command line, on one core or many GPU nodes",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

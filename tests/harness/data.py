@@ -11,7 +11,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def shared_data(*parts: str) -> Path:
-    """A path below ``MEGATRON_TEST_DATA`` (or ``../shared`` beside the repository); skips the test where it is absent."""
+    """A path below ``MEGATRON_TEST_DATA`` (or ``../shared`` beside the repository); skips where it is absent."""
     folder = Path(os.environ.get("MEGATRON_TEST_DATA", REPOSITORY.parent / "shared"))
     path = folder.joinpath(*parts)
     if not path.exists():
