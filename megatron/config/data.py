@@ -15,7 +15,7 @@ DEFAULT_SPLIT = "969, 30, 1"
 class DataConfig:
     """Data sets, how they are split, ordered and loaded."""
 
-    seq_length: int = flag("Tokens of one sample.", at_least=1, architecture=True)
+    seq_length: int = flag("Tokens of one sample.", at_least=1, from_checkpoint=True)
     data_path: tuple[str, ...] = flag(
         "Prefix of PREFIX.bin and PREFIX.idx, or several: PREFIX PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ...",
         default=(),

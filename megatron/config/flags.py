@@ -38,6 +38,7 @@ class FlagOptions:
     at_most: float | None = None
     below: float | None = None
     architecture: bool = False
+    from_checkpoint: bool = False
     internal: bool = False
 
 
@@ -50,7 +51,8 @@ def flag(help: str, *, default: Any = dataclasses.MISSING, **options: Any) -> An
     ``renamed_values``: values of Megatron-LM's that mean another one here, each with the word printed about it.
     ``refused_values``: values of Megatron-LM's that cannot be had, each with advice.
     ``at_least``, ``above``, ``at_most``, ``below``: bounds of each number.
-    ``architecture``: the field is part of what a checkpoint's weights mean; ``--use-checkpoint-args`` takes it.
+    ``architecture``: the field is part of what a checkpoint's weights mean, so it must be the same when they are loaded.
+    ``from_checkpoint``: it may differ, but ``--use-checkpoint-args`` takes it, too.
     ``internal``: no flag after all, but a value that the run resolves and that is saved with the others.
     """
     return dataclasses.field(default=default, metadata={_KEY: FlagOptions(help, **options)})

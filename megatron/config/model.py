@@ -9,7 +9,7 @@ from megatron.config.flags import check_flags, derive, flag
 
 Activation = Literal["gelu_tanh", "gelu", "silu", "squared_relu"]
 
-_SDPA_NOTE = "PyTorch's scaled_dot_product_attention runs its flash kernel wherever that supports the request"
+_FLASH = "auto takes sdpa, PyTorch's fused and flash kernels, wherever they support the request"
 
 
 @check_flags
@@ -45,7 +45,7 @@ class ModelConfig:
         default=None,
         derived="--seq-length",
         at_least=1,
-        architecture=True,
+        from_checkpoint=True,
     )
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = flag(
         "How positions enter.",
@@ -92,10 +92,10 @@ class ModelConfig:
         "Own weights for the output layer instead of the word embeddings'.", default=False, architecture=True
     )
     attention_dropout: float = flag(
-        "Dropout on attention probabilities.", default=0.1, at_least=0, below=1, architecture=True
+        "Dropout on attention probabilities.", default=0.1, at_least=0, below=1, from_checkpoint=True
     )
     hidden_dropout: float = flag(
-        "Dropout on embeddings and on what each sublayer adds.", default=0.1, at_least=0, below=1, architecture=True
+        "Dropout on embeddings and on what each sublayer adds.", default=0.1, at_least=0, below=1, from_checkpoint=True
     )
     init_method_std: float = flag("Standard deviation of the initial weights.", default=0.02, above=0)
     vocab_size: int | None = flag(
@@ -111,8 +111,8 @@ class ModelConfig:
         "Which attention kernel runs; auto takes the first that supports the request.",
         default="auto",
         renamed_values={
-            "flash": ("sdpa", _SDPA_NOTE),
-            "fused": ("sdpa", _SDPA_NOTE),
+            "flash": ("auto", _FLASH),
+            "fused": ("auto", _FLASH),
             "unfused": ("reference", "the unfused attention is called reference here"),
             "local": ("reference", "the unfused attention is called reference here"),
         },
@@ -121,7 +121,7 @@ class ModelConfig:
     apply_query_key_layer_scaling: bool = flag(
         "Divide attention scores by the layer number and multiply back inside an fp32 softmax.",
         default=False,
-        architecture=True,
+        from_checkpoint=True,
     )
     fp32_residual_connection: bool = flag("Keep the residual stream in fp32.", default=False)
 

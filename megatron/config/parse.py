@@ -51,13 +51,11 @@ class Intake:
         """The value of a field so far, or its default."""
         return self.given[field].value if field in self.given else self._by_field[field].default
 
-    def provenance(self) -> dict[str, str]:
-        """Field -> where its value came from."""
-        found = {}
-        for field, spec in self._by_field.items():
-            unset = "derived" if spec.options.derived else "default"
-            found[field] = self.given[field].source if field in self.given else unset
-        return found
+    def source(self, spec: FlagSpec, value: Any) -> str:
+        """Where the final ``value`` of a field came from."""
+        if spec.field in self.given:
+            return self.given[spec.field].source
+        return "default" if value == spec.default else "derived"
 
     def read_words(self, words: Sequence[Word]) -> None:
         """Take a command line: flags, each followed by its values."""
@@ -109,7 +107,8 @@ class Intake:
         for spec in self._by_field.values():
             if spec.field == "tokenizer_model" and not self.value("use_tokenizer_model_from_checkpoint_args"):
                 continue
-            if spec.options.architecture or (spec.field in sizes and self.value("use_mp_args_from_checkpoint_args")):
+            taken = spec.options.architecture or spec.options.from_checkpoint
+            if taken or (spec.field in sizes and self.value("use_mp_args_from_checkpoint_args")):
                 yield spec
 
     def finish(self) -> None:
@@ -231,15 +230,14 @@ def parse_run(
     intake.read_checkpoint(checkpoint_config)
     intake.finish()
     command: CommandConfig = intake.build(CommandConfig)
-    ranks = world_size if world_size is not None else command.world_size if command.dry_run else None
+    ranks = command.world_size if command.dry_run and command.world_size else world_size
     run = RunConfig(
         **{group_name(group): intake.build(group) for group in CORE_GROUPS},
         extra=tuple(intake.build(group) for group in extra_groups),
         world_size=ranks if ranks is not None else _world_size_of_environment(),
         command=command,
-        provenance=intake.provenance(),
-        notes=tuple(intake.notes),
     )
+    object.__setattr__(run, "provenance", {spec.field: intake.source(spec, run.value(spec)) for spec in run.flags()})
     problems = [*intake.problems, *failures(run, faulted=intake.faulted)]
     if problems:
         raise ConfigError(listed(problems))

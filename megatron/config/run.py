@@ -107,7 +107,8 @@ class RunConfig:
     ) -> RunConfig:
         """The run that a command line describes; precedence: flag > file > checkpoint > default.
 
-        ``world_size``: ranks of the run; without it ``--world-size`` (dry runs), then the variable WORLD_SIZE, then 1.
+        ``world_size``: ranks that were started; ``--world-size`` of a dry run goes before it, the variable WORLD_SIZE
+        and then 1 are taken without it.
         ``checkpoint_config(load, step)`` reads the ``to_json()`` stored in a checkpoint, or returns None when there is
         none; it is called only with ``--use-checkpoint-args``.
         Raises ConfigError with every failure at once. ``--help`` prints and leaves with code 0.

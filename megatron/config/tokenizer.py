@@ -30,25 +30,25 @@ class TokenizerConfig:
             "MultimodalTokenizer": "models of text and images are outside this project",
         },
         derived="NullTokenizer with --mock-data and --vocab-size and no tokenizer files, else GPT2BPETokenizer",
-        architecture=True,
+        from_checkpoint=True,
     )
     vocab_file: str | None = flag("vocab.json of GPT2BPETokenizer.", default=None)
     merge_file: str | None = flag("merges.txt of GPT2BPETokenizer.", default=None)
     tokenizer_model: str | None = flag(
         "Model file of SentencePiece or tiktoken; folder, file or hub name of a Hugging Face tokenizer.",
         default=None,
-        architecture=True,
+        from_checkpoint=True,
     )
     vocab_size: int | None = flag(
         "Words of the vocabulary, before padding, if more than the tokenizer's; the ids of NullTokenizer, "
         "which adds one that ends documents.",
         default=None,
         at_least=1,
-        architecture=True,
+        from_checkpoint=True,
     )
     vocab_extra_ids: int = flag("Sentinel tokens added to the vocabulary.", default=0, at_least=0)
     tiktoken_pattern: Literal["v1", "v2"] | None = flag(
-        "Version of the pattern that cuts text for TikTokenizer; v2 unless given.", default=None, architecture=True
+        "Version of the pattern that cuts text for TikTokenizer; v2 unless given.", default=None, from_checkpoint=True
     )
     tiktoken_num_special_tokens: int = flag("Special tokens of TikTokenizer.", default=1000, at_least=0)
     tiktoken_special_tokens: tuple[str, ...] = flag(

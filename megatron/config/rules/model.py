@@ -112,6 +112,17 @@ def scaling_factor_needs_scaling(run: RunConfig) -> str | None:
     )
 
 
+def attention_kernel_draws_no_dropout(run: RunConfig) -> str | None:
+    """The fused kernels draw dropout from a generator that cannot be replayed, so they are not used with it."""
+    drop = run.model.attention_dropout
+    if run.model.attention_backend != "sdpa" or drop == 0:
+        return None
+    return (
+        f"--attention-backend sdpa cannot be combined with --attention-dropout {drop:g}; "
+        "use --attention-dropout 0, or --attention-backend auto"
+    )
+
+
 def one_precision(run: RunConfig) -> str | None:
     """Weights have one format."""
     if run.precision.fp16 and run.precision.bf16:
@@ -158,6 +169,7 @@ RULES = (
     rotary_settings_need_rope,
     one_rotary_scaling,
     scaling_factor_needs_scaling,
+    attention_kernel_draws_no_dropout,
     one_precision,
     bf16_reduction_needs_bf16,
     one_gradient_format,

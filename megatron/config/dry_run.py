@@ -1,0 +1,92 @@
+"""What ``--dry-run`` prints: settings, layout, parameters and memory of a run, without data, ranks or devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.config.estimate import MemoryEstimate, memory_estimate, model_parameters, rank_parameters
+from megatron.config.fitting import what_fits
+from megatron.config.report import count, gigabytes, layout_report, settings_report
+from megatron.config.run import RunConfig
+from megatron.config.vocabulary import vocabulary_size
+
+
+def dry_run_report(run: RunConfig) -> str:
+    """Sections of text about a checked run.
+
+    Raises ConfigError when neither the settings nor the tokenizer's files tell the size of the vocabulary.
+    """
+    run = run.with_vocab_size(vocabulary_size(run))
+    memory = memory_estimate(run)
+    sections = {
+        "settings that are not the defaults, and where they come from": settings_report(run),
+        "notes": run.notes,
+        "layout": layout_report(run, ranks_per_node=run.command.ranks_per_node),
+        "batch and length": _batch(run),
+        "parameters": _parameters(run),
+        "memory of one rank, estimated": [*_memory(memory), *_verdict(run, memory)],
+    }
+    return "\n\n".join(_section(title, lines) for title, lines in sections.items() if lines)
+
+
+def _section(title: str, lines: Sequence[str]) -> str:
+    return "\n".join([f"== {title}", *(f"   {line}" for line in lines)])
+
+
+def _batch(run: RunConfig) -> list[str]:
+    training, length = run.training, run.data.seq_length
+    micro, replicas, full = training.micro_batch_size, run.data_parallel_size, training.global_batch_size
+    lines = [
+        f"{full:,} samples a step: {replicas:,} data-parallel rank{_s(replicas)} x micro batch {micro} "
+        f"x {full // (micro * replicas):,} accumulated; {count(full * length)} tokens"
+    ]
+    if training.rampup_batch_size:
+        start, increment, samples = training.rampup_batch_size
+        lines.append(f"from {start:,} samples a step, {increment:,} more at a time, over the first {samples:,} samples")
+    if not training.skip_train:
+        lines.append(
+            f"{run.train_iters:,} steps, {run.train_samples:,} samples, {count(run.train_samples * length)} tokens"
+        )
+    return lines
+
+
+def _parameters(run: RunConfig) -> list[str]:
+    whole, here = model_parameters(run), rank_parameters(run)
+    embeddings = here.word_embeddings + here.position_embeddings + here.output_layer
+    return [
+        f"{whole.total:,} in the model ({count(whole.total)})",
+        f"{here.total:,} on each rank: {embeddings:,} in embeddings and output, {here.layers:,} in "
+        f"{run.model.num_layers:,} layers, {here.final_norm:,} in the final norm",
+        f"vocabulary of {run.model.vocab_size:,}, padded to {run.padded_vocab_size:,}",
+    ]
+
+
+def _memory(memory: MemoryEstimate) -> list[str]:
+    parts = {
+        "weights": memory.weights,
+        "gradients": memory.gradients,
+        "fp32 master weights": memory.masters,
+        "optimizer moments": memory.moments,
+        "activations kept for the backward pass": memory.kept,
+        "working memory of loss and backward pass": memory.working,
+        "together": memory.total,
+    }
+    width = max(map(len, parts))
+    return [f"{name:<{width}}  {gigabytes(size):>10}" for name, size in parts.items() if size]
+
+
+def _verdict(run: RunConfig, memory: MemoryEstimate) -> list[str]:
+    """Whether the run fits into ``--device-memory-gb``, and what would."""
+    gb = run.command.device_memory_gb
+    if gb is None:
+        return []
+    if memory.total <= gb * 1e9:
+        return [f"fits into {gb:g} GB, with {gigabytes(gb * 1e9 - memory.total)} to spare for libraries and fragments"]
+    fits = what_fits(run, device_bytes=gb * 1e9, ranks_per_node=run.command.ranks_per_node)
+    if not fits:
+        return [f"does not fit into {gb:g} GB, and no change of layout, recomputation or micro batch makes it fit"]
+    return [f"does not fit into {gb:g} GB; these would:", *(f"  {fit.flags}  ({gigabytes(fit.total)})" for fit in fits)]
+
+
+def _s(number: int) -> str:
+    return "" if number == 1 else "s"

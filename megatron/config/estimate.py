@@ -1,0 +1,228 @@
+"""Parameters and memory of one rank, by arithmetic alone.
+
+Weights, gradients and optimizer state are exact up to the padding of buckets. Activations are what each operation keeps
+for its backward pass: ``[tokens, width]`` tensors, counted one by one and checked against what torch saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.config.model import ModelConfig
+from megatron.config.run import RunConfig
+
+_LOSS_CHUNK = 1 << 24  # logits of the vocabulary loss that exist at a time
+_STATES = {"adam": 2, "sgd": 1}  # fp32 numbers per weight
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Parameters by part; ``output_layer`` is 0 when it shares the word embeddings."""
+
+    word_embeddings: int
+    position_embeddings: int
+    layers: int
+    final_norm: int
+    output_layer: int
+
+    @property
+    def total(self) -> int:
+        """All parts together."""
+        return self.word_embeddings + self.position_embeddings + self.layers + self.final_norm + self.output_layer
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one rank at the peak of a step.
+
+    ``kept``: activations from the end of the forward pass. ``working``: the larger of what the loss and what the
+    backward pass of one layer (or one recomputed run of layers) needs besides.
+    """
+
+    weights: int
+    gradients: int
+    masters: int
+    moments: int
+    kept: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        """The peak."""
+        return self.weights + self.gradients + self.masters + self.moments + self.kept + self.working
+
+
+def model_parameters(run: RunConfig) -> ParameterCounts:
+    """Of the whole model, without vocabulary padding."""
+    assert run.model.vocab_size is not None, "the vocabulary size must be known"
+    return _parameters(run.model, ranks=1, vocabulary=run.model.vocab_size)
+
+
+def rank_parameters(run: RunConfig) -> ParameterCounts:
+    """Of one rank, with vocabulary padding."""
+    ranks = run.parallel.tensor_model_parallel_size
+    return _parameters(run.model, ranks=ranks, vocabulary=run.padded_vocab_size // ranks)
+
+
+def _parameters(model: ModelConfig, *, ranks: int, vocabulary: int) -> ParameterCounts:
+    hidden = model.hidden_size
+    norm = hidden * (2 if model.normalization == "LayerNorm" else 1)
+    learned = model.position_embedding_type == "learned_absolute"
+    return ParameterCounts(
+        word_embeddings=vocabulary * hidden,
+        position_embeddings=model.max_position_embeddings * hidden if learned else 0,
+        layers=model.num_layers * (_attention_parameters(model, ranks) + _mlp_parameters(model, ranks) + 2 * norm),
+        final_norm=norm,
+        output_layer=vocabulary * hidden if model.untie_embeddings_and_output_weights else 0,
+    )
+
+
+def _attention_parameters(model: ModelConfig, ranks: int) -> int:
+    hidden, width = model.hidden_size, model.num_attention_heads * model.kv_channels
+    fused = width + 2 * model.num_query_groups * model.kv_channels
+    split = fused * hidden + width * hidden + (fused if model.add_bias_linear or model.add_qkv_bias else 0)
+    head_norms = 2 * model.kv_channels * (2 if model.normalization == "LayerNorm" else 1) if model.qk_layernorm else 0
+    return split // ranks + (hidden if model.add_bias_linear else 0) + head_norms
+
+
+def _mlp_parameters(model: ModelConfig, ranks: int) -> int:
+    hidden, inner = model.hidden_size, model.ffn_hidden_size * (2 if model.gated else 1)
+    split = inner * hidden + model.ffn_hidden_size * hidden + (inner if model.add_bias_linear else 0)
+    return split // ranks + (hidden if model.add_bias_linear else 0)
+
+
+def memory_estimate(run: RunConfig) -> MemoryEstimate:
+    """Of one rank; the vocabulary size must be known."""
+    parameters, width = rank_parameters(run).total, _width(run)
+    shards = run.data_parallel_size * run.parallel.context_parallel_size
+    owned = -(-parameters // shards) if run.parallel.use_distributed_optimizer else parameters
+    activations = _Activations(run)
+    return MemoryEstimate(
+        weights=parameters * width,
+        gradients=parameters * (2 if run.precision.grad_reduce_in_bf16 else 4),
+        masters=owned * 4 if width < 4 else 0,
+        moments=owned * 4 * _states(run),
+        kept=activations.kept(),
+        working=max(activations.of_loss(), activations.of_backward()),
+    )
+
+
+def kept_activations(run: RunConfig) -> int:
+    """Bytes that layers and embeddings keep on one rank from the forward pass of a micro batch to its backward pass."""
+    return _Activations(run).kept()
+
+
+def _states(run: RunConfig) -> int:
+    plain_descent = run.optimizer.optimizer == "sgd" and run.optimizer.sgd_momentum == 0
+    return 0 if plain_descent else _STATES[run.optimizer.optimizer]
+
+
+def _width(run: RunConfig) -> int:
+    """Bytes of a weight."""
+    return 4 if run.precision.params_dtype == "fp32" else 2
+
+
+class _Activations:
+    """Bytes of activations on one rank, for one micro batch.
+
+    ``_tokens`` pass through the tensor-parallel regions; of them ``_rows`` are held outside, fewer with sequence
+    parallelism. ``_queries``, ``_keys`` and ``_inner`` are widths on this rank.
+    """
+
+    def __init__(self, run: RunConfig) -> None:
+        model, training, ranks = run.model, run.training, run.parallel.tensor_model_parallel_size
+        self._run, self._model, self._training = run, model, training
+        self._length = run.data.seq_length // run.parallel.context_parallel_size
+        self._tokens = self._length * training.micro_batch_size
+        self._rows = self._tokens // (ranks if run.parallel.sequence_parallel else 1)
+        self._hidden = model.hidden_size
+        self._queries = model.num_attention_heads * model.kv_channels // ranks
+        self._keys = model.num_query_groups * model.kv_channels // ranks
+        self._heads = model.num_attention_heads // ranks
+        self._inner = model.ffn_hidden_size // ranks
+        self._width = _width(run)
+        self._stream = self._rows * self._hidden * (4 if model.fp32_residual_connection else self._width)
+        self._dropped = self._rows * self._hidden if model.hidden_dropout > 0 else 0  # one byte each
+        self._fused_attention = model.attention_backend == "sdpa" or (
+            model.attention_backend == "auto" and model.attention_dropout == 0
+        )
+
+    def kept(self) -> int:
+        """From the end of the forward pass on: embedding, layers and the final norm's input."""
+        ends = self._dropped + self._tokens * 9 + self._stream  # ids and where they are looked up, final norm
+        return ends + sum(self._layers_kept())
+
+    def of_loss(self) -> int:
+        """Hidden states and their gradient, the output weight's gradient, one chunk of logits."""
+        ranks = self._run.parallel.tensor_model_parallel_size
+        vocabulary = self._run.padded_vocab_size // ranks
+        chunk = min(_LOSS_CHUNK, vocabulary * self._tokens) * (4 if self._width == 4 else 6)
+        return 2 * self._tokens * self._hidden * self._width + vocabulary * self._hidden * self._width + chunk
+
+    def of_backward(self) -> int:
+        """Gradients inside one layer, and what is recomputed for it."""
+        gated = 2 if self._model.gated else 1
+        inside = self._tokens * max((1 + gated) * self._inner, 2 * (self._queries + 2 * self._keys)) * self._width
+        weight = self._hidden * max(gated * self._inner, self._queries + 2 * self._keys) * self._width
+        return 2 * self._stream + inside + weight + self._recomputed_at_once()
+
+    def _layers_kept(self) -> Iterator[int]:
+        """Bytes per run of layers: all that they compute, or only their input where they are recomputed."""
+        layers, training = self._model.num_layers, self._training
+        if training.recompute_granularity != "full":
+            yield layers * self._layer(selective=training.recompute_granularity == "selective")
+            return
+        chosen = training.recompute_num_layers or 1
+        if training.recompute_method == "block":
+            yield min(chosen, layers) * self._stream + max(layers - chosen, 0) * self._layer()
+        else:
+            yield -(-layers // chosen) * self._stream
+
+    def _recomputed_at_once(self) -> int:
+        if self._training.recompute_granularity == "full":
+            run = self._training.recompute_num_layers or 1
+            return self._layer() * (run if self._training.recompute_method == "uniform" else 1)
+        if self._training.recompute_granularity == "selective":
+            return self._scores() + self._score_inputs()
+        return 0
+
+    def _layer(self, *, selective: bool = False) -> int:
+        """Both residual streams, the inputs of four matmuls and of the activation, attention, dropout masks."""
+        gated = 2 if self._model.gated else 1
+        matmul_inputs = self._tokens * (2 * self._hidden + self._queries + self._inner) * self._width
+        activation_input = self._tokens * gated * self._inner * self._width
+        return 2 * self._stream + matmul_inputs + activation_input + self._attention(selective) + 2 * self._dropped
+
+    def _attention(self, selective: bool) -> int:
+        """What lies between the two matmuls of attention."""
+        if self._fused_attention and not selective:
+            return self._projected() + self._tokens * self._heads * 4  # and one fp32 number per query
+        return self._projected() if selective else self._score_inputs() + self._scores() + self._normed()
+
+    def _projected(self) -> int:
+        """Query, key and value: the fused projection, and those that rotation, norm or grouping make anew."""
+        model = self._model
+        moved = model.position_embedding_type == "rope" or model.qk_layernorm
+        grouped = model.num_query_groups != model.num_attention_heads
+        anew = (self._queries if moved or grouped else 0) + (self._keys if moved else 0)
+        again = self._queries if grouped and model.qk_layernorm else 0
+        return self._tokens * (self._queries + 2 * self._keys + anew + again) * self._width
+
+    def _normed(self) -> int:
+        """What the norms of query and key keep."""
+        if not self._model.qk_layernorm:
+            return 0
+        return self._tokens * (self._queries + 2 * self._keys) * self._width
+
+    def _score_inputs(self) -> int:
+        """Query, key and value as the products with explicit scores take them, keys repeated for each query head."""
+        return 3 * self._tokens * self._queries * self._width
+
+    def _scores(self) -> int:
+        """Probabilities of every pair of positions; with dropout also the mask and what it leaves."""
+        pairs = self._tokens * self._length * self._heads
+        wide = 4 if self._model.attention_softmax_in_fp32 else self._width
+        rounded = self._width if wide != self._width else 0
+        after_softmax = 1 + self._width if self._model.attention_dropout > 0 else rounded
+        return pairs * (wide + after_softmax) + self._length**2

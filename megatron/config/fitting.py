@@ -1,0 +1,92 @@
+"""What to change so that a run fits into a device's memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.config.estimate import memory_estimate
+from megatron.config.rules import failures
+from megatron.config.rules.sizes import divisors
+from megatron.config.run import RunConfig
+
+
+@dataclass(frozen=True)
+class Change:
+    """Flags that save memory, the fields of one group they set, and roughly what they cost in speed, for ranking."""
+
+    flags: str
+    group: str
+    values: tuple[tuple[str, Any], ...]
+    cost: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A variant of a run that fits: the flags to change, and its bytes on one rank."""
+
+    flags: str
+    total: int
+
+
+def what_fits(run: RunConfig, *, device_bytes: float, ranks_per_node: int, most: int = 3) -> list[Fit]:
+    """Variants of ``run`` that pass all rules and fit, those that cost least speed first."""
+    kinds = (_sharding(run), _tensor_parallel(run, ranks_per_node), _recomputation(run), _micro_batch(run))
+    combinations = (tuple(filter(None, chosen)) for chosen in itertools.product(*((None, *kind) for kind in kinds)))
+    fits: list[Fit] = []
+    sufficient: list[tuple[Change, ...]] = []
+    for changes in sorted(combinations, key=lambda each: sum(change.cost for change in each)):
+        # More changes than already suffice say nothing new.
+        if not changes or any(set(enough) <= set(changes) for enough in sufficient):
+            continue
+        variant = _changed(run, changes)
+        total = memory_estimate(variant).total
+        if total > device_bytes or failures(variant):
+            continue
+        sufficient.append(changes)
+        fits.append(Fit(" ".join(change.flags for change in changes), total))
+        if len(fits) == most:
+            break
+    return fits
+
+
+def _changed(run: RunConfig, changes: Iterable[Change]) -> RunConfig:
+    for change in changes:
+        group = dataclasses.replace(getattr(run, change.group), **dict(change.values))
+        run = dataclasses.replace(run, **{change.group: group})
+    return run
+
+
+def _sharding(run: RunConfig) -> Iterator[Change]:
+    if not run.parallel.use_distributed_optimizer and run.data_parallel_size > 1:
+        yield Change("--use-distributed-optimizer", "parallel", (("use_distributed_optimizer", True),), cost=0.5)
+
+
+def _tensor_parallel(run: RunConfig, ranks_per_node: int) -> Iterator[Change]:
+    now = run.parallel.tensor_model_parallel_size
+    if now > 1 and not run.parallel.sequence_parallel:
+        yield Change("--sequence-parallel", "parallel", (("sequence_parallel", True),), cost=0.5)
+    for size in divisors(min(ranks_per_node, run.world_size)):
+        if size > now:
+            flags = f"--tensor-model-parallel-size {size} --sequence-parallel"
+            values = (("tensor_model_parallel_size", size), ("sequence_parallel", True))
+            yield Change(flags, "parallel", values, cost=2 * (size / now - 1))
+
+
+def _recomputation(run: RunConfig) -> Iterator[Change]:
+    now = run.training.recompute_granularity
+    if now is None:
+        values = (("recompute_granularity", "selective"),)
+        yield Change("--recompute-granularity selective", "training", values, cost=1)
+    if now != "full":
+        full = (("recompute_granularity", "full"), ("recompute_activations", False))
+        yield Change("--recompute-granularity full", "training", full, cost=5)
+
+
+def _micro_batch(run: RunConfig) -> Iterator[Change]:
+    now = run.training.micro_batch_size
+    for size in divisors(now)[:-1]:
+        yield Change(f"--micro-batch-size {size}", "training", (("micro_batch_size", size),), cost=now / size)

@@ -1,0 +1,75 @@
+"""A run in words, for the start of a run and for dry runs: settings with where they came from, and the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.config.run import RunConfig
+
+
+def settings_report(run: RunConfig) -> list[str]:
+    """``--flag value  (source)`` for each setting that is not its flag's default, in aligned columns."""
+    rows = []
+    for spec in run.flags():
+        value = run.value(spec)
+        if spec.options.internal or value == spec.default:
+            continue
+        rows.append((_flag_and_value(spec.positive, spec.spelling, value), run.provenance.get(spec.field, "")))
+    width = min(max((len(text) for text, _ in rows), default=0), 60)
+    return [f"{text:<{width}}  {source}".rstrip() for text, source in rows]
+
+
+def layout_report(run: RunConfig, *, ranks_per_node: int) -> list[str]:
+    """Each axis that more than one rank shares: its size, its groups, and whether they stay within a node."""
+    nodes = -(-run.world_size // ranks_per_node)
+    where = f"{nodes:,} nodes of {ranks_per_node}" if nodes > 1 else "one node"
+    lines = [f"{run.world_size:,} rank{_s(run.world_size)} on {where}"]
+    for name, size, stride in axes(run):
+        if size == 1:
+            continue
+        members = [rank * stride for rank in range(size)]
+        shown = ", ".join(map(str, members)) if size <= 4 else f"{members[0]}, {members[1]}, ... {members[-1]}"
+        within = "within a node" if stride * (size - 1) < ranks_per_node else "across nodes"
+        groups = run.world_size // size
+        lines.append(f"{name:<8} {size:>5,} ranks: {groups:,} group{_s(groups)}, the first is {shown} ({within})")
+    return lines
+
+
+def axes(run: RunConfig) -> Iterator[tuple[str, int, int]]:
+    """Name, size and stride of each axis, the fastest first."""
+    parallel = run.parallel
+    data, pipeline = ("data", run.data_parallel_size), ("pipeline", parallel.pipeline_model_parallel_size)
+    slow = (pipeline, data) if parallel.use_tp_pp_dp_mapping else (data, pipeline)
+    stride = 1
+    for name, size in (
+        ("tensor", parallel.tensor_model_parallel_size),
+        ("context", parallel.context_parallel_size),
+        *slow,
+    ):
+        yield name, size, stride
+        stride *= size
+
+
+def count(number: float) -> str:
+    """``1.24 B``: a count in three digits."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:g}"
+
+
+def gigabytes(size: float) -> str:
+    """``12.34 GB``, of 10^9 bytes; megabytes where there is less than one."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+def _flag_and_value(positive: str, spelling: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return positive if value else spelling
+    text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return f"{positive} {text}"
+
+
+def _s(number: int) -> str:
+    return "" if number == 1 else "s"
