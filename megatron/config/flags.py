@@ -51,7 +51,7 @@ def flag(help: str, *, default: Any = dataclasses.MISSING, **options: Any) -> An
     ``renamed_values``: values of Megatron-LM's that mean another one here, each with the word printed about it.
     ``refused_values``: values of Megatron-LM's that cannot be had, each with advice.
     ``at_least``, ``above``, ``at_most``, ``below``: bounds of each number.
-    ``architecture``: the field is part of what a checkpoint's weights mean, so it must be the same when they are loaded.
+    ``architecture``: the field is part of what a checkpoint's weights mean, so it must be the same on load.
     ``from_checkpoint``: it may differ, but ``--use-checkpoint-args`` takes it, too.
     ``internal``: no flag after all, but a value that the run resolves and that is saved with the others.
     """

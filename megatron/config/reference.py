@@ -1,4 +1,4 @@
-"""The reference of all flags, written from the groups: ``python -m megatron.config.reference`` at the repository's root."""
+"""The reference of all flags, written from the groups by ``python -m megatron.config.reference``."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Written by `python -m megatron.config.reference` from the groups in `megatron/co
 
 A value comes from, in this order: the flag; `@FILE` (words as on a command line, with `#` comments) or
 `--config FILE` (YAML or JSON, flat or nested by group); the checkpoint, with `--use-checkpoint-args` (fields marked
-*architecture*); the default. The start of a run and `--dry-run` print each value that is not a default with its source.
-In files a setting is named like its field: `tensor_model_parallel_size: 2`. A switch `--x` that a file turns on is turned
-off by `--no-x`.
+*checkpoint*); the default. The start of a run and `--dry-run` print each value that is not a default with its source.
+In files a setting is named like its field: `tensor_model_parallel_size: 2`. A switch `--x` that a file turns on is
+turned off by `--no-x`.
 """
 
 
@@ -58,10 +58,8 @@ def _row(spec: FlagSpec) -> str:
     notes = [spec.options.help]
     notes += [f"`{old}` means `{name}`: {why}." for old, (name, why) in spec.options.renamed_values.items()]
     notes += [f"`{value}`: {why}." for value, why in spec.options.refused_values.items()]
-    notes += ["*architecture*"] * spec.options.architecture
-    return f"| {', '.join(f'`{name}`' for name in names)} | {' '.join(notes)} | {_default(spec)} |".replace(
-        "{", ""
-    ).replace("}", "")
+    notes += ["*checkpoint*"] * (spec.options.architecture or spec.options.from_checkpoint)
+    return f"| {', '.join(f'`{name}`' for name in names)} | {' '.join(notes)} | {_default(spec)} |"
 
 
 def _default(spec: FlagSpec) -> str:
