@@ -1,0 +1,151 @@
+"""Train a byte-level BPE, as GPT-2's, on your own text.
+
+Writes tokenizer.json for HuggingFaceTokenizer (and for transformers), and the same as vocab.json and merges.txt for
+GPT2BPETokenizer. The same text gives the same files.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tokenizers
+from tokenizers import models, pre_tokenizers, trainers
+
+from megatron.config.flags import check_flags, flag
+from megatron.config.parse import parse_groups
+from megatron.core.datasets.files import replaced_file, write_errors
+from megatron.core.tokenizers.base import check_encodable
+from megatron.core.tokenizers.gpt2_bpe import END_OF_TEXT, byte_level
+from megatron.core.tokenizers.text_files import (
+    JSON_ENDINGS,
+    TEXT_ENDINGS,
+    find_inputs,
+    is_plain_text,
+    read_batches,
+    read_documents,
+    read_plain_lines,
+)
+from megatron.errors import ConfigError, DataError, run_command
+
+NUM_BYTES = 256
+
+
+@check_flags
+@dataclass(frozen=True, kw_only=True)
+class TrainTokenizerConfig:
+    """Text in, vocabulary out."""
+
+    input: tuple[str, ...] = flag(
+        "JSON lines, or plain text in .txt (.gz, .bz2, .zst too): files, folders, globs in quotes, or - for JSON lines "
+        "on standard input."
+    )
+    output_dir: str = flag("Folder of tokenizer.json, tokenizer_config.json, vocab.json and merges.txt.")
+    vocab_size: int = flag("Tokens of the vocabulary, the 256 bytes and special tokens included.")
+    json_key: str = flag("Key of each object whose text is used.", default="text")
+    special_tokens: tuple[str, ...] = flag(f"Special tokens besides {END_OF_TEXT}, which ends documents.", default=())
+    min_frequency: int = flag("Times that a pair must occur to become a token.", default=2, at_least=1)
+    on_bad_line: Literal["error", "skip"] = flag(
+        "What to do about a line that holds no document: stop at the first, or count and leave them out.",
+        default="error",
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train and write."""
+    about = " ".join((__doc__ or "").split())
+    (config,) = parse_groups(argv, TrainTokenizerConfig, prog="train_tokenizer.py", about=about)
+    pipeline = train(config)
+    save(pipeline, Path(config.output_dir))
+    print(
+        f"{config.output_dir}: {pipeline.get_vocab_size():,} tokens in tokenizer.json, and in vocab.json + merges.txt"
+    )
+    return 0
+
+
+def train(config: TrainTokenizerConfig) -> tokenizers.Tokenizer:
+    """The trained tokenizer; holds the words of the text in memory, not the text.
+
+    Raises ConfigError when the vocabulary is too small for the bytes, DataError when the text is too little for it.
+    """
+    special = list(dict.fromkeys([END_OF_TEXT, *config.special_tokens]))
+    least = NUM_BYTES + len(special)
+    if config.vocab_size < least:
+        raise ConfigError(
+            f"--vocab-size {config.vocab_size} cannot hold the {NUM_BYTES} bytes and {len(special)} special tokens; "
+            f"give at least {least}."
+        )
+    pipeline = byte_level(models.BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=config.vocab_size,
+        min_frequency=config.min_frequency,
+        special_tokens=list(special),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=sys.stderr.isatty(),
+    )
+    texts = Texts(config)
+    pipeline.train_from_iterator(iter(texts), trainer)
+    if texts.bad:
+        print(f"left out {texts.bad:,} bad lines, the first: {texts.first_bad}", file=sys.stderr)
+    if pipeline.get_vocab_size() < config.vocab_size:
+        raise DataError(
+            f"--vocab-size {config.vocab_size} is more than this text supports, which has only "
+            f"{pipeline.get_vocab_size()} tokens that occur {config.min_frequency} times; "
+            "give more text, a smaller vocabulary or a lower --min-frequency."
+        )
+    return pipeline
+
+
+class Texts:
+    """The texts of all input, a batch at a time, and what had to be left out."""
+
+    def __init__(self, config: TrainTokenizerConfig) -> None:
+        self._config = config
+        self._paths = find_inputs(config.input, endings=(*JSON_ENDINGS, *TEXT_ENDINGS))
+        self.bad = 0
+        self.first_bad = ""
+
+    def __iter__(self) -> Iterator[list[str]]:
+        for batch in read_batches(self._paths):
+            plain = is_plain_text(batch.path)
+            documents = read_plain_lines(batch) if plain else read_documents(batch, [self._config.json_key])
+            (texts,) = documents.texts.values()
+            try:
+                check_encodable(texts)
+            except DataError:
+                documents.drop_unless(lambda text: check_encodable([text]))
+            if documents.bad and self._config.on_bad_line == "error":
+                raise DataError(f"{documents.bad[0]}; mend the line, or leave such lines out with --on-bad-line skip.")
+            self.first_bad = self.first_bad or "".join(map(str, documents.bad[:1]))
+            self.bad += len(documents.bad)
+            yield texts
+
+
+def save(pipeline: tokenizers.Tokenizer, folder: Path) -> None:
+    """Write the four files; raises DataError when the folder cannot be written."""
+    model = json.loads(pipeline.to_str())["model"]
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+    files = {
+        "vocab.json": _json(dict(sorted(model["vocab"].items(), key=lambda entry: entry[1]))),
+        "merges.txt": "".join(["#version: 0.2\n", *(" ".join(pair) + "\n" for pair in model["merges"])]),
+        "tokenizer_config.json": _json(settings),
+        "tokenizer.json": pipeline.to_str(pretty=True),
+    }
+    for name, text in files.items():
+        path = folder / name
+        with write_errors(path, remedy="free some space, or give --output-dir another folder"):
+            folder.mkdir(parents=True, exist_ok=True)
+            with replaced_file(path) as aside:
+                aside.write_text(text, encoding="utf-8")
+
+
+def _json(value: dict[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    run_command(lambda: main(sys.argv[1:]))
