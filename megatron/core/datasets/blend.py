@@ -28,7 +28,7 @@ class BlendSpec:
 
 
 def parse_blend(entries: Sequence[str], *, flag: str = "--data-path") -> BlendSpec:
-    """Read ``PREFIX PREFIX …`` or ``WEIGHT PREFIX WEIGHT PREFIX …``.
+    """Read ``PREFIX PREFIX …`` or ``WEIGHT PREFIX WEIGHT PREFIX …``; a prefix of weight 0 is left out.
 
     Raises ConfigError for a list that is neither: Megatron-LM takes ``1 a b c`` for four prefixes without weights.
     """
@@ -38,7 +38,8 @@ def parse_blend(entries: Sequence[str], *, flag: str = "--data-path") -> BlendSp
         chosen = tuple(weight for weight in weights if weight is not None)
         if not all(math.isfinite(weight) and weight >= 0 for weight in chosen) or sum(chosen) == 0:
             raise ConfigError(f"{flag} has weights {list(firsts)}: weights are numbers from 0 up, at least one above 0")
-        return BlendSpec(tuple(seconds), chosen)
+        used = [(prefix, weight) for prefix, weight in zip(seconds, chosen) if weight > 0]
+        return BlendSpec(tuple(prefix for prefix, _ in used), tuple(weight for _, weight in used))
     odd_one = next((entry for entry in entries if _number(entry) is not None), None)
     if odd_one is not None:
         raise ConfigError(
@@ -82,7 +83,7 @@ class Interleaving:
 
 
 def interleave(weights: Sequence[float], *, size: int) -> Interleaving:
-    """Sources of ``size`` positions in proportion to ``weights``, each source as long as it takes."""
+    """Sources of ``size`` positions in proportion to ``weights`` (above 0), each source as long as it takes."""
     shares = normalized(weights)
     choices = _choose(shares, start=0, stop=size, counts=np.zeros(len(shares), np.int64))
     return Interleaving(choices, num_sources=len(shares))
@@ -91,7 +92,7 @@ def interleave(weights: Sequence[float], *, size: int) -> Interleaving:
 def interleave_all(weights: Sequence[float], *, sizes: Sequence[int]) -> Interleaving:
     """Sources of all samples of all sources, each sample once: by the same rule among those that aren't used up."""
     shares = normalized(weights)
-    left = np.where(shares > 0, np.asarray(sizes, np.int64), 0)
+    left = np.asarray(sizes, np.int64)
     counts = np.zeros_like(left)
     parts = [np.empty(0, np.min_scalar_type(len(shares)))]
     while left.any():

@@ -7,13 +7,13 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from megatron.core.datasets.files import sync_file, write_errors
 from megatron.core.datasets.indexed_format import (
@@ -34,6 +34,7 @@ from megatron.errors import DataError
 __all__ = ["IndexedDataset", "IndexedDatasetWriter", "token_dtype"]
 
 _BLOCK_BYTES = 1 << 23
+_TABLE_BYTES = 1 << 18
 _FREE_SPACE = "free some space, or write to another folder"
 
 
@@ -130,7 +131,7 @@ class IndexedDatasetWriter:
     def __init__(
         self,
         prefix: str | Path,
-        dtype: np.dtype[Any] | type,
+        dtype: DTypeLike,
         *,
         multimodal: bool = False,
         tokenizer: TokenizerStamp | None = None,
@@ -227,27 +228,29 @@ class IndexedDatasetWriter:
             self._bin.write(np.ascontiguousarray(values, self.dtype).data)
         self.num_tokens += values.size
 
-    def finish(self) -> DatasetMetadata:
-        """Complete the files and give them their names."""
-        metadata = DatasetMetadata(
+    def metadata(self) -> DatasetMetadata:
+        """What has been written so far."""
+        return DatasetMetadata(
             tokenizer=self.tokenizer,
             num_tokens=self.num_tokens,
             num_sequences=self.num_sequences,
             num_documents=self.num_documents,
             max_token_id=self.max_token_id,
         )
+
+    def finish(self) -> None:
+        """Complete the files and give them their names."""
         index = idx_path(self.prefix)
         with self._writing():
             with self._aside[index].open("wb") as file:
                 self._write_index(file)
-            self._aside[DatasetMetadata.path(self.prefix)].write_text(metadata.to_json(), encoding="utf-8")
+            self._aside[DatasetMetadata.path(self.prefix)].write_text(self.metadata().to_json(), encoding="utf-8")
             self._open.close()
             for aside in self._aside.values():
                 sync_file(aside)
             index.unlink(missing_ok=True)
             for path, aside in self._aside.items():
                 aside.replace(path)
-        return metadata
 
     def _write_index(self, index: IO[bytes]) -> None:
         header = IndexHeader(self.dtype, self.num_sequences, self.num_documents + 1)
@@ -256,7 +259,7 @@ class IndexedDatasetWriter:
         shutil.copyfileobj(self._lengths, index)
         self._lengths.seek(0)
         end = 0
-        while block := self._lengths.read(_BLOCK_BYTES):
+        while block := self._lengths.read(_TABLE_BYTES):
             sizes = np.frombuffer(block, LENGTH_DTYPE).astype(OFFSET_DTYPE) * self.dtype.itemsize
             ends = end + np.cumsum(sizes)
             index.write((ends - sizes).data)
@@ -269,13 +272,11 @@ class IndexedDatasetWriter:
 
     def abort(self) -> None:
         """Remove everything written so far; the files of an earlier run stay."""
-        try:
+        with suppress(OSError):  # what could not be flushed is deleted anyway
             self._open.close()
-        except OSError:
-            pass  # what could not be flushed is deleted anyway
-        finally:
-            for aside in self._aside.values():
-                aside.unlink(missing_ok=True)
+        for aside in self._aside.values():
+            with suppress(OSError):
+                aside.unlink()
 
     def __enter__(self) -> IndexedDatasetWriter:
         return self

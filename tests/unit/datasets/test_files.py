@@ -1,0 +1,51 @@
+"""A file either has its whole content or isn't there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.core.datasets.files import replaced_file, write_errors
+from megatron.errors import DataError
+
+
+def test_content_replaces_the_file_at_the_end(tmp_path: Path) -> None:
+    """Readers see the old content until the new one is complete, with the usual permissions."""
+    path = tmp_path / "file"
+    path.write_text("old")
+    with replaced_file(path) as aside:
+        aside.write_text("new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new"
+    (tmp_path / "other").write_text("")
+    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_failure_leaves_the_old_file(tmp_path: Path) -> None:
+    """Whatever ends the block, nothing half-written stays."""
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(TypeError), replaced_file(path) as aside:
+        aside.write_text("half") + "not a number"  # type: ignore[operator]
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("file", "old")]
+
+
+def test_two_writers_do_not_meet(tmp_path: Path) -> None:
+    """Ranks that write the same cache at once each have their own file until they rename it."""
+    path = tmp_path / "file"
+    with replaced_file(path) as first, replaced_file(path) as second:
+        assert first != second
+        first.write_text("same")
+        second.write_text("same")
+    assert path.read_text() == "same"
+
+
+def test_disk_trouble_names_the_file_and_the_remedy() -> None:
+    """The user reads what could not be written, why, and what to do."""
+    with (
+        pytest.raises(DataError, match=r"cannot write /x/y: No space left on device; buy a disk"),
+        write_errors(Path("/x/y"), remedy="buy a disk"),
+    ):
+        raise OSError(28, "No space left on device")

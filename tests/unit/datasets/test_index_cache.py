@@ -1,0 +1,152 @@
+"""A cache never changes what a run reads, nor stops one: shared, read-only, damaged and contended folders work."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.core.datasets.index_build import SampleIndex, build_epoch
+from megatron.core.datasets.index_cache import IndexCache, digest_of
+from megatron.core.datasets.sample_order import EpochOrder
+
+LENGTHS = np.arange(1, 300, dtype=np.int32)
+
+
+class Builder:
+    """Builds an index and counts how often."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> SampleIndex:
+        self.calls += 1
+        return build_epoch(LENGTHS, seed=1, epoch=0, seq_length=8)
+
+
+def get(folder: Path | None, build: Builder, *, inputs: tuple[object, ...] = (1,), least_rows: int = 1) -> SampleIndex:
+    return IndexCache(folder, least_rows=least_rows).get(build, rows=len(LENGTHS), inputs=inputs)
+
+
+def assert_right(index: SampleIndex) -> None:
+    built = Builder()()
+    assert np.array_equal(index.documents, built.documents)
+    assert np.array_equal(index.samples, built.samples)
+    assert (index.documents.dtype, index.samples.dtype) == (built.documents.dtype, built.samples.dtype)
+
+
+def test_built_once_then_read(tmp_path: Path) -> None:
+    """The second run maps what the first one stored."""
+    build = Builder()
+    for _ in range(3):
+        assert_right(get(tmp_path / "cache", build))
+    assert build.calls == 1
+
+
+def test_name_follows_inputs_only(tmp_path: Path) -> None:
+    """Moved data find their cache; other inputs never do."""
+    build = Builder()
+    get(tmp_path / "here", build)
+    shutil.move(tmp_path / "here", tmp_path / "there")
+    get(tmp_path / "there", build)
+    assert build.calls == 1
+    get(tmp_path / "there", build, inputs=(2,))
+    assert build.calls == 2
+
+
+def test_small_indices_are_not_stored(tmp_path: Path) -> None:
+    """Thousands of epochs of a small corpus must not become thousands of files."""
+    assert_right(get(tmp_path / "cache", Builder(), least_rows=1000))
+    assert not (tmp_path / "cache").exists()
+    assert_right(get(None, Builder()))
+
+
+def test_folder_that_cannot_be_written_says_so_once_and_works(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A file in the folder's place refuses as a read-only disk does, for root too."""
+    (tmp_path / "file").write_text("")
+    cache, build = IndexCache(tmp_path / "file" / "cache", least_rows=1), Builder()
+    with caplog.at_level(logging.WARNING):
+        for epoch in range(2):
+            assert_right(cache.get(build, rows=300, inputs=(epoch,)))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"indices stay in memory: the cache {cache.folder} cannot be written (Not a directory)"
+    ]
+    assert build.calls == 2
+
+
+def test_read_only_folder_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Prepared once by somebody who may write, read by everybody else without a word."""
+    get(tmp_path, Builder())
+    (tmp_path / ".lock").unlink()
+    (tmp_path / ".lock").mkdir()  # opening it for writing fails, also for root
+    build = Builder()
+    assert_right(get(tmp_path, build))
+    assert build.calls == 0
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x93NUMPY", b"garbage" * 50])
+@pytest.mark.parametrize("which", ["documents", "samples"])
+def test_damaged_cache_is_built_again(tmp_path: Path, damage: bytes, which: str) -> None:
+    """A copy that broke off costs a rebuild, not a run."""
+    get(tmp_path, Builder())
+    (path,) = tmp_path.glob(f"*-{which}.npy")
+    path.write_bytes(damage)
+    build = Builder()
+    assert_right(get(tmp_path, build))
+    assert_right(get(tmp_path, build))
+    assert build.calls == 1
+
+
+def test_half_a_file_is_built_again(tmp_path: Path) -> None:
+    """The header is whole, the table is not."""
+    get(tmp_path, Builder())
+    for path in tmp_path.glob("*.npy"):
+        path.write_bytes(path.read_bytes()[:-100])
+    assert_right(get(tmp_path, Builder()))
+
+
+def _build_in_process(folder: Path, start: Any, built: Any) -> None:
+    start.wait()
+    build = Builder()
+    assert_right(get(folder, build))
+    built.put(build.calls)
+
+
+def test_concurrent_ranks_build_once(tmp_path: Path) -> None:
+    """Ranks that start together wait for one of them, and all read the same."""
+    fork = multiprocessing.get_context("fork")
+    start, built = fork.Event(), fork.Queue()
+    ranks = [fork.Process(target=_build_in_process, args=(tmp_path, start, built)) for _ in range(6)]
+    for rank in ranks:
+        rank.start()
+    start.set()
+    counts = [built.get(timeout=30) for _ in ranks]
+    for rank in ranks:
+        rank.join()
+        assert rank.exitcode == 0
+    assert sorted(counts) == [0, 0, 0, 0, 0, 1]
+    assert not list(tmp_path.glob(".*-*"))
+
+
+def test_digest_tells_values_and_borders_apart() -> None:
+    """Two lists of inputs that read alike when run together are different inputs."""
+    digests = {digest_of(*parts) for parts in [(1, 23), (12, 3), (123,), ("1", 23), (np.array([1, 23]),), (True, 23)]}
+    assert len(digests) == 6
+    assert digest_of(np.arange(6)[::2]) == digest_of(np.array([0, 2, 4]))
+
+
+def test_run_length_and_batch_size_do_not_change_the_files(tmp_path: Path) -> None:
+    """Extending a run, or another number of GPUs, finds the cache of the first one."""
+    names = []
+    for num_samples in (100, 5000):
+        cache = IndexCache(tmp_path, least_rows=1)
+        EpochOrder(LENGTHS, seed=1, seq_length=64, num_samples=num_samples, cache=cache).find(0)
+        names.append(sorted(path.name for path in tmp_path.iterdir()))
+    assert names[0] == names[1]
+    assert len(names[0]) == 3  # two tables and the lock

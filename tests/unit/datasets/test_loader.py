@@ -1,0 +1,100 @@
+"""Batches are the same however they are loaded, begin anywhere at once, and leave the run's random numbers alone."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.core.datasets.gpt_samples import Sample
+from megatron.core.datasets.loader import Batch, build_loader
+from megatron.errors import DataError
+
+
+class Numbers:
+    """A data set whose sample i holds i; sample 13 is bad."""
+
+    digest = "numbers"
+
+    def __init__(self, num_samples: int = 40) -> None:
+        self.read: list[int | None] = []
+        self._num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int | None) -> Sample:
+        self.read.append(index)
+        if index == 13:
+            raise DataError("sample 13 is bad")
+        value = -1 if index is None else index
+        return {"tokens": np.full(4, value, np.int64), "loss_mask": np.full(4, index is not None, np.float32)}
+
+    def origin(self, index: int) -> str:
+        return str(index)
+
+    def describe(self) -> list[str]:
+        return []
+
+
+def first_tokens(batches: Any) -> list[list[int]]:
+    return [batch["tokens"][:, 0].tolist() for batch in batches]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_batches_do_not_depend_on_workers(num_workers: int) -> None:
+    """Tensors [b, S] of the types of the samples, in order, on any number of worker processes."""
+    loader = build_loader(Numbers(), consumed=14, micro_batch_size=3, num_workers=num_workers)
+    batches: list[Batch] = list(loader)
+    assert first_tokens(batches) == [list(range(start, start + 3)) for start in range(14, 38, 3)]
+    assert (batches[0]["tokens"].dtype, batches[0]["tokens"].shape) == (torch.int64, (3, 4))
+    assert batches[0]["loss_mask"].dtype == torch.float32
+
+
+def test_resuming_reads_nothing_before_its_position() -> None:
+    """A run that resumes after a billion samples starts at once."""
+    numbers = Numbers(10**12)
+    loader = build_loader(numbers, consumed=10**11, micro_batch_size=2, data_parallel_rank=1, data_parallel_size=2)
+    assert first_tokens(itertools.islice(loader, 2)) == [[10**11 + 2, 10**11 + 3], [10**11 + 6, 10**11 + 7]]
+    assert min(index for index in numbers.read if index is not None) == 10**11 + 2
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_error_of_the_data_arrives_as_it_is(num_workers: int) -> None:
+    """One sentence, not a worker's traceback; and only when its batch is due."""
+    batches = iter(build_loader(Numbers(), consumed=8, micro_batch_size=4, num_workers=num_workers))
+    assert first_tokens([next(batches)]) == [[8, 9, 10, 11]]
+    with pytest.raises(DataError, match=r"^sample 13 is bad$"):
+        next(batches)
+
+
+def test_padding_counts_for_nothing() -> None:
+    """The last validation batch is whole, with a zero mask where there are no samples."""
+    batches = list(build_loader(Numbers(6), consumed=0, micro_batch_size=4, pad_last=True))
+    assert first_tokens(batches) == [[0, 1, 2, 3], [4, 5, -1, -1]]
+    assert batches[-1]["loss_mask"][:, 0].tolist() == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_random_numbers_of_the_run_stay_where_they_are(num_workers: int) -> None:
+    """Torch's loader draws from the global generator unless it is given its own; then loading would change dropout."""
+    before = torch.get_rng_state()
+    next(iter(build_loader(Numbers(), consumed=0, micro_batch_size=2, num_workers=num_workers)))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_each_iteration_begins_anew() -> None:
+    """Evaluating twice from one loader reads the same batches."""
+    loader = build_loader(Numbers(12), consumed=4, micro_batch_size=4)
+    assert first_tokens(loader) == first_tokens(loader) == [[4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+def test_shuffled_loading_goes_on_for_ever() -> None:
+    """The cyclic loader makes pass after pass, each sample once in each."""
+    loader = build_loader(Numbers(12), consumed=0, micro_batch_size=4, shuffle_seed=3)
+    batches = first_tokens(itertools.islice(loader, 6))
+    for one_pass in (batches[:3], batches[3:]):
+        assert sorted(itertools.chain(*one_pass)) == list(range(12))

@@ -1,0 +1,78 @@
+"""Ids of another vocabulary train without an error and mean nothing: the file beside the data prevents it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.core.datasets.metadata import DatasetMetadata, TokenizerStamp
+from megatron.errors import DataError
+
+GPT2 = TokenizerStamp("GPT2BPETokenizer", 50257, 50256, "aa" * 32)
+LLAMA = TokenizerStamp("HuggingFaceTokenizer", 32000, 2, "bb" * 32)
+NULL = TokenizerStamp("NullTokenizer", 1000, 999, "cc" * 32)
+
+
+def metadata(tokenizer: TokenizerStamp | None = GPT2, max_token_id: int | None = 50256) -> DatasetMetadata:
+    return DatasetMetadata(
+        tokenizer=tokenizer, num_tokens=10, num_sequences=3, num_documents=2, max_token_id=max_token_id
+    )
+
+
+@pytest.mark.parametrize("tokenizer", [GPT2, None])
+def test_survives_the_file(tmp_path: Path, tokenizer: TokenizerStamp | None) -> None:
+    """What is written is what is read."""
+    prefix = str(tmp_path / "x")
+    Path(f"{prefix}.meta.json").write_text(metadata(tokenizer).to_json())
+    assert DatasetMetadata.read(prefix) == metadata(tokenizer)
+
+
+def test_data_without_metadata_has_none(tmp_path: Path) -> None:
+    """Megatron-LM writes no such file, and its data must work."""
+    assert DatasetMetadata.read(str(tmp_path / "x")) is None
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"tokenizer": null}', '{"tokenizer": {"type": 1}}', "\xff"])
+def test_damaged_file_is_one_sentence(tmp_path: Path, content: str) -> None:
+    """A check that cannot be made must not pass for one that was."""
+    (tmp_path / "x.meta.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(DataError, match=r"x\.meta\.json cannot be understood .* or delete this file") as caught:
+        DatasetMetadata.read(str(tmp_path / "x"))
+    assert "\n" not in str(caught.value)
+
+
+def test_another_tokenizer_is_refused_naming_both() -> None:
+    """The user sees what made the data, what the run has, and which flags decide."""
+    metadata().check_tokenizer("x", GPT2)
+    with pytest.raises(DataError) as caught:
+        metadata().check_tokenizer("x", LLAMA)
+    assert str(caught.value) == (
+        "x was tokenized with GPT2BPETokenizer (50257 ids, fingerprint aaaaaaaaaaaa) but this run has "
+        "HuggingFaceTokenizer (32000 ids, fingerprint bbbbbbbbbbbb): give --tokenizer-type and its files as for "
+        "tools/preprocess_data.py, or preprocess the text again with the run's tokenizer"
+    )
+
+
+def test_numbers_fit_any_data_and_unknown_data_fit_any_tokenizer() -> None:
+    """NullTokenizer trains on ids that somebody else made; data of unknown origin can only be checked id by id."""
+    metadata().check_tokenizer("x", NULL)
+    metadata(None).check_tokenizer("x", LLAMA)
+
+
+def test_ids_beyond_the_vocabulary_are_refused() -> None:
+    """The largest id, known without reading the data, must have a row in the embedding."""
+    metadata(max_token_id=31999).check_vocabulary("x", vocab_size=32000)
+    metadata(max_token_id=None).check_vocabulary("x", vocab_size=1)
+    with pytest.raises(
+        DataError, match="x holds token id 32000 but the vocabulary has ids 0 to 31999: the data was made"
+    ):
+        metadata(max_token_id=32000).check_vocabulary("x", vocab_size=32000)
+
+
+@pytest.mark.parametrize("counts", [(11, 3), (10, 4)])
+def test_metadata_of_other_files_are_refused(counts: tuple[int, int]) -> None:
+    """Somebody replaced .bin and .idx and left the old description beside them."""
+    metadata().check_counts("x", num_tokens=10, num_sequences=3)
+    with pytest.raises(DataError, match=r"x\.meta\.json describes 10 tokens in 3 sequences but x\.idx has"):
+        metadata().check_counts("x", num_tokens=counts[0], num_sequences=counts[1])
