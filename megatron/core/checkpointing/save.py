@@ -8,6 +8,7 @@ checkpoint; a failure on any rank leaves the older ones as they were.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -21,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 import megatron
@@ -181,6 +183,19 @@ class _SavePlanner(DefaultSavePlanner):
         """DCP drops equal boxes of replicas, which are cut alike; tied copies on other stages may be cut otherwise."""
         plans: tuple[list[SavePlan], Metadata] = super().create_global_plan(on_first_stages(all_plans, self._mesh))
         return plans
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        """The numbers of a box. DCP copies a tensor that is part of a larger storage; most boxes needn't be."""
+        box = super().resolve_data(write_item)
+        assert isinstance(box, Tensor), "state is tensors only"
+        return without_surroundings(box) if box.device.type == "cpu" and box.is_contiguous() else box
+
+
+def without_surroundings(tensor: Tensor) -> Tensor:
+    """The same memory as a contiguous CPU ``tensor``, in a storage that ends where the tensor ends."""
+    start = tensor.storage_offset() * tensor.element_size()
+    storage = tensor.untyped_storage()[start : start + tensor.nbytes]
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())
 
 
 def on_first_stages(plans: list[SavePlan], mesh: Mesh) -> list[SavePlan]:

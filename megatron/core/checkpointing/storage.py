@@ -53,23 +53,15 @@ _METADATA_GLOBALS = {
 
 
 class _ChecksummedStream:
-    """A file open for writing that keeps the CRC-32 of what went through it, and the error that stopped it."""
+    """A file open for writing that keeps the CRC-32 of what went through it."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self.name: str = file.name
         self.size = 0
         self.crc32 = 0
-        self.error: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
-        try:
-            return self._write(data)
-        except OSError as error:
-            self.error = error
-            raise
-
-    def _write(self, data: bytes | memoryview) -> int:
         written = self._file.write(data)
         self.size += written
         self.crc32 = zlib.crc32(data, self.crc32)
@@ -97,17 +89,13 @@ class ChecksummedFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        """Open ``path``; any failure comes out as an OSError that names it (torch.save hides the reason)."""
-        stream: _ChecksummedStream | None = None
+        """Open ``path`` for writing; an OSError on the way names it."""
         try:
             with Path(path).open(mode) as file:
                 stream = _ChecksummedStream(file)
                 yield stream  # type: ignore[misc]
-        except (OSError, RuntimeError) as error:
-            reason = stream.error if stream is not None and stream.error is not None else error
-            if isinstance(reason, OSError):
-                raise OSError(reason.errno, reason.strerror, str(path)) from error
-            raise
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
         self.written[Path(path).name] = FileRecord(stream.size, stream.crc32)
 
 

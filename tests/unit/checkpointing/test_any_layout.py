@@ -56,7 +56,9 @@ def test_random_pairs(saved: Layout, loaded: Layout, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(dp=4), Layout(tp=2, pp=2, dp=2), Layout(tp=2, pp=2, dp=2, zero=True)], ids=str
+    "layout",
+    [Layout(dp=4), Layout(tp=2, pp=2, dp=2), Layout(tp=2, dp=4, zero=True), Layout(pp=2, dp=4, zero=True)],
+    ids=str,
 )
 def test_every_element_is_written_once_and_all_ranks_write(layout: Layout, tmp_path: Path) -> None:
     """Replicas cost no disk, padding never reaches a file, and no rank writes for all the others."""
@@ -69,7 +71,7 @@ def test_every_element_is_written_once_and_all_ranks_write(layout: Layout, tmp_p
     for place in metadata.storage_data.values():
         bytes_of[place.relative_path] += place.length
     assert len(bytes_of) == len(layout.meshes())
-    assert max(bytes_of.values()) < 2.5 * min(bytes_of.values())
+    assert max(bytes_of.values()) < 1.5 * sum(bytes_of.values()) / len(bytes_of)
 
 
 def test_tools_of_torch_read_our_folders(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_killed_saves_lose_nothing(background: bool, tmp_path: Path) -> None:
     draw = random.Random(3)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    for _ in range(5):
+    for _ in range(4):
         ours, theirs = context.Pipe()
         process = context.Process(target=save_until_killed, args=(tmp_path, background, theirs), daemon=True)
         process.start()
