@@ -127,6 +127,12 @@ class FlagSpec:
         converted = tuple(self._convert_one(value) for value in values)
         return converted if self.is_list else converted[0]
 
+    def restore(self, saved: Any) -> Any:
+        """The field's value from what JSON kept of it; raises ConfigError for a value that is none."""
+        if saved is None:
+            return None
+        return () if saved == [] else self.convert(saved)
+
     def _convert_one(self, raw: Any) -> Any:
         if isinstance(raw, (bool, list, dict)) or raw is None:
             raise ConfigError(f"{self.positive} is {_NOUNS[self.kind]}, not {raw!r}")
@@ -177,8 +183,9 @@ def one_of(values: Iterable[Any]) -> str:
 
 def did_you_mean(word: str, known: Iterable[Any]) -> str:
     """`` (did you mean X?)`` for the nearest known word, else nothing."""
-    near = difflib.get_close_matches(word, [str(each) for each in known], n=1, cutoff=0.7)
-    return f" (did you mean {near[0]}?)" if near else ""
+    spellings = {str(each).lower(): str(each) for each in known}
+    near = difflib.get_close_matches(word.lower(), spellings, n=1, cutoff=0.7)
+    return f" (did you mean {spellings[near[0]]}?)" if near else ""
 
 
 def _s(count: int | None) -> str:

@@ -6,7 +6,7 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 
-from megatron.config.flags import FlagSpec, flags_of, group_name
+from megatron.config.flags import FlagSpec, flags_of, group_name, one_of
 
 _COLUMN = 34
 
@@ -29,7 +29,8 @@ def format_help(groups: Sequence[type], *, prog: str, about: str = "") -> str:
 
 def _entry(spec: FlagSpec, width: int) -> list[str]:
     head = f"  {usage(spec)}"
-    text = " ".join(part for part in (spec.options.help, default_text(spec)) if part)
+    choices = f"One of {one_of(spec.choices)}." if spec.choices and not _listed(spec) else ""
+    text = " ".join(part for part in (spec.options.help, choices, default_text(spec)) if part)
     body = textwrap.wrap(text, width - _COLUMN, break_on_hyphens=False)
     if len(head) > _COLUMN - 2:
         return [head, *(" " * _COLUMN + line for line in body)]
@@ -40,13 +41,18 @@ def usage(spec: FlagSpec) -> str:
     """The flag and what it takes: ``--lr NUMBER``."""
     if spec.is_switch:
         return spec.spelling
-    if spec.choices:
+    if _listed(spec):
         value = "{" + ",".join(map(str, spec.choices)) + "}"
     else:
         value = {int: "N", float: "X", str: "TEXT"}[spec.kind]
     if spec.is_list:
         value = " ".join([value] * spec.count) if spec.count else f"{value} ..."
     return f"{spec.spelling} {value}"
+
+
+def _listed(spec: FlagSpec) -> bool:
+    """Whether the choices stand behind the flag; many are told in the text."""
+    return 0 < len("".join(map(str, spec.choices))) <= 60
 
 
 def default_text(spec: FlagSpec) -> str:

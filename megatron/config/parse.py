@@ -98,9 +98,9 @@ class Intake:
             )
             return
         for spec in self._checkpoint_fields():
-            value = saved.get(spec.group, {}).get(spec.field)
+            value = spec.restore(saved.get(spec.group, {}).get(spec.field))
             if value is not None:
-                self._offer(spec, Given(spec.convert(value), f"checkpoint {path}", CHECKPOINT))
+                self._offer(spec, Given(value, f"checkpoint {path}", CHECKPOINT))
 
     def _checkpoint_fields(self) -> Iterator[FlagSpec]:
         sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage")

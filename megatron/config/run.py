@@ -242,4 +242,4 @@ def _group_from_json(kind: type, values: Mapping[str, Any]) -> Any:
     missing = sorted(name for name, spec in known.items() if spec.required and name not in values)
     if missing:
         raise ConfigError(f"The saved settings lack {group_name(kind)}.{missing[0]}.")
-    return kind(**{name: None if value is None else known[name].convert(value) for name, value in values.items()})
+    return kind(**{name: known[name].restore(value) for name, value in values.items()})

@@ -1,0 +1,212 @@
+"""The flag mechanism by itself: what a field becomes, what it converts, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pytest
+
+from megatron.config.flags import FlagSpec, check_flags, did_you_mean, flag, flags_of, one_of
+from megatron.config.parse import parse_groups
+from megatron.errors import ConfigError
+
+
+@check_flags
+@dataclass(frozen=True, kw_only=True)
+class ToolConfig:
+    """A tool's flags, one of every kind."""
+
+    size: int = flag("A size.", at_least=1)
+    rate: float = flag("A rate.", default=0.5, above=0, below=1)
+    word: str | None = flag("A word.", default=None, aliases=("--wort",))
+    kind: Literal["red", "green"] = flag(
+        "A kind.",
+        default="red",
+        renamed_values={"rouge": ("red", "French")},
+        refused_values={"blue": "it is sold out"},
+    )
+    level: Literal[0, 1] = flag("A level.", default=0)
+    many: tuple[int, ...] = flag("Many numbers.", default=())
+    three: tuple[int, int, int] | None = flag("Three numbers.", default=None, at_least=0)
+    switch: bool = flag("A switch.", default=False)
+    shine: bool = flag("Do not shine.", default=True, off="--dull")
+    odd_name: int = flag("A flag with an own spelling.", default=1, name="--odd_name", aliases=("--odd-name",))
+    found: int | None = flag("Resolved, not given.", default=None, internal=True)
+
+
+def parsed(*argv: str) -> ToolConfig:
+    (tool,) = parse_groups(["--size", "3", *argv], ToolConfig, prog="tool")
+    assert isinstance(tool, ToolConfig)
+    return tool
+
+
+def specs() -> dict[str, FlagSpec]:
+    return {spec.field: spec for spec in flags_of(ToolConfig)}
+
+
+@pytest.mark.parametrize(
+    ("argv", "field_name", "value"),
+    [
+        (["--size", "4"], "size", 4),
+        (["--size=5"], "size", 5),
+        (["--rate", "1e-3"], "rate", 1e-3),
+        (["--word", "two words"], "word", "two words"),
+        (["--wort", "x"], "word", "x"),
+        (["--word", "-1"], "word", "-1"),
+        (["--word="], "word", ""),
+        (["--kind", "green"], "kind", "green"),
+        (["--kind", "rouge"], "kind", "red"),
+        (["--level", "1"], "level", 1),
+        (["--many", "1", "-2", "3"], "many", (1, -2, 3)),
+        (["--three", "1", "2", "3"], "three", (1, 2, 3)),
+        (["--switch"], "switch", True),
+        (["--switch", "--no-switch"], "switch", False),
+        (["--dull"], "shine", False),
+        (["--dull", "--shine"], "shine", True),
+        (["--odd_name", "2"], "odd_name", 2),
+        (["--odd-name", "2"], "odd_name", 2),
+        (["--size", "1", "--size", "2"], "size", 2),
+    ],
+)
+def test_values(argv: list[str], field_name: str, value: object) -> None:
+    """Every kind of field takes its spelling and converts what follows."""
+    assert getattr(parsed(*argv), field_name) == value
+
+
+def test_defaults() -> None:
+    """What is not given keeps its default."""
+    assert parsed() == ToolConfig(size=3)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--size", "x"], "--size is a whole number, not 'x'"),
+        (["--size", "1.5"], "--size is a whole number, not '1.5'"),
+        (["--size"], "--size takes 1 value, not none"),
+        (["--size", "1", "2"], "--size takes 1 value, not 2: 1 2"),
+        (["--size", "0"], "--size is 0; it must be at least 1"),
+        (["--rate", "0"], "--rate is 0.0; it must be more than 0"),
+        (["--rate", "1"], "--rate is 1.0; it must be less than 1"),
+        (["--rate", "nan"], "--rate is nan; give a finite number"),
+        (["--rate", "inf"], "--rate is inf; give a finite number"),
+        (["--kind", "gren"], "--kind cannot be 'gren' (did you mean green?); choose red or green"),
+        (["--kind", "blue"], "--kind blue: it is sold out"),
+        (["--level", "2"], "--level cannot be '2'; choose 0 or 1"),
+        (["--three", "1", "2"], "--three takes 3 values, not 2: 1 2"),
+        (["--three", "1", "-2", "3"], "--three is -2; it must be at least 0"),
+        (["--many"], "--many takes one or more values, not none"),
+        (["--switch", "on"], "--switch is on or off and takes no value, so 'on' cannot follow it"),
+        (["--swich"], "there is no flag --swich (did you mean --switch?)"),
+        (["--siz", "3"], "there is no flag --siz (did you mean --size?)"),
+        (["--zzz"], "there is no flag --zzz"),
+        (["--found", "3"], "there is no flag --found"),
+        (["--switch", "--", "x"], "there is no flag --"),
+    ],
+)
+def test_refusals(argv: list[str], message: str) -> None:
+    """A wrong value is one sentence with the value, the flag, and what would do; nothing is abbreviated."""
+    with pytest.raises(ConfigError) as caught:
+        parsed(*argv)
+    assert str(caught.value) == message
+    assert caught.value.exit_code == 2
+
+
+def test_all_at_once() -> None:
+    """A user who made three mistakes hears of three."""
+    with pytest.raises(ConfigError) as caught:
+        parse_groups(["stray", "--rate", "2", "--level", "x"], ToolConfig, prog="tool")
+    assert str(caught.value) == (
+        "4 things are wrong with the settings:\n"
+        "  1. 'stray' stands alone: values follow a flag that starts with --\n"
+        "  2. --level is a whole number, not 'x'\n"
+        "  3. missing: --size (a size)\n"
+        "  4. --rate is 2.0; it must be less than 1"
+    )
+
+
+def test_help_is_grouped(capsys: pytest.CaptureFixture[str]) -> None:
+    """--help names the group, each flag with what it takes and its default, and leaves with code 0."""
+    with pytest.raises(SystemExit) as caught:
+        parse_groups(["--size", "x", "--help"], ToolConfig, prog="tool", about="Does things.")
+    assert caught.value.code in (0, None)
+    text = capsys.readouterr().out
+    assert text.startswith("usage: tool --flag value ... [@FILE]\n\nDoes things.\n")
+    assert "\ntool: A tool's flags, one of every kind.\n" in text
+    for line in (
+        "  --size N                        A size. (required)",
+        "  --rate X                        A rate. (default: 0.5)",
+        "  --kind {red,green}              A kind. (default: red)",
+        "  --many N ...                    Many numbers.",
+        "  --three N N N                   Three numbers.",
+        "  --switch                        A switch.",
+        "  --dull                          Do not shine.",
+    ):
+        assert line in text.splitlines()
+    assert "--found" not in text
+
+
+def test_field_without_help_is_refused_at_import() -> None:
+    """Nobody adds a setting without saying what it does."""
+    with pytest.raises(TypeError, match=r"Bare\.x needs flag"):
+
+        @check_flags
+        @dataclass(frozen=True, kw_only=True)
+        class Bare:
+            x: int = 1
+
+    with pytest.raises(TypeError, match=r"Blank\.x needs flag"):
+
+        @check_flags
+        @dataclass(frozen=True, kw_only=True)
+        class Blank:
+            x: int = flag(" ", default=1)
+
+
+def test_boolean_that_is_on_names_what_turns_it_off() -> None:
+    """A switch that is on by default would otherwise be no switch at all."""
+    with pytest.raises(TypeError, match=r"On\.x is on by default"):
+
+        @check_flags
+        @dataclass(frozen=True, kw_only=True)
+        class On:
+            x: bool = flag("Something.", default=True)
+
+
+def test_types_without_a_spelling_are_refused_at_import() -> None:
+    """A field that no word on a command line can mean is a programming error."""
+    with pytest.raises(TypeError, match="cannot be of type"):
+
+        @check_flags
+        @dataclass(frozen=True, kw_only=True)
+        class Strange:
+            x: dict[str, int] = flag("A mapping.", default=None)  # noqa: RUF009
+
+
+def test_fields_of_ordinary_dataclasses_are_no_flags() -> None:
+    """dataclasses.field in place of flag() is noticed, too."""
+    with pytest.raises(TypeError, match="needs flag"):
+
+        @check_flags
+        @dataclass(frozen=True, kw_only=True)
+        class Plain:
+            x: list[int] = field(default_factory=list)
+
+
+@pytest.mark.parametrize(("values", "text"), [(["a"], "a"), (["a", "b"], "a or b"), ([1, 2, 3], "1, 2 or 3")])
+def test_one_of(values: list[Any], text: str) -> None:
+    """Lists in messages read like sentences."""
+    assert one_of(values) == text
+
+
+def test_did_you_mean_is_quiet_when_nothing_is_near() -> None:
+    """A wrong guess is worse than none."""
+    assert did_you_mean("--hiden-size", ["--hidden-size"]) == " (did you mean --hidden-size?)"
+    assert did_you_mean("--banana", ["--hidden-size"]) == ""
+
+
+def test_stand_ins_are_within_bounds() -> None:
+    """Other rules run on with a stand-in, which must not fail by itself."""
+    for spec in specs().values():
+        assert spec.out_of_bounds(spec.stand_in()) is None

@@ -1,0 +1,334 @@
+"""From command lines and files to a run: precedence, provenance, notes, and every failure at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config import RunConfig, check_flags, flag
+from megatron.errors import ConfigError
+from tests.unit.config.command_lines import parse, run_of, words
+
+
+def message_of(changes: str, **options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse(changes, **options)
+    return str(caught.value)
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_sound_command_line() -> None:
+    """The smallest useful command line is a run, and says where each value came from."""
+    run = parse("--ffn-hidden-size 128")
+    assert (run.model.num_layers, run.model.ffn_hidden_size, run.model.vocab_size) == (4, 128, 101)
+    assert run.provenance["num_layers"] == "flag"
+    assert run.provenance["kv_channels"] == "derived"
+    assert run.provenance["clip_grad"] == "default"
+    assert run.provenance["accumulate_allreduce_grads_in_fp32"] == "default"
+    assert parse("--bf16").provenance["accumulate_allreduce_grads_in_fp32"] == "derived"
+    assert run.notes == ()
+
+
+def test_precedence_flag_file_checkpoint_default(tmp_path: Path) -> None:
+    """An explicit flag beats a file, a file beats the checkpoint, the checkpoint beats the default."""
+    saved = run_of(
+        model={"hidden_size": 128, "num_layers": 7, "norm_epsilon": 1e-6, "add_bias_linear": False}
+    ).to_json()
+    path = write(tmp_path / "base.yaml", "num_layers: 6\nhidden_size: 96\nlr: 0.5\n")
+    changes = f"--use-checkpoint-args --load here --config {path} --hidden-size 32"
+    run = parse(changes, without="--num-layers --lr", checkpoint_config=lambda load, step: saved)
+    assert (run.model.hidden_size, run.provenance["hidden_size"]) == (32, "flag")
+    assert (run.model.num_layers, run.provenance["num_layers"]) == (6, path)
+    assert (run.model.norm_epsilon, run.provenance["norm_epsilon"]) == (1e-6, "checkpoint here")
+    assert (run.optimizer.lr, run.provenance["lr"]) == (0.5, path)
+    assert not run.model.add_bias_linear
+    assert run.provenance["adam_eps"] == "default"
+
+
+def test_a_flag_beats_a_file_wherever_it_stands(tmp_path: Path) -> None:
+    """The order of words must not decide between a flag and a file."""
+    arguments = write(tmp_path / "args.txt", "--num-layers 6 --weight-decay 0.3\n")
+    run = parse(f"--num-layers 5 @{arguments}")
+    assert (run.model.num_layers, run.provenance["num_layers"]) == (5, "flag")
+    assert (run.optimizer.weight_decay, run.provenance["weight_decay"]) == (0.3, f"{arguments}:1")
+
+
+def test_argument_files(tmp_path: Path) -> None:
+    """@file reads like a shell script: comments, quotes, continued lines, and other files beside it."""
+    write(tmp_path / "sizes.args", "--num-layers 3 # few\n")
+    main = write(
+        tmp_path / "run.args",
+        "# a run\n--hidden-size \\\n  32\n\n--data-path 'a folder/text' \"b\"\n@sizes.args\n--split 1,0,0",
+    )
+    run = parse(f"--tokenizer-type NullTokenizer @{main}", without="--num-layers --hidden-size --mock-data")
+    assert (run.model.num_layers, run.model.hidden_size) == (3, 32)
+    assert run.data.data_path == ("a folder/text", "b")
+    assert run.provenance["hidden_size"] == f"{main}:2"
+    assert run.provenance["num_layers"] == f"{tmp_path / 'sizes.args'}:1"
+    assert run.data.split == "1,0,0"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("--lr 'x\n", "{path}:1: no closing quotation; quotes must be closed on the same line"),
+        ("@run.args\n", "@{path} includes itself: {path} -> {path}"),
+        ("@gone.args\n", "@{folder}/gone.args cannot be read: No such file or directory"),
+        ("--hiden-size 3", "{path}:1: there is no flag --hiden-size (did you mean --hidden-size?)"),
+        ("\n--weight-decay x", "{path}:2: --weight-decay is a number, not 'x'"),
+    ],
+)
+def test_bad_argument_files(tmp_path: Path, text: str, message: str) -> None:
+    """A mistake in a file is reported with the file and the line."""
+    path = write(tmp_path / "run.args", text)
+    assert message_of(f"@{path}") == message.format(path=path, folder=tmp_path)
+
+
+def test_missing_argument_file() -> None:
+    """A misspelt @file is one sentence."""
+    assert message_of("@nowhere/x.args") == "@nowhere/x.args cannot be read: No such file or directory"
+
+
+def test_settings_file_nested_and_flat(tmp_path: Path) -> None:
+    """YAML may name groups or not, fields or flags, and may turn switches on and off."""
+    text = """
+model:
+  num_layers: 3
+  disable-bias-linear: true
+  rotary_base: 5e5
+  position_embedding_type: rope
+training: {seed: 7, rampup_batch_size: [2, 2, 10]}
+load_optim: false
+no_load_rng: true
+bf16: true
+hidden_dropout: null
+train_samples: 100
+train_data_path: [a, b]
+"""
+    path = write(tmp_path / "run.yaml", text)
+    changes = f"--config {path} --tokenizer-type NullTokenizer --global-batch-size 8"
+    run = parse(changes, without="--num-layers --mock-data --train-iters")
+    assert run.model.num_layers == 3
+    assert not run.model.add_bias_linear
+    assert run.model.rotary_base == 5e5
+    assert run.training.seed == 7
+    assert run.training.rampup_batch_size == (2, 2, 10)
+    assert not run.checkpoint.load_optim
+    assert not run.checkpoint.load_rng
+    assert run.precision.bf16
+    assert run.model.hidden_dropout == 0.1
+    assert run.data.train_data_path == ("a", "b")
+    assert not parse(f"{changes} --no-bf16", without="--num-layers --mock-data --train-iters").precision.bf16
+
+
+def test_settings_file_in_json_and_several(tmp_path: Path) -> None:
+    """JSON needs no library; a later file wins over an earlier one."""
+    first = write(tmp_path / "a.json", json.dumps({"num_layers": 3, "seed": 5}))
+    second = write(tmp_path / "b.json", json.dumps({"num_layers": 2}))
+    run = parse(f"--config {first} {second}", without="--num-layers")
+    assert (run.model.num_layers, run.training.seed) == (2, 5)
+    assert run.notes == ("--num-layers is given twice, 3 and 2: the last one counts",)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("x.yaml", "num_layerz: 3", "{path}: there is no setting num_layerz (did you mean num_layers?)"),
+        ("x.yaml", "optimizer: {num_layers: 3}", "{path}: num_layers belongs under model, not under optimizer"),
+        ("x.yaml", "weight_decay: abc", "{path}: --weight-decay is a number, not 'abc'"),
+        ("x.yaml", "weight_decay: true", "{path}: --weight-decay is a number, not True"),
+        ("x.yaml", "bf16: maybe", "{path}: --bf16 is on or off and takes no value, so 'maybe' cannot follow it"),
+        ("x.yaml", "dry_run: true", "{path}: dry_run is given on the command line only"),
+        ("x.yaml", "- 1", "--config {path} holds a list; it must be a mapping of settings to values"),
+        ("x.yaml", "a: [", "--config {path}:1 is not YAML: expected the node content, but found '<stream end>'"),
+        ("x.json", "{\n1}", "--config {path}:2 is not JSON: Expecting property name enclosed in double quotes"),
+        (
+            "x.yaml",
+            "moe_router_topk: 2",
+            "--moe-router-topk 2: mixture of experts is not available yet; leave it out for a dense model",
+        ),
+    ],
+)
+def test_bad_settings_files(tmp_path: Path, name: str, text: str, message: str) -> None:
+    """A mistake in a settings file is reported with the file, and the line where there is one."""
+    path = write(tmp_path / name, text)
+    assert message_of(f"--config {path}") == message.format(path=path)
+
+
+def test_unreadable_settings_files(tmp_path: Path) -> None:
+    """Missing and binary files are one sentence."""
+    assert message_of("--config gone.yaml") == "--config gone.yaml cannot be read: No such file or directory"
+    path = tmp_path / "binary.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert message_of(f"--config {path}") == f"--config {path} is not a text file in UTF-8"
+
+
+def test_empty_settings_file(tmp_path: Path) -> None:
+    """A file of comments settles nothing."""
+    path = write(tmp_path / "empty.yaml", "# nothing\n")
+    assert parse(f"--config {path}") == parse()
+
+
+def reader(saved: Mapping[str, Any] | None, calls: list[tuple[str, int | None]]) -> Any:
+    def read(load: str, step: int | None) -> Mapping[str, Any] | None:
+        calls.append((load, step))
+        return saved
+
+    return read
+
+
+def test_checkpoint_gives_architecture_only() -> None:
+    """--use-checkpoint-args takes what the weights mean, not how they were trained."""
+    saved = run_of(
+        model={"swiglu": True, "init_method_std": 0.5}, training={"seed": 99, "micro_batch_size": 4}
+    ).to_json()
+    saved["parallel"]["tensor_model_parallel_size"] = 4
+    calls: list[tuple[str, int | None]] = []
+    changes = "--use-checkpoint-args --load runs/a --ckpt-step 5 --micro-batch-size 1"
+    sizes = "--num-layers --hidden-size --num-attention-heads --seq-length"
+    run = parse(changes, without=sizes, checkpoint_config=reader(saved, calls))
+    assert calls == [("runs/a", 5)]
+    assert (run.model.num_layers, run.model.swiglu, run.data.seq_length) == (4, True, 32)
+    assert (run.training.seed, run.model.init_method_std, run.training.micro_batch_size) == (1234, 0.02, 1)
+    assert run.parallel.tensor_model_parallel_size == 1
+
+
+def test_checkpoint_gives_model_parallel_sizes_when_asked() -> None:
+    """The layout comes along only with its own flag."""
+    saved = run_of().to_json()
+    saved["parallel"]["tensor_model_parallel_size"] = 4
+    changes = "--use-checkpoint-args --use-mp-args-from-checkpoint-args --load a"
+    run = parse(changes, ranks=4, checkpoint_config=reader(saved, []))
+    assert (run.parallel.tensor_model_parallel_size, run.data_parallel_size) == (4, 1)
+
+
+def test_checkpoint_tokenizer_can_be_left() -> None:
+    """The path of a tokenizer's model may have moved."""
+    saved = run_of().to_json()
+    saved["tokenizer"].update(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="old/place")
+    changes = "--use-checkpoint-args --load a"
+    assert parse(changes, checkpoint_config=reader(saved, [])).tokenizer.tokenizer_model == "old/place"
+    changes += " --no-use-tokenizer-model-from-checkpoint-args --tokenizer-model new"
+    assert parse(changes, checkpoint_config=reader(saved, [])).tokenizer.tokenizer_model == "new"
+
+
+def test_checkpoint_args_need_a_checkpoint() -> None:
+    """No checkpoint is an error, never the defaults."""
+    assert message_of("--use-checkpoint-args") == (
+        "--use-checkpoint-args takes the architecture from a checkpoint: name its folder with --load"
+    )
+    assert message_of("--use-checkpoint-args --load a", checkpoint_config=reader(None, [])) == (
+        "--use-checkpoint-args finds no checkpoint in a: give another --load or the sizes as flags"
+    )
+
+
+def test_checkpoint_is_not_read_unasked() -> None:
+    """Without the flag nothing is read: the callback may be expensive."""
+    calls: list[tuple[str, int | None]] = []
+    parse("--load a", checkpoint_config=reader({}, calls))
+    assert calls == []
+
+
+def test_every_failure_at_once() -> None:
+    """One attempt shows all mistakes: spelling, values, missing flags, bounds, and rules between flags."""
+    text = "--num-layers 0 --hidden-size 100 --num-attention-heads 12 --lr abc --num-experts 8 --hiden-size 4"
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.parse([*text.split(), "--bf16", "--fp16", "--mock-data", "--train-iters", "5"])
+    assert str(caught.value) == (
+        "8 things are wrong with the settings:\n"
+        "  1. --lr is a number, not 'abc'\n"
+        "  2. --num-experts 8: mixture of experts is not available yet; leave it out for a dense model\n"
+        "  3. there is no flag --hiden-size (did you mean --hidden-size?)\n"
+        "  4. missing: --micro-batch-size (samples of one forward pass on one rank), "
+        "--seq-length (tokens of one sample)\n"
+        "  5. --num-layers is 0; it must be at least 1\n"
+        "  6. --hidden-size 100 does not divide by --num-attention-heads 12; use a width of 96 or 108, or 10 or 20 "
+        "heads, or give --kv-channels\n"
+        "  7. --fp16 and --bf16 exclude each other; keep one\n"
+        "  8. --tokenizer-type GPT2BPETokenizer (the default) needs --vocab-file and --merge-file, or choose another "
+        "--tokenizer-type"
+    )
+
+
+def test_nothing_given() -> None:
+    """An empty command line says what a run needs."""
+    with pytest.raises(ConfigError, match=r"missing: --num-layers .*, --hidden-size .*, --num-attention-heads"):
+        RunConfig.parse([])
+
+
+def test_a_faulty_flag_is_reported_once() -> None:
+    """Rules say nothing more about a flag whose value is already known to be wrong."""
+    assert message_of("--hidden-size x") == "--hidden-size is a whole number, not 'x'"
+    assert message_of("--seq-length 0") == "--seq-length is 0; it must be at least 1"
+
+
+def test_a_flag_given_twice_is_noted() -> None:
+    """Launch scripts override earlier flags by later ones; which won is said."""
+    run = parse("--seed 1 --seed 2")
+    assert (run.training.seed, run.notes) == (2, ("--seed is given twice, 1 and 2: the last one counts",))
+    assert parse("--seed 2 --seed 2").notes == ()
+
+
+def test_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks come from the launcher, or, for a dry run only, from the flag."""
+    assert RunConfig.parse(words()).world_size == 1
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert RunConfig.parse(words()).world_size == 4
+    assert RunConfig.parse(words("--dry-run --world-size 16")).world_size == 16
+    assert RunConfig.parse(words("--dry-run")).world_size == 4
+    assert parse("--dry-run --world-size 16", ranks=2).world_size == 16
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    with pytest.raises(ConfigError, match="the variable WORLD_SIZE is 'many'; it must be the number of ranks"):
+        RunConfig.parse(words())
+
+
+@check_flags
+@dataclass(frozen=True, kw_only=True)
+class MaskingConfig:
+    """A recipe's own settings."""
+
+    mask_prob: float = flag("Share of tokens that are masked.", default=0.15, at_least=0, at_most=1)
+
+
+def test_groups_of_a_recipe() -> None:
+    """A recipe's flags are parsed, checked, saved and read back like the core's, which alone refuses the name."""
+    run = parse("--mask-prob 0.5", extra_groups=(MaskingConfig,))
+    assert run.group(MaskingConfig).mask_prob == 0.5
+    assert run.provenance["mask_prob"] == "flag"
+    assert run.to_json()["masking"] == {"mask_prob": 0.5}
+    assert RunConfig.from_json(run.to_json(), extra_groups=(MaskingConfig,)) == run
+    assert RunConfig.from_json(run.to_json()).extra == ()
+    assert message_of("--mask-prob 2", extra_groups=(MaskingConfig,)) == "--mask-prob is 2.0; it must be at most 1"
+    with pytest.raises(KeyError, match="no MaskingConfig"):
+        parse().group(MaskingConfig)
+
+
+def test_help_leaves_before_anything_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    """--help works on any command line and shows every group."""
+    with pytest.raises(SystemExit) as caught:
+        RunConfig.parse(["--nonsense", "--help"], prog="pretrain_gpt.py")
+    assert caught.value.code in (0, None)
+    text = capsys.readouterr().out
+    for group in (
+        "model",
+        "parallel",
+        "precision",
+        "optimizer",
+        "training",
+        "data",
+        "tokenizer",
+        "checkpoint",
+        "command",
+    ):
+        assert f"\n{group}: " in text
+    assert "--tensor-model-parallel-size N" in text
+    assert max(map(len, text.splitlines())) <= 120

@@ -1,0 +1,225 @@
+"""Bad settings, each with the exact sentence that a user reads: what is wrong, which flags, what would work."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megatron.config import rules
+from megatron.config.rules import (
+    RULES,
+    check,
+    failures,
+    inputs,
+    layout,
+    listed,
+    model,
+    not_available,
+    remarking,
+    remarks,
+    schedule,
+    training,
+)
+from megatron.config.rules.sizes import divisors, divisors_near, multiples_near, some, tensor_parallel_sizes
+from megatron.errors import ConfigError
+from tests.unit.config.command_lines import parse, run_of
+
+FILES = "--tokenizer-type GPT2BPETokenizer --vocab-file v --merge-file m"
+BLOCK = re.compile(r"\$ (?P<ranks>\d+) ranks?(?:: (?P<changes>.*?))?(?: \(without (?P<without>.*)\))?$")
+
+
+def _read_cases() -> list[tuple[str, str, int, str]]:
+    """Changes of the sound command line, flags left out, ranks, and the message, from the file of transcripts."""
+    cases: list[tuple[str, str, int, str]] = []
+    for line in (Path(__file__).parent / "bad_settings.txt").read_text().splitlines():
+        if line.startswith("    "):
+            changes, without, ranks, message = cases.pop()
+            cases.append((changes, without, ranks, f"{message}\n{line[4:]}".lstrip("\n")))
+        elif match := BLOCK.match(line):
+            cases.append((match["changes"] or "", match["without"] or "", int(match["ranks"]), ""))
+        else:
+            assert not line or line.startswith("#"), f"not a command line, a message or a comment: {line}"
+    return cases
+
+
+BAD = _read_cases()
+
+
+def refusal(changes: str, without: str, ranks: int) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse(changes, without=without, ranks=ranks)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("changes", "without", "ranks", "message"), BAD)
+def test_bad_settings(changes: str, without: str, ranks: int, message: str) -> None:
+    """The sentence that saves somebody a queue, to the letter."""
+    assert refusal(changes, without, ranks) == message
+
+
+def test_there_are_many() -> None:
+    """The file is read as a whole."""
+    assert len(BAD) > 100
+    assert all(message for *_, message in BAD)
+
+
+def test_every_rule_has_a_bad_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule that no bad configuration meets may be dead."""
+    met = set()
+    monkeypatch.setattr(rules, "RULES", ())
+    for changes, without, ranks, message in BAD:
+        try:
+            run = parse(changes, without=without, ranks=ranks)
+        except ConfigError:
+            continue
+        met |= {rule for rule in RULES if (sentence := rule(run)) and sentence in message}
+    assert [rule.__name__ for rule in RULES if rule not in met] == []
+
+
+@pytest.mark.parametrize("module", [layout, model, training, schedule, inputs, not_available, remarking])
+def test_every_rule_is_listed(module: ModuleType) -> None:
+    """A rule that is written but not listed never runs."""
+    written = {
+        function
+        for name, function in inspect.getmembers(module, inspect.isfunction)
+        if function.__module__ == module.__name__ and not name.startswith("_")
+    }
+    assert written == set(module.RULES)
+
+
+GOOD = [
+    ("", "", 1),
+    ("--tensor-model-parallel-size 8 --sequence-parallel", "", 8),
+    ("--tensor-model-parallel-size 2 --group-query-attention --num-query-groups 2", "", 4),
+    ("--kv-channels 16 --hidden-size 100", "", 1),
+    ("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", "", 4),
+    ("--skip-train", "--lr --train-iters", 1),
+    ("--geglu --exact-gelu", "", 1),
+    ("--position-embedding-type rope --rotary-percent 0.25", "", 1),
+    ("--position-embedding-type rope --use-rope-scaling --rope-scaling-factor 4", "", 1),
+    ("--bf16 --grad-reduce-in-bf16", "", 1),
+    (
+        "--train-samples 100 --rampup-batch-size 4 4 50 --global-batch-size 16 --lr-warmup-samples 20",
+        "--train-iters",
+        2,
+    ),
+    ("--lr-decay-style WSD --lr-wsd-decay-iters 3 --lr-warmup-iters 2", "", 1),
+    ("--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.2", "", 1),
+    ("--recompute-granularity full --recompute-method block --recompute-num-layers 4", "", 1),
+    (f"--data-path 0.3 a 0.7 b {FILES}", "--mock-data --vocab-size", 1),
+    (f"--data-path a b c {FILES}", "--mock-data", 1),
+    (f"--data-path a b {FILES} --split 90,5,5", "--mock-data", 1),
+    (f"--train-data-path a --valid-data-path 1 b 2 c {FILES}", "--mock-data", 1),
+    (f"--valid-data-path b --skip-train {FILES}", "--mock-data", 1),
+    ("--load a --save a --save-interval 5 --finetune --log-progress --keep-last-checkpoints 3", "", 1),
+    ("--pretrained-checkpoint a --finetune", "", 1),
+    ("--split 1", "", 1),
+    ("--split .5,.25,.25", "", 1),
+]
+
+
+@pytest.mark.parametrize(("changes", "without", "ranks"), GOOD)
+def test_good_settings(changes: str, without: str, ranks: int) -> None:
+    """Settings that are sound are not refused."""
+    parse(changes, without=without, ranks=ranks)
+
+
+REMARKS = [
+    ("--sequence-parallel", "", "--sequence-parallel: off, because --tensor-model-parallel-size is 1"),
+    ("--loss-scale 8 --bf16", "", "--loss-scale: no effect without --fp16"),
+    (
+        "--log-timers-to-tensorboard --tensorboard-queue-size 5",
+        "",
+        "--tensorboard-queue-size, --log-timers-to-tensorboard: no effect without --tensorboard-dir",
+    ),
+    ("--save-interval 5", "", "--save-interval 5: no effect without --save"),
+    ("--manual-gc-interval 5", "", "--manual-gc-interval 5: no effect without --manual-gc"),
+    (
+        f"--data-path a {FILES}",
+        "--mock-data",
+        "--split: '969, 30, 1' of --data-path for training, validation and test, because it is not given",
+    ),
+    (
+        "--fp16",
+        "",
+        "the check for losses that are not finite is off: with --fp16 and a dynamic loss scale they are skipped",
+    ),
+    (
+        "--reset-position-ids --position-embedding-type none",
+        "",
+        "--reset-position-ids: no effect with --position-embedding-type none",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "without", "remark"), REMARKS)
+def test_remarks(changes: str, without: str, remark: str) -> None:
+    """A setting without effect is not refused, but it is not silent either."""
+    assert parse(changes, without=without).notes == (remark,)
+
+
+def test_every_remark_is_tested() -> None:
+    """A remark that no settings cause may be dead."""
+    assert len(REMARKS) == len(remarking.RULES)
+    assert len({remark for *_, remark in REMARKS}) == len(REMARKS)
+
+
+def test_runs_built_in_code_are_checked_too() -> None:
+    """Tools and tests that build a run without a command line can ask for the same rules."""
+    broken = run_of(model={"num_layers": 0, "num_attention_heads": 5})
+    with pytest.raises(ConfigError) as caught:
+        check(broken)
+    assert str(caught.value).splitlines()[1] == "  1. --num-layers is 0; it must be at least 1"
+    assert not remarks(run_of())
+
+
+def test_bounds_do_not_stop_other_rules() -> None:
+    """Numbers that would divide by zero are replaced before other rules run, and nothing is reported twice."""
+    sentences = failures(run_of(model={"num_attention_heads": 0, "hidden_size": -1}, training={"eval_interval": 0}))
+    assert sentences[0] == "--hidden-size is -1; it must be at least 1"
+    assert "--num-attention-heads is 0; it must be at least 1" in sentences
+    assert "--eval-interval is 0; it must be at least 1" in sentences
+
+
+def test_listed() -> None:
+    """One failure is a sentence, several are a numbered list."""
+    assert listed(["a"]) == "a"
+    assert listed(["a", "b"]) == "2 things are wrong with the settings:\n  1. a\n  2. b"
+
+
+@pytest.mark.parametrize("number", range(1, 200))
+def test_divisors(number: int) -> None:
+    """Suggested sizes divide."""
+    assert divisors(number) == [each for each in range(1, number + 1) if number % each == 0]
+
+
+def test_suggestions() -> None:
+    """Suggestions are near what was asked."""
+    assert some(divisors(64), near=16, most=3) == "4, 8 or 16"
+    assert divisors_near(100, 12) == "10 or 20"
+    assert divisors_near(7, 7) == "1"
+    assert multiples_near(100, 8) == "96 or 104"
+    assert multiples_near(3, 8) == "8"
+
+
+def test_suggested_tensor_parallel_sizes_pass_the_rules() -> None:
+    """What a message says would fit does fit."""
+    for ranks in (1, 2, 4, 6, 8, 12):
+        sizes = tensor_parallel_sizes(parse("--sequence-parallel", ranks=ranks))
+        for size in range(1, 13):
+            sound = size in sizes
+            changes = f"--tensor-model-parallel-size {size} --sequence-parallel"
+            assert sound == (not _refused(changes, ranks)), (ranks, size)
+
+
+def _refused(changes: str, ranks: int) -> bool:
+    try:
+        parse(changes, ranks=ranks)
+    except ConfigError:
+        return True
+    return False
