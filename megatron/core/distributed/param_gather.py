@@ -31,7 +31,6 @@ class ParamGather:
 
     def start(self) -> None:
         """Start all gathers, once every rank has updated its shards; wait for them unless a forward pass will."""
-        self.finish()
         if self._needed_first is None:
             uncalled = self._hooked.keys() - self._called
             first = {bucket for module in uncalled for bucket in self._hooked[module]}

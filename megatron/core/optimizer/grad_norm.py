@@ -37,12 +37,16 @@ class ModelStatistics:
 
     def __init__(self, buffers: Sequence[FlatBuffer], context: ParallelContext) -> None:
         self._context = context
-        self._counted = [(buffer, _counted_spans(buffer, context.mesh.rank(*buffer.reduce))) for buffer in buffers]
+        shards = [(buffer, context.mesh.rank(*buffer.reduce)) for buffer in buffers]
+        self._counted = [(buffer, _counted_spans(buffer, shard)) for buffer, shard in shards]
+        self._replicas = [(buffer, _replica_spans(buffer, shard)) for buffer, shard in shards]
 
     def gradients(self, *, count_zeros: bool = False) -> GradientStatistics:
-        """Statistics of the gradient buffers. The norm is infinite or NaN exactly when a gradient is, on any rank."""
+        """Statistics of the gradient buffers. The norm is infinite or NaN exactly when some rank's gradient is."""
         parts = [[span.of(buffer.grads) for span in spans] for buffer, spans in self._counted]
-        sums = [self._sum_of_squares(parts)]
+        replicas = [[span.of(buffer.grads) for span in spans] for buffer, spans in self._replicas]
+        # Replicas add nothing, unless one isn't finite: 0 · inf is NaN, and every rank will know.
+        sums = [self._sum_of_squares(parts) + 0.0 * self._sum_of_squares(replicas)]
         if count_zeros:
             sums.append(self._sum(part.numel() - torch.count_nonzero(part) for each in parts for part in each))
         squares, *zeros = self._over_all_ranks(sums)
@@ -90,6 +94,17 @@ def _counted_spans(buffer: FlatBuffer, shard: int) -> list[Span]:
                 else:
                     spans.append(span)
     return spans
+
+
+def _replica_spans(buffer: FlatBuffer, shard: int) -> list[Span]:
+    """Parameters in a shard that another model-parallel rank counts."""
+    pairs = [
+        (slot.span, buffer.shard(bucket, shard))
+        for bucket in buffer.buckets
+        for slot in bucket.slots
+        if not slot.counted
+    ]
+    return [part for span, owned in pairs if (part := span.overlap(owned)) is not None]
 
 
 def nonfinite_gradients(buffers: Sequence[FlatBuffer], mesh: Mesh, *, limit: int = 5) -> list[str]:

@@ -15,14 +15,6 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class ScheduleValues:
-    """What one step is taken with."""
-
-    lr: float
-    weight_decay: float
-
-
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """Warm-up, decay and end of the learning rate, and the course of weight decay. Lengths count samples.
@@ -88,10 +80,6 @@ class Schedule:
             wd_incr_style=config.weight_decay_incr_style,
             wd_incr_steps=train_samples,
         )
-
-    def at(self, samples: int) -> ScheduleValues:
-        """Both values for the step that begins after ``samples`` samples of successful steps."""
-        return ScheduleValues(self.learning_rate(samples), self.weight_decay(samples))
 
     def learning_rate(self, samples: int) -> float:
         """Learning rate of the step that begins after ``samples`` samples."""

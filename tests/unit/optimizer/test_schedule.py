@@ -47,9 +47,8 @@ def test_curves_equal_megatron(styles: str) -> None:
     wsd: dict[str, Any] = {} if wsd_style == "None" else {"lr_wsd_decay_style": wsd_style}
     schedule = golden_schedule(lr_decay_style=style, **wsd)
     for samples, lr, weight_decay in GOLDEN[styles]:
-        values = schedule.at(int(samples))
-        assert values.lr == pytest.approx(lr, rel=0, abs=1e-12)
-        assert values.weight_decay == pytest.approx(weight_decay, rel=0, abs=1e-12)
+        assert schedule.learning_rate(int(samples)) == pytest.approx(lr, rel=0, abs=1e-12)
+        assert schedule.weight_decay(int(samples)) == pytest.approx(weight_decay, rel=0, abs=1e-12)
 
 
 def test_minus_sqrt_falls_from_peak_to_floor() -> None:
