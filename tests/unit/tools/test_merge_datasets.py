@@ -1,0 +1,138 @@
+"""Merging keeps every document, in order, and refuses what would mix up tokens or lose files."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron.core.datasets.metadata import DatasetMetadata, TokenizerStamp
+from megatron.errors import DataError
+from tools.merge_datasets import main
+
+GPT2 = TokenizerStamp("GPT2BPETokenizer", 50257, 50256, "aa" * 32)
+LLAMA = TokenizerStamp("HuggingFaceTokenizer", 32000, 2, "bb" * 32)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "parts"
+    path.mkdir()
+    return path
+
+
+def write(prefix: Path, documents: list[list[list[int]]], *, dtype: Any = np.uint16, **options: Any) -> None:
+    with IndexedDatasetWriter(prefix, dtype, **options) as writer:
+        for document in documents:
+            for mode, sequence in enumerate(document):
+                writer.add_sequence(sequence, mode=mode)
+            writer.end_document()
+
+
+def merge(folder: Path, *options: str) -> str:
+    prefix = str(folder.parent / "merged")
+    assert main(["--input", str(folder), "--output-prefix", prefix, *options]) == 0
+    return prefix
+
+
+def test_documents_follow_in_the_order_of_the_names(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Documents of several sequences stay together; other files in the folder are left alone."""
+    write(folder / "b", [[[4, 5], [6]], []], tokenizer=GPT2)
+    write(folder / "a", [[[1]], [[2, 3]]], tokenizer=GPT2)
+    (folder / "notes.txt").write_text("")
+    prefix = merge(folder)
+    merged = IndexedDataset(prefix)
+    assert [sequence.tolist() for sequence in merged[:]] == [[1], [2, 3], [4, 5], [6]]
+    assert merged.boundaries.tolist() == [0, 1, 2, 4, 4]
+    assert DatasetMetadata.read(prefix) == DatasetMetadata(
+        tokenizer=GPT2, num_tokens=6, num_sequences=4, num_documents=4, max_token_id=6
+    )
+    assert "2 data sets, 4 documents, 4 sequences, 6 tokens" in capsys.readouterr().out
+
+
+def test_modes_are_kept(folder: Path) -> None:
+    """Multimodal data keep what each sequence is."""
+    for name in "ab":
+        write(folder / name, [[[1], [2]], [[3]]], multimodal=True)
+    merged = IndexedDataset(merge(folder, "--multimodal"), multimodal=True)
+    assert merged.modes is not None
+    assert merged.modes.tolist() == [0, 1, 0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("ending", [".bin", ".idx"])
+def test_half_a_pair_is_an_error(folder: Path, ending: str) -> None:
+    """Skipping it would lose data without a word."""
+    write(folder / "a", [[[1]]])
+    write(folder / "b", [[[1]]])
+    (folder / f"a{ending}").unlink()
+    with pytest.raises(DataError, match=rf"parts/a\{ending} missing from --input"):
+        merge(folder)
+    assert not list(folder.parent.glob("merged*"))
+
+
+def test_two_tokenizers_are_an_error(folder: Path) -> None:
+    """The same id would mean two things."""
+    write(folder / "a", [[[1]]], tokenizer=GPT2)
+    write(folder / "b", [[[1]]], tokenizer=LLAMA)
+    with pytest.raises(DataError, match=r"a was tokenized with GPT2BPETokenizer .* and .*b with HuggingFaceTokenizer"):
+        merge(folder)
+
+
+def test_a_part_of_unknown_origin_makes_the_whole_unknown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Claiming a tokenizer for it would switch off the check it needs."""
+    write(folder / "a", [[[1]]], tokenizer=GPT2)
+    write(folder / "b", [[[1]]])
+    metadata = DatasetMetadata.read(merge(folder))
+    assert metadata is not None
+    assert metadata.tokenizer is None
+    assert "parts/b is not known" in capsys.readouterr().err
+
+
+def test_two_types_are_an_error(folder: Path) -> None:
+    """A file has one type for all its tokens."""
+    write(folder / "a", [[[1]]])
+    write(folder / "b", [[[1]]], dtype=np.int32)
+    with pytest.raises(DataError, match=r"b holds int32 tokens and .*a uint16: only data sets of one type"):
+        merge(folder)
+
+
+def test_damaged_part_is_an_error(folder: Path) -> None:
+    """Every part is checked before anything is written."""
+    write(folder / "a", [[[1]]])
+    write(folder / "b", [[[1, 2]]])
+    (folder / "b.bin").write_bytes(b"\x01")
+    with pytest.raises(DataError, match=r"b\.bin has 1 bytes, 3 fewer"):
+        merge(folder)
+    assert not list(folder.parent.glob("merged*"))
+
+
+def test_output_among_the_inputs_is_an_error(folder: Path) -> None:
+    """Merging a second time would take the first result for one more part."""
+    write(folder / "a", [[[1]]])
+    with pytest.raises(DataError, match=r"--output-prefix .*parts/a is one of the data sets to merge"):
+        main(["--input", str(folder), "--output-prefix", str(folder / "a")])
+
+
+def test_nothing_to_merge(folder: Path) -> None:
+    """An empty folder, or none, is a slip of the command line."""
+    with pytest.raises(DataError, match=r"holds no \.bin and \.idx files"):
+        merge(folder)
+    with pytest.raises(DataError, match="is not a folder"):
+        merge(folder / "absent")
+
+
+def test_command_ends_with_one_sentence(folder: Path) -> None:
+    """No traceback, and a code that a script notices."""
+    script = Path(__file__).parents[3] / "tools" / "merge_datasets.py"
+    command = [sys.executable, str(script), "--input", str(folder), "--output-prefix", str(folder / "x")]
+    ran = subprocess.run(
+        command, env={"PYTHONPATH": str(script.parents[1])}, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 1
+    assert ran.stderr.startswith("error: --input ")
+    assert ran.stderr.count("\n") == 1
