@@ -15,6 +15,7 @@ from megatron.core.checkpointing.agreement import run_on_first
 from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint, is_unused
 from megatron.core.checkpointing.load import load_checkpoint, read_run_state
 from megatron.core.checkpointing.save import save_checkpoint
+from megatron.core.optimizer.schedule import resumed_schedule
 from megatron.core.parallel.sharding import ShardedState
 from megatron.errors import CheckpointError
 from megatron.training.run import Progress, Run
@@ -85,23 +86,30 @@ def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> Non
     entries: Iterator[ShardedState] = run.model_state()
     if with_optimizer:
         entries = chain(entries, run.optimizer.entries())
-    masters = {f"optimizer.fp32_param.{name.removeprefix('model.')}": name for name in state_names(run)}
-    load_checkpoint(folder, entries, run.context.mesh, substitutes=masters)
+    load_checkpoint(folder, entries, run.context.mesh, alternatives=masters_from_weights(run))
     if with_optimizer:
         run.optimizer.load_state_dict(state["optimizer"])
     else:
         run.optimizer.reload_masters()
     if not weights_only:
         run.progress = Progress(**state["progress"])
-        run.schedule = run.schedule.resumed(state["schedule"], run.config.optimizer)
+        optimizer = run.config.optimizer
+        run.schedule = resumed_schedule(
+            run.schedule,
+            state["schedule"],
+            override=optimizer.override_opt_param_scheduler,
+            use_checkpoint=optimizer.use_checkpoint_opt_param_scheduler,
+        )
         if settings.load_rng and state["random_seed"] is not None:
             run.context.rng.seed = state["random_seed"]
     run.reporter.say(f"  successfully loaded checkpoint from {folder.path} at iteration {run.progress.iteration}")
 
 
-def state_names(run: Run) -> list[str]:
-    """Names of this rank's parameters in a checkpoint."""
-    return [entry.name for entry in run.model_state()]
+def masters_from_weights(run: Run) -> dict[str, tuple[str, ...]]:
+    """For each fp32 master weight the names to look for: its own, or that of the weight when fp32 training saved it."""
+    weights = [entry.name for entry in run.model_state()]
+    masters = {weight: f"optimizer.fp32_param.{weight.removeprefix('model.')}" for weight in weights}
+    return {master: (master, weight) for weight, master in masters.items()}
 
 
 def check_same_model(state: Mapping[str, Any], run: Run, folder: CheckpointFolder) -> None:

@@ -57,6 +57,7 @@ class Run:
 
     def model_state(self) -> Iterator[ShardedState]:
         """Every parameter under its name in a checkpoint; tied copies share one."""
+        self.optimizer.gather.finish()
         for model in self.models:
             for name, parameter, sharding in sharded_parameters(model):
                 yield ShardedState(f"model.{sharding.tied or name}", parameter.detach(), sharding)
@@ -92,6 +93,8 @@ def build_run(config: RunConfig, recipe: Recipe, context: ParallelContext, *, st
         count_zeros=config.reporting.log_num_zeros_in_grad,
         tokens_per_microbatch=config.training.micro_batch_size * config.data.seq_length,
     )
+    if config.parallel.overlap_param_gather:
+        optimizer.gather.overlap_forward(model)
     schedule = Schedule.from_config(
         config.optimizer,
         train_samples=config.train_samples,

@@ -41,6 +41,8 @@ def parallel_context(
     )
     # Not after an error: ranks that still wait for this one would make the goodbye hang.
     if dist.is_initialized():
+        dist.barrier()
+        mesh.forget_groups()
         dist.destroy_process_group()
 
 

@@ -91,6 +91,10 @@ class Mesh:
                 self._groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
         return self._groups[ranks]
 
+    def forget_groups(self) -> None:
+        """Let go of all process groups, before they are destroyed."""
+        self._groups.clear()
+
     def describe(self) -> str:
         """Coordinates for messages, e.g. ``pp=1 dp=0 cp=0 tp=3``."""
         return " ".join(f"{axis}={index}" for axis, index in self.dense.coordinates(self.world_rank).items())

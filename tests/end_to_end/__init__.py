@@ -1,0 +1,1 @@
+"""The real scripts, as a user runs them."""

@@ -1,0 +1,78 @@
+"""Run the project's commands in a process of their own and read what they leave behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.core.checkpointing.load import load_checkpoint
+from megatron.core.checkpointing.storage import CheckpointReader, tensors_in
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.sharding import ShardedState, Sharding
+
+ROOT = Path(__file__).resolve().parents[2]
+
+TINY = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 8 "
+    "--lr 1e-2 --mock-data --vocab-size 300 --log-interval 1 --eval-iters 0 --num-workers 0"
+)
+"""A model that trains in milliseconds a step, dropout on."""
+
+
+def environment() -> dict[str, str]:
+    """The test's environment with one thread a process, and no launcher's variables."""
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    kept = {name: value for name, value in os.environ.items() if name not in launcher}
+    return kept | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def command(script: str, flags: str, *more: str, ranks: int = 1) -> list[str]:
+    """Command line of a script of the repository on one rank, or on several under torchrun."""
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return [*launcher, str(ROOT / script), *flags.split(), *more]
+
+
+def run(script: str, flags: str, *more: str, ranks: int = 1, expect: int = 0) -> str:
+    """Run a script to its end and return what it printed, both streams; its exit code must be ``expect``."""
+    done = subprocess.run(
+        command(script, flags, *more, ranks=ranks),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == expect, f"exit code {done.returncode}, expected {expect}:\n{done.stdout}"
+    return done.stdout
+
+
+def losses(log: str) -> dict[int, str]:
+    """Loss as printed, by iteration."""
+    return {int(i): loss for i, loss in re.findall(r"iteration +(\d+)/.*?lm loss: (\S+)", log)}
+
+
+def tensors(checkpoint: Path) -> dict[str, Tensor]:
+    """Every logical tensor of a checkpoint."""
+    stored = tensors_in(CheckpointReader(checkpoint).read_metadata())
+    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
+    entries = [ShardedState(name, tensor, Sharding(tuple(tensor.shape))) for name, tensor in state.items()]
+    load_checkpoint(checkpoint, entries, Mesh.single())
+    return state
+
+
+def assert_same_tensors(first: Path, second: Path, *, names: Sequence[str] | None = None) -> None:
+    """Two checkpoints hold the same tensors, bit for bit."""
+    one, other = tensors(first), tensors(second)
+    assert one.keys() == other.keys()
+    for name in names or one:
+        assert torch.equal(one[name], other[name]), f"{name} differs by {(one[name] - other[name]).abs().max()}"

@@ -1,0 +1,79 @@
+"""A resumed run goes on exactly as one that was never interrupted, in a new process."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.commands import TINY, assert_same_tensors, command, environment, losses, run
+
+RUNS = {
+    "dropout and accumulation": (1, "--train-iters 8"),
+    "bf16, ramp-up of the batch": (1, "--bf16 --train-samples 60 --rampup-batch-size 4 2 30"),
+    "fp16 with a loss scale that moves": (1, "--fp16 --train-iters 8 --initial-loss-scale 1048576 --loss-scale-window 3"),
+    "two ranks, sharded optimizer, overlap": (
+        2,
+        "--train-iters 8 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    ),
+    "tensor and sequence parallel, recompute": (
+        2,
+        "--train-iters 8 --tensor-model-parallel-size 2 --sequence-parallel --recompute-activations",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_resume_is_bitwise_the_uninterrupted_run(name: str, tmp_path: Path) -> None:
+    """A run that stops at iteration 3 and resumes would otherwise be another run from there on."""
+    ranks, flags = RUNS[name]
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    flags = f"{TINY} {flags} --save-interval 100"
+    uninterrupted = run("pretrain_gpt.py", flags, f"--save={whole}", ranks=ranks)
+    first = run("pretrain_gpt.py", flags, f"--save={halves}", f"--load={halves}", "--exit-interval=3", ranks=ranks)
+    assert "exiting program at iteration 3" in first
+    second = run("pretrain_gpt.py", flags, f"--save={halves}", f"--load={halves}", ranks=ranks)
+    assert losses(first) | losses(second) == losses(uninterrupted)
+    (last,) = whole.glob("iter_*")
+    assert_same_tensors(last, halves / last.name)
+
+
+def test_other_layout_continues_the_same_run(tmp_path: Path) -> None:
+    """A checkpoint of two tensor-parallel ranks loads on two data-parallel ones, and on one."""
+    flags = f"{TINY} --save-interval 100 --hidden-dropout 0 --attention-dropout 0 --train-iters 6"
+    saved = tmp_path / "saved"
+    run("pretrain_gpt.py", f"{flags} --exit-interval 3 --tensor-model-parallel-size 2", f"--save={saved}", ranks=2)
+    one = run("pretrain_gpt.py", flags, f"--load={saved}")
+    two = run("pretrain_gpt.py", f"{flags} --use-distributed-optimizer", f"--load={saved}", ranks=2)
+    assert list(losses(one)) == list(losses(two)) == [4, 5, 6]
+    for iteration, loss in losses(one).items():
+        assert float(losses(two)[iteration]) == pytest.approx(float(loss), rel=1e-5)
+
+
+def test_sigterm_saves_first(tmp_path: Path) -> None:
+    """A job that its scheduler ends would lose everything since its last checkpoint."""
+    flags = f"{TINY} --train-iters 100000 --save-interval 100000 --exit-signal-handler"
+    process = subprocess.Popen(
+        command("pretrain_gpt.py", flags, f"--save={tmp_path}"), env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "iteration        3/" in line:
+            process.send_signal(signal.SIGTERM)
+            break
+    rest = process.stdout.read()
+    assert process.wait(timeout=60) == 0
+    assert "exiting program after receiving SIGTERM." in rest
+    assert len(list(tmp_path.glob("iter_*"))) == 1
+
+
+def test_finetune_takes_weights_alone(tmp_path: Path) -> None:
+    """Fine-tuning starts at iteration 0 with a fresh optimizer and schedule."""
+    flags = f"{TINY} --train-iters 4 --save-interval 100"
+    run("pretrain_gpt.py", flags, f"--save={tmp_path}")
+    log = run("pretrain_gpt.py", f"{TINY} --train-iters 2 --lr 1e-4", "--finetune", f"--load={tmp_path}")
+    assert list(losses(log)) == [1, 2]
+    log = run("pretrain_gpt.py", f"{TINY} --train-iters 6 --override-opt_param-scheduler --no-load-optim", f"--load={tmp_path}")
+    assert list(losses(log)) == [5, 6]
