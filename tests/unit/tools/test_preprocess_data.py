@@ -1,0 +1,394 @@
+"""tools/preprocess_data.py as a user meets it: right files, or one sentence and no files."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.metadata import DatasetMetadata
+from megatron.core.tokenizers.huggingface import load
+from megatron.core.tokenizers.rust import RustTokenizer
+from megatron.errors import ConfigError, DataError, MegatronError
+from tests.unit.tools.conftest import TEXTS, command, environment, run, write_lines
+from tools import preprocess_data
+
+ENDINGS = (".bin", ".idx", ".meta.json")
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_folder: Path) -> RustTokenizer:
+    return load(str(tokenizer_folder), extra_ids=0)
+
+
+@pytest.fixture(scope="session")
+def flags(tokenizer_folder: Path) -> tuple[str, ...]:
+    """The tokenizer's flags."""
+    return ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer_folder))
+
+
+def preprocess(source: Path | str, prefix: Path, flags: tuple[str, ...], *more: str) -> None:
+    preprocess_data.main(["--input", str(source), "--output-prefix", str(prefix), "--workers", "1", *flags, *more])
+
+
+def files(prefix: Path, key: str = "text") -> dict[str, bytes]:
+    return {ending: Path(f"{prefix}_{key}_document{ending}").read_bytes() for ending in ENDINGS}
+
+
+def documents(prefix: Path, key: str = "text") -> list[list[int]]:
+    """Ids of each document; an empty one has no sequence."""
+    data = IndexedDataset(f"{prefix}_{key}_document")
+    bounds = data.boundaries.tolist()
+    return [[int(each) for row in data[start:stop] for each in row] for start, stop in pairwise(bounds)]
+
+
+def assert_nothing_left(folder: Path) -> None:
+    """Neither results nor parts of them."""
+    left = [path.name for path in folder.rglob("*") if "_document" in path.name]
+    assert left == []
+
+
+# What it writes
+
+
+def test_documents_are_the_tokenized_lines(
+    tmp_path: Path, corpus: Path, flags: tuple[str, ...], tokenizer: RustTokenizer
+) -> None:
+    preprocess(corpus, tmp_path / "out", flags, "--append-eod")
+    assert documents(tmp_path / "out") == [[*tokenizer.tokenize(text), tokenizer.eod] for text in TEXTS]
+
+
+def test_without_append_eod(tmp_path: Path, corpus: Path, flags: tuple[str, ...], tokenizer: RustTokenizer) -> None:
+    preprocess(corpus, tmp_path / "out", flags)
+    assert documents(tmp_path / "out") == tokenizer.tokenize_batch(TEXTS)
+
+
+def test_every_key_gets_complete_files(
+    tmp_path: Path, corpus: Path, flags: tuple[str, ...], tokenizer: RustTokenizer
+) -> None:
+    """With several keys Megatron-LM once finished only the last one's index."""
+    preprocess(corpus, tmp_path / "out", flags, "--json-keys", "title", "text")
+    assert documents(tmp_path / "out", "title") == tokenizer.tokenize_batch([text[:12] for text in TEXTS])
+    assert documents(tmp_path / "out", "text") == tokenizer.tokenize_batch(TEXTS)
+
+
+def test_empty_texts_are_documents_without_sequences(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """As Megatron-LM writes them: documents keep their numbers, and no sample is an end of document alone."""
+    texts = ["", "the", "", "", "fox", ""]
+    source = write_lines(tmp_path / "in.jsonl", [{"text": text} for text in texts])
+    preprocess(source, tmp_path / "out", flags, "--append-eod")
+    assert [bool(each) for each in documents(tmp_path / "out")] == [bool(text) for text in texts]
+    data = IndexedDataset(f"{tmp_path / 'out'}_text_document")
+    assert data.boundaries.tolist() == [0, 0, 1, 1, 1, 2, 2]
+
+
+def test_metadata_names_the_tokenizer(
+    tmp_path: Path, corpus: Path, flags: tuple[str, ...], tokenizer: RustTokenizer
+) -> None:
+    """A run with another tokenizer must be able to refuse the data."""
+    preprocess(corpus, tmp_path / "out", flags, "--append-eod")
+    metadata = DatasetMetadata.read(f"{tmp_path / 'out'}_text_document")
+    assert metadata is not None
+    assert metadata.tokenizer is not None
+    assert (metadata.tokenizer.type, metadata.tokenizer.vocab_size) == ("HuggingFaceTokenizer", 300)
+    assert (metadata.tokenizer.eod, metadata.tokenizer.fingerprint) == (tokenizer.eod, tokenizer.fingerprint)
+    ids = [each for document in documents(tmp_path / "out") for each in document]
+    assert (metadata.num_documents, metadata.num_tokens, metadata.max_token_id) == (len(TEXTS), len(ids), max(ids))
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(65_498, np.uint16), (65_499, np.int32)])
+def test_type_follows_the_vocabulary(tmp_path: Path, vocab_size: int, dtype: type) -> None:
+    """Megatron-LM's rule, end of document included: 65,500 ids and more need four bytes."""
+    source = write_lines(tmp_path / "in.jsonl", [{"text": f"0 1 {vocab_size - 1}"}])
+    null = ("--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocab_size))
+    preprocess(source, tmp_path / "out", null, "--append-eod")
+    data = IndexedDataset(f"{tmp_path / 'out'}_text_document")
+    assert data.dtype == dtype
+    assert data[0].tolist() == [0, 1, vocab_size - 1, vocab_size]
+
+
+def test_gpt2_is_the_default_tokenizer(tmp_path: Path, corpus: Path, tokenizer_folder: Path) -> None:
+    """Megatron-LM's own default for GPT; same ids as from tokenizer.json of the same training."""
+    pair = ("--vocab-file", f"{tokenizer_folder}/vocab.json", "--merge-file", f"{tokenizer_folder}/merges.txt")
+    preprocess(corpus, tmp_path / "pair", pair)
+    assert DatasetMetadata.read(f"{tmp_path / 'pair'}_text_document") is not None
+
+
+def test_several_files_in_the_order_given(tmp_path: Path, flags: tuple[str, ...], tokenizer: RustTokenizer) -> None:
+    second = write_lines(tmp_path / "b.jsonl", [{"text": text} for text in TEXTS[:5]])
+    packed = tmp_path / "a.jsonl.gz"
+    packed.write_bytes(gzip.compress(json.dumps({"text": TEXTS[9]}).encode()))
+    preprocess(second, tmp_path / "out", flags, "--input", str(second), str(packed))
+    assert documents(tmp_path / "out") == tokenizer.tokenize_batch([*TEXTS[:5], TEXTS[9]])
+
+
+def test_an_earlier_result_is_replaced(tmp_path: Path, corpus: Path, flags: tuple[str, ...]) -> None:
+    preprocess(corpus, tmp_path / "out", flags)
+    preprocess(write_lines(tmp_path / "in.jsonl", [{"text": "fox"}]), tmp_path / "out", flags)
+    assert len(documents(tmp_path / "out")) == 1
+
+
+def test_summary_says_what_was_done(
+    tmp_path: Path, corpus: Path, flags: tuple[str, ...], tokenizer: RustTokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    preprocess(corpus, tmp_path / "out", flags, "--log-interval", "25")
+    written = capsys.readouterr()
+    assert "documents    50\n" in written.out
+    assert f"fingerprint  {tokenizer.fingerprint}" in written.out
+    assert f"{tmp_path / 'out'}_text_document.{{bin,idx,meta.json}}:" in written.out
+    assert written.err.startswith("Processed 50 documents (")
+
+
+# Bad input: one sentence, and nothing written
+
+
+BAD_LINES: list[tuple[bytes, str]] = [
+    (b'{"text": "a"', "not JSON: Expecting ',' delimiter at column 13"),
+    (b"", "the line is empty"),
+    (b'{"txt": "a"}', 'no key "text" (its keys are txt)'),
+    (b'{"text": 5}', 'a number under "text" where a string belongs'),
+    (b'{"text": "caf\xe9"}', "not UTF-8: byte 0xe9 at column 14"),
+    (rb'{"text": "\ud800"}', "the text holds \\ud800, half of a surrogate pair, which is no character"),
+]
+
+
+@pytest.mark.parametrize(("line", "reason"), BAD_LINES)
+def test_bad_line_stops(tmp_path: Path, flags: tuple[str, ...], line: bytes, reason: str) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b'{"text": "fox"}\n' + line + b'\n{"text": "dog"}\n')
+    with pytest.raises(DataError) as failure:
+        preprocess(source, tmp_path / "out", flags)
+    assert str(failure.value) == (
+        f"{source}:2: {reason}; mend the line, or leave such lines out with --on-bad-line skip. Nothing is written."
+    )
+    assert_nothing_left(tmp_path)
+
+
+def test_bad_lines_are_left_out_and_counted(
+    tmp_path: Path, flags: tuple[str, ...], tokenizer: RustTokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each is reported with its place; the documents between them are all there."""
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b"\n".join(line + b'\n{"text": "fox"}' for line, _ in BAD_LINES) + b"\n")
+    preprocess(source, tmp_path / "out", flags, "--on-bad-line", "skip")
+    assert documents(tmp_path / "out") == [tokenizer.tokenize("fox")] * len(BAD_LINES)
+    written = capsys.readouterr()
+    for number, (_, reason) in enumerate(BAD_LINES):
+        assert f"skipped {source}:{2 * number + 1}: {reason}\n" in written.err
+    assert f"bad lines    {len(BAD_LINES)} left out" in written.out
+
+
+def test_many_bad_lines_do_not_flood(
+    tmp_path: Path, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text("oops\n" * 500 + '{"text": "fox"}\n')
+    preprocess(source, tmp_path / "out", flags, "--on-bad-line", "skip")
+    written = capsys.readouterr()
+    assert written.err.count("skipped") == preprocess_data.BAD_LINES_SHOWN
+    assert "further bad lines are only counted" in written.err
+    assert "bad lines    500 left out" in written.out
+
+
+@pytest.mark.parametrize("content", ["", "oops\n"])
+def test_no_document_at_all_is_an_error(tmp_path: Path, flags: tuple[str, ...], content: str) -> None:
+    """An empty data set would only fail later, in training."""
+    (tmp_path / "in.jsonl").write_text(content)
+    with pytest.raises(DataError, match="holds no documents"):
+        preprocess(tmp_path / "in.jsonl", tmp_path / "out", flags, "--on-bad-line", "skip")
+    assert_nothing_left(tmp_path)
+
+
+def test_an_earlier_result_survives_a_failure(tmp_path: Path, corpus: Path, flags: tuple[str, ...]) -> None:
+    preprocess(corpus, tmp_path / "out", flags)
+    before = files(tmp_path / "out")
+    (tmp_path / "bad.jsonl").write_text("oops\n")
+    with pytest.raises(DataError):
+        preprocess(tmp_path / "bad.jsonl", tmp_path / "out", flags)
+    assert files(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize(
+    ("more", "kind", "message"),
+    [
+        (("--split-sentences",), ConfigError, "--split-sentences: sentences are split for BERT and T5"),
+        (("--keep-newlines",), ConfigError, "--keep-newlines: it belongs to --split-sentences"),
+        (("--lang", "english"), ConfigError, "--lang: it belongs to --split-sentences"),
+        (("--json-keys", "text", "text"), ConfigError, "--json-keys needs different keys, not text text"),
+        (("--json-keys",), ConfigError, "--json-keys"),
+        (("--workers", "0"), ConfigError, "--workers is 0; it must be at least 1"),
+        (("--append-eos",), ConfigError, r"--append-eos \(did you mean --append-eod\?\)"),
+        (("--on-bad-line", "ignore"), ConfigError, "--on-bad-line cannot be 'ignore'"),
+        (("--tokenizer-model", "nowhere"), DataError, "--tokenizer-model nowhere does not exist"),
+        (("--tokenizer-type", "BertWordPieceCase"), ConfigError, "it comes with BERT"),
+        (("--input", "nowhere.jsonl"), DataError, "--input nowhere.jsonl does not exist"),
+    ],
+)
+def test_impossible_flags(
+    tmp_path: Path,
+    corpus: Path,
+    flags: tuple[str, ...],
+    more: tuple[str, ...],
+    kind: type[MegatronError],
+    message: str,
+) -> None:
+    with pytest.raises(kind, match=message):
+        preprocess(corpus, tmp_path / "out", flags, *more)
+    assert_nothing_left(tmp_path)
+
+
+def test_flags_of_megatron_without_effect(
+    tmp_path: Path, corpus: Path, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    preprocess(corpus, tmp_path / "out", flags, "--keep-sequential-samples", "--partitions", "4")
+    assert "--partitions 4 has no effect" in capsys.readouterr().err
+
+
+def test_unwritable_folder(tmp_path: Path, corpus: Path, flags: tuple[str, ...]) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match="write to another folder"):
+        preprocess(corpus, tmp_path / "file" / "out", flags)
+
+
+# The real script
+
+
+def test_same_bytes_for_any_number_of_workers(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """Several batches, three processes that finish in any order, packed input: the bytes of one worker."""
+    texts = [f"{number} " + text * (number % 90) for number, text in enumerate(TEXTS * 8)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    assert len(lines) > 2 * (1 << 19), "too little for several batches"
+    (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress(lines.encode(), 1))
+    preprocess(tmp_path / "in.jsonl.gz", tmp_path / "one", flags, "--append-eod")
+    done = run(
+        "preprocess_data.py",
+        *("--input", tmp_path / "in.jsonl.gz", "--output-prefix", tmp_path / "three", "--append-eod"),
+        *("--workers", "3", *flags),
+    )
+    assert done.returncode == 0, done.stderr
+    assert files(tmp_path / "three") == files(tmp_path / "one")
+
+
+def test_script_reports_a_bad_line(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """Across process borders still one sentence, no traceback."""
+    source = write_lines(tmp_path / "in.jsonl", [{"text": "fox"}, {"txt": "dog"}])
+    done = run("preprocess_data.py", "--input", source, "--output-prefix", tmp_path / "out", "--workers", "2", *flags)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f'error: {source}:2: no key "text"')
+    assert done.stderr.count("\n") == 1
+    assert_nothing_left(tmp_path)
+
+
+def test_full_disk(tmp_path: Path, corpus: Path, flags: tuple[str, ...]) -> None:
+    """A limit on the size of files fails writes as a full disk does."""
+    arguments = command(
+        "preprocess_data.py", "--input", corpus, "--output-prefix", tmp_path / "out", "--workers", "1", *flags
+    )
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -f 1; exec "$@"', "bash", *arguments],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(
+        f"error: cannot write {tmp_path / 'out'}_text_document.bin: File too large; free some"
+    )
+    assert done.stderr.count("\n") == 1
+    assert_nothing_left(tmp_path)
+
+
+@pytest.fixture
+def waiting(tmp_path: Path, flags: tuple[str, ...]) -> Iterator[subprocess.Popen[bytes]]:
+    """A run with two workers that has had some input and waits for more."""
+    arguments = command(
+        "preprocess_data.py", "--input", "-", "--output-prefix", tmp_path / "out", "--workers", "2", *flags
+    )
+    pipe: Any = subprocess.PIPE
+    process = subprocess.Popen(arguments, env=environment(), stdin=pipe, stdout=pipe, stderr=pipe)
+    assert process.stdin is not None
+    line = json.dumps({"text": TEXTS[0] * 50}).encode() + b"\n"
+    for _ in range(3):
+        process.stdin.write(line * ((1 << 19) // len(line) + 1))
+    process.stdin.flush()
+    wait_for(lambda: len(workers_of(process.pid)) == 2)
+    workers = workers_of(process.pid)
+    yield process
+    for pid in (process.pid, *workers):  # a worker that survives would keep the pipes open
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.communicate()
+
+
+def workers_of(pid: int) -> list[int]:
+    """Worker processes; the one that tracks resources is none."""
+    children = [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [each for each in children if b"spawn_main" in Path(f"/proc/{each}/cmdline").read_bytes()]
+
+
+def wait_for(condition: Any) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.02)
+
+
+def is_gone(pid: int) -> bool:
+    """Ended, and not left as a zombie of ours."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc to find the workers")
+
+
+@needs_proc
+def test_killed_worker(tmp_path: Path, waiting: subprocess.Popen[bytes]) -> None:
+    """The system kills a worker when memory runs out: one sentence, nothing written, no process left."""
+    workers = workers_of(waiting.pid)
+    os.kill(workers[0], signal.SIGKILL)
+    _, errors = waiting.communicate(timeout=30)
+    assert waiting.returncode == 1
+    assert errors.decode().startswith("error: one of the 2 worker processes was killed")
+    assert errors.count(b"\n") == 1
+    assert_nothing_left(tmp_path)
+    wait_for(lambda: all(map(is_gone, workers)))
+
+
+@needs_proc
+def test_killed_run_leaves_no_workers(waiting: subprocess.Popen[bytes]) -> None:
+    """Nobody is left to tell the workers to stop."""
+    workers = workers_of(waiting.pid)
+    waiting.kill()
+    waiting.wait()
+    wait_for(lambda: all(map(is_gone, workers)))
+
+
+@needs_proc
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_stopped_run_cleans_up(
+    tmp_path: Path, waiting: subprocess.Popen[bytes], sent: signal.Signals, code: int
+) -> None:
+    """Ctrl-C and a batch system's stop: no half-written files, no workers, no traceback."""
+    workers = workers_of(waiting.pid)
+    waiting.send_signal(sent)
+    _, errors = waiting.communicate(timeout=30)
+    assert waiting.returncode == code
+    assert errors in (b"", b"interrupted\n")
+    assert_nothing_left(tmp_path)
+    wait_for(lambda: all(map(is_gone, workers)))
