@@ -64,7 +64,7 @@ def is_unused(root: str | Path) -> bool:
 
 def whole_checkpoints(root: Path) -> dict[int, Path]:
     """Checkpoints in ``root`` whose files are all there with the right size, by iteration."""
-    return {found.iteration: found.path for found in _look(root).whole}
+    return {found.iteration: found.path for found in reversed(_look(root).whole)}
 
 
 def foreign_format(folder: Path) -> str | None:

@@ -48,6 +48,7 @@ def save_checkpoint(
     """Save ``state`` and the JSON mapping ``run_state`` as ``root/iter_…``; durable when this returns. A collective.
 
     Replicas (data-parallel, tied, tensor-parallel norms) are written once, the writing spread over their ranks.
+    What was saved under the same iteration before is replaced.
     Raises CheckpointError on all ranks when any rank cannot write; earlier checkpoints are untouched then.
     """
     return begin_save(root, iteration, state, run_state, mesh).finish()

@@ -81,6 +81,7 @@ def sharded_views(state: Iterable[ShardedState], mesh: Mesh) -> dict[str, Sharde
     for part in state:
         start, stop = part.flat_range or (0, math.prod(part.sharding.local_shape(mesh)))
         assert part.tensor.numel() == stop - start, f"{part.name}: {part.tensor.numel()} numbers for [{start}, {stop})"
+        assert part.tensor.is_contiguous(), f"{part.name} is not contiguous, so its boxes can't be filled in place"
         assert part.name not in views, f"{part.name} is there twice on one rank"
         views[part.name] = ShardedView.of(part, mesh)
     return views
