@@ -205,8 +205,9 @@ class _Activations:
         model = self._model
         moved = model.position_embedding_type == "rope" or model.qk_layernorm
         grouped = model.num_query_groups != model.num_attention_heads
+        one_group = self._keys == model.kv_channels  # its queries lie side by side
         anew = (self._queries if moved or grouped else 0) + (self._keys if moved else 0)
-        again = self._queries if grouped and model.qk_layernorm else 0
+        again = self._queries if grouped and not one_group and model.qk_layernorm else 0
         return self._tokens * (self._queries + 2 * self._keys + anew + again) * self._width
 
     def _normed(self) -> int:

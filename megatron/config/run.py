@@ -185,7 +185,7 @@ class RunConfig:
         if asked is not None and asked < vocab_size:
             raise ConfigError(
                 f"--vocab-size {asked} is smaller than the tokenizer's vocabulary of {vocab_size}: "
-                f"leave --vocab-size out or give at least {vocab_size}."
+                f"leave --vocab-size out or give at least {vocab_size}"
             )
         return dataclasses.replace(self, model=dataclasses.replace(self.model, vocab_size=asked or vocab_size))
 
@@ -236,10 +236,10 @@ def _group_from_json(kind: type, values: Mapping[str, Any]) -> Any:
     unknown = sorted(set(values) - set(known))
     if unknown:
         raise ConfigError(
-            f"The saved settings have {group_name(kind)}.{unknown[0]}, which this version does not know: "
-            "they were written by another version."
+            f"the saved settings have {group_name(kind)}.{unknown[0]}, which this version does not know: "
+            "they were written by another version"
         )
     missing = sorted(name for name, spec in known.items() if spec.required and name not in values)
     if missing:
-        raise ConfigError(f"The saved settings lack {group_name(kind)}.{missing[0]}.")
+        raise ConfigError(f"the saved settings lack {group_name(kind)}.{missing[0]}")
     return kind(**{name: known[name].restore(value) for name, value in values.items()})

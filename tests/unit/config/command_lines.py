@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.config import DataConfig, ModelConfig, RunConfig, TokenizerConfig, TrainingConfig
+from megatron.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TokenizerConfig, TrainingConfig
 
 SOUND: dict[str, str | None] = {
     "--num-layers": "4",
@@ -46,6 +46,7 @@ def run_of(*, ranks: int = 1, length: int = 32, **sections: dict[str, Any]) -> R
         model=ModelConfig(**model),
         training=TrainingConfig(**training),
         data=DataConfig(seq_length=length, mock_data=True),
+        optimizer=OptimizerConfig(lr=1e-3),
         tokenizer=TokenizerConfig(vocab_size=99),  # NullTokenizer adds one
         world_size=ranks,
     )

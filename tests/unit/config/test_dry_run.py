@@ -1,0 +1,228 @@
+"""What --dry-run says, to the letter, and that it needs neither torch nor time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.config import RunConfig
+from megatron.config.dry_run import dry_run_report
+from megatron.config.report import axes, count, gigabytes, layout_report
+from megatron.config.vocabulary import vocabulary_size
+from megatron.errors import ConfigError
+from tests.unit.config.command_lines import parse
+
+REPOSITORY = Path(__file__).parents[3]
+THOUSAND_RANKS = """--dry-run --world-size 1024 --tensor-model-parallel-size 8 --sequence-parallel --bf16
+    --num-layers 48 --hidden-size 8192 --num-attention-heads 64 --group-query-attention --num-query-groups 8
+    --ffn-hidden-size 22016 --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope
+    --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
+    --seq-length 4096 --micro-batch-size 1 --global-batch-size 1536 --train-iters 10000 --lr 1e-4
+    --mock-data --vocab-size 32000 --device-memory-gb 80 --transformer-impl transformer_engine"""
+
+
+def test_a_thousand_ranks() -> None:
+    """The whole report of a 1,024-rank job, as the user reads it."""
+    expected = (Path(__file__).parent / "dry_run_1024.txt").read_text()
+    assert dry_run_report(RunConfig.parse(THOUSAND_RANKS.split())) + "\n" == expected
+
+
+def dry_run(arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    """Parse and report in a fresh process that fails when torch or numpy gets imported."""
+    program = (
+        "import sys\n"
+        "from megatron.config import RunConfig\n"
+        "from megatron.errors import run_command\n"
+        "def main():\n"
+        "    run = RunConfig.parse(sys.argv[1:])\n"
+        "    from megatron.config.dry_run import dry_run_report\n"
+        "    print(dry_run_report(run))\n"
+        "run_command(main)\n"
+    )
+    blocker = "import sys\nsys.modules['torch'] = sys.modules['numpy'] = sys.modules['yaml'] = None\n"
+    return subprocess.run(
+        [sys.executable, "-c", blocker + program, *arguments],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_light_and_quick() -> None:
+    """A 1,024-rank job is checked on a laptop without torch, in about the time Python takes to start."""
+    dry_run(["--help"])  # compiles the modules
+    started = time.perf_counter()
+    done = dry_run(THOUSAND_RANKS.split())
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "1,024 ranks" in done.stdout
+    assert time.perf_counter() - started < 2
+
+
+def test_help_is_quick() -> None:
+    """--help answers before a user wonders: half a second is promised, here with room for a busy machine."""
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        done = dry_run(["--help"])
+        times.append(time.perf_counter() - started)
+        assert done.returncode == 0
+        assert done.stdout.startswith("usage: ")
+    assert min(times) < 0.5
+
+
+def test_failures_exit_with_2_and_no_traceback() -> None:
+    """A scheduler sees the exit code, a user the sentences."""
+    done = dry_run(["--dry-run", "--num-layers", "x"], WORLD_SIZE="4")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert "--num-layers is a whole number, not 'x'" in done.stderr
+
+
+def test_world_size_of_the_environment() -> None:
+    """Inside a launcher's environment the number of ranks is known."""
+    done = dry_run([*THOUSAND_RANKS.replace("--world-size 1024", "").split()], WORLD_SIZE="64")
+    assert "64 ranks on 8 nodes of 8" in done.stdout
+
+
+def layout(changes: str, *, ranks: int, ranks_per_node: int = 8) -> list[str]:
+    return layout_report(parse(changes, ranks=ranks), ranks_per_node=ranks_per_node)
+
+
+def test_layout() -> None:
+    """Which ranks form each group, and whether their traffic stays in a node."""
+    assert layout("", ranks=1) == ["1 rank on one node"]
+    assert layout("--tensor-model-parallel-size 2", ranks=4) == [
+        "4 ranks on one node",
+        "tensor       2 ranks: 2 groups, the first is 0, 1 (within a node)",
+        "data         2 ranks: 2 groups, the first is 0, 2 (within a node)",
+    ]
+    assert layout("--tensor-model-parallel-size 8", ranks=64)[1:] == [
+        "tensor       8 ranks: 8 groups, the first is 0, 1, ... 7 (within a node)",
+        "data         8 ranks: 8 groups, the first is 0, 8, ... 56 (across nodes)",
+    ]
+    assert layout("--tensor-model-parallel-size 8", ranks=8, ranks_per_node=4)[1].endswith("(across nodes)")
+
+
+@pytest.mark.parametrize("order", ["", "--use-tp-pp-dp-mapping"])
+def test_axes_cover_all_ranks(order: str) -> None:
+    """Sizes and strides number every rank exactly once."""
+    run = parse(f"--tensor-model-parallel-size 4 {order}", ranks=16)
+    reached = {0}
+    for _, size, stride in axes(run):
+        reached = {rank + place * stride for rank in reached for place in range(size)}
+    assert reached == set(range(16))
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0"), (999, "999"), (1500, "1.5 k"), (2.5e6, "2.5 M"), (7e9, "7 B"), (1.5e13, "15 T")]
+)
+def test_count(number: float, text: str) -> None:
+    """Large numbers in three digits."""
+    assert count(number) == text
+
+
+def test_gigabytes() -> None:
+    """Memory as vendors print it."""
+    assert (gigabytes(80e9), gigabytes(12_345_678)) == ("80.00 GB", "12.3 MB")
+
+
+FILES = "--tokenizer-type {kind} --tokenizer-model {path}"
+
+
+def size_of(changes: str) -> int:
+    return vocabulary_size(parse(changes, without="--vocab-size"))
+
+
+def test_vocabulary_of_gpt2(tmp_path: Path) -> None:
+    """Counted in vocab.json by the highest id, as embeddings are looked up; sentinels come on top."""
+    vocab = tmp_path / "vocab.json"
+    vocab.write_text(json.dumps({"a": 0, "b": 5}))
+    assert size_of(f"--vocab-file {vocab} --merge-file m") == 6
+    assert size_of(f"--vocab-file {vocab} --merge-file m --vocab-extra-ids 4") == 10
+
+
+def test_vocabulary_of_hugging_face(tmp_path: Path) -> None:
+    """Counted in tokenizer.json, the added tokens included, for vocabularies written as a mapping or as a list."""
+    for vocab in ({"a": 0, "b": 1}, [["a", 0.0], ["b", -1.0]]):
+        content = {"model": {"vocab": vocab}, "added_tokens": [{"id": 2, "content": "</s>"}]}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+        for path in (tmp_path, tmp_path / "tokenizer.json"):
+            assert size_of(FILES.format(kind="HuggingFaceTokenizer", path=path)) == 3
+
+
+def test_vocabulary_of_tiktoken(tmp_path: Path) -> None:
+    """Ranks and special tokens, up to the size that Megatron-LM defaults to."""
+    model = tmp_path / "vocab.json"
+    model.write_text(json.dumps([{"rank": rank} for rank in range(300)]))
+    changes = FILES.format(kind="TikTokenizer", path=model)
+    assert size_of(changes) == 1300
+    assert size_of(f"{changes} --tiktoken-num-special-tokens 10") == 310
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            "--vocab-file gone --merge-file m",
+            "--vocab-file gone cannot be read (no such file or directory); to go on without it, give --vocab-size",
+        ),
+        (
+            "--vocab-file {folder}/bad --merge-file m",
+            "--vocab-file {folder}/bad is not JSON; to go on without it, give --vocab-size",
+        ),
+        (
+            "--vocab-file {folder}/list --merge-file m",
+            "--vocab-file {folder}/list holds no vocabulary of words and their ids; to go on without it, give "
+            "--vocab-size",
+        ),
+        (
+            "--tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}/list",
+            "--tokenizer-model {folder}/list holds no vocabulary of words and their ids; to go on without it, give "
+            "--vocab-size",
+        ),
+        (
+            "--tokenizer-type SentencePieceTokenizer --tokenizer-model m",
+            "the vocabulary of SentencePieceTokenizer is not counted without its library; to go on without it, give "
+            "--vocab-size",
+        ),
+    ],
+)
+def test_unknown_vocabulary(tmp_path: Path, changes: str, message: str) -> None:
+    """What cannot be counted is said in one sentence, with the way out."""
+    (tmp_path / "bad").write_text("{")
+    (tmp_path / "list").write_text("[1]")
+    with pytest.raises(ConfigError) as caught:
+        size_of(changes.format(folder=tmp_path))
+    assert str(caught.value) == message.format(folder=tmp_path)
+
+
+def test_given_vocabulary_needs_no_files() -> None:
+    """On a laptop without the cluster's files the size can be given."""
+    assert vocabulary_size(parse("--vocab-file gone --merge-file m")) == 100
+
+
+def test_ramp_and_evaluation_only() -> None:
+    """Runs that grow their batch, and runs that train nothing, are described as such."""
+    grown = parse("--train-samples 100 --global-batch-size 8 --rampup-batch-size 2 2 20", without="--train-iters")
+    assert "from 2 samples a step, 2 more at a time, over the first 20 samples" in dry_run_report(grown)
+    evaluated = parse("--skip-train", without="--train-iters --lr")
+    assert " steps, " not in dry_run_report(evaluated)
+
+
+def test_verdicts() -> None:
+    """A run fits, or not and what would, or nothing does."""
+    assert "fits into 1 GB, with " in dry_run_report(parse("--dry-run --device-memory-gb 1"))
+    hopeless = dry_run_report(parse("--dry-run --device-memory-gb 0.0001"))
+    assert "no change of layout, recomputation or micro batch makes it fit" in hopeless
+    assert "fit" not in dry_run_report(parse("--dry-run"))

@@ -1,0 +1,220 @@
+"""Parameters and memory by arithmetic, against models that are really built and what torch really keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.config import ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from megatron.config.estimate import kept_activations, memory_estimate, model_parameters, rank_parameters
+from megatron.config.fitting import what_fits
+from megatron.core.models.gpt import GPTModel
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.rng import RngStreams, StreamKey
+from megatron.core.parallel.sharding import sharding_of
+from megatron.training.recipes.gpt import recompute_plan
+from tests.unit.config.command_lines import run_of
+
+QUIET = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+LLAMA = {
+    **QUIET,
+    "position_embedding_type": "rope",
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "untie_embeddings_and_output_weights": True,
+}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "gpt2": QUIET,
+    "hidden dropout": {"attention_dropout": 0.0},
+    "attention dropout": {},
+    "llama": LLAMA,
+    "grouped": {**QUIET, "group_query_attention": True, "num_query_groups": 4},
+    "one group": {**QUIET, "group_query_attention": True},
+    "head norms": {**QUIET, "qk_layernorm": True},
+    "head norms, rotary, grouped": {**LLAMA, "qk_layernorm": True},
+    "head norms, one group": {**QUIET, "group_query_attention": True, "qk_layernorm": True},
+    "head norms, scores": {"qk_layernorm": True},
+    "wide heads": {**QUIET, "kv_channels": 32},
+    "squared relu": {**QUIET, "squared_relu": True},
+    "geglu": {**QUIET, "geglu": True},
+    "qkv bias": {**LLAMA, "add_qkv_bias": True},
+    "no positions": {**QUIET, "position_embedding_type": "none"},
+}
+RECOMPUTATION: dict[str, dict[str, Any]] = {
+    "full": {"recompute_granularity": "full"},
+    "runs of two": {"recompute_granularity": "full", "recompute_num_layers": 2},
+    "first two": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+    "selective": {"recompute_granularity": "selective"},
+}
+
+
+def context(dtype: torch.dtype, mesh: Mesh | None = None) -> ParallelContext:
+    mesh, device = mesh or Mesh.single(), torch.device("cpu")
+    rng = RngStreams(1, mesh, device)
+    return ParallelContext(mesh=mesh, rng=rng, device=device, dtype=dtype, sequence_parallel=False)
+
+
+def build(run: RunConfig, mesh: Mesh | None = None) -> GPTModel:
+    dtype = torch.bfloat16 if run.precision.bf16 else torch.float32
+    return GPTModel(run.model, context(dtype, mesh), recompute=recompute_plan(run)).train()
+
+
+def measured(run: RunConfig) -> int:
+    """Bytes of all storages, parameters aside, that a forward pass leaves behind for the backward pass."""
+    model = build(run)
+    torch.nn.init.normal_(model.get_parameter("embedding.word_embeddings.weight"))
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    tokens = torch.zeros(run.training.micro_batch_size, run.data.seq_length, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = model(tokens, key=StreamKey(0))
+    assert output is not None
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def run_with(model: dict[str, Any], precision: dict[str, Any], training: dict[str, Any] | None = None) -> RunConfig:
+    sizes = {"hidden_size": 128, **model}
+    base = run_of(length=128, model=sizes, training=training or {})
+    return dataclasses.replace(base, precision=PrecisionConfig(**precision))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if "one group" not in name])
+def test_parameters(name: str, ranks: int) -> None:
+    """The closed form equals the model that is built: no layer is dropped and none is forgotten."""
+    run = dataclasses.replace(
+        run_of(ranks=ranks, model=ARCHITECTURES[name]), parallel=ParallelConfig(tensor_model_parallel_size=ranks)
+    )
+    model = build(run, Mesh.of(tp=ranks))
+    assert rank_parameters(run).total == sum(parameter.numel() for parameter in model.parameters())
+    logical = sum(math.prod(sharding_of(parameter).shape) for parameter in model.parameters())
+    assert model_parameters(run).total == logical
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
+def test_activations(name: str, precision: dict[str, Any]) -> None:
+    """The estimate is within 3 % of what torch keeps."""
+    run = run_with(ARCHITECTURES[name], precision)
+    assert kept_activations(run) == pytest.approx(measured(run), rel=0.03)
+
+
+@pytest.mark.parametrize("name", RECOMPUTATION)
+@pytest.mark.parametrize("model", [QUIET, {}, LLAMA], ids=["gpt2", "dropout", "llama"])
+def test_activations_with_recomputation(name: str, model: dict[str, Any]) -> None:
+    """What is recomputed is not kept."""
+    run = run_with(model, {}, RECOMPUTATION[name])
+    assert kept_activations(run) == pytest.approx(measured(run), rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {**LLAMA, "fp32_residual_connection": True},
+        {"attention_softmax_in_fp32": True},
+        {"attention_softmax_in_fp32": True, "attention_dropout": 0.0, "attention_backend": "reference"},
+    ],
+    ids=["fp32 residual", "fp32 softmax", "fp32 softmax without dropout"],
+)
+def test_activations_in_mixed_precision(model: dict[str, Any]) -> None:
+    """Tensors that stay in fp32 count double."""
+    run = run_with(model, {"bf16": True})
+    assert kept_activations(run) == pytest.approx(measured(run), rel=0.03)
+
+
+def big(ranks: int = 8, **parallel: Any) -> RunConfig:
+    """A model of seven billion parameters on some ranks, in bf16."""
+    model = {**LLAMA, "num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 8}
+    base = run_of(ranks=ranks, length=4096, model={**model, "vocab_size": 32000}, training={"global_batch_size": 64})
+    return dataclasses.replace(base, parallel=ParallelConfig(**parallel), precision=PrecisionConfig(bf16=True))
+
+
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "bytes_per_parameter"),
+    [
+        ({}, {}, 16),
+        ({"bf16": True}, {}, 18),
+        ({"fp16": True}, {}, 18),
+        ({"bf16": True, "grad_reduce_in_bf16": True}, {}, 16),
+        ({}, {"optimizer": "sgd"}, 12),
+        ({}, {"optimizer": "sgd", "sgd_momentum": 0.0}, 8),
+    ],
+)
+def test_state(precision: dict[str, Any], optimizer: dict[str, Any], bytes_per_parameter: int) -> None:
+    """Weights, gradients, masters and moments are exact."""
+    run = dataclasses.replace(
+        run_of(), precision=PrecisionConfig(**precision), optimizer=OptimizerConfig(lr=1.0, **optimizer)
+    )
+    memory = memory_estimate(run)
+    state = memory.weights + memory.gradients + memory.masters + memory.moments
+    assert state == rank_parameters(run).total * bytes_per_parameter
+
+
+def test_sharded_optimizer() -> None:
+    """Masters and moments are divided over the replicas, weights and gradients are not."""
+    whole, sharded = memory_estimate(big()), memory_estimate(big(use_distributed_optimizer=True))
+    assert (sharded.weights, sharded.gradients) == (whole.weights, whole.gradients)
+    assert sharded.masters == pytest.approx(whole.masters / 8, rel=1e-6)
+    assert sharded.moments == pytest.approx(whole.moments / 8, rel=1e-6)
+
+
+def test_tensor_and_sequence_parallelism() -> None:
+    """Tensor parallelism divides the inside of layers, sequence parallelism what lies between them."""
+    one = kept_activations(big())
+    split = kept_activations(big(tensor_model_parallel_size=8))
+    both = kept_activations(big(tensor_model_parallel_size=8, sequence_parallel=True))
+    assert one / 2 > split > both > one / 8
+
+
+def test_working_memory_never_holds_all_logits() -> None:
+    """The vocabulary loss works in chunks, so a long micro batch costs hidden states, not logits."""
+    run = big()
+    logits = run.data.seq_length * run.training.micro_batch_size * run.padded_vocab_size * 4
+    assert memory_estimate(run).working < logits
+
+
+def test_what_fits_fits() -> None:
+    """Suggestions hold what they promise, are cheapest first, and none contains another."""
+    run = big(ranks=8)
+    assert memory_estimate(run).total > 80e9
+    fits = what_fits(run, device_bytes=80e9, ranks_per_node=8)
+    assert 0 < len(fits) <= 3
+    assert fits[0].flags == "--use-distributed-optimizer"
+    for fit in fits:
+        assert fit.total <= 80e9
+        assert not any(other is not fit and set(other.flags.split()) < set(fit.flags.split()) for other in fits)
+
+
+def test_nothing_fits_into_nothing() -> None:
+    """No promise is made that cannot be kept."""
+    assert what_fits(big(), device_bytes=1e6, ranks_per_node=8) == []
+
+
+def test_suggestions_respect_the_rules() -> None:
+    """Three heads cannot be split over two ranks, so that is not suggested."""
+    model = {"num_layers": 24, "hidden_size": 3072, "num_attention_heads": 3, **QUIET}
+    run = run_of(ranks=4, length=2048, model=model, training={"micro_batch_size": 8})
+    fits = what_fits(run, device_bytes=60e9, ranks_per_node=8)
+    assert fits
+    assert not any("--tensor-model-parallel-size" in fit.flags for fit in fits)
+
+
+def test_model_groups_alone_need_a_vocabulary() -> None:
+    """A size that is not known is not guessed."""
+    with pytest.raises(AssertionError, match="vocabulary size"):
+        ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1).padded_vocab_size(1)
