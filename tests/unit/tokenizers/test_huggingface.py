@@ -58,6 +58,23 @@ def test_same_ids_and_fingerprint_as_vocab_and_merges(bpe_folder: Path) -> None:
     assert ours.fingerprint == theirs.fingerprint
 
 
+def test_fingerprint_ignores_what_decides_no_id(bpe_folder: Path, tmp_path: Path) -> None:
+    """transformers saves the same GPT-2 with other offset settings and an idle template; its data must stay usable."""
+    pipeline = tokenizers.Tokenizer.from_file(str(bpe_folder / "tokenizer.json"))
+    pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False)
+    pipeline.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+    pipeline.save(str(tmp_path / "tokenizer.json"))
+    assert build(tmp_path).fingerprint == build(bpe_folder).fingerprint
+
+
+def test_fingerprint_sees_how_text_is_cut(bpe_folder: Path, tmp_path: Path) -> None:
+    """The same vocabulary behind another pre-tokenizer gives other ids."""
+    pipeline = tokenizers.Tokenizer.from_file(str(bpe_folder / "tokenizer.json"))
+    pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    pipeline.save(str(tmp_path / "tokenizer.json"))
+    assert build(tmp_path).fingerprint != build(bpe_folder).fingerprint
+
+
 def test_special_tokens_in_text_are_recognised(bpe_folder: Path) -> None:
     """As transformers does it, and unlike GPT2BPETokenizer."""
     tokenizer = build(bpe_folder)

@@ -99,7 +99,7 @@ def test_damaged_files_are_named(tmp_path: Path, ending: str) -> None:
     with pytest.raises(DataError, match=r"in\.jsonl.*cannot be read after line 0.*damaged"):
         lines_of(path, batch_bytes=100)
     path.write_bytes(PACKERS[ending](rows)[:-40])
-    with pytest.raises(DataError, match="cannot be read after line.*cut short"):
+    with pytest.raises(DataError, match="damaged or cut short"):
         lines_of(path, batch_bytes=1000)
 
 

@@ -318,7 +318,9 @@ def waiting(tmp_path: Path, flags: tuple[str, ...]) -> Iterator[subprocess.Popen
         "preprocess_data.py", "--input", "-", "--output-prefix", tmp_path / "out", "--workers", "2", *flags
     )
     pipe: Any = subprocess.PIPE
-    process = subprocess.Popen(arguments, env=environment(), stdin=pipe, stdout=pipe, stderr=pipe)
+    process = subprocess.Popen(
+        arguments, env=environment(), stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+    )
     assert process.stdin is not None
     line = json.dumps({"text": TEXTS[0] * 50}).encode() + b"\n"
     for _ in range(3):
@@ -386,7 +388,7 @@ def test_stopped_run_cleans_up(
 ) -> None:
     """Ctrl-C and a batch system's stop: no half-written files, no workers, no traceback."""
     workers = workers_of(waiting.pid)
-    waiting.send_signal(sent)
+    os.killpg(waiting.pid, sent)  # as a terminal and a batch system do: run and workers alike
     _, errors = waiting.communicate(timeout=30)
     assert waiting.returncode == code
     assert errors in (b"", b"interrupted\n")
