@@ -1,4 +1,4 @@
-"""Ranks compare what they are about to run, before any of them builds a model."""
+"""What is checked on all ranks before the first step: same settings and code, and the whole model is there, once."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from pathlib import Path
 import torch
 
 import megatron
+from megatron.config.estimate import model_parameters
 from megatron.config.run import RunConfig
-from megatron.core.parallel.collectives import gather_objects
+from megatron.core.parallel.collectives import all_reduce, gather_objects
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.sharding import ShardedState
 from megatron.errors import ParallelError
 
 
@@ -24,8 +26,8 @@ def check_ranks_agree(config: RunConfig, context: ParallelContext) -> None:
             named = ", ".join(map(str, others[:8])) + (" …" if len(others) > 8 else "")
             raise ParallelError(
                 f"ranks disagree on the {what}: rank 0 has {expected[:12]}, rank {others[0]} has "
-                f"{everyone[others[0]][what][:12]} (other than rank 0: {named}); start every rank with the same command "
-                "and the same installation"
+                f"{everyone[others[0]][what][:12]} (other than rank 0: {named}); start every rank with the same "
+                "command and the same installation"
             )
 
 
@@ -35,3 +37,22 @@ def code_digest() -> str:
     for path in sorted(Path(megatron.__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def check_parameter_count(config: RunConfig, state: list[ShardedState], context: ParallelContext) -> int:
+    """Number of parameters over all ranks, each logical element counted once; it must equal the closed form.
+
+    ``state``: this rank's parameters under their names, tied copies under one. A collective.
+    """
+    mine = {
+        entry.name: entry.sharding.local_elements(context.mesh)
+        for entry in state
+        if entry.sharding.gradient_owner(context.mesh)
+    }
+    held = torch.tensor(sum(mine.values()), dtype=torch.int64, device=context.device)
+    total = int(all_reduce(held, context.mesh, "pp", "tp").item())
+    expected = model_parameters(config).total
+    assert total == expected, (
+        f"the ranks hold {total:,} parameters, the model has {expected:,}: a layer is lost or doubled"
+    )
+    return total

@@ -102,6 +102,7 @@ def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> Non
         )
         if settings.load_rng and state["random_seed"] is not None:
             run.context.rng.seed = state["random_seed"]
+    run.loaded_from = str(folder.path)
     run.reporter.say(f"  successfully loaded checkpoint from {folder.path} at iteration {run.progress.iteration}")
 
 
@@ -115,7 +116,9 @@ def masters_from_weights(run: Run) -> dict[str, tuple[str, ...]]:
 def check_same_model(state: Mapping[str, Any], run: Run, folder: CheckpointFolder) -> None:
     """Raise CheckpointError that lists every difference between the checkpoint's model and the run's."""
     if state["recipe"] != run.recipe.name:
-        raise CheckpointError(f"{folder.path} holds a {state['recipe']} model; this command trains {run.recipe.name} models")
+        raise CheckpointError(
+            f"{folder.path} holds a {state['recipe']} model; this command trains {run.recipe.name} models"
+        )
     saved, asked = state["config"]["model"], dataclasses.asdict(run.config.model)
     differences = [
         f"{spec.positive} is {saved[spec.field]} in the checkpoint and {asked[spec.field]} here"

@@ -1,4 +1,4 @@
-"""A run's data as microbatches on the rank's device: training from any sample on, evaluation a fixed number at a time."""
+"""A run's data as microbatches on the rank's device: training from any sample on, evaluation in fixed portions."""
 
 from __future__ import annotations
 
@@ -76,8 +76,12 @@ class TrainingData:
             yield self._microbatch(batch, StreamKey(first + number * size * mesh.size("dp"), split))
 
     def _microbatch(self, batch: Batch, key: StreamKey) -> Microbatch:
-        needed = batch if self._config.data.reset_position_ids else {k: v for k, v in batch.items() if k != "position_ids"}
-        return Microbatch({name: tensor.to(self._context.device, non_blocking=True) for name, tensor in needed.items()}, key)
+        needed = (
+            batch if self._config.data.reset_position_ids else {k: v for k, v in batch.items() if k != "position_ids"}
+        )
+        return Microbatch(
+            {name: tensor.to(self._context.device, non_blocking=True) for name, tensor in needed.items()}, key
+        )
 
 
 def build_splits(config: RunConfig, recipe: Recipe, context: ParallelContext, tokenizer: Tokenizer) -> DatasetSplits:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from megatron.config.run import RunConfig
 from megatron.core.datasets.splits import SplitName
 from megatron.core.parallel.context import ParallelContext
-from megatron.training.agreement import check_ranks_agree
+from megatron.training.agreement import check_parameter_count, check_ranks_agree
 from megatron.training.checkpoint import load, save
 from megatron.training.evaluate import evaluate
 from megatron.training.recipe import Recipe
-from megatron.training.run import Run, build_run
+from megatron.training.run import Run, build_run, startup_facts
+from megatron.training.startup import startup_report
 from megatron.training.step import train_step
 from megatron.training.upkeep import after_step, around_evaluation, deterministic_algorithms, garbage_on_schedule
 
@@ -18,11 +19,13 @@ def train_from_start_to_end(config: RunConfig, recipe: Recipe, context: Parallel
     """Build the run, load what it continues from, train, and evaluate at the end."""
     check_ranks_agree(config, context)
     run = build_run(config, recipe, context, started=started)
+    parameters = check_parameter_count(run.config, list(run.model_state()), context)
     load(run)
+    run.reporter.say(startup_report(run.config, startup_facts(run, parameters=parameters)))
     finished = True if config.training.skip_train else train(run)
     if finished and config.training.eval_iters:
-        iteration = run.progress.iteration
-        validate(run, "valid", f"iteration {iteration} on validation set", evaluation=config.train_iters // config.training.eval_interval)
+        iteration, regular = run.progress.iteration, config.train_iters // config.training.eval_interval
+        validate(run, "valid", f"iteration {iteration} on validation set", evaluation=regular)
         validate(run, "test", f"iteration {iteration} on test set", evaluation=0)
     run.reporter.close()
 

@@ -17,7 +17,7 @@ from megatron.core.tokenizers.base import Tokenizer
 
 
 class Recipe(Protocol):
-    """One model family. Adding a family is writing one of these; the loop, the runner and the optimizer stay as they are."""
+    """One model family. Adding one is writing one of these; loop, runner and optimizer stay as they are."""
 
     name: str
 
@@ -58,4 +58,3 @@ class ModelChunk:
         """Forward, and the loss when this is the last part."""
         output = self.recipe.forward(self.model, wires, microbatch)
         return self.recipe.loss(output, microbatch) if self.is_last else output
-

@@ -11,11 +11,14 @@ from torch import nn
 from megatron.config.run import RunConfig
 from megatron.core.distributed.buffers import build_buffers
 from megatron.core.distributed.grad_sync import GradSync
+from megatron.core.ops.attention.registry import choose
+from megatron.core.ops.attention.request import AttentionRequest
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.optimizer.schedule import Schedule
 from megatron.core.parallel.collectives import all_reduce, barrier, gather_objects
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.sharding import ShardedState, sharded_parameters
+from megatron.core.parallel.launch import describe_device
+from megatron.core.parallel.sharding import ShardedState
 from megatron.core.pipeline_parallel.runner import Runner
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
@@ -23,9 +26,11 @@ from megatron.training.data import TrainingData
 from megatron.training.flops import SpeedScale, device_peak
 from megatron.training.recipe import ModelChunk, Recipe
 from megatron.training.report import Reporter, Speaker
+from megatron.training.startup import StartupFacts
 from megatron.training.stop import ExitWatch
 from megatron.training.tensorboard import TensorBoard, open_writer
 from megatron.training.timers import Timers
+from megatron.training.trained_model import model_state
 
 
 @dataclass
@@ -54,13 +59,13 @@ class Run:
     runner: Runner
     data: TrainingData
     progress: Progress = field(default_factory=Progress)
+    loaded_from: str | None = None
 
     def model_state(self) -> Iterator[ShardedState]:
         """Every parameter under its name in a checkpoint; tied copies share one."""
         self.optimizer.gather.finish()
         for model in self.models:
-            for name, parameter, sharding in sharded_parameters(model):
-                yield ShardedState(f"model.{sharding.tied or name}", parameter.detach(), sharding)
+            yield from model_state(model)
 
 
 def build_run(config: RunConfig, recipe: Recipe, context: ParallelContext, *, started: float) -> Run:
@@ -111,9 +116,7 @@ def build_run(config: RunConfig, recipe: Recipe, context: ParallelContext, *, st
         grad_sync=grad_sync,
         optimizer=optimizer,
         schedule=schedule,
-        runner=Runner(
-            [ModelChunk(recipe, model, stage.is_last)], before_last_backward=lambda chunk: grad_sync.arm()
-        ),
+        runner=Runner([ModelChunk(recipe, model, stage.is_last)], before_last_backward=lambda chunk: grad_sync.arm()),
         data=data,
     )
 
@@ -164,3 +167,35 @@ def build_exit_watch(config: RunConfig, context: ParallelContext, started: float
     return ExitWatch(config.training, highest=lambda values: highest(list(values)), started=started)
 
 
+def startup_facts(run: Run, *, parameters: int) -> StartupFacts:
+    """What the start-up report says beside the settings. ``parameters``: of the whole model.
+
+    Raises ConfigError when ``--attention-backend`` names one that can't serve this run.
+    """
+    attention = choose(attention_request(run.config, run.context), run.config.model.attention_backend)
+    return StartupFacts(
+        recipe=run.recipe.name,
+        device=describe_device(run.context.device),
+        parameters=parameters,
+        parameters_here=sum(entry.sharding.local_elements(run.context.mesh) for entry in run.model_state()),
+        flops_per_sample=run.recipe.flops_per_sample(run.config),
+        start_iteration=run.progress.iteration,
+        loaded_from=run.loaded_from,
+        attention=attention.describe().removeprefix("attention: "),
+    )
+
+
+def attention_request(config: RunConfig, context: ParallelContext) -> AttentionRequest:
+    """The attention call that every layer of the run makes."""
+    model = config.model
+    return AttentionRequest(
+        device=context.device,
+        dtype=context.dtype,
+        query_length=config.data.seq_length,
+        key_length=config.data.seq_length,
+        head_width=model.kv_channels,
+        causal=True,
+        dropout=model.attention_dropout,
+        segments=config.data.reset_attention_mask,
+        needs_grad=not config.training.skip_train,
+    )

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from megatron.config.report import count, settings_report
 from megatron.config.run import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartupFacts:
-    """What the settings alone don't tell. ``parameters``: of the whole model; ``parameters_here``: of this rank."""
+    """What the settings alone don't tell. ``parameters``: of the whole model; ``parameters_here``: of this rank.
+
+    ``attention``: the backend that computes it, and why others don't.
+    """
 
     recipe: str
     device: str
@@ -20,6 +22,7 @@ class StartupFacts:
     flops_per_sample: float
     start_iteration: int = 0
     loaded_from: str | None = None
+    attention: str = "auto"
 
 
 def startup_report(run: RunConfig, facts: StartupFacts) -> str:
@@ -32,11 +35,15 @@ def startup_report(run: RunConfig, facts: StartupFacts) -> str:
         "length": _length(run, facts),
         "optimizer": _optimizer(run),
         "precision": run.precision.params_dtype,
+        "attention": facts.attention,
         "checkpoint": _checkpoint(run, facts),
     }
     width = max(map(len, rows))
     lines = [f"== {facts.recipe}", *(f"   {name:<{width}}  {text}" for name, text in rows.items())]
-    return "\n".join([*lines, *settings_table(run.diff_from_defaults(), run.provenance)])
+    lines += ["== settings that are not the defaults", *(f"   {line}" for line in settings_report(run))]
+    if run.notes:
+        lines += ["== notes", *(f"   {note}" for note in run.notes)]
+    return "\n".join(lines)
 
 
 def describe_model(run: RunConfig) -> str:
@@ -58,8 +65,8 @@ def describe_model(run: RunConfig) -> str:
 
 
 def _parameters(facts: StartupFacts) -> str:
-    here = "" if facts.parameters_here == facts.parameters else f", {_count(facts.parameters_here)} on each rank"
-    return f"{_count(facts.parameters)}{here}"
+    here = "" if facts.parameters_here == facts.parameters else f", {count(facts.parameters_here)} on each rank"
+    return f"{count(facts.parameters)}{here}"
 
 
 def _ranks(run: RunConfig, facts: StartupFacts) -> str:
@@ -90,7 +97,7 @@ def _length(run: RunConfig, facts: StartupFacts) -> str:
     flops = run.train_samples * facts.flops_per_sample
     start = f", from iteration {facts.start_iteration:,}" if facts.start_iteration else ""
     return (
-        f"{run.train_iters:,} iterations{start}, {run.train_samples:,} samples, {_count(tokens)} tokens, "
+        f"{run.train_iters:,} iterations{start}, {run.train_samples:,} samples, {count(tokens)} tokens, "
         f"{flops:.3g} model FLOPs"
     )
 
@@ -107,26 +114,3 @@ def _optimizer(run: RunConfig) -> str:
 def _checkpoint(run: RunConfig, facts: StartupFacts) -> str:
     saved = "not saved" if run.checkpoint.save is None else f"saved to {run.checkpoint.save}"
     return f"{saved}; loaded from {facts.loaded_from}" if facts.loaded_from else saved
-
-
-def settings_table(values: Mapping[str, Any], provenance: Mapping[str, str]) -> list[str]:
-    """``name  value  (where it came from)`` for each setting, in aligned columns."""
-    if not values:
-        return []
-    shown = {
-        name: " ".join(map(str, value)) if isinstance(value, tuple) else str(value) for name, value in values.items()
-    }
-    name_width, value_width = max(map(len, shown)), min(40, max(map(len, shown.values())))
-    rows = [
-        f"   {name:<{name_width}}  {text:<{value_width}}  {provenance.get(name, '')}".rstrip()
-        for name, text in shown.items()
-    ]
-    return ["-- settings that are not the defaults", *rows]
-
-
-def _count(number: float) -> str:
-    """``29.9 M``: a count in three digits."""
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number:g}"

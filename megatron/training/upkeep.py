@@ -70,8 +70,8 @@ def check_replicas_agree(models: list[nn.Module], context: ParallelContext, *, i
             if everyone[rank][name] != digest:
                 raise ParallelError(
                     f"after iteration {iteration} the weights of rank {rank} differ from those of its replica, rank "
-                    f"{context.mesh.world_rank} ({context.mesh.describe()}), first in {name}: a device computes wrongly "
-                    "or a reduction went astray; resume from the checkpoint before, on other hardware"
+                    f"{context.mesh.world_rank} ({context.mesh.describe()}), first in {name}: a device computes "
+                    "wrongly or a reduction went astray; resume from the checkpoint before, on other hardware"
                 )
 
 

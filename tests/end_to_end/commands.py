@@ -20,8 +20,8 @@ from megatron.core.parallel.sharding import ShardedState, Sharding
 ROOT = Path(__file__).resolve().parents[2]
 
 TINY = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 8 "
-    "--lr 1e-2 --mock-data --vocab-size 300 --log-interval 1 --eval-iters 0 --num-workers 0"
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
+    "--global-batch-size 8 --lr 1e-2 --mock-data --vocab-size 300 --log-interval 1 --eval-iters 0 --num-workers 0"
 )
 """A model that trains in milliseconds a step, dropout on."""
 

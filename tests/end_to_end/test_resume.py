@@ -13,7 +13,10 @@ from tests.end_to_end.commands import TINY, assert_same_tensors, command, enviro
 RUNS = {
     "dropout and accumulation": (1, "--train-iters 8"),
     "bf16, ramp-up of the batch": (1, "--bf16 --train-samples 60 --rampup-batch-size 4 2 30"),
-    "fp16 with a loss scale that moves": (1, "--fp16 --train-iters 8 --initial-loss-scale 1048576 --loss-scale-window 3"),
+    "fp16 with a loss scale that moves": (
+        1,
+        "--fp16 --train-iters 8 --initial-loss-scale 1048576 --loss-scale-window 3",
+    ),
     "two ranks, sharded optimizer, overlap": (
         2,
         "--train-iters 8 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
@@ -75,5 +78,9 @@ def test_finetune_takes_weights_alone(tmp_path: Path) -> None:
     run("pretrain_gpt.py", flags, f"--save={tmp_path}")
     log = run("pretrain_gpt.py", f"{TINY} --train-iters 2 --lr 1e-4", "--finetune", f"--load={tmp_path}")
     assert list(losses(log)) == [1, 2]
-    log = run("pretrain_gpt.py", f"{TINY} --train-iters 6 --override-opt_param-scheduler --no-load-optim", f"--load={tmp_path}")
+    log = run(
+        "pretrain_gpt.py",
+        f"{TINY} --train-iters 6 --override-opt_param-scheduler --no-load-optim",
+        f"--load={tmp_path}",
+    )
     assert list(losses(log)) == [5, 6]

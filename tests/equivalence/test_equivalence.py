@@ -92,8 +92,15 @@ def reference(variant: str) -> Outcome:
 def check(variant: str, layout: Layout) -> None:
     """Compare a layout with one rank: initial weights bit for bit, everything else to the tolerance."""
     settings = (VARIANTS | DRAWING)[variant]
-    options = {"dtype": torch.float64, "sequence_parallel": layout.sequence_parallel}
-    outcomes = run_ranks(train, settings, layout, **layout.axes, **options)
+    outcomes = run_ranks(
+        train,
+        settings,
+        layout,
+        tp=layout.tp,
+        dp=layout.dp,
+        dtype=torch.float64,
+        sequence_parallel=layout.sequence_parallel,
+    )
     expected = reference(variant)
     for name, tensor in logical([expected], "initial").items():
         assert torch.equal(logical(outcomes, "initial")[name], tensor), f"initial {name} depends on the layout"

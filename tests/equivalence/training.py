@@ -32,6 +32,9 @@ STEPS, GLOBAL_BATCH, LENGTH, VOCABULARY = 3, 8, 16, 67
 """The vocabulary is prime, so that it divides at no layout."""
 
 
+NOTHING_RECOMPUTED = RecomputePlan()
+
+
 @dataclass(frozen=True)
 class Layout:
     """How ranks divide the work. Sizes of axes are the harness's keywords."""
@@ -43,12 +46,7 @@ class Layout:
     overlap: bool = False
     bucket_size: int | None = None
     micro_batch_size: int = 2
-    recompute: RecomputePlan = RecomputePlan()
-
-    @property
-    def axes(self) -> dict[str, int]:
-        """Axis sizes, for ``run_ranks``."""
-        return {"tp": self.tp, "dp": self.dp}
+    recompute: RecomputePlan = NOTHING_RECOMPUTED
 
 
 @dataclass(frozen=True)
@@ -93,9 +91,7 @@ def microbatches(step: int, layout: Layout, mesh: Mesh, *, fields: Sequence[str]
     size = layout.micro_batch_size
     stride = size * mesh.size("dp")
     return [
-        Microbatch(
-            {name: batch[name][start : start + size] for name in fields}, StreamKey(step * GLOBAL_BATCH + start)
-        )
+        Microbatch({name: batch[name][start : start + size] for name in fields}, StreamKey(step * GLOBAL_BATCH + start))
         for start in range(size * mesh.rank("dp"), GLOBAL_BATCH, stride)
     ]
 
@@ -110,9 +106,7 @@ def train(context: ParallelContext, settings: Mapping[str, Any], layout: Layout)
     outcome = Outcome(shapes={name: sharding.shape for name, sharding in shardings.items()})
     outcome.initial = {name: parts(p.detach(), shardings[name], context.mesh) for name, p in model.named_parameters()}
 
-    buffers = build_buffers(
-        model.named_parameters(), context, grad_dtype=context.dtype, bucket_size=layout.bucket_size
-    )
+    buffers = build_buffers(model.named_parameters(), context, grad_dtype=context.dtype, bucket_size=layout.bucket_size)
     sync = GradSync(buffers, context, sharded=layout.sharded, overlap=layout.overlap)
     optimizer = Optimizer(
         buffers,

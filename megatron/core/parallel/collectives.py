@@ -1,4 +1,4 @@
-"""Collectives over mesh axes. Each returns its input when the axes hold one rank, so callers never ask "is there more than one?"."""
+"""Collectives over mesh axes. Each returns its input when the axes hold one rank, so callers never ask how many."""
 
 from __future__ import annotations
 

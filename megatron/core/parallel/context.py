@@ -12,7 +12,7 @@ from megatron.core.parallel.rng import RngStreams
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """A rank: its place, its random streams, its device, the type of its parameters, and whether sequence parallelism is on."""
+    """A rank: its place, random streams, device and parameter type, and whether sequence parallelism is on."""
 
     mesh: Mesh
     rng: RngStreams
@@ -29,4 +29,6 @@ class ParallelContext:
     def single(cls, *, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 1234) -> ParallelContext:
         """A world of one rank, for tests, tools and notebooks."""
         mesh = Mesh.single()
-        return cls(mesh=mesh, rng=RngStreams(seed, mesh, torch.device(device)), device=torch.device(device), dtype=dtype)
+        return cls(
+            mesh=mesh, rng=RngStreams(seed, mesh, torch.device(device)), device=torch.device(device), dtype=dtype
+        )

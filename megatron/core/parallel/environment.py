@@ -48,7 +48,8 @@ def _from_torchrun(env: Mapping[str, str]) -> LaunchEnvironment:
     world_size = int(env.get("WORLD_SIZE", "1"))
     if world_size > 1 and "RANK" not in env:
         raise ParallelError(
-            f"WORLD_SIZE is {world_size} but RANK is not set: start the processes with torchrun or srun, or unset WORLD_SIZE"
+            f"WORLD_SIZE is {world_size} but RANK is not set: start the processes with torchrun or srun, "
+            "or unset WORLD_SIZE"
         )
     return LaunchEnvironment(
         rank=int(env.get("RANK", "0")),

@@ -32,7 +32,7 @@ class RankGrid:
         if not 0 <= rank < self.size:
             raise ValueError(f"rank {rank} is outside a grid of {self.size} ranks")
         found: dict[Axis, int] = {}
-        for axis, size in reversed(self.axes.items()):
+        for axis, size in reversed(tuple(self.axes.items())):
             rank, found[axis] = divmod(rank, size)
         return {axis: found[axis] for axis in self.axes}
 

@@ -40,7 +40,16 @@ class Mesh:
 
     @classmethod
     def of(
-        cls, *, tp: int = 1, cp: int = 1, dp: int = 1, pp: int = 1, ep: int = 1, etp: int | None = None, rank: int = 0, pp_before_dp: bool = True
+        cls,
+        *,
+        tp: int = 1,
+        cp: int = 1,
+        dp: int = 1,
+        pp: int = 1,
+        ep: int = 1,
+        etp: int | None = None,
+        rank: int = 0,
+        pp_before_dp: bool = True,
     ) -> Mesh:
         """A mesh from axis sizes; ``pp_before_dp=False`` is Megatron's ``--use-tp-pp-dp-mapping`` order."""
         expert_tp = tp if etp is None else etp

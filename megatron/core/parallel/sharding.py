@@ -1,4 +1,4 @@
-"""The one description of where a parameter's local tensor sits in its logical tensor, and how its gradient becomes whole.
+"""The one description of where a parameter's local tensor sits in its logical one, and how its gradient becomes whole.
 
 Initialization, gradient sync, gradient norm, parameter groups, checkpoints and converters all read it here.
 """
@@ -74,7 +74,9 @@ class Sharding:
         for dim, axis in self.split.items():
             ranks, size = mesh.size(axis), self.padded_size(dim, mesh)
             if size % (ranks * self.blocks):
-                raise ValueError(f"dimension {dim} of shape {self.shape} ({self.blocks} blocks) does not divide over {axis}={ranks}")
+                raise ValueError(
+                    f"dimension {dim} of shape {self.shape} ({self.blocks} blocks) does not divide over {axis}={ranks}"
+                )
             local[dim] = size // ranks
         return tuple(local)
 
@@ -89,6 +91,10 @@ class Sharding:
         if 0 in sizes:
             return ()
         return tuple(self._block_piece(block, starts, sizes) for block in range(self.blocks))
+
+    def local_elements(self, mesh: Mesh) -> int:
+        """Elements of the logical tensor that this rank holds."""
+        return sum(math.prod(piece.sizes) for piece in self.pieces(mesh))
 
     def _block_piece(self, block: int, starts: list[int], sizes: list[int]) -> Piece:
         logical, local = list(starts), [0] * len(starts)

@@ -24,7 +24,7 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class LossSum:
-    """A loss as a sum and a count, never a mean, so that it doesn't depend on how tokens fall into microbatches or ranks.
+    """A loss as a sum and a count, never a mean: it can't depend on how tokens fall into microbatches or ranks.
 
     ``sum``: fp32 scalar whose gradient is accumulated. ``count``: fp32 scalar, what the sum is divided by in the end.
     ``parts``: named losses to report, each a ``[sum, count]`` pair.
@@ -36,7 +36,9 @@ class LossSum:
 
     def detached(self) -> LossSum:
         """The same numbers without the graph behind them."""
-        return LossSum(self.sum.detach(), self.count.detach(), {name: part.detach() for name, part in self.parts.items()})
+        return LossSum(
+            self.sum.detach(), self.count.detach(), {name: part.detach() for name, part in self.parts.items()}
+        )
 
     def plus(self, other: LossSum) -> LossSum:
         """Sums and counts of both."""

@@ -17,11 +17,15 @@ class Runner:
     that their reduction may start while it runs.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], *, before_last_backward: Callable[[int], None] = lambda chunk: None) -> None:
+    def __init__(
+        self, chunks: Sequence[Chunk], *, before_last_backward: Callable[[int], None] = lambda chunk: None
+    ) -> None:
         self._chunks = chunks
         self._before_last_backward = before_last_backward
 
-    def step(self, plan: Sequence[Action], microbatches: Sequence[Microbatch], *, gradient_seed: float = 1.0) -> LossSum:
+    def step(
+        self, plan: Sequence[Action], microbatches: Sequence[Microbatch], *, gradient_seed: float = 1.0
+    ) -> LossSum:
         """Execute ``plan``; gradients of ``gradient_seed`` times the loss sum are accumulated into the parameters.
 
         Returns the loss of all microbatches together, without a graph.
@@ -40,7 +44,7 @@ class Runner:
                     if action is last_backward[action.chunk]:
                         self._before_last_backward(action.chunk)
                     loss = losses[action.microbatch].sum
-                    loss.backward(torch.full_like(loss, gradient_seed))
+                    torch.autograd.backward(loss, torch.full_like(loss, gradient_seed))
                 if action.kind == "B" or not last_backward:
                     del losses[action.microbatch]
         assert total is not None, "a plan runs at least one microbatch"

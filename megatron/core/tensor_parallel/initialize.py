@@ -1,4 +1,4 @@
-"""Initial weights as a function of (seed, parameter name) and nothing else: the same model at every layout, bit for bit."""
+"""Initial weights as a function of (seed, parameter name) alone: the same model at every layout, bit for bit."""
 
 from __future__ import annotations
 

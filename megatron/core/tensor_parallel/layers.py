@@ -29,12 +29,23 @@ class ColumnParallelLinear(nn.Module):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, context: ParallelContext, *, init: Initialization, bias: bool, blocks: int = 1
+        self,
+        in_features: int,
+        out_features: int,
+        context: ParallelContext,
+        *,
+        init: Initialization,
+        bias: bool,
+        blocks: int = 1,
     ) -> None:
         super().__init__()
         self._context = context
         self.weight = make_parameter(Sharding((out_features, in_features), {0: "tp"}, blocks=blocks), init, context)
-        self.bias = make_parameter(Sharding((out_features,), {0: "tp"}, blocks=blocks), Constant(0.0), context) if bias else None
+        self.bias = (
+            make_parameter(Sharding((out_features,), {0: "tp"}, blocks=blocks), Constant(0.0), context)
+            if bias
+            else None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Enter the tensor-parallel region and multiply."""
@@ -47,7 +58,9 @@ class RowParallelLinear(nn.Module):
     The bias rides on the first rank's matmul, before the partial sums meet; the others see none of its gradient.
     """
 
-    def __init__(self, in_features: int, out_features: int, context: ParallelContext, *, init: Initialization, bias: bool) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, context: ParallelContext, *, init: Initialization, bias: bool
+    ) -> None:
         super().__init__()
         self._context = context
         self.weight = make_parameter(Sharding((out_features, in_features), {1: "tp"}), init, context)
@@ -56,7 +69,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply and leave the tensor-parallel region."""
-        bias = self.bias
+        bias: Tensor | None = self.bias
         if bias is not None and self._context.mesh.rank("tp") != 0:
             bias = bias * 0
         return leave(F.linear(x, self.weight, bias), self._context)
@@ -69,7 +82,14 @@ class VocabParallelEmbedding(nn.Module):
     """
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, context: ParallelContext, *, init: Initialization, pad_multiple: int, tied: str | None = None
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        context: ParallelContext,
+        *,
+        init: Initialization,
+        pad_multiple: int,
+        tied: str | None = None,
     ) -> None:
         super().__init__()
         self._context = context

@@ -61,7 +61,7 @@ def enter(x: Tensor, context: ParallelContext) -> Tensor:
     """Before a column-split matmul: ``[s, b, h]`` to ``[S, b, h]``; gradients are summed on the way back."""
     if context.mesh.size("tp") == 1:
         return x
-    entered: Tensor = _Enter.apply(x, context)
+    entered: Tensor = _Enter.apply(x, context)  # type: ignore[no-untyped-call]
     return entered
 
 
@@ -69,7 +69,7 @@ def leave(x: Tensor, context: ParallelContext) -> Tensor:
     """After a row-split matmul: partial sums ``[S, b, h]`` to whole values ``[s, b, h]``."""
     if context.mesh.size("tp") == 1:
         return x
-    left: Tensor = _Leave.apply(x, context)
+    left: Tensor = _Leave.apply(x, context)  # type: ignore[no-untyped-call]
     return left
 
 

@@ -56,9 +56,7 @@ class TransformerBlock(nn.Module):
         selective = recompute.granularity == "selective"
         self.layers = nn.ModuleDict(
             {
-                str(number): TransformerLayer(
-                    config, context, number=number, causal=causal, recompute_core=selective
-                )
+                str(number): TransformerLayer(config, context, number=number, causal=causal, recompute_core=selective)
                 for number in layer_numbers
             }
         )

@@ -65,7 +65,7 @@ class LanguageModelEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor, position_ids: Tensor | None, key: StreamKey) -> Tensor:
         """Token ids ``[b, S]`` to hidden states ``[s, b, h]``."""
-        x = self.word_embeddings(tokens)
+        x: Tensor = self.word_embeddings(tokens)
         if self.position_embeddings is not None:
             x = x + self.position_embeddings(tokens.shape[1], position_ids)
         if self._config.fp32_residual_connection:

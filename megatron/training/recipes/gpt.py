@@ -30,9 +30,7 @@ class GPTRecipe:
 
     def build_model(self, run: RunConfig, stage: Stage, context: ParallelContext) -> GPTModel:
         """The stage's part of the GPT."""
-        return GPTModel(
-            run.model, context, stage=stage, recompute=recompute_plan(run), seed=run.training.seed
-        )
+        return GPTModel(run.model, context, stage=stage, recompute=recompute_plan(run), seed=run.training.seed)
 
     def forward(self, model: nn.Module, wires: Wires, microbatch: Microbatch) -> Any:
         """Tokens (or the previous stage's hidden states) through this stage."""
@@ -53,7 +51,9 @@ class GPTRecipe:
 
     def build_datasets(self, run: RunConfig, tokenizer: Tokenizer, sizes: SplitSizes) -> DatasetSplits:
         """Packed samples of ``--seq-length`` tokens from ``--data-path`` and its relatives."""
-        return build_gpt_splits(run.data, seed=run.training.seed, sizes=sizes, tokenizer=tokenizer, vocab_size=run.model.vocab_size)
+        return build_gpt_splits(
+            run.data, seed=run.training.seed, sizes=sizes, tokenizer=tokenizer, vocab_size=run.model.vocab_size
+        )
 
     def flops_per_sample(self, run: RunConfig) -> float:
         """Megatron's formula."""

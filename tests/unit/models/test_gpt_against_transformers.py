@@ -36,7 +36,7 @@ def ours(**settings: Any) -> GPTModel:
 
 def fused_qkv(query: Tensor, key: Tensor, value: Tensor, groups: int) -> Tensor:
     """Separate projections ``[out, …]`` as one, grouped by key/value head: its queries, its key, its value."""
-    parts = [part.unflatten(0, (groups, -1)) for part in (query, key, value)]
+    parts = [part.view(groups, -1, *part.shape[1:]) for part in (query, key, value)]
     return torch.cat(parts, dim=1).flatten(0, 1)
 
 
@@ -55,7 +55,9 @@ def gpt2_weights(reference: Any) -> dict[str, Tensor]:
             found[f"{mine}.pre_mlp_layernorm.{kind}"] = source[f"{theirs}.ln_2.{kind}"]
             qkv = source[f"{theirs}.attn.c_attn.{kind}"]
             qkv = qkv.t() if kind == "weight" else qkv
-            found[f"{mine}.self_attention.linear_qkv.{kind}"] = fused_qkv(*qkv.chunk(3), groups=HEADS)
+            found[f"{mine}.self_attention.linear_qkv.{kind}"] = fused_qkv(
+                *(part.contiguous() for part in qkv.chunk(3)), HEADS
+            )
             for name, target in (
                 ("attn.c_proj", "self_attention.linear_proj"),
                 ("mlp.c_fc", "mlp.linear_fc1"),
@@ -115,13 +117,14 @@ def compare(model: GPTModel, reference: Any, to_ours: Any, *, tolerance: float) 
     expected_loss = torch.nn.functional.cross_entropy(expected.flatten(0, 1), tokens[:, 1:].flatten())
     loss = loss_of(model, tokens)
     assert loss.item() == pytest.approx(expected_loss.item(), abs=tolerance)
-    loss.backward()
-    expected_loss.backward()
+    torch.autograd.backward((loss, expected_loss))
     for parameter in reference.parameters():
         parameter.data = parameter.grad  # so that the weight mapping maps gradients
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     for name, gradient in to_ours(reference).items():
-        torch.testing.assert_close(gradients[name][: gradient.shape[0]], gradient, rtol=0, atol=tolerance, msg=name)
+        found = gradients[name]
+        assert found is not None
+        torch.testing.assert_close(found[: gradient.shape[0]], gradient, rtol=0, atol=tolerance, msg=name)
 
 
 def test_gpt2() -> None:
@@ -141,7 +144,7 @@ def test_gpt2() -> None:
 @pytest.mark.parametrize("scaling", [None, "linear", "llama3"])
 @pytest.mark.parametrize("groups", [HEADS, 2])
 def test_llama(groups: int, scaling: str | None) -> None:
-    """Rotary positions (plain, linear and Llama-3 scaling), RMSNorm, SwiGLU, grouped queries, untied output are Llama's."""
+    """Rotary positions (plain, linear, Llama-3 scaling), RMSNorm, SwiGLU, grouped queries, untied output are Llama's."""
     torch.manual_seed(0)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
     settings: dict[str, Any] = {}

@@ -26,7 +26,15 @@ def test_nobody() -> None:
 def test_torchrun() -> None:
     """torchrun's variables win over Slurm's: torchrun inside srun."""
     found = launch_environment(
-        SLURM | {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+        SLURM
+        | {
+            "RANK": "3",
+            "WORLD_SIZE": "4",
+            "LOCAL_RANK": "1",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "a",
+            "MASTER_PORT": "1",
+        }
     )
     assert found == LaunchEnvironment(3, 4, 1, 2, "a", 1)
 
@@ -44,7 +52,13 @@ def test_slurm_batch_script_is_not_a_step() -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "host"),
-    [("node7", "node7"), ("a1,a2", "a1"), ("gpu[12-14,3],x", "gpu12"), ("n[01]-ib,m", "n01-ib"), ("c-0-[5,6]", "c-0-5")],
+    [
+        ("node7", "node7"),
+        ("a1,a2", "a1"),
+        ("gpu[12-14,3],x", "gpu12"),
+        ("n[01]-ib,m", "n01-ib"),
+        ("c-0-[5,6]", "c-0-5"),
+    ],
 )
 def test_first_host(nodes: str, host: str) -> None:
     """Slurm's short form of a list of hosts."""

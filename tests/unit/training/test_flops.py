@@ -144,7 +144,7 @@ def test_peak_of_this_cpu_is_measured_and_says_so() -> None:
     peak = device_peak(CPU, torch.float32)
     assert peak is not None
     assert 1e-3 < peak.tflops < 1e3
-    assert "measured here: 1024x1024 float32 product" in str(peak)
+    assert "measured here: 512x512 float32 product" in str(peak)
     assert "measured" in measured_peak(CPU, torch.bfloat16, size=64, repeats=1).source
 
 

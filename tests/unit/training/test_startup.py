@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.config.run import RunConfig
-from megatron.training.startup import StartupFacts, settings_table, startup_report
+from megatron.training.startup import StartupFacts, startup_report
 
 ARGUMENTS = (
     "--num-layers 4 --hidden-size 128 --num-attention-heads 8 --group-query-attention --num-query-groups 2 --swiglu "
@@ -38,14 +38,13 @@ def test_says_where_a_resumed_run_goes_on() -> None:
 
 
 def test_lists_every_setting_that_is_not_a_default() -> None:
-    table = report().split("-- settings that are not the defaults\n")[1]
+    table = report().split("== settings that are not the defaults\n")[1]
     names = {line.split()[0] for line in table.splitlines()}
-    assert {"num_layers", "lr", "bf16", "swiglu", "tensor_model_parallel_size"} <= names
-    assert "weight_decay" not in names
+    assert {"--num-layers", "--lr", "--bf16", "--swiglu", "--tensor-model-parallel-size"} <= names
+    assert "--weight-decay" not in names
 
 
-def test_table_is_aligned_and_shows_where_values_come_from() -> None:
-    assert settings_table({"lr": 0.1, "data_path": ("0.5", "a")}, {"lr": "--lr"})[1:] == [
-        "   lr         0.1    --lr",
-        "   data_path  0.5 a",
-    ]
+def test_repeats_what_a_user_should_know_about_flags() -> None:
+    run = RunConfig.parse([*ARGUMENTS.split(), "--use-mcore-models"], world_size=8)
+    facts = StartupFacts(recipe="gpt", device="CPU", parameters=1, parameters_here=1, flops_per_sample=1.0)
+    assert "--use-mcore-models" in startup_report(run, facts).split("== notes\n")[1]
