@@ -53,16 +53,21 @@ _METADATA_GLOBALS = {
 
 
 class _ChecksummedStream:
-    """A file open for writing that keeps the CRC-32 of what went through it."""
+    """A file open for writing that keeps the CRC-32 of what went through it, and the error that stopped it."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self.name: str = file.name
         self.size = 0
         self.crc32 = 0
+        self.error: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
-        written = self._file.write(data)
+        try:
+            written = self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
         self.size += written
         self.crc32 = zlib.crc32(data, self.crc32)
         return written
@@ -89,13 +94,20 @@ class ChecksummedFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        """Open ``path`` for writing; an OSError on the way names it."""
+        """Open ``path`` for writing; what stops it comes out as an OSError that names it.
+
+        ``torch.save`` answers an error in the middle of a record with a RuntimeError about positions.
+        """
+        stream: _ChecksummedStream | None = None
         try:
             with Path(path).open(mode) as file:
                 stream = _ChecksummedStream(file)
                 yield stream  # type: ignore[misc]
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(path)) from error
+        except (OSError, RuntimeError) as error:
+            reason = stream.error if stream is not None and stream.error is not None else error
+            if not isinstance(reason, OSError):
+                raise
+            raise OSError(reason.errno, reason.strerror, str(path)) from error
         self.written[Path(path).name] = FileRecord(stream.size, stream.crc32)
 
 

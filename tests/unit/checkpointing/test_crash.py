@@ -20,7 +20,7 @@ from megatron.core.parallel.sharding import ShardedState, Sharding
 from megatron.errors import CheckpointError
 from tests.harness.ranks import PRELOADED
 
-NUM_TENSORS, SIZE = 8, 1 << 17  # 4 MiB: long enough to be hit in the middle
+NUM_TENSORS, SIZE = 4, 1 << 17  # 2 MiB: long enough to be hit in the middle
 
 
 def state(value: float) -> list[ShardedState]:
