@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from megatron.config.run import RunConfig
 from megatron.core.checkpointing.agreement import run_on_first
 from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint, is_unused
 from megatron.core.checkpointing.load import load_checkpoint, read_run_state
+from megatron.core.checkpointing.retention import Retention, prune
 from megatron.core.checkpointing.save import save_checkpoint
 from megatron.core.optimizer.schedule import resumed_schedule
 from megatron.core.parallel.sharding import ShardedState
@@ -30,6 +33,25 @@ def save(run: Run) -> None:
         state = chain(state, run.optimizer.entries())
     save_checkpoint(root, iteration, state, run_state(run), run.context.mesh)
     run.reporter.say(f"  successfully saved checkpoint from iteration {iteration:7d} to {root}")
+    kept = Retention(run.config.checkpoint.keep_last_checkpoints, run.config.checkpoint.save_retain_interval)
+    prune(root, iteration, kept, run.context.mesh)
+    if run.config.reporting.log_progress and run.context.mesh.world_rank == 0:
+        note_progress(root, run, f"saved checkpoint\titeration: {iteration}")
+
+
+def note_progress(root: Path, run: Run, event: str) -> None:
+    """Append a line to ``progress.txt`` beside the checkpoints: time, job, ranks, event, samples and FLOPs so far."""
+    samples = run.progress.consumed_samples
+    fields = (
+        f"{datetime.now():%Y-%m-%d %H:%M:%S}",
+        f"job ID: {os.environ.get('SLURM_JOB_ID', '')}",
+        f"ranks: {run.context.mesh.world_size}",
+        event,
+        f"samples: {samples}",
+        f"model FLOPs: {samples * run.recipe.flops_per_sample(run.config):.3e}",
+    )
+    with (root / "progress.txt").open("a", encoding="utf-8") as file:
+        file.write("\t".join(fields) + "\n")
 
 
 def run_state(run: Run) -> dict[str, Any]:

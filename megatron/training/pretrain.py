@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -35,6 +36,7 @@ def pretrain(load_recipe: Callable[[], Recipe], argv: Sequence[str], *, prog: st
 
     from megatron.core.parallel.environment import launch_environment
 
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     launch_on_ranks(load_recipe, config, launch_environment(), started=started)
     return 0
 

@@ -54,10 +54,8 @@ def gpt2_weights(reference: Any) -> dict[str, Tensor]:
             found[f"{mine}.input_layernorm.{kind}"] = source[f"{theirs}.ln_1.{kind}"]
             found[f"{mine}.pre_mlp_layernorm.{kind}"] = source[f"{theirs}.ln_2.{kind}"]
             qkv = source[f"{theirs}.attn.c_attn.{kind}"]
-            qkv = qkv.t() if kind == "weight" else qkv
-            found[f"{mine}.self_attention.linear_qkv.{kind}"] = fused_qkv(
-                *(part.contiguous() for part in qkv.chunk(3)), HEADS
-            )
+            query, key, value = (qkv.t() if kind == "weight" else qkv).contiguous().chunk(3)
+            found[f"{mine}.self_attention.linear_qkv.{kind}"] = fused_qkv(query, key, value, HEADS)
             for name, target in (
                 ("attn.c_proj", "self_attention.linear_proj"),
                 ("mlp.c_fc", "mlp.linear_fc1"),
