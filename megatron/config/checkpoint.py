@@ -17,6 +17,9 @@ class CheckpointConfig:
         "Iterations between checkpoints.", default=None, aliases=("--persistent-save-interval",), at_least=1
     )
     keep_last_checkpoints: int | None = flag("Keep only the newest so many checkpoints.", default=None, at_least=1)
+    save_retain_interval: int | None = flag(
+        "Keep the newest checkpoint and those whose iteration is a multiple of this.", default=None, at_least=1
+    )
     save_optim: bool = flag("Leave optimizer state out of checkpoints.", default=True, off="--no-save-optim")
     save_rng: bool = flag("Leave random-number state out of checkpoints.", default=True, off="--no-save-rng")
     load: str | None = flag("Folder of checkpoints to go on from.", default=None)

@@ -48,6 +48,12 @@ RENAMED: dict[str, LegacyFlag] = {
     "--override-lr-scheduler": LegacyFlag("renamed", field="override_opt_param_scheduler"),
     "--use-checkpoint-lr-scheduler": LegacyFlag("renamed", field="use_checkpoint_opt_param_scheduler"),
     "--use-rotary-position-embeddings": LegacyFlag("renamed", field="position_embedding_type", value="rope"),
+    "--apply-query-key-layer-scaling": LegacyFlag(
+        "renamed",
+        "scores divided by the layer number and multiplied back in the softmax are the same scores",
+        field="attention_softmax_in_fp32",
+        value=True,
+    ),
     "--no-position-embedding": LegacyFlag("renamed", field="position_embedding_type", value="none", yields=True),
     "--use-flash-attn": LegacyFlag("renamed", field="attention_backend", value="flash", yields=True),
 }
@@ -82,7 +88,7 @@ IGNORED: tuple[tuple[str, str], ...] = (
     ),
     (
         "no-query-key-layer-scaling",
-        "attention scores are scaled by layer only with --apply-query-key-layer-scaling",
+        "attention scores are never scaled by layer",
     ),
     (
         "use-cpu-initialization no-initialization init-model-with-meta-device",
@@ -175,6 +181,10 @@ IGNORED: tuple[tuple[str, str], ...] = (
     (
         "no-one-logger one-logger-project one-logger-run-name one-logger-async app-tag-run-name app-tag-run-version",
         "nothing is reported to NVIDIA's one logger",
+    ),
+    (
+        "logging-level",
+        "what a run says is printed, not filtered by level",
     ),
     (
         "config-logger-dir",

@@ -118,11 +118,6 @@ class ModelConfig:
         },
     )
     attention_softmax_in_fp32: bool = flag("Attention softmax in fp32 whatever the model's precision.", default=False)
-    apply_query_key_layer_scaling: bool = flag(
-        "Divide attention scores by the layer number and multiply back inside an fp32 softmax.",
-        default=False,
-        from_checkpoint=True,
-    )
     fp32_residual_connection: bool = flag("Keep the residual stream in fp32.", default=False)
 
     def __post_init__(self) -> None:
@@ -133,8 +128,6 @@ class ModelConfig:
         derive(self, "ffn_hidden_size", (gated_width or 64) if self.gated else 4 * self.hidden_size)
         if self.add_bias_linear:
             object.__setattr__(self, "add_qkv_bias", True)
-        if self.apply_query_key_layer_scaling:
-            object.__setattr__(self, "attention_softmax_in_fp32", True)
 
     @property
     def activation(self) -> Activation:

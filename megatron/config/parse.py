@@ -186,7 +186,8 @@ class Intake:
             if legacy.yields:
                 self._yielding.append((spec, Given(spec.convert(meant), spelling, rank)))
             else:
-                self.notes.append(f"{words}: taken as {_flag_text(spec, meant)}")
+                why = f"; {legacy.word}" if legacy.word else ""
+                self.notes.append(f"{words}: taken as {_flag_text(spec, meant)}{why}")
                 self._take(spec, meant, source=spelling, rank=rank)
 
     def _take(self, spec: FlagSpec, raw: Any, *, source: str, rank: int) -> None:

@@ -68,7 +68,10 @@ def _default(spec: FlagSpec) -> str:
 
 def _legacy_rows() -> Iterator[str]:
     for spelling, legacy in LEGACY_FLAGS.items():
-        word = legacy.word or f"taken as `{legacy.field}`" + (f" = `{legacy.value}`" if legacy.value else "")
+        word = legacy.word
+        if legacy.field:
+            taken = f"`{legacy.field}`" + (f" = `{legacy.value}`" if legacy.value else "")
+            word = f"taken as {taken}; {word}" if word else f"taken as {taken}"
         yield f"| `{spelling}` | {legacy.verdict} | {word} |"
 
 

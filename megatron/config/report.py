@@ -32,7 +32,8 @@ def layout_report(run: RunConfig, *, ranks_per_node: int) -> list[str]:
         shown = ", ".join(map(str, members)) if size <= 4 else f"{members[0]}, {members[1]}, ... {members[-1]}"
         within = "within a node" if stride * (size - 1) < ranks_per_node else "across nodes"
         groups = run.world_size // size
-        lines.append(f"{name:<8} {size:>5,} ranks: {groups:,} group{_s(groups)}, the first is {shown} ({within})")
+        which = f"{groups:,} groups, the first is {shown}" if groups > 1 else "all of them"
+        lines.append(f"{name:<8} {size:>5,} ranks: {which} ({within})")
     return lines
 
 

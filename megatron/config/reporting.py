@@ -18,9 +18,6 @@ class ReportingConfig:
     log_params_norm: bool = flag("Show the norm of the parameters.", default=False)
     log_num_zeros_in_grad: bool = flag("Show how many gradient elements are zero.", default=False)
     log_progress: bool = flag("Append progress lines to progress.txt in the --save folder.", default=False)
-    logging_level: int | None = flag(
-        "Python's logging level (10 debug, 20 info, 30 warning).", default=None, at_least=0
-    )
     timing_log_level: Literal[0, 1, 2] = flag("Timers: 0 whole iterations, 1 their parts, 2 everything.", default=0)
     timing_log_option: Literal["max", "minmax", "all"] = flag("How timers of the ranks are shown.", default="minmax")
     barrier_with_level_1_timing: bool = flag(

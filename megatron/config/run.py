@@ -199,8 +199,11 @@ class RunConfig:
 
     def value(self, spec: FlagSpec) -> Any:
         """The value of one flag."""
-        (group,) = (each for each in self.groups() if group_name(type(each)) == spec.group)
-        return getattr(group, spec.field)
+        return getattr(self._by_name[spec.group], spec.field)
+
+    @cached_property
+    def _by_name(self) -> dict[str, Any]:
+        return {group_name(type(group)): group for group in self.groups()}
 
     def diff_from_defaults(self) -> dict[str, Any]:
         """Field -> value wherever the value is not the flag's default."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from megatron.config.data import DEFAULT_SPLIT
+from megatron.config.rules.sizes import multiples_near
 from megatron.config.run import RunConfig
 
 
@@ -93,7 +94,20 @@ def saving_needs_an_interval(run: RunConfig) -> str | None:
         return f"--save {checkpoint.save} needs --save-interval: the iterations between checkpoints"
     if checkpoint.save is None and checkpoint.keep_last_checkpoints is not None:
         return f"--keep-last-checkpoints {checkpoint.keep_last_checkpoints} needs --save"
+    if checkpoint.save is None and checkpoint.save_retain_interval is not None:
+        return f"--save-retain-interval {checkpoint.save_retain_interval} needs --save"
     return None
+
+
+def retained_checkpoints_exist(run: RunConfig) -> str | None:
+    """Checkpoints that are kept for good are among those that are written."""
+    kept, written = run.checkpoint.save_retain_interval, run.checkpoint.save_interval
+    if kept is None or written is None or kept % written == 0:
+        return None
+    return (
+        f"--save-retain-interval {kept} does not divide by --save-interval {written}; "
+        f"use {multiples_near(kept, written)}"
+    )
 
 
 def loading_needs_a_checkpoint(run: RunConfig) -> str | None:
@@ -114,13 +128,6 @@ def model_parallel_sizes_come_with_the_architecture(run: RunConfig) -> str | Non
     """Sizes are read from a checkpoint together with its architecture."""
     if run.checkpoint.use_mp_args_from_checkpoint_args and not run.checkpoint.use_checkpoint_args:
         return "--use-mp-args-from-checkpoint-args needs --use-checkpoint-args"
-    return None
-
-
-def progress_needs_a_folder(run: RunConfig) -> str | None:
-    """Progress lines are written beside checkpoints."""
-    if run.reporting.log_progress and run.checkpoint.save is None:
-        return "--log-progress writes into the --save folder; give --save"
     return None
 
 
@@ -148,7 +155,7 @@ RULES = (
     blends_are_sound,
     tokenizer_has_files,
     saving_needs_an_interval,
+    retained_checkpoints_exist,
     loading_needs_a_checkpoint,
     model_parallel_sizes_come_with_the_architecture,
-    progress_needs_a_folder,
 )

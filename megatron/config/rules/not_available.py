@@ -56,12 +56,11 @@ def weights_and_biases(run: RunConfig) -> str | None:
     )
 
 
-def weight_hashes(run: RunConfig) -> str | None:
-    """Comparison of replicas' weights."""
-    interval = run.training.check_weight_hash_across_dp_replicas_interval
-    if interval is None:
+def progress_file(run: RunConfig) -> str | None:
+    """Lines about the run beside its checkpoints."""
+    if not run.reporting.log_progress:
         return None
-    return f"--check-weight-hash-across-dp-replicas-interval {interval} is not available yet; leave it out"
+    return "--log-progress is not available yet; leave it out: the log lines say what progress.txt would"
 
 
-RULES = (pipeline, interleaved_pipeline, context_parallelism, async_save, weights_and_biases, weight_hashes)
+RULES = (pipeline, interleaved_pipeline, context_parallelism, async_save, weights_and_biases, progress_file)

@@ -37,6 +37,28 @@ def tensorboard_needs_a_folder(run: RunConfig) -> str | None:
     return f"{', '.join(named)}: no effect without --tensorboard-dir" if named else None
 
 
+def wandb_needs_a_project(run: RunConfig) -> str | None:
+    """Nothing is sent without a project."""
+    if run.reporting.wandb_project:
+        return None
+    named = [
+        f"--wandb-{field}"
+        for field in ("entity", "exp-name", "save-dir")
+        if run.given(f"wandb_{field}".replace("-", "_"))
+    ]
+    return f"{', '.join(named)}: no effect without --wandb-project" if named else None
+
+
+def limits_of_generation(run: RunConfig) -> str | None:
+    """Training does not generate."""
+    named = [
+        f"--{field.replace('_', '-')}"
+        for field in ("inference_max_seq_length", "inference_max_requests")
+        if run.given(field)
+    ]
+    return f"{', '.join(named)}: no effect on training" if named else None
+
+
 def save_interval_needs_a_folder(run: RunConfig) -> str | None:
     """Checkpoints are written only where there is a folder."""
     if run.given("save_interval") and run.checkpoint.save is None:
@@ -76,6 +98,8 @@ RULES = (
     sequence_parallel_needs_tensor_ranks,
     loss_scale_needs_fp16,
     tensorboard_needs_a_folder,
+    wandb_needs_a_project,
+    limits_of_generation,
     save_interval_needs_a_folder,
     collection_interval_needs_manual_collection,
     default_split,

@@ -51,11 +51,6 @@ def test_biases() -> None:
     assert model(add_bias_linear=False, add_qkv_bias=True).add_qkv_bias
 
 
-def test_scaling_by_layer_needs_a_wide_softmax() -> None:
-    """Scores that are scaled back inside the softmax would overflow in half precision."""
-    assert model(apply_query_key_layer_scaling=True).attention_softmax_in_fp32
-
-
 @pytest.mark.parametrize(
     ("changes", "activation", "gated"),
     [
