@@ -61,6 +61,7 @@ class BlendedDataset:
     def describe(self) -> list[str]:
         """Asked and realised share of each source, a line each."""
         return [
-            f"{share.prefix}: {share.num_samples} samples, {share.realised:.3%} of the blend, asked {share.asked:.3%}"
-            for share in self.shares
+            f"{share.realised:7.3%} of the blend (asked {share.asked:.3%}) from {line}"
+            for share, source in zip(self.shares, self.sources)
+            for line in source.describe()
         ]

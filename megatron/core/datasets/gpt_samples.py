@@ -115,6 +115,11 @@ class GPTDataset:
         """Hex digest that differs when some sample may differ."""
         return self.order.digest
 
+    @property
+    def num_epochs(self) -> float:
+        """How often the documents are read."""
+        return len(self) / max(self.order.samples_per_epoch, 1)
+
     def __len__(self) -> int:
         return len(self.order)
 
@@ -138,7 +143,7 @@ class GPTDataset:
 
     def describe(self) -> list[str]:
         """The source, in a line."""
-        return [f"{self.documents.prefix}: {len(self)} samples"]
+        return [f"{self.documents.prefix}: {len(self):,} samples, {self.num_epochs:.2f} epochs"]
 
     def _read(self, index: int) -> tuple[NDArray[np.int64], int]:
         """The tokens of a sample, S + 1 of them with zeros after the last real one, and how many are real."""

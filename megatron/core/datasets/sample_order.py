@@ -35,6 +35,10 @@ class SampleOrder(Protocol):
     def digest(self) -> str:
         """Hex digest of all that the order follows from."""
 
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples that the documents give when each is read once."""
+
     def __len__(self) -> int:
         """Number of samples."""
 
@@ -61,8 +65,7 @@ class EpochOrder:
     ) -> None:
         self._lengths, self._cache = lengths, cache
         self._seed, self._copy, self._seq_length, self._drop_last_partial = seed, copy, seq_length, drop_last_partial
-        tokens = int(lengths.sum(dtype=np.int64))
-        self.samples_per_epoch = num_samples_in(tokens, seq_length=seq_length, drop_last_partial=drop_last_partial)
+        self.samples_per_epoch = _samples_in(lengths, seq_length=seq_length, drop_last_partial=drop_last_partial)
         self._num_samples = self.samples_per_epoch if num_samples is None else num_samples
         self._epochs: OrderedDict[int, SampleIndex] = OrderedDict()
         self.digest = digest_of("epoch", lengths, seed, copy, seq_length, drop_last_partial)
@@ -110,6 +113,7 @@ class MegatronOrder:
         cache: IndexCache,
         drop_last_partial: bool = True,
     ) -> None:
+        self.samples_per_epoch = _samples_in(lengths, seq_length=seq_length, drop_last_partial=drop_last_partial)
         self.digest = digest_of("megatron", lengths, seed, seq_length, num_samples, drop_last_partial)
         self._index = cache.get(
             lambda: build_megatron(
@@ -130,3 +134,8 @@ class MegatronOrder:
         """Start of sample ``index``."""
         samples = self._index.samples
         return SampleStart(self._index.documents, samples.item(index, 0), samples.item(index, 1))
+
+
+def _samples_in(lengths: Lengths, *, seq_length: int, drop_last_partial: bool) -> int:
+    tokens = int(lengths.sum(dtype=np.int64))
+    return num_samples_in(tokens, seq_length=seq_length, drop_last_partial=drop_last_partial)

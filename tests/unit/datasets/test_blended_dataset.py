@@ -40,7 +40,7 @@ def test_asked_and_realised_shares(blend: BlendedDataset) -> None:
     """What the user asked for stands beside what the samples are."""
     first, second = (source.documents.prefix for source in blend.sources)
     assert blend.shares == [SourceShare(first, 0.75, 0.75, 150), SourceShare(second, 0.25, 0.25, 50)]
-    assert blend.describe()[1].endswith("source2: 50 samples, 25.000% of the blend, asked 25.000%")
+    assert blend.describe()[1] == f"25.000% of the blend (asked 25.000%) from {second}: 50 samples, 1.52 epochs"
 
 
 def test_outside_the_blend(blend: BlendedDataset) -> None:

@@ -197,7 +197,8 @@ def test_mock_data_need_no_files() -> None:
 
 def test_megatron_order_asks_each_source_for_a_surplus(write_documents: WriteDocuments) -> None:
     """Each source of a weighted blend is ordered for 0.5 % more samples than its share, which decides its shuffles."""
-    prefixes = [write_documents(numbered(first, documents=50, length=60), f"data{first}") for first in (0, 1)]
+    documents = [*numbered(0, documents=49, length=60), [1] * 65]  # 3005 tokens: two epochs hold 751 samples, not 754
+    prefixes = [write_documents(documents, name) for name in ("a", "b")]
     splits = build(
         SplitSizes(1000, 0, 0),
         data_path=("1", prefixes[0], "3", prefixes[1]),
@@ -226,7 +227,7 @@ def test_megatron_order_without_weights_makes_one_pass(write_documents: WriteDoc
 
 def test_small_blends_of_many_sources_never_run_dry(write_documents: WriteDocuments) -> None:
     """Rounding makes Megatron-LM's blend of 40 sources and few samples take more than it built, and crash."""
-    path = [word for i in range(40) for word in (str(1 + i % 7), write_documents(numbered(0, documents=2), f"data{i}"))]
+    path = [word for i in range(40) for word in (str(1 + 60 // (1 + i)), write_documents([[i] * 10], f"data{i}"))]
     for order in ("epoch", "megatron"):
         for size in (1, 10, 41, 100):
             splits = build(SplitSizes(size, 0, 0), data_path=tuple(path), split="1,0,0", data_order=order)

@@ -46,6 +46,16 @@ def test_megatron_order_equals_recorded_one(golden: dict[str, Any], case: int) -
     assert types == recorded.get("dtypes", types)
 
 
+def test_megatron_order_shuffles_the_last_epoch_apart_below_80_percent() -> None:
+    """401 tokens a epoch, 40 samples of 10: from 32 in the last epoch on, all epochs are shuffled together."""
+    lengths = np.full(401, 1, np.int32)
+    apart, together = (build_megatron(lengths, seed=1, num_samples=40 + used, seq_length=10) for used in (31, 32))
+    assert sorted(apart.documents[:401].tolist()) == list(range(401))
+    assert sorted(apart.shuffle[:40].tolist()) == list(range(40))
+    assert sorted(together.documents[:401].tolist()) != list(range(401))
+    assert sorted(together.shuffle[:40].tolist()) != list(range(40))
+
+
 def test_megatron_order_with_the_last_partial_sample(golden: dict[str, Any]) -> None:
     """150 tokens hold 18 samples of 8 tokens and a label; the rest of 5 tokens becomes a 19th that starts at (11, 12).
 

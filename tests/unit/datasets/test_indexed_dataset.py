@@ -174,6 +174,23 @@ def test_nothing_appears_before_the_end_nor_after_a_failure(tmp_path: Path) -> N
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def test_an_old_index_never_describes_new_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure between the last two renames leaves tokens without an index, which every reader refuses."""
+    write(tmp_path / "x")
+    rename = Path.replace
+
+    def fail_for_the_index(path: Path, target: Path) -> Path:
+        if target.suffix == ".idx":
+            raise OSError(5, "Input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "replace", fail_for_the_index)
+    with pytest.raises(DataError, match="Input/output error"):
+        write(tmp_path / "x", [[9] * count for count in range(8)])
+    with pytest.raises(DataError, match=r"x\.idx is missing beside x\.bin"):
+        IndexedDataset(tmp_path / "x")
+
+
 def test_killed_writer_leaves_no_data_set_behind(tmp_path: Path) -> None:
     """kill -9 in the middle: what is left doesn't look like a data set, and doesn't hinder the next attempt."""
     script = """
@@ -203,7 +220,7 @@ def little_space() -> Iterator[None]:
 @pytest.mark.usefixtures("little_space")
 def test_full_disk_is_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
     """Whether the tokens or the index find no room, the message names the file, and half a data set never stays."""
-    for documents, tokens in ((1, 60_000), (30_000, 1)):  # the .bin too large, then the .idx
+    for documents, tokens in ((1, 60_000), (8_000, 1)):  # the .bin too large, then the .idx
         with (
             pytest.raises(DataError, match=r"cannot write .*x\.bin: File too large; free some space"),
             IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer,
