@@ -30,7 +30,7 @@ class BlendedDataset:
 
     @property
     def digest(self) -> str:
-        """Hex digest that differs when some sample may differ."""
+        """Hex digest of what decides which samples are read."""
         return digest_of("blend", self._asked, len(self), *(source.digest for source in self.sources))
 
     @property

@@ -39,7 +39,7 @@ class DatasetSplits:
 
     @property
     def digest(self) -> str:
-        """Hex digest that differs when some sample may differ: equal on all ranks of a sound run."""
+        """Hex digest of what decides which samples are read: equal on all ranks of a sound run."""
         return digest_of(*(data.digest if data else None for data in (self.train, self.valid, self.test)))
 
 

@@ -34,7 +34,7 @@ class SampleDataset(Protocol):
 
     @property
     def digest(self) -> str:
-        """Hex digest that differs when some sample may differ; ranks compare it."""
+        """Hex digest of document lengths, seed and settings, from which all samples' places follow; ranks compare it."""
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -112,7 +112,7 @@ class GPTDataset:
 
     @property
     def digest(self) -> str:
-        """Hex digest that differs when some sample may differ."""
+        """Hex digest of what decides which samples are read."""
         return self.order.digest
 
     @property
