@@ -12,7 +12,6 @@ from typing import Any
 
 from megatron.config.flags import flags_of
 from megatron.config.model import ModelConfig
-from megatron.config.run import RunConfig
 from megatron.core.checkpointing.agreement import run_on_first
 from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint, is_unused
 from megatron.core.checkpointing.load import load_checkpoint, read_run_state
@@ -162,12 +161,6 @@ def check_same_model(state: Mapping[str, Any], run: Run, folder: CheckpointFolde
 
 def saved_config(load: str, step: int | None) -> Mapping[str, Any] | None:
     """The settings stored in the checkpoint that ``load`` and ``step`` name, for ``--use-checkpoint-args``."""
-    state: Mapping[str, Any] = read_run_state(find_checkpoint(Path(load), step=step))["config"]
+    # Loading verifies every file; reading the settings needs no more than to know which checkpoint it will be.
+    state: Mapping[str, Any] = read_run_state(find_checkpoint(Path(load), step=step, verify=False))["config"]
     return state
-
-
-def saved_run_config(load: str, step: int | None = None) -> RunConfig:
-    """The whole resolved run that wrote a checkpoint."""
-    config = saved_config(load, step)
-    assert config is not None
-    return RunConfig.from_json(config)

@@ -1,0 +1,135 @@
+"""A user's mistakes, through the real command: one sentence that says what would work, a non-zero code, nothing lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
+from megatron.errors import CheckpointError, ConfigError, DataError, MegatronError
+from megatron.training.pretrain import pretrain
+from pretrain_gpt import recipe
+from tests.end_to_end.commands import TINY, run
+
+NO_DATA = TINY.replace("--mock-data ", "")
+
+
+def train(flags: str, *more: str) -> int:
+    """``pretrain_gpt.py`` in this process."""
+    return pretrain(recipe, [*flags.split(), *more], prog="pretrain_gpt.py")
+
+
+def dataset(prefix: Path, *, largest: int = 299, documents: int = 50) -> Path:
+    """Token files with ids up to ``largest``."""
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for number in range(documents):
+            writer.add_document(np.full(40, min(number, largest - 1)))
+        writer.add_document(np.full(40, largest))
+    return prefix
+
+
+def data_flags(prefix: Path) -> list[str]:
+    """Flags that train on token files alone."""
+    return ["--train-iters=2", "--tokenizer-type=NullTokenizer", f"--train-data-path={prefix}"]
+
+
+def test_good_input_trains(tmp_path: Path) -> None:
+    """The cases below fail for the reason they are about."""
+    assert train(NO_DATA, *data_flags(dataset(tmp_path / "data"))) == 0
+
+
+@pytest.mark.parametrize("name", ["data.bin", "data.idx"])
+def test_missing_file(name: str, tmp_path: Path) -> None:
+    prefix = dataset(tmp_path / "data")
+    (tmp_path / name).unlink()
+    with pytest.raises(DataError, match=name):
+        train(NO_DATA, *data_flags(prefix))
+
+
+@pytest.mark.parametrize("name", ["data.bin", "data.idx"])
+def test_truncated_file(name: str, tmp_path: Path) -> None:
+    prefix = dataset(tmp_path / "data")
+    content = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(content[: len(content) // 2])
+    with pytest.raises(DataError, match="data"):
+        train(NO_DATA, *data_flags(prefix))
+
+
+def test_swapped_files(tmp_path: Path) -> None:
+    prefix = dataset(tmp_path / "data")
+    (tmp_path / "data.bin").rename(tmp_path / "x")
+    (tmp_path / "data.idx").rename(tmp_path / "data.bin")
+    (tmp_path / "x").rename(tmp_path / "data.idx")
+    with pytest.raises(DataError, match="data.idx"):
+        train(NO_DATA, *data_flags(prefix))
+
+
+def test_ids_beyond_the_vocabulary(tmp_path: Path) -> None:
+    """They would index outside of the embedding, on a GPU with an error that names nothing."""
+    with pytest.raises(DataError, match="900"):
+        train(NO_DATA, *data_flags(dataset(tmp_path / "data", largest=900)))
+
+
+def test_data_of_another_tokenizer(tmp_path: Path) -> None:
+    """Training on ids of another vocabulary looks like training, and teaches nothing."""
+    prefix = dataset(tmp_path / "data")
+    facts_file = tmp_path / "data.meta.json"
+    facts = json.loads(facts_file.read_text())
+    facts["tokenizer"] = {"type": "GPT2BPETokenizer", "vocab_size": 300, "eod": 0, "fingerprint": "0" * 64}
+    facts_file.write_text(json.dumps(facts))
+    vocabulary = {f"{number}": number for number in range(299)} | {"<|endoftext|>": 299}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    flags = data_flags(prefix) + [f"--vocab-file={tmp_path}/vocab.json", f"--merge-file={tmp_path}/merges.txt"]
+    with pytest.raises(DataError, match="fingerprint 000000000000"):
+        train(NO_DATA, *(flag.replace("NullTokenizer", "GPT2BPETokenizer") for flag in flags))
+
+
+def test_checkpoint_of_another_architecture(tmp_path: Path) -> None:
+    train(f"{TINY} --train-iters 1 --save-interval 1", f"--save={tmp_path}")
+    with pytest.raises(
+        CheckpointError, match=r"--hidden-size is 32 in the checkpoint and 64 here.*--use-checkpoint-args"
+    ):
+        train(TINY.replace("--hidden-size 32", "--hidden-size 64") + " --train-iters 2", f"--load={tmp_path}")
+    smaller = TINY.replace("--num-layers 2 --hidden-size 32 --num-attention-heads 4", "")
+    assert train(f"{smaller} --train-iters 1 --use-checkpoint-args", f"--load={tmp_path}") == 0
+
+
+def test_load_that_finds_nothing(tmp_path: Path) -> None:
+    """Training would start from random weights, and nobody would notice for days."""
+    with pytest.raises(CheckpointError, match="no such folder"):
+        train(f"{TINY} --train-iters 1", f"--load={tmp_path}/missing")
+    with pytest.raises(CheckpointError, match="nothing that looks like"):
+        train(f"{TINY} --train-iters 1", f"--load={tmp_path}")
+    same = [f"--save={tmp_path}/new", f"--load={tmp_path}/new", "--save-interval=1"]
+    with pytest.raises(CheckpointError, match="new"):
+        train(f"{TINY} --train-iters 1 --exit-on-missing-checkpoint", *same)
+    assert train(f"{TINY} --train-iters 1", *same) == 0
+
+
+def test_unwritable_save_folder(tmp_path: Path) -> None:
+    """Found before an hour of training is lost, with the folder named."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MegatronError, match="file"):
+        train(f"{TINY} --train-iters 1 --save-interval 1", f"--save={tmp_path}/file/folder")
+
+
+def test_flags_are_checked_all_at_once() -> None:
+    """One run of the command shows everything that is wrong."""
+    with pytest.raises(ConfigError) as caught:
+        train(TINY + " --train-iters 1 --num-attention-heads 5 --global-batch-size 7 --hiden-dropout 0.1")
+    for part in ("--num-attention-heads", "7", "--hidden-dropout"):
+        assert part in str(caught.value)
+
+
+def test_message_and_exit_code_of_the_real_command(tmp_path: Path) -> None:
+    """No traceback; 2 for settings, 1 for files; on two ranks the sentence is printed once."""
+    log = run("pretrain_gpt.py", TINY + " --train-iters 1 --micro-batch-size 3", expect=2)
+    assert log.startswith("error: ") and "Traceback" not in log
+    log = run("pretrain_gpt.py", f"{TINY} --train-iters 1", f"--load={tmp_path}", expect=1)
+    assert log.count("error: ") == 1 and "Traceback" not in log
+    log = run("pretrain_gpt.py", f"{TINY} --train-iters 1", f"--load={tmp_path}", ranks=2, expect=1)
+    assert log.count("error: ") == 1
