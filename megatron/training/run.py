@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron.config.run import RunConfig
-from megatron.core.distributed.buffers import build_buffers
+from megatron.core.distributed.buffers import FlatBuffer, build_buffers
 from megatron.core.distributed.grad_sync import GradSync
 from megatron.core.ops.attention.registry import choose
 from megatron.core.ops.attention.request import AttentionRequest
@@ -53,6 +53,7 @@ class Run:
     exit_watch: ExitWatch
     tokenizer: Tokenizer
     models: list[nn.Module]
+    buffers: list[FlatBuffer]
     grad_sync: GradSync
     optimizer: Optimizer
     schedule: Schedule
@@ -113,6 +114,7 @@ def build_run(config: RunConfig, recipe: Recipe, context: ParallelContext, *, st
         exit_watch=build_exit_watch(config, context, started),
         tokenizer=tokenizer,
         models=[model],
+        buffers=buffers,
         grad_sync=grad_sync,
         optimizer=optimizer,
         schedule=schedule,

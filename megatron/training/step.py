@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.core.optimizer.grad_norm import nonfinite_gradients
 from megatron.core.parallel.collectives import all_reduce
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch
 from megatron.core.pipeline_parallel.schedules import forward_only, one_f_one_b
 from megatron.training.metrics import StepRecord
 from megatron.training.run import Run
-from megatron.training.stop import check_finite
+from megatron.training.stop import check_finite, nonfinite_gradient_error
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def global_loss(loss: LossSum, context: ParallelContext) -> GlobalLoss:
 def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepRecord:
     """Forward and backward over this rank's ``microbatches``, gradient sync, update; advances the run's progress.
 
-    Raises NonFiniteError for a loss that is not a number, before any weight changes.
+    Raises NonFiniteError for a loss or gradient that is not a number, before any weight changes.
     """
     progress, settings, timers = run.progress, run.config.training, run.reporter.timers
     batch_size = run.config.global_batch_size_at(progress.consumed_samples)
@@ -60,6 +61,13 @@ def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepRecord:
         )
     with timers("optimizer", level=1):
         update = run.optimizer.update(count=loss.count, lr=lr, weight_decay=weight_decay)
+    if update.skipped and settings.check_for_nan_in_loss_and_grad:
+        raise nonfinite_gradient_error(
+            nonfinite_gradients(run.buffers, run.context.mesh),
+            iteration=progress.iteration + 1,
+            consumed_samples=progress.consumed_samples,
+            global_batch_size=batch_size,
+        )
 
     progress.iteration += 1
     progress.consumed_samples += batch_size

@@ -1,0 +1,64 @@
+"""One optimizer step: what it counts, and what it refuses to learn from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron.config.run import RunConfig
+from megatron.core.parallel.context import ParallelContext
+from megatron.training.recipes.gpt import GPTRecipe
+from megatron.training.run import Run, build_run
+from megatron.training.step import train_step
+from megatron.training.stop import NonFiniteError
+
+FLAGS = (
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --global-batch-size 4 "
+    "--lr 1e-2 --train-iters 10 --mock-data --vocab-size 50 --num-workers 0 --eval-iters 0"
+)
+
+
+def tiny_run(*more: str) -> Run:
+    config = RunConfig.parse([*FLAGS.split(), *more], world_size=1)
+    return build_run(config, GPTRecipe(), ParallelContext.single(), started=time.monotonic())
+
+
+@pytest.fixture
+def run() -> Iterator[Run]:
+    yield tiny_run()
+
+
+def test_progress_counts_samples(run: Run) -> None:
+    record = train_step(run, next(run.data.training_batches(0)))
+    assert (record.iteration, record.consumed_samples, run.progress.scheduled_samples) == (1, 4, 4)
+    assert record.learning_rate == pytest.approx(1e-2 * (1 - 4 / 40))
+
+
+def test_gradient_that_is_not_finite_is_named(run: Run) -> None:
+    """A step that silently does nothing, again and again, looks like a plateau."""
+    weight = run.models[0].get_parameter("decoder.layers.0.mlp.linear_fc2.weight")
+    weight.register_hook(lambda grad: grad * torch.inf)
+    before = {name: p.detach().clone() for name, p in run.models[0].named_parameters()}
+    with pytest.raises(
+        NonFiniteError, match=r"decoder.layers.0.mlp.linear_fc2.weight .*iteration 1 \(samples 0 to 3\)"
+    ):
+        train_step(run, next(run.data.training_batches(0)))
+    assert all(torch.equal(before[name], p) for name, p in run.models[0].named_parameters())
+
+
+def test_loss_that_is_not_finite_ends_the_run(run: Run) -> None:
+    with torch.no_grad():
+        run.models[0].get_parameter("decoder.final_layernorm.bias").fill_(torch.nan)
+    with pytest.raises(NonFiniteError, match="lm loss is nan at iteration 1"):
+        train_step(run, next(run.data.training_batches(0)))
+
+
+def test_check_can_be_turned_off() -> None:
+    """Then the step is skipped and counted, and the schedule waits."""
+    run = tiny_run("--no-check-for-nan-in-loss-and-grad")
+    run.models[0].get_parameter("decoder.final_layernorm.bias").register_hook(lambda grad: grad * torch.nan)
+    record = train_step(run, next(run.data.training_batches(0)))
+    assert record.skipped and run.progress.consumed_samples == 4 and run.progress.scheduled_samples == 0
