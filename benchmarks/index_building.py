@@ -15,6 +15,7 @@ import importlib
 import json
 import os
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -77,7 +78,7 @@ def ours(prefix: str, epochs: int) -> dict[str, float]:
 
 
 def megatron_core(prefix: str, epochs: int) -> dict[str, float]:
-    """The peer: its builder of a data set for as many samples, without cache and attention masks."""
+    """The peer: its builder of a data set for as many samples, with no cache to read and no attention masks."""
     sys.path.insert(0, os.environ["MEGATRON_CORE_PATH"])
     builder = importlib.import_module("megatron.core.datasets.blended_megatron_dataset_builder")
     peer = importlib.import_module("megatron.core.datasets.gpt_dataset")
@@ -96,6 +97,7 @@ def megatron_core(prefix: str, epochs: int) -> dict[str, float]:
         eod_mask_loss=False,
         create_attention_mask=False,
     )
+    shutil.rmtree(Path(prefix) / "cache", ignore_errors=True)  # what an earlier round left beside the data
     tokens = os.path.getsize(f"{prefix}.bin") // 2
     before, start = peak_mb(), time.perf_counter()
     sizes = [epochs * (tokens // SEQUENCE) - 1, None, None]

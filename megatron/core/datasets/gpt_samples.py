@@ -34,7 +34,7 @@ class SampleDataset(Protocol):
 
     @property
     def digest(self) -> str:
-        """Hex digest of document lengths, seed and settings, from which all samples' places follow; ranks compare it."""
+        """Hex digest of document lengths, seed and settings, which decide all samples' places; ranks compare it."""
 
     def __len__(self) -> int:
         """Number of samples."""
