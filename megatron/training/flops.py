@@ -78,8 +78,8 @@ def data_sheet_peak(device_name: str, dtype: torch.dtype) -> Peak | None:
 def measured_peak(device: torch.device, dtype: torch.dtype, *, size: int = 512, repeats: int = 40) -> Peak:
     """The fastest of many short square matrix products, timed here and now: a fair limit where no data sheet applies.
 
-    Short ones, so that on a shared machine some run undisturbed; a tenth of a second in all. For CPUs: nothing waits for
-    a device.
+    Short ones, so that on a shared machine some run undisturbed; a tenth of a second in all. For CPUs only: nothing
+    waits for a device.
     """
     factor = torch.ones(size, size, dtype=dtype, device=device)
     seconds = []

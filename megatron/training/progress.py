@@ -63,8 +63,11 @@ class ProgressLine:
         self._last_drawn, self._on_screen = self._clock(), True
 
     def clear(self) -> None:
-        """Take the line off the screen, before something else is printed."""
+        """Take the line off the screen, before something else is printed.
+
+        It comes back a tenth of a second later at the earliest, when what is printed through a pipe has arrived too.
+        """
         if self._on_screen:
             self._stream.write("\r\x1b[K")
             self._stream.flush()
-            self._on_screen, self._last_drawn = False, float("-inf")
+            self._on_screen, self._last_drawn = False, self._clock()

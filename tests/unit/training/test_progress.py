@@ -69,6 +69,21 @@ def test_drawn_at_most_ten_times_a_second_and_cleared_without_a_trace() -> None:
     assert terminal.getvalue().count("\r") == 11
 
 
+def test_comes_back_only_when_a_line_printed_through_a_pipe_has_arrived() -> None:
+    """``pretrain_gpt.py … | tee log`` on a terminal: redrawn at once, the bar would stand before the log line."""
+    terminal, now = Terminal(), [0.0]
+    line = ProgressLine(stream=terminal, clock=lambda: now[0])
+    show(line, 1)
+    now[0] = 1.0
+    line.clear()
+    cleared = terminal.getvalue()
+    show(line, 2)
+    assert terminal.getvalue() == cleared
+    now[0] = 1.125
+    show(line, 3)
+    assert "3/480" in terminal.getvalue()
+
+
 def test_other_ranks_stay_silent() -> None:
     terminal = Terminal()
     show(ProgressLine(stream=terminal, enabled=False), 1)
