@@ -15,7 +15,7 @@ ZSTD = ["zstandard"]  # .jsonl.zst input of tools/preprocess_data.py
 TIKTOKEN = ["tiktoken"]  # --tokenizer-type TikTokenizer
 HUGGINGFACE = ["transformers", "safetensors"]  # --tokenizer-type HuggingFaceTokenizer, the checkpoint converter
 PLOT = ["matplotlib"]  # the picture of a loss curve
-TEST = ["pytest>=8.2", "pytest-xdist", "hypothesis"]
+TEST = ["pytest>=9", "pytest-xdist", "hypothesis"]
 CHECK = ["ruff", "mypy", "import-linter", "types-PyYAML"]
 
 setup(

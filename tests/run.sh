@@ -18,8 +18,8 @@ export PYTHONDONTWRITEBYTECODE=
 bin=.venv/bin
 
 step "environment" bash tools/make_venv.sh dev
-step "format (ruff format)" $bin/ruff format --check --quiet .
-step "lint (ruff check)" $bin/ruff check --quiet .
+step "format (ruff format .)" $bin/ruff format --check --quiet .
+step "lint (ruff check .)" $bin/ruff check --quiet .
 step "types (mypy --strict)" $bin/mypy --no-error-summary
 step "import layers (import-linter)" $bin/lint-imports --no-timing
 step "tests (pytest)" $bin/python -m pytest -q -n "${TEST_WORKERS:-2}" --durations=10 --durations-min=5 "$@"
