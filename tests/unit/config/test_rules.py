@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from pathlib import Path
@@ -9,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from megatron.config import rules
+from megatron.config import ParallelConfig, rules
 from megatron.config.rules import (
     RULES,
     check,
@@ -29,6 +30,7 @@ from megatron.errors import ConfigError
 from tests.unit.config.command_lines import parse, run_of
 
 FILES = "--tokenizer-type GPT2BPETokenizer --vocab-file v --merge-file m"
+SPLIT = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
 BLOCK = re.compile(r"\$ (?P<ranks>\d+) ranks?(?:: (?P<changes>.*?))?(?: \(without (?P<without>.*)\))?$")
 
 
@@ -216,10 +218,12 @@ def test_suggestions() -> None:
 def test_suggested_tensor_parallel_sizes_pass_the_rules() -> None:
     """What a message says would fit does fit."""
     for ranks in (1, 2, 4, 6, 8, 12):
-        sizes = tensor_parallel_sizes(parse("--sequence-parallel", ranks=ranks))
-        for size in range(1, 13):
+        # Tensor parallelism asked for, so that sequence parallelism counts; whether it fits is not asked here.
+        base = dataclasses.replace(run_of(ranks=ranks, length=12), parallel=SPLIT)
+        sizes = tensor_parallel_sizes(base)
+        for size in range(2, 13):
             sound = size in sizes
-            changes = f"--tensor-model-parallel-size {size} --sequence-parallel"
+            changes = f"--tensor-model-parallel-size {size} --sequence-parallel --seq-length 12"
             assert sound == (not _refused(changes, ranks)), (ranks, size)
 
 

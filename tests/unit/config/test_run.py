@@ -91,14 +91,15 @@ def test_vocabulary_size() -> None:
 def test_json_round_trip() -> None:
     """A saved run is the run, through text; settings and their order don't matter to the digest."""
     run = parse(
-        "--bf16 --train-samples 100 --rampup-batch-size 2 2 8 --global-batch-size 8 --tiktoken-special-tokens a b",
+        "--bf16 --train-samples 100 --rampup-batch-size 4 4 8 --global-batch-size 8 --tiktoken-special-tokens a b",
         without="--train-iters",
-        ranks=1,
+        ranks=2,
     )
     restored = RunConfig.from_json(json.loads(json.dumps(run.to_json())))
     assert restored == run
     assert restored.digest == run.digest
-    assert restored.training.rampup_batch_size == (2, 2, 8)
+    assert restored.training.rampup_batch_size == (4, 4, 8)
+    assert restored.data_parallel_size == 2
 
 
 def test_digest_sees_every_setting_and_nothing_else() -> None:
