@@ -126,8 +126,8 @@ class Progress:
         seconds = max(time.monotonic() - self._start, 1e-9)
         tokens = sum(totals.tokens.values())
         return (
-            f"{totals.documents / seconds:,.1f} docs/s, {totals.text_bytes / seconds / 1e6:.2f} MB/s, "
-            f"{tokens / seconds:,.0f} tokens/s"
+            f"{totals.documents / seconds:.1f} docs/s, {totals.text_bytes / seconds / 1e6:.2f} MB/s, "
+            f"{tokens / seconds:.0f} tokens/s"
         )
 
     def _bar(self, totals: Totals, bytes_read: int, seconds: float) -> str:
