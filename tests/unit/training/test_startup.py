@@ -8,7 +8,8 @@ from megatron.training.startup import StartupFacts, startup_report
 ARGUMENTS = (
     "--num-layers 4 --hidden-size 128 --num-attention-heads 8 --group-query-attention --num-query-groups 2 --swiglu "
     "--max-position-embeddings 256 --seq-length 256 --micro-batch-size 2 --global-batch-size 16 --train-iters 1000 "
-    "--lr 6e-4 --min-lr 6e-5 --lr-decay-style cosine --mock-data --vocab-size 50256 --tensor-model-parallel-size 2 --bf16"
+    "--lr 6e-4 --min-lr 6e-5 --lr-decay-style cosine --mock-data --vocab-size 50256 --bf16 "
+    "--tensor-model-parallel-size 2"
 )
 
 

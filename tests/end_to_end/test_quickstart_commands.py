@@ -1,0 +1,87 @@
+"""The quickstart is the first thing anybody runs: every command it prints must work, twice, in any folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.commands import ROOT, environment
+
+pytest.importorskip("matplotlib", reason="the quickstart's last step draws a picture")
+
+ITERATIONS = 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("quick start")  # a space, as in many a home folder
+
+
+@pytest.fixture(scope="module")
+def said(folder: Path) -> str:
+    """What the whole script prints, run for a few iterations in a folder with a space and without a home."""
+    if not (ROOT / ".venv/bin/python").exists():
+        pytest.skip("the quickstart runs in .venv, and making one is tests/run.sh's first step")
+    kept = {name: value for name, value in environment().items() if not name.startswith(("XDG_", "MPL", "HOME"))}
+    home = folder / "home"
+    home.mkdir()
+    variables = kept | {
+        "HOME": str(home),
+        "QUICKSTART_DIR": str(folder / "run"),
+        "QUICKSTART_ITERATIONS": str(ITERATIONS),
+    }
+    done = subprocess.run(
+        ["bash", str(ROOT / "examples/quickstart.sh")],
+        cwd=folder,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_everything_it_names_at_the_end_is_there(said: str, folder: Path) -> None:
+    ending = said[said.index("== Done in") :]
+    for name in ("checkpoints", "tensorboard", "loss.png", "perplexity.txt", "sample.txt"):
+        assert f"{folder}/run/{name}" in ending
+        assert (folder / "run" / name).exists()
+    assert (folder / "run/loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_stops_half_way_and_goes_on_from_its_checkpoint(said: str) -> None:
+    """Every iteration once: a resume that started over would still look fine at the end."""
+    logged = [int(number) for number in re.findall(r"\] iteration +(\d+)/ *40 \|", said)]
+    assert logged == list(range(1, ITERATIONS + 1))
+    assert "exiting program at iteration 20" in said
+    assert re.search(r"successfully loaded checkpoint from .* at iteration 20", said)
+
+
+def test_the_loss_falls_and_it_says_from_what_to_what(said: str) -> None:
+    found = re.search(r"The loss fell: training lm loss (\S+) \(iteration 1\) to (\S+) \(40\)", said)
+    assert found is not None
+    assert 8.8 < float(found[1]) < 9.3  # guessing among 8,192 tokens costs ln 8192 = 9.01
+    assert float(found[2]) < float(found[1]) - 1.0
+
+
+def test_perplexity_and_text_are_reported(said: str, folder: Path) -> None:
+    figures = (folder / "run/perplexity.txt").read_text()
+    assert re.search(r"^perplexity: +\d+\.\d\d per token", figures, re.MULTILINE)
+    assert re.search(r"^bits per byte: +[1-9]\.\d+", figures, re.MULTILINE)
+    assert "Return a new" in (folder / "run/sample.txt").read_text()
+
+
+def test_commands_are_printed_as_one_would_type_them(said: str, folder: Path) -> None:
+    """One of them is pasted back into a shell, folder with a space and all."""
+    (shown,) = re.findall(r"^\$ (\.venv/bin/python tools/plot_loss\.py (?:.*\\\n)*.*) \| tee .*$", said, re.MULTILINE)
+    again = folder / "again.png"
+    pasted = shown.replace(f"{folder}/run/loss.png", str(again))
+    subprocess.run(["bash", "-c", pasted], cwd=ROOT, env={**os.environ}, check=True, capture_output=True)
+    assert again.exists()
