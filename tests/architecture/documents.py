@@ -55,3 +55,13 @@ def missing_paths(root: Path, command: str) -> list[str]:
     """Words of a command that look like files of the repository and aren't there."""
     words = [word.lstrip("@").split("::")[0] for word in shlex.split(command, comments=True)]
     return [word for word in words if REPOSITORY_PATH.fullmatch(word) and not (root / word).exists()]
+
+
+def flags_by_script(command: str) -> dict[str, list[str]]:
+    """The repository's Python script that a command runs, and the flags it is given."""
+    words = shlex.split(command, comments=True)
+    scripts = [place for place, word in enumerate(words) if word.endswith(".py") and "test" not in word]
+    if not scripts:
+        return {}
+    given = [word for word in words[scripts[0] + 1 :] if word.startswith("--")]
+    return {words[scripts[0]]: given}

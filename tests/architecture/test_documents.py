@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
-from tests.architecture.documents import broken_links, commands, missing_paths
+from tests.architecture.documents import broken_links, commands, flags_by_script, missing_paths
 from tests.architecture.source_tree import ROOT, files, relative
 
 
@@ -49,6 +51,28 @@ def test_missing_files_in_commands_are_seen(tmp_path: Path) -> None:
     )
     found = [missing_paths(tmp_path, command) for command in commands(text)]
     assert found == [["gone.sh", "gone.flags"], ["tests/gone.py"], ["gone.sh"]]
+
+
+def test_flags_in_commands_exist() -> None:
+    """A renamed flag must not live on in the documents."""
+    given: dict[str, set[str]] = {}
+    for path in files(".md"):
+        for command in commands(path.read_text(encoding="utf-8")):
+            for script, named in flags_by_script(command).items():
+                given.setdefault(script, set()).update(named)
+    assert {"pretrain_gpt.py", "tools/preprocess_data.py"} <= set(given)
+    for script, flags in given.items():
+        words = [sys.executable, script, "--help"]
+        known = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        unknown = [flag for flag in flags - {"--help"} if not re.search(rf"^ +{flag}\b(?!-)", known, re.MULTILINE)]
+        assert not unknown, f"{script} has no {unknown}"
+
+
+def test_flags_in_commands_are_found() -> None:
+    """Those of the script, not those of its launcher."""
+    command = "torchrun --nproc_per_node=8 pretrain_gpt.py @x.txt --save runs/a --bf16  # --not-this"
+    assert flags_by_script(command) == {"pretrain_gpt.py": ["--save", "--bf16"]}
+    assert flags_by_script("bash tests/run.sh -k x") == {}
 
 
 def test_what_to_read_first_is_short() -> None:
