@@ -28,9 +28,10 @@ from megatron.training.recipe import ModelChunk, Recipe
 from megatron.training.report import Reporter, Speaker
 from megatron.training.startup import StartupFacts
 from megatron.training.stop import ExitWatch
-from megatron.training.tensorboard import TensorBoard, open_writer
+from megatron.training.tensorboard import TensorBoard, Writer, Writers, open_writer
 from megatron.training.timers import Timers
 from megatron.training.trained_model import model_state
+from megatron.training.wandb import WandbWriter
 
 
 @dataclass
@@ -151,12 +152,21 @@ def build_reporter(config: RunConfig, recipe: Recipe, context: ParallelContext) 
         world_size=mesh.world_size,
         peak=device_peak(context.device, context.dtype) if reporting.log_throughput else None,
     )
-    writer = open_writer(reporting) if speaker.is_last else None
-    curves = TensorBoard(reporting, writer, world_size=mesh.world_size)
-    if writer is not None:
+    writers = open_writers(config) if speaker.is_last else []
+    curves = TensorBoard(reporting, Writers(writers) if writers else None, world_size=mesh.world_size)
+    if writers:
         settings = {spec.positive.removeprefix("--"): config.value(spec) for spec in config.flags()}
         curves.settings(settings, iteration=0)
     return Reporter(reporting, speaker, train_iters=config.train_iters, scale=scale, timers=timers, curves=curves)
+
+
+def open_writers(config: RunConfig) -> list[Writer]:
+    """Where the curves go: TensorBoard, Weights & Biases, both, or nowhere."""
+    tensorboard = open_writer(config.reporting)
+    writers = [tensorboard] if tensorboard is not None else []
+    if config.reporting.wandb_project:
+        writers.append(WandbWriter(config.reporting, save=config.checkpoint.save))
+    return writers
 
 
 def build_exit_watch(config: RunConfig, context: ParallelContext, started: float) -> ExitWatch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -49,6 +49,33 @@ def open_writer(config: ReportingConfig) -> Writer | None:
     except OSError as error:
         raise ConfigError(f"--tensorboard-dir {config.tensorboard_dir} cannot be written: {error.strerror}") from None
     return writer
+
+
+class Writers:
+    """Several writers as one."""
+
+    def __init__(self, writers: Sequence[Writer]) -> None:
+        self._writers = writers
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        """One point of the curve ``tag``."""
+        for writer in self._writers:
+            writer.add_scalar(tag, scalar_value, global_step)
+
+    def add_text(self, tag: str, text_string: str, global_step: int) -> None:
+        """A text under ``tag``."""
+        for writer in self._writers:
+            writer.add_text(tag, text_string, global_step)
+
+    def flush(self) -> None:
+        """Write what is queued."""
+        for writer in self._writers:
+            writer.flush()
+
+    def close(self) -> None:
+        """End all of them."""
+        for writer in self._writers:
+            writer.close()
 
 
 class TensorBoard:

@@ -46,21 +46,4 @@ def async_save(run: RunConfig) -> str | None:
     return "--async-save is not available yet; leave it out: checkpoints are written before training goes on"
 
 
-def weights_and_biases(run: RunConfig) -> str | None:
-    """Reports to Weights & Biases."""
-    if not run.reporting.wandb_project:
-        return None
-    return (
-        f"--wandb-project {run.reporting.wandb_project} is not available yet; use --tensorboard-dir, which "
-        "`wandb sync --sync-tensorboard` can upload"
-    )
-
-
-def progress_file(run: RunConfig) -> str | None:
-    """Lines about the run beside its checkpoints."""
-    if not run.reporting.log_progress:
-        return None
-    return "--log-progress is not available yet; leave it out: the log lines say what progress.txt would"
-
-
-RULES = (pipeline, interleaved_pipeline, context_parallelism, async_save, weights_and_biases, progress_file)
+RULES = (pipeline, interleaved_pipeline, context_parallelism, async_save)

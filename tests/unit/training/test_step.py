@@ -40,7 +40,7 @@ def test_progress_counts_samples(run: Run) -> None:
 def test_gradient_that_is_not_finite_is_named(run: Run) -> None:
     """A step that silently does nothing, again and again, looks like a plateau."""
     weight = run.models[0].get_parameter("decoder.layers.0.mlp.linear_fc2.weight")
-    weight.register_hook(lambda grad: grad * torch.inf)
+    weight.register_hook(lambda grad: grad * torch.inf)  # type: ignore[no-untyped-call]
     before = {name: p.detach().clone() for name, p in run.models[0].named_parameters()}
     with pytest.raises(
         NonFiniteError, match=r"decoder.layers.0.mlp.linear_fc2.weight .*iteration 1 \(samples 0 to 3\)"
@@ -59,6 +59,7 @@ def test_loss_that_is_not_finite_ends_the_run(run: Run) -> None:
 def test_check_can_be_turned_off() -> None:
     """Then the step is skipped and counted, and the schedule waits."""
     run = tiny_run("--no-check-for-nan-in-loss-and-grad")
-    run.models[0].get_parameter("decoder.final_layernorm.bias").register_hook(lambda grad: grad * torch.nan)
+    bias = run.models[0].get_parameter("decoder.final_layernorm.bias")
+    bias.register_hook(lambda grad: grad * torch.nan)  # type: ignore[no-untyped-call]
     record = train_step(run, next(run.data.training_batches(0)))
     assert record.skipped and run.progress.consumed_samples == 4 and run.progress.scheduled_samples == 0
