@@ -131,6 +131,13 @@ def model_parallel_sizes_come_with_the_architecture(run: RunConfig) -> str | Non
     return None
 
 
+def progress_needs_a_folder(run: RunConfig) -> str | None:
+    """Progress lines are written beside checkpoints."""
+    if run.reporting.log_progress and run.checkpoint.save is None:
+        return "--log-progress writes into the --save folder; give --save"
+    return None
+
+
 def _per_split(run: RunConfig) -> dict[str, tuple[str, ...]]:
     data = run.data
     return {
@@ -158,4 +165,5 @@ RULES = (
     retained_checkpoints_exist,
     loading_needs_a_checkpoint,
     model_parallel_sizes_come_with_the_architecture,
+    progress_needs_a_folder,
 )
