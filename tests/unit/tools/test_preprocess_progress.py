@@ -6,7 +6,6 @@ import io
 
 import pytest
 
-from tools import preprocess_data
 from tools.preprocess_data import Progress, Totals
 
 
@@ -21,7 +20,7 @@ class Terminal(io.StringIO):
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time, to be set."""
     now = [100.0]
-    monkeypatch.setattr(preprocess_data.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("tools.preprocess_data.time.monotonic", lambda: now[0])
     return now
 
 
