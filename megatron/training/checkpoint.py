@@ -144,7 +144,10 @@ def check_same_model(state: Mapping[str, Any], run: Run, folder: CheckpointFolde
     differences = [
         f"{spec.positive} is {saved[spec.field]} in the checkpoint and {asked[spec.field]} here"
         for spec in flags_of(ModelConfig)
-        if spec.options.architecture and spec.field in saved and saved[spec.field] != asked[spec.field]
+        if spec.options.architecture
+        and saved.get(spec.field, asked[spec.field]) != asked[spec.field]
+        # Fine-tuning may change what no weight's shape depends on, such as the rotary base, when asked to by name.
+        and not (run.config.checkpoint.finetune and run.config.given(spec.field))
     ]
     if differences:
         raise CheckpointError(

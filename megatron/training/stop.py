@@ -120,10 +120,10 @@ def check_finite(
 def nonfinite_gradient_error(
     parameters: Sequence[str], *, iteration: int, consumed_samples: int, global_batch_size: int
 ) -> NonFiniteError:
-    """The error for gradients that are NaN or infinite although the loss was finite; ``parameters``: the first of them."""
+    """The error for gradients that are NaN or infinite although the loss is finite; ``parameters``: the first."""
     last = consumed_samples + global_batch_size - 1
     return NonFiniteError(
-        f"the gradient of {', '.join(parameters)} is not finite at iteration {iteration} (samples {consumed_samples} to {last}), though "
-        "the loss is; the weights are unchanged since the last step. Lower --lr or look at those samples, and resume "
-        "from the last checkpoint; with --no-check-for-nan-in-loss-and-grad such steps are skipped instead."
+        f"the gradient of {', '.join(parameters)} is not finite at iteration {iteration} (samples {consumed_samples} "
+        f"to {last}), though the loss is; the weights are unchanged since the last step. Lower --lr or look at those "
+        "samples, and resume from the last checkpoint; with --no-check-for-nan-in-loss-and-grad such steps are skipped."
     )

@@ -20,7 +20,10 @@ class WandbWriter:
     """
 
     def __init__(self, config: ReportingConfig, *, save: str | None) -> None:
-        """Start a wandb run, whose steps are iterations; raises ConfigError when the package is missing or wandb refuses."""
+        """Start a wandb run, whose steps are iterations.
+
+        Raises ConfigError when the package is missing or wandb refuses.
+        """
         try:
             import wandb
         except ModuleNotFoundError:

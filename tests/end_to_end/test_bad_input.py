@@ -1,4 +1,4 @@
-"""A user's mistakes, through the real command: one sentence that says what would work, a non-zero code, nothing lost."""
+"""A user's mistakes, through the real command: one sentence that says what would work, non-zero exit, nothing lost."""
 
 from __future__ import annotations
 

@@ -11,13 +11,14 @@ CURVES = Path(__file__).with_name("curves.json")
 
 COMMON = (
     "--seq-length 64 --micro-batch-size 4 --global-batch-size 8 --mock-data --vocab-size 500 --train-iters 30 "
-    "--lr 3e-3 --lr-decay-style cosine --lr-warmup-iters 5 --min-lr 3e-4 --log-interval 1 --eval-iters 0 --num-workers 0"
+    "--lr 3e-3 --lr-decay-style cosine --lr-warmup-iters 5 --min-lr 3e-4 --log-interval 1 --eval-iters 0 "
+    "--num-workers 0"
 )
 RECIPES = {
     "gpt": f"{COMMON} --num-layers 2 --hidden-size 64 --num-attention-heads 4",
     "gpt, llama-like": (
-        f"{COMMON} --num-layers 2 --hidden-size 64 --num-attention-heads 8 --group-query-attention --num-query-groups 2 "
-        "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+        f"{COMMON} --num-layers 2 --hidden-size 64 --num-attention-heads 8 --group-query-attention "
+        "--num-query-groups 2 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
         "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0"
     ),
 }

@@ -56,10 +56,11 @@ class GPTModel(nn.Module):
         segments: Tensor | None = None,
         hidden: Tensor | None = None,
     ) -> VocabularyOutput | Tensor:
-        """Token ids ``[b, S]`` to the vocabulary output; a stage that isn't the last returns hidden states ``[s, b, h]``.
+        """Token ids ``[b, S]`` to the vocabulary output, or, on a stage that isn't the last, to hidden states.
 
         ``position_ids`` ``[b, S]``: None means 0, 1, … S-1. ``segments`` ``[b, S]``: document numbers that attention
-        doesn't cross. ``hidden`` ``[s, b, h]``: what the stage before returned. ``key``: the microbatch's random streams, needed only when dropout draws.
+        doesn't cross. ``hidden`` ``[s, b, h]``: what the stage before returned. ``key``: the microbatch's random
+        streams, needed only when dropout draws.
         """
         key = key or StreamKey(0)
         if self.embedding is not None:

@@ -74,7 +74,7 @@ def choose_device(backend: str | None, launch: LaunchEnvironment) -> torch.devic
         return torch.device("cpu")
     if launch.local_rank >= torch.cuda.device_count():
         raise ParallelError(
-            f"rank {launch.rank} is number {launch.local_rank} on its node, which has {torch.cuda.device_count()} GPUs: "
+            f"rank {launch.rank} is number {launch.local_rank} on its node of {torch.cuda.device_count()} GPUs: "
             "start at most that many processes a node"
         )
     device = torch.device("cuda", launch.local_rank)

@@ -29,7 +29,7 @@ class StreamKey:
 
 
 class RngStreams:
-    """Two generators for dropout: ``replicated`` draws the same on tensor-parallel ranks, ``split`` differs between them.
+    """Two generators for dropout: ``replicated`` draws the same on tensor-parallel ranks, ``split`` doesn't.
 
     Activations that every tensor-parallel rank holds whole use ``replicated``; those it holds a part of (heads, or the
     sequence under sequence or context parallelism) use ``split``.

@@ -39,8 +39,8 @@ class Sharding:
     ``shape``: logical shape, without vocabulary padding.
     ``split``: dimension -> axis that splits it, e.g. ``{0: "tp"}``; experts ``{0: "ep", 1: "etp"}``.
     ``blocks``: equal matrices stacked on the split dimension, each split by itself (gate and up of a gated MLP: 2).
-    ``pad_multiple``: the split dimension is padded up to a multiple of ``pad_multiple * ranks`` before it is divided;
-    padding belongs to local tensors only, never to the logical one.
+    ``pad_multiple``: the split dimension is padded up to a multiple of ``pad_multiple * ranks`` before it is divided,
+    None: not padded; padding belongs to local tensors only, never to the logical one.
     ``partial_grad``: axes on which each rank computes only part of the gradient, so that it must be summed over them.
     ``tied``: name shared by copies of one logical parameter on several pipeline stages.
     ``reduce``: axes over which replicas of the parameter process different data, where gradients are summed.
@@ -49,21 +49,21 @@ class Sharding:
     shape: tuple[int, ...]
     split: Mapping[int, Axis] = field(default_factory=dict)
     blocks: int = 1
-    pad_multiple: int = 1
+    pad_multiple: int | None = None
     partial_grad: tuple[Axis, ...] = ()
     tied: str | None = None
     reduce: tuple[Axis, ...] = ("dp", "cp")
 
     def __post_init__(self) -> None:
-        if self.blocks > 1 and (len(self.split) != 1 or self.pad_multiple != 1):
+        if self.blocks > 1 and (len(self.split) != 1 or self.pad_multiple is not None):
             raise ValueError("stacked blocks need exactly one split dimension and no padding")
 
     def padded_size(self, dim: int, mesh: Mesh) -> int:
         """Extent of ``dim`` over all ranks together, padding included."""
-        if dim not in self.split:
+        if dim not in self.split or self.pad_multiple is None:
             return self.shape[dim]
         unit = self.pad_multiple * mesh.size(self.split[dim])
-        return math.ceil(self.shape[dim] / unit) * unit if self.pad_multiple > 1 else self.shape[dim]
+        return math.ceil(self.shape[dim] / unit) * unit
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """Shape of the tensor this rank holds, padding included.

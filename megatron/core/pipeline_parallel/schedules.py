@@ -6,7 +6,7 @@ from megatron.core.pipeline_parallel.actions import Action
 
 
 def one_f_one_b(rank: int, num_stages: int, num_microbatches: int) -> list[Action]:
-    """Forward passes until the pipeline is full, then a backward after each forward (PipeDream-flush, arXiv:2006.09503).
+    """Forward passes until the pipeline is full, then one backward a forward (PipeDream-flush, arXiv:2006.09503).
 
     With one stage this is ``F0 B0 F1 B1 …``: gradient accumulation.
     """

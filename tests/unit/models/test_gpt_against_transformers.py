@@ -142,7 +142,7 @@ def test_gpt2() -> None:
 @pytest.mark.parametrize("scaling", [None, "linear", "llama3"])
 @pytest.mark.parametrize("groups", [HEADS, 2])
 def test_llama(groups: int, scaling: str | None) -> None:
-    """Rotary positions (plain, linear, Llama-3 scaling), RMSNorm, SwiGLU, grouped queries, untied output are Llama's."""
+    """Rotary positions (plain, linear, Llama-3), RMSNorm, SwiGLU, grouped queries and untied output are Llama's."""
     torch.manual_seed(0)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
     settings: dict[str, Any] = {}

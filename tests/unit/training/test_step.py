@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,8 +15,8 @@ from megatron.training.step import train_step
 from megatron.training.stop import NonFiniteError
 
 FLAGS = (
-    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --global-batch-size 4 "
-    "--lr 1e-2 --train-iters 10 --mock-data --vocab-size 50 --num-workers 0 --eval-iters 0"
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 "
+    "--global-batch-size 4 --lr 1e-2 --train-iters 10 --mock-data --vocab-size 50 --num-workers 0 --eval-iters 0"
 )
 
 
@@ -27,8 +26,8 @@ def tiny_run(*more: str) -> Run:
 
 
 @pytest.fixture
-def run() -> Iterator[Run]:
-    yield tiny_run()
+def run() -> Run:
+    return tiny_run()
 
 
 def test_progress_counts_samples(run: Run) -> None:
