@@ -25,17 +25,27 @@ def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float,
     return residual + dropout(branch, p, generator)
 
 
+def draw_kept(x: Tensor, p: float, generator: torch.Generator) -> Tensor:
+    """Which elements of a tensor like ``x`` survive, as bool."""
+    return torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1.0 - p, generator=generator)
+
+
+def scale_kept(x: Tensor, kept: Tensor, p: float) -> Tensor:
+    """``x·kept / (1 - p)``: dropout with its choice already made. It is its own gradient."""
+    return (x * kept).mul_(1.0 / (1.0 - p) if p < 1.0 else 0.0)
+
+
 class _Dropout(torch.autograd.Function):
-    """dx = dy·mask / (1 - p), the mask kept as bool."""
+    """dx = dy·kept / (1 - p)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float, generator: torch.Generator) -> Tensor:
-        keep = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1.0 - p, generator=generator)
-        ctx.save_for_backward(keep)
-        ctx.scale = 1.0 / (1.0 - p) if p < 1.0 else 0.0
-        return (x * keep).mul_(ctx.scale)
+        kept = draw_kept(x, p, generator)
+        ctx.save_for_backward(kept)
+        ctx.p = p
+        return scale_kept(x, kept, p)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (keep,) = ctx.saved_tensors
-        return (grad * keep).mul_(ctx.scale), None, None
+        (kept,) = ctx.saved_tensors
+        return scale_kept(grad, kept, ctx.p), None, None

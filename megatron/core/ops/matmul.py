@@ -8,40 +8,48 @@ import functools
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import functional
 
-# Below this many multiplications oneDNN's fixed cost of a call (10 µs) outweighs its speed.
-_ONEDNN_FROM = 1 << 20
+_ONEDNN_FROM = 1 << 20  # multiplications; below, the fixed cost of a call outweighs the speed
+_BLOCK_ELEMENTS = 1 << 22  # of a sum, computed before they are added: what stays in the caches
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x·weightᵀ + bias``: [..., in] -> [..., out] for ``weight`` [out, in]. The forward matmul of every layer."""
     if not _onednn_serves(x, weight):
-        return functional.linear(x, weight, bias)
+        return F.linear(x, weight, bias)
     result: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     return result
 
 
 def times_transposed(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``a·bᵀ`` (+ ``bias`` on every row) without gradient: [m, k], [n, k] -> [m, n]. Best with ``a`` contiguous."""
-    if _onednn_serves(a, b):
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
-        return product
-    return torch.mm(a, b.t()) if bias is None else torch.addmm(bias, a, b.t())
+    """``a·bᵀ`` (+ ``bias`` on every row): [m, k] and [n, k] -> [m, n]. Without gradient."""
+    if not _onednn_serves(a, b):
+        return torch.mm(a, b.t()) if bias is None else torch.addmm(bias, a, b.t())
+    if not (b.is_contiguous() or b.t().is_contiguous()):
+        b = b.contiguous()  # oneDNN has no fast kernel for a slice of columns
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
+    return product
 
 
-def add_times_transposed(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """``total += a·bᵀ`` in place: [m, n], [m, k], [n, k]."""
-    if _onednn_serves(a, b):
-        total.add_(times_transposed(a, b))
-    else:
-        total.addmm_(a, b.t())
+def transposed_times(a: Tensor, b: Tensor, *, add_to: Tensor | None = None) -> Tensor:
+    """``aᵀ·b``, added to ``add_to`` in place where that is given: [k, m] and [k, n] -> [m, n]. Without gradient.
 
-
-def left_factor(x: Tensor) -> Tensor:
-    """``x`` ready to be the first factor of several products: contiguous where each of them would otherwise copy it."""
-    return x.contiguous() if _onednn_serves(x, x) else x
+    A weight's gradient. It may come as a transposed view: oneDNN wants one operand transposed in memory, and the
+    smaller of the two is the cheaper one. Add only to what this function returned for the same shapes.
+    """
+    if not _onednn_serves(a.t(), b.t()):
+        return torch.mm(a.t(), b) if add_to is None else add_to.addmm_(a.t(), b)
+    if b.shape[1] < a.shape[1]:
+        return transposed_times(b, a, add_to=None if add_to is None else add_to.t()).t()
+    rows = a.t().contiguous()  # [m, k]
+    if add_to is None:
+        return times_transposed(rows, b.t())
+    block = max(1, _BLOCK_ELEMENTS // b.shape[1])
+    for start in range(0, rows.shape[0], block):
+        add_to[start : start + block].add_(times_transposed(rows[start : start + block], b.t()))
+    return add_to
 
 
 def _onednn_serves(a: Tensor, b: Tensor) -> bool:
@@ -67,18 +75,15 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.has_bias = bias is not None
         return times_transposed(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         rows, grad_rows = x.flatten(0, -2), grad.flatten(0, -2)
-        grad_x = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_x = times_transposed(grad_rows, weight.t()).view_as(x)
-        if ctx.needs_input_grad[1]:
-            grad_weight = times_transposed(grad_rows.t(), rows.t())
-        if ctx.has_bias and ctx.needs_input_grad[2]:
-            grad_bias = grad_rows.sum(0)
-        return grad_x, grad_weight, grad_bias
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        return (
+            times_transposed(grad_rows, weight.t()).view_as(x) if needs_x else None,
+            transposed_times(grad_rows, rows) if needs_weight else None,
+            grad_rows.sum(0) if needs_bias else None,
+        )

@@ -1,7 +1,7 @@
 """The vocabulary loss without the logits: rows in chunks, gradients made while a chunk's probabilities are at hand.
 
-Every rank holds some columns of the vocabulary. A chunk's logits lie transposed, [v, rows], which suits all three
-matrix products; the maximum of each row, then its sum of exponentials and its label's logit are reduced over the ranks.
+Every rank holds some columns of the vocabulary. Three numbers a row are reduced over the ranks: the largest logit, the
+sum of exponentials, the logit of the label.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.ops.matmul import add_times_transposed, left_factor, times_transposed
+from megatron.core.ops.matmul import times_transposed, transposed_times
 from megatron.core.parallel.collectives import all_reduce
 from megatron.core.parallel.mesh import Mesh
 
@@ -28,11 +28,6 @@ class _Vocabulary:
     mesh: Mesh
     start: int
     valid: int
-
-    @property
-    def columns(self) -> int:
-        """Local rows of the weight to compute with: the real ones, or one when all are padding, with logits of -inf."""
-        return max(self.valid, 1)
 
 
 def linear_cross_entropy(
@@ -101,7 +96,7 @@ def vocab_parallel_argmax(
     vocabulary = _Vocabulary(mesh=mesh, start=vocab_start, valid=vocab_valid)
     best = hidden.new_empty(hidden.shape[0], dtype=torch.int64)
     for rows in _chunks(hidden, weight):
-        top, index = _logits(hidden[rows], weight, bias, vocabulary).max(dim=0)
+        top, index = _logits(hidden[rows], weight, bias, vocabulary).max(dim=1)
         highest = all_reduce(top.clone(), mesh, "tp", op="max")
         candidate = torch.where(top == highest, index + vocab_start, torch.iinfo(torch.int64).max)
         best[rows] = all_reduce(candidate, mesh, "tp", op="min")
@@ -121,19 +116,18 @@ def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: _Vocabulary) -> Tensor:
-    """[v, rows] in the type of ``hidden``, without padding."""
-    logits = times_transposed(weight[: vocabulary.columns], hidden)
-    if vocabulary.valid == 0:
-        logits.fill_(-torch.inf)
-    return logits if bias is None else logits.add_(bias[: vocabulary.columns, None])
+    """[rows, v] in the type of ``hidden``; -inf for padding."""
+    logits = times_transposed(hidden, weight, bias)
+    logits[:, vocabulary.valid :] = -torch.inf
+    return logits
 
 
 @dataclass(frozen=True)
 class _Exponentials:
     """What a chunk's losses and probabilities are made of.
 
-    ``values`` [v, rows]: exp(logit - maximum). ``sums`` [rows]: over the whole vocabulary. ``losses`` [rows].
-    ``local_labels`` [rows]: each label's index into ``values``, and ``here`` [rows]: whether this rank has it.
+    ``values`` [rows, v]: exp(logit - maximum). ``sums`` [rows, 1]: over the whole vocabulary. ``losses`` [rows].
+    ``local_labels`` [rows, 1]: each label's column, and ``here`` [rows, 1]: whether this rank has it.
     """
 
     values: Tensor
@@ -144,15 +138,15 @@ class _Exponentials:
 
 
 def _exponentials_(logits: Tensor, labels: Tensor, vocabulary: _Vocabulary) -> _Exponentials:
-    """Overwrites wide ``logits`` [v, rows] with exponentials; reduces [rows] and [2, rows] over the ranks."""
-    local = labels - vocabulary.start
+    """Overwrites wide ``logits`` [rows, v] with exponentials; reduces [rows, 1] and [2, rows, 1] over the ranks."""
+    local = labels.unsqueeze(1) - vocabulary.start
     here = (local >= 0) & (local < vocabulary.valid)
     local = local.masked_fill(~here, 0)
-    shifted = logits.sub_(all_reduce(logits.amax(dim=0), vocabulary.mesh, "tp", op="max"))
-    of_label = shifted.gather(0, local.unsqueeze(0)).squeeze(0).masked_fill(~here, 0.0)
+    shifted = logits.sub_(all_reduce(logits.amax(dim=1, keepdim=True), vocabulary.mesh, "tp", op="max"))
+    of_label = shifted.gather(1, local).masked_fill(~here, 0.0)
     values = shifted.exp_()
-    sums, of_label = all_reduce(torch.stack((values.sum(dim=0), of_label)), vocabulary.mesh, "tp")
-    return _Exponentials(values, sums, sums.log() - of_label, local, here)
+    sums, of_label = all_reduce(torch.stack((values.sum(dim=1, keepdim=True), of_label)), vocabulary.mesh, "tp")
+    return _Exponentials(values, sums, (sums.log() - of_label).squeeze(1), local, here)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -172,7 +166,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wide = _wide(hidden)
         total = hidden.new_zeros((), dtype=wide)
         loss_weights = loss_weights.to(wide)
-        gradients = None if gradient_scale is None else _Gradients(hidden, weight, bias, vocabulary.columns)
+        gradients = None if gradient_scale is None else _Gradients(hidden, weight, bias)
         for rows in _chunks(hidden, weight):
             logits = _logits(hidden[rows], weight, bias, vocabulary)
             exponentials = _exponentials_(logits.to(wide), labels[rows], vocabulary)
@@ -196,22 +190,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
 class _Gradients:
     """Gradients of hidden states, weight and bias, filled chunk by chunk."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: int) -> None:
-        self._rows = hidden.detach()
-        self._columns = columns
-        self._transposed_weight = left_factor(weight.detach()[:columns].t())  # [h, v]
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        self._rows, self._weight = hidden.detach(), weight.detach()
         self.hidden = torch.empty_like(hidden)
-        self.weight = torch.zeros_like(weight)
+        self.weight: Tensor | None = None
         self.bias = None if bias is None else torch.zeros_like(bias)
 
     def add(self, rows: slice, logits: Tensor, exponentials: _Exponentials, weights: Tensor) -> None:
         """Gradients of the chunk ``rows``, whose ``logits`` are overwritten; ``weights`` [rows] multiply them."""
+        weights = weights.unsqueeze(1)
         wide = exponentials.values.mul_(weights / exponentials.sums)
-        subtracted = -weights.masked_fill(~exponentials.here, 0.0)
-        wide.scatter_add_(0, exponentials.local_labels.unsqueeze(0), subtracted.unsqueeze(0))
-        chunk = wide if wide.dtype == logits.dtype else logits.copy_(wide)  # [v, rows], rounded once
-        hidden = self._rows[rows]
-        add_times_transposed(self.weight[: self._columns], chunk, hidden.t())
-        self.hidden[rows] = times_transposed(self._transposed_weight, chunk.t()).t()
+        wide.scatter_add_(1, exponentials.local_labels, -weights.masked_fill(~exponentials.here, 0.0))
+        chunk = wide if wide.dtype == logits.dtype else logits.copy_(wide)  # [rows, v], rounded once
+        self.hidden[rows] = times_transposed(chunk, self._weight.t())
+        self.weight = transposed_times(chunk, self._rows[rows], add_to=self.weight)
         if self.bias is not None:
-            self.bias[: self._columns] += wide.sum(dim=1)
+            self.bias += wide.sum(dim=0)

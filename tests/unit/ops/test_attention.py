@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.ops.attention import AttentionRequest, attention, choose
+from megatron.core.ops.attention import AttentionRequest, attention, blocked, choose
 from megatron.core.ops.attention.registry import BACKENDS
 from megatron.errors import ConfigError
 
@@ -82,10 +82,26 @@ def test_reference_is_attention(causal: bool, shape: dict[str, Any]) -> None:
     torch.testing.assert_close(attention(*inputs, causal=causal, backend="reference"), by_loops(*inputs, causal=causal))
 
 
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks of queries and a shorter last one."""
+    monkeypatch.setattr(blocked, "_BLOCK", 4)
+
+
+def skip_refused(backend: str, case: str) -> None:
+    """Skip a case that the backend refuses."""
+    options = CASES[case][1]
+    facts = request(padding_mask="padding_mask" in options, segments="segments" in options)
+    reason = BACKENDS[backend].supports(facts)
+    if reason is not None:
+        pytest.skip(f"{backend} refuses {case}: {reason}")
+
+
 @pytest.mark.parametrize("backend", OTHERS)
 @pytest.mark.parametrize("case", CASES)
 def test_backend_equals_reference(backend: str, case: str) -> None:
     """A speed choice must not change results, forward or backward."""
+    skip_refused(backend, case)
     shape, options = CASES[case]
     inputs = make_qkv(**shape)
     for actual, expected in zip(run(inputs, backend=backend, **options), run(inputs, backend="reference", **options)):
@@ -97,6 +113,7 @@ def test_backend_equals_reference(backend: str, case: str) -> None:
 @pytest.mark.parametrize("case", ["causal", "documents", "padding_causal"])
 def test_backend_in_low_precision_stays_near_fp64(backend: str, dtype: torch.dtype, case: str) -> None:
     """Kernels differ by type; none may lose more than rounding."""
+    skip_refused(backend, case)
     shape, options = CASES[case]
     exact = make_qkv(**shape)
     rounded = [x.detach().to(dtype).requires_grad_() for x in exact]
@@ -120,6 +137,7 @@ def test_documents_equal_separate_calls(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_query_without_keys_gives_zeros_and_no_nan(backend: str) -> None:
     """Left padding leaves early queries with nothing to see; a NaN there would poison every gradient."""
+    skip_refused(backend, "padding_causal")
     results = run(make_qkv(), causal=True, padding_mask=PADDING, backend=backend)
     assert all(result.isfinite().all() for result in results)
     assert (results[0][:2, 2] == 0).all() and (results[0][2:, 2] != 0).any()
@@ -136,15 +154,39 @@ def test_strided_slices_of_a_fused_projection(backend: str) -> None:
     assert actual.is_contiguous()
 
 
-def test_dropout_is_replayed_from_the_generator() -> None:
+@pytest.mark.parametrize("backend", ["reference", "blocked"])
+def test_dropout_is_replayed_from_the_generator(backend: str) -> None:
     """Recomputation seeds the generator again and must get the same result."""
     inputs = make_qkv()
-    results = [
-        attention(*inputs, causal=True, dropout=0.5, generator=torch.Generator().manual_seed(seed))
-        for seed in (1, 1, 2)
-    ]
+    options: dict[str, Any] = {"causal": True, "dropout": 0.5, "backend": backend}
+    results = [attention(*inputs, **options, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
     assert torch.equal(results[0], results[1])
     assert not torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("backend", ["reference", "blocked"])
+@pytest.mark.parametrize("shape", [{}, {"g": 2}])
+def test_dropout_gradient_uses_the_mask_of_the_forward_pass(backend: str, shape: dict[str, Any]) -> None:
+    """Whether the mask is kept or drawn again, it must be the same one."""
+
+    def call(*inputs: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(3)
+        q, k, v = inputs
+        out = attention(q, k, v, causal=True, dropout=0.3, generator=generator, backend=backend)
+        generator.manual_seed(99)  # what later layers do before the backward pass
+        return out
+
+    assert torch.autograd.gradcheck(call, make_qkv(sq=6, b=1, d=2, **shape))
+
+
+@pytest.mark.parametrize("backend", ["reference", "blocked"])
+def test_dropout_keeps_the_mean(backend: str) -> None:
+    """Dropped probabilities are made up for by the others."""
+    q, k, _ = make_qkv(sq=64, b=8)
+    ones = torch.ones(64, 8, 4, 1, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(1)
+    out = attention(q, k, ones, causal=False, dropout=0.25, generator=generator, backend=backend)
+    assert out.mean().item() == pytest.approx(1.0, abs=0.02) and out.std() > 0.01
 
 
 def request(**changes: Any) -> AttentionRequest:
@@ -156,9 +198,19 @@ def request(**changes: Any) -> AttentionRequest:
 def test_auto_takes_the_first_that_supports_the_request_and_says_why() -> None:
     """The start-up report tells which kernel runs, and why not a faster one."""
     assert choose(request()).describe() == "attention: sdpa"
-    choice = choose(request(dropout=0.1))
+    choice = choose(request(dropout=0.1, padding_mask=True))
     assert choice.name == "reference"
-    assert choice.describe().startswith("attention: reference (sdpa refused: it draws dropout (0.1)")
+    assert choice.describe() == (
+        "attention: reference (sdpa refused: it draws dropout (0.1) from torch's global generator, which cannot be "
+        "replayed; blocked refused: it has no padding mask)"
+    )
+
+
+def test_bf16_on_a_cpu_prefers_blocks() -> None:
+    """Where torch's kernel is the slow one."""
+    assert choose(request(dtype=torch.bfloat16)).name == "blocked"
+    assert choose(request(dtype=torch.bfloat16, padding_mask=True)).name == "sdpa"
+    assert choose(request(dtype=torch.bfloat16, device=torch.device("meta"))).name == "sdpa"
 
 
 def test_explicit_choice_is_honoured_or_refused_with_the_reason() -> None:
@@ -166,5 +218,7 @@ def test_explicit_choice_is_honoured_or_refused_with_the_reason() -> None:
     assert choose(request(), "reference").name == "reference"
     with pytest.raises(ConfigError, match=r"--attention-backend sdpa cannot be used: it draws dropout \(0.1\)"):
         choose(request(dropout=0.1), "sdpa")
-    with pytest.raises(ConfigError, match="--attention-backend fast is unknown; available: auto, sdpa, reference"):
+    with pytest.raises(
+        ConfigError, match="--attention-backend fast is unknown; available: auto, sdpa, blocked, reference"
+    ):
         choose(request(), "fast")

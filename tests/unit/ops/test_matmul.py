@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron.core.ops import matmul
-from megatron.core.ops.matmul import add_times_transposed, left_factor, linear, times_transposed
+from megatron.core.ops.matmul import linear, times_transposed, transposed_times
 
 BIG = (96, 128, 160)  # enough work for oneDNN
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -23,6 +23,12 @@ def tensors(*shapes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
 
 def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(actual.double(), expected.double(), rtol=0.0, atol=TOLERANCE[dtype])
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    if layout == "transposed":
+        return x.t().contiguous().t()
+    return torch.cat((x, x), dim=1)[:, : x.shape[1]] if layout == "sliced" else x
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -43,19 +49,31 @@ def test_linear_equals_torch(dtype: torch.dtype, with_bias: bool, rows: tuple[in
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("a_transposed", [True, False])
-@pytest.mark.parametrize("b_transposed", [True, False])
-def test_products_of_any_layout(dtype: torch.dtype, a_transposed: bool, b_transposed: bool) -> None:
-    """Operands come as transposed views, and a total may be a part of a larger tensor."""
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced"])
+def test_times_transposed_of_any_layout(dtype: torch.dtype, layout: str) -> None:
+    """Operands come as transposed views and as slices of fused tensors."""
     m, k, n = BIG
-    a, b, storage = (x.detach() for x in tensors((m, k), (n, k), (m + 7, n), dtype=dtype))
-    a_view = a.t().contiguous().t() if a_transposed else a
-    b_view = b.t().contiguous().t() if b_transposed else b
-    total, exact = storage[7:], a.double() @ b.double().t()
-    before = total.double().clone()
-    assert_near(times_transposed(a_view, b_view), exact, dtype)
-    add_times_transposed(total, a_view, b_view)
-    assert_near(total, before + exact, dtype)
+    a, b = (laid_out(x.detach(), layout) for x in tensors((m, k), (n, k), dtype=dtype))
+    assert_near(times_transposed(a, b), a.double() @ b.double().t(), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced"])
+@pytest.mark.parametrize("sizes", [(96, 160), (160, 96)])
+def test_transposed_times_adds_up(
+    dtype: torch.dtype, layout: str, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weight gradients add up over chunks, in place, whichever operand is the larger, block by block."""
+    monkeypatch.setattr(matmul, "_BLOCK_ELEMENTS", 1000)
+    m, n = sizes
+    a, b = (laid_out(x.detach(), layout) for x in tensors((128, m), (128, n), dtype=dtype))
+    product = a.double().t() @ b.double()
+    total = transposed_times(a, b)
+    assert_near(total, product, dtype)
+    storage = total.data_ptr()
+    again = transposed_times(a, b, add_to=total)
+    assert_near(again, 2 * product, dtype)
+    assert again.data_ptr() == storage and again.shape == (m, n)
 
 
 def test_linear_needs_only_the_gradients_asked_for() -> None:
@@ -72,10 +90,3 @@ def test_fp64_and_small_products_stay_with_torch() -> None:
     assert not matmul._onednn_serves(big.double(), big.double())
     assert not matmul._onednn_serves(small, small)
     assert matmul._onednn_serves(big, big) == matmul._has_onednn()
-
-
-def test_left_factor_copies_only_where_it_pays() -> None:
-    """The vocabulary loss prepares its weight once for all chunks; elsewhere a copy would be waste."""
-    view = torch.randn(256, 128, dtype=torch.float64).t()
-    assert left_factor(view) is view
-    assert left_factor(view.float()).is_contiguous() == (matmul._has_onednn() or view.float().is_contiguous())

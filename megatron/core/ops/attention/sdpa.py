@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-from torch.nn import functional
+import functools
 
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.ops.attention.documents import each_document
 from megatron.core.ops.attention.masks import allowed_keys
 from megatron.core.ops.attention.request import AttentionOptions, AttentionRequest
 
@@ -19,14 +21,13 @@ def supports(request: AttentionRequest) -> str | None:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
     """See ``attention``. Without masks no tensor is copied: batch and heads are folded into one dim of heads."""
-    if options.segments is not None and options.padding_mask is None:
-        return _each_document(q, k, v, options)
     if options.padding_mask is None and (q.shape[0] == k.shape[0] or not options.causal or q.shape[0] == 1):
-        return _folded(q, k, v, causal=options.causal and q.shape[0] > 1, scale=options.scale)
+        call = functools.partial(_folded, causal=options.causal and q.shape[0] > 1, scale=options.scale)
+        return call(q, k, v) if options.segments is None else each_document(call, q, k, v, options.segments)
     query, key, value = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [b, n, s, d]
     allowed = allowed_keys(q, k, options)
     grouped = q.shape[2] != k.shape[2]
-    out = functional.scaled_dot_product_attention(query, key, value, allowed, scale=options.scale, enable_gqa=grouped)
+    out = F.scaled_dot_product_attention(query, key, value, allowed, scale=options.scale, enable_gqa=grouped)
     if options.padding_mask is not None and allowed is not None:
         out = out.masked_fill(~allowed.any(dim=-1, keepdim=True), 0.0)  # a query that sees no key gets zeros
     return out.permute(2, 0, 1, 3).flatten(2)
@@ -39,25 +40,5 @@ def _folded(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> T
     """
     query, key, value = (x.flatten(1, 2).transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, b·n, s, d]
     grouped = q.shape[2] != k.shape[2]
-    out = functional.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scale, enable_gqa=grouped)
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scale, enable_gqa=grouped)
     return out.squeeze(0).transpose(0, 1).reshape(q.shape[0], q.shape[1], -1)  # [s, b, n·d]
-
-
-def _each_document(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-    """One call per document: cheaper than a mask, and no [s, s] tensor. Documents are runs of one number."""
-    assert options.segments is not None and q.shape[0] == k.shape[0], "documents need equally long queries and keys"
-    samples = []
-    for sample, lengths in enumerate(_run_lengths(options.segments)):
-        parts = (torch.split(x[:, sample : sample + 1], lengths) for x in (q, k, v))
-        calls = [_folded(*part, causal=options.causal, scale=options.scale) for part in zip(*parts)]
-        samples.append(torch.cat(calls))
-    return torch.cat(samples, dim=1)
-
-
-def _run_lengths(segments: Tensor) -> list[list[int]]:
-    rows = segments.tolist()
-    lengths = []
-    for row in rows:
-        starts = [i for i in range(len(row)) if i == 0 or row[i] != row[i - 1]]
-        lengths.append([stop - start for start, stop in zip(starts, [*starts[1:], len(row)])])
-    return lengths
