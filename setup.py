@@ -13,7 +13,7 @@ assert VERSION is not None, "megatron/__init__.py holds the version"
 
 ZSTD = ["zstandard"]  # .jsonl.zst input of tools/preprocess_data.py
 TIKTOKEN = ["tiktoken"]  # --tokenizer-type TikTokenizer
-HUGGINGFACE = ["transformers", "safetensors"]  # --tokenizer-type HuggingFaceTokenizer, the checkpoint converter
+HUGGINGFACE = ["transformers", "safetensors"]  # the reference models of the parity tests
 PLOT = ["matplotlib"]  # the picture of a loss curve
 TEST = ["pytest>=9", "pytest-xdist", "hypothesis"]
 CHECK = ["ruff", "mypy", "import-linter", "types-PyYAML"]
@@ -28,7 +28,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["megatron", "megatron.*"]),
     package_data={"megatron": ["py.typed"]},
-    install_requires=["torch>=2.6,<3", "numpy", "tokenizers", "sentencepiece", "nltk", "tensorboard", "pyyaml"],
+    install_requires=["torch>=2.6,<3", "numpy", "tokenizers>=0.20", "sentencepiece", "nltk", "tensorboard", "pyyaml"],
     extras_require={
         "zstd": ZSTD,
         "tiktoken": TIKTOKEN,

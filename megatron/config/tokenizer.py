@@ -35,7 +35,7 @@ class TokenizerConfig:
     vocab_file: str | None = flag("vocab.json of GPT2BPETokenizer.", default=None)
     merge_file: str | None = flag("merges.txt of GPT2BPETokenizer.", default=None)
     tokenizer_model: str | None = flag(
-        "Model file of SentencePiece or tiktoken; folder, file or hub name of a Hugging Face tokenizer.",
+        "Model file of SentencePiece or tiktoken; folder or tokenizer.json of a Hugging Face tokenizer.",
         default=None,
         from_checkpoint=True,
     )

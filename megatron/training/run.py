@@ -75,7 +75,7 @@ def build_run(config: RunConfig, recipe: Recipe, context: ParallelContext, *, st
 
     Raises ConfigError and DataError for what only the files can tell: vocabularies, data sets, their sizes.
     """
-    tokenizer = build_tokenizer(config.tokenizer, vocab_size=config.model.vocab_size)
+    tokenizer = build_tokenizer(config.tokenizer)
     config = config.with_vocab_size(tokenizer.vocab_size)
     reporter = build_reporter(config, recipe, context)
     data = TrainingData(config, recipe, context, tokenizer)

@@ -65,7 +65,7 @@ def trained_model(
             f"{folder.path} holds a {state['recipe']} model; this tool works with {', '.join(recipes)}"
         )
     config = _for_inference(RunConfig.from_json(state["config"]), choice, launch.world_size)
-    tokenizer = build_tokenizer(config.tokenizer, vocab_size=config.tokenizer.vocab_size)
+    tokenizer = build_tokenizer(config.tokenizer)
     if tokenizer.fingerprint != state["tokenizer"]["fingerprint"]:
         raise CheckpointError(
             f"{folder.path} was trained with another tokenizer ({state['tokenizer']['name']}, fingerprint "

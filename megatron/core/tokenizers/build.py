@@ -11,14 +11,12 @@ from megatron.core.tokenizers.tiktoken import TikTokenizer
 from megatron.errors import ConfigError
 
 
-def build_tokenizer(config: TokenizerConfig, *, vocab_size: int | None = None) -> Tokenizer:
+def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """The tokenizer that ``--tokenizer-type`` and its files describe.
 
-    ``vocab_size`` stands in for a ``--vocab-size`` that ``config`` lacks.
     Raises ConfigError for flags that are missing or have no effect, DataError for files that are missing or damaged.
     """
     kind, model, extra_ids = config.tokenizer_type, config.tokenizer_model, config.vocab_extra_ids
-    ids = vocab_size if config.vocab_size is None else config.vocab_size
     match kind:
         case "GPT2BPETokenizer":
             return gpt2_bpe.load(config.vocab_file, config.merge_file, extra_ids=extra_ids)
@@ -33,10 +31,10 @@ def build_tokenizer(config: TokenizerConfig, *, vocab_size: int | None = None) -
             return TikTokenizer(
                 model,
                 pattern=config.tiktoken_pattern or "v2",
-                vocab_size=ids,
+                vocab_size=config.vocab_size,
                 num_special=config.tiktoken_num_special_tokens,
                 special=config.tiktoken_special_tokens,
             )
         case "NullTokenizer":
-            return NullTokenizer(ids, extra_ids=extra_ids)
+            return NullTokenizer(config.vocab_size, extra_ids=extra_ids)
     raise ConfigError(f"--tokenizer-type {kind} is no tokenizer that exists here; --help lists those that do.")

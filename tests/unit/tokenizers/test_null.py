@@ -48,7 +48,7 @@ def test_vocab_size_is_required() -> None:
 
 def test_extra_ids_are_refused() -> None:
     with pytest.raises(ConfigError, match="no effect with NullTokenizer"):
-        build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_extra_ids=1), vocab_size=10)
+        build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_extra_ids=1, vocab_size=10))
 
 
 def test_fingerprint_depends_on_the_size() -> None:

@@ -22,9 +22,10 @@ def build(path: Path, *, vocab_size: int | None = None, num_special: int = 10, *
         tokenizer_type="TikTokenizer",
         tokenizer_model=str(path),
         tiktoken_num_special_tokens=num_special,
+        vocab_size=vocab_size,
         **settings,
     )
-    return build_tokenizer(config, vocab_size=vocab_size)
+    return build_tokenizer(config)
 
 
 def entries(path: Path) -> list[dict[str, Any]]:
