@@ -21,6 +21,6 @@ step "environment" bash tools/make_venv.sh dev
 step "format (ruff format .)" $bin/ruff format --check --quiet .
 step "lint (ruff check .)" $bin/ruff check --quiet .
 step "types (mypy --strict)" $bin/mypy --no-error-summary
-step "import layers (import-linter)" $bin/lint-imports --no-timing
+step "import layers (import-linter)" $bin/lint-imports --no-logo
 step "tests (pytest)" $bin/python -m pytest -q -n "${TEST_WORKERS:-2}" --durations=10 --durations-min=5 "$@"
 echo "tests/run.sh: everything passed in $((SECONDS - started)) s"
