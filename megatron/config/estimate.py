@@ -144,9 +144,7 @@ class _Activations:
         self._width = _width(run)
         self._stream = self._rows * self._hidden * (4 if model.fp32_residual_connection else self._width)
         self._dropped = self._rows * self._hidden if model.hidden_dropout > 0 else 0  # one byte each
-        self._fused_attention = model.attention_backend == "sdpa" or (
-            model.attention_backend == "auto" and model.attention_dropout == 0
-        )
+        self._keeps_scores = model.attention_backend == "reference"
 
     def kept(self) -> int:
         """From the end of the forward pass on: embedding, layers and the final norm's input."""
@@ -196,7 +194,7 @@ class _Activations:
 
     def _attention(self, selective: bool) -> int:
         """What lies between the two matmuls of attention."""
-        if self._fused_attention and not selective:
+        if not self._keeps_scores and not selective:
             return self._projected() + self._tokens * self._heads * 4  # and one fp32 number per query
         return self._projected() if selective else self._score_inputs() + self._scores() + self._normed()
 

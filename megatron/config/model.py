@@ -107,7 +107,7 @@ class ModelConfig:
     make_vocab_size_divisible_by: int = flag(
         "Pad the vocabulary to a multiple of this times the tensor-parallel size.", default=128, at_least=1
     )
-    attention_backend: Literal["auto", "reference", "sdpa"] = flag(
+    attention_backend: Literal["auto", "sdpa", "blocked", "reference"] = flag(
         "Which attention kernel runs; auto takes the first that supports the request.",
         default="auto",
         renamed_values={
