@@ -23,10 +23,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return result
 
 
-def times_transposed(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``a·bᵀ`` (+ ``bias`` on every row): [m, k] and [n, k] -> [m, n]. Without gradient."""
+def times_transposed(a: Tensor, b: Tensor, bias: Tensor | None = None, *, buffer: Tensor | None = None) -> Tensor:
+    """``a·bᵀ`` (+ ``bias`` on every row): [m, k] and [n, k] -> [m, n]. Without gradient.
+
+    ``buffer`` [at least m, n] may be used for the result, to spare the system fresh pages for a large one.
+    """
     if not _onednn_serves(a, b):
-        return torch.mm(a, b.t()) if bias is None else torch.addmm(bias, a, b.t())
+        out = None if buffer is None else buffer[: a.shape[0]]
+        return torch.mm(a, b.t(), out=out) if bias is None else torch.addmm(bias, a, b.t(), out=out)
     if not (b.is_contiguous() or b.t().is_contiguous()):
         b = b.contiguous()  # oneDNN has no fast kernel for a slice of columns
     product: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
@@ -46,7 +50,7 @@ def transposed_times(a: Tensor, b: Tensor, *, add_to: Tensor | None = None) -> T
     rows = a.t().contiguous()  # [m, k]
     if add_to is None:
         return times_transposed(rows, b.t())
-    block = max(1, _BLOCK_ELEMENTS // b.shape[1])
+    block = max(64, _BLOCK_ELEMENTS // b.shape[1] // 64 * 64)
     for start in range(0, rows.shape[0], block):
         add_to[start : start + block].add_(times_transposed(rows[start : start + block], b.t()))
     return add_to

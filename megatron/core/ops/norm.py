@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import functional
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float) -> Tensor:
@@ -17,8 +17,33 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float) ->
     """
     if x.dtype != weight.dtype:
         weight_in_x, bias_in_x = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-        return functional.layer_norm(x, weight.shape, weight_in_x, bias_in_x, eps).to(weight.dtype)
-    return functional.layer_norm(x, weight.shape, weight, bias, eps)
+        return F.layer_norm(x, weight.shape, weight_in_x, bias_in_x, eps).to(weight.dtype)
+    if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16):
+        result: Tensor = _NarrowLayerNorm.apply(x, weight, bias, eps)  # type: ignore[no-untyped-call]
+        return result
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+class _NarrowLayerNorm(torch.autograd.Function):
+    """Torch's kernels but for the sums over rows: on a CPU they add up bf16 in bf16, 5 % off after 2048 rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        out, mean, scale = torch.native_layer_norm(x, weight.shape, weight, bias, eps)
+        ctx.save_for_backward(x, weight, bias, mean, scale)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+        x, weight, bias, mean, scale = ctx.saved_tensors
+        grad_x, _, _ = torch.ops.aten.native_layer_norm_backward(
+            grad, x, weight.shape, mean, scale, weight, bias, [True, False, False]
+        )
+        wide_grad = grad.float()
+        normalized = x.float().sub_(mean).mul_(scale)
+        grad_bias = None if bias is None else wide_grad.flatten(0, -2).sum(0).to(bias.dtype)
+        grad_weight = normalized.mul_(wide_grad).flatten(0, -2).sum(0)
+        return grad_x, grad_weight.to(weight.dtype), grad_bias, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:

@@ -17,8 +17,8 @@ from megatron.core.ops.matmul import times_transposed, transposed_times
 from megatron.core.parallel.collectives import all_reduce
 from megatron.core.parallel.mesh import Mesh
 
-# Logits held at a time. Smaller chunks read and write the weight's gradient more often, larger ones leave the caches.
-_CHUNK_ELEMENTS = 1 << 24
+# Logits held at a time: on a CPU what its caches hold, elsewhere what keeps the device busy.
+_CPU_CHUNK, _DEVICE_CHUNK = 1 << 23, 1 << 26
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +76,8 @@ def vocab_parallel_token_losses(
     """Cross entropy of each row, [N] in fp32 (fp64 for fp64 inputs), without gradient; arguments as above."""
     vocabulary = _Vocabulary(mesh=mesh, start=vocab_start, valid=vocab_valid)
     losses = hidden.new_empty(hidden.shape[0], dtype=_wide(hidden))
-    for rows in _chunks(hidden, weight):
-        logits = _logits(hidden[rows], weight, bias, vocabulary).to(losses.dtype)
-        losses[rows] = _exponentials_(logits, labels[rows], vocabulary).losses
+    for chunk in _chunks(hidden, weight, bias, vocabulary):
+        losses[chunk.rows] = _exponentials_(chunk.wide, labels[chunk.rows], vocabulary).losses
     return losses
 
 
@@ -95,11 +94,11 @@ def vocab_parallel_argmax(
     """The most probable id of each row, [N]; the lowest of several that are equal."""
     vocabulary = _Vocabulary(mesh=mesh, start=vocab_start, valid=vocab_valid)
     best = hidden.new_empty(hidden.shape[0], dtype=torch.int64)
-    for rows in _chunks(hidden, weight):
-        top, index = _logits(hidden[rows], weight, bias, vocabulary).max(dim=1)
+    for chunk in _chunks(hidden, weight, bias, vocabulary):
+        top, index = chunk.wide.max(dim=1)
         highest = all_reduce(top.clone(), mesh, "tp", op="max")
         candidate = torch.where(top == highest, index + vocab_start, torch.iinfo(torch.int64).max)
-        best[rows] = all_reduce(candidate, mesh, "tp", op="min")
+        best[chunk.rows] = all_reduce(candidate, mesh, "tp", op="min")
     return best
 
 
@@ -107,19 +106,32 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
-    """Ranges of rows; the same on every rank, since padded parts of the vocabulary are equally large."""
-    rows, size = hidden.shape[0], max(1, _CHUNK_ELEMENTS // weight.shape[0])
+@dataclass(frozen=True)
+class _Chunk:
+    """Some rows and their ``logits`` [rows, v], in the type of the matmul and in fp32 or wider (perhaps one tensor)."""
+
+    rows: slice
+    logits: Tensor
+    wide: Tensor
+
+
+def _chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: _Vocabulary) -> Iterator[_Chunk]:
+    """Logits of some rows at a time, -inf for padding; each chunk overwrites the one before.
+
+    Ranges of rows are the same on every rank, since padded parts of the vocabulary are equally large.
+    """
+    total, columns = hidden.shape[0], weight.shape[0]
+    size = max(1, (_CPU_CHUNK if hidden.device.type == "cpu" else _DEVICE_CHUNK) // columns)
     if size > 64:
         size -= size % 64  # whole vectors, and the same kernels for all chunks but the last
-    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
-
-
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: _Vocabulary) -> Tensor:
-    """[rows, v] in the type of ``hidden``; -inf for padding."""
-    logits = times_transposed(hidden, weight, bias)
-    logits[:, vocabulary.valid :] = -torch.inf
-    return logits
+    buffer = hidden.new_empty(min(size, total), columns)
+    wide_buffer = torch.empty_like(buffer, dtype=_wide(buffer))
+    for start in range(0, total, size):
+        rows = slice(start, min(start + size, total))
+        logits = times_transposed(hidden[rows], weight, bias, buffer=buffer)
+        logits[:, vocabulary.valid :] = -torch.inf
+        is_wide = logits.dtype == wide_buffer.dtype
+        yield _Chunk(rows, logits, logits if is_wide else wide_buffer[: logits.shape[0]].copy_(logits))
 
 
 @dataclass(frozen=True)
@@ -163,16 +175,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         vocabulary: _Vocabulary,
         gradient_scale: float | None,
     ) -> Tensor:
-        wide = _wide(hidden)
-        total = hidden.new_zeros((), dtype=wide)
-        loss_weights = loss_weights.to(wide)
+        total = hidden.new_zeros((), dtype=_wide(hidden))
+        loss_weights = loss_weights.to(total.dtype)
         gradients = None if gradient_scale is None else _Gradients(hidden, weight, bias)
-        for rows in _chunks(hidden, weight):
-            logits = _logits(hidden[rows], weight, bias, vocabulary)
-            exponentials = _exponentials_(logits.to(wide), labels[rows], vocabulary)
-            total += (exponentials.losses * loss_weights[rows]).sum()
+        for chunk in _chunks(hidden, weight, bias, vocabulary):
+            weights = loss_weights[chunk.rows]
+            exponentials = _exponentials_(chunk.wide, labels[chunk.rows], vocabulary)
+            total += (exponentials.losses * weights).sum()
             if gradients is not None and gradient_scale is not None:
-                gradients.add(rows, logits, exponentials, loss_weights[rows] * gradient_scale)
+                gradients.add(chunk, exponentials, weights * gradient_scale)
         ctx.gradients = gradients
         return total
 
@@ -181,10 +192,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         gradients: _Gradients | None = ctx.gradients
         assert gradients is not None, "the backward pass of linear_cross_entropy can run once"
         ctx.gradients = None
-        scaled = (
-            part if part is None else part.mul_(grad) for part in (gradients.hidden, gradients.weight, gradients.bias)
-        )
-        return *scaled, None, None, None, None
+        return *(part if part is None else part.mul_(grad) for part in gradients.finish()), None, None, None, None
 
 
 class _Gradients:
@@ -192,17 +200,22 @@ class _Gradients:
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         self._rows, self._weight = hidden.detach(), weight.detach()
-        self.hidden = torch.empty_like(hidden)
-        self.weight: Tensor | None = None
-        self.bias = None if bias is None else torch.zeros_like(bias)
+        self._grad_hidden = torch.empty_like(hidden)
+        self._grad_weight: Tensor | None = None
+        self._grad_bias = None if bias is None else torch.zeros_like(bias, dtype=_wide(bias))
 
-    def add(self, rows: slice, logits: Tensor, exponentials: _Exponentials, weights: Tensor) -> None:
-        """Gradients of the chunk ``rows``, whose ``logits`` are overwritten; ``weights`` [rows] multiply them."""
+    def add(self, chunk: _Chunk, exponentials: _Exponentials, weights: Tensor) -> None:
+        """Gradients of a chunk, whose logits are overwritten; ``weights`` [rows] multiply them."""
         weights = weights.unsqueeze(1)
         wide = exponentials.values.mul_(weights / exponentials.sums)
         wide.scatter_add_(1, exponentials.local_labels, -weights.masked_fill(~exponentials.here, 0.0))
-        chunk = wide if wide.dtype == logits.dtype else logits.copy_(wide)  # [rows, v], rounded once
-        self.hidden[rows] = times_transposed(chunk, self._weight.t())
-        self.weight = transposed_times(chunk, self._rows[rows], add_to=self.weight)
-        if self.bias is not None:
-            self.bias += wide.sum(dim=0)
+        grad_logits = wide if wide.dtype == chunk.logits.dtype else chunk.logits.copy_(wide)  # rounded once
+        self._grad_hidden[chunk.rows] = times_transposed(grad_logits, self._weight.t())
+        self._grad_weight = transposed_times(grad_logits, self._rows[chunk.rows], add_to=self._grad_weight)
+        if self._grad_bias is not None:
+            self._grad_bias += wide.sum(dim=0)
+
+    def finish(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Gradients of hidden states, weight, bias."""
+        assert self._grad_weight is not None, "a batch has at least one row"
+        return self._grad_hidden, self._grad_weight.contiguous(), self._grad_bias

@@ -39,21 +39,21 @@ def test_layer_norm_with_and_without_bias() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_is_computed_in_fp32(name: str, dtype: torch.dtype) -> None:
     """A mean square accumulated in 8 bits would be off by percents; only the stored result may be rounded."""
-    x = (torch.randn(5, 4096) * 30).to(dtype).requires_grad_()
-    weight = torch.rand(4096).to(dtype).requires_grad_()
-    wide_x, wide_weight = x.detach().float().requires_grad_(), weight.detach().float().requires_grad_()
+    x = (torch.randn(2000, 1, 64) * 30).to(dtype).requires_grad_()
+    weight = torch.rand(64).to(dtype).requires_grad_()
+    bias = torch.zeros(64, dtype=dtype).requires_grad_()
+    wide_x, wide_weight, wide_bias = (tensor.detach().double().requires_grad_() for tensor in (x, weight, bias))
+    upstream = torch.randn(x.shape).to(dtype)
     results = []
-    for a, w in ((x, weight), (wide_x, wide_weight)):
-        out = layer_norm(a, w, torch.zeros_like(w), eps=1e-5) if name == "layer_norm" else rms_norm(a, w, eps=1e-5)
-        upstream = torch.linspace(-1, 1, out.numel()).view_as(out).to(dtype).to(out.dtype)
-        torch.autograd.backward(out, upstream)
+    for a, w, b in ((x, weight, bias), (wide_x, wide_weight, wide_bias)):
+        out = layer_norm(a, w, b, eps=1e-5) if name == "layer_norm" else rms_norm(a, w, eps=1e-5) + b
+        torch.autograd.backward(out, upstream.to(out.dtype))
         results.append(out)
     ulp = torch.finfo(dtype).eps
-    torch.testing.assert_close(results[0].float(), results[1], rtol=ulp, atol=1e-6)
-    assert x.grad is not None and wide_x.grad is not None and weight.grad is not None and wide_weight.grad is not None
-    torch.testing.assert_close(x.grad.float(), wide_x.grad, rtol=2 * ulp, atol=2e-3 * ulp)
-    error = (weight.grad.float() - wide_weight.grad).norm() / wide_weight.grad.norm()
-    assert error < ulp
+    torch.testing.assert_close(results[0].double(), results[1], rtol=ulp, atol=1e-6)
+    for narrow, wide in ((x, wide_x), (weight, wide_weight), (bias, wide_bias)):
+        assert narrow.grad is not None and wide.grad is not None and narrow.grad.dtype == dtype
+        assert (narrow.grad.double() - wide.grad).norm() / wide.grad.norm() < ulp
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])

@@ -24,7 +24,7 @@ ONE_RANK: dict[str, Any] = {"mesh": Mesh.single(), "vocab_start": 0, "vocab_vali
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks and a shorter last one, whatever the size of the test."""
-    monkeypatch.setattr(cross_entropy, "_CHUNK_ELEMENTS", VOCAB * 10)
+    monkeypatch.setattr(cross_entropy, "_CPU_CHUNK", VOCAB * 10)
 
 
 def problem(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -140,7 +140,7 @@ def test_chunks_do_not_change_the_loss_of_a_row(monkeypatch: pytest.MonkeyPatch)
     """Rows are independent, however they fall into chunks."""
     hidden, weight, bias, labels, _ = problem()
     several = vocab_parallel_token_losses(hidden, weight, labels, bias=bias, **ONE_RANK)
-    monkeypatch.setattr(cross_entropy, "_CHUNK_ELEMENTS", 1 << 24)
+    monkeypatch.setattr(cross_entropy, "_CPU_CHUNK", 1 << 24)
     one = vocab_parallel_token_losses(hidden, weight, labels, bias=bias, **ONE_RANK)
     torch.testing.assert_close(several, one, rtol=1e-12, atol=1e-12)
 

@@ -7,6 +7,7 @@ more than twice as fast as torch's kernel, because all its matrix products go th
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,80 +46,93 @@ class _Blocked(torch.autograd.Function):
         ctx.save_for_backward(q, k, v)
         ctx.options = options
         ctx.generator_state = _state(options)
-        batch = _Batch(q, k, v, options)
         out = q.new_empty(*q.shape[:3], v.shape[3])
-        for rows, keys in batch.blocks():
-            probabilities = batch.probabilities(rows, keys)
+        for block in _blocks(q, k, v, options):
+            probabilities = block.probabilities()
             if options.generator is not None and options.dropout > 0.0:
                 kept = draw_kept(probabilities, options.dropout, options.generator)
                 probabilities = scale_kept(probabilities, kept, options.dropout)
-            batch.put(torch.bmm(probabilities, batch.v[:, keys]), out, rows)
+            block.put(torch.bmm(probabilities, block.v), out)
         return out.flatten(2)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v = ctx.saved_tensors
         options: AttentionOptions = ctx.options
-        batch = _Batch(q, k, v, options)
         generator = _restored(ctx.generator_state, q.device)
         upstream = _fold_queries(grad.view(*q.shape[:3], v.shape[3]), k)
         grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
         wide = torch.promote_types(q.dtype, torch.float32)  # to add up blocks
-        grad_k, grad_v = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (batch.k, batch.v))
-        for rows, keys in batch.blocks():
-            grad_out = upstream[:, :, rows].flatten(1, 2)
-            used = probabilities = batch.probabilities(rows, keys)
-            grad_probabilities = torch.bmm(grad_out, batch.v[:, keys].transpose(1, 2))
+        grad_k, grad_v = (torch.zeros_like(_fold(x), dtype=wide, memory_format=torch.contiguous_format) for x in (k, v))
+        for block in _blocks(q, k, v, options):
+            grad_out = upstream[:, :, block.rows].flatten(1, 2).contiguous()
+            used = probabilities = block.probabilities()
+            grad_probabilities = torch.bmm(grad_out, block.v.transpose(1, 2))
             if generator is not None:
                 kept = draw_kept(probabilities, options.dropout, generator)
                 used = scale_kept(probabilities, kept, options.dropout)
                 grad_probabilities = scale_kept(grad_probabilities, kept, options.dropout)
-            grad_v[:, keys] += torch.bmm(used.transpose(1, 2), grad_out)
+            visible = slice(0, block.k.shape[1])
+            grad_v[:, visible] += torch.bmm(used.transpose(1, 2), grad_out)
             grad_scores = torch._softmax_backward_data(grad_probabilities, probabilities, -1, q.dtype)
-            batch.put(torch.bmm(grad_scores, batch.k[:, keys]).mul_(options.scale), grad_q, rows)
-            grad_k[:, keys] += torch.bmm(grad_scores.transpose(1, 2), batch.queries(rows))
+            block.put(torch.bmm(grad_scores, block.k).mul_(options.scale), grad_q)
+            grad_k[:, visible] += torch.bmm(grad_scores.transpose(1, 2), block.q)
         return grad_q, _unfold(grad_k.mul_(options.scale), k), _unfold(grad_v, v), None
 
 
-class _Batch:
-    """The operands as matrices, one for each sample and key head: ``B`` of them, each serving ``r`` query heads.
+@dataclass(frozen=True)
+class _Block:
+    """Some queries and the keys they see, as matrices: ``B`` samples times key heads, each serving ``r`` query heads.
 
-    ``q`` [B, r, sq, d], ``k`` and ``v`` [B, sk, d], contiguous.
+    ``q`` [B, r·rows, d]; ``k`` and ``v`` [B, keys, d]; contiguous. ``later`` [rows, rows]: what to add to the scores of
+    the last keys so that no query sees beyond itself; None when all see all.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> None:
-        self.q = _fold_queries(q, k)
-        self.k, self.v = (x.flatten(1, 2).transpose(0, 1).contiguous() for x in (k, v))
-        self._causal, self._scale = options.causal, options.scale
+    rows: slice
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    later: Tensor | None
 
-    def blocks(self) -> Iterator[tuple[slice, slice]]:
-        """Ranges of queries, with the keys that the last of them may see."""
-        sq, sk = self.q.shape[2], self.k.shape[1]
-        for start in range(0, sq, _BLOCK):
-            stop = min(start + _BLOCK, sq)
-            yield slice(start, stop), slice(0, stop + sk - sq if self._causal else sk)
-
-    def queries(self, rows: slice) -> Tensor:
-        """[B, r·rows, d]."""
-        return self.q[:, :, rows].flatten(1, 2)
-
-    def probabilities(self, rows: slice, keys: slice) -> Tensor:
+    def probabilities(self) -> Tensor:
         """Softmax of the scores, [B, r·rows, keys]."""
-        queries = self.queries(rows)
-        unused = queries.new_empty(1, 1, 1)
-        scores = torch.baddbmm(unused, queries, self.k[:, keys].transpose(1, 2), beta=0.0, alpha=self._scale)
-        if self._causal:
-            length = rows.stop - rows.start
-            later = torch.ones(length, length, dtype=torch.bool, device=scores.device).triu_(1)
-            by_head = scores.view(scores.shape[0], -1, length, scores.shape[2])
-            by_head[..., -length:].masked_fill_(later, -torch.inf)
+        unused = self.q.new_empty(1, 1, 1)
+        scores = torch.baddbmm(unused, self.q, self.k.transpose(1, 2), beta=0.0, alpha=self.scale)
+        if self.later is not None:
+            length = self.later.shape[0]
+            scores.view(scores.shape[0], -1, length, scores.shape[2])[..., -length:].add_(self.later)
         return scores.softmax(dim=-1)
 
-    def put(self, block: Tensor, out: Tensor, rows: slice) -> None:
-        """Write ``block`` [B, r·rows, d] to its place in ``out`` [sq, b, n, d]."""
-        heads = self.q.shape[1]
-        folded = out.view(out.shape[0], -1, heads, out.shape[3])[rows]  # [rows, B, r, d]
-        folded.copy_(block.view(block.shape[0], heads, -1, block.shape[2]).permute(2, 0, 1, 3))
+    def put(self, result: Tensor, out: Tensor) -> None:
+        """Write ``result`` [B, r·rows, d] to its place in ``out`` [sq, b, n, d]."""
+        length = self.rows.stop - self.rows.start
+        by_head = result.view(result.shape[0], -1, length, result.shape[2])  # [B, r, rows, d]
+        out[self.rows].view(length, *by_head.shape[:2], -1).copy_(by_head.permute(2, 0, 1, 3))
+
+
+def _blocks(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Iterator[_Block]:
+    queries, keys, values = _fold_queries(q, k), _fold(k).contiguous(), _fold(v).contiguous()
+    sq, sk = q.shape[0], k.shape[0]
+    for start in range(0, sq, _BLOCK):
+        rows = slice(start, min(start + _BLOCK, sq))
+        visible, later = sk, None
+        if options.causal:
+            visible = rows.stop + sk - sq
+            later = q.new_full((rows.stop - start, rows.stop - start), -torch.inf).triu_(1)
+        yield _Block(
+            rows=rows,
+            q=queries[:, :, rows].flatten(1, 2).contiguous(),
+            k=keys[:, :visible].contiguous(),
+            v=values[:, :visible].contiguous(),
+            scale=options.scale,
+            later=later,
+        )
+
+
+def _fold(x: Tensor) -> Tensor:
+    """[s, b, g, d] -> [b·g, s, d], a view."""
+    return x.flatten(1, 2).transpose(0, 1)
 
 
 def _fold_queries(x: Tensor, k: Tensor) -> Tensor:
