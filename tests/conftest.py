@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before anyone imports torch: tests share few cores, and results must repeat
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: commands under test would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LAUNCHER_VARIABLES = (
     "RANK",
