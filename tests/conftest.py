@@ -8,29 +8,14 @@ from pathlib import Path
 
 import pytest
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before anyone imports torch: tests share few cores, and results must repeat
+GPU_TESTS = Path(__file__).parent / "gpu"
+LAUNCHERS = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT SLURM_PROCID SLURM_STEP_NUM_TASKS"
 
+os.environ["OMP_NUM_THREADS"] = "1"  # before anyone imports torch: tests share few cores, and results must repeat
+for variable in LAUNCHERS.split():  # a suite that runs inside somebody's Slurm job still sees a world of one
+    os.environ.pop(variable, None)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: commands under test would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-LAUNCHER_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "SLURM_PROCID",
-    "SLURM_NTASKS",
-)
-GPU_TESTS = Path(__file__).parent / "gpu"
-
-
-@pytest.fixture(autouse=True)
-def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test run inside somebody's Slurm job still sees a world of one."""
-    for name in LAUNCHER_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
