@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -107,13 +106,11 @@ def evaluate(trained: TrainedModel, documents: list[str], config: PerplexityConf
 def table(score: TextScore, documents: list[str], trained: TrainedModel, *, seconds: float) -> str:
     """The figures, one a line."""
     num_bytes = sum(len(text.encode()) for text in documents)
-    num_words = sum(len(text.split()) for text in documents)
-    per_word = math.exp(min(700.0, score.nats / max(1, num_words)))
     rows = {
         "checkpoint": str(trained.folder.path),
-        "text": f"{len(documents):,} documents, {num_bytes:,} bytes, {num_words:,} words, {score.tokens:,} tokens",
+        "text": f"{len(documents):,} documents, {num_bytes:,} bytes, {score.tokens:,} tokens",
         "loss": f"{score.loss:.4f} nats per token",
-        "perplexity": f"{score.perplexity:.2f} per token, {per_word:,.0f} per word",
+        "perplexity": f"{score.perplexity:.2f} per token",
         "bits per byte": f"{score.bits_per_byte(num_bytes):.4f}",
         "time": f"{seconds:.1f} s, {score.tokens / seconds:,.0f} tokens/s",
     }

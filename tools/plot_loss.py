@@ -94,12 +94,15 @@ def read_events(path: Path) -> Losses:
 
 
 def summary(run: Losses) -> str:
-    """From what to what the losses fell."""
+    """From what to what the losses went; the training loss as the trend that is drawn, without a step's noise."""
     parts = []
-    for kind, curve in (("training", run.train), ("validation", run.validation)):
+    for kind, curve, smooth in (("training", run.train, True), ("validation", run.validation, False)):
         if curve:
-            first, last = min(curve), max(curve)
-            parts.append(f"{kind} {run.name} {curve[first]:.3f} (iteration {first}) to {curve[last]:.3f} ({last})")
+            iterations = sorted(curve)
+            values = [curve[iteration] for iteration in iterations]
+            values = trend(values) if smooth else values
+            fall = f"from {values[0]:.2f} (iteration {iterations[0]}) to {values[-1]:.2f} ({iterations[-1]})"
+            parts.append(f"{kind} {run.name} {fall}")
     return ", ".join(parts)
 
 
@@ -144,7 +147,7 @@ def _draw_run(axes: Axes, run: Losses, *, color: str, validation_color: str, pre
         )
 
 
-def trend(values: list[float], *, share: float = 0.05) -> list[float]:
+def trend(values: list[float], *, share: float = 0.03) -> list[float]:
     """Mean over a centred window of ``share`` of the curve; narrower at the start, where the curve is steep."""
     half = max(1, round(len(values) * share / 2))
     means = []

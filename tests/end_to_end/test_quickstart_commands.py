@@ -65,7 +65,7 @@ def test_stops_half_way_and_goes_on_from_its_checkpoint(said: str) -> None:
 
 
 def test_the_loss_falls_and_it_says_from_what_to_what(said: str) -> None:
-    found = re.search(r"The loss fell: training lm loss (\S+) \(iteration 1\) to (\S+) \(40\)", said)
+    found = re.search(r"The loss fell: training lm loss from (\S+) \(iteration 1\) to (\S+) \(40\)", said)
     assert found is not None
     assert 8.8 < float(found[1]) < 9.3  # guessing among 8,192 tokens costs ln 8192 = 9.01
     assert float(found[2]) < float(found[1]) - 1.0

@@ -80,7 +80,10 @@ def test_draws_several_runs_into_one_picture(
     assert main([str(log), str(events), "--output", str(output), "--title", "two runs"]) == 0
     assert output.read_bytes().startswith(b"\x89PNG")
     said = capsys.readouterr().out
-    assert "train: training lm loss 8.500 (iteration 10) to 6.500 (30), validation lm loss 7.500" in said
+    assert (
+        "train: training lm loss from 8.50 (iteration 10) to 6.88 (30), validation lm loss from 7.50 (iteration 20)"
+        in said
+    )
 
 
 def test_missing_matplotlib_is_one_sentence(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
