@@ -26,13 +26,25 @@ def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float,
 
 
 def draw_kept(x: Tensor, p: float, generator: torch.Generator) -> Tensor:
-    """Which elements of a tensor like ``x`` survive, as bool."""
-    return torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1.0 - p, generator=generator)
+    """Which elements of a tensor like ``x`` survive, as bool.
+
+    Each is decided by 16 random bits, so ``p`` is rounded to a multiple of 2⁻¹⁶. Drawing 64 bits at a time is four
+    times as fast as ``bernoulli_``, which on a CPU runs in one thread.
+    """
+    words = torch.empty(-(-x.numel() // 4), dtype=torch.int64, device=x.device)
+    words.random_(-(1 << 63), None, generator=generator)
+    return words.view(torch.int16)[: x.numel()].view(x.shape) < _kept_values(p) - (1 << 15)
 
 
 def scale_kept(x: Tensor, kept: Tensor, p: float) -> Tensor:
     """``x·kept / (1 - p)``: dropout with its choice already made. It is its own gradient."""
-    return (x * kept).mul_(1.0 / (1.0 - p) if p < 1.0 else 0.0)
+    values = _kept_values(p)
+    return (x * kept).mul_((1 << 16) / values if values else 0.0)
+
+
+def _kept_values(p: float) -> int:
+    """How many of the 2¹⁶ values of 16 bits mean that an element survives; at most what an int16 threshold can say."""
+    return min(round((1.0 - p) * (1 << 16)), (1 << 16) - 1)
 
 
 class _Dropout(torch.autograd.Function):

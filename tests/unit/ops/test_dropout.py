@@ -15,9 +15,12 @@ def seeded(seed: int = 1) -> torch.Generator:
 
 def test_keeps_the_expected_share_and_the_mean() -> None:
     """p is the share dropped, and the survivors make up for it."""
-    out = dropout(torch.ones(200_000), 0.1, seeded())
-    assert (out == 0).double().mean().item() == pytest.approx(0.1, abs=0.005)
-    assert sorted(set(out.tolist())) == pytest.approx([0.0, 1 / 0.9])
+    out = dropout(torch.ones(400_001), 0.1, seeded())
+    assert sorted(set(out.tolist())) == pytest.approx([0.0, 1 / 0.9], rel=1e-4)
+    for part in (out, out[0::4], out[1::4], out[2::4], out[3::4]):  # four elements share one random word
+        assert (part == 0).double().mean().item() == pytest.approx(0.1, abs=0.004)
+    neighbours = (out[1:] == 0) & (out[:-1] == 0)
+    assert neighbours.double().mean().item() == pytest.approx(0.01, abs=0.001)
 
 
 def test_same_seed_replays_the_mask_and_leaves_global_state_alone() -> None:
@@ -43,6 +46,11 @@ def test_zero_probability_is_the_identity_and_draws_nothing() -> None:
     state = generator.get_state()
     assert dropout(x, 0.0, generator) is x
     assert torch.equal(state, generator.get_state())
+
+
+def test_tiny_probability_drops_next_to_nothing() -> None:
+    """The threshold must not overflow into keeping nothing."""
+    assert (dropout(torch.ones(10_000), 1e-7, seeded()) != 0).double().mean().item() > 0.999
 
 
 def test_probability_one_gives_zeros() -> None:

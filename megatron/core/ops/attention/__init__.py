@@ -49,6 +49,7 @@ def attention(
         dropout=dropout,
         segments=segments is not None,
         padding_mask=padding_mask is not None,
+        softmax_in_fp32=softmax_in_fp32,
         needs_grad=q.requires_grad,
     )
     options = AttentionOptions(

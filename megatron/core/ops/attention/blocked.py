@@ -21,8 +21,12 @@ _BLOCK = 128  # queries
 
 
 def supports(request: AttentionRequest) -> str | None:
-    """Everything but padding."""
-    return "it has no padding mask" if request.padding_mask else None
+    """Everything but padding, and a softmax wider than its scores."""
+    if request.padding_mask:
+        return "it has no padding mask"
+    if request.softmax_in_fp32 and request.dtype not in (torch.float32, torch.float64):
+        return f"its scores and softmax are in {str(request.dtype).removeprefix('torch.')}"
+    return None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:

@@ -21,12 +21,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor
     query = q.permute(1, 2, 0, 3)  # [b, n, sq, d]
     key = k.repeat_interleave(repeats, dim=2).permute(1, 2, 3, 0)  # [b, n, d, sk]
     value = v.repeat_interleave(repeats, dim=2).permute(1, 2, 0, 3)  # [b, n, sk, d]
-    scores = torch.matmul(query * options.scale, key)  # [b, n, sq, sk]
+    wide = torch.promote_types(query.dtype, torch.float32) if options.softmax_in_fp32 else query.dtype
+    scores = torch.matmul(query.to(wide) * options.scale, key.to(wide))  # [b, n, sq, sk]
     allowed = allowed_keys(q, k, options)
     if allowed is not None:
         scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
-    wide = torch.promote_types(scores.dtype, torch.float32) if options.softmax_in_fp32 else scores.dtype
-    probabilities = scores.softmax(dim=-1, dtype=wide).to(v.dtype)
+    probabilities = scores.softmax(dim=-1).to(v.dtype)
     if options.padding_mask is not None and allowed is not None:
         probabilities = probabilities.masked_fill(~allowed, 0.0)  # a query that sees no key gets zeros, not an average
     if options.dropout > 0.0:

@@ -21,6 +21,7 @@ class AttentionRequest:
     dropout: float = 0.0
     segments: bool = False
     padding_mask: bool = False
+    softmax_in_fp32: bool = False
     needs_grad: bool = True
 
 
