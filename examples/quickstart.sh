@@ -11,7 +11,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 out=${QUICKSTART_DIR:-runs/quickstart}
-iterations=${QUICKSTART_ITERATIONS:-2000}
+iterations=${QUICKSTART_ITERATIONS:-1600}
 half=$((iterations / 2))
 cores=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores >= 4 ? cores / 2 : 1))} # two ranks share the cores

@@ -15,7 +15,8 @@ _MB = 1024 * 1024
 def memory_use(device: torch.device) -> dict[str, int]:
     """Bytes by kind, current and highest: allocator figures of the device, or the resident set of this process."""
     if device.type == "cpu":
-        return {"resident": _resident_bytes(), "max resident": _max_resident_bytes()}
+        resident = _resident_bytes()
+        return {"resident": resident, "max resident": max(resident, _max_resident_bytes())}
     accelerator = torch.get_device_module(device)
     return {
         "allocated": accelerator.memory_allocated(device),
@@ -25,7 +26,7 @@ def memory_use(device: torch.device) -> dict[str, int]:
     }
 
 
-def memory_line(use: Mapping[str, int], *, rank: int, iteration: int) -> str:
+def memory_line(use: Mapping[str, float], *, rank: int, iteration: int) -> str:
     """Megatron's memory line; on CPU its fields say ``resident`` (all of the process) instead of ``allocated``."""
     fields = " | ".join(f"{kind}: {size / _MB:.1f}" for kind, size in use.items())
     return f"[Rank {rank}] (after {iteration} iterations) memory (MB) | {fields}"

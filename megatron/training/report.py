@@ -22,7 +22,8 @@ from megatron.training.timers import Timers, longest, timer_report
 if TYPE_CHECKING:
     from megatron.config.reporting import ReportingConfig
 
-Times = dict[str, float]
+Figures = dict[str, float]
+"""Named numbers of one rank: seconds of timers, bytes of memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ class Speaker:
     world_size: int = 1
     is_first_replica: bool = True
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    gather: Callable[[Times], list[Times]] = lambda times: [times]
+    gather: Callable[[Figures], list[Figures]] = lambda figures: [figures]
 
     @property
     def is_last(self) -> bool:
@@ -127,10 +128,8 @@ class Reporter:
         self.say(training_line(line))
         if self._config.log_throughput:
             self.say(throughput_line(speed, self._scale))
-        if not self._memory_told and self._speaker.is_first_replica:
-            use = memory_use(self._speaker.device)
-            self._print(memory_line(use, rank=self._speaker.rank, iteration=step.iteration))
-        self._memory_told = True
+        if not self._memory_told:
+            self._tell_memory(step.iteration)
         times = self._speaker.gather(self.timers.take()) if self.timers.level > 0 else []
         self.say(timer_report(times, option=self._config.timing_log_option, iterations=totals.iterations))
         if self._config.log_timers_to_tensorboard:
@@ -139,6 +138,14 @@ class Reporter:
             )
         self._totals = IntervalTotals()
         self._interval_start = self._clock()
+
+    def _tell_memory(self, iteration: int) -> None:
+        """Memory of the ranks of the first replica, by the rank that knows about the progress line. A collective."""
+        mine = memory_use(self._speaker.device) if self._speaker.is_first_replica else {}
+        for rank, use in enumerate(self._speaker.gather({kind: float(size) for kind, size in mine.items()})):
+            if use:
+                self.say(memory_line(use, rank=rank, iteration=iteration))
+        self._memory_told = True
 
     def _curve_times(self, iteration: int, seconds: float, speed: Throughput, times: Mapping[str, float]) -> None:
         values = {"iteration-time": seconds, **{f"{name}-time": value for name, value in times.items()}}

@@ -11,7 +11,7 @@ from megatron.config.reporting import ReportingConfig
 from megatron.training.flops import Peak, SpeedScale
 from megatron.training.metrics import StepRecord
 from megatron.training.progress import ProgressLine
-from megatron.training.report import Reporter, Speaker, Times
+from megatron.training.report import Figures, Reporter, Speaker
 from megatron.training.tensorboard import TensorBoard
 from megatron.training.timers import Timers
 
@@ -113,9 +113,9 @@ def test_setup_is_not_training_time() -> None:
 
 
 def test_only_the_last_rank_prints_the_log_but_all_meet_in_the_collectives() -> None:
-    meetings: list[Times] = []
+    meetings: list[Figures] = []
 
-    def gather(times: Times) -> list[Times]:
+    def gather(times: Figures) -> list[Figures]:
         meetings.append(times)
         return [times, times]
 
@@ -126,7 +126,18 @@ def test_only_the_last_rank_prints_the_log_but_all_meet_in_the_collectives() -> 
         pass
     stage.reporter.validation("iteration 2", {"lm loss": 1.0}, iteration=2, consumed_samples=8)
     assert stage.text == ""
-    assert [list(times) for times in meetings] == [["forward-backward"], ["evaluate"]]
+    assert [list(values) for values in meetings] == [[], ["forward-backward"], ["evaluate"]]
+
+
+def test_memory_of_the_first_replica_is_printed_by_the_last_rank() -> None:
+    """Printed by its own rank, it would land in the middle of the last rank's progress line."""
+
+    def gather(values: Figures) -> list[Figures]:
+        return [{"resident": 3.0 * 1024 * 1024}, values]
+
+    stage = Stage(Speaker(rank=1, world_size=2, is_first_replica=False, gather=gather))
+    stage.steps(1, 2)
+    assert re.findall(r"\[Rank (\d)\] \(after 2 iterations\) memory \(MB\) \| resident: 3.0\n", stage.text) == ["0"]
 
 
 def test_timers_follow_the_line_in_milliseconds_per_iteration() -> None:
