@@ -144,7 +144,10 @@ class _Activations:
         self._width = _width(run)
         self._stream = self._rows * self._hidden * (4 if model.fp32_residual_connection else self._width)
         self._dropped = self._rows * self._hidden if model.hidden_dropout > 0 else 0  # one byte each
-        self._keeps_scores = model.attention_backend == "reference"
+        self._score_width = 4 if model.attention_softmax_in_fp32 else self._width
+        # With dropout only blocks of scores are replayed, and those are not widened.
+        widened_and_drawn = self._score_width != self._width and model.attention_dropout > 0
+        self._keeps_scores = model.attention_backend == "reference" or widened_and_drawn
 
     def kept(self) -> int:
         """From the end of the forward pass on: embedding, layers and the final norm's input."""
@@ -216,12 +219,12 @@ class _Activations:
 
     def _score_inputs(self) -> int:
         """Query, key and value as the products with explicit scores take them, keys repeated for each query head."""
-        return 3 * self._tokens * self._queries * self._width
+        return self._tokens * self._queries * (2 * self._score_width + self._width)
 
     def _scores(self) -> int:
         """Probabilities of every pair of positions; with dropout also the mask and what it leaves."""
         pairs = self._tokens * self._length * self._heads
-        wide = 4 if self._model.attention_softmax_in_fp32 else self._width
+        wide = self._score_width
         rounded = self._width if wide != self._width else 0
         after_softmax = 1 + self._width if self._model.attention_dropout > 0 else rounded
         return pairs * (wide + after_softmax) + self._length**2

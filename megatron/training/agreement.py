@@ -1,11 +1,13 @@
-"""What is checked on all ranks before the first step: same settings and code, and the whole model is there, once."""
+"""What ranks compare: settings and code before anything is built, the number of parameters, replicas' weights."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 import megatron
 from megatron.config.estimate import model_parameters
@@ -40,7 +42,7 @@ def code_digest() -> str:
 
 
 def check_parameter_count(config: RunConfig, state: list[ShardedState], context: ParallelContext) -> int:
-    """Number of parameters over all ranks, each logical element counted once; it must equal the closed form.
+    """Number of parameters over all ranks, each logical element once; it must equal the closed form.
 
     ``state``: this rank's parameters under their names, tied copies under one. A collective.
     """
@@ -52,7 +54,28 @@ def check_parameter_count(config: RunConfig, state: list[ShardedState], context:
     held = torch.tensor(sum(mine.values()), dtype=torch.int64, device=context.device)
     total = int(all_reduce(held, context.mesh, "pp", "tp").item())
     expected = model_parameters(config).total
-    assert total == expected, (
-        f"the ranks hold {total:,} parameters, the model has {expected:,}: a layer is lost or doubled"
-    )
+    if total != expected:
+        raise ParallelError(
+            f"the ranks hold {total:,} parameters and the settings describe {expected:,}: a layer is lost or held "
+            "twice; this is a fault of the program, please report it with the settings above"
+        )
     return total
+
+
+def check_replicas_agree(state: Iterable[ShardedState], context: ParallelContext, *, iteration: int) -> None:
+    """Raise ParallelError when data-parallel replicas of a parameter are not bitwise equal. A collective."""
+    mine = {entry.name: _digest(entry.tensor) for entry in state}
+    everyone = gather_objects(mine, context.mesh)
+    for rank in context.mesh.members("dp", "cp"):
+        for name, digest in mine.items():
+            if everyone[rank][name] != digest:
+                raise ParallelError(
+                    f"after iteration {iteration} the weights of rank {rank} differ from those of its replica, rank "
+                    f"{context.mesh.world_rank} ({context.mesh.describe()}), first in {name}: a device computes "
+                    "wrongly or a reduction went astray; resume from the checkpoint before, on other hardware"
+                )
+
+
+def _digest(tensor: Tensor) -> bytes:
+    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(data.tobytes(), digest_size=16).digest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from datetime import datetime
@@ -21,6 +22,13 @@ from megatron.core.optimizer.schedule import resumed_schedule
 from megatron.core.parallel.sharding import ShardedState
 from megatron.errors import CheckpointError
 from megatron.training.run import Progress, Run
+
+logger = logging.getLogger(__name__)
+
+# What a fine-tuning may change in a model whose weights it takes over: no weight means something else by it.
+CHANGEABLE = frozenset(
+    ("rotary_base", "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor", "norm_epsilon")
+)
 
 
 def save(run: Run) -> None:
@@ -49,8 +57,11 @@ def note_progress(root: Path, run: Run, event: str) -> None:
         f"samples: {samples}",
         f"model FLOPs: {samples * run.recipe.flops_per_sample(run.config):.3e}",
     )
-    with (root / "progress.txt").open("a", encoding="utf-8") as file:
-        file.write("\t".join(fields) + "\n")
+    try:
+        with (root / "progress.txt").open("a", encoding="utf-8") as file:
+            file.write("\t".join(fields) + "\n")
+    except OSError as error:  # the checkpoint itself is safe
+        logger.warning("%s could not be written: %s", root / "progress.txt", error.strerror)
 
 
 def run_state(run: Run) -> dict[str, Any]:
@@ -60,7 +71,7 @@ def run_state(run: Run) -> dict[str, Any]:
         "recipe": run.recipe.name,
         "config": run.config.to_json(),
         "progress": dataclasses.asdict(run.progress),
-        "schedule": run.schedule.state_dict(run.progress.scheduled_samples),
+        "schedule": run.schedule.state_dict(run.progress.scheduled_samples) if run.schedule is not None else None,
         "optimizer": run.optimizer.state_dict() if checkpoint.save_optim else None,
         "random_seed": run.context.rng.seed if checkpoint.save_rng else None,
         "tokenizer": {"name": run.tokenizer.name, "fingerprint": run.tokenizer.fingerprint},
@@ -98,22 +109,22 @@ def checkpoint_to_load(run: Run) -> CheckpointFolder | None:
 def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> None:
     settings, state = run.config.checkpoint, read_run_state(folder)
     check_same_model(state, run, folder)
-    with_optimizer = settings.load_optim and not weights_only
+    only_evaluates = run.config.training.skip_train
+    with_optimizer = settings.load_optim and not weights_only and not only_evaluates
     if with_optimizer and state["optimizer"] is None:
         raise CheckpointError(
             f"{folder.path} holds no optimizer state (it was saved with --no-save-optim): "
             "pass --no-load-optim to go on with a fresh optimizer, or --finetune to start anew from its weights"
         )
-    entries: Iterator[ShardedState] = run.model_state()
-    if with_optimizer:
-        entries = chain(entries, run.optimizer.entries())
-    load_checkpoint(folder, entries, run.context.mesh, alternatives=masters_from_weights(run))
+    optimizer_state = run.optimizer.entries() if with_optimizer else run.optimizer.master_entries()
+    load_checkpoint(
+        folder, chain(run.model_state(), optimizer_state), run.context.mesh, alternatives=where_to_find_weights(run)
+    )
     if with_optimizer:
         run.optimizer.load_state_dict(state["optimizer"])
-    else:
-        run.optimizer.reload_masters()
     if not weights_only:
         run.progress = Progress(**state["progress"])
+    if not weights_only and run.schedule is not None:
         optimizer = run.config.optimizer
         run.schedule = resumed_schedule(
             run.schedule,
@@ -122,16 +133,20 @@ def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> Non
             use_checkpoint=optimizer.use_checkpoint_opt_param_scheduler,
         )
         if settings.load_rng and state["random_seed"] is not None:
-            run.context.rng.seed = state["random_seed"]
+            run.context.rng.reseed(state["random_seed"])
     run.loaded_from = str(folder.path)
     run.reporter.say(f"  successfully loaded checkpoint from {folder.path} at iteration {run.progress.iteration}")
 
 
-def masters_from_weights(run: Run) -> dict[str, tuple[str, ...]]:
-    """For each fp32 master weight the names to look for: its own, or that of the weight when fp32 training saved it."""
-    weights = [entry.name for entry in run.model_state()]
-    masters = {weight: f"optimizer.fp32_param.{weight.removeprefix('model.')}" for weight in weights}
-    return {master: (master, weight) for weight, master in masters.items()}
+def where_to_find_weights(run: Run) -> dict[str, tuple[str, ...]]:
+    """Names to look for, best first: fp32 masters are more exact than 16-bit weights, whichever of them a file has."""
+    found: dict[str, tuple[str, ...]] = {}
+    for entry in run.model_state():
+        master = f"optimizer.fp32_param.{entry.name.removeprefix('model.')}"
+        found[master] = (master, entry.name)
+        if entry.tensor.dtype.itemsize >= 4:
+            found[entry.name] = (master, entry.name)
+    return found
 
 
 def check_same_model(state: Mapping[str, Any], run: Run, folder: CheckpointFolder) -> None:
@@ -146,8 +161,7 @@ def check_same_model(state: Mapping[str, Any], run: Run, folder: CheckpointFolde
         for spec in flags_of(ModelConfig)
         if spec.options.architecture
         and saved.get(spec.field, asked[spec.field]) != asked[spec.field]
-        # Fine-tuning may change what no weight's shape depends on, such as the rotary base, when asked to by name.
-        and not (run.config.checkpoint.finetune and run.config.given(spec.field))
+        and not (run.config.checkpoint.finetune and spec.field in CHANGEABLE)
     ]
     if differences:
         raise CheckpointError(

@@ -5,14 +5,20 @@ from __future__ import annotations
 from megatron.config.run import RunConfig
 from megatron.core.datasets.splits import SplitName
 from megatron.core.parallel.context import ParallelContext
-from megatron.training.agreement import check_parameter_count, check_ranks_agree
+from megatron.training.agreement import check_parameter_count, check_ranks_agree, check_replicas_agree
 from megatron.training.checkpoint import load, save
 from megatron.training.evaluate import evaluate
 from megatron.training.recipe import Recipe
 from megatron.training.run import Run, build_run, startup_facts
 from megatron.training.startup import startup_report
 from megatron.training.step import train_step
-from megatron.training.upkeep import after_step, around_evaluation, deterministic_algorithms, garbage_on_schedule
+from megatron.training.upkeep import (
+    collect_garbage,
+    collect_garbage_around_evaluation,
+    deterministic_algorithms,
+    garbage_on_schedule,
+    release_memory,
+)
 
 
 def train_from_start_to_end(config: RunConfig, recipe: Recipe, context: ParallelContext, *, started: float) -> None:
@@ -22,11 +28,13 @@ def train_from_start_to_end(config: RunConfig, recipe: Recipe, context: Parallel
     parameters = check_parameter_count(run.config, list(run.model_state()), context)
     load(run)
     run.reporter.say(startup_report(run.config, startup_facts(run, parameters=parameters)))
-    finished = True if config.training.skip_train else train(run)
-    if finished and config.training.eval_iters:
-        iteration, regular = run.progress.iteration, config.train_iters // config.training.eval_interval
-        validate(run, "valid", f"iteration {iteration} on validation set", evaluation=regular)
-        validate(run, "test", f"iteration {iteration} on test set", evaluation=0)
+    training = config.training
+    with run.exit_watch.catching_signals(), garbage_on_schedule(training), deterministic_algorithms(training):
+        finished = True if training.skip_train else train(run)
+        if finished and training.eval_iters:
+            iteration, regular = run.progress.iteration, config.train_iters // training.eval_interval
+            validate(run, "valid", f"iteration {iteration} on validation set", evaluation=regular)
+            validate(run, "test", f"iteration {iteration} on test set", evaluation=0)
     run.reporter.close()
 
 
@@ -40,25 +48,28 @@ def train(run: Run) -> bool:
     saved_at = progress.iteration
     reason: str | None = None
 
-    with run.exit_watch.catching_signals(), garbage_on_schedule(training), deterministic_algorithms(training):
-        batches = run.data.training_batches(progress.consumed_samples)
-        reporter.restart_clock()
-        while progress.iteration < config.train_iters and reason is None:
-            with reporter.timers("batch-generator", level=1):
-                microbatches = next(batches)
-            reporter.step(train_step(run, microbatches))
-            after_step(training, run.context, run.models, progress.iteration)
+    batches = run.data.training_batches(progress.consumed_samples)
+    reporter.restart_clock()
+    while progress.iteration < config.train_iters and reason is None:
+        with reporter.timers("batch-generator", level=1):
+            microbatches = next(batches)
+        reporter.step(train_step(run, microbatches))
+        release_memory(training, run.context, level=1)
+        collect_garbage(training, iteration=progress.iteration)
+        interval = training.check_weight_hash_across_dp_replicas_interval
+        if interval is not None and progress.iteration % interval == 0:
+            check_replicas_agree(run.model_state(), run.context, iteration=progress.iteration)
 
-            if training.eval_iters and progress.iteration % training.eval_interval == 0:
-                number = progress.iteration // training.eval_interval - 1
-                validate(run, "valid", f"iteration {progress.iteration}", evaluation=number)
-            reason = run.exit_watch.reason(progress.iteration)
-            is_due = checkpoint.save_interval is not None and progress.iteration % checkpoint.save_interval == 0
-            is_last = reason is not None or progress.iteration == config.train_iters
-            if checkpoint.save is not None and (is_due or is_last) and saved_at != progress.iteration:
-                with reporter.aside("save-checkpoint"):
-                    save(run)
-                saved_at = progress.iteration
+        if training.eval_iters and progress.iteration % training.eval_interval == 0:
+            number = progress.iteration // training.eval_interval - 1
+            validate(run, "valid", f"iteration {progress.iteration}", evaluation=number)
+        reason = run.exit_watch.reason(progress.iteration)
+        is_due = checkpoint.save_interval is not None and progress.iteration % checkpoint.save_interval == 0
+        is_last = reason is not None or progress.iteration == config.train_iters
+        if checkpoint.save is not None and (is_due or is_last) and saved_at != progress.iteration:
+            with reporter.aside("save-checkpoint"):
+                save(run)
+            saved_at = progress.iteration
 
     if reason is not None:
         reporter.say(reason)
@@ -69,9 +80,9 @@ def validate(run: Run, split: SplitName, where: str, *, evaluation: int) -> None
     """Evaluate on a split for the ``evaluation``-th time and report it; does nothing when the run has no such data."""
     if not run.data.has(split):
         return
-    around_evaluation(run.config.training)
+    collect_garbage_around_evaluation(run.config.training)
     with run.reporter.aside("evaluate-time"):
         losses = evaluate(run, run.data.evaluation_batches(split, evaluation=evaluation))
-    around_evaluation(run.config.training)
+    collect_garbage_around_evaluation(run.config.training)
     progress = run.progress
     run.reporter.validation(where, losses, iteration=progress.iteration, consumed_samples=progress.consumed_samples)

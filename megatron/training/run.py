@@ -45,7 +45,7 @@ class Progress:
 
 @dataclass(kw_only=True)
 class Run:
-    """A run on one rank. ``seed`` is that of the random streams: the checkpoint's, once one is loaded."""
+    """A run on one rank. ``schedule``: None for a run that only evaluates. ``loaded_from``: its checkpoint, if any."""
 
     config: RunConfig
     recipe: Recipe
@@ -57,7 +57,7 @@ class Run:
     buffers: list[FlatBuffer]
     grad_sync: GradSync
     optimizer: Optimizer
-    schedule: Schedule
+    schedule: Schedule | None
     runner: Runner
     data: TrainingData
     progress: Progress = field(default_factory=Progress)
@@ -102,11 +102,6 @@ def build_run(config: RunConfig, recipe: Recipe, context: ParallelContext, *, st
     )
     if config.parallel.overlap_param_gather:
         optimizer.gather.overlap_forward(model)
-    schedule = Schedule.from_config(
-        config.optimizer,
-        train_samples=config.train_samples,
-        samples_per_iteration=config.training.global_batch_size,
-    )
     return Run(
         config=config,
         recipe=recipe,
@@ -118,9 +113,20 @@ def build_run(config: RunConfig, recipe: Recipe, context: ParallelContext, *, st
         buffers=buffers,
         grad_sync=grad_sync,
         optimizer=optimizer,
-        schedule=schedule,
+        schedule=build_schedule(config),
         runner=Runner([ModelChunk(recipe, model, stage.is_last)], before_last_backward=lambda chunk: grad_sync.arm()),
         data=data,
+    )
+
+
+def build_schedule(config: RunConfig) -> Schedule | None:
+    """Learning rate and weight decay over the run; None when nothing is trained."""
+    if config.training.skip_train:
+        return None
+    return Schedule.from_config(
+        config.optimizer,
+        train_samples=config.train_samples,
+        samples_per_iteration=config.training.global_batch_size,
     )
 
 
@@ -209,5 +215,6 @@ def attention_request(config: RunConfig, context: ParallelContext) -> AttentionR
         causal=True,
         dropout=model.attention_dropout,
         segments=config.data.reset_attention_mask,
+        softmax_in_fp32=model.attention_softmax_in_fp32,
         needs_grad=not config.training.skip_train,
     )

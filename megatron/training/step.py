@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel.schedules import forward_only, one_f_one_b
 from megatron.training.metrics import StepRecord
 from megatron.training.run import Run
 from megatron.training.stop import check_finite, nonfinite_gradient_error
+from megatron.training.upkeep import release_memory
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepRecord:
     Raises NonFiniteError for a loss or gradient that is not a number, before any weight changes.
     """
     progress, settings, timers = run.progress, run.config.training, run.reporter.timers
+    assert run.schedule is not None, "a run that only evaluates takes no steps"
     batch_size = run.config.global_batch_size_at(progress.consumed_samples)
     lr = run.schedule.learning_rate(progress.scheduled_samples)
     weight_decay = run.schedule.weight_decay(progress.scheduled_samples)
@@ -59,6 +61,7 @@ def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepRecord:
             global_batch_size=batch_size,
             learning_rate=lr,
         )
+    release_memory(settings, run.context, level=2)
     with timers("optimizer", level=1):
         update = run.optimizer.update(count=loss.count, lr=lr, weight_decay=weight_decay)
     if update.skipped and settings.check_for_nan_in_loss_and_grad:

@@ -94,6 +94,8 @@ def test_checkpoint_of_another_architecture(tmp_path: Path) -> None:
         CheckpointError, match=r"--hidden-size is 32 in the checkpoint and 64 here.*--use-checkpoint-args"
     ):
         train(TINY.replace("--hidden-size 32", "--hidden-size 64") + " --train-iters 2", f"--load={tmp_path}")
+    with pytest.raises(CheckpointError, match="--squared-relu is False in the checkpoint and True here"):
+        train(f"{TINY} --train-iters 2 --finetune --squared-relu", f"--load={tmp_path}")
     smaller = TINY.replace("--num-layers 2 --hidden-size 32 --num-attention-heads 4", "")
     assert train(f"{smaller} --train-iters 1 --use-checkpoint-args", f"--load={tmp_path}") == 0
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.end_to_end.commands import TINY, assert_same_tensors, command, environment, losses, run
+from tests.end_to_end.commands import TINY, assert_same_tensors, command, environment, losses, run, tensors
 
 RUNS = {
     "dropout and accumulation": (1, "--train-iters 8"),
@@ -58,18 +60,56 @@ def test_other_layout_continues_the_same_run(tmp_path: Path) -> None:
 def test_sigterm_saves_first(tmp_path: Path) -> None:
     """A job that its scheduler ends would lose everything since its last checkpoint."""
     flags = f"{TINY} --train-iters 100000 --save-interval 100000 --exit-signal-handler"
-    process = subprocess.Popen(
-        command("pretrain_gpt.py", flags, f"--save={tmp_path}"), env=environment(), stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if "iteration        3/" in line:
-            process.send_signal(signal.SIGTERM)
-            break
-    rest = process.stdout.read()
-    assert process.wait(timeout=60) == 0
+    words = command("pretrain_gpt.py", flags, f"--save={tmp_path}")
+    with subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "iteration        3/" in line:
+                process.send_signal(signal.SIGTERM)
+                break
+        rest = process.stdout.read()
+        assert process.wait(timeout=60) == 0
     assert "exiting program after receiving SIGTERM." in rest
     assert len(list(tmp_path.glob("iter_*"))) == 1
+
+
+def test_skip_train_evaluates_a_checkpoint_without_training_flags(tmp_path: Path) -> None:
+    """Evaluating needs no learning rate, no length of training and no optimizer state."""
+    flags = TINY.replace("--eval-iters 0", "--eval-iters 2")
+    trained = run(
+        "pretrain_gpt.py", f"{flags} --train-iters 4 --save-interval 100 --no-save-optim", f"--save={tmp_path}"
+    )
+    log = run("pretrain_gpt.py", flags.replace("--lr 1e-2", "--skip-train"), f"--load={tmp_path}")
+    (wanted,) = re.findall(r"iteration 4 on test set \| lm loss value: (\S+)", trained)
+    assert re.findall(r"iteration 4 on test set \| lm loss value: (\S+)", log) == [wanted]
+
+
+def test_masters_survive_a_change_of_precision(tmp_path: Path) -> None:
+    """A bf16 checkpoint holds fp32 masters; fp32 training that starts from the rounded weights would lose them."""
+    flags = f"{TINY} --save-interval 100"
+    run("pretrain_gpt.py", f"{flags} --bf16 --train-iters 2", f"--save={tmp_path}/bf16")
+    again = [
+        "--override-opt_param-scheduler",
+        "--no-load-optim",
+        f"--load={tmp_path}/bf16",
+        "--lr=0",
+        "--train-iters=3",
+    ]
+    run("pretrain_gpt.py", flags, *again, f"--save={tmp_path}/fp32")
+    run("pretrain_gpt.py", f"{flags} --bf16", *again, f"--save={tmp_path}/bf16 again")
+    trained = tensors(tmp_path / "bf16" / "iter_0000002")
+    continued = tensors(tmp_path / "fp32" / "iter_0000003")
+    rounded = tensors(tmp_path / "bf16 again" / "iter_0000003")
+    for name, master in trained.items():
+        if name.startswith("optimizer.fp32_param."):
+            assert torch.equal(continued[name.replace("optimizer.fp32_param", "model")], master)
+            assert torch.equal(rounded[name], master)
+
+
+def test_overlapped_gather_and_replica_check(tmp_path: Path) -> None:
+    """Weights that are still on their way must not be taken for a broken device."""
+    flags = "--train-iters 4 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+    run("pretrain_gpt.py", f"{TINY} {flags} --check-weight-hash-across-dp-replicas-interval 1", ranks=2)
 
 
 def test_finetune_takes_weights_alone(tmp_path: Path) -> None:

@@ -185,6 +185,10 @@ class Optimizer:
                     else:
                         yield ShardedState(full_name, local, slot.sharding, flat_range)
 
+    def master_entries(self) -> Iterator[ShardedState]:
+        """Of ``entries``, the fp32 master weights: what a run needs that loads weights but no optimizer state."""
+        return (entry for entry in self.entries() if entry.name.startswith("optimizer.fp32_param."))
+
     def state_dict(self) -> dict[str, Any]:
         """The few numbers beside ``entries``: JSON-able, the same on every rank."""
         return {"step": self._step, "loss_scaler": self._scaler.state_dict()}
@@ -193,9 +197,3 @@ class Optimizer:
         """Continue from stored numbers; ``entries`` are loaded in place."""
         self._step = int(state["step"])
         self._scaler.load_state_dict(state["loss_scaler"])
-
-    def reload_masters(self) -> None:
-        """Take over weights that were loaded without their fp32 masters."""
-        for owned in self._owned:
-            if owned.has_own_masters:
-                owned.masters.copy_(owned.weights)

@@ -30,7 +30,7 @@ def parallel_context(
     """
     device = choose_device(parallel.distributed_backend, launch)
     if launch.world_size > 1:
-        _join(parallel, launch, "nccl" if device.type == "cuda" else "gloo", device)
+        _join(parallel, launch, "nccl" if device.type == "cuda" else "gloo")
     mesh = mesh_of(parallel, world_size=launch.world_size, rank=launch.rank)
     yield ParallelContext(
         mesh=mesh,
@@ -72,17 +72,19 @@ def choose_device(backend: str | None, launch: LaunchEnvironment) -> torch.devic
         raise ConfigError("--distributed-backend nccl needs a GPU and this machine has none: leave it out, or say gloo")
     if backend == "gloo" or not available:
         return torch.device("cpu")
-    if launch.local_rank >= torch.cuda.device_count():
+    # Slurm's --gpus-per-task=1 shows each process its own GPU alone, as number 0.
+    index = 0 if torch.cuda.device_count() == 1 else launch.local_rank
+    if index >= torch.cuda.device_count():
         raise ParallelError(
             f"rank {launch.rank} is number {launch.local_rank} on its node of {torch.cuda.device_count()} GPUs: "
             "start at most that many processes a node"
         )
-    device = torch.device("cuda", launch.local_rank)
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
 
 
-def _join(parallel: ParallelConfig, launch: LaunchEnvironment, backend: str, device: torch.device) -> None:
+def _join(parallel: ParallelConfig, launch: LaunchEnvironment, backend: str) -> None:
     os.environ.setdefault("MASTER_ADDR", launch.master_address or "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(launch.master_port))
     try:
@@ -91,7 +93,6 @@ def _join(parallel: ParallelConfig, launch: LaunchEnvironment, backend: str, dev
             rank=launch.rank,
             world_size=launch.world_size,
             timeout=datetime.timedelta(minutes=parallel.distributed_timeout_minutes),
-            device_id=device if backend == "nccl" else None,
         )
     except (RuntimeError, ValueError, dist.DistNetworkError) as error:
         raise ParallelError(

@@ -28,6 +28,7 @@ class Mesh:
     expert: RankGrid
     world_rank: int = 0
     _groups: dict[tuple[int, ...], ProcessGroup] = field(default_factory=dict, repr=False)
+    _members: dict[tuple[Axis, ...], tuple[int, ...]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if self.dense.size != self.expert.size:
@@ -74,7 +75,9 @@ class Mesh:
 
     def members(self, *axes: Axis) -> tuple[int, ...]:
         """World ranks of the group of this rank over ``axes``."""
-        return self._grid(axes).members(self.world_rank, *axes)
+        if axes not in self._members:
+            self._members[axes] = self._grid(axes).members(self.world_rank, *axes)
+        return self._members[axes]
 
     def size(self, *axes: Axis) -> int:
         """Number of ranks in the group over ``axes``."""

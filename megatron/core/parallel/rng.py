@@ -39,11 +39,14 @@ class RngStreams:
         self.seed = seed
         self.replicated = torch.Generator(device)
         self.split = torch.Generator(device)
-        self._mesh = mesh
+        self._context_rank, self._tensor_rank = mesh.rank("cp"), mesh.rank("tp")
+
+    def reseed(self, seed: int) -> None:
+        """Go on with the streams of another seed: those of the run that a checkpoint continues."""
+        self.seed = seed
 
     def enter(self, key: StreamKey, place: str) -> None:
         """Point both streams at ``place`` (a layer, the embedding) of a microbatch."""
-        context_rank, tensor_rank = self._mesh.rank("cp"), self._mesh.rank("tp")
         base = (self.seed, key.phase, key.sample, place)
-        self.replicated.manual_seed(derive_seed(*base, "replicated", context_rank))
-        self.split.manual_seed(derive_seed(*base, "split", context_rank, tensor_rank))
+        self.replicated.manual_seed(derive_seed(*base, "replicated", self._context_rank))
+        self.split.manual_seed(derive_seed(*base, "split", self._context_rank, self._tensor_rank))

@@ -187,8 +187,9 @@ def test_checkpoints_of_other_programs_are_recognised(files: list[str], format: 
         with pytest.raises(CheckpointError) as caught:
             find_checkpoint(root)
         assert format in str(caught.value)
-        assert f"tools/checkpoint/convert.py --from {'hf' if 'Face' in format else 'megatron-lm'}" in str(caught.value)
-        assert f"--load {tmp_path} " in str(caught.value)
+        assert f"converting from {'hf' if 'Face' in format else 'megatron-lm'} is not available yet" in str(
+            caught.value
+        )
 
 
 def test_all_ranks_agree_and_share_the_reading(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

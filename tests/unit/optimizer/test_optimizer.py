@@ -212,14 +212,17 @@ def test_entries_name_every_weight_once() -> None:
     assert list(Setup(optimizer="sgd", sgd_momentum=0.0).optimizer.entries()) == []
 
 
-def test_masters_follow_weights_loaded_without_them() -> None:
+def test_master_entries_are_what_a_load_without_optimizer_fills() -> None:
     """With --finetune or --no-load-optim the first update would restore the weights of before the load."""
     setup = Setup(torch.bfloat16)
     nn.init.constant_(setup.parameters["matrix"], 3.0)
-    setup.optimizer.reload_masters()
+    masters = {entry.name: entry.tensor for entry in setup.optimizer.master_entries()}
+    assert set(masters) == {f"optimizer.fp32_param.{name}" for name in SHAPES}
+    masters["optimizer.fp32_param.matrix"].fill_(3.0)
     setup.set_grads(0)
     setup.optimizer.update(count=COUNT, lr=0.0, weight_decay=0.0)
     assert torch.equal(setup.parameters["matrix"], torch.full((33, 8), 3.0, dtype=torch.bfloat16))
+    assert list(Setup().optimizer.master_entries()) == []
 
 
 def test_bf16_backward_accumulates_in_fp32() -> None:

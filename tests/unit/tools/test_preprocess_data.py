@@ -319,7 +319,14 @@ def waiting(tmp_path: Path, flags: tuple[str, ...]) -> Iterator[subprocess.Popen
     )
     pipe: Any = subprocess.PIPE
     process = subprocess.Popen(
-        arguments, env=environment(), stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+        arguments,
+        env=environment(),
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        start_new_session=True,
+        # Tests that a shell started in the background ignore Ctrl-C, and their children would too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdin is not None
     line = json.dumps({"text": TEXTS[0] * 50}).encode() + b"\n"
