@@ -71,9 +71,9 @@ def all_gather(x: Tensor, mesh: Mesh, *axes: Axis, dim: int = 0) -> Tensor:
     if group is None:
         return x
     size = mesh.size(*axes)
-    out = x.new_empty(size * x.shape[0] if dim == 0 else size, *(x.shape[1:] if dim == 0 else x.shape))
+    out = x.new_empty(size * x.shape[0], *x.shape[1:])
     _gather_tensor(out, x.contiguous(), group=group)
-    return out if dim == 0 else torch.cat(out.unbind(0), dim=dim)
+    return out if dim == 0 else torch.cat(out.chunk(size), dim=dim)
 
 
 def all_gather_into_async(out: Tensor, x: Tensor, mesh: Mesh, *axes: Axis) -> Handle:

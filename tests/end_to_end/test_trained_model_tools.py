@@ -1,0 +1,85 @@
+"""Tools that use a trained model agree with each other on any number of ranks, and say what is wrong in a sentence."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import DataError, MegatronError
+from tests.end_to_end.commands import TINY, run
+from tools import evaluate_perplexity, text_generation_cli
+
+GENERATE, EVALUATE = "tools/text_generation_cli.py", "tools/evaluate_perplexity.py"
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("trained") / "checkpoints"
+    run("pretrain_gpt.py", TINY, "--train-iters", "30", "--save", str(folder), "--save-interval", "30")
+    return str(folder)
+
+
+def test_text_is_the_same_on_one_rank_and_on_two(checkpoints: str) -> None:
+    flags = ["--load", checkpoints, "--prompt", "1 2 3", "7", "--tokens-to-generate", "12"]
+    for how in (["--temperature", "0"], ["--top-k", "20", "--temperature", "0.9"], ["--top-p", "0.8"]):
+        alone = run(GENERATE, "", *flags, *how)
+        assert re.fullmatch(r"-- 1\n1 2 3( \d+){1,12}\n-- 2\n7( \d+){1,12}\n", alone)
+        together = run(GENERATE, "", *flags, *how, ranks=2)
+        assert alone in together  # the launcher may add words of its own
+
+
+def test_a_prompts_text_does_not_depend_on_the_prompts_after_it(checkpoints: str) -> None:
+    flags = ["--load", checkpoints, "--tokens-to-generate", "12", "--prompt", "1 2 3"]
+    (alone,) = run(GENERATE, "", *flags).splitlines()
+    assert run(GENERATE, "", *flags, "5 6 7 8 9 10 11").splitlines()[1] == alone
+
+
+def test_perplexity_is_the_same_on_one_rank_and_on_two(checkpoints: str, tmp_path: Path) -> None:
+    text = tmp_path / "held-out.jsonl"
+    text.write_text('{"text": "1 2 3 4 5 6 7 8"}\n\n{"text": "' + " ".join(map(str, range(100))) + '"}\n')
+    flags = ["--load", checkpoints, "--input", str(text), "--batch-size", "3"]
+    alone = run(EVALUATE, "", *flags)
+    assert "2 documents, 304 bytes, 108 tokens" in alone
+    wanted = r"perplexity: +(\S+) per token\nbits per byte: +(\S+)"
+    first, second = re.search(wanted, alone), re.search(wanted, run(EVALUATE, "", *flags, ranks=2))
+    assert first is not None
+    assert second is not None
+    assert first.groups() == second.groups()
+
+
+@pytest.mark.parametrize(
+    ("more", "words", "code"),
+    [
+        (["--load", "nowhere", "--prompt", "1"], "--load nowhere: there is no such folder", 1),
+        (["localhost:5000"], "localhost:5000 is the address of a text-generation server", 2),
+        (["--prompt", "1"], "missing: --load (folder of checkpoints)", 2),
+        (["--load", "{}", "--prompt", " ".join(["1"] * 30)], "prompt 1 has 30 tokens; with 64 generated ones", 1),
+        (["--load", "{}", "--prompt", "1 301"], "301", 1),
+        (["--load", "{}", "--prompt-file", "missing"], "--prompt-file missing cannot be read", 1),
+        (["--load", "{}", "--top-p", "1.5", "--prompt", "1"], "--top-p", 2),
+        (["--load", "{}", "--ckpt-step", "7", "--prompt", "1"], "no usable checkpoint of --ckpt-step 7", 1),
+    ],
+    ids=["no folder", "server", "no model", "too long", "unknown token", "no file", "impossible", "no step"],
+)
+def test_mistakes_are_one_sentence(checkpoints: str, more: list[str], words: str, code: int) -> None:
+    with pytest.raises(MegatronError, match=re.escape(words)) as caught:
+        text_generation_cli.main([word.format(checkpoints) for word in more])
+    assert caught.value.exit_code == code
+
+
+def test_more_ranks_than_heads_are_refused_with_what_would_work(checkpoints: str) -> None:
+    said = run(GENERATE, "", "--load", checkpoints, "--prompt", "1", ranks=3, expect=1)
+    assert "the model's 4 heads (4 for keys and values) don't divide by 3: start 1 rank, or a divisor of both" in said
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [("{broken", "held-out.jsonl:2 is not JSON"), ('{"body": "1"}', "held-out.jsonl:2 has no text under 'text'")],
+)
+def test_bad_lines_are_named(checkpoints: str, tmp_path: Path, line: str, words: str) -> None:
+    text = tmp_path / "held-out.jsonl"
+    text.write_text('{"text": "1 2"}\n' + line + "\n")
+    with pytest.raises(DataError, match=words):
+        evaluate_perplexity.main(["--load", checkpoints, "--input", str(text)])
