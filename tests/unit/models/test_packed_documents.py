@@ -25,8 +25,8 @@ POSITIONS = ("learned_absolute", "rope")
 BACKENDS = ("reference", "sdpa", "blocked")
 
 
-def build(context: ParallelContext, *, positions: str, backend: str) -> GPTModel:
-    settings: dict[str, Any] = {"position_embedding_type": positions, "attention_backend": backend}
+def build(context: ParallelContext, *, positions: str, backend: str = "auto", **settings: Any) -> GPTModel:
+    settings |= {"position_embedding_type": positions, "attention_backend": backend}
     config = ModelConfig(
         num_layers=2,
         hidden_size=32,
@@ -88,9 +88,23 @@ def test_a_packed_document_is_computed_as_if_it_were_alone(positions: str, backe
             torch.testing.assert_close(found[name], gradient, rtol=0, atol=TOLERANCE, msg=f"gradient of {name}")
 
 
+def test_rotary_angles_follow_the_position_ids_of_each_sample() -> None:
+    """Within a document only distances count; with --reset-position-ids alone, attention crosses documents and sees
+    wrong distances when the ids are not used. Here sample 0 has distances doubled, which a factor of 2 halves again.
+    """
+    context, tokens = ParallelContext.single(dtype=torch.float64), packed()["tokens"]
+    plain = build(context, positions="rope")
+    stretched = build(context, positions="rope", rotary_seq_len_interpolation_factor=2.0)
+    steps = torch.arange(LENGTH)
+    logits = run(stretched, tokens, position_ids=torch.stack((2 * steps, steps))).logits()
+    torch.testing.assert_close(logits[0], run(plain, tokens).logits()[0], rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(logits[1], run(stretched, tokens).logits()[1], rtol=0, atol=TOLERANCE)
+    assert (logits[1] - run(plain, tokens).logits()[1]).abs().max() > 1e-3
+
+
 def packed_loss(context: ParallelContext, positions: str) -> tuple[Tensor, dict[str, Tensor]]:
     """Token losses of the packed samples, and the gradients of parameters that every rank holds whole."""
-    model, batch = build(context, positions=positions, backend="auto"), packed()
+    model, batch = build(context, positions=positions), packed()
     output = run(model, batch["tokens"], position_ids=batch["position_ids"], segments=batch["segments"])
     loss = output.cross_entropy(batch["labels"], torch.ones(2, LENGTH, dtype=torch.float64))
     gradients = gradients_of(model, loss, context.mesh)
