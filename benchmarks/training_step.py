@@ -1,0 +1,290 @@
+"""A GPT training step (forward, backward, AdamW) against transformers and plain PyTorch, on the CPU.
+
+    python benchmarks/training_step.py --dtype bf16
+
+Every contender lives in a process of its own, so that peak memory is its own, and they take turns for a few steps at a
+time, so that whatever else the machine does falls on all of them. Printed are medians over turns, as ratios to the best
+peer. In bf16 each peer enters twice, with bf16 weights and with fp32 weights under autocast; ours keeps fp32 masters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+Step = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Size of the model and of a step."""
+
+    layers: int = 6
+    hidden: int = 512
+    heads: int = 8
+    sequence: int = 512
+    batch: int = 4
+    vocabulary: int = 32000
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.sequence
+
+
+def random_batch(shape: Shape) -> tuple[Any, Any]:
+    """Tokens and labels [b, s]."""
+    import torch
+
+    ids = torch.randint(shape.vocabulary, (shape.batch, shape.sequence + 1), generator=torch.Generator().manual_seed(1))
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def megatron_step(shape: Shape, dtype: str) -> Step:
+    """This library: GPTModel, flat buffers, its optimizer."""
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages for large tensors, as every launch asks for
+    import torch
+
+    from megatron.config.model import ModelConfig
+    from megatron.config.optimizer import OptimizerConfig
+    from megatron.config.precision import PrecisionConfig
+    from megatron.core.distributed.buffers import build_buffers
+    from megatron.core.distributed.grad_sync import GradSync
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.optimizer.optimizer import Optimizer
+    from megatron.core.parallel.context import ParallelContext
+
+    config = ModelConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        max_position_embeddings=shape.sequence,
+        vocab_size=shape.vocabulary,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+    )
+    context = ParallelContext.single(dtype=torch.bfloat16 if dtype == "bf16" else torch.float32)
+    model = GPTModel(config, context, seed=1)
+    buffers = build_buffers(model.named_parameters(), context, grad_dtype=torch.float32)
+    grad_sync = GradSync(buffers, context, sharded=False, overlap=False)
+    optimizer = Optimizer(
+        buffers, OptimizerConfig(lr=1e-4, clip_grad=0.0), PrecisionConfig(bf16=dtype == "bf16"), context, sharded=False
+    )
+    tokens, labels = random_batch(shape)
+    weights = torch.ones(labels.shape)
+
+    def step() -> float:
+        grad_sync.zero()
+        loss = model(tokens).cross_entropy(labels, weights)
+        loss.backward()
+        grad_sync.finish()
+        optimizer.update(count=float(shape.tokens), lr=1e-4, weight_decay=0.1)
+        return float(loss.detach()) / shape.tokens
+
+    return step
+
+
+def peer_step(model: Any, compute_loss: Callable[[], Any], dtype: str, *, autocast: bool) -> Step:
+    """The usual loop around a torch model: autocast or bf16 weights, fused AdamW."""
+    import torch
+
+    if dtype == "bf16" and not autocast:
+        model.to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
+
+    def step() -> float:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16" and autocast):
+            loss = compute_loss()
+        loss.backward()
+        optimizer.step()
+        return float(loss.detach())
+
+    return step
+
+
+def transformers_step(shape: Shape, dtype: str, *, autocast: bool) -> Step:
+    """GPT2LMHeadModel with torch's scaled dot product attention."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    torch.manual_seed(1)
+    config = GPT2Config(
+        vocab_size=shape.vocabulary, n_positions=shape.sequence, n_embd=shape.hidden, n_layer=shape.layers,
+        n_head=shape.heads, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config).train()
+    tokens, _ = random_batch(shape)
+    return peer_step(model, lambda: model(tokens, labels=tokens).loss, dtype, autocast=autocast)
+
+
+def plain_step(shape: Shape, dtype: str, *, autocast: bool) -> Step:
+    """A GPT as one would write it in plain PyTorch, after the manner of nanoGPT."""
+    import torch
+    import torch.nn.functional as F
+    from torch import Tensor, nn
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            h = shape.hidden
+            self.norm_1, self.norm_2 = nn.LayerNorm(h), nn.LayerNorm(h)
+            self.qkv, self.out = nn.Linear(h, 3 * h), nn.Linear(h, h)
+            self.up, self.down = nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
+
+        def forward(self, x: Tensor) -> Tensor:
+            b, s, h = x.shape
+            q, k, v = (
+                part.view(b, s, shape.heads, -1).transpose(1, 2) for part in self.qkv(self.norm_1(x)).split(h, dim=2)
+            )
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.out(mixed.transpose(1, 2).reshape(b, s, h))
+            return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+    class GPT(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(shape.vocabulary, shape.hidden)
+            self.positions = nn.Embedding(shape.sequence, shape.hidden)
+            self.blocks = nn.ModuleList(Block() for _ in range(shape.layers))
+            self.norm = nn.LayerNorm(shape.hidden)
+            self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
+            self.words.weight = self.head.weight
+            nn.init.normal_(self.head.weight, std=0.02)
+
+        def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+            x = self.words(tokens) + self.positions(torch.arange(tokens.shape[1]))
+            for block in self.blocks:
+                x = block(x)
+            logits = self.head(self.norm(x))
+            return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
+
+    torch.manual_seed(1)
+    model = GPT()
+    tokens, labels = random_batch(shape)
+    return peer_step(model, lambda: model(tokens, labels), dtype, autocast=autocast)
+
+
+def build_step(name: str, shape: Shape, dtype: str) -> Step:
+    """The step of the contender called ``name``."""
+    if name == "megatron":
+        return megatron_step(shape, dtype)
+    build = transformers_step if name.startswith("transformers") else plain_step
+    return build(shape, dtype, autocast=name.endswith("autocast"))
+
+
+def serve(name: str, shape: Shape, dtype: str, threads: int) -> None:
+    """A contender's process: for each line ``N`` on stdin run N steps, and answer with time, loss and memory."""
+    import torch
+
+    torch.set_num_threads(threads)
+    step = build_step(name, shape, dtype)
+    for line in sys.stdin:
+        loss, began = 0.0, time.perf_counter()
+        for _ in range(int(line)):
+            loss = step()
+        seconds = time.perf_counter() - began
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        print(json.dumps({"seconds": seconds, "loss": loss, "peak_mib": peak}), flush=True)
+
+
+@dataclass
+class Contender:
+    """A process that takes its turns when told to."""
+
+    name: str
+    process: subprocess.Popen[str]
+    turns: list[float] = field(default_factory=list)  # seconds a step
+    peak_mib: float = 0.0
+    loss: float = 0.0
+
+    @classmethod
+    def start(cls, name: str, options: argparse.Namespace) -> Contender:
+        command = [sys.executable, __file__, "--serve", name, "--dtype", options.dtype, "--shape", options.shape]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(options.threads),
+            "PYTHONPATH": str(Path(__file__).resolve().parent.parent),
+        }
+        process = subprocess.Popen(
+            [*command, "--threads", str(options.threads)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+        )  # fmt: skip
+        return cls(name, process)
+
+    def turn(self, steps: int, *, counted: bool = True) -> None:
+        """Let the process run ``steps`` steps while all others wait."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(steps, file=self.process.stdin, flush=True)
+        answer = json.loads(self.process.stdout.readline())
+        self.peak_mib, self.loss = answer["peak_mib"], answer["loss"]
+        if counted:
+            self.turns.append(answer["seconds"] / steps)
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(self.turns)
+
+
+def report(contenders: list[Contender], shape: Shape) -> None:
+    """The table, ours first, and the two ratios that count."""
+    ours, *peers = contenders
+    print(f"{'':26}{'ms/step':>9}{'best':>9}{'tokens/s':>10}{'peak MiB':>10}{'loss':>8}")
+    for each in contenders:
+        rate = shape.tokens / each.seconds
+        times = f"{each.seconds * 1e3:9.0f}{min(each.turns) * 1e3:9.0f}"
+        print(f"{each.name:26}{times}{rate:10.0f}{each.peak_mib:10.0f}{each.loss:8.3f}")
+    best = min(peers, key=lambda peer: peer.seconds)
+    quickest = min(peers, key=lambda peer: min(peer.turns))
+    speed, speed_of_best = best.seconds / ours.seconds, min(quickest.turns) / min(ours.turns)
+    print(f"speed: {speed:.2f} times {best.name} by medians, {speed_of_best:.2f} times {quickest.name} by best turns")
+    for peer in peers:
+        print(f"memory: {ours.peak_mib / peer.peak_mib:.2f} of {peer.name}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each contender (default 7)")
+    parser.add_argument("--steps", type=int, default=2, help="steps a turn (default 2)")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--only", nargs="+", help="contenders to run; default all")
+    parser.add_argument("--shape", default=json.dumps(asdict(Shape())), help="JSON with layers, hidden, heads, …")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    shape = Shape(**json.loads(options.shape))
+    if options.serve:
+        serve(options.serve, shape, options.dtype, options.threads)
+        return
+    variants = ["autocast", "weights"] if options.dtype == "bf16" else [""]
+    names = options.only or [
+        "megatron", *(f"{peer} {variant}".strip() for peer in ("transformers", "plain") for variant in variants)
+    ]  # fmt: skip
+    contenders = [Contender.start(name, options) for name in names]
+    try:
+        for each in contenders:
+            each.turn(2, counted=False)
+        for _ in range(options.rounds):
+            for each in contenders:
+                each.turn(options.steps)
+        report(contenders, shape)
+    finally:
+        for each in contenders:
+            each.process.kill()
+            each.process.wait()
+
+
+if __name__ == "__main__":
+    main()
