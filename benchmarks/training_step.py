@@ -122,8 +122,8 @@ def transformers_step(shape: Shape, dtype: str, *, autocast: bool) -> Step:
     torch.manual_seed(1)
     config = GPT2Config(
         vocab_size=shape.vocabulary, n_positions=shape.sequence, n_embd=shape.hidden, n_layer=shape.layers,
-        n_head=shape.heads, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
-        attn_implementation="sdpa",
+        n_head=shape.heads, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        use_cache=False, attn_implementation="sdpa",
     )  # fmt: skip
     model = GPT2LMHeadModel(config).train()
     tokens, _ = random_batch(shape)

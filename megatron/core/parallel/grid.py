@@ -45,6 +45,7 @@ class RankGrid:
 
     def members(self, rank: int, *axes: Axis) -> tuple[int, ...]:
         """Ranks that differ from ``rank`` only on ``axes``, ascending along those axes in grid order."""
+        assert self.axes.keys() >= set(axes), f"{axes} are not all axes of the grid {tuple(self.axes)}"
         here = self.coordinates(rank)
         spread = [range(size) if axis in axes else (here[axis],) for axis, size in self.axes.items()]
         return tuple(self.rank_at(dict(zip(self.axes, position))) for position in itertools.product(*spread))

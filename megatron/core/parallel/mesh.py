@@ -57,6 +57,11 @@ class Mesh:
         edp, rest = divmod(tp * cp * dp, ep * expert_tp)
         if rest:
             raise ValueError(f"tp·cp·dp = {tp * cp * dp} ranks cannot be divided into ep·etp = {ep * expert_tp}")
+        if not pp_before_dp and ep > 1 and ep * expert_tp != tp * cp:
+            raise ValueError(
+                f"with pp inside dp, ep·etp = {ep * expert_tp} must equal tp·cp = {tp * cp}: "
+                "otherwise a rank would have other pipeline neighbours for experts than for dense layers"
+            )
         if pp_before_dp:
             dense = RankGrid({"pp": pp, "dp": dp, "cp": cp, "tp": tp})
             expert = RankGrid({"pp": pp, "edp": edp, "ep": ep, "etp": expert_tp})

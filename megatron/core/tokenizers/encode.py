@@ -7,9 +7,10 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -62,7 +63,8 @@ def encode_in_order(
     executor = _executor(workers)
     try:
         for batch in batches:
-            running.append(executor.submit(encode_batch, batch, encoding))
+            with _interrupts_held():  # a worker starts here, and can't ignore Ctrl-C before it has imported anything
+                running.append(executor.submit(encode_batch, batch, encoding))
             if len(running) >= BATCHES_AHEAD * workers:
                 yield running.popleft().result()
         while running:
@@ -111,6 +113,16 @@ def _executor(workers: int) -> Executor:
         return ThreadPoolExecutor(1)
     # Not forked: a fork copies the locks of other threads, and the tokenizers library has threads.
     return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_start_worker)
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Put off Ctrl-C; processes started meanwhile never see it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _start_worker() -> None:

@@ -160,8 +160,9 @@ def test_files_that_rank_0_cannot_see_are_explained(tmp_path: Path, monkeypatch:
 
     def write_elsewhere(writer: storage.CheckpointWriter, *arguments: object) -> object:
         done = write(writer, *arguments)  # type: ignore[arg-type]
-        for path in Path(writer.path).glob("__1_*"):
-            path.unlink()
+        for name in writer.files.written:
+            if name.startswith("__1_"):
+                Path(writer.path, name).unlink()
         return done
 
     monkeypatch.setattr(storage.CheckpointWriter, "write_data", write_elsewhere)
