@@ -1,0 +1,136 @@
+"""Which random numbers each tensor-parallel rank draws: the same where it holds the same, its own where it doesn't."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from dataclasses import dataclass, field
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.config.model import ModelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.ops.attention import reference
+from megatron.core.ops.dropout import dropout
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.rng import RngStreams, StreamKey
+from megatron.core.transformer import heads, layer
+from tests.harness import run_ranks
+
+LENGTH, BATCH, HIDDEN, HEADS, LAYERS = 16, 2, 16, 4, 2
+
+
+@dataclass
+class Draws:
+    """What one forward pass drew on a rank, in order. ``hidden``: masks ``[s, b, h]``; ``scores``: ``[b, n, S, S]``."""
+
+    places: list[tuple[StreamKey, str]] = field(default_factory=list)
+    hidden: list[Tensor] = field(default_factory=list)
+    scores: list[Tensor] = field(default_factory=list)
+
+
+def draw(context: ParallelContext, samples: tuple[int, ...] = (0,)) -> list[Draws]:
+    """One forward pass in training for each microbatch, with every dropout mask recorded."""
+    config = ModelConfig(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        max_position_embeddings=LENGTH,
+        vocab_size=50,
+        attention_dropout=0.5,
+        hidden_dropout=0.5,
+        attention_backend="reference",
+    )
+    model, draws = GPTModel(config, context, seed=1), []
+    for sample in samples:
+        draws.append(found := Draws())
+        with contextlib.ExitStack() as recorders:
+            recorders.enter_context(recording(found.hidden, heads))
+            recorders.enter_context(recording(found.hidden, layer))
+            recorders.enter_context(recording(found.scores, reference))
+            recorders.enter_context(mock.patch.object(RngStreams, "enter", noted(found.places)))
+            model(torch.arange(BATCH * LENGTH).view(BATCH, LENGTH), key=StreamKey(sample))
+    return draws
+
+
+def recording(masks: list[Tensor], module: object) -> mock._patch[object]:
+    """The module's ``dropout``, with the mask that it draws added to ``masks``."""
+
+    def recorded(x: Tensor, p: float, generator: torch.Generator) -> Tensor:
+        state = generator.get_state()
+        masks.append(dropout(torch.ones_like(x), p, generator) != 0)
+        generator.set_state(state)
+        return dropout(x, p, generator)
+
+    return mock.patch.object(module, "dropout", recorded)
+
+
+def noted(places: list[tuple[StreamKey, str]]) -> object:
+    """``RngStreams.enter``, with what it is called with added to ``places``."""
+    original = RngStreams.enter
+
+    def enter(self: RngStreams, key: StreamKey, place: str) -> None:
+        places.append((key, place))
+        original(self, key, place)
+
+    return enter
+
+
+def assert_unrelated(masks: list[Tensor]) -> None:
+    """No two masks agree on more elements than chance explains."""
+    for i, one in enumerate(masks):
+        for other in masks[:i]:
+            assert (one == other).double().mean() < 0.75, "two masks are the same"
+
+
+def per_head(draws: Draws) -> list[Tensor]:
+    return [head for scores in draws.scores for head in scores.transpose(0, 1).unbind(0)]
+
+
+def test_whole_hidden_states_are_dropped_alike_on_all_ranks() -> None:
+    """Without sequence parallelism every rank holds the same hidden states; with other masks they drift apart."""
+    (first,), (second,) = run_ranks(draw, tp=2)
+    assert len(first.hidden) == 1 + 2 * LAYERS
+    assert first.hidden[0].shape == (LENGTH, BATCH, HIDDEN)
+    for one, other in zip(first.hidden, second.hidden):
+        assert torch.equal(one, other)
+
+
+def test_parts_of_the_sequence_are_dropped_differently() -> None:
+    """With sequence parallelism equal masks would drop the same places in each part: correlated noise."""
+    (first,), (second,) = run_ranks(draw, tp=2, sequence_parallel=True)
+    assert first.hidden[0].shape == (LENGTH // 2, BATCH, HIDDEN)
+    assert_unrelated([*first.hidden, *second.hidden])
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_heads_are_dropped_differently(sequence_parallel: bool) -> None:
+    """Each rank has its own heads; equal masks on all ranks would make their dropout one."""
+    (first,), (second,) = run_ranks(draw, tp=2, sequence_parallel=sequence_parallel)
+    masks = [*per_head(first), *per_head(second)]
+    assert len(masks) == LAYERS * HEADS
+    assert_unrelated(masks)
+
+
+def test_data_parallel_ranks_draw_by_sample_alone() -> None:
+    """A sample's dropout must not depend on which replica gets it, and replicas must not share masks by rank."""
+    (zero, two), (same_zero, same_two) = run_ranks(draw, (0, 2), dp=2)
+    for one, other in ((zero, same_zero), (two, same_two)):
+        for mask, again in zip(one.hidden + one.scores, other.hidden + other.scores):
+            assert torch.equal(mask, again)
+    assert_unrelated([*zero.hidden, *two.hidden])
+    assert_unrelated([*per_head(zero), *per_head(two)])
+
+
+def test_every_place_of_a_forward_pass_has_its_own_stream() -> None:
+    """Two layers under one name would draw the same mask in every step of the run."""
+    zero, two = draw(ParallelContext.single(), (0, 2))
+    counted = Counter(zero.places + two.places)
+    assert len(counted) == 2 * (1 + 3 * LAYERS)
+    assert set(counted.values()) == {1}
+    assert {key for key, _ in zero.places} == {StreamKey(0)}
+    assert_unrelated(zero.hidden)
+    assert_unrelated(per_head(zero))
