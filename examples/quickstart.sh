@@ -5,8 +5,8 @@
 # corpus is the English that every Python carries. What it runs is printed as the commands you would type, from the
 # repository's root. Everything it makes lies in runs/quickstart and .venv; a second run keeps .venv and trains anew.
 #
-# Expect the training loss to fall from 9.1 (guessing among 8,192 tokens costs 9.0) to about 4.2, the loss on documents
-# kept out of training to about 4.9, and text that looks like documentation without being any.
+# Expect the training loss to fall from 9.1 (guessing among 8,192 tokens costs 9.0) to about 4.3, the loss on documents
+# kept out of training to about 5.0, and text that looks like documentation without being any.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -24,7 +24,7 @@ show() { # a command as one would type it
     local word line='$' indent='' plain='^[A-Za-z0-9_./:=,@%+|-]+$'
     for word in "$@"; do
         [[ $word =~ $plain ]] || word="'$word'"
-        if [[ $word == --* && ${#line} -gt 70 ]]; then
+        if [[ $word == --* && ${#line} -gt 60 ]]; then
             printf '%s \\\n' "$indent$line"
             line=$word indent='      '
         else

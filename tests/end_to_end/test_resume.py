@@ -73,6 +73,22 @@ def test_sigterm_saves_first(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("iter_*"))) == 1
 
 
+def test_sigterm_to_the_launcher_saves_first(tmp_path: Path) -> None:
+    """torchrun hands SIGTERM on to everything below it, data workers too: their death took the run down unsaved."""
+    flags = f"{TINY} --num-workers 2 --train-iters 100000 --save-interval 100000 --exit-signal-handler"
+    words = command("pretrain_gpt.py", flags, f"--save={tmp_path}", ranks=2)
+    with subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "iteration        3/" in line:
+                process.send_signal(signal.SIGTERM)
+                break
+        rest = process.stdout.read()
+        process.wait(timeout=60)
+    assert "exiting program after receiving SIGTERM." in rest
+    assert len(list(tmp_path.glob("iter_*"))) == 1
+
+
 def test_skip_train_evaluates_a_checkpoint_without_training_flags(tmp_path: Path) -> None:
     """Evaluating needs no learning rate, no length of training and no optimizer state."""
     flags = TINY.replace("--eval-iters 0", "--eval-iters 2")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -38,7 +40,7 @@ class BatchLoader:
             num_workers=num_workers,
             prefetch_factor=_PREFETCHED if num_workers else None,
             pin_memory=pin_memory,
-            worker_init_fn=_leave_interrupts_to_the_trainer,
+            worker_init_fn=_leave_signals_to_the_trainer,
             generator=torch.Generator(),  # its own: loading must not move the run's random numbers
         )
 
@@ -95,5 +97,15 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def _leave_interrupts_to_the_trainer(_: int) -> None:
+def _leave_signals_to_the_trainer(_: int) -> None:
+    """Terminals, torchrun and Slurm send Ctrl-C and SIGTERM to every process; the trainer still has a save to make."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):  # not on macOS
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_when_the_trainer_says_so, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_when_the_trainer_says_so(trainer: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer:
+        pass
+    os._exit(0)
