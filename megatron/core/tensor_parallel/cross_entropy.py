@@ -1,7 +1,7 @@
 """The vocabulary loss without the logits: rows in chunks, gradients made while a chunk's probabilities are at hand.
 
-Every rank holds some columns of the vocabulary. Three numbers a row are reduced over the ranks: the largest logit, the
-sum of exponentials, the logit of the label.
+Every rank holds some columns of the vocabulary and takes the softmax over those; from the logarithms of the ranks' sums
+follows one factor a row that makes it the softmax over all.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def vocab_parallel_token_losses(
     vocabulary = _Vocabulary(mesh=mesh, start=vocab_start, valid=vocab_valid)
     losses = hidden.new_empty(hidden.shape[0], dtype=_wide(hidden))
     for chunk in _chunks(hidden, weight, bias, vocabulary):
-        losses[chunk.rows] = _exponentials_(chunk.wide, labels[chunk.rows], vocabulary).losses
+        losses[chunk.rows] = _softmax_(chunk.wide, labels[chunk.rows], vocabulary).losses
     return losses
 
 
@@ -116,7 +116,7 @@ class _Chunk:
 
 
 def _chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: _Vocabulary) -> Iterator[_Chunk]:
-    """Logits of some rows at a time, -inf for padding; each chunk overwrites the one before.
+    """Logits of some rows at a time, as low as can be for padding; each chunk overwrites the one before.
 
     Ranges of rows are the same on every rank, since padded parts of the vocabulary are equally large.
     """
@@ -129,36 +129,42 @@ def _chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: _Vo
     for start in range(0, total, size):
         rows = slice(start, min(start + size, total))
         logits = times_transposed(hidden[rows], weight, bias, buffer=buffer)
-        logits[:, vocabulary.valid :] = -torch.inf
+        logits[:, vocabulary.valid :] = torch.finfo(logits.dtype).min  # not -inf: a rank may hold nothing but padding
         is_wide = logits.dtype == wide_buffer.dtype
         yield _Chunk(rows, logits, logits if is_wide else wide_buffer[: logits.shape[0]].copy_(logits))
 
 
 @dataclass(frozen=True)
-class _Exponentials:
-    """What a chunk's losses and probabilities are made of.
+class _Softmax:
+    """A chunk's softmax over this rank's columns, and its losses.
 
-    ``values`` [rows, v]: exp(logit - maximum). ``sums`` [rows, 1]: over the whole vocabulary. ``losses`` [rows].
-    ``local_labels`` [rows, 1]: each label's column, and ``here`` [rows, 1]: whether this rank has it.
+    ``local`` [rows, v]; times ``factor`` [rows, 1] it is the softmax over the whole vocabulary. ``losses`` [rows].
+    ``columns`` [rows, 1]: each label's column here, and ``here`` [rows, 1]: whether there is one.
     """
 
-    values: Tensor
-    sums: Tensor
+    local: Tensor
+    factor: Tensor
     losses: Tensor
-    local_labels: Tensor
+    columns: Tensor
     here: Tensor
 
 
-def _exponentials_(logits: Tensor, labels: Tensor, vocabulary: _Vocabulary) -> _Exponentials:
-    """Overwrites wide ``logits`` [rows, v] with exponentials; reduces [rows, 1] and [2, rows, 1] over the ranks."""
-    local = labels.unsqueeze(1) - vocabulary.start
-    here = (local >= 0) & (local < vocabulary.valid)
-    local = local.masked_fill(~here, 0)
-    shifted = logits.sub_(all_reduce(logits.amax(dim=1, keepdim=True), vocabulary.mesh, "tp", op="max"))
-    of_label = shifted.gather(1, local).masked_fill(~here, 0.0)
-    values = shifted.exp_()
-    sums, of_label = all_reduce(torch.stack((values.sum(dim=1, keepdim=True), of_label)), vocabulary.mesh, "tp")
-    return _Exponentials(values, sums, (sums.log() - of_label).squeeze(1), local, here)
+def _softmax_(logits: Tensor, labels: Tensor, vocabulary: _Vocabulary) -> _Softmax:
+    """Overwrites wide ``logits`` [rows, v]; reduces [rows, 1] and [2, rows, 1] over the ranks.
+
+    Torch's fused softmax takes half the time of its parts; the sum it divided by is read off its largest value.
+    """
+    columns = labels.unsqueeze(1) - vocabulary.start
+    here = (columns >= 0) & (columns < vocabulary.valid)
+    columns = columns.masked_fill(~here, 0)
+    of_label = logits.gather(1, columns).masked_fill(~here, 0.0)
+    largest = logits.amax(dim=1, keepdim=True)
+    local = torch.softmax(logits, dim=1, out=logits)
+    log_sum = largest - local.amax(dim=1, keepdim=True).log()
+    highest = all_reduce(log_sum.clone(), vocabulary.mesh, "tp", op="max")
+    total, of_label = all_reduce(torch.stack(((log_sum - highest).exp(), of_label)), vocabulary.mesh, "tp")
+    log_total = highest + total.log()
+    return _Softmax(local, (log_sum - log_total).exp(), (log_total - of_label).squeeze(1), columns, here)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -180,10 +186,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         gradients = None if gradient_scale is None else _Gradients(hidden, weight, bias)
         for chunk in _chunks(hidden, weight, bias, vocabulary):
             weights = loss_weights[chunk.rows]
-            exponentials = _exponentials_(chunk.wide, labels[chunk.rows], vocabulary)
-            total += (exponentials.losses * weights).sum()
+            softmax = _softmax_(chunk.wide, labels[chunk.rows], vocabulary)
+            total += (softmax.losses * weights).sum()
             if gradients is not None and gradient_scale is not None:
-                gradients.add(chunk, exponentials, weights * gradient_scale)
+                gradients.add(chunk, softmax, weights * gradient_scale)
         ctx.gradients = gradients
         return total
 
@@ -204,11 +210,11 @@ class _Gradients:
         self._grad_weight: Tensor | None = None
         self._grad_bias = None if bias is None else torch.zeros_like(bias, dtype=_wide(bias))
 
-    def add(self, chunk: _Chunk, exponentials: _Exponentials, weights: Tensor) -> None:
+    def add(self, chunk: _Chunk, softmax: _Softmax, weights: Tensor) -> None:
         """Gradients of a chunk, whose logits are overwritten; ``weights`` [rows] multiply them."""
         weights = weights.unsqueeze(1)
-        wide = exponentials.values.mul_(weights / exponentials.sums)
-        wide.scatter_add_(1, exponentials.local_labels, -weights.masked_fill(~exponentials.here, 0.0))
+        wide = softmax.local.mul_(weights * softmax.factor)
+        wide.scatter_add_(1, softmax.columns, -weights.masked_fill(~softmax.here, 0.0))
         grad_logits = wide if wide.dtype == chunk.logits.dtype else chunk.logits.copy_(wide)  # rounded once
         self._grad_hidden[chunk.rows] = times_transposed(grad_logits, self._weight.t())
         self._grad_weight = transposed_times(grad_logits, self._rows[chunk.rows], add_to=self._grad_weight)

@@ -56,7 +56,7 @@ class _Blocked(torch.autograd.Function):
             if options.generator is not None and options.dropout > 0.0:
                 kept = draw_kept(probabilities, options.dropout, options.generator)
                 probabilities = scale_kept(probabilities, kept, options.dropout)
-            block.put(torch.bmm(probabilities, block.v), out)
+            block.put(torch.bmm(probabilities, block.v), out, scale=1.0)
         return out.flatten(2)
 
     @staticmethod
@@ -79,7 +79,7 @@ class _Blocked(torch.autograd.Function):
             visible = slice(0, block.k.shape[1])
             grad_v[:, visible] += torch.bmm(used.transpose(1, 2), grad_out)
             grad_scores = torch._softmax_backward_data(grad_probabilities, probabilities, -1, q.dtype)
-            block.put(torch.bmm(grad_scores, block.k).mul_(options.scale), grad_q)
+            block.put(torch.bmm(grad_scores, block.k), grad_q, scale=options.scale)
             grad_k[:, visible] += torch.bmm(grad_scores.transpose(1, 2), block.q)
         return grad_q, _unfold(grad_k.mul_(options.scale), k), _unfold(grad_v, v), None
 
@@ -108,11 +108,12 @@ class _Block:
             scores.view(scores.shape[0], -1, length, scores.shape[2])[..., -length:].add_(self.later)
         return scores.softmax(dim=-1)
 
-    def put(self, result: Tensor, out: Tensor) -> None:
-        """Write ``result`` [B, r·rows, d] to its place in ``out`` [sq, b, n, d]."""
+    def put(self, result: Tensor, out: Tensor, *, scale: float) -> None:
+        """Write ``result`` [B, r·rows, d] times ``scale`` to its place in ``out`` [sq, b, n, d]."""
         length = self.rows.stop - self.rows.start
         by_head = result.view(result.shape[0], -1, length, result.shape[2])  # [B, r, rows, d]
-        out[self.rows].view(length, *by_head.shape[:2], -1).copy_(by_head.permute(2, 0, 1, 3))
+        target = out[self.rows].view(length, *by_head.shape[:2], -1)
+        torch.mul(by_head.permute(2, 0, 1, 3), scale, out=target)
 
 
 def _blocks(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Iterator[_Block]:
