@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -34,6 +34,7 @@ from megatron.core.checkpointing.folders import aside_path, checkpoint_path, pub
 from megatron.core.checkpointing.manifest import MANIFEST, FileRecord, Manifest, checksum
 from megatron.core.checkpointing.sharded_view import ShardedView, sharded_views
 from megatron.core.checkpointing.storage import METADATA, CheckpointWriter
+from megatron.core.checkpointing.streamed import StreamedBox, table_of, write_boxes
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState
 from megatron.errors import CheckpointError
@@ -68,17 +69,20 @@ def begin_save(
     Training may go on as soon as this returns in the background case. Call ``finish`` on every rank, at the same point
     of the program, to make the checkpoint durable; at most one save of a root may be pending.
     """
-    root = Path(root)
-    run_file = _describe_run(iteration, run_state, mesh)
     views = sharded_views(state, mesh)
-    with _explained(root, iteration):
-        aside = run_on_first(lambda: _make_room(root, iteration), mesh)
-    pending = PendingSave(root, iteration, aside, run_file, mesh)
+    pending = _pending(Path(root), iteration, run_state, mesh)
     with pending.all_or_nothing():
         pending.plan(views)
         if background:
             pending.write_in_background()
     return pending
+
+
+def save_streamed(root: str | Path, iteration: int, boxes: Sequence[StreamedBox], run_state: Mapping[str, Any]) -> Path:
+    """As ``save_checkpoint`` by one process, of tensors that are made one after another while they are written."""
+    pending = _pending(Path(root), iteration, run_state, Mesh.single())
+    pending.stream(boxes)
+    return pending.finish()
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,17 @@ class PendingSave:
         plans = gather_from_all(self._planner.create_local_plan, self._mesh)
         plans, self._metadata = self._planner.create_global_plan(plans)
         self._plan = self._writer.prepare_global_plan(plans)[self._mesh.world_rank]
+
+    def stream(self, boxes: Sequence[StreamedBox]) -> None:
+        """Plan to make and write ``boxes`` in turn, on this one rank."""
+        self._metadata = table_of(boxes)
+        self._writer.set_up_storage_writer(True)
+
+        def write() -> _Written:
+            results = write_boxes(self._writer, self._aside, boxes)
+            return _Written(results, dict(self._writer.files.written))
+
+        self._written = write
 
     def write_in_background(self) -> None:
         """Copy the tensors that this rank writes and start writing the copies."""
@@ -210,6 +225,14 @@ def on_first_stages(plans: list[SavePlan], mesh: Mesh) -> list[SavePlan]:
         replace(plan, items=[item for item in plan.items if home[item.index.fqn] == stage])
         for stage, plan in zip(stages, plans)
     ]
+
+
+def _pending(root: Path, iteration: int, run_state: Mapping[str, Any], mesh: Mesh) -> PendingSave:
+    """A save with its folder made and nothing planned yet. A collective."""
+    run_file = _describe_run(iteration, run_state, mesh)
+    with _explained(root, iteration):
+        aside = run_on_first(lambda: _make_room(root, iteration), mesh)
+    return PendingSave(root, iteration, aside, run_file, mesh)
 
 
 def _make_room(root: Path, iteration: int) -> Path:

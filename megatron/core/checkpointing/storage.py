@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from megatron.core.checkpointing.manifest import FileRecord
+from megatron.core.checkpointing.unpickling import STOOD_IN_FOR, RestrictedUnpickler
 from megatron.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -124,36 +125,32 @@ class CheckpointWriter(FileSystemWriter):
         return StorageMeta()
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Builds DCP's metadata and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        known = (module, name) in _METADATA_GLOBALS
-        if known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
-            return super().find_class(module, name)
-        raise CheckpointError(f"it names {module}.{name}, which has no business there")
-
-
 class CheckpointReader(FileSystemReader):
-    """DCP's reader for folders that anybody may have written."""
+    """DCP's reader for folders that anybody may have written.
 
-    def __init__(self, folder: Path) -> None:
+    ``foreign``: the folder is of another program (Megatron-LM's torch_dist), whose table of contents may name its own
+    classes and list pickled objects beside tensors; nothing of either is built.
+    """
+
+    def __init__(self, folder: Path, *, foreign: bool = False) -> None:
         super().__init__(folder)
         self._folder = folder
+        self._foreign = foreign
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Table of contents of the checkpoint; raises CheckpointError when it isn't one."""
         path = self._folder / METADATA
         try:
             with path.open("rb") as file:
-                metadata = _MetadataUnpickler(file).load()
+                stood_in_for = STOOD_IN_FOR if self._foreign else ()
+                metadata = RestrictedUnpickler(file, allowed=_METADATA_GLOBALS, stood_in_for=stood_in_for).load()
         except OSError:
             raise
         except Exception as error:  # a damaged pickle raises almost anything
             raise CheckpointError(f"{path} is not a checkpoint's table of contents: {error}") from error
         if not isinstance(metadata, Metadata):
             raise CheckpointError(f"{path} is not a checkpoint's table of contents but a {type(metadata).__name__}")
-        if len(tensors_in(metadata)) < len(metadata.state_dict_metadata):
+        if not self._foreign and len(tensors_in(metadata)) < len(metadata.state_dict_metadata):
             raise CheckpointError(f"{path} lists pickled objects beside tensors; ours never do")
         return metadata
 
@@ -165,16 +162,23 @@ class CheckpointReader(FileSystemReader):
         places = self.storage_data
         ordered = sorted(requests, key=lambda index: (places[index].relative_path, places[index].offset))
         for name, indices in itertools.groupby(ordered, key=lambda index: places[index].relative_path):
-            with self._inside(name).open("rb") as file:
+            with self.open(name) as file:
                 for index in indices:
-                    stored = self._load_box(index, file)
+                    stored = self.load_box(index, file)
                     for item in requests[index]:
                         _copy(stored, item, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _load_box(self, index: MetadataIndex, file: IO[bytes]) -> torch.Tensor:
+    def open(self, name: str) -> IO[bytes]:
+        """A file of the checkpoint by its name in the table of contents."""
+        if Path(name).name != name:
+            raise CheckpointError(f"{self._folder / METADATA} names {name!r}, which is not a file of this checkpoint")
+        return (self._folder / name).open("rb")
+
+    def load_box(self, index: MetadataIndex, file: IO[bytes]) -> torch.Tensor:
+        """The numbers of one stored box."""
         try:
             box: torch.Tensor = torch.load(
                 self._slice_file(file, self.storage_data[index]), map_location="cpu", weights_only=True
@@ -183,11 +187,6 @@ class CheckpointReader(FileSystemReader):
             reason = str(error).partition("\n")[0]
             raise CheckpointError(f"{file.name}: {index.fqn} cannot be read from it: {reason}") from error
         return box
-
-    def _inside(self, name: str) -> Path:
-        if Path(name).name != name:
-            raise CheckpointError(f"{self._folder / METADATA} names {name!r}, which is not a file of this checkpoint")
-        return self._folder / name
 
 
 def _copy(stored: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> None:

@@ -1,0 +1,88 @@
+"""Tensors of a checkpoint one at a time, by name, without a process group and without a model to load them into."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex
+
+from megatron.core.checkpointing.storage import CheckpointReader, tensors_in
+from megatron.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """What the table of contents says of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class StoredTensors:
+    """The tensors in ``folder``; only the table of contents is read until one is asked for.
+
+    ``foreign``: the folder is a torch_dist checkpoint of Megatron-LM's.
+    """
+
+    def __init__(self, folder: Path, *, foreign: bool = False) -> None:
+        self._folder = folder
+        self._reader = CheckpointReader(folder, foreign=foreign)
+        metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(metadata, is_coordinator=False)
+        self._stored = tensors_in(metadata)
+        self.entries: Mapping[str, TensorEntry] = {
+            name: TensorEntry(tuple(entry.size), entry.properties.dtype) for name, entry in self._stored.items()
+        }
+        self.objects = [
+            name for name, entry in metadata.state_dict_metadata.items() if isinstance(entry, BytesStorageMetadata)
+        ]
+        """Names of pickled objects beside the tensors; a foreign folder may have some."""
+
+    def read(self, name: str, *, at: int | None = None) -> Tensor:
+        """A whole tensor, or, with ``at``, its element ``at`` along the first dim (one layer of a stack)."""
+        entry = self.entries[name]
+        rows = (0, entry.shape[0]) if entry.shape else (0, 1)
+        if at is not None:
+            rows = (at, at + 1)
+        whole = torch.empty((rows[1] - rows[0], *entry.shape[1:]) if entry.shape else (), dtype=entry.dtype)
+        filled = 0
+        for chunk in self._stored[name].chunks:
+            if not chunk.sizes or _overlap(chunk, rows):
+                filled += self._fill(whole, name, chunk, first=rows[0])
+        if filled != whole.numel():
+            raise CheckpointError(f"{self._folder}: the boxes of {name} hold {filled} numbers of {whole.numel()}")
+        return whole if at is None else whole[0]
+
+    def open_object(self, name: str) -> IO[bytes]:
+        """The bytes of a pickled object, for an unpickler that knows what to expect."""
+        place = self._reader.storage_data[MetadataIndex(name)]
+        file = self._reader.open(place.relative_path)
+        sliced: IO[bytes] = self._reader._slice_file(file, place)
+        return sliced
+
+    def _fill(self, whole: Tensor, name: str, chunk: ChunkStorageMetadata, *, first: int) -> int:
+        """Copy a box's part of ``whole``, whose row 0 is row ``first`` of the tensor; how many numbers that were."""
+        index = MetadataIndex(name, chunk.offsets)
+        with self._reader.open(self._reader.storage_data[index].relative_path) as file:
+            box = self._reader.load_box(index, file)
+        if box.shape != chunk.sizes:
+            raise CheckpointError(f"{self._folder}: a box of {name} is {list(box.shape)}, not {list(chunk.sizes)}")
+        if not chunk.sizes:
+            whole.copy_(box)
+            return 1
+        low = max(chunk.offsets[0], first)
+        high = min(chunk.offsets[0] + chunk.sizes[0], first + whole.shape[0])
+        target = whole[low - first : high - first]
+        for dim, (offset, size) in enumerate(zip(chunk.offsets[1:], chunk.sizes[1:]), start=1):
+            target = target.narrow(dim, offset, size)
+        target.copy_(box[low - chunk.offsets[0] : high - chunk.offsets[0]])
+        return target.numel()
+
+
+def _overlap(chunk: ChunkStorageMetadata, rows: tuple[int, int]) -> bool:
+    return chunk.offsets[0] < rows[1] and rows[0] < chunk.offsets[0] + chunk.sizes[0]
