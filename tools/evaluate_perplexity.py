@@ -8,16 +8,18 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megatron.config.flags import check_flags, flag
 from megatron.config.parse import parse_groups
-from megatron.core.inference.scoring import TextScore, score_texts
-from megatron.core.parallel.environment import launch_environment
+from megatron.config.trained_model import TrainedModelConfig
 from megatron.errors import ConfigError, DataError, run_command
-from megatron.training.recipes.gpt import GPTRecipe
-from megatron.training.trained_model import TrainedModel, TrainedModelConfig, trained_model
+
+if TYPE_CHECKING:  # torch is imported when flags are known to be right
+    from torch import Tensor
+
+    from megatron.core.inference.scoring import TextScore
+    from megatron.training.trained_model import TrainedModel
 
 
 @check_flags
@@ -43,6 +45,10 @@ def main(argv: Sequence[str]) -> int:
     documents = [text for path in config.input for text in read_documents(Path(path), key=config.json_key)]
     if not any(documents):
         raise DataError(f"--input {' '.join(config.input)} holds no text")
+    from megatron.core.parallel.environment import launch_environment
+    from megatron.training.recipes.gpt import GPTRecipe
+    from megatron.training.trained_model import trained_model
+
     with trained_model(choice, {"gpt": GPTRecipe()}, launch_environment()) as trained:
         started = time.monotonic()
         score = evaluate(trained, documents, config)
@@ -79,6 +85,8 @@ def _document(line: str, key: str, *, where: str) -> str:
 
 def evaluate(trained: TrainedModel, documents: list[str], config: PerplexityConfig) -> TextScore:
     """Score every token of every document, the first one given an end of document, as in training."""
+    from megatron.core.inference.scoring import TextScore, score_texts
+
     length = trained.config.data.seq_length
     stride = config.stride or max(1, length // 2)
     if stride > length:

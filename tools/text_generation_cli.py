@@ -7,16 +7,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron.config.flags import check_flags, flag
 from megatron.config.parse import parse_groups
-from megatron.core.inference.engine import Engine, Generation, GenerationLimits, WholeText
-from megatron.core.inference.sampling import Sampling
-from megatron.core.parallel.collectives import gather_objects
-from megatron.core.parallel.environment import launch_environment
+from megatron.config.trained_model import TrainedModelConfig
 from megatron.errors import ConfigError, DataError, MegatronError, run_command
-from megatron.training.recipes.gpt import GPTRecipe
-from megatron.training.trained_model import TrainedModel, TrainedModelConfig, trained_model
+
+if TYPE_CHECKING:  # torch is imported when flags are known to be right
+    from megatron.core.inference.engine import Generation
+    from megatron.training.trained_model import TrainedModel
 
 
 @check_flags
@@ -52,6 +52,10 @@ def main(argv: Sequence[str]) -> int:
         argv, GenerateConfig, TrainedModelConfig, prog="text_generation_cli.py", about=__doc__ or ""
     )
     prompts = [*config.prompt, *prompts_of(config.prompt_file)]
+    from megatron.core.parallel.environment import launch_environment
+    from megatron.training.recipes.gpt import GPTRecipe
+    from megatron.training.trained_model import trained_model
+
     with trained_model(choice, {"gpt": GPTRecipe()}, launch_environment()) as trained:
         speaker = Speaker(trained, config)
         if prompts:
@@ -78,6 +82,9 @@ class Speaker:
     """Prompts in, texts out, on rank 0; all ranks compute."""
 
     def __init__(self, trained: TrainedModel, config: GenerateConfig) -> None:
+        from megatron.core.inference.engine import Engine, GenerationLimits, WholeText
+        from megatron.core.inference.sampling import Sampling
+
         self._trained, self._config = trained, config
         self._sampling = Sampling(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)
         limits = GenerationLimits(trained.tokenizer.eod, trained.config.model.max_position_embeddings)
@@ -106,6 +113,8 @@ class Speaker:
                     print(f"error: {error}", file=sys.stderr)
 
     def _ask(self) -> str | None:
+        from megatron.core.parallel.collectives import gather_objects
+
         line: str | None = None
         if self._is_first:
             try:

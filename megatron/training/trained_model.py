@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from megatron.config.flags import check_flags, flag
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
+from megatron.config.trained_model import TrainedModelConfig
 from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint
 from megatron.core.checkpointing.load import load_checkpoint, read_run_state
 from megatron.core.models.stage import Stage
@@ -34,18 +34,6 @@ class TrainedModel:
     tokenizer: Tokenizer
     context: ParallelContext
     folder: CheckpointFolder
-
-
-@check_flags
-@dataclass(frozen=True, kw_only=True)
-class TrainedModelConfig:
-    """Which trained model a tool uses. The checkpoint knows its architecture and tokenizer."""
-
-    load: str = flag("Folder of checkpoints.")
-    ckpt_step: int | None = flag("Iteration to load instead of the newest.", default=None, at_least=0)
-    vocab_file: str | None = flag("Where vocab.json is now, if not where it was in training.", default=None)
-    merge_file: str | None = flag("Where merges.txt is now.", default=None)
-    tokenizer_model: str | None = flag("Where the tokenizer's model file is now.", default=None)
 
 
 @contextmanager

@@ -66,6 +66,14 @@ def test_training_loads_no_heavy_library_before_it_is_used() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_scripts_answer_help_without_torch() -> None:
+    """A mistyped flag of a tool is answered at once, not after torch has loaded."""
+    scripts = [relative(path).removesuffix(".py") for path in files(".py") if relative(path).startswith("tools/")]
+    scripts = [script.replace("/", ".") for script in scripts if not script.endswith("__init__")]
+    done = import_without({"torch"}, ["pretrain_gpt", *scripts])
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("name", ["wave", "colorsys"])
 def test_the_blocker_blocks(name: str) -> None:
     """Without it the tests above would pass whatever is imported."""
