@@ -71,7 +71,7 @@ class ModelConfig:
     normalization: Literal["LayerNorm", "RMSNorm"] = flag("Kind of norm.", default="LayerNorm", architecture=True)
     norm_epsilon: float = flag("Epsilon of the norms.", default=1e-5, above=0, architecture=True)
     apply_layernorm_1p: bool = flag(
-        "Store norm weights minus one, so that they decay towards one.", default=False, architecture=True
+        "Store norm weights minus one, so that a weight of zero scales by one.", default=False, architecture=True
     )
     add_bias_linear: bool = flag(
         "No biases in linear layers.", default=True, off="--disable-bias-linear", architecture=True

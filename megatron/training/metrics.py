@@ -26,8 +26,6 @@ class StepRecord:
     num_zeros: int | None = None
     params_norm: float | None = None
     skipped: bool = False
-    skipped_samples: int = 0
-    decoupled_learning_rate: float | None = None
 
 
 @dataclass
@@ -79,14 +77,10 @@ def training_line(line: TrainingLine) -> str:
     step = line.step
     parts = [f" [{line.time:%Y-%m-%d %H:%M:%S}] iteration {step.iteration:8d}/{line.train_iters:8d}"]
     parts.append(f"consumed samples: {step.consumed_samples:12d}")
-    if step.skipped_samples:
-        parts.append(f"skipped samples: {step.skipped_samples:12d}")
     parts.append(f"elapsed time per iteration (ms): {line.seconds_per_iteration * 1000:.1f}")
     if line.tflops_per_device is not None:
         parts.append(f"throughput per GPU (TFLOP/s/GPU): {line.tflops_per_device:.1f}")
     parts.append(f"learning rate: {step.learning_rate:.6E}")
-    if step.decoupled_learning_rate is not None:
-        parts.append(f"decoupled learning rate: {step.decoupled_learning_rate:.6E}")
     parts.append(f"global batch size: {step.global_batch_size:5d}")
     parts += [f"{name}: {loss:.6E}" for name, loss in line.totals.mean_losses().items() if loss > 0.0]
     parts.append(f"loss scale: {step.loss_scale:.1f}")

@@ -16,15 +16,6 @@ def dropout(x: Tensor, p: float, generator: torch.Generator) -> Tensor:
     return result
 
 
-def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, generator: torch.Generator) -> Tensor:
-    """``residual + dropout(x + bias)``: how a sub-layer rejoins the residual stream. All [s, b, h] but ``bias`` [h].
-
-    The result has the wider type of ``x`` and ``residual``.
-    """
-    branch = x if bias is None else x + bias
-    return residual + dropout(branch, p, generator)
-
-
 def draw_kept(x: Tensor, p: float, generator: torch.Generator) -> Tensor:
     """Which elements of a tensor like ``x`` survive, as bool.
 

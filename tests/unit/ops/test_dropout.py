@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.ops.dropout import bias_dropout_add, dropout
+from megatron.core.ops.dropout import dropout
 
 
 def seeded(seed: int = 1) -> torch.Generator:
@@ -74,18 +74,3 @@ def test_keeps_one_byte_per_element() -> None:
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
         dropout(x, 0.1, seeded())
     assert sum(kept) == 100
-
-
-def test_bias_dropout_add_adds_bias_before_and_residual_after_dropout() -> None:
-    """The residual itself is never dropped."""
-    x, residual, bias = torch.randn(3, 2, 4), torch.randn(3, 2, 4), torch.randn(4)
-    expected = residual + dropout(x + bias, 0.5, seeded(2))
-    assert torch.equal(bias_dropout_add(x, bias, residual, 0.5, seeded(2)), expected)
-    assert torch.equal(bias_dropout_add(x, None, residual, 0.0, seeded()), residual + x)
-
-
-def test_bias_dropout_add_keeps_a_wide_residual_wide() -> None:
-    """With --fp32-residual-connection a bf16 branch joins an fp32 stream."""
-    out = bias_dropout_add(torch.ones(2, dtype=torch.bfloat16), None, torch.full((2,), 1e-4), 0.0, seeded())
-    assert out.dtype == torch.float32
-    assert torch.equal(out, torch.full((2,), 1.0001))

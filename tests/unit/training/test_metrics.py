@@ -56,8 +56,6 @@ def test_shortest_line_to_the_letter() -> None:
 def test_longest_line_to_the_letter() -> None:
     step = dataclasses.replace(
         STEP,
-        skipped_samples=32,
-        decoupled_learning_rate=3e-5,
         grad_norm=1.2344,
         num_zeros=42,
         params_norm=170.5551,
@@ -65,9 +63,9 @@ def test_longest_line_to_the_letter() -> None:
     )
     assert line(step, tflops=123.456) == (
         " [2026-08-01 09:05:03] iteration      100/    5000 | consumed samples:         1600 | "
-        "skipped samples:           32 | elapsed time per iteration (ms): 123.5 | "
+        "elapsed time per iteration (ms): 123.5 | "
         "throughput per GPU (TFLOP/s/GPU): 123.5 | learning rate: 1.500000E-04 | "
-        "decoupled learning rate: 3.000000E-05 | global batch size:    16 | lm loss: 5.432100E+00 | "
+        "global batch size:    16 | lm loss: 5.432100E+00 | "
         "sop loss: 7.000000E-01 | loss scale: 65536.0 | grad norm: 1.234 | num zeros: 42 | params norm: 170.555 | "
         "number of skipped iterations:   0 | number of nan iterations:   0 |"
     )

@@ -23,8 +23,6 @@ STEP = StepRecord(
     grad_norm=1.5,
     num_zeros=3,
     params_norm=20.0,
-    skipped_samples=2,
-    decoupled_learning_rate=1e-4,
 )
 
 
@@ -54,8 +52,6 @@ def test_every_name_of_a_step() -> None:
     board.step(STEP)
     values = {
         "learning-rate": 1e-3,
-        "decoupled-learning-rate": 1e-4,
-        "skipped-train-samples": 2,
         "batch-size": 16,
         "lm loss": 5.5,
         "loss-scale": 8.0,
