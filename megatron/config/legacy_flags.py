@@ -143,10 +143,6 @@ IGNORED: tuple[tuple[str, str], ...] = (
         "there are no pipeline stages",
     ),
     (
-        "cp-comm-type",
-        "there is no context parallelism",
-    ),
-    (
         "no-clone-scatter-output-in-embedding distribute-saved-activations",
         "there is no such copy to avoid",
     ),
@@ -373,7 +369,6 @@ HARMLESS: dict[str, tuple[str, ...]] = {
     "--tp-comm-bootstrap-backend": ("nccl",),
     "--wgrad-deferral-limit": ("0",),
     "--num-dataset-builder-threads": ("1",),
-    "--cp-comm-type": ("p2p",),
     "--ckpt-format": ("torch_dist",),
     "--data-impl": ("mmap", "infer"),
     "--sample-rate": ("1.0", "1"),
@@ -388,7 +383,6 @@ HARMLESS: dict[str, tuple[str, ...]] = {
     "--expert-tensor-parallel-size": ("1",),
     "--moe-layer-freq": ("1",),
     "--mtp-num-layers": ("0",),
-    "--hierarchical-context-parallel-sizes": ("1",),
     "--cuda-graph-impl": ("none",),
     "--main-grads-dtype": ("fp32",),
     "--main-params-dtype": ("fp32",),

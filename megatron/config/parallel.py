@@ -7,6 +7,8 @@ from typing import Literal
 
 from megatron.config.flags import check_flags, flag
 
+CpCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
+
 
 @check_flags
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,15 @@ class ParallelConfig:
         "Interleave the pipeline: chunks of one rank.", default=None, at_least=1
     )
     context_parallel_size: int = flag("Ranks that split the sequence in attention.", default=1, at_least=1)
+    cp_comm_type: tuple[CpCommType, ...] = flag(
+        "How context-parallel ranks attend to each other's keys, for all layers or for each: keys go round a ring, are "
+        "gathered, or whole sequences are exchanged for heads (within each group of the first of "
+        "--hierarchical-context-parallel-sizes ranks, between which keys go round a ring).",
+        default=("p2p",),
+    )
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = flag(
+        "With --cp-comm-type a2a+p2p: ranks that exchange heads, and ranks of a ring.", default=None, at_least=1
+    )
     sequence_parallel: bool = flag(
         "Also split activations along the sequence between the tensor-parallel matmuls.", default=False
     )

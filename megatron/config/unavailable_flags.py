@@ -43,11 +43,6 @@ UNAVAILABLE: tuple[tuple[str, str, str], ...] = (
         "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split",
     ),
     (
-        "context parallelism is",
-        " yet; --sequence-parallel and --recompute-granularity also make long sequences fit",
-        "hierarchical-context-parallel-sizes",
-    ),
-    (
         "an optimizer in reduced precision or on the CPU is",
         " yet; --use-distributed-optimizer makes its state small",
         "use-precision-aware-optimizer main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype "

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
+from megatron.core.context_parallel.slicing import positions
 from megatron.core.models.stage import Stage
 from megatron.core.ops.rotary import RotaryTable, rotary_frequencies, rotary_table
 from megatron.core.parallel.context import ParallelContext
@@ -58,9 +59,10 @@ class GPTModel(nn.Module):
     ) -> VocabularyOutput | Tensor:
         """Token ids ``[b, S]`` to the vocabulary output, or, on a stage that isn't the last, to hidden states.
 
-        ``position_ids`` ``[b, S]``: None means 0, 1, … S-1. ``segments`` ``[b, S]``: document numbers that attention
-        doesn't cross. ``hidden`` ``[s, b, h]``: what the stage before returned. ``key``: the microbatch's random
-        streams, needed only when dropout draws.
+        With context parallelism, tokens and positions are the rank's slice (``context_parallel.slicing``), and
+        ``segments`` are whole. ``position_ids`` ``[b, S]``: None means 0, 1, … of the whole sequence. ``segments``
+        ``[b, S]``: document numbers that attention doesn't cross. ``hidden`` ``[s, b, h]``: what the stage before
+        returned. ``key``: the microbatch's random streams, needed only when dropout draws.
         """
         key = key or StreamKey(0)
         if self.embedding is not None:
@@ -81,9 +83,12 @@ class GPTModel(nn.Module):
     def _rotary(self, tokens: Tensor, position_ids: Tensor | None) -> RotaryTable | None:
         if self._frequencies is None:
             return None
-        positions = torch.arange(tokens.shape[1], device=tokens.device) if position_ids is None else position_ids
+        if position_ids is None:
+            mesh = self._context.mesh
+            ranks = mesh.size("cp")
+            position_ids = positions(tokens.shape[1] * ranks, mesh.rank("cp"), ranks, device=tokens.device)
         wide = torch.float64 if self._context.dtype == torch.float64 else torch.float32
-        return rotary_table(self._frequencies, positions, dtype=wide)
+        return rotary_table(self._frequencies, position_ids, dtype=wide)
 
 
 def _rotary_frequencies(config: ModelConfig) -> Tensor | None:

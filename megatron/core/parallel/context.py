@@ -6,24 +6,35 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.config.parallel import CpCommType
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RngStreams
 
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """A rank: its place, random streams, device and parameter type, and whether sequence parallelism is on."""
+    """A rank: its place, random streams, device and parameter type, and how ranks that split sequences do it.
+
+    ``sequence_parallel``: tensor-parallel ranks split it between their matmuls. ``cp_comm_types``: how context-parallel
+    ranks attend to each other's keys, in all layers or one for each; ``cp_sizes``: of the two levels of "a2a+p2p".
+    """
 
     mesh: Mesh
     rng: RngStreams
     device: torch.device
     dtype: torch.dtype
     sequence_parallel: bool = False
+    cp_comm_types: tuple[CpCommType, ...] = ("p2p",)
+    cp_sizes: tuple[int, ...] = ()
 
     @property
     def hidden_generator(self) -> torch.Generator:
         """The stream for dropout on hidden states, which sequence parallelism splits over tensor-parallel ranks."""
         return self.rng.split if self.sequence_parallel else self.rng.replicated
+
+    def cp_comm_type(self, layer: int) -> CpCommType:
+        """That of layer number ``layer``."""
+        return self.cp_comm_types[layer] if len(self.cp_comm_types) > 1 else self.cp_comm_types[0]
 
     @classmethod
     def single(cls, *, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 1234) -> ParallelContext:

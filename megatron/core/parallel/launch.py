@@ -38,6 +38,8 @@ def parallel_context(
         device=device,
         dtype=DTYPES[params_dtype],
         sequence_parallel=parallel.sequence_parallel,
+        cp_comm_types=parallel.cp_comm_type,
+        cp_sizes=parallel.hierarchical_context_parallel_sizes or (),
     )
     # Not after an error: ranks that still wait for this one would make the goodbye hang.
     if dist.is_initialized():

@@ -94,11 +94,14 @@ class Mesh:
         return self.members(*axes).index(self.world_rank) if self.size(*axes) > 1 else 0
 
     def group(self, *axes: Axis) -> ProcessGroup | None:
-        """Process group over ``axes``; None when it holds one rank.
+        """Process group over ``axes``; None when it holds one rank."""
+        return self.group_of(self.members(*axes))
 
-        Created at first use, by its members alone, and shared by every union of axes with the same ranks.
+    def group_of(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
+        """Process group of these world ranks; None for one rank.
+
+        Created at first use, by its members alone, and shared by all that mean the same ranks.
         """
-        ranks = self.members(*axes)
         if len(ranks) == 1:
             return None
         if ranks not in self._groups:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
-from megatron.core.ops.attention import attention
+from megatron.core.context_parallel.attention import attention
 from megatron.core.ops.rotary import apply_rotary
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.recompute import recomputed
@@ -80,6 +80,8 @@ class SelfAttention(nn.Module):
             query,
             key,
             value,
+            context=self._context,
+            comm_type=self._context.cp_comm_type(self._number),
             causal=self._causal,
             scale=None,
             dropout=drop,

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
+from megatron.core.context_parallel.slicing import take
 from megatron.core.ops.dropout import dropout
 from megatron.core.parallel.collectives import all_gather
 from megatron.core.parallel.context import ParallelContext
@@ -39,9 +40,11 @@ class PositionEmbedding(nn.Module):
         self.weight = make_parameter(sharding, input_init(config), context)
 
     def forward(self, length: int, position_ids: Tensor | None) -> Tensor:
-        """Vectors ``[s, b or 1, h]`` for positions ``[b, S]``, or for 0, 1, … S-1 when None."""
+        """Vectors ``[s, b or 1, h]`` for positions ``[b, S]``, or for this rank's of 0, 1, … when None."""
         if position_ids is None:
-            return sequence_slice(self.weight[:length], self._context).unsqueeze(1)
+            mesh = self._context.mesh
+            held = take(self.weight[: length * mesh.size("cp")], mesh.rank("cp"), mesh.size("cp"), dim=0)
+            return sequence_slice(held, self._context).unsqueeze(1)
         return F.embedding(sequence_slice(position_ids.t(), self._context), self.weight)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.ops.attention.documents import each_document
-from megatron.core.ops.attention.request import AttentionOptions, AttentionRequest
+from megatron.core.ops.attention.request import AttentionOptions, AttentionRequest, Gradients, PartialResult
 from megatron.core.ops.dropout import draw_kept, scale_kept
 
 _BLOCK = 128  # queries
@@ -52,7 +52,7 @@ class _Blocked(torch.autograd.Function):
         ctx.generator_state = _state(options)
         out = q.new_empty(*q.shape[:3], v.shape[3])
         for block in _blocks(q, k, v, options):
-            probabilities = block.probabilities()
+            probabilities = block.scores().softmax(dim=-1)
             if options.generator is not None and options.dropout > 0.0:
                 kept = draw_kept(probabilities, options.dropout, options.generator)
                 probabilities = scale_kept(probabilities, kept, options.dropout)
@@ -62,26 +62,64 @@ class _Blocked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v = ctx.saved_tensors
-        options: AttentionOptions = ctx.options
         generator = _restored(ctx.generator_state, q.device)
-        upstream = _fold_queries(grad.view(*q.shape[:3], v.shape[3]), k)
-        grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
-        wide = torch.promote_types(q.dtype, torch.float32)  # to add up blocks
-        grad_k, grad_v = (torch.zeros_like(_fold(x), dtype=wide, memory_format=torch.contiguous_format) for x in (k, v))
-        for block in _blocks(q, k, v, options):
-            grad_out = upstream[:, :, block.rows].flatten(1, 2).contiguous()
-            used = probabilities = block.probabilities()
-            grad_probabilities = torch.bmm(grad_out, block.v.transpose(1, 2))
-            if generator is not None:
-                kept = draw_kept(probabilities, options.dropout, generator)
-                used = scale_kept(probabilities, kept, options.dropout)
-                grad_probabilities = scale_kept(grad_probabilities, kept, options.dropout)
-            visible = slice(0, block.k.shape[1])
-            grad_v[:, visible] += torch.bmm(used.transpose(1, 2), grad_out)
-            grad_scores = torch._softmax_backward_data(grad_probabilities, probabilities, -1, q.dtype)
-            block.put(torch.bmm(grad_scores, block.k), grad_q, scale=options.scale)
-            grad_k[:, visible] += torch.bmm(grad_scores.transpose(1, 2), block.q)
-        return grad_q, _unfold(grad_k.mul_(options.scale), k), _unfold(grad_v, v), None
+        grads = _gradients(grad.view(*q.shape[:3], v.shape[3]), q, k, v, ctx.options, generator, whole=None)
+        return grads.q, grads.k, grads.v, None
+
+
+def attend_partly(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> PartialResult:
+    """See ``partial_attention``."""
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    lse = torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    for block in _blocks(q, k, v, options):
+        scores = block.scores().to(lse.dtype)
+        sums = scores.logsumexp(dim=-1, keepdim=True)
+        probabilities = scores.sub_(sums).exp_().to(q.dtype)
+        if options.generator is not None and options.dropout > 0.0:
+            kept = draw_kept(probabilities, options.dropout, options.generator)
+            probabilities = scale_kept(probabilities, kept, options.dropout)
+        block.put(torch.bmm(probabilities, block.v), out, scale=1.0)
+        block.put(sums, lse.unsqueeze(-1), scale=1.0)
+    return PartialResult(out, lse)
+
+
+def gradients_of_part(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: PartialResult, options: AttentionOptions
+) -> Gradients:
+    """See ``partial_attention_gradients``."""
+    return _gradients(grad, q, k, v, options, options.generator if options.dropout > 0.0 else None, whole=whole)
+
+
+def _gradients(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: AttentionOptions,
+    generator: torch.Generator | None,
+    *,
+    whole: PartialResult | None,
+) -> Gradients:
+    """``whole``: the result over all keys, of which these are a part; None when these are all."""
+    upstream = _fold_queries(grad, k)
+    softmax = _Softmax() if whole is None else _PartOfSoftmax(grad, whole, k)
+    grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
+    wide = torch.promote_types(q.dtype, torch.float32)  # to add up blocks
+    grad_k, grad_v = (torch.zeros_like(_fold(x), dtype=wide, memory_format=torch.contiguous_format) for x in (k, v))
+    for block in _blocks(q, k, v, options):
+        grad_out = upstream[:, :, block.rows].flatten(1, 2).contiguous()
+        used = probabilities = softmax.forward(block)
+        grad_probabilities = torch.bmm(grad_out, block.v.transpose(1, 2))
+        if generator is not None:
+            kept = draw_kept(probabilities, options.dropout, generator)
+            used = scale_kept(probabilities, kept, options.dropout)
+            grad_probabilities = scale_kept(grad_probabilities, kept, options.dropout)
+        visible = slice(0, block.k.shape[1])
+        grad_v[:, visible] += torch.bmm(used.transpose(1, 2), grad_out)
+        grad_scores = softmax.backward(grad_probabilities, probabilities, block)
+        block.put(torch.bmm(grad_scores, block.k), grad_q, scale=options.scale)
+        grad_k[:, visible] += torch.bmm(grad_scores.transpose(1, 2), block.q)
+    return Gradients(grad_q, _unfold(grad_k.mul_(options.scale), k), _unfold(grad_v, v))
 
 
 @dataclass(frozen=True)
@@ -99,14 +137,14 @@ class _Block:
     scale: float
     later: Tensor | None
 
-    def probabilities(self) -> Tensor:
-        """Softmax of the scores, [B, r·rows, keys]."""
+    def scores(self) -> Tensor:
+        """q·kᵀ·scale, [B, r·rows, keys], minus infinity where a key is later than the query."""
         unused = self.q.new_empty(1, 1, 1)
         scores = torch.baddbmm(unused, self.q, self.k.transpose(1, 2), beta=0.0, alpha=self.scale)
         if self.later is not None:
             length = self.later.shape[0]
             scores.view(scores.shape[0], -1, length, scores.shape[2])[..., -length:].add_(self.later)
-        return scores.softmax(dim=-1)
+        return scores
 
     def put(self, result: Tensor, out: Tensor, *, scale: float) -> None:
         """Write ``result`` [B, r·rows, d] times ``scale`` to its place in ``out`` [sq, b, n, d]."""
@@ -114,6 +152,37 @@ class _Block:
         by_head = result.view(result.shape[0], -1, length, result.shape[2])  # [B, r, rows, d]
         target = out[self.rows].view(length, *by_head.shape[:2], -1)
         torch.mul(by_head.permute(2, 0, 1, 3), scale, out=target)
+
+
+class _Softmax:
+    """Of scores over all keys."""
+
+    def forward(self, block: _Block) -> Tensor:
+        """Probabilities, [B, r·rows, keys]."""
+        return block.scores().softmax(dim=-1)
+
+    def backward(self, grad: Tensor, probabilities: Tensor, block: _Block) -> Tensor:
+        """Gradient of the scores."""
+        return torch._softmax_backward_data(grad, probabilities, -1, probabilities.dtype)
+
+
+class _PartOfSoftmax(_Softmax):
+    """Of scores over some of the keys: what the sums over all keys are is known, for rowsum(dP∘P) it is dout·out."""
+
+    def __init__(self, grad: Tensor, whole: PartialResult, k: Tensor) -> None:
+        wide = whole.lse.dtype
+        self._lse = _fold_queries(whole.lse.unsqueeze(-1), k)
+        self._means = _fold_queries((grad.to(wide) * whole.out.to(wide)).sum(-1, keepdim=True), k)
+
+    def forward(self, block: _Block) -> Tensor:
+        """Probabilities, [B, r·rows, keys]."""
+        lse = self._lse[:, :, block.rows].flatten(1, 2)
+        return block.scores().to(lse.dtype).sub_(lse).exp_().to(block.q.dtype)
+
+    def backward(self, grad: Tensor, probabilities: Tensor, block: _Block) -> Tensor:
+        """Gradient of the scores."""
+        means = self._means[:, :, block.rows].flatten(1, 2)
+        return (grad - means).mul_(probabilities).to(block.q.dtype)
 
 
 def _blocks(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Iterator[_Block]:

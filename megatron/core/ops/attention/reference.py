@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.ops.attention.masks import allowed_keys
-from megatron.core.ops.attention.request import AttentionOptions, AttentionRequest
-from megatron.core.ops.dropout import dropout
+from megatron.core.ops.attention.request import AttentionOptions, AttentionRequest, Gradients, PartialResult
+from megatron.core.ops.dropout import draw_kept, dropout, scale_kept
 
 
 def supports(request: AttentionRequest) -> str | None:
@@ -17,12 +17,8 @@ def supports(request: AttentionRequest) -> str | None:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
     """softmax(q·kᵀ·scale)·v with what may not be attended left out; see ``attention`` for shapes."""
-    repeats = q.shape[2] // k.shape[2]  # query heads per key head
-    query = q.permute(1, 2, 0, 3)  # [b, n, sq, d]
-    key = k.repeat_interleave(repeats, dim=2).permute(1, 2, 3, 0)  # [b, n, d, sk]
-    value = v.repeat_interleave(repeats, dim=2).permute(1, 2, 0, 3)  # [b, n, sk, d]
-    wide = torch.promote_types(query.dtype, torch.float32) if options.softmax_in_fp32 else query.dtype
-    scores = torch.matmul(query.to(wide) * options.scale, key.to(wide))  # [b, n, sq, sk]
+    wide = torch.promote_types(q.dtype, torch.float32) if options.softmax_in_fp32 else q.dtype
+    scores = _scores(q, k, options, wide)
     allowed = allowed_keys(q, k, options)
     if allowed is not None:
         scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
@@ -32,4 +28,74 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor
     if options.dropout > 0.0:
         assert options.generator is not None, "attention dropout needs a generator"
         probabilities = dropout(probabilities, options.dropout, options.generator)
-    return torch.matmul(probabilities, value).permute(2, 0, 1, 3).flatten(2)
+    return _by_position(torch.matmul(probabilities, _repeated(v, q))).flatten(2)
+
+
+def attend_partly(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> PartialResult:
+    """See ``partial_attention``; computed in fp32 or fp64."""
+    scores = _visible_scores(q, k, options)
+    lse = scores.logsumexp(dim=-1)
+    probabilities = _probabilities(scores, lse)
+    if options.dropout > 0.0:
+        assert options.generator is not None, "attention dropout needs a generator"
+        probabilities = dropout(probabilities, options.dropout, options.generator)
+    out = torch.matmul(probabilities, _repeated(v, q).to(scores.dtype))
+    return PartialResult(_by_position(out).to(v.dtype), lse.permute(2, 0, 1))
+
+
+def gradients_of_part(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: PartialResult, options: AttentionOptions
+) -> Gradients:
+    """See ``partial_attention_gradients``; the formulas are those of ``blocked``."""
+    scores = _visible_scores(q, k, options)
+    query, key, value = (_repeated(x, q).to(scores.dtype) for x in (q, k, v))
+    upstream, out = (_by_head(x).to(scores.dtype) for x in (grad, whole.out))
+    used = probabilities = _probabilities(scores, whole.lse.permute(1, 2, 0))
+    grad_probabilities = torch.matmul(upstream, value.transpose(2, 3))
+    if options.dropout > 0.0:
+        assert options.generator is not None, "attention dropout needs a generator"
+        kept = draw_kept(probabilities, options.dropout, options.generator)
+        used = scale_kept(probabilities, kept, options.dropout)
+        grad_probabilities = scale_kept(grad_probabilities, kept, options.dropout)
+    grad_scores = probabilities * (grad_probabilities - (upstream * out).sum(-1, keepdim=True)) * options.scale
+    grad_q, grad_k = torch.matmul(grad_scores, key), torch.matmul(grad_scores.transpose(2, 3), query)
+    grad_v = torch.matmul(used.transpose(2, 3), upstream)
+    return Gradients(_by_position(grad_q).to(q.dtype), _summed(grad_k, k), _summed(grad_v, v))
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """[s, b, n, d] -> [b, n, s, d]."""
+    return x.permute(1, 2, 0, 3)
+
+
+def _by_position(x: Tensor) -> Tensor:
+    """[b, n, s, d] -> [s, b, n, d]."""
+    return x.permute(2, 0, 1, 3)
+
+
+def _repeated(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values [sk, b, g, d] -> [b, n, sk, d], once for every query head of ``q``."""
+    return _by_head(x.repeat_interleave(q.shape[2] // x.shape[2], dim=2))
+
+
+def _summed(grad: Tensor, x: Tensor) -> Tensor:
+    """[b, n, sk, d] -> [sk, b, g, d]: over the query heads that each head of ``x`` serves."""
+    length, batch, groups, width = x.shape
+    return _by_position(grad).reshape(length, batch, groups, -1, width).sum(3).to(x.dtype)
+
+
+def _scores(q: Tensor, k: Tensor, options: AttentionOptions, dtype: torch.dtype) -> Tensor:
+    """[b, n, sq, sk]."""
+    return torch.matmul(_by_head(q).to(dtype) * options.scale, _repeated(k, q).to(dtype).transpose(2, 3))
+
+
+def _visible_scores(q: Tensor, k: Tensor, options: AttentionOptions) -> Tensor:
+    """In fp32 or fp64, minus infinity where a query may not see a key."""
+    scores = _scores(q, k, options, torch.promote_types(q.dtype, torch.float32))
+    allowed = allowed_keys(q, k, options)
+    return scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)
+
+
+def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
+    """exp(scores - lse); zeros for a query that sees no key."""
+    return (scores - lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)).exp()

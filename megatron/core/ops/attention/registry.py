@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.ops.attention import blocked, reference, sdpa
-from megatron.core.ops.attention.request import AttentionOptions, AttentionRequest
+from megatron.core.ops.attention.request import AttentionOptions, AttentionRequest, Gradients, PartialResult
 from megatron.errors import ConfigError
 
 
@@ -22,6 +22,16 @@ class Backend(Protocol):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """The result of ``attention``."""
+        ...
+
+    def attend_partly(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> PartialResult:
+        """The result of ``partial_attention``."""
+        ...
+
+    def gradients_of_part(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: PartialResult, options: AttentionOptions
+    ) -> Gradients:
+        """The result of ``partial_attention_gradients``."""
         ...
 
 

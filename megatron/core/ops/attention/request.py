@@ -10,7 +10,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionRequest:
-    """What a backend needs to accept or refuse a call; can be made before any tensor, to report the choice."""
+    """What a backend needs to accept or refuse a call; can be made before any tensor, to report the choice.
+
+    ``partial``: the call is for some of the keys only, so that results of several are merged (``partial.py``).
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -23,6 +26,7 @@ class AttentionRequest:
     padding_mask: bool = False
     softmax_in_fp32: bool = False
     needs_grad: bool = True
+    partial: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,3 +40,24 @@ class AttentionOptions:
     segments: Tensor | None = None
     padding_mask: Tensor | None = None
     softmax_in_fp32: bool = False
+
+
+@dataclass(frozen=True)
+class PartialResult:
+    """Attention over some of the keys, and what merging it with attention over others takes.
+
+    ``out`` [sq, b, n, d]. ``lse`` [sq, b, n]: logarithm of the sum of the exponentials of a query's scores, in fp32 or
+    fp64; minus infinity for a query that saw no key, whose ``out`` is zero.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """With respect to the three inputs of attention, each shaped like its input."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor

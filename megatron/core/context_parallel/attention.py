@@ -1,0 +1,102 @@
+"""Attention whose sequence context-parallel ranks hold in slices: the one entry that layers call.
+
+=========== =============================================================== ===========================================
+type        what travels, forward                                           asks for
+=========== =============================================================== ===========================================
+p2p         keys and values, from rank to rank while attention is computed  nothing
+all_gather  keys and values, at once                                        memory for those of the whole sequence
+a2a         sequence slices for head slices, and back                       heads that divide
+a2a+p2p     heads among neighbours, keys round rings of their counterparts  two sizes; heads that divide by the first
+=========== =============================================================== ===========================================
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from megatron.config.parallel import CpCommType
+from megatron.core.context_parallel.head_exchange import with_heads_split
+from megatron.core.context_parallel.key_exchange import Gather, KeyExchange, Ring
+from megatron.core.context_parallel.merged_attention import merged_attention
+from megatron.core.ops.attention import AttentionRequest
+from megatron.core.ops.attention import attention as attention_of_one_rank
+from megatron.core.ops.attention.request import AttentionOptions
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.exchange import Team
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    context: ParallelContext,
+    comm_type: CpCommType,
+    causal: bool,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    generator: torch.Generator | None = None,
+    segments: Tensor | None = None,
+    padding_mask: Tensor | None = None,
+    softmax_in_fp32: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """``ops.attention`` of queries and keys that each context-parallel rank holds a slice of (see ``slicing``).
+
+    Shapes are those of the slices: ``q`` [s, b, n, d], ``k`` and ``v`` [s, b, g, d] -> [s, b, n·d]; only ``segments``
+    and ``padding_mask`` [b, S] are whole. Causal attention has as many queries as keys. With one rank, a plain call.
+    """
+    options = AttentionOptions(
+        causal=causal,
+        scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else scale,
+        dropout=dropout,
+        generator=generator,
+        segments=segments,
+        padding_mask=padding_mask,
+        softmax_in_fp32=softmax_in_fp32,
+    )
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention_of_one_rank(q, k, v, **vars(options), backend=backend)
+
+    everyone = Team.of(context.mesh, "cp")
+    if everyone.size == 1:
+        return plain(q, k, v)
+    if comm_type == "a2a":
+        return with_heads_split(plain, q, k, v, everyone)
+    neighbours = everyone.neighbours(_heads_split_over(comm_type, context))
+    exchange = _key_exchange(comm_type, context)
+    merged = functools.partial(merged_attention, exchange=exchange, options=options, backend=backend)
+    return with_heads_split(plain if exchange.team.size == 1 else merged, q, k, v, neighbours)
+
+
+def _key_exchange(comm_type: CpCommType, context: ParallelContext) -> KeyExchange:
+    if comm_type == "all_gather":
+        return Gather(context.mesh)
+    return Ring(Team.of(context.mesh, "cp").counterparts(_heads_split_over(comm_type, context)))
+
+
+def _heads_split_over(comm_type: CpCommType, context: ParallelContext) -> int:
+    """Ranks that exchange sequence slices for head slices."""
+    if comm_type == "a2a":
+        return context.mesh.size("cp")
+    return context.cp_sizes[0] if comm_type == "a2a+p2p" else 1
+
+
+def actual_request(request: AttentionRequest, comm_type: CpCommType, context: ParallelContext) -> AttentionRequest:
+    """What a backend is asked for when a layer asks for ``request`` over the whole sequence."""
+    slices = context.mesh.size("cp") // _heads_split_over(comm_type, context)
+    if slices == 1:
+        return request
+    return dataclasses.replace(
+        request,
+        query_length=request.query_length // slices,
+        key_length=request.key_length // slices,
+        segments=False,
+        partial=True,
+    )

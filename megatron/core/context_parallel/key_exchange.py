@@ -1,0 +1,111 @@
+"""Two ways in which a rank gets at every other rank's keys and values, and their gradients get back to their owners.
+
+``Ring`` passes them on from rank to rank while attention to those at hand is computed (Liu et al. 2023,
+arXiv:2310.01889): two ranks' keys are held at a time. ``Gather`` fetches all at once (Llama 3, arXiv:2407.21783): one
+message instead of many, and memory for the keys of the whole sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.core.parallel.collectives import all_gather, reduce_scatter
+from megatron.core.parallel.exchange import Shift, Team, circulate
+from megatron.core.parallel.mesh import Mesh
+
+_GRADIENTS = 1  # tag of the ring that turns beside that of the keys
+
+
+class Returning(Protocol):
+    """Collects what a rank contributes to the gradients of each rank's keys."""
+
+    def add(self, owner: int, grads: Tensor) -> None:
+        """Take in the contribution to those of ``owner``, in the order in which keys came; ``grads`` is given away."""
+        ...
+
+    def own(self) -> Tensor:
+        """The sum of all ranks' contributions to this rank's keys."""
+        ...
+
+
+class KeyExchange(Protocol):
+    """Moves packed keys and values among the ranks of ``team``."""
+
+    team: Team
+
+    def visit(self, packed: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Every rank's packed keys and values with the rank's position in the team, this rank's own first."""
+        ...
+
+    def returning(self, packed: Tensor) -> Returning:
+        """Where gradients shaped like ``packed`` are collected."""
+        ...
+
+
+class Ring:
+    """From each rank to the next."""
+
+    def __init__(self, team: Team) -> None:
+        self.team = team
+
+    def visit(self, packed: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """See ``KeyExchange``."""
+        return circulate(packed, self.team)
+
+    def returning(self, packed: Tensor) -> Returning:
+        """See ``KeyExchange``."""
+        return _RingReturning(self.team)
+
+
+class _RingReturning:
+    """A sum of gradients follows its keys round the ring, one step behind, and goes home at the end."""
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+        self._shift: Shift | None = None
+
+    def add(self, owner: int, grads: Tensor) -> None:
+        if self._shift is not None:
+            grads += self._shift.wait()
+        self._shift = Shift(grads, self._team, tag=_GRADIENTS)
+
+    def own(self) -> Tensor:
+        assert self._shift is not None
+        return self._shift.wait()
+
+
+class Gather:
+    """From all ranks of the axis ``cp`` at once."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.team = Team.of(mesh, "cp")
+
+    def visit(self, packed: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """See ``KeyExchange``."""
+        everyone = all_gather(packed.unsqueeze(0), self.team.mesh, "cp")
+        ranks = self.team.size
+        for step in range(ranks):
+            owner = (self.team.rank - step) % ranks
+            yield owner, everyone[owner]
+
+    def returning(self, packed: Tensor) -> Returning:
+        """See ``KeyExchange``."""
+        return _GatherReturning(packed, self.team)
+
+
+class _GatherReturning:
+    """The transpose of a gather: sums, scattered."""
+
+    def __init__(self, packed: Tensor, team: Team) -> None:
+        self._team = team
+        self._sums = torch.zeros(team.size, *packed.shape, dtype=packed.dtype, device=packed.device)
+
+    def add(self, owner: int, grads: Tensor) -> None:
+        self._sums[owner].copy_(grads)
+
+    def own(self) -> Tensor:
+        return reduce_scatter(self._sums, self._team.mesh, "cp").squeeze(0)

@@ -1,0 +1,119 @@
+"""Attention of this rank's queries to the keys of all ranks, one rank's keys after the other, in constant memory.
+
+Forward merges partial results by online softmax. Backward has every rank's keys visit again: each call needs only the
+merged result and the merged log-sum-exp, and dropout draws again what it drew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.context_parallel.key_exchange import KeyExchange
+from megatron.core.context_parallel.slicing import take
+from megatron.core.context_parallel.visible import Documents, Visible, visible
+from megatron.core.ops.attention.partial import OnlineSoftmax, partial_attention, partial_attention_gradients
+from megatron.core.ops.attention.request import AttentionOptions, PartialResult
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What all parts have in common. ``options`` speak of the whole sequence."""
+
+    exchange: KeyExchange
+    options: AttentionOptions
+    backend: str
+    documents: Documents | None
+
+    def parts(self, owner: int, q: Tensor, k: Tensor) -> Iterator[tuple[Visible, AttentionOptions]]:
+        """The calls that this rank's queries make to the keys ``k`` of ``owner``."""
+        team = self.exchange.team
+        whole = visible(team.rank, owner, queries=q.shape[0], keys=k.shape[0], causal=self.options.causal)
+        cut = [whole] if self.documents is None else self.documents.cut(whole, team.rank, owner)
+        padding = self.options.padding_mask
+        held = None if padding is None else take(padding, owner, team.size, dim=1)
+        for part in cut:
+            mask = None if held is None else held[part.samples, part.keys]
+            yield part, dataclasses.replace(self.options, causal=part.causal, padding_mask=mask)
+
+
+def merged_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, exchange: KeyExchange, options: AttentionOptions, backend: str
+) -> Tensor:
+    """Attention over the sequence that the team holds in slices: ``q`` [s, b, n, d], ``k`` and ``v`` [s, b, g, d].
+
+    ``options.segments`` and ``options.padding_mask`` are those of the whole sequence. Returns [s, b, n·d].
+    """
+    segments = options.segments
+    documents = None if segments is None else Documents(segments, exchange.team.size)
+    call = _Call(exchange, dataclasses.replace(options, segments=None), backend, documents)
+    out: Tensor = _MergedAttention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
+    return out.flatten(2)
+
+
+class _MergedAttention(torch.autograd.Function):
+    """Keeps q, k, v, the result, its log-sum-exp, and where the generator stood."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
+        generator = call.options.generator
+        ctx.generator_state = generator.get_state() if generator is not None and call.options.dropout > 0.0 else None
+        merged = OnlineSoftmax.over_nothing(q, v)
+        for owner, packed in call.exchange.visit(_pack(k, v)):
+            keys, values = _unpack(packed, k, v)
+            for part, options in call.parts(owner, q, keys):
+                asked, at = (part.rows, part.samples), (part.keys, part.samples)
+                found = partial_attention(q[asked], keys[at], values[at], options, backend=call.backend)
+                merged.add(found, *asked)
+        whole = merged.result(q.dtype)
+        ctx.save_for_backward(q, k, v, whole.out, whole.lse)
+        ctx.call = call
+        return whole.out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, out, lse = ctx.saved_tensors
+        call = _replaying(ctx.call, ctx.generator_state, q.device)
+        grad_q = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+        packed_keys = _pack(k, v)
+        returning = call.exchange.returning(packed_keys)
+        for owner, packed in call.exchange.visit(packed_keys):
+            keys, values = _unpack(packed, k, v)
+            contribution = torch.zeros_like(packed)
+            grad_k, grad_v = _unpack(contribution, k, v)
+            for part, options in call.parts(owner, q, keys):
+                asked, at = (part.rows, part.samples), (part.keys, part.samples)
+                whole = PartialResult(out[asked], lse[asked])
+                found = partial_attention_gradients(
+                    grad[asked], q[asked], keys[at], values[at], whole, options, backend=call.backend
+                )
+                grad_q[asked] += found.q
+                grad_k[at] += found.k
+                grad_v[at] += found.v
+            returning.add(owner, contribution)
+        grad_k, grad_v = _unpack(returning.own(), k, v)
+        return grad_q.to(q.dtype), grad_k, grad_v, None
+
+
+def _replaying(call: _Call, state: Tensor | None, device: torch.device) -> _Call:
+    """The call with a generator that draws what the forward pass drew."""
+    if state is None:
+        return call
+    generator = torch.Generator(device)
+    generator.set_state(state)
+    return dataclasses.replace(call, options=dataclasses.replace(call.options, generator=generator))
+
+
+def _pack(k: Tensor, v: Tensor) -> Tensor:
+    """Both in one piece, to travel as one message."""
+    return torch.cat([k.reshape(-1), v.reshape(-1)])
+
+
+def _unpack(packed: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of the two, shaped like ``k`` and ``v``."""
+    return packed[: k.numel()].view(k.shape), packed[k.numel() :].view(v.shape)

@@ -1,0 +1,54 @@
+"""Which positions of a sequence each context-parallel rank holds, so that causal attention is the same work for all.
+
+The sequence is cut into 2·cp equal pieces; rank *r* holds piece *r* and, counted from the end, piece *r* again. Early
+queries see few keys and late ones many, and every rank has as many of the one as of the other.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def pieces(rank: int, ranks: int) -> tuple[int, int]:
+    """The two of ``2·ranks`` pieces that ``rank`` holds, the earlier first."""
+    return rank, 2 * ranks - 1 - rank
+
+
+def sequence_slices(length: int, rank: int, ranks: int) -> tuple[slice, ...]:
+    """The runs of positions that ``rank`` holds of ``length``, in order; all in one for a single rank."""
+    if ranks == 1:
+        return (slice(0, length),)
+    assert length % (2 * ranks) == 0, f"a length of {length} does not divide into 2 x {ranks} pieces"
+    size = length // (2 * ranks)
+    return tuple(slice(piece * size, (piece + 1) * size) for piece in pieces(rank, ranks))
+
+
+def take(x: Tensor, rank: int, ranks: int, *, dim: int) -> Tensor:
+    """What ``rank`` holds of ``x`` along ``dim``."""
+    if ranks == 1:
+        return x
+    runs = sequence_slices(x.shape[dim], rank, ranks)
+    return torch.cat([x.narrow(dim, run.start, run.stop - run.start) for run in runs], dim=dim)
+
+
+def positions(length: int, rank: int, ranks: int, *, device: torch.device | str = "cpu") -> Tensor:
+    """The positions that ``rank`` holds of ``length``, ascending, [length / ranks]."""
+    return take(torch.arange(length, device=device), rank, ranks, dim=0)
+
+
+def in_order(parts: Tensor) -> Tensor:
+    """What the ranks hold, [ranks, s, …] by rank, as one sequence [ranks·s, …]: the inverse of ``by_rank``."""
+    ranks = parts.shape[0]
+    if ranks == 1:
+        return parts[0]
+    early, late = parts.chunk(2, dim=1)
+    return torch.cat([early, late.flip(0)]).flatten(0, 1)
+
+
+def by_rank(x: Tensor, ranks: int) -> Tensor:
+    """A sequence [S, …] as what each rank holds of it, [ranks, S / ranks, …]."""
+    if ranks == 1:
+        return x.unsqueeze(0)
+    early, late = x.view(2, ranks, -1, *x.shape[1:])
+    return torch.cat([early, late.flip(0)], dim=1)

@@ -1,0 +1,116 @@
+"""Attention over slices of the sequence against attention of one rank, for every way to exchange keys or heads."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.context_parallel.attention import attention
+from megatron.core.context_parallel.slicing import take
+from megatron.core.ops.attention import attention as attention_of_one_rank
+from megatron.core.ops.attention import blocked
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.exchange import Shift, Team, all_to_all, circulate
+from tests.harness import run_ranks
+
+LENGTH, BATCH, HEADS, WIDTH = 24, 2, 12, 4
+
+WAYS: dict[str, dict[str, Any]] = {
+    "p2p": {"cp_comm_types": ("p2p",)},
+    "all_gather": {"cp_comm_types": ("all_gather",)},
+    "a2a": {"cp_comm_types": ("a2a",)},
+    "a2a+p2p": {"cp_comm_types": ("a2a+p2p",), "cp_sizes": (2, 2)},
+    "a2a+p2p, rings of one": {"cp_comm_types": ("a2a+p2p",), "cp_sizes": (4, 1)},
+    "a2a+p2p, heads of one": {"cp_comm_types": ("a2a+p2p",), "cp_sizes": (1, 4)},
+}
+
+CALLS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "one group": {"groups": 1},
+    "bidirectional, two groups": {"groups": 2, "causal": False},
+    "cross": {"keys": 40, "causal": False, "groups": 4},
+    "documents": {"documents": True, "groups": 4},
+    "documents, bidirectional": {"documents": True, "causal": False},
+    "padding": {"padding": True, "causal": False, "groups": 4},
+    "documents by blocks": {"documents": True, "backend": "blocked"},
+    "padding, causal": {"padding": True},
+}
+
+
+def inputs(*, groups: int, keys: int) -> tuple[list[Tensor], Tensor]:
+    """Query, key and value over the whole sequence, and the gradient of the result."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((LENGTH, HEADS), (keys, groups), (keys, groups))
+    qkv = [torch.randn(s, BATCH, n, WIDTH, generator=generator, dtype=torch.float64) for s, n in shapes]
+    return qkv, torch.randn(LENGTH, BATCH, HEADS * WIDTH, generator=generator, dtype=torch.float64)
+
+
+def options(
+    *, causal: bool = True, keys: int = LENGTH, documents: bool = False, padding: bool = False, backend: str = "auto"
+) -> dict[str, Any]:
+    segments = (torch.rand(BATCH, LENGTH, generator=torch.Generator().manual_seed(2)) < 0.2).cumsum(1)
+    real = torch.ones(BATCH, keys, dtype=torch.bool)
+    real[0, 17:], real[1, :9] = False, False
+    return {
+        "causal": causal,
+        "segments": segments if documents else None,
+        "padding_mask": real if padding else None,
+        "backend": backend,
+    }
+
+
+def on_slices(context: ParallelContext, way: dict[str, Any], call: dict[str, Any]) -> list[float]:
+    """How far a rank's result and gradients are from its slices of those of one rank."""
+    blocked._BLOCK = 5
+    call = dict(call)
+    groups, keys = call.pop("groups", HEADS), call.get("keys", LENGTH)
+    whole, upstream = inputs(groups=groups, keys=keys)
+    chosen = options(**call)
+    context = dataclasses.replace(context, **way)
+
+    def held(x: Tensor) -> Tensor:
+        return take(x, context.mesh.rank("cp"), context.mesh.size("cp"), dim=0)
+
+    slices = [held(x).requires_grad_() for x in whole]
+    out = attention(*slices, context=context, comm_type=context.cp_comm_type(0), **chosen)
+    found = [out, *torch.autograd.grad(out, slices, held(upstream))]
+
+    leaves = [x.requires_grad_() for x in whole]
+    reference = attention_of_one_rank(*leaves, **(chosen | {"backend": "reference"}))
+    expected = [reference, *torch.autograd.grad(reference, leaves, upstream)]
+    assert out.shape == held(reference).shape
+    return [(actual - held(wanted)).abs().max().item() for actual, wanted in zip(found, expected)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_attention_over_slices_is_attention(way: str) -> None:
+    """Every rank's result and gradients are its slices of those of one rank, whatever the mask and the groups."""
+    for name, call in CALLS.items():
+        for differences in run_ranks(on_slices, WAYS[way], call, cp=4, dtype=torch.float64):
+            assert max(differences) < 1e-12, f"{name}: out, q, k, v differ by {differences}"
+
+
+def exchanges(context: ParallelContext) -> tuple[list[tuple[int, float]], list[float], list[float], float]:
+    """What a rank of four sees on a ring, from its pairs and its counterparts, and two rings at once."""
+    team = Team.of(context.mesh, "cp")
+    mine = torch.full((3,), float(team.rank))
+    seen = [(owner, x[0].item()) for owner, x in circulate(mine, team)]
+    numbers = torch.arange(2.0) + 10 * team.rank
+    pairs = all_to_all(numbers, team.neighbours(2)).tolist()
+    across = all_to_all(numbers, team.counterparts(2)).tolist()
+    one, other = Shift(mine, team), Shift(mine + 100, team, tag=1)
+    return seen, pairs, across, other.wait()[0].item() - one.wait()[0].item()
+
+
+def test_exchanges_go_where_they_should() -> None:
+    """A wrong neighbour gives every rank a sound tensor that belongs elsewhere."""
+    results = run_ranks(exchanges, cp=4)
+    for rank, (seen, _, _, difference) in enumerate(results):
+        assert seen == [(owner % 4, float(owner % 4)) for owner in range(rank, rank - 4, -1)]
+        assert difference == 100.0
+    assert [pairs for _, pairs, _, _ in results] == [[0, 10], [1, 11], [20, 30], [21, 31]]
+    assert [across for _, _, across, _ in results] == [[0, 20], [10, 30], [1, 21], [11, 31]]

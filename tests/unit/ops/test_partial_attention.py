@@ -1,0 +1,189 @@
+"""Attention in parts: any cut of the keys, merged, is attention over all of them, with its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.ops.attention import attention, blocked, choose
+from megatron.core.ops.attention.partial import (
+    OnlineSoftmax,
+    partial_attention,
+    partial_attention_gradients,
+    partial_request,
+)
+from megatron.core.ops.attention.registry import BACKENDS
+from megatron.core.ops.attention.request import AttentionOptions
+
+ALL = slice(None)
+DRAWING = ["blocked", "reference"]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks of queries and a shorter last one."""
+    monkeypatch.setattr(blocked, "_BLOCK", 4)
+
+
+def make_qkv(*, sq: int = 10, sk: int = 10, g: int = 4, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(length, 3, heads, 8, dtype=dtype) for length, heads in ((sq, 4), (sk, g), (sk, g))]
+
+
+@dataclass(frozen=True)
+class Call:
+    """Some queries and some keys of a whole, and whether the mask is causal between them."""
+
+    rows: slice
+    keys: slice
+    causal: bool = False
+
+
+CUTS: dict[str, tuple[dict[str, Any], bool, Sequence[Call]]] = {
+    "all at once": ({}, False, [Call(ALL, ALL)]),
+    "keys in two": ({}, False, [Call(ALL, slice(0, 3)), Call(ALL, slice(3, 10))]),
+    "grouped, in three, last first": (
+        {"g": 2},
+        False,
+        [Call(ALL, slice(7, 10)), Call(ALL, slice(0, 3)), Call(ALL, slice(3, 7))],
+    ),
+    "causal": ({}, True, [Call(ALL, ALL, causal=True)]),
+    "causal by halves": (
+        {"g": 1},
+        True,
+        [
+            Call(slice(0, 5), slice(0, 5), causal=True),
+            Call(slice(5, 10), slice(0, 5)),
+            Call(slice(5, 10), slice(5, 10), causal=True),
+        ],
+    ),
+    "cross": ({"sq": 4, "g": 2}, False, [Call(ALL, slice(0, 5)), Call(ALL, slice(5, 10))]),
+}
+
+
+def by_parts(
+    inputs: list[Tensor], upstream: Tensor, calls: Sequence[Call], backend: str, **options: Any
+) -> list[Tensor]:
+    """Result and gradients from the parts, merged."""
+    q, k, v = inputs
+    merged = OnlineSoftmax.over_nothing(q, v)
+
+    def settings(call: Call) -> AttentionOptions:
+        return AttentionOptions(causal=call.causal, scale=0.3, **options)
+
+    for call in calls:
+        part = partial_attention(q[call.rows], k[call.keys], v[call.keys], settings(call), backend=backend)
+        merged.add(part, call.rows, ALL)
+    whole = merged.result(q.dtype)
+    grads = [torch.zeros_like(x) for x in inputs]
+    if "generator" in options:
+        options["generator"].manual_seed(5)
+    for call in calls:
+        grad = partial_attention_gradients(
+            upstream[call.rows],
+            q[call.rows],
+            k[call.keys],
+            v[call.keys],
+            type(whole)(whole.out[call.rows], whole.lse[call.rows]),
+            settings(call),
+            backend=backend,
+        )
+        for total, found, where in zip(grads, (grad.q, grad.k, grad.v), (call.rows, call.keys, call.keys)):
+            total[where] += found
+    return [whole.out, *grads]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("cut", CUTS)
+def test_merged_parts_are_attention(cut: str, backend: str) -> None:
+    """Every context-parallel rank computes its result and its gradients this way."""
+    shape, causal, calls = CUTS[cut]
+    inputs = [x.requires_grad_() for x in make_qkv(**shape)]
+    expected = attention(*inputs, causal=causal, scale=0.3, backend="reference").view_as(inputs[0])
+    upstream = torch.linspace(-1, 1, expected.numel(), dtype=expected.dtype).view_as(expected)
+    wanted = [expected, *torch.autograd.grad(expected, inputs, upstream)]
+    found = by_parts([x.detach() for x in inputs], upstream, calls, backend)
+    for actual, wish in zip(found, wanted):
+        torch.testing.assert_close(actual, wish, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parts_in_low_precision_stay_near_fp64(backend: str, dtype: torch.dtype) -> None:
+    """Merging must not lose more than one kernel call over all keys does."""
+    shape, _, calls = CUTS["causal by halves"]
+    exact = make_qkv(**shape)
+    upstream = torch.linspace(-1, 1, exact[0].numel(), dtype=torch.float64).view_as(exact[0])
+    wanted = by_parts(exact, upstream, calls, "reference")
+    found = by_parts([x.to(dtype) for x in exact], upstream.to(dtype), calls, backend)
+    for actual, wish in zip(found, wanted):
+        assert actual.dtype == dtype
+        torch.testing.assert_close(
+            actual.double(), wish, rtol=8 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps
+        )
+
+
+@pytest.mark.parametrize("backend", DRAWING)
+def test_dropout_of_the_gradients_is_that_of_the_result(backend: str) -> None:
+    """The backward pass draws the masks again; other masks would give the gradients of another function."""
+    _, _, calls = CUTS["causal by halves"]
+    q, k, v = make_qkv()
+    upstream = torch.linspace(-1, 1, q.numel(), dtype=q.dtype).view_as(q)
+
+    def parts(*inputs: Tensor) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(5)
+        return by_parts(list(inputs), upstream, calls, backend, dropout=0.4, generator=generator)
+
+    _, *grads = parts(q, k, v)
+    for number, (x, grad) in enumerate(zip((q, k, v), grads)):
+        direction = torch.randn_like(x)
+        step = 1e-6
+
+        def moved(by: float) -> Tensor:
+            return parts(*(y + by * direction if i == number else y for i, y in enumerate((q, k, v))))[0]
+
+        above, below = moved(step), moved(-step)
+        slope = ((above - below) * upstream).sum() / (2 * step)
+        torch.testing.assert_close(slope, (grad * direction).sum(), rtol=1e-6, atol=1e-6)
+
+
+def test_query_without_keys_gets_zeros() -> None:
+    """Padding may hide every key of a part, or of all parts: minus infinity must not become NaN."""
+    q, k, v = make_qkv()
+    padding = torch.ones(3, 10, dtype=torch.bool)
+    padding[0, :5], padding[2] = False, False
+    merged = OnlineSoftmax.over_nothing(q, v)
+    for keys in (slice(0, 5), slice(5, 10)):
+        options = AttentionOptions(causal=False, scale=0.3, padding_mask=padding[:, keys])
+        merged.add(partial_attention(q, k[keys], v[keys], options), ALL, ALL)
+    expected = attention(q, k, v, causal=False, scale=0.3, padding_mask=padding, backend="reference")
+    torch.testing.assert_close(merged.out.flatten(2), expected)
+    assert (merged.out[:, 2] == 0).all()
+    whole = merged.result(q.dtype)
+    options = AttentionOptions(causal=False, scale=0.3, padding_mask=padding)
+    grads = partial_attention_gradients(torch.ones_like(q), q, k, v, whole, options)
+    assert all(grad.isfinite().all() for grad in (grads.q, grads.k, grads.v))
+
+
+def test_choice_says_what_refuses_a_part() -> None:
+    """A GPU's flash kernel computes in 16 bits only; the report must say so instead of naming it."""
+
+    def facts(device: str, dtype: torch.dtype, **changes: Any) -> str:
+        q = torch.empty(8, 1, 2, 64, dtype=dtype, device=device)
+        request = partial_request(q, q, AttentionOptions(causal=True, scale=1.0, **changes))
+        return choose(request).describe()
+
+    assert facts("cpu", torch.float64) == "attention: sdpa"
+    assert facts("meta", torch.bfloat16) == "attention: sdpa"
+    assert facts("meta", torch.float32) == (
+        "attention: blocked (sdpa refused: its flash kernel doesn't compute in float32)"
+    )
+    assert facts("cpu", torch.float32, padding_mask=torch.ones(1, 8, dtype=torch.bool)) == (
+        "attention: reference (sdpa refused: its flash kernel has no padding mask; "
+        "blocked refused: it has no padding mask)"
+    )
