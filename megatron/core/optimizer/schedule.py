@@ -112,6 +112,19 @@ class Schedule:
         risen = progress if self.wd_incr_style == "linear" else 0.5 * (math.cos(math.pi * (1 - progress)) + 1)
         return self.start_wd + (self.end_wd - self.start_wd) * risen
 
+    def unread_fields(self) -> set[str]:
+        """Fields that make no difference in the chosen styles."""
+        unread = set()
+        if self.wd_incr_style == "constant":
+            unread |= {"wd_incr_steps", "start_wd"}
+        if self.lr_decay_style == "constant":
+            unread |= {"min_lr", "lr_decay_steps"}
+        if self.lr_decay_style != "WSD":
+            unread |= {"lr_wsd_decay_style", "lr_wsd_decay_steps"}
+        if self.lr_warmup_steps == 0:
+            unread.add("lr_warmup_init")
+        return unread
+
     def state_dict(self, samples: int) -> dict[str, Any]:
         """What a checkpoint keeps: the curves, and as ``num_steps`` the samples of all successful steps."""
         return {**dataclasses.asdict(self), "num_steps": samples}
@@ -166,14 +179,16 @@ def resumed_schedule(
     """The curves with which a run continues, given those of the flags and those that the checkpoint ``saved``.
 
     ``override``: the flags' (``--override-opt_param-scheduler``). ``use_checkpoint``: the checkpoint's
-    (``--use-checkpoint-opt_param-scheduler``). Neither: both must be equal, else ConfigError lists every difference.
+    (``--use-checkpoint-opt_param-scheduler``). Neither: both must be equal in all that their curves read, else
+    ConfigError lists every difference; a run at a constant rate may so be made longer.
     """
     if override:
         return schedule
     stored = {name: value for name, value in _renamed(saved).items() if name in _FLAGS}
     if use_checkpoint:
         return dataclasses.replace(schedule, **stored)
-    different = [name for name, value in stored.items() if getattr(schedule, name) != value]
+    unread = schedule.unread_fields()
+    different = [name for name, value in stored.items() if getattr(schedule, name) != value and name not in unread]
     if different:
         lines = [
             f"  {name}: {getattr(schedule, name)} from the flags ({_FLAGS[name]}), {stored[name]} in the checkpoint"

@@ -142,6 +142,37 @@ def test_resume_with_other_flags_lists_every_difference() -> None:
     assert "--override-opt_param-scheduler" in message
 
 
+def test_resume_overlooks_what_no_curve_reads() -> None:
+    """A run at a constant rate could not be made longer, because the length it doesn't depend on had changed."""
+
+    def constant(length: int, **changes: Any) -> Schedule:
+        settings = OptimizerConfig(lr=1e-3, lr_decay_style="constant", weight_decay=0.1, **changes)
+        return Schedule.from_config(settings, train_samples=length, samples_per_iteration=1)
+
+    longer = constant(200)
+    assert resumed_schedule(longer, constant(100).state_dict(50)) == longer
+    with pytest.raises(ConfigError, match="end_wd"):
+        resumed_schedule(longer, {**constant(100).state_dict(50), "end_wd": 0.2})
+    with pytest.raises(ConfigError, match="lr_warmup_init"):
+        resumed_schedule(
+            constant(200, lr_warmup_samples=10), constant(100, lr_warmup_samples=10, lr_warmup_init=1e-4).state_dict(5)
+        )
+
+
+def test_unread_fields_change_no_curve() -> None:
+    """Overlooking a field that matters would let the rate jump on resume."""
+    for style in ("constant", "linear", "cosine", "inverse-square-root", "WSD"):
+        for decay_style in ("constant", "linear"):
+            schedule = golden_schedule(lr_decay_style=style, weight_decay_incr_style=decay_style, lr_warmup_samples=0)
+            for name in schedule.unread_fields():
+                value = getattr(schedule, name)
+                other = "linear" if isinstance(value, str) else value / 2
+                changed = dataclasses.replace(schedule, **{name: other})
+                for samples in (0, 1, 300, 700, 5000):
+                    assert changed.learning_rate(samples) == schedule.learning_rate(samples), name
+                    assert changed.weight_decay(samples) == schedule.weight_decay(samples), name
+
+
 def test_resume_can_take_either_side() -> None:
     """The flag that settles a difference would settle it the wrong way round."""
     stored, flags = golden_schedule(), golden_schedule(lr=2e-3)
