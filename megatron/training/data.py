@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
 
 from megatron.config.run import RunConfig
+from megatron.core.context_parallel.slicing import take
 from megatron.core.datasets.gpt_dataset import DatasetSplits
 from megatron.core.datasets.loader import Batch, build_loader
 from megatron.core.datasets.splits import SplitName, SplitSizes
 from megatron.core.parallel.collectives import gather_objects
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.pipeline_parallel.chunk import Microbatch
 from megatron.core.tokenizers.base import Tokenizer
@@ -25,7 +29,7 @@ class TrainingData:
     """
 
     def __init__(self, config: RunConfig, recipe: Recipe, context: ParallelContext, tokenizer: Tokenizer) -> None:
-        self._config, self._context = config, context
+        self._config, self._recipe, self._context = config, recipe, context
         self._splits = build_splits(config, recipe, context, tokenizer)
 
     def has(self, split: SplitName) -> bool:
@@ -79,9 +83,22 @@ class TrainingData:
         needed = (
             batch if self._config.data.reset_position_ids else {k: v for k, v in batch.items() if k != "position_ids"}
         )
+        held = held_slices(needed, self._recipe.batch_fields, self._context.mesh)
         return Microbatch(
-            {name: tensor.to(self._context.device, non_blocking=True) for name, tensor in needed.items()}, key
+            {name: tensor.to(self._context.device, non_blocking=True) for name, tensor in held.items()}, key
         )
+
+
+def held_slices(batch: Mapping[str, Tensor], sequence_dims: Mapping[str, int | None], mesh: Mesh) -> dict[str, Tensor]:
+    """What this context-parallel rank holds of each tensor, whose dimension along the sequence ``sequence_dims`` tells.
+
+    Ranks with the same samples read whole ones, and each keeps its slices.
+    """
+    rank, ranks = mesh.rank("cp"), mesh.size("cp")
+    return {
+        name: tensor if (dim := sequence_dims[name]) is None else take(tensor, rank, ranks, dim=dim)
+        for name, tensor in batch.items()
+    }
 
 
 def build_splits(config: RunConfig, recipe: Recipe, context: ParallelContext, tokenizer: Tokenizer) -> DatasetSplits:

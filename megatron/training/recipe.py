@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,9 +18,14 @@ from megatron.core.tokenizers.base import Tokenizer
 
 
 class Recipe(Protocol):
-    """One model family. Adding one is writing one of these; loop, runner and optimizer stay as they are."""
+    """One model family. Adding one is writing one of these; loop, runner and optimizer stay as they are.
+
+    ``batch_fields``: every tensor of a batch that may have a say in forward or loss, with the dimension in which it
+    runs along the sequence: context-parallel ranks keep their slices of it. None: each rank needs all of it.
+    """
 
     name: str
+    batch_fields: Mapping[str, int | None]
 
     def stages(self, run: RunConfig, num_stages: int) -> list[Stage]:
         """The model cut into ``num_stages`` consecutive parts."""

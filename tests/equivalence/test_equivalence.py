@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.config.parallel import CpCommType
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.transformer.block import RecomputePlan
 from tests.equivalence.training import Layout, Outcome, logical, train
@@ -79,8 +80,51 @@ LAYOUTS: dict[str, Layout] = {
         tp=2, dp=2, sequence_parallel=True, sharded=True, overlap=True, bucket_size=3000, recompute=FULL
     ),
 }
+GATHER: tuple[CpCommType, ...] = ("all_gather",)
+HEADS: tuple[CpCommType, ...] = ("a2a",)
+LEVELS: dict[str, Any] = {"cp_comm_types": ("a2a+p2p",), "cp_sizes": (2, 2)}
+
+LAYOUTS |= {
+    "cp2": Layout(cp=2),
+    "cp4": Layout(cp=4),
+    "cp2 gather": Layout(cp=2, cp_comm_types=GATHER),
+    "cp4 heads": Layout(cp=4, cp_comm_types=HEADS),
+    "cp4 heads and rings": Layout(cp=4, **LEVELS),
+    "cp2 another way in each layer": Layout(cp=2, cp_comm_types=("a2a", "p2p")),
+    "cp2 recompute full": Layout(cp=2, recompute=FULL),
+    "cp2 heads, recompute selective": Layout(cp=2, cp_comm_types=HEADS, recompute=SELECTIVE),
+    "cp2 recompute selective": Layout(cp=2, recompute=SELECTIVE),
+    "cp2 tp2": Layout(cp=2, tp=2),
+    "cp2 tp2 sp": Layout(cp=2, tp=2, sequence_parallel=True),
+    "cp2 tp2 heads": Layout(cp=2, tp=2, cp_comm_types=HEADS),
+    "cp2 dp2, fully masked ranks": Layout(cp=2, dp=2, micro_batch_size=1),
+    "cp2 dp2 zero overlapped, small buckets": Layout(
+        cp=2, dp=2, sharded=True, overlap=True, bucket_size=1000, cp_comm_types=GATHER
+    ),
+    "cp2 tp2 sp dp2 zero recompute": Layout(
+        cp=2, tp=2, dp=2, sequence_parallel=True, sharded=True, overlap=True, bucket_size=3000, recompute=FULL
+    ),
+}
 """Dropout on heads differs between tensor-parallel ranks, so only these layouts draw what one rank draws."""
-SAME_DROPOUT = [name for name, layout in LAYOUTS.items() if layout.tp == 1 and layout.micro_batch_size == 2]
+SAME_DROPOUT = [
+    name for name, layout in LAYOUTS.items() if layout.tp == layout.cp == 1 and layout.micro_batch_size == 2
+]
+
+"""Layouts that draw the same masks, those of the first: which keys a rank drops depends on how it meets them."""
+SAME_DROPOUT_OVER_SLICES = {
+    "p2p": [
+        LAYOUTS["cp2"],
+        LAYOUTS["cp2 recompute full"],
+        LAYOUTS["cp2 recompute selective"],
+        Layout(cp=2, dp=2, sharded=True),
+    ],
+    "heads": [
+        Layout(cp=2, cp_comm_types=HEADS),
+        LAYOUTS["cp2 heads, recompute selective"],
+        Layout(cp=2, dp=2, cp_comm_types=HEADS, recompute=FULL),
+    ],
+    "gather": [LAYOUTS["cp2 gather"], Layout(cp=2, dp=2, cp_comm_types=GATHER, recompute=FULL)],
+}
 
 
 @functools.cache
@@ -89,26 +133,29 @@ def reference(variant: str) -> Outcome:
     return train(ParallelContext.single(dtype=torch.float64), (VARIANTS | DRAWING)[variant], Layout())
 
 
-def check(variant: str, layout: Layout) -> None:
-    """Compare a layout with one rank: initial weights bit for bit, everything else to the tolerance."""
-    settings = (VARIANTS | DRAWING)[variant]
-    outcomes = run_ranks(
+def ranks_of(variant: str, layout: Layout) -> list[Outcome]:
+    """Three steps at a layout, by rank."""
+    return run_ranks(
         train,
-        settings,
+        (VARIANTS | DRAWING)[variant],
         layout,
         tp=layout.tp,
+        cp=layout.cp,
         dp=layout.dp,
         dtype=torch.float64,
         sequence_parallel=layout.sequence_parallel,
     )
-    expected = reference(variant)
-    for name, tensor in logical([expected], "initial").items():
+
+
+def check(outcomes: list[Outcome], expected: list[Outcome]) -> None:
+    """Compare what two layouts computed: initial weights bit for bit, everything else to the tolerance."""
+    for name, tensor in logical(expected, "initial").items():
         assert torch.equal(logical(outcomes, "initial")[name], tensor), f"initial {name} depends on the layout"
     for outcome in outcomes:
-        assert outcome.losses == pytest.approx(expected.losses, abs=TOLERANCE, rel=0)
-        assert outcome.grad_norms == pytest.approx(expected.grad_norms, abs=TOLERANCE, rel=0)
+        assert outcome.losses == pytest.approx(expected[0].losses, abs=TOLERANCE, rel=0)
+        assert outcome.grad_norms == pytest.approx(expected[0].grad_norms, abs=TOLERANCE, rel=0)
     for which in ("gradients", "weights"):
-        found, wanted = logical(outcomes, which), logical([expected], which)
+        found, wanted = logical(outcomes, which), logical(expected, which)
         assert found.keys() == wanted.keys()
         for name, tensor in wanted.items():
             difference = (found[name] - tensor).abs().max().item()
@@ -119,11 +166,20 @@ def check(variant: str, layout: Layout) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_layout_computes_the_model_of_one_rank(variant: str, layout: Layout) -> None:
     """A wrong or missing collective anywhere would train another model at this layout."""
-    check(variant, layout)
+    check(ranks_of(variant, layout), [reference(variant)])
 
 
 @pytest.mark.parametrize("layout", SAME_DROPOUT)
 @pytest.mark.parametrize("variant", DRAWING)
 def test_dropout_is_a_function_of_sample_and_layer(variant: str, layout: str) -> None:
     """Recomputation would draw other masks than the forward pass, and data-parallel replicas the same ones."""
-    check(variant, LAYOUTS[layout])
+    check(ranks_of(variant, LAYOUTS[layout]), [reference(variant)])
+
+
+@pytest.mark.parametrize("way", SAME_DROPOUT_OVER_SLICES)
+@pytest.mark.parametrize("variant", DRAWING)
+def test_dropout_over_slices_is_replayed(variant: str, way: str) -> None:
+    """Backward and recomputation would drop other probabilities than the forward pass, or replicas draw by rank."""
+    first, *others = (ranks_of(variant, layout) for layout in SAME_DROPOUT_OVER_SLICES[way])
+    for outcomes in others:
+        check(outcomes, first)

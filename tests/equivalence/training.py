@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
+from megatron.config.parallel import CpCommType
 from megatron.config.precision import PrecisionConfig
 from megatron.core.distributed.buffers import FlatBuffer, build_buffers
 from megatron.core.distributed.grad_sync import GradSync
@@ -25,6 +26,7 @@ from megatron.core.pipeline_parallel.chunk import Microbatch
 from megatron.core.pipeline_parallel.runner import Runner
 from megatron.core.pipeline_parallel.schedules import one_f_one_b
 from megatron.core.transformer.block import RecomputePlan
+from megatron.training.data import held_slices
 from megatron.training.recipe import ModelChunk
 from megatron.training.recipes.gpt import GPTRecipe
 
@@ -40,6 +42,7 @@ class Layout:
     """How ranks divide the work. Sizes of axes are the harness's keywords."""
 
     tp: int = 1
+    cp: int = 1
     dp: int = 1
     sequence_parallel: bool = False
     sharded: bool = False
@@ -47,6 +50,8 @@ class Layout:
     bucket_size: int | None = None
     micro_batch_size: int = 2
     recompute: RecomputePlan = NOTHING_RECOMPUTED
+    cp_comm_types: tuple[CpCommType, ...] = ("p2p",)
+    cp_sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,8 @@ def global_batch(step: int) -> dict[str, Tensor]:
     tokens = torch.randint(VOCABULARY, (GLOBAL_BATCH, LENGTH + 1), generator=generator)
     mask = (torch.rand(GLOBAL_BATCH, LENGTH, generator=generator) > 0.3).double()
     mask[3] = 0.0
+    if step == 1:  # a context-parallel rank, of two, without a token to learn from
+        mask[:, : LENGTH // 4] = mask[:, -LENGTH // 4 :] = 0.0
     boundary = torch.rand(GLOBAL_BATCH, LENGTH, generator=generator) < 0.15
     return {
         "tokens": tokens[:, :-1],
@@ -87,7 +94,7 @@ def global_batch(step: int) -> dict[str, Tensor]:
 
 def microbatches(step: int, layout: Layout, mesh: Mesh, *, fields: Sequence[str]) -> list[Microbatch]:
     """This rank's microbatches of the global batch; samples keep their global number, whoever gets them."""
-    batch = global_batch(step)
+    batch = held_slices(global_batch(step), GPTRecipe.batch_fields, mesh)
     size = layout.micro_batch_size
     stride = size * mesh.size("dp")
     return [
@@ -98,6 +105,7 @@ def microbatches(step: int, layout: Layout, mesh: Mesh, *, fields: Sequence[str]
 
 def train(context: ParallelContext, settings: Mapping[str, Any], layout: Layout) -> Outcome:
     """Three steps of AdamW at ``layout``."""
+    context = replace(context, cp_comm_types=layout.cp_comm_types, cp_sizes=layout.cp_sizes)
     settings = dict(settings)
     fields = ["tokens", "labels", "loss_mask"] + (["segments"] if settings.pop("segments", False) else [])
     config = ModelConfig(max_position_embeddings=LENGTH, vocab_size=VOCABULARY, **settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -23,6 +24,13 @@ class GPTRecipe:
     """A causal language model whose loss is the cross entropy of every unmasked token."""
 
     name = "gpt"
+    batch_fields: Mapping[str, int | None] = {
+        "tokens": 1,
+        "labels": 1,
+        "loss_mask": 1,
+        "position_ids": 1,
+        "segments": None,
+    }
 
     def stages(self, run: RunConfig, num_stages: int) -> list[Stage]:
         """Layers divided evenly over the stages."""
