@@ -25,6 +25,7 @@ from megatron.training.run import Progress, Run
 
 logger = logging.getLogger(__name__)
 
+UNKNOWN_TOKENIZER = None  # fingerprint in a checkpoint converted without the files of its tokenizer: any will do
 # What a fine-tuning may change in a model whose weights it takes over: no weight means something else by it.
 CHANGEABLE = frozenset(
     ("rotary_base", "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor", "norm_epsilon")
@@ -113,7 +114,7 @@ def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> Non
     with_optimizer = settings.load_optim and not weights_only and not only_evaluates
     if with_optimizer and state["optimizer"] is None:
         raise CheckpointError(
-            f"{folder.path} holds no optimizer state (it was saved with --no-save-optim): "
+            f"{folder.path} holds no optimizer state (it was converted, or saved with --no-save-optim): "
             "pass --no-load-optim to go on with a fresh optimizer, or --finetune to start anew from its weights"
         )
     optimizer_state = run.optimizer.entries() if with_optimizer else run.optimizer.master_entries()
@@ -124,7 +125,7 @@ def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> Non
         run.optimizer.load_state_dict(state["optimizer"])
     if not weights_only:
         run.progress = Progress(**state["progress"])
-    if not weights_only and run.schedule is not None:
+    if not weights_only and run.schedule is not None and state["schedule"] is not None:
         optimizer = run.config.optimizer
         run.schedule = resumed_schedule(
             run.schedule,
@@ -168,7 +169,7 @@ def check_same_model(state: Mapping[str, Any], run: Run, folder: CheckpointFolde
             f"{folder.path} is of another architecture: {'; '.join(differences)}. "
             "Give the checkpoint's values, or --use-checkpoint-args to take them from it"
         )
-    if state["tokenizer"]["fingerprint"] != run.tokenizer.fingerprint:
+    if state["tokenizer"]["fingerprint"] not in (run.tokenizer.fingerprint, UNKNOWN_TOKENIZER):
         raise CheckpointError(
             f"{folder.path} was trained with another tokenizer ({state['tokenizer']['name']}, fingerprint "
             f"{state['tokenizer']['fingerprint'][:12]}) than the one given ({run.tokenizer.name}, "

@@ -80,7 +80,7 @@ def foreign_format(folder: Path) -> str | None:
 
 
 def _convert(source: str, root: Path) -> str:
-    return f"converting from {source} is not available yet, so {root} cannot be loaded"
+    return f"convert it with tools/checkpoint/convert.py --from {source} --load {root} --to megatron --save NEW_FOLDER"
 
 
 @dataclass(frozen=True)

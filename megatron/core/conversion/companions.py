@@ -1,0 +1,104 @@
+"""Files that travel with the weights: the tokenizer's, and Hugging Face's settings beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron.config.tokenizer import TokenizerConfig
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.tokenizers.build import build_tokenizer
+from megatron.errors import CheckpointError, MegatronError
+
+FOLDER = "huggingface"
+"""Folder beside converted checkpoints that keeps these files."""
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+SETTINGS = ("config.json", "generation_config.json")
+
+
+def companions_in(folder: Path) -> dict[str, Path]:
+    """The files of ``folder`` that travel along, by name."""
+    return {name: folder / name for name in (*TOKENIZER_FILES, *SETTINGS) if (folder / name).is_file()}
+
+
+def tokenizer_in(folder: Path, *, rows: int) -> TokenizerConfig:
+    """How the tokenizer in ``folder`` is built; numbers as they are where there is none.
+
+    ``rows``: of the model's embedding, which is often larger than the tokenizer's vocabulary.
+    """
+    if (folder / "tokenizer.json").is_file():
+        config = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder), vocab_size=rows)
+    elif (folder / "tokenizer.model").is_file():
+        model = str(folder / "tokenizer.model")
+        config = TokenizerConfig(tokenizer_type="Llama2Tokenizer", tokenizer_model=model, vocab_size=rows)
+    elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        config = TokenizerConfig(
+            tokenizer_type="GPT2BPETokenizer",
+            vocab_file=str(folder / "vocab.json"),
+            merge_file=str(folder / "merges.txt"),
+            vocab_size=rows,
+        )
+    else:
+        return TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=rows - 1)
+    tokenizer = build_tokenizer(config)
+    if tokenizer.vocab_size > rows:
+        raise CheckpointError(
+            f"the tokenizer in {folder} has {tokenizer.vocab_size} ids and the model embeds {rows}: take the added "
+            "tokens out of the tokenizer's files, or the files out of the folder to convert the weights alone"
+        )
+    return config
+
+
+def copied_tokenizer(config: TokenizerConfig, folder: Path) -> TokenizerConfig:
+    """The same tokenizer with its files where ``folder`` will have them."""
+
+    def moved(path: str | None) -> str | None:
+        return path if path is None else str(folder / Path(path).name)
+
+    is_folder = config.tokenizer_type == "HuggingFaceTokenizer"
+    return dataclasses.replace(
+        config,
+        tokenizer_model=str(folder) if is_folder else moved(config.tokenizer_model),
+        vocab_file=moved(config.vocab_file),
+        merge_file=moved(config.merge_file),
+    )
+
+
+def tokenizer_of(config: TokenizerConfig) -> Tokenizer | None:
+    """The tokenizer, or None where its files can't be had: a model converts without."""
+    try:
+        return build_tokenizer(config)
+    except MegatronError:
+        return None
+
+
+def tokenizer_files(config: TokenizerConfig) -> dict[str, Path]:
+    """The files of a tokenizer that are where its settings say, by name; settings beside them go along."""
+    found: dict[str, Path] = {}
+    for name in filter(None, (config.tokenizer_model, config.vocab_file, config.merge_file)):
+        path = Path(name)
+        beside = companions_in(path if path.is_dir() else path.parent)
+        if path.is_file():
+            found[path.name] = path
+            beside = {name: file for name, file in beside.items() if config.tokenizer_type == "HuggingFaceTokenizer"}
+        found |= beside
+    return found
+
+
+def copy_files(files: Mapping[str, Path], folder: Path) -> None:
+    """Copy the files into ``folder``, which is made if there are any."""
+    for name, path in files.items():
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, folder / name)

@@ -1,0 +1,138 @@
+"""A conversion from start to end: read, write aside, prove, and only then give the target its name."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
+
+from megatron.core.conversion import proof
+from megatron.core.conversion.huggingface.reading import read_huggingface
+from megatron.core.conversion.huggingface.writing import write_huggingface
+from megatron.core.conversion.megatron_lm.forward import megatron_lm_logits
+from megatron.core.conversion.megatron_lm.reading import read_megatron_lm
+from megatron.core.conversion.megatron_lm.writing import write_megatron_lm
+from megatron.core.conversion.native import read_native, write_native
+from megatron.core.conversion.portable import PortableModel
+from megatron.errors import CheckpointError
+
+Format = Literal["hf", "megatron", "megatron-lm"]
+TITLES = {"hf": "Hugging Face", "megatron": "this project's", "megatron-lm": "Megatron-LM's"}
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What is converted into what.
+
+    ``step``: iteration of a folder of checkpoints, instead of the newest. ``max_shard_size``: bytes of one weight file
+    of Hugging Face's. ``dist``: write Megatron-LM's torch_dist format, else its torch format. ``true_vocab_size``:
+    words of a Megatron-LM vocabulary before padding, where its tokenizer can't be had.
+    """
+
+    source: Format
+    load: Path
+    target: Format
+    save: Path
+    step: int | None = None
+    max_shard_size: int = 5_000_000_000
+    dist: bool = True
+    true_vocab_size: int | None = None
+    skip_proof: bool = False
+
+
+def convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
+    """Do it; the proof that source and target are the same model, or None when it was skipped.
+
+    ``say`` hears what is done. Raises CheckpointError for a source that can't be converted and a target that exists,
+    ProofError when the two give different logits; the target is then not there at all.
+    """
+    check_target(job.save)
+    if not job.skip_proof and "hf" in (job.source, job.target):
+        proof.transformers_version()
+    portable = _read(job)
+    say(f"{job.load}: {portable.num_parameters:,} parameters, mostly {str(portable.dtype).removeprefix('torch.')}")
+    if not job.skip_proof:
+        proof.check_memory(proof.memory_needed(portable, {job.source, job.target}))
+    with _aside(job.save) as aside:
+        _write(job, portable, aside)
+        found = None if job.skip_proof else _prove(job, portable, aside)
+    say(f"proof: {found}" if found else "NOT PROVEN: --skip-proof left out the comparison of logits")
+    say(f"wrote {job.save} in {TITLES[job.target]} format")
+    return found
+
+
+def check_target(save: Path) -> None:
+    """Raise CheckpointError when there is something at ``save``: nothing is ever overwritten."""
+    if save.exists() and (not save.is_dir() or any(save.iterdir())):
+        raise CheckpointError(f"--save {save} exists and is not empty: name a new folder, nothing is overwritten")
+
+
+def _read(job: Conversion) -> PortableModel:
+    match job.source:
+        case "hf":
+            return read_huggingface(job.load)
+        case "megatron":
+            return read_native(job.load, step=job.step)
+        case "megatron-lm":
+            return read_megatron_lm(job.load, step=job.step, true_vocab_size=job.true_vocab_size)
+    raise AssertionError(job.source)
+
+
+def _write(job: Conversion, portable: PortableModel, aside: Path) -> None:
+    match job.target:
+        case "hf":
+            write_huggingface(portable, aside, max_shard_size=job.max_shard_size)
+        case "megatron":
+            write_native(portable, aside, final=job.save)
+        case "megatron-lm":
+            write_megatron_lm(portable, aside, dist=job.dist, final=job.save)
+
+
+def _prove(job: Conversion, portable: PortableModel, aside: Path) -> proof.Proof:
+    """Compare the logits of the files read with those of the files written."""
+    tokens = proof.fixed_tokens(portable.model)
+    source = _logits(job.source, job.load, tokens, step=job.step)
+    target = _logits(job.target, aside, tokens, step=None)
+    words = portable.model.vocab_size
+    return proof.compare(source[..., :words], target[..., :words])
+
+
+def _logits(kind: Format, folder: Path, tokens: Tensor, *, step: int | None) -> Tensor:
+    match kind:
+        case "hf":
+            return proof.huggingface_logits(folder, tokens)
+        case "megatron":
+            return proof.native_logits(folder, tokens, step=step)
+        case "megatron-lm":
+            return megatron_lm_logits(folder, tokens, step=step)
+
+
+@contextmanager
+def _aside(save: Path) -> Iterator[Path]:
+    """A hidden folder beside ``save`` that becomes ``save`` when all went well, and vanishes when not."""
+    save.parent.mkdir(parents=True, exist_ok=True)
+    aside = save.parent / f".{save.name}.partial-{os.urandom(4).hex()}"
+    try:
+        yield aside
+        _sync(aside)
+        check_target(save)
+        aside.rename(save)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def _sync(folder: Path) -> None:
+    """Make what was written survive a power failure before it gets its name."""
+    for path in [*folder.rglob("*"), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,145 @@
+"""A Hugging Face model folder as a portable model: config.json, and weights in safetensors or pytorch_model.bin."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.conversion.companions import companions_in, tokenizer_in
+from megatron.core.conversion.huggingface.config import model_from_config
+from megatron.core.conversion.huggingface.families import IGNORED, PREFIXES, TABLES
+from megatron.core.conversion.portable import LazyTensor, PortableModel
+from megatron.core.conversion.tables import matches, to_ours
+from megatron.errors import CheckpointError
+
+CONFIG = "config.json"
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def read_huggingface(folder: Path) -> PortableModel:
+    """The model in ``folder``; of its weights only names, shapes and types are read now.
+
+    Raises CheckpointError for a folder that isn't one, a family or setting that can't be converted, and tensors that
+    don't fit the settings.
+    """
+    config = read_config(folder)
+    model = model_from_config(config, where=str(folder / CONFIG))
+    theirs = _with_prefix(tensors_in(folder), config["model_type"])
+    found = matches(TABLES[config["model_type"]], model, where=str(folder))
+    wanted = {name for match in found for name in match.theirs}
+
+    def ignored(name: str) -> bool:
+        is_tied_copy = name == "lm_head.weight" and name not in wanted
+        return is_tied_copy or name.endswith(IGNORED)
+
+    return PortableModel(
+        model=model,
+        tensors=to_ours(found, theirs, model, where=str(folder), ignored=ignored),
+        tokenizer=tokenizer_in(folder, rows=model.vocab_size or 0),
+        seq_length=min(model.max_position_embeddings, 4096),
+        companions=companions_in(folder),
+    )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """``config.json`` of a model folder."""
+    path = folder / CONFIG
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder: give the folder of a Hugging Face model")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder} has no {CONFIG}, so it is not a Hugging Face model: give the folder that "
+            "`hf download NAME --local-dir FOLDER` made"
+        ) from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} is not an object of settings")
+    return config
+
+
+def tensors_in(folder: Path) -> dict[str, LazyTensor]:
+    """Every tensor of the folder's weight files, by their names; safetensors where there are both kinds."""
+    for single, read in (("model.safetensors", _safetensors), ("pytorch_model.bin", _torch_bin)):
+        files = _weight_files(folder, single)
+        if files:
+            return {name: tensor for file in files for name, tensor in read(file)}
+    raise CheckpointError(f"{folder} holds no model.safetensors or pytorch_model.bin, whole or in parts with an index")
+
+
+def _weight_files(folder: Path, single: str) -> list[Path]:
+    index = folder / f"{single}.index.json"
+    if (folder / single).exists():
+        return [folder / single]
+    if not index.exists():
+        return []
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is not an index of weight files ({type(error).__name__}: {error})") from None
+    outside = [name for name in names if Path(name).name != name]
+    missing = [name for name in names if not (folder / name).is_file()]
+    if outside or missing:
+        raise CheckpointError(f"{index} names files that are not in the folder: {', '.join(outside or missing)}")
+    return [folder / name for name in names]
+
+
+def _safetensors(path: Path) -> Iterator[tuple[str, LazyTensor]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  (it is no mapping)
+                view = file.get_slice(name)
+                if view.get_dtype() not in _DTYPES:
+                    raise CheckpointError(f"{path}: {name} is of type {view.get_dtype()}; weights are {_kinds()}")
+                yield name, LazyTensor(tuple(view.get_shape()), _DTYPES[view.get_dtype()], _reader(path, name))
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is damaged or incomplete ({error})") from None
+
+
+def _kinds() -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES.values())
+
+
+def _reader(path: Path, name: str) -> Callable[[], Tensor]:
+    def read() -> Tensor:
+        from safetensors import safe_open
+
+        with safe_open(path, framework="pt") as file:  # opened anew, so that pages read before are given back
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
+
+    return read
+
+
+def _torch_bin(path: Path) -> Iterator[tuple[str, LazyTensor]]:
+    with path.open("rb") as file:
+        is_zip = file.read(2) == b"PK"
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(f"{path} cannot be read as tensors only: {reason}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, not named tensors")
+    for name, tensor in content.items():
+        if not isinstance(tensor, Tensor):
+            raise CheckpointError(f"{path}: {name} is no tensor")
+        yield str(name), LazyTensor(tuple(tensor.shape), tensor.dtype, tensor.detach)
+
+
+def _with_prefix(tensors: dict[str, LazyTensor], family: str) -> dict[str, LazyTensor]:
+    """Names as the language model has them: the bare model's lack its prefix."""
+    prefix = PREFIXES.get(family, "model.")
+    if any(name.startswith(prefix) for name in tensors):
+        return tensors
+    return {name if name == "lm_head.weight" else f"{prefix}{name}": tensor for name, tensor in tensors.items()}

@@ -1,0 +1,108 @@
+"""A portable model as a folder that transformers loads: config.json, safetensors in parts, tokenizer files."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.conversion.companions import TOKENIZER_FILES, copy_files, tokenizer_of
+from megatron.core.conversion.huggingface.config import config_from_model
+from megatron.core.conversion.huggingface.families import TABLES
+from megatron.core.conversion.huggingface.reading import CONFIG, read_config
+from megatron.core.conversion.portable import LazyTensor, PortableModel
+from megatron.core.conversion.tables import matches, to_theirs
+from megatron.errors import CheckpointError
+
+_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_ALIGNMENT = 8
+_INDEX = "model.safetensors.index.json"
+
+
+def write_huggingface(portable: PortableModel, folder: Path, *, max_shard_size: int) -> None:
+    """Write the model into the new ``folder``, each weight file of at most ``max_shard_size`` bytes (or one tensor).
+
+    Raises CheckpointError for an architecture that no family has.
+    """
+    source = read_config(path.parent) if (path := portable.companions.get(CONFIG)) else {}
+    dtype = str(portable.dtype).removeprefix("torch.")
+    config = config_from_model(portable.model, dtype=dtype, source=source, tokens=_special_tokens(portable))
+    found = matches(TABLES[config["model_type"]], portable.model, where=f"a {config['model_type']} model")
+    folder.mkdir(parents=True)
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    along = ("generation_config.json", *TOKENIZER_FILES)
+    copy_files({name: path for name, path in portable.companions.items() if name in along}, folder)
+    _write_weights(to_theirs(found, portable.tensors, portable.model), folder, max_shard_size)
+
+
+def _special_tokens(portable: PortableModel) -> dict[str, Any]:
+    tokenizer = tokenizer_of(portable.tokenizer)
+    if tokenizer is None:
+        return {}
+    return {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod, "pad_token_id": tokenizer.pad}
+
+
+def _write_weights(tensors: Mapping[str, LazyTensor], folder: Path, max_shard_size: int) -> None:
+    shards = _shards(tensors, max_shard_size)
+    if len(shards) == 1:
+        write_safetensors(tensors, folder / "model.safetensors")
+        return
+    homes: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_safetensors({name: tensors[name] for name in names}, folder / file)
+        homes |= dict.fromkeys(names, file)
+    total = sum(_nbytes(tensor) for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": homes}
+    (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _shards(tensors: Mapping[str, LazyTensor], limit: int) -> list[list[str]]:
+    """Names cut into consecutive lists of at most ``limit`` bytes, or of one tensor that is larger."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + _nbytes(tensor) > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += _nbytes(tensor)
+    return shards
+
+
+def write_safetensors(tensors: Mapping[str, LazyTensor], path: Path) -> None:
+    """A safetensors file, front to back, one tensor in memory at a time: its header needs only shapes and types.
+
+    The library's own writer wants all tensors of a file at once. Format: the header's length in 8 bytes, the header in
+    JSON padded with spaces to a multiple of 8, the tensors' bytes.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _NAMES:
+            raise CheckpointError(f"{name} is of type {tensor.dtype}, which weight files don't have")
+        size = _nbytes(tensor)
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, tensor in tensors.items():
+            made = tensor.make()
+            assert (tuple(made.shape), made.dtype) == (tensor.shape, tensor.dtype), f"{name} is another tensor"
+            file.write(_bytes(made))
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return flat.numpy().data
+
+
+def _nbytes(tensor: LazyTensor) -> int:
+    return math.prod(tensor.shape) * tensor.dtype.itemsize

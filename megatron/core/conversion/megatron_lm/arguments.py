@@ -1,0 +1,181 @@
+"""The settings in Megatron-LM's checkpoints, a namespace of its flags, and our architecture, each from the other."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from megatron.config.model import ModelConfig
+from megatron.config.tokenizer import TokenizerConfig
+from megatron.core.conversion.portable import PortableModel
+from megatron.errors import CheckpointError, ConfigError
+
+_ABSENT = object()
+# Flags under which a model is something that this project doesn't have, and what to call it.
+_REFUSED = {
+    "num_experts": "a mixture of experts",
+    "multi_latent_attention": "multi-latent attention",
+    "is_hybrid_model": "a hybrid of attention and state-space layers",
+    "heterogeneous_layers_config_path": "layers of different kinds",
+    "mtp_num_layers": "multi-token prediction",
+    "apply_residual_connection_post_layernorm": "residual connections after the norm",
+}
+_TOKENIZERS = (
+    "GPT2BPETokenizer",
+    "HuggingFaceTokenizer",
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "TikTokenizer",
+)
+
+
+class Arguments:
+    """A saved namespace, read with the defaults of the version that lacked a flag."""
+
+    def __init__(self, saved: Any, where: str) -> None:
+        if not isinstance(saved, Namespace):
+            raise CheckpointError(
+                f"{where} holds no settings ('args'), so its architecture is not known: convert a checkpoint that "
+                "Megatron-LM's training saved"
+            )
+        self._values, self.where = vars(saved), where
+
+    def __call__(self, name: str, default: Any = _ABSENT) -> Any:
+        """The value of a flag, or ``default`` where it is not there or None; CheckpointError without a default."""
+        value = self._values.get(name)
+        if value is not None:
+            return value
+        if default is _ABSENT:
+            raise CheckpointError(f"{self.where}: its saved settings lack {name}")
+        return default
+
+
+def check_is_gpt(args: Arguments) -> None:
+    """Raise CheckpointError for a model that this project doesn't have."""
+    for name, title in _REFUSED.items():
+        if args(name, None):
+            raise CheckpointError(f"{args.where} is of a model with {title} ({name}), which this project does not have")
+    if args("position_embedding_type", "learned_absolute") not in ("learned_absolute", "rope", "none"):
+        raise CheckpointError(
+            f"{args.where} has positions of type {args('position_embedding_type')!r}; "
+            "those that can be converted are learned_absolute, rope and none"
+        )
+
+
+def model_from_arguments(args: Arguments, *, vocab_size: int, num_layers: int) -> ModelConfig:
+    """The architecture that the settings describe."""
+    check_is_gpt(args)
+    heads = args("num_attention_heads")
+    groups = args("num_query_groups", heads) if args("group_query_attention", False) else heads
+    positions = args("position_embedding_type", "learned_absolute")
+    if args("use_rotary_position_embeddings", False):
+        positions = "rope"
+    elif not args("add_position_embedding", True) and positions == "learned_absolute":
+        positions = "none"
+    rope_scaling = bool(args("use_rope_scaling", False))
+    hidden = args("hidden_size")
+    return ModelConfig(
+        num_layers=num_layers,
+        hidden_size=hidden,
+        ffn_hidden_size=args("ffn_hidden_size", 4 * hidden),
+        num_attention_heads=heads,
+        kv_channels=args("kv_channels", hidden // heads),
+        group_query_attention=groups != heads,
+        num_query_groups=groups,
+        max_position_embeddings=args("max_position_embeddings"),
+        position_embedding_type=positions,
+        rotary_percent=args("rotary_percent", 1.0),
+        rotary_base=float(args("rotary_base", 10000.0)),
+        rotary_interleaved=bool(args("rotary_interleaved", False)),
+        rotary_seq_len_interpolation_factor=args("rotary_seq_len_interpolation_factor", None),
+        use_rope_scaling=rope_scaling,
+        rope_scaling_factor=float(args("rope_scaling_factor", 8.0)) if rope_scaling else 8.0,
+        normalization=args("normalization", "LayerNorm"),
+        norm_epsilon=args("norm_epsilon", args("layernorm_epsilon", 1e-5)),
+        apply_layernorm_1p=bool(args("apply_layernorm_1p", False)),
+        add_bias_linear=bool(args("add_bias_linear", True)),
+        add_qkv_bias=bool(args("add_qkv_bias", False)),
+        swiglu=bool(args("swiglu", False)),
+        squared_relu=bool(args("squared_relu", False)),
+        exact_gelu=is_exact_gelu(args),
+        qk_layernorm=bool(args("qk_layernorm", False)),
+        untie_embeddings_and_output_weights=bool(args("untie_embeddings_and_output_weights", False)),
+        attention_dropout=args("attention_dropout", 0.1),
+        hidden_dropout=args("hidden_dropout", 0.1),
+        init_method_std=args("init_method_std", 0.02),
+        make_vocab_size_divisible_by=args("make_vocab_size_divisible_by", 128),
+        vocab_size=vocab_size,
+    )
+
+
+def is_exact_gelu(args: Arguments) -> bool:
+    """Megatron-LM's GELU is the tanh approximation inside the kernel that also adds the bias, and exact outside it."""
+    if args("swiglu", False) or args("squared_relu", False):
+        return False
+    fused = args("bias_gelu_fusion", True) and args("add_bias_linear", True)
+    return not (fused or args("openai_gelu", False))
+
+
+def tokenizer_from_arguments(args: Arguments, *, rows: int) -> TokenizerConfig:
+    """The tokenizer that training used; numbers as they are for a kind that isn't here. ``rows``: padded vocabulary."""
+    kind = args("tokenizer_type", "NullTokenizer")
+    if kind not in _TOKENIZERS:
+        return TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=args("vocab_size", rows - 1))
+    try:
+        return TokenizerConfig(
+            tokenizer_type=kind,
+            vocab_file=args("vocab_file", None),
+            merge_file=args("merge_file", None),
+            tokenizer_model=args("tokenizer_model", None),
+            vocab_size=args("vocab_size", None),
+            vocab_extra_ids=args("vocab_extra_ids", 0),
+            tiktoken_pattern=args("tiktoken_pattern", None),
+            tiktoken_num_special_tokens=args("tiktoken_num_special_tokens", 1000),
+            tiktoken_special_tokens=tuple(args("tiktoken_special_tokens", ())),
+        )
+    except ConfigError:
+        return TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=rows - 1)
+
+
+def arguments_of(portable: PortableModel, *, dist: bool) -> Namespace:
+    """The namespace that Megatron-LM's ``--use-checkpoint-args`` reads; CheckpointError for what it doesn't have."""
+    model, tokenizer = portable.model, portable.tokenizer
+    if model.geglu:
+        raise CheckpointError(
+            "Megatron-LM has no flag for an MLP gated by GELU (--geglu), so it can't be written for it"
+        )
+    tanh = not model.exact_gelu and not model.swiglu and not model.squared_relu
+    rope = model.position_embedding_type == "rope"
+    names = (
+        "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels group_query_attention num_query_groups "
+        "max_position_embeddings position_embedding_type rotary_percent rotary_interleaved "
+        "rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor normalization norm_epsilon "
+        "apply_layernorm_1p add_bias_linear add_qkv_bias swiglu squared_relu qk_layernorm "
+        "untie_embeddings_and_output_weights attention_dropout hidden_dropout init_method_std "
+        "make_vocab_size_divisible_by"
+    )
+    return Namespace(
+        **{name: getattr(model, name) for name in names.split()},
+        rotary_base=int(model.rotary_base) if model.rotary_base.is_integer() else model.rotary_base,
+        use_rotary_position_embeddings=rope,
+        add_position_embedding=not rope,
+        bias_gelu_fusion=tanh and model.add_bias_linear,
+        openai_gelu=tanh and not model.add_bias_linear,
+        seq_length=portable.seq_length,
+        vocab_size=model.vocab_size if tokenizer.tokenizer_type != "NullTokenizer" else tokenizer.vocab_size,
+        padded_vocab_size=model.padded_vocab_size(1),
+        tokenizer_type=tokenizer.tokenizer_type,
+        tokenizer_model=tokenizer.tokenizer_model,
+        vocab_file=tokenizer.vocab_file,
+        merge_file=tokenizer.merge_file,
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        params_dtype=portable.dtype,
+        iteration=portable.iteration,
+        consumed_train_samples=portable.consumed_samples,
+        consumed_valid_samples=0,
+        use_legacy_models=False,
+        use_mcore_models=True,
+        ckpt_format="torch_dist" if dist else "torch",
+    )

@@ -1,0 +1,146 @@
+"""The files of a Megatron-LM checkpoint: which format it has, its saved settings, its tensors as they lie there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron.core.checkpointing.folders import TRACKER
+from megatron.core.checkpointing.stored_tensors import StoredTensors
+from megatron.core.checkpointing.unpickling import load_torch_file, load_torch_stream
+from megatron.core.conversion.megatron_lm.arguments import Arguments
+from megatron.errors import CheckpointError
+
+RELEASE = "release"
+COMMON = "common.pt"
+BACKEND = "metadata.json"
+_COMMON_OBJECT = "common_state/shard_0_1"  # where Megatron-LM 0.19 keeps what was in common.pt
+_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3}))?(?:_(\d{3}))?")
+
+
+@dataclass(frozen=True)
+class ShardFiles:
+    """The torch format. ``stages``: in the order of their layers, a mapping of names to tensors per tensor-parallel
+    rank, mapped from the files. ``version``: of the checkpoint, which decides how query, key and value are ordered.
+    """
+
+    folder: Path
+    args: Arguments
+    iteration: int
+    version: float
+    stages: list[list[Mapping[str, Tensor]]]
+
+
+@dataclass(frozen=True)
+class DistFiles:
+    """The torch_dist format. ``stored``: logical tensors by key."""
+
+    folder: Path
+    args: Arguments
+    iteration: int
+    stored: StoredTensors
+    version: float = 3.0
+
+    def reader(self, key: str, *, at: int | None = None) -> Callable[[], Tensor]:
+        """What reads a tensor, or one layer of it."""
+        return lambda: self.stored.read(key, at=at)
+
+
+def open_checkpoint(root: Path, *, step: int | None = None) -> ShardFiles | DistFiles:
+    """The checkpoint in ``root``, which is a folder of checkpoints or one checkpoint itself.
+
+    Raises CheckpointError when there is none, and for files that are damaged or would run code.
+    """
+    folder = find_folder(root, step=step)
+    if any(folder.glob("mp_rank_*/model*rng.pt")):
+        return _open_shards(folder)
+    if (folder / ".metadata").exists():
+        return _open_dist(folder)
+    raise CheckpointError(
+        f"{folder} holds neither mp_rank_…/model_optim_rng.pt (torch format) nor .metadata (torch_dist format): "
+        "give the folder that Megatron-LM's --save named"
+    )
+
+
+def find_folder(root: Path, *, step: int | None = None) -> Path:
+    """The folder of one checkpoint: as the tracker file says, or of iteration ``step``."""
+    if not root.is_dir():
+        raise CheckpointError(f"{root} is not a folder: give the folder that Megatron-LM's --save named")
+    if step is not None:
+        folder = root / f"iter_{step:07d}"
+    elif (root / TRACKER).is_file():
+        named = (root / TRACKER).read_text(encoding="utf-8").strip()
+        folder = root / (RELEASE if named == RELEASE else f"iter_{int(named):07d}" if named.isdecimal() else named)
+    else:
+        return root
+    if not folder.is_dir():
+        raise CheckpointError(f"{root}: there is no {folder.name}" + ("" if step else f", which {TRACKER} names"))
+    return folder
+
+
+def _open_shards(folder: Path) -> ShardFiles:
+    ranks: dict[tuple[int, int], Path] = {}
+    for path in sorted(folder.glob("mp_rank_*/model*rng.pt")):
+        match = _RANK.fullmatch(path.parent.name)
+        if match is None or match[3]:
+            raise CheckpointError(f"{path.parent} is of a mixture of experts, which this project does not have")
+        ranks[int(match[1]), int(match[2] or 0)] = path
+    tensor, pipeline = (1 + max(rank[axis] for rank in ranks) for axis in (0, 1))
+    absent = [f"tp {t} pp {p}" for t in range(tensor) for p in range(pipeline) if (t, p) not in ranks]
+    if absent:
+        raise CheckpointError(f"{folder} lacks the files of ranks {', '.join(absent[:5])}: copy all mp_rank folders")
+    contents = {rank: _mapping(load_torch_file(path), path) for rank, path in ranks.items()}
+    first = contents[0, 0]
+    chunks = sorted(
+        (key for key in first if re.fullmatch(r"model\d*", str(key))),
+        key=lambda key: int(key.removeprefix("model") or 0),
+    )
+    stages: list[list[Mapping[str, Tensor]]] = [
+        [_flat(contents[t, p].get(chunk, {})) for t in range(tensor)] for chunk in chunks for p in range(pipeline)
+    ]
+    return ShardFiles(
+        folder=folder,
+        args=Arguments(first.get("args"), str(ranks[0, 0])),
+        iteration=_iteration(first, folder),
+        version=float(first.get("checkpoint_version", 0)),
+        stages=stages,
+    )
+
+
+def _open_dist(folder: Path) -> DistFiles:
+    stored = StoredTensors(folder, foreign=True)
+    if (folder / COMMON).is_file():
+        common = _mapping(load_torch_file(folder / COMMON), folder / COMMON)
+    elif _COMMON_OBJECT in stored.objects:
+        with stored.open_object(_COMMON_OBJECT) as file:
+            common = _mapping(load_torch_stream(file), folder)
+    else:
+        raise CheckpointError(f"{folder} has no {COMMON}, which holds the settings: copy the whole folder")
+    return DistFiles(folder, Arguments(common.get("args"), str(folder / COMMON)), _iteration(common, folder), stored)
+
+
+def _mapping(content: Any, path: Path) -> dict[str, Any]:
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, not what Megatron-LM saves")
+    return content
+
+
+def _iteration(content: Mapping[str, Any], folder: Path) -> int:
+    iteration = content.get("iteration", 0)
+    return iteration if isinstance(iteration, int) and folder.name != RELEASE else 0
+
+
+def _flat(nested: Any, prefix: str = "") -> dict[str, Tensor]:
+    """Tensors of nested mappings by their names joined with dots."""
+    found: dict[str, Tensor] = {}
+    for name, value in nested.items():
+        if isinstance(value, Tensor):
+            found[f"{prefix}{name}"] = value
+        elif isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{name}.")
+    return found

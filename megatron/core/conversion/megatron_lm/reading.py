@@ -1,0 +1,182 @@
+"""Checkpoints of Megatron-LM as portable models: shards of its torch format, and its torch_dist format."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.core.conversion.companions import tokenizer_files, tokenizer_of
+from megatron.core.conversion.megatron_lm.arguments import (
+    check_is_gpt,
+    model_from_arguments,
+    tokenizer_from_arguments,
+)
+from megatron.core.conversion.megatron_lm.files import DistFiles, ShardFiles, open_checkpoint
+from megatron.core.conversion.megatron_lm.names import is_weight, our_name, our_names_of_stack
+from megatron.core.conversion.portable import LazyTensor, PortableModel, parameters_of, report_differences
+from megatron.core.parallel.sharding import Sharding
+from megatron.errors import CheckpointError
+
+EMBEDDING = "embedding.word_embeddings.weight"
+_BY_VOCABULARY = (EMBEDDING, "output_layer.weight")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """One of our tensors as the tensor-parallel parts that are stored, each read when it is wanted."""
+
+    parts: tuple[LazyTensor, ...]
+
+
+def read_megatron_lm(root: Path, *, step: int | None = None, true_vocab_size: int | None = None) -> PortableModel:
+    """The model of a checkpoint of Megatron-LM's training.
+
+    ``true_vocab_size``: words before padding; taken from the tokenizer where its files are at hand, and else all rows
+    are kept. Raises CheckpointError for a model that isn't here, and for files that are missing or don't fit together.
+    """
+    files = open_checkpoint(root, step=step)
+    check_is_gpt(files.args)
+    stored = _parts_of_shards(files) if isinstance(files, ShardFiles) else _parts_of_dist(files)
+    if EMBEDDING not in stored:
+        raise CheckpointError(f"{files.folder} holds no word embeddings, so it is not a language model's")
+    rows = sum(part.shape[0] for part in stored[EMBEDDING].parts)
+    tokenizer = tokenizer_from_arguments(files.args, rows=rows)
+    vocab_size = true_vocab_size or _vocabulary(tokenizer_of(tokenizer), rows)
+    if vocab_size > rows:
+        raise CheckpointError(f"{files.folder} embeds {rows} words: --true-vocab-size {vocab_size} is more than that")
+    if tokenizer.tokenizer_type == "NullTokenizer":
+        tokenizer = dataclasses.replace(tokenizer, vocab_size=vocab_size - 1)
+    num_layers = 1 + max(int(name.split(".")[2]) for name in stored if name.startswith("decoder.layers."))
+    asked = files.args("num_layers")
+    if num_layers != asked:
+        raise CheckpointError(f"{files.folder} holds {num_layers} layers; its saved settings say num_layers {asked}")
+    model = model_from_arguments(files.args, vocab_size=vocab_size, num_layers=num_layers)
+    merge = _Merge(model.num_attention_heads, model.kv_channels, files.version, vocab_size)
+    return PortableModel(
+        model=model,
+        tensors=_merged(stored, parameters_of(model), merge, where=str(files.folder)),
+        tokenizer=tokenizer,
+        seq_length=min(files.args("seq_length", model.max_position_embeddings), model.max_position_embeddings),
+        companions=tokenizer_files(tokenizer),
+        iteration=files.iteration,
+        consumed_samples=files.args("consumed_train_samples", 0),
+    )
+
+
+def _vocabulary(tokenizer: object, rows: int) -> int:
+    """Words of the tokenizer, if they are at hand and make sense."""
+    size = getattr(tokenizer, "vocab_size", None)
+    return size if isinstance(size, int) and size <= rows else rows
+
+
+def _parts_of_shards(files: ShardFiles) -> dict[str, Parts]:
+    """Our names with a part for each tensor-parallel rank; layers are numbered within their stage."""
+    found: dict[str, Parts] = {}
+    first_layer = 0
+    for stage in files.stages:
+        highest = -1
+        for theirs in filter(is_weight, stage[0]):
+            ours = our_name(theirs, first_layer=first_layer)
+            if ours is None:
+                raise CheckpointError(f"{files.folder} holds {theirs}, which is no tensor of a GPT that is known here")
+            if ours == "output_layer.weight" and not files.args("untie_embeddings_and_output_weights", False):
+                continue  # the last stage's copy of tied embeddings
+            if ours.startswith("decoder.layers."):
+                highest = max(highest, int(ours.split(".")[2]))
+            lacking = [rank for rank, shard in enumerate(stage) if theirs not in shard]
+            if lacking:
+                raise CheckpointError(f"{files.folder}: tensor-parallel rank {lacking[0]} lacks {theirs}")
+            found[ours] = Parts(tuple(_lazy(shard[theirs]) for shard in stage))
+        first_layer = max(first_layer, highest + 1)
+    return found
+
+
+def _lazy(tensor: Tensor) -> LazyTensor:
+    return LazyTensor(tuple(tensor.shape), tensor.dtype, tensor.detach)
+
+
+def _parts_of_dist(files: DistFiles) -> dict[str, Parts]:
+    """Our names, each one part: torch_dist holds logical tensors, with layers stacked unless they differ."""
+    found: dict[str, Parts] = {}
+    for key, entry in files.stored.entries.items():
+        if not is_weight(key) or key.split(".")[0] not in ("embedding", "decoder", "output_layer"):
+            continue  # optimizer and random states
+        layers = our_names_of_stack(key, entry.shape[0] if entry.shape else 0)
+        ours = our_name(key)
+        if layers is not None:
+            for number, name in enumerate(layers):
+                found[name] = Parts((LazyTensor(entry.shape[1:], entry.dtype, files.reader(key, at=number)),))
+        elif ours is not None:
+            found[ours] = Parts((LazyTensor(entry.shape, entry.dtype, files.reader(key)),))
+        else:
+            raise CheckpointError(f"{files.folder} holds {key}, which is no tensor of a GPT that is known here")
+    return found
+
+
+@dataclass(frozen=True)
+class _Merge:
+    """How parts become a tensor: what their order of query, key and value is, and where padding begins."""
+
+    heads: int
+    width: int
+    version: float
+    vocab_size: int
+
+    def join(self, name: str, parts: Sequence[Tensor], sharding: Sharding) -> Tensor:
+        """The logical tensor."""
+        if ".linear_qkv." in name:
+            parts = [self._by_head(part, len(parts)) for part in parts]
+        if not sharding.split:
+            return parts[0]
+        (dim,) = sharding.split
+        blocks = [part.chunk(sharding.blocks, dim) for part in parts]
+        whole = torch.cat([part[block] for block in range(sharding.blocks) for part in blocks], dim)
+        return whole[: self.vocab_size] if name in _BY_VOCABULARY else whole
+
+    def _by_head(self, part: Tensor, ranks: int) -> Tensor:
+        """Rows of a rank's query, key and value as ``[heads, 3, width]``, which versions 0 and 1 had otherwise."""
+        heads, rest = self.heads // ranks, part.shape[1:]
+        if self.version >= 2:
+            return part
+        if self.version >= 1:
+            return part.view(heads, self.width, 3, *rest).transpose(1, 2).reshape(part.shape)
+        return part.view(3, heads, self.width, *rest).transpose(0, 1).reshape(part.shape)
+
+
+def _merged(
+    stored: Mapping[str, Parts], wanted: Mapping[str, Sharding], merge: _Merge, *, where: str
+) -> dict[str, LazyTensor]:
+    report_differences(
+        where,
+        missing=sorted(wanted.keys() - stored.keys()),
+        surplus=sorted(stored.keys() - wanted.keys()),
+        mismatched=[
+            f"{name} is {shape} and should be {list(sharding.shape)}"
+            for name, sharding in wanted.items()
+            if name in stored and (shape := _shape(name, stored[name], sharding)) != list(sharding.shape)
+        ],
+    )
+    return {name: _whole(name, stored[name], sharding, merge) for name, sharding in wanted.items()}
+
+
+def _shape(name: str, stored: Parts, sharding: Sharding) -> list[int]:
+    """Shape that the parts make together, a vocabulary's padding aside."""
+    shape = list(stored.parts[0].shape)
+    for dim in sharding.split:
+        if dim < len(shape):
+            shape[dim] = sum(part.shape[dim] for part in stored.parts)
+    if name in _BY_VOCABULARY and shape[0] >= sharding.shape[0]:
+        shape[0] = sharding.shape[0]
+    return shape
+
+
+def _whole(name: str, stored: Parts, sharding: Sharding, merge: _Merge) -> LazyTensor:
+    def make() -> Tensor:
+        return merge.join(name, [part.make() for part in stored.parts], sharding)
+
+    return LazyTensor(sharding.shape, stored.parts[0].dtype, make)

@@ -1,0 +1,107 @@
+"""Portable models as checkpoints that Megatron-LM loads: torch_dist, or its torch format with core names, one rank."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.core.checkpointing.folders import TRACKER
+from megatron.core.checkpointing.storage import CheckpointWriter
+from megatron.core.checkpointing.streamed import StreamedBox, table_of, write_boxes
+from megatron.core.conversion.companions import FOLDER, copied_tokenizer, copy_files
+from megatron.core.conversion.megatron_lm.arguments import arguments_of
+from megatron.core.conversion.megatron_lm.files import BACKEND, COMMON, RELEASE
+from megatron.core.conversion.megatron_lm.names import core_name, stacked_name
+from megatron.core.conversion.portable import LazyTensor, PortableModel
+
+_VERSION = 3.0
+_BY_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+def write_megatron_lm(portable: PortableModel, root: Path, *, dist: bool, final: Path) -> None:
+    """Write a folder of one checkpoint into the new folder ``root``, which will be moved to ``final``.
+
+    ``dist``: in torch_dist format, which Megatron-LM loads at any layout; else in torch format for one rank. Raises
+    CheckpointError for an architecture that Megatron-LM doesn't have.
+    """
+    root.mkdir(parents=True)
+    copy_files(portable.companions, root / FOLDER)
+    args = arguments_of(portable, dist=dist)
+    if portable.companions:
+        moved = copied_tokenizer(portable.tokenizer, (final / FOLDER).resolve())
+        args.tokenizer_model, args.vocab_file, args.merge_file = (
+            moved.tokenizer_model,
+            moved.vocab_file,
+            moved.merge_file,
+        )
+    name = f"iter_{portable.iteration:07d}" if portable.iteration else RELEASE
+    common = {"args": args, "checkpoint_version": _VERSION, "iteration": portable.iteration}
+    tensors = {name: _padded(name, tensor, portable) for name, tensor in portable.tensors.items()}
+    folder = root / name
+    folder.mkdir()
+    if dist:
+        _write_dist(tensors, common, folder, num_layers=portable.model.num_layers)
+    else:
+        _write_torch(tensors, common, folder)
+    (root / TRACKER).write_text(str(portable.iteration) if portable.iteration else RELEASE, encoding="utf-8")
+
+
+def _padded(name: str, tensor: LazyTensor, portable: PortableModel) -> LazyTensor:
+    """A vocabulary's tensor with rows of zeros up to the padded size; others as they are."""
+    rows = portable.model.padded_vocab_size(1)
+    if name not in _BY_VOCABULARY or tensor.shape[0] == rows:
+        return tensor
+
+    def make() -> Tensor:
+        made = tensor.make()
+        return torch.cat([made, made.new_zeros(rows - made.shape[0], *made.shape[1:])])
+
+    return LazyTensor((rows, *tensor.shape[1:]), tensor.dtype, make)
+
+
+def _write_dist(tensors: dict[str, LazyTensor], common: dict[str, object], folder: Path, *, num_layers: int) -> None:
+    """Layers are stacked along a new first dim; a box is one layer."""
+    boxes = []
+    for name, tensor in tensors.items():
+        key, layer = stacked_name(name)
+        if layer is None:
+            boxes.append(StreamedBox.whole(key, tensor.shape, tensor.dtype, tensor.make))
+            continue
+        offsets = (layer, *(0 for _ in tensor.shape))
+        shape, sizes = (num_layers, *tensor.shape), (1, *tensor.shape)
+        boxes.append(StreamedBox(key, shape, tensor.dtype, offsets, sizes, _one_of_a_stack(tensor)))
+    torch.save(common, folder / COMMON)
+    writer = CheckpointWriter(folder)
+    writer.set_up_storage_writer(True)
+    metadata = table_of(boxes)
+    metadata.mcore_data = {name: {} for name in metadata.state_dict_metadata}  # type: ignore[attr-defined]
+    writer.finish(metadata, [write_boxes(writer, folder, boxes)])
+    backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    backend |= {"common_backend": "torch", "common_backend_version": 1}
+    (folder / BACKEND).write_text(json.dumps(backend), encoding="utf-8")
+
+
+def _one_of_a_stack(tensor: LazyTensor) -> Callable[[], Tensor]:
+    return lambda: tensor.make().unsqueeze(0)
+
+
+def _write_torch(tensors: dict[str, LazyTensor], common: dict[str, object], folder: Path) -> None:
+    """``torch.save`` wants all tensors at once, so they wait in files that are mapped instead of in memory."""
+    waiting = folder / "waiting"
+    waiting.mkdir()
+    model: dict[str, Tensor] = {}
+    for number, (name, tensor) in enumerate(tensors.items()):
+        made = tensor.make()
+        mapped = torch.from_file(str(waiting / str(number)), shared=True, size=made.numel(), dtype=made.dtype)
+        mapped.copy_(made.reshape(-1))
+        model[core_name(name)] = mapped.view(made.shape)
+    target = folder / "mp_rank_00"
+    target.mkdir()
+    torch.save({**common, "model": model}, target / "model_optim_rng.pt")
+    model.clear()
+    shutil.rmtree(waiting)

@@ -1,0 +1,120 @@
+"""Our own checkpoints as portable models, and portable models as our checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from megatron.config.data import DataConfig
+from megatron.config.model import ModelConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.config.run import RunConfig
+from megatron.config.training import TrainingConfig
+from megatron.core.checkpointing.find import find_checkpoint
+from megatron.core.checkpointing.load import read_run_state
+from megatron.core.checkpointing.save import save_streamed
+from megatron.core.checkpointing.stored_tensors import StoredTensors
+from megatron.core.checkpointing.streamed import StreamedBox
+from megatron.core.conversion.companions import (
+    FOLDER,
+    companions_in,
+    copied_tokenizer,
+    copy_files,
+    tokenizer_files,
+    tokenizer_of,
+)
+from megatron.core.conversion.portable import LazyTensor, PortableModel, parameters_of, report_differences
+from megatron.errors import CheckpointError
+
+PREFIX = "model."
+RECIPES = ("gpt",)
+
+
+def read_native(root: Path, *, step: int | None = None) -> PortableModel:
+    """The model of a checkpoint; of its tensors only the table of contents is read now.
+
+    Raises CheckpointError when nothing usable is there, or a model of a family that can't be converted.
+    """
+    folder = find_checkpoint(root, step=step)
+    state = read_run_state(folder)
+    if state["recipe"] not in RECIPES:
+        raise CheckpointError(
+            f"{folder.path} holds a {state['recipe']} model; those that can be converted are {', '.join(RECIPES)}"
+        )
+    run = RunConfig.from_json(state["config"])
+    vocab_size = run.model.vocab_size or _vocabulary_rows(StoredTensors(folder.path))
+    model = dataclasses.replace(run.model, vocab_size=vocab_size)
+    progress = state.get("progress") or {}
+    return PortableModel(
+        model=model,
+        tensors=_tensors(folder.path, model),
+        tokenizer=run.tokenizer,
+        seq_length=run.data.seq_length,
+        companions={**companions_in(folder.path.parent / FOLDER), **tokenizer_files(run.tokenizer)},
+        iteration=folder.iteration,
+        consumed_samples=int(progress.get("consumed_samples", 0)),
+    )
+
+
+def _vocabulary_rows(stored: StoredTensors) -> int:
+    return stored.entries["model.embedding.word_embeddings.weight"].shape[0]
+
+
+def _tensors(folder: Path, model: ModelConfig) -> dict[str, LazyTensor]:
+    stored = StoredTensors(folder)
+    entries = {name.removeprefix(PREFIX): entry for name, entry in stored.entries.items() if name.startswith(PREFIX)}
+    expected = {name: sharding.shape for name, sharding in parameters_of(model).items()}
+    report_differences(
+        str(folder),
+        missing=sorted(expected.keys() - entries.keys()),
+        surplus=sorted(entries.keys() - expected.keys()),
+        mismatched=[name for name, shape in expected.items() if name in entries and entries[name].shape != shape],
+    )
+
+    def lazy(name: str) -> LazyTensor:
+        return LazyTensor(entries[name].shape, entries[name].dtype, lambda: stored.read(PREFIX + name))
+
+    return {name: lazy(name) for name in expected}
+
+
+def write_native(portable: PortableModel, root: Path, *, final: Path) -> None:
+    """Write the model as a checkpoint into the new folder ``root``, which will be moved to ``final``.
+
+    The settings stored are those of a run that could go on from it; a run takes them with ``--use-checkpoint-args``.
+    """
+    root.mkdir(parents=True)
+    copy_files(portable.companions, root / FOLDER)
+    tokenizer = tokenizer_of(portable.tokenizer)
+    moved = portable.tokenizer
+    if portable.companions and tokenizer is not None:
+        moved = copied_tokenizer(portable.tokenizer, (final / FOLDER).resolve())
+    run = RunConfig(
+        model=portable.model,
+        training=TrainingConfig(micro_batch_size=1),
+        data=DataConfig(seq_length=portable.seq_length),
+        precision=PrecisionConfig(bf16=portable.dtype == torch.bfloat16, fp16=portable.dtype == torch.float16),
+        tokenizer=moved,
+    )
+    state = {
+        "recipe": "gpt",
+        "config": run.to_json(),
+        "progress": {
+            "iteration": portable.iteration,
+            "consumed_samples": portable.consumed_samples,
+            "scheduled_samples": portable.consumed_samples,
+        },
+        "schedule": None,
+        "optimizer": None,
+        "random_seed": None,
+        "tokenizer": {
+            "name": tokenizer.name if tokenizer else moved.tokenizer_type,
+            "fingerprint": tokenizer.fingerprint if tokenizer else None,
+        },
+    }
+    boxes = [
+        StreamedBox.whole(PREFIX + name, tensor.shape, tensor.dtype, tensor.make)
+        for name, tensor in portable.tensors.items()
+    ]
+    save_streamed(root, portable.iteration, boxes, state)

@@ -1,0 +1,87 @@
+"""What every conversion passes through: a model's settings, and its logical tensors under our names, read when needed.
+
+A format only knows how to give one of these and how to write one, so any format converts to any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.config.model import ModelConfig
+from megatron.config.tokenizer import TokenizerConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.rng import RngStreams
+from megatron.core.parallel.sharding import Sharding, sharded_parameters
+from megatron.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """A tensor that is read, and made into what it has to be, by ``make``; nobody keeps it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    make: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class PortableModel:
+    """A model on its way from one format to another.
+
+    ``model``: its architecture, vocabulary size included. ``tensors``: by our parameter names, in logical shape.
+    ``tokenizer``: how its tokenizer is built, from the paths where the files are now. ``companions``: files that
+    travel along (the tokenizer's, generation settings), by name.
+    """
+
+    model: ModelConfig
+    tensors: Mapping[str, LazyTensor]
+    tokenizer: TokenizerConfig
+    seq_length: int
+    companions: Mapping[str, Path] = field(default_factory=dict)
+    iteration: int = 0
+    consumed_samples: int = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of most numbers."""
+        sizes: dict[torch.dtype, int] = {}
+        for tensor in self.tensors.values():
+            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + int(torch.Size(tensor.shape).numel())
+        return max(sizes, key=lambda dtype: sizes[dtype])
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers of all tensors together."""
+        return sum(int(torch.Size(tensor.shape).numel()) for tensor in self.tensors.values())
+
+
+def parameters_of(model: ModelConfig) -> dict[str, Sharding]:
+    """Our parameters of a model by name, as the model itself declares them; nothing is allocated."""
+    mesh, cpu = Mesh.single(), torch.device("cpu")
+    context = ParallelContext(mesh=mesh, rng=RngStreams(1, mesh, cpu), device=torch.device("meta"), dtype=torch.float32)
+    return {name: sharding for name, _, sharding in sharded_parameters(GPTModel(model, context))}
+
+
+def report_differences(where: str, *, missing: list[str], surplus: list[str], mismatched: list[str]) -> None:
+    """Raise CheckpointError that names what a source lacks, has too much, or has in another shape, if anything."""
+    parts = [
+        f"{title}: {', '.join(names[:6])}{f' and {len(names) - 6} more' if len(names) > 6 else ''}"
+        for title, names in (
+            ("missing", missing),
+            ("not part of this architecture", surplus),
+            ("of another shape", mismatched),
+        )
+        if names
+    ]
+    if parts:
+        raise CheckpointError(
+            f"{where} does not hold the tensors that its settings describe: {'; '.join(parts)}. "
+            "Fetch it again if it is incomplete, or correct its settings"
+        )

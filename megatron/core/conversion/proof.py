@@ -1,0 +1,165 @@
+"""The proof at the end of a conversion: source and target give the same logits for the same tokens, in fp32.
+
+The sides are computed by different code from different files: Hugging Face folders by transformers, our checkpoints by
+our model (a layer in memory at a time), Megatron-LM's by a forward pass written for their shards as they lie on disk.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.config.model import ModelConfig
+from megatron.config.run import RunConfig
+from megatron.core.checkpointing.find import find_checkpoint
+from megatron.core.checkpointing.load import load_checkpoint, read_run_state
+from megatron.core.conversion.portable import PortableModel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.stage import Stage
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.sharding import ShardedState, sharded_parameters
+from megatron.core.transformer.heads import VocabularyOutput
+from megatron.errors import CheckpointError, MegatronError
+
+TOLERANCE = 1e-4
+"""Largest difference allowed, as a part of the largest logit: fp32 leaves about 1e-6; a mapping that is wrong, 1."""
+
+_SAMPLES, _LENGTH = 2, 48
+
+
+class ProofError(MegatronError):
+    """Source and target of a conversion disagree."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """``difference``: the largest of any logit. ``largest``: the largest logit of the source."""
+
+    difference: float
+    largest: float
+
+    def __str__(self) -> str:
+        return f"largest difference {self.difference:.3g} between logits of up to {self.largest:.3g}"
+
+
+def fixed_tokens(model: ModelConfig) -> Tensor:
+    """Token ids ``[2, at most 48]`` over the whole vocabulary; the same ones every time."""
+    assert model.vocab_size is not None and model.max_position_embeddings is not None
+    length = min(_LENGTH, model.max_position_embeddings)
+    return (torch.arange(_SAMPLES * length).view(_SAMPLES, length) * 7919 + 13) % model.vocab_size
+
+
+def compare(source: Tensor, target: Tensor) -> Proof:
+    """The proof of two sets of logits ``[b, s, vocabulary]``; ProofError when they differ by more than rounding."""
+    proof = Proof((source - target).abs().max().item(), source.abs().max().item())
+    if not proof.difference <= TOLERANCE * proof.largest:
+        raise ProofError(
+            f"source and target are different models: {proof}, where {TOLERANCE:g} of the largest is allowed. "
+            "Nothing was written; please report the source"
+        )
+    return proof
+
+
+@torch.no_grad()
+def native_logits(root: Path, tokens: Tensor, *, step: int | None = None) -> Tensor:
+    """Logits of our checkpoint in ``root``, computed by our model with one layer in memory at a time."""
+    folder = find_checkpoint(root, step=step, verify=False)
+    run = RunConfig.from_json(read_run_state(folder)["config"])
+    context = ParallelContext.single()
+    last = run.model.num_layers - 1
+    hidden: Tensor | None = None
+    for number in range(run.model.num_layers):
+        stage = Stage(range(number, number + 1), is_first=number == 0, is_last=number == last)
+        model = GPTModel(run.model, context, stage=stage).eval().requires_grad_(False)
+        state = [
+            ShardedState(f"model.{sharding.tied or name}", parameter.detach(), sharding)
+            for name, parameter, sharding in sharded_parameters(model)
+        ]
+        load_checkpoint(folder, state, context.mesh, exhaust=())
+        output = model(tokens, hidden=hidden)
+        if isinstance(output, VocabularyOutput):
+            return output.logits()
+        hidden = output
+    raise AssertionError("a model has layers")
+
+
+@torch.no_grad()
+def huggingface_logits(folder: Path, tokens: Tensor) -> Tensor:
+    """Logits of a Hugging Face folder, computed by transformers with eager attention in fp32."""
+    transformers_version()
+    from transformers import AutoModelForCausalLM
+
+    with _quiet_transformers():
+        load: Any = AutoModelForCausalLM.from_pretrained
+        model, report = load(
+            folder,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    if report["missing_keys"] or report["mismatched_keys"]:
+        raise CheckpointError(f"transformers misses tensors in {folder}: {sorted(report['missing_keys'])[:5]}")
+    logits: Tensor = model.eval()(tokens, use_cache=False).logits
+    return logits.float()
+
+
+def transformers_version() -> str:
+    """Its version; CheckpointError when it isn't installed."""
+    try:
+        import transformers
+    except ImportError:
+        raise CheckpointError(
+            "the proof computes logits with transformers, which is not installed: pip install transformers, "
+            "or convert without a proof with --skip-proof"
+        ) from None
+    return transformers.__version__
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Neither progress bars nor advice: what matters is said here."""
+    from transformers.utils import logging as transformers_logging
+
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(logging.ERROR)
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def memory_needed(portable: PortableModel, formats: set[str]) -> int:
+    """Bytes that the proof holds at most: transformers needs the whole model in fp32, the others a few layers."""
+    whole = 4 * portable.num_parameters
+    layers = portable.model.num_layers
+    return whole if "hf" in formats else whole // max(layers, 1) * 2
+
+
+def check_memory(needed: int) -> None:
+    """Raise CheckpointError before any work when the proof can't fit in this machine's memory."""
+    free = _free_memory()
+    if free is not None and needed > free:
+        raise CheckpointError(
+            f"the proof needs about {needed / 1e9:.1f} GB of memory to compute logits in fp32, and {free / 1e9:.1f} GB "
+            "are free: convert on a larger machine, or without a proof with --skip-proof"
+        )
+
+
+def _free_memory() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    amounts = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
+    return amounts.get("MemAvailable")

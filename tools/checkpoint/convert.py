@@ -1,0 +1,142 @@
+"""Convert a model between Hugging Face's format, Megatron-LM's and this project's, and prove that it is the same model.
+
+Runs on a CPU with a few tensors in memory; the architecture comes from the source. Ends by comparing logits of source
+and target, and writes nothing when they differ.
+"""
+
+from __future__ import annotations
+
+# The folder of this file holds inspect.py, which must not be taken for Python's own module of that name.
+import os
+import sys
+
+sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != os.path.dirname(os.path.abspath(__file__))]
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatron.config.flags import check_flags, flag
+from megatron.config.parse import parse_groups
+from megatron.core.checkpointing.find import foreign_format
+from megatron.core.conversion.convert import Conversion, Format, convert
+from megatron.errors import ConfigError, run_command
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+# What Megatron-LM's converter calls the formats. Its "megatron" is Megatron-LM's, not this project's.
+LOADERS = {"hf": "hf", "llama2": "hf", "llama2_hf": "hf", "llama_mistral": "hf", "qwen2_hf": "hf"}
+LOADERS |= dict.fromkeys(("megatron", "legacy", "core", "mcore"), "megatron-lm")
+SAVERS = {"hf": "hf", "llama2_hf": "hf", "huggingface": "hf"}
+SAVERS |= dict.fromkeys(("megatron", "legacy", "core", "mcore"), "megatron")
+# Its flags that have no effect here, and why.
+WITHOUT_EFFECT = {
+    "--target-tensor-parallel-size": "checkpoints load at any layout",
+    "--target-pipeline-parallel-size": "checkpoints load at any layout",
+    "--megatron-path": "the formats are read without Megatron-LM",
+    "--model-size": "the architecture comes from the source",
+    "--max-queue-size": "tensors pass one at a time",
+    "--no-checking": "what is checked costs nothing",
+    "--bf16": "numbers keep their type",
+    "--fp16": "numbers keep their type",
+}
+
+
+@check_flags
+@dataclass(frozen=True, kw_only=True)
+class ConvertConfig:
+    """What is converted into what."""
+
+    source: Literal["hf", "megatron", "megatron-lm"] | None = flag(
+        "Format of --load: Hugging Face, this project's, Megatron-LM's (torch or torch_dist).",
+        name="--from",
+        default=None,
+    )
+    load: str = flag("Folder of the model, or of checkpoints.", aliases=("--load-dir",))
+    target: Literal["hf", "megatron", "megatron-lm"] | None = flag("Format of --save.", name="--to", default=None)
+    save: str = flag("New folder for the converted model.", aliases=("--save-dir",))
+    ckpt_step: int | None = flag("Iteration to convert instead of the newest.", default=None, at_least=0)
+    max_shard_size: str = flag("Largest weight file of a Hugging Face target: 5GB, 200MB.", default="5GB")
+    ckpt_format: Literal["torch_dist", "torch"] = flag(
+        "Format of a Megatron-LM target: torch_dist loads there at any layout, torch on one rank.", default="torch_dist"
+    )
+    true_vocab_size: int | None = flag(
+        "Words of a Megatron-LM source before padding, where its tokenizer's files are not at hand.",
+        default=None,
+        at_least=1,
+    )
+    skip_proof: bool = flag("Do not compare logits of source and target: nothing is proven then.", default=False)
+    model_type: str | None = flag("Megatron-LM's spelling; only GPT is there.", default=None)
+    loader: str | None = flag("Megatron-LM's spelling of --from: mcore, megatron, llama_mistral.", default=None)
+    saver: str | None = flag("Megatron-LM's spelling of --to.", default=None)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Convert, and say what was done."""
+    (config,) = parse_groups(with_effect(argv), ConvertConfig, prog="convert.py", about=__doc__ or "")
+    convert(job_of(config), say=print)
+    return 0
+
+
+def job_of(config: ConvertConfig) -> Conversion:
+    """The conversion that the flags describe; ConfigError for formats that are missing, unknown or the same."""
+    if config.model_type not in (None, "GPT"):
+        raise ConfigError(f"--model-type {config.model_type}: only GPT can be converted; BERT and T5 are not here yet")
+    source = config.source or _their_name("--loader", config.loader, LOADERS, "--from")
+    target = config.target or _their_name("--saver", config.saver, SAVERS, "--to")
+    load = Path(config.load)
+    if config.source is None and source == "megatron-lm" and load.is_dir() and not foreign_format(load):
+        source = "megatron"  # saved by this project's training
+    if source == target:
+        raise ConfigError(f"--from {source} --to {target}: there is nothing to convert")
+    return Conversion(
+        source=source,
+        load=load,
+        target=target,
+        save=Path(config.save),
+        step=config.ckpt_step,
+        max_shard_size=bytes_of(config.max_shard_size),
+        dist=config.ckpt_format == "torch_dist",
+        true_vocab_size=config.true_vocab_size,
+        skip_proof=config.skip_proof,
+    )
+
+
+def _their_name(flag: str, name: str | None, known: dict[str, str], ours: str) -> Format:
+    if name is None:
+        raise ConfigError(f"missing: {ours} (hf, megatron or megatron-lm)")
+    format_name = known.get(name.removeprefix("loader_").removeprefix("saver_"))
+    if format_name is None:
+        raise ConfigError(f"{flag} {name} is not here; use {ours} hf, megatron or megatron-lm ({', '.join(known)})")
+    return format_name  # type: ignore[return-value]
+
+
+def bytes_of(text: str) -> int:
+    """``5GB`` in bytes; ConfigError for what is no size."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", text)
+    if match is None or match[2].upper() not in _UNITS or not float(match[1]):
+        raise ConfigError(f"--max-shard-size {text!r} is no size; write 5GB or 200MB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def with_effect(argv: Sequence[str]) -> list[str]:
+    """The command line without flags of Megatron-LM's converter that have no effect; each is named with the reason."""
+    kept: list[str] = []
+    dropping = False
+    for word in argv:
+        if word.startswith("--"):
+            name = word.partition("=")[0]
+            if name == "--checkpoint-type" and "hf" not in argv:
+                raise ConfigError("--checkpoint-type: only hf is read; convert Meta's files to Hugging Face's first")
+            dropping = name in WITHOUT_EFFECT or name == "--checkpoint-type"
+            if name in WITHOUT_EFFECT:
+                print(f"note: {name} has no effect: {WITHOUT_EFFECT[name]}")
+        if not dropping:
+            kept.append(word)
+    return kept
+
+
+if __name__ == "__main__":
+    run_command(lambda: main(sys.argv[1:]))
