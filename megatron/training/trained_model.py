@@ -54,7 +54,7 @@ def trained_model(
         )
     config = _for_inference(RunConfig.from_json(state["config"]), choice, launch.world_size)
     tokenizer = build_tokenizer(config.tokenizer)
-    if tokenizer.fingerprint != state["tokenizer"]["fingerprint"]:
+    if state["tokenizer"]["fingerprint"] not in (tokenizer.fingerprint, None):  # None: converted without its files
         raise CheckpointError(
             f"{folder.path} was trained with another tokenizer ({state['tokenizer']['name']}, fingerprint "
             f"{state['tokenizer']['fingerprint'][:12]}) than the files at hand make ({tokenizer.name}, "
