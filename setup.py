@@ -11,6 +11,8 @@ ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "megatron" / "__init__.py").read_text(encoding="utf-8"))
 assert VERSION is not None, "megatron/__init__.py holds the version"
 
+PARQUET = ["pyarrow"]  # .parquet input of tools/preprocess_data.py
+GIGATOKEN = ["gigatoken"]  # a faster engine of tools/preprocess_data.py
 ZSTD = ["zstandard"]  # .jsonl.zst input of tools/preprocess_data.py
 TIKTOKEN = ["tiktoken"]  # --tokenizer-type TikTokenizer
 HUGGINGFACE = ["transformers", "safetensors"]  # the reference models of the parity tests
@@ -31,6 +33,8 @@ setup(
     install_requires=["torch>=2.6,<3", "numpy", "tokenizers>=0.20", "sentencepiece", "nltk", "tensorboard", "pyyaml"],
     extras_require={
         "zstd": ZSTD,
+        "parquet": PARQUET,
+        "gigatoken": GIGATOKEN,
         "tiktoken": TIKTOKEN,
         "huggingface": HUGGINGFACE,
         "plot": PLOT,

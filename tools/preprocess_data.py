@@ -1,38 +1,50 @@
-"""Turn JSON lines into the token files that training reads.
+"""Turn text into the token files that training reads.
 
-Every key of --json-keys becomes PREFIX_KEY_document.bin, .idx and .meta.json. The files appear when they are complete,
-with the same bytes for any number of workers; memory does not grow with the input.
+Every key of --json-keys becomes PREFIX_KEY_document.bin, .idx and .meta.json (PREFIX_KEY_sentence with
+--split-sentences). The files appear when they are complete, with the same bytes for any number of workers; memory does
+not grow with the input. Interrupted, the same command goes on from its last finished shard.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import itertools
+import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Literal, TextIO
-
-import numpy as np
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TextIO
 
 from megatron.config.flags import check_flags, derive, flag
 from megatron.config.parse import parse_groups
 from megatron.config.tokenizer import TokenizerConfig
+from megatron.core.datasets.files import replaced_file, write_errors
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter, token_dtype
-from megatron.core.datasets.metadata import TokenizerStamp
+from megatron.core.datasets.journal import Journal, Milestone
+from megatron.core.datasets.metadata import DatasetMetadata, TokenizerStamp
+from megatron.core.datasets.tally import Tally
 from megatron.core.tokenizers.encode import EncodedBatch, Encoding, encode_in_order, shared_tokenizer
-from megatron.core.tokenizers.text_files import BadLine, find_inputs, read_batches, total_size
+from megatron.core.tokenizers.engine import PROBE_BYTES, EngineChoice, choose_engine
+from megatron.core.tokenizers.sentences import LEARNED_FROM_BYTES, SentenceRules, installed_rules, learned_rules
+from megatron.core.tokenizers.text_files import (
+    BadLine,
+    LineBatch,
+    find_inputs,
+    read_batches,
+    read_documents,
+    total_size,
+)
 from megatron.errors import ConfigError, DataError, run_command
 
 BAD_LINES_SHOWN = 20
-SENTENCES = {
-    "split_sentences": "sentences are split for BERT and T5, which are not available yet; GPT reads whole documents",
-    "keep_newlines": "it belongs to --split-sentences, which comes with BERT and T5",
-    "lang": "it belongs to --split-sentences, which comes with BERT and T5",
-}
+SHARD_BYTES = 64_000_000  # of text, between two places from which an interrupted run can go on
+PERCENTILES = (0, 10, 50, 90, 99, 100)
 
 
 @check_flags
@@ -41,8 +53,8 @@ class PreprocessConfig:
     """Text in, tokens out."""
 
     input: tuple[str, ...] = flag(
-        "JSON lines, one object a line: files (.gz, .bz2, .zst too), folders of .jsonl and .json, globs in quotes, "
-        "or - for standard input."
+        "JSON lines, one object a line (.gz, .bz2, .zst too), or .parquet files: files, folders, globs in quotes, "
+        "or - for JSON lines on standard input."
     )
     output_prefix: str = flag("Start of the names of all files written.")
     json_keys: tuple[str, ...] = flag(
@@ -59,56 +71,48 @@ class PreprocessConfig:
     )
     keep_sequential_samples: bool = flag("Megatron-LM's; here documents always keep their order.", default=False)
     partitions: int = flag("Megatron-LM's; here all workers share all input.", default=1, at_least=1)
-    split_sentences: bool = flag("Not available yet: comes with BERT and T5.", default=False)
-    keep_newlines: bool = flag("Not available yet: comes with BERT and T5.", default=False)
-    lang: str | None = flag("Not available yet: comes with BERT and T5.", default=None)
+    split_sentences: bool = flag("Make each sentence a sequence of its own, for BERT and T5.", default=False)
+    keep_newlines: bool = flag("With --split-sentences: sentences keep the whitespace after them.", default=False)
+    lang: str = flag("With --split-sentences: the language whose rules to look for in NLTK_DATA.", default="english")
 
     def __post_init__(self) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         derive(self, "workers", cores or 1)
 
-
-@dataclass
-class Totals:
-    """What has been done so far."""
-
-    documents: int = 0
-    empty: int = 0
-    bad: int = 0
-    text_bytes: int = 0
-    tokens: dict[str, int] = field(default_factory=dict)
-
-    def add(self, batch: EncodedBatch) -> None:
-        """Count a batch."""
-        first = next(iter(batch.lengths.values()))
-        self.documents += len(first)
-        self.empty += sum(int(np.count_nonzero(lengths == 0)) for lengths in batch.lengths.values())
-        self.bad += len(batch.bad)
-        self.text_bytes += batch.num_bytes
-        for key, tokens in batch.tokens.items():
-            self.tokens[key] = self.tokens.get(key, 0) + tokens.size
+    def prefix(self, key: str) -> str:
+        """Prefix of the data set of one key."""
+        return f"{self.output_prefix}_{key}_{'sentence' if self.split_sentences else 'document'}"
 
 
 class Progress:
-    """A bar on a terminal, a line every ``log_interval`` documents elsewhere."""
+    """A bar on a terminal, a line every ``log_interval`` documents elsewhere.
 
-    def __init__(self, size: int | None, *, log_interval: int, stream: TextIO) -> None:
+    ``size``: bytes of input as they lie on the disk, None when unknown. ``done`` and ``bytes_done`` are what an earlier
+    run did.
+    """
+
+    def __init__(
+        self, size: int | None, *, log_interval: int, stream: TextIO, done: Tally | None = None, bytes_done: int = 0
+    ) -> None:
         self._size, self._interval, self._stream = size, log_interval, stream
         self._terminal = stream.isatty()
         self._start = self._last = time.monotonic()
-        self._logged = 0
+        before = done or Tally()
+        self._documents, self._text_bytes, self._tokens = before.documents, before.text_bytes, _tokens(before)
+        self._bytes_done, self._logged = bytes_done, before.documents // log_interval
 
-    def update(self, totals: Totals, bytes_read: int) -> None:
+    def update(self, tally: Tally, bytes_read: int) -> None:
         """Show where things stand, if it is time to."""
         now = time.monotonic()
         if self._terminal:
             if now - self._last >= 0.2:
                 self._last = now
-                self._stream.write(f"\r{self._bar(totals, bytes_read, now - self._start)}\x1b[K")
+                self._stream.write(f"\r{self._bar(tally, bytes_read, now - self._start)}\x1b[K")
                 self._stream.flush()
-        elif totals.documents // self._interval > self._logged:
-            self._logged = totals.documents // self._interval
-            print(f"Processed {totals.documents} documents ({self.rates(totals)}).", file=self._stream, flush=True)
+        elif tally.documents // self._interval > self._logged:
+            self._logged = tally.documents // self._interval
+            left = f", {self._time_left(bytes_read, now - self._start)}" if self._size else ""
+            print(f"Processed {tally.documents} documents ({self.rates(tally)}{left}).", file=self._stream, flush=True)
 
     def say(self, line: str) -> None:
         """Print a line without leaving half a bar before it."""
@@ -121,23 +125,38 @@ class Progress:
             self._stream.write("\r\x1b[K")
             self._stream.flush()
 
-    def rates(self, totals: Totals) -> str:
+    def rates(self, tally: Tally) -> str:
         """Documents, text and tokens a second since the start."""
-        seconds = max(time.monotonic() - self._start, 1e-9)
-        tokens = sum(totals.tokens.values())
+        seconds = self.seconds
         return (
-            f"{totals.documents / seconds:.1f} docs/s, {totals.text_bytes / seconds / 1e6:.2f} MB/s, "
-            f"{tokens / seconds:.0f} tokens/s"
+            f"{(tally.documents - self._documents) / seconds:.1f} docs/s, "
+            f"{(tally.text_bytes - self._text_bytes) / seconds / 1e6:.2f} MB/s, "
+            f"{(_tokens(tally) - self._tokens) / seconds:.0f} tokens/s"
         )
 
-    def _bar(self, totals: Totals, bytes_read: int, seconds: float) -> str:
-        text = f"{totals.documents:,} documents  {totals.text_bytes / seconds / 1e6:.1f} MB/s"
+    @property
+    def seconds(self) -> float:
+        """Time since the start, never 0."""
+        return max(time.monotonic() - self._start, 1e-9)
+
+    def _time_left(self, bytes_read: int, seconds: float) -> str:
+        assert self._size, "there is no end to count towards"
+        done, all_of_it = bytes_read - self._bytes_done, self._size - self._bytes_done
+        left = int(seconds * max(all_of_it - done, 0) / done) if done else 0
+        return f"{left // 60}:{left % 60:02d} left"
+
+    def _bar(self, tally: Tally, bytes_read: int, seconds: float) -> str:
+        rate = (tally.text_bytes - self._text_bytes) / seconds / 1e6
+        text = f"{tally.documents:,} documents  {rate:.1f} MB/s"
         if not self._size:
             return text
         share = min(bytes_read / self._size, 1.0)
-        left = int(seconds / share - seconds) if share else 0
         filled = int(share * 24)
-        return f"[{'#' * filled}{'-' * (24 - filled)}] {share:4.0%}  {text}  {left // 60}:{left % 60:02d} left"
+        return f"[{'#' * filled}{'-' * (24 - filled)}] {share:4.0%}  {text}  {self._time_left(bytes_read, seconds)}"
+
+
+def _tokens(tally: Tally) -> int:
+    return sum(tally.tokens.values())
 
 
 def main(argv: Sequence[str]) -> int:
@@ -151,7 +170,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> Totals:
+def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> Tally:
     """Write the token files of every key.
 
     Raises ConfigError for settings that cannot work, DataError for input or output that fails; then no file appears.
@@ -159,40 +178,105 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> T
     _check(config)
     paths = find_inputs(config.input)
     tokenizer = shared_tokenizer(tokenizer_config)
-    dtype = token_dtype(tokenizer.vocab_size)
-    encoding = Encoding(tokenizer_config, config.json_keys, config.append_eod, dtype.name)
-    totals = Totals()
-    progress = Progress(total_size(paths), log_interval=config.log_interval, stream=sys.stderr)
-    with ExitStack() as stack:
-        stack.callback(progress.clear)
-        writers = {
-            key: stack.enter_context(
-                IndexedDatasetWriter(
-                    f"{config.output_prefix}_{key}_document", dtype, tokenizer=TokenizerStamp.of(tokenizer)
-                )
-            )
-            for key in config.json_keys
-        }
-        encoded = encode_in_order(read_batches(paths), encoding, workers=config.workers)
+    stamp, dtype = TokenizerStamp.of(tokenizer), token_dtype(tokenizer.vocab_size)
+    head, batches = _head(read_batches(paths, keys=config.json_keys), config)
+    rules = sentence_rules(config, head) if config.split_sentences else None
+    engine = choose_engine(tokenizer, list(itertools.islice(_texts(head, config.json_keys), 1000)), dtype.name)
+    encoding = Encoding(tokenizer_config, config.json_keys, config.append_eod, dtype.name, rules, engine.name)
+    journal = Journal(
+        Path(f"{config.output_prefix}_unfinished.json"), settings=_settings(config, stamp, rules), inputs=paths
+    )
+    milestone = _still_there(journal.read())
+    if milestone is not None:
+        batches = read_batches(paths, keys=config.json_keys, start=milestone.position)
+        print(f"going on after the {milestone.tally.documents:,} documents of an interrupted run", file=sys.stderr)
+    else:
+        journal.remove()
+    run = Conversion(config, paths, milestone)
+    with _kept_parts_mentioned(journal), ExitStack() as stack:
+        stack.callback(run.progress.clear)
+        for key in config.json_keys:
+            resume = milestone.outputs[config.prefix(key)] if milestone else None
+            writer = IndexedDatasetWriter(config.prefix(key), dtype, tokenizer=stamp, resume=resume)
+            run.writers[key] = stack.enter_context(writer)
+        encoded = encode_in_order(batches, encoding, workers=config.workers)
         stack.callback(encoded.close)
+        run.convert(encoded, journal)
+    journal.remove()
+    _summarize(run, Summary(stamp, dtype.name, engine, rules))
+    return run.tally
+
+
+@contextmanager
+def _kept_parts_mentioned(journal: Journal) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        if journal.path.exists():
+            print("the finished shards are kept; the same command goes on from there", file=sys.stderr)
+        raise
+
+
+class Conversion:
+    """A run in progress: batches of documents go to the writers, and are counted."""
+
+    def __init__(self, config: PreprocessConfig, paths: Sequence[str], milestone: Milestone | None) -> None:
+        self.config = config
+        self.writers: dict[str, IndexedDatasetWriter] = {}
+        self.tally = milestone.tally if milestone else Tally()
+        self._bytes_done = milestone.bytes_read if milestone else 0
+        self.progress = Progress(
+            total_size(paths),
+            log_interval=config.log_interval,
+            stream=sys.stderr,
+            done=self.tally,
+            bytes_done=self._bytes_done,
+        )
+
+    def convert(self, encoded: Iterator[EncodedBatch], journal: Journal) -> None:
+        """Write all batches, with a milestone after every ``SHARD_BYTES`` of text."""
+        lasting = self.tally.text_bytes
         for batch in encoded:
-            _report(batch.bad, config, progress, before=totals.bad)
-            for key, writer in writers.items():
-                _write(writer, batch, key)
-            totals.add(batch)
-            progress.update(totals, batch.bytes_read)
-        if not totals.documents:
+            self._report(batch.bad)
+            self._write(batch)
+            self.progress.update(self.tally, batch.bytes_read)
+            if journal.possible and self.tally.text_bytes - lasting >= SHARD_BYTES:
+                outputs = {self.config.prefix(key): writer.sync() for key, writer in self.writers.items()}
+                journal.write(Milestone(batch.end, batch.bytes_read, outputs, self.tally))
+                lasting = self.tally.text_bytes
+        if not self.tally.documents:
             raise DataError(
-                f"--input {' '.join(config.input)} holds no documents ({totals.bad} bad lines); nothing is written."
+                f"--input {' '.join(self.config.input)} holds no documents ({self.tally.bad} bad lines); "
+                "nothing is written."
             )
-    _summarize(config, totals, progress, TokenizerStamp.of(tokenizer), dtype)
-    return totals
+
+    def _write(self, batch: EncodedBatch) -> None:
+        for key, writer in self.writers.items():
+            texts = batch.texts[key]
+            writer.add_documents(texts.tokens, texts.lengths, texts.sequences)
+            self.tally.add_documents(key, texts.document_lengths)
+        self.tally.documents += len(batch.texts[self.config.json_keys[0]].sequences)
+        self.tally.bad += len(batch.bad)
+        self.tally.text_bytes += batch.num_bytes
+
+    def _report(self, bad: Sequence[BadLine]) -> None:
+        if bad and self.config.on_bad_line == "error":
+            raise DataError(
+                f"{bad[0]}; mend the line, or leave such lines out with --on-bad-line skip. Nothing is written."
+            )
+        for count, line in enumerate(bad, self.tally.bad):
+            if count < BAD_LINES_SHOWN:
+                self.progress.say(f"skipped {line}")
+            elif count == BAD_LINES_SHOWN:
+                self.progress.say("further bad lines are only counted")
 
 
 def _check(config: PreprocessConfig) -> None:
-    for name, reason in SENTENCES.items():
-        if getattr(config, name):
-            raise ConfigError(f"--{name.replace('_', '-')}: {reason}; leave it out.")
+    if not config.split_sentences:
+        alone = [name for name, used in (("--keep-newlines", config.keep_newlines),) if used]
+        alone += ["--lang"] * (config.lang != "english")
+        if alone:
+            raise ConfigError(f"{alone[0]} says how --split-sentences splits; give that too, or leave it out.")
     repeated = sorted({key for key in config.json_keys if config.json_keys.count(key) > 1})
     if repeated or not config.json_keys:
         raise ConfigError(f"--json-keys needs different keys, not {' '.join(config.json_keys) or 'none'}.")
@@ -200,43 +284,102 @@ def _check(config: PreprocessConfig) -> None:
         print(f"--partitions {config.partitions} has no effect: all workers share all input.", file=sys.stderr)
 
 
-def _report(bad: Sequence[BadLine], config: PreprocessConfig, progress: Progress, *, before: int) -> None:
-    if bad and config.on_bad_line == "error":
-        raise DataError(
-            f"{bad[0]}; mend the line, or leave such lines out with --on-bad-line skip. Nothing is written."
-        )
-    for count, line in enumerate(bad, before):
-        if count < BAD_LINES_SHOWN:
-            progress.say(f"skipped {line}")
-        elif count == BAD_LINES_SHOWN:
-            progress.say("further bad lines are only counted")
+def _head(batches: Iterator[LineBatch], config: PreprocessConfig) -> tuple[list[LineBatch], Iterator[LineBatch]]:
+    """The first batches, to learn from, and all batches: a pipe can be read only once."""
+    head, size = list[LineBatch](), 0
+    for batch in batches:
+        head.append(batch)
+        size += len(batch.data)
+        if size >= (LEARNED_FROM_BYTES if config.split_sentences else PROBE_BYTES):
+            break
+    return head, itertools.chain(head, batches)
 
 
-def _write(writer: IndexedDatasetWriter, batch: EncodedBatch, key: str) -> None:
-    """Append a batch; an empty document has no sequence, as in Megatron-LM's files."""
-    tokens, lengths = batch.tokens[key], batch.lengths[key]
-    start = first_token = 0
-    for empty in np.flatnonzero(lengths == 0).tolist():
-        past = first_token + int(lengths[start:empty].sum())
-        writer.add_documents(tokens[first_token:past], lengths[start:empty])
-        writer.end_document()
-        start, first_token = empty + 1, past
-    writer.add_documents(tokens[first_token:], lengths[start:])
+def _texts(batches: Sequence[LineBatch], keys: Sequence[str]) -> Iterator[str]:
+    """Texts of all keys in some batches; bad lines are for later."""
+    for batch in batches:
+        for texts in read_documents(batch, keys).texts.values():
+            yield from (text for text in texts if text.isascii() or _is_unicode(text))
 
 
-def _summarize(
-    config: PreprocessConfig, totals: Totals, progress: Progress, stamp: TokenizerStamp, dtype: np.dtype
-) -> None:
-    print(f"documents    {totals.documents:,}" + (f" ({totals.empty:,} empty texts)" if totals.empty else ""))
-    if totals.bad:
-        print(f"bad lines    {totals.bad:,} left out")
-    print(f"rate         {progress.rates(totals)}")
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def sentence_rules(config: PreprocessConfig, head: Sequence[LineBatch]) -> SentenceRules:
+    """NLTK's rules of the language where they are installed, else those that punkt learns from the first batches."""
+    installed = installed_rules(config.lang, keep_whitespace=config.keep_newlines)
+    return installed or learned_rules(_texts(head, config.json_keys), keep_whitespace=config.keep_newlines)
+
+
+def _settings(config: PreprocessConfig, stamp: TokenizerStamp, rules: SentenceRules | None) -> dict[str, Any]:
+    """What must be the same for an interrupted run to go on."""
+    return {
+        "keys": config.json_keys,
+        "append_eod": config.append_eod,
+        "on_bad_line": config.on_bad_line,
+        "tokenizer": stamp.fingerprint,
+        "sentences": rules and hashlib.sha256(repr(rules).encode()).hexdigest(),
+    }
+
+
+def _still_there(milestone: Milestone | None) -> Milestone | None:
+    """The milestone, if the files it speaks of are there."""
+    if milestone is None:
+        return None
+    parts = [f"{prefix}.{name}.part" for prefix in milestone.outputs for name in ("bin", "lengths", "documents")]
+    return milestone if all(Path(part).is_file() for part in parts) else None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run worked with."""
+
+    stamp: TokenizerStamp
+    dtype: str
+    engine: EngineChoice
+    rules: SentenceRules | None
+
+
+def _summarize(run: Conversion, summary: Summary) -> None:
+    """Say what was written, and write it as JSON."""
+    config, tally, stamp = run.config, run.tally, summary.stamp
+    print(f"documents    {tally.documents:,}" + (f" ({tally.empty:,} empty texts)" if tally.empty else ""))
+    if tally.bad:
+        print(f"bad lines    {tally.bad:,} left out")
+    if summary.rules:
+        print(f"sentences    by {summary.rules.origin}")
+    print(f"rate         {run.progress.rates(tally)}, encoded by {summary.engine.name} ({summary.engine.reason})")
     print(f"tokenizer    {stamp.type}, {stamp.vocab_size:,} ids, end of document {stamp.eod}")
     print(f"fingerprint  {stamp.fingerprint}")
-    for key, count in totals.tokens.items():
+    outputs: dict[str, Any] = {}
+    for key, writer in run.writers.items():
+        percentiles = dict(zip(PERCENTILES, tally.lengths[key].percentiles(*PERCENTILES)))
+        written = ", ".join(f"{share}% {length:,}" for share, length in percentiles.items())
         print(
-            f"wrote        {config.output_prefix}_{key}_document.{{bin,idx,meta.json}}: {count:,} tokens, {dtype.name}"
+            f"wrote        {config.prefix(key)}.{{bin,idx,meta.json}}: {tally.tokens[key]:,} tokens, {summary.dtype}; "
+            f"tokens per document: {written}"
         )
+        outputs[config.prefix(key)] = _counts(writer.metadata()) | {"tokens_per_document": percentiles}
+    path = Path(f"{config.output_prefix}_summary.json")
+    content = {
+        "documents": tally.documents,
+        "empty_texts": tally.empty,
+        "bad_lines": tally.bad,
+        "text_bytes": tally.text_bytes,
+        "seconds": round(run.progress.seconds, 3),
+        "dtype": summary.dtype,
+        "engine": summary.engine.name,
+        "sentences": summary.rules.origin if summary.rules else None,
+        "tokenizer": dataclasses.asdict(stamp),
+        "outputs": outputs,
+    }
+    with write_errors(path, remedy="free some space"), replaced_file(path) as aside:
+        aside.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _counts(metadata: DatasetMetadata) -> dict[str, Any]:
+    return {"tokens": metadata.num_tokens, "sequences": metadata.num_sequences, "documents": metadata.num_documents}
 
 
 if __name__ == "__main__":

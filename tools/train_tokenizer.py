@@ -23,6 +23,7 @@ from megatron.core.tokenizers.base import check_encodable
 from megatron.core.tokenizers.gpt2_bpe import END_OF_TEXT, byte_level
 from megatron.core.tokenizers.text_files import (
     JSON_ENDINGS,
+    PARQUET_ENDING,
     TEXT_ENDINGS,
     find_inputs,
     is_plain_text,
@@ -41,8 +42,8 @@ class TrainTokenizerConfig:
     """Text in, vocabulary out."""
 
     input: tuple[str, ...] = flag(
-        "JSON lines, or plain text in .txt (.gz, .bz2, .zst too): files, folders, globs in quotes, or - for JSON lines "
-        "on standard input."
+        "JSON lines, or plain text in .txt (.gz, .bz2, .zst too), or .parquet: files, folders, globs in quotes, or - "
+        "for JSON lines on standard input."
     )
     output_dir: str = flag("Folder of tokenizer.json, tokenizer_config.json, vocab.json and merges.txt.")
     vocab_size: int = flag("Tokens of the vocabulary, the 256 bytes and special tokens included.")
@@ -105,12 +106,12 @@ class Texts:
 
     def __init__(self, config: TrainTokenizerConfig) -> None:
         self._config = config
-        self._paths = find_inputs(config.input, endings=(*JSON_ENDINGS, *TEXT_ENDINGS))
+        self._paths = find_inputs(config.input, endings=(*JSON_ENDINGS, PARQUET_ENDING, *TEXT_ENDINGS))
         self.bad = 0
         self.first_bad = ""
 
     def __iter__(self) -> Iterator[list[str]]:
-        for batch in read_batches(self._paths):
+        for batch in read_batches(self._paths, keys=[self._config.json_key]):
             plain = is_plain_text(batch.path)
             documents = read_plain_lines(batch) if plain else read_documents(batch, [self._config.json_key])
             (texts,) = documents.texts.values()

@@ -14,6 +14,8 @@ class TokenizerConfig:
     """The tokenizer and its files."""
 
     tokenizer_type: Literal[
+        "BertWordPieceLowerCase",
+        "BertWordPieceCase",
         "GPT2BPETokenizer",
         "HuggingFaceTokenizer",
         "SentencePieceTokenizer",
@@ -25,14 +27,12 @@ class TokenizerConfig:
         "Kind of tokenizer.",
         default=None,
         refused_values={
-            "BertWordPieceLowerCase": "it comes with BERT",
-            "BertWordPieceCase": "it comes with BERT",
             "MultimodalTokenizer": "models of text and images are outside this project",
         },
         derived="NullTokenizer with --mock-data and --vocab-size and no tokenizer files, else GPT2BPETokenizer",
         from_checkpoint=True,
     )
-    vocab_file: str | None = flag("vocab.json of GPT2BPETokenizer.", default=None)
+    vocab_file: str | None = flag("vocab.json of GPT2BPETokenizer, vocab.txt of BertWordPiece.", default=None)
     merge_file: str | None = flag("merges.txt of GPT2BPETokenizer.", default=None)
     tokenizer_model: str | None = flag(
         "Model file of SentencePiece or tiktoken; folder or tokenizer.json of a Hugging Face tokenizer.",

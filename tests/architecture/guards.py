@@ -18,9 +18,12 @@ VAGUE_NAMES = {"utils", "util", "common", "misc", "helpers", "helper", "stuff", 
 # Not installed with the package: each needs an extra, or a GPU.
 OPTIONAL_LIBRARIES = {
     "apex",
+    "awkward",
     "flash_attn",
+    "gigatoken",
     "huggingface_hub",
     "matplotlib",
+    "pyarrow",
     "safetensors",
     "tiktoken",
     "transformer_engine",

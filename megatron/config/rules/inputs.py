@@ -78,6 +78,8 @@ def tokenizer_has_files(run: RunConfig) -> str | None:
         needed = {"--vocab-size": tokenizer.vocab_size}
     elif kind == "GPT2BPETokenizer":
         needed = {"--vocab-file": tokenizer.vocab_file, "--merge-file": tokenizer.merge_file}
+    elif kind in ("BertWordPieceLowerCase", "BertWordPieceCase"):
+        needed = {"--vocab-file": tokenizer.vocab_file}
     else:
         needed = {"--tokenizer-model": tokenizer.tokenizer_model}
     lacking = [flag for flag, value in needed.items() if value is None]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -122,8 +121,9 @@ class IndexedDatasetWriter:
     """Writes ``PREFIX.bin``, ``PREFIX.idx`` and ``PREFIX.meta.json`` as documents come, in constant memory.
 
     The files appear under their names only when ``finish`` is through (at the end of a ``with`` block without error);
-    until then everything is in files beside them, which a failure removes. Raises DataError for a full disk or for ids
-    that don't fit ``dtype``.
+    until then everything is in ``.part`` files beside them. A failure removes those, unless ``sync`` has made some of
+    it lasting: then a writer that is given the counts of that time, ``resume``, goes on from there.
+    Raises DataError for a full disk or for ids that don't fit ``dtype``.
 
     ``tokenizer``: whose ids they are, for the metadata. ``multimodal``: store a mode per sequence.
     """
@@ -135,26 +135,36 @@ class IndexedDatasetWriter:
         *,
         multimodal: bool = False,
         tokenizer: TokenizerStamp | None = None,
+        resume: DatasetMetadata | None = None,
     ) -> None:
         self.prefix, self.dtype, self.tokenizer = str(prefix), np.dtype(dtype), tokenizer
         if self.dtype not in TOKEN_DTYPES.values():
             raise ValueError(f"the format has no code for {self.dtype}")
-        self.num_tokens = self.num_sequences = self.num_documents = 0
-        self.max_token_id: int | None = None
+        self.num_tokens, self.num_sequences, self.num_documents = resume.counts if resume else (0, 0, 0)
+        self.max_token_id = resume.max_token_id if resume else None
         # In the order in which they get their names: the index last, so that it never describes other tokens.
         finals = (bin_path(self.prefix), DatasetMetadata.path(self.prefix), idx_path(self.prefix))
         self._aside = {path: path.with_name(path.name + ".part") for path in finals}
+        self._tables: list[Path] = []
         self._open = ExitStack()
+        self._lasting = resume is not None
         with self._writing():
-            folder = bin_path(self.prefix).parent
-            folder.mkdir(parents=True, exist_ok=True)
-            self._bin: IO[bytes] = self._open.enter_context(self._aside[bin_path(self.prefix)].open("wb"))
-            self._lengths = self._scratch(folder)
-            self._boundaries = self._scratch(folder)
-            self._modes = self._scratch(folder) if multimodal else None
+            bin_path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
+            self._bin = self._part(self._aside[bin_path(self.prefix)], size=self.num_tokens * self.dtype.itemsize)
+            self._lengths = self._table("lengths", size=self.num_sequences * LENGTH_DTYPE.itemsize)
+            self._boundaries = self._table("documents", size=self.num_documents * OFFSET_DTYPE.itemsize)
+            self._modes = self._table("modes", size=self.num_sequences) if multimodal else None
 
-    def _scratch(self, folder: Path) -> IO[bytes]:
-        return self._open.enter_context(tempfile.TemporaryFile(dir=folder))
+    def _table(self, name: str, *, size: int) -> IO[bytes]:
+        self._tables.append(Path(f"{self.prefix}.{name}.part"))
+        return self._part(self._tables[-1], size=size)
+
+    def _part(self, path: Path, *, size: int) -> IO[bytes]:
+        """The file, cut to the ``size`` bytes that count, open at its end."""
+        file = self._open.enter_context(path.open("rb+" if size else "wb+"))
+        file.truncate(size)
+        file.seek(size)
+        return file
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -165,14 +175,19 @@ class IndexedDatasetWriter:
             self.abort()
             raise
 
-    def add_documents(self, tokens: ArrayLike, lengths: ArrayLike) -> None:
-        """Append many documents of one sequence each: ``tokens`` end to end, ``lengths`` [documents] to divide them."""
+    def add_documents(self, tokens: ArrayLike, lengths: ArrayLike, sequences: ArrayLike | None = None) -> None:
+        """Append many documents: ``tokens`` end to end, ``lengths`` [sequences] to divide them.
+
+        ``sequences`` [documents]: how many sequences each document has, possibly none; None: one.
+        """
         sizes = np.asarray(lengths, LENGTH_DTYPE)
+        counts = np.ones(len(sizes), OFFSET_DTYPE) if sequences is None else np.asarray(sequences, OFFSET_DTYPE)
+        assert int(counts.sum()) == len(sizes), "documents don't add up to the number of sequences"
+        ends = self.num_sequences + np.cumsum(counts)
         self._add_sequences(tokens, sizes)
-        ends = np.arange(self.num_sequences - len(sizes) + 1, self.num_sequences + 1, dtype=OFFSET_DTYPE)
         with self._writing():
             self._boundaries.write(ends.data)
-        self.num_documents += len(sizes)
+        self.num_documents += len(counts)
 
     def add_document(self, tokens: ArrayLike) -> None:
         """Append a document of one sequence."""
@@ -238,6 +253,18 @@ class IndexedDatasetWriter:
             max_token_id=self.max_token_id,
         )
 
+    def sync(self) -> DatasetMetadata:
+        """Make what is written so far survive a failure; what it returns lets another writer go on from here."""
+        with self._writing():
+            for file in self._parts():
+                file.flush()
+                os.fsync(file.fileno())
+        self._lasting = True
+        return self.metadata()
+
+    def _parts(self) -> list[IO[bytes]]:
+        return [file for file in (self._bin, self._lengths, self._boundaries, self._modes) if file is not None]
+
     def finish(self) -> None:
         """Complete the files and give them their names."""
         index = idx_path(self.prefix)
@@ -251,6 +278,8 @@ class IndexedDatasetWriter:
             index.unlink(missing_ok=True)
             for path, aside in self._aside.items():
                 aside.replace(path)
+            for table in self._tables:
+                table.unlink()
 
     def _write_index(self, index: IO[bytes]) -> None:
         header = IndexHeader(self.dtype, self.num_sequences, self.num_documents + 1)
@@ -271,12 +300,12 @@ class IndexedDatasetWriter:
                 shutil.copyfileobj(table, index)
 
     def abort(self) -> None:
-        """Remove everything written so far; the files of an earlier run stay."""
-        with suppress(OSError):  # what could not be flushed is deleted anyway
+        """Remove everything written so far unless some of it is to last; the files of an earlier run stay."""
+        with suppress(OSError):  # what could not be flushed doesn't count
             self._open.close()
-        for aside in self._aside.values():
+        for path in () if self._lasting else (*self._aside.values(), *self._tables):
             with suppress(OSError):
-                aside.unlink()
+                path.unlink()
 
     def __enter__(self) -> IndexedDatasetWriter:
         return self

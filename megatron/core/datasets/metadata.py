@@ -64,6 +64,11 @@ class DatasetMetadata:
     num_documents: int
     max_token_id: int | None  # None: no tokens, or tokens that aren't integers
 
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Tokens, sequences and documents."""
+        return self.num_tokens, self.num_sequences, self.num_documents
+
     @staticmethod
     def path(prefix: str) -> Path:
         """File of the metadata."""

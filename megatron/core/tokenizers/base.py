@@ -55,6 +55,29 @@ class Tokenizer(Protocol):
         """Text of the ids, special tokens included."""
 
 
+class MaskingTokenizer(Tokenizer, Protocol):
+    """A tokenizer whose vocabulary can mask: what BERT and T5 need beside text and ids."""
+
+    @property
+    def cls(self) -> int:
+        """The id that begins a sample."""
+
+    @property
+    def sep(self) -> int:
+        """The id that ends each part of a sample."""
+
+    @property
+    def mask(self) -> int:
+        """The id that hides another."""
+
+    @property
+    def sentinels(self) -> tuple[int, ...]:
+        """The ids that stand for hidden spans, ``--vocab-extra-ids`` of them."""
+
+    def continuations(self) -> Sequence[bool]:
+        """For each id whether it goes on with the word before."""
+
+
 def check_encodable(texts: Iterable[str]) -> None:
     """Raise DataError when a text holds half of a surrogate pair, which JSON can spell but no vocabulary knows."""
     try:

@@ -8,6 +8,7 @@ from megatron.core.tokenizers.base import Tokenizer, no_extra_ids
 from megatron.core.tokenizers.null import NullTokenizer
 from megatron.core.tokenizers.sentencepiece import PlainSentencePiece, SentencePieceTokenizer
 from megatron.core.tokenizers.tiktoken import TikTokenizer
+from megatron.core.tokenizers.wordpiece import WordPieceTokenizer
 from megatron.errors import ConfigError
 
 
@@ -20,6 +21,9 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     match kind:
         case "GPT2BPETokenizer":
             return gpt2_bpe.load(config.vocab_file, config.merge_file, extra_ids=extra_ids)
+        case "BertWordPieceLowerCase" | "BertWordPieceCase":
+            lower = kind == "BertWordPieceLowerCase"
+            return WordPieceTokenizer(config.vocab_file, name=kind, lower_case=lower, extra_ids=extra_ids)
         case "HuggingFaceTokenizer":
             return huggingface.load(model, extra_ids=extra_ids)
         case "SentencePieceTokenizer":

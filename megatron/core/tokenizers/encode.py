@@ -7,13 +7,12 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -23,7 +22,9 @@ from numpy.typing import NDArray
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.core.tokenizers.text_files import BadLine, Documents, LineBatch, read_documents
+from megatron.core.tokenizers.engine import OWN, Engine, build_engine
+from megatron.core.tokenizers.sentences import SentenceRules, split_all
+from megatron.core.tokenizers.text_files import BadLine, Documents, LineBatch, Position, read_documents
 from megatron.errors import DataError
 
 BATCHES_AHEAD = 2  # per worker: one being encoded and one waiting, so that no worker waits for the reader
@@ -31,23 +32,44 @@ BATCHES_AHEAD = 2  # per worker: one being encoded and one waiting, so that no w
 
 @dataclass(frozen=True)
 class Encoding:
-    """How lines become ids; small, because it travels to the workers with every batch."""
+    """How lines become ids; small, because it travels to the workers with every batch.
+
+    ``sentences``: each sentence is a sequence of its own; None: each document is one.
+    """
 
     tokenizer: TokenizerConfig
     keys: tuple[str, ...]
     append_eod: bool
     dtype: str
+    sentences: SentenceRules | None = None
+    engine: str = OWN
+
+
+@dataclass(frozen=True)
+class EncodedTexts:
+    """``tokens``: all ids end to end. ``lengths``: ids of each sequence. ``sequences``: sequences of each document."""
+
+    tokens: NDArray[Any]
+    lengths: NDArray[np.int32]
+    sequences: NDArray[np.int64]
+
+    @property
+    def document_lengths(self) -> NDArray[np.int64]:
+        """Ids of each document."""
+        ends = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])[np.cumsum(self.sequences)]
+        lengths: NDArray[np.int64] = np.diff(ends, prepend=0)
+        return lengths
 
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """The documents of a batch: per key all ids end to end and the number of ids of each document."""
+    """The documents of a batch under each key; ``end``: where in the input they end."""
 
-    tokens: dict[str, NDArray[Any]]
-    lengths: dict[str, NDArray[np.int32]]
+    texts: dict[str, EncodedTexts]
     bad: list[BadLine]
     num_bytes: int  # of the lines
     bytes_read: int  # as in LineBatch
+    end: Position
 
 
 def encode_in_order(
@@ -84,28 +106,40 @@ def shared_tokenizer(config: TokenizerConfig) -> Tokenizer:
     return build_tokenizer(config)
 
 
+@lru_cache(maxsize=1)
+def _shared_engine(name: str, config: TokenizerConfig, dtype: str) -> Engine:
+    return build_engine(name, shared_tokenizer(config), dtype)
+
+
 def encode_batch(batch: LineBatch, encoding: Encoding) -> EncodedBatch:
     """Documents of one batch; an empty text has no ids, and no end of document either."""
     tokenizer = shared_tokenizer(encoding.tokenizer)
     documents = read_documents(batch, encoding.keys)
     try:
-        ids = _tokenize(documents, tokenizer)
+        encoded = _encode_keys(documents, encoding)
     except DataError:
         documents.drop_unless(tokenizer.tokenize)
-        ids = _tokenize(documents, tokenizer)
+        encoded = _encode_keys(documents, encoding)
+    return EncodedBatch(encoded, documents.bad, len(batch.data), batch.bytes_read, batch.end)
+
+
+def _encode_keys(documents: Documents, encoding: Encoding) -> dict[str, EncodedTexts]:
+    return {key: _encode_texts(texts, encoding) for key, texts in documents.texts.items()}
+
+
+def _encode_texts(texts: Sequence[str], encoding: Encoding) -> EncodedTexts:
+    """Ids of documents; a sequence without ids is left out, and the last one of a document gets its end."""
+    engine = _shared_engine(encoding.engine, encoding.tokenizer, encoding.dtype)
+    pieces, counts = split_all(texts, encoding.sentences)
+    ids = engine.encode(pieces)
+    kept = ids.lengths > 0
+    lengths, tokens = ids.lengths[kept], ids.flat
+    sequences = np.bincount(np.repeat(np.arange(len(texts)), counts)[kept], minlength=len(texts))
     if encoding.append_eod:
-        for document in chain.from_iterable(ids.values()):
-            if document:
-                document.append(tokenizer.eod)
-    lengths = {key: np.fromiter(map(len, ids[key]), np.int32, count=len(ids[key])) for key in ids}
-    tokens = {
-        key: np.fromiter(chain.from_iterable(ids[key]), encoding.dtype, count=int(lengths[key].sum())) for key in ids
-    }
-    return EncodedBatch(tokens, lengths, documents.bad, len(batch.data), batch.bytes_read)
-
-
-def _tokenize(documents: Documents, tokenizer: Tokenizer) -> dict[str, list[list[int]]]:
-    return {key: tokenizer.tokenize_batch(texts) for key, texts in documents.texts.items()}
+        last = np.cumsum(sequences)[sequences > 0] - 1
+        tokens = np.insert(tokens, np.cumsum(lengths)[last], shared_tokenizer(encoding.tokenizer).eod)
+        lengths[last] += 1
+    return EncodedTexts(tokens, lengths.astype(np.int32), sequences)
 
 
 def _executor(workers: int) -> Executor:

@@ -33,7 +33,7 @@ class RustTokenizer:
         pipeline.no_padding()
         pipeline.add_special_tokens(list(extra_id_tokens(extra_ids)))
         self.name, self.eod, self.pad, self.bos, self.eos = name, eod, pad, bos, eos
-        self._pipeline = pipeline
+        self.pipeline = pipeline
         # Not the number of tokens: some vocabularies have holes, and embeddings are looked up by id.
         self.vocab_size = max(pipeline.get_vocab(with_added_tokens=True).values()) + 1
 
@@ -44,11 +44,11 @@ class RustTokenizer:
         Whether a special token that is spelled out in the text is recognised does not enter: it changes the meaning of
         no id, and so vocab.json with merges.txt and the tokenizer.json of the same training have one fingerprint.
         """
-        spec = json.loads(self._pipeline.to_str())
+        spec = json.loads(self.pipeline.to_str())
         parts = {part: _essence(spec[part]) for part in ("normalizer", "pre_tokenizer", "post_processor", "model")}
-        if self._pipeline.num_special_tokens_to_add(is_pair=False) == 0:  # it only adjusts character offsets
+        if self.pipeline.num_special_tokens_to_add(is_pair=False) == 0:  # it only adjusts character offsets
             parts["post_processor"] = None
-        return fingerprint_of({**parts, "vocab": self._pipeline.get_vocab(with_added_tokens=True)})
+        return fingerprint_of({**parts, "vocab": self.pipeline.get_vocab(with_added_tokens=True)})
 
     def tokenize(self, text: str) -> list[int]:
         """Ids of one text."""
@@ -57,14 +57,14 @@ class RustTokenizer:
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of many texts; the library runs threads when ``TOKENIZERS_PARALLELISM`` allows."""
         try:
-            return [encoding.ids for encoding in self._pipeline.encode_batch_fast(list(texts))]
+            return [encoding.ids for encoding in self.pipeline.encode_batch_fast(list(texts))]
         except TypeError:  # the library's word for a str that has no UTF-8 form
             check_encodable(texts)
             raise
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of the ids, special tokens included."""
-        return self._pipeline.decode(list(ids), skip_special_tokens=False)
+        return self.pipeline.decode(list(ids), skip_special_tokens=False)
 
 
 def _essence(value: Any) -> Any:

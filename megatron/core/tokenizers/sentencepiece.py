@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
 
 
+_SPACE = "\u2581"  # how the library spells a space inside pieces
+
+
 class PlainSentencePiece:
     """The model's own vocabulary and nothing else: GPTSentencePieceTokenizer; Llama2Tokenizer begins texts with BOS."""
 
@@ -78,6 +81,8 @@ class SentencePieceTokenizer:
         self._cut = re.compile("(" + "|".join(map(re.escape, self._special)) + ")")
         self.vocab_size = len(known)
         self.eod = self._special["<EOD>"]
+        self.cls, self.sep, self.mask = (self._special[token] for token in ("<CLS>", "<SEP>", "<MASK>"))
+        self.sentinels = tuple(self._special[token] for token in extra_id_tokens(extra_ids))
         self.pad, self.bos, self.eos = (self._special[roles[role]] for role in ("<PAD>", "<BOS>", "<EOS>"))
 
     @cached_property
@@ -97,6 +102,12 @@ class SentencePieceTokenizer:
         plain = [text for text in texts if not self._cut.search(text)]
         encoded = iter(_encode(self._model, plain))
         return [self.tokenize(text) if self._cut.search(text) else next(encoded) for text in texts]
+
+    def continuations(self) -> Sequence[bool]:
+        """For each id whether it goes on with the word before: pieces that begin a word begin with a space."""
+        pieces = [self._model.id_to_piece(number) for number in range(self._model.get_piece_size())]
+        own = [not piece.startswith(_SPACE) and not self._model.is_control(n) for n, piece in enumerate(pieces)]
+        return [*own, *[False] * (self.vocab_size - len(own))]
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of the ids; a special token comes back as it is spelled."""

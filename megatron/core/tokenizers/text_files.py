@@ -15,7 +15,7 @@ import json
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
@@ -23,19 +23,30 @@ from megatron.errors import ConfigError, DataError
 
 STDIN = "-"
 JSON_ENDINGS = (".jsonl", ".json")
+PARQUET_ENDING = ".parquet"
 TEXT_ENDINGS = (".txt",)
 COMPRESSED_ENDINGS = (".gz", ".bz2", ".zst")
 BATCH_BYTES = 1 << 19
 
 
 @dataclass(frozen=True)
+class Position:
+    """A place between two lines of the input: ``offset`` bytes (decompressed) into file number ``file``."""
+
+    file: int = 0
+    line: int = 1
+    offset: int = 0
+
+
+@dataclass(frozen=True)
 class LineBatch:
-    """Whole lines of one file."""
+    """Whole lines of one file; ``end``: where the next batch begins."""
 
     path: str
     first_line: int
     data: bytes
     bytes_read: int  # so far, of all files as they lie on the disk
+    end: Position = Position()
 
 
 @dataclass(frozen=True)
@@ -75,7 +86,7 @@ class Documents:
                     del texts[index]
 
 
-def find_inputs(patterns: Sequence[str], *, endings: Sequence[str] = JSON_ENDINGS) -> list[str]:
+def find_inputs(patterns: Sequence[str], *, endings: Sequence[str] = (*JSON_ENDINGS, PARQUET_ENDING)) -> list[str]:
     """The files that paths, folders and globs mean, in the order given and sorted by name within each; ``-`` is stdin.
 
     A folder means the files below it with one of ``endings``, compressed or not.
@@ -98,28 +109,58 @@ def total_size(paths: Sequence[str]) -> int | None:
     return sum(Path(path).stat().st_size for path in paths)
 
 
-def read_batches(paths: Sequence[str], *, batch_bytes: int = BATCH_BYTES) -> Iterator[LineBatch]:
-    """Lines of all files in batches of about ``batch_bytes``, decompressed by the file's ending (.gz, .bz2, .zst).
+def read_batches(
+    paths: Sequence[str], *, keys: Sequence[str] = (), start: Position = Position(), batch_bytes: int = BATCH_BYTES
+) -> Iterator[LineBatch]:
+    """Lines of all files from ``start`` on, in batches of about ``batch_bytes``, decompressed by the file's ending.
 
+    Endings are .gz, .bz2 and .zst; of a .parquet file each row is a line of JSON that holds the columns ``keys``.
     Holds one batch at a time; a line longer than that is a batch of its own. A byte order mark is left out.
     Raises DataError when a file cannot be read or its compression is damaged.
     """
-    finished = 0
-    for path in paths:
-        position, next_line = 0, 1
-        try:
-            with _open(path) as raw, _decompressed(path, raw) as stream:
-                while data := stream.read(batch_bytes):
-                    if not data.endswith(b"\n"):
-                        data += stream.readline()
-                    if next_line == 1:
-                        data = data.removeprefix(codecs.BOM_UTF8)
-                    position = raw.tell() if raw.seekable() else 0
-                    yield LineBatch(path, next_line, data, finished + position)
-                    next_line += data.count(b"\n")
-        except _damage() as error:
-            raise DataError(f"--input {path} cannot be read after line {next_line - 1}: {_reason(error)}.") from None
-        finished += position
+    finished = sum(_size(path) for path in paths[: start.file])
+    for number, path in enumerate(paths[start.file :], start.file):
+        begin = start if number == start.file else Position(number)
+        if path.endswith(PARQUET_ENDING):
+            from megatron.core.tokenizers.parquet import read_rows
+
+            batches = read_rows(path, begin, keys=keys, batch_bytes=batch_bytes)
+        else:
+            batches = _read_lines(path, begin, batch_bytes=batch_bytes)
+        for batch in batches:
+            yield replace(batch, bytes_read=finished + batch.bytes_read)
+        finished += _size(path)
+
+
+def _read_lines(path: str, begin: Position, *, batch_bytes: int) -> Iterator[LineBatch]:
+    next_line, offset = begin.line, begin.offset
+    try:
+        with _open(path) as raw, _decompressed(path, raw) as stream:
+            if offset:
+                _skip(stream, offset)
+            while data := stream.read(batch_bytes):
+                if not data.endswith(b"\n"):
+                    data += stream.readline()
+                first_line, next_line, offset = next_line, next_line + data.count(b"\n"), offset + len(data)
+                end = Position(begin.file, next_line, offset)
+                if first_line == 1:
+                    data = data.removeprefix(codecs.BOM_UTF8)
+                yield LineBatch(path, first_line, data, raw.tell() if raw.seekable() else 0, end)
+    except _damage() as error:
+        raise DataError(f"--input {path} cannot be read after line {next_line - 1}: {_reason(error)}.") from None
+
+
+def _skip(stream: IO[bytes], count: int) -> None:
+    """Move ``count`` bytes on; packed files are unpacked up to there."""
+    if isinstance(stream, io.BufferedReader) and not isinstance(stream.raw, _ZstandardFile):
+        stream.seek(count)
+        return
+    while count:
+        count -= len(stream.read(min(count, BATCH_BYTES)))
+
+
+def _size(path: str) -> int:
+    return Path(path).stat().st_size if Path(path).is_file() else 0
 
 
 def read_documents(batch: LineBatch, keys: Sequence[str]) -> Documents:

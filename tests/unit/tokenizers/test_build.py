@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from megatron.config.parse import parse_groups
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.tokenizers import build_tokenizer
 from megatron.errors import ConfigError
@@ -15,12 +14,6 @@ from megatron.errors import ConfigError
 def test_name_is_the_flags_value() -> None:
     config = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=5)
     assert build_tokenizer(config).name == "NullTokenizer"
-
-
-@pytest.mark.parametrize("kind", ["BertWordPieceLowerCase", "BertWordPieceCase"])
-def test_bert_is_refused_by_name(kind: str) -> None:
-    with pytest.raises(ConfigError, match=f"{kind}.*comes with BERT"):
-        parse_groups(["--tokenizer-type", kind], TokenizerConfig, prog="x")
 
 
 def test_unknown_kind_from_code() -> None:

@@ -27,8 +27,9 @@ def batch(*texts: str) -> LineBatch:
 
 
 def documents(encoded: EncodedBatch, key: str = "text") -> list[list[int]]:
-    ids, found = encoded.tokens[key].tolist(), []
-    for length in encoded.lengths[key].tolist():
+    texts = encoded.texts[key]
+    ids, found = texts.tokens.tolist(), []
+    for length in texts.document_lengths.tolist():
         found.append(ids[:length])
         ids = ids[length:]
     assert not ids, "lengths must cover all ids"

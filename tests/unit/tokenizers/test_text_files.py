@@ -203,7 +203,7 @@ def test_a_file_with_glob_characters_in_its_name(tmp_path: Path) -> None:
     [
         ("none.jsonl", "none.jsonl does not exist"),
         ("*.jsonl", r"\*.jsonl matches no file"),
-        ("empty", "empty holds no .jsonl or .json file"),
+        ("empty", "empty holds no .jsonl or .json or .parquet file"),
     ],
 )
 def test_inputs_that_are_not_there(tmp_path: Path, pattern: str, message: str) -> None:

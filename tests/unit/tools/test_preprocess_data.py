@@ -223,16 +223,16 @@ def test_an_earlier_result_survives_a_failure(tmp_path: Path, corpus: Path, flag
 @pytest.mark.parametrize(
     ("more", "kind", "message"),
     [
-        (("--split-sentences",), ConfigError, "--split-sentences: sentences are split for BERT and T5"),
-        (("--keep-newlines",), ConfigError, "--keep-newlines: it belongs to --split-sentences"),
-        (("--lang", "english"), ConfigError, "--lang: it belongs to --split-sentences"),
+        (("--keep-newlines",), ConfigError, "--keep-newlines says how --split-sentences splits"),
+        (("--lang", "german"), ConfigError, "--lang says how --split-sentences splits"),
+        (("--split-sentences", "--lang", "../x"), ConfigError, r"--lang ../x: Invalid Punkt language name"),
         (("--json-keys", "text", "text"), ConfigError, "--json-keys needs different keys, not text text"),
         (("--json-keys",), ConfigError, "--json-keys"),
         (("--workers", "0"), ConfigError, "--workers is 0; it must be at least 1"),
         (("--append-eos",), ConfigError, r"--append-eos \(did you mean --append-eod\?\)"),
         (("--on-bad-line", "ignore"), ConfigError, "--on-bad-line cannot be 'ignore'"),
         (("--tokenizer-model", "nowhere"), DataError, "--tokenizer-model nowhere does not exist"),
-        (("--tokenizer-type", "BertWordPieceCase"), ConfigError, "it comes with BERT"),
+        (("--tokenizer-type", "BertWordPieceCase"), ConfigError, "BertWordPieceCase needs --vocab-file"),
         (("--input", "nowhere.jsonl"), DataError, "--input nowhere.jsonl does not exist"),
     ],
 )

@@ -6,7 +6,8 @@ import io
 
 import pytest
 
-from tools.preprocess_data import Progress, Totals
+from megatron.core.datasets.tally import Tally
+from tools.preprocess_data import Progress
 
 
 class Terminal(io.StringIO):
@@ -24,8 +25,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def totals(documents: int) -> Totals:
-    return Totals(documents=documents, text_bytes=documents * 2_000_000, tokens={"text": documents * 10})
+def totals(documents: int) -> Tally:
+    return Tally(documents=documents, text_bytes=documents * 2_000_000, tokens={"text": documents * 10})
 
 
 def test_bar_shows_share_rate_and_time_left(clock: list[float]) -> None:
@@ -70,8 +71,17 @@ def test_lines_every_so_many_documents(clock: list[float]) -> None:
     progress = Progress(1000, log_interval=100, stream=stream)
     clock[0] += 2.0
     for documents in (60, 120, 180, 410):
-        progress.update(totals(documents), 0)
+        progress.update(totals(documents), documents)
     assert stream.getvalue().splitlines() == [
-        "Processed 120 documents (60.0 docs/s, 120.00 MB/s, 600 tokens/s).",
-        "Processed 410 documents (205.0 docs/s, 410.00 MB/s, 2050 tokens/s).",
+        "Processed 120 documents (60.0 docs/s, 120.00 MB/s, 600 tokens/s, 0:14 left).",
+        "Processed 410 documents (205.0 docs/s, 410.00 MB/s, 2050 tokens/s, 0:02 left).",
     ]
+
+
+def test_a_resumed_run_counts_its_own_rate(clock: list[float]) -> None:
+    """What an earlier run did in no time would make the rate look absurd and the time left too short."""
+    stream = io.StringIO()
+    progress = Progress(1000, log_interval=100, stream=stream, done=totals(500), bytes_done=500)
+    clock[0] += 10.0
+    progress.update(totals(600), 600)
+    assert stream.getvalue() == "Processed 600 documents (10.0 docs/s, 20.00 MB/s, 100 tokens/s, 0:40 left).\n"

@@ -1,0 +1,101 @@
+"""What turns batches of text into arrays of ids: the tokenizer's own library, or a faster one that gives the same ids.
+
+The optional ``gigatoken`` library encodes byte-level BPE several times faster. It is used only where it is installed
+and gives, on a probe of the very text to be encoded, id for id what the tokenizer's own library gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.core.tokenizers.base import Tokenizer, check_encodable
+from megatron.core.tokenizers.rust import RustTokenizer
+
+OWN, GIGATOKEN = "the tokenizer's own library", "gigatoken"
+PROBE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Ids:
+    """Ids of several texts, end to end, and the number of each text's."""
+
+    flat: NDArray[Any]
+    lengths: NDArray[np.int64]
+
+
+class Engine(Protocol):
+    """Encodes batches; raises DataError for text that has no ids, as Tokenizer does."""
+
+    def encode(self, texts: Sequence[str]) -> Ids:
+        """Ids of each text."""
+
+
+@dataclass(frozen=True)
+class OwnEngine:
+    """The tokenizer itself; ``dtype`` holds its ids."""
+
+    tokenizer: Tokenizer
+    dtype: str
+
+    def encode(self, texts: Sequence[str]) -> Ids:
+        """Ids of each text."""
+        ids = self.tokenizer.tokenize_batch(texts)
+        lengths = np.fromiter(map(len, ids), np.int64, count=len(ids))
+        return Ids(np.fromiter(chain.from_iterable(ids), self.dtype, count=int(lengths.sum())), lengths)
+
+
+class GigatokenEngine:
+    """The gigatoken library, loaded with the pipeline of the tokenizer's own."""
+
+    def __init__(self, tokenizer: RustTokenizer, dtype: str) -> None:
+        import gigatoken
+
+        self._encoder = gigatoken.Tokenizer(tokenizer.pipeline)
+        self._dtype = dtype
+
+    def encode(self, texts: Sequence[str]) -> Ids:
+        """Ids of each text."""
+        import awkward
+
+        check_encodable(texts)
+        ids = self._encoder.encode_batch(list(texts), parallel=False)  # a worker is one core
+        lengths = awkward.to_numpy(awkward.num(ids)).astype(np.int64)
+        return Ids(awkward.to_numpy(awkward.flatten(ids)).astype(self._dtype), lengths)
+
+
+def build_engine(name: str, tokenizer: Tokenizer, dtype: str) -> Engine:
+    """The engine that ``choose_engine`` named."""
+    if name == GIGATOKEN:
+        assert isinstance(tokenizer, RustTokenizer), "gigatoken takes over the library's pipeline"
+        return GigatokenEngine(tokenizer, dtype)
+    return OwnEngine(tokenizer, dtype)
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """Which engine, and why."""
+
+    name: str
+    reason: str
+
+
+def choose_engine(tokenizer: Tokenizer, probe: Sequence[str], dtype: str) -> EngineChoice:
+    """gigatoken where it is installed and encodes ``probe`` exactly as the tokenizer does, else the tokenizer."""
+    if not isinstance(tokenizer, RustTokenizer):
+        return EngineChoice(OWN, f"gigatoken does not know {tokenizer.name}")
+    try:
+        found = GigatokenEngine(tokenizer, dtype).encode(probe)
+    except ImportError:
+        return EngineChoice(OWN, "gigatoken is not installed")
+    except Exception as error:  # whatever keeps an optional library from working, the other one works
+        return EngineChoice(OWN, f"gigatoken failed on a probe of the text: {error}")
+    expected = OwnEngine(tokenizer, dtype).encode(probe)
+    if not (np.array_equal(found.lengths, expected.lengths) and np.array_equal(found.flat, expected.flat)):
+        return EngineChoice(OWN, "gigatoken gave other ids on a probe of the text")
+    return EngineChoice(GIGATOKEN, f"identical on a probe of {len(probe):,} documents")

@@ -1,0 +1,72 @@
+"""Rows of a Parquet file as lines of JSON, so that whatever reads text files reads these, too."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron.core.tokenizers.text_files import LineBatch, Position
+from megatron.errors import ConfigError, DataError
+
+_ROWS = 256  # decoded at a time: a row of web text is a few KB
+
+
+def read_rows(path: str, begin: Position, *, keys: Sequence[str], batch_bytes: int) -> Iterator[LineBatch]:
+    """Rows from ``begin.line`` (counted from 1) on, each an object of the columns ``keys``.
+
+    Raises ConfigError without the pyarrow library, DataError for a file that is damaged or lacks a column.
+    """
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise ConfigError(
+            f"--input {path} needs the pyarrow library: pip install pyarrow, or write the file as JSON lines first."
+        ) from None
+    row = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            _check_columns(path, list(file.schema_arrow.names), keys)
+            size, total = Path(path).stat().st_size, max(file.metadata.num_rows, 1)
+            groups, row = _groups_from(
+                [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)], begin.line - 1
+            )
+            lines, held = list[bytes](), 0
+            for batch in file.iter_batches(batch_size=_ROWS, row_groups=groups, columns=list(keys)):
+                for record in batch.to_pylist():
+                    row += 1
+                    if row < begin.line:
+                        continue
+                    lines.append(json.dumps(record, ensure_ascii=False).encode())
+                    held += len(lines[-1])
+                    if held >= batch_bytes:
+                        yield _batch(path, begin.file, row, lines, size * row // total)
+                        lines, held = [], 0
+            if lines:
+                yield _batch(path, begin.file, row, lines, size)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"--input {path} cannot be read after row {row}: {error}; the file is damaged.") from None
+    except TypeError as error:
+        raise DataError(f"--input {path} row {row}: {error}; --json-keys name columns of text.") from None
+
+
+def _groups_from(sizes: Sequence[int], row: int) -> tuple[list[int], int]:
+    """Row groups that hold ``row`` and what follows, and the number of rows before them."""
+    before = 0
+    for number, size in enumerate(sizes):
+        if before + size > row:
+            return list(range(number, len(sizes))), before
+        before += size
+    return [], before
+
+
+def _batch(path: str, file: int, row: int, lines: list[bytes], bytes_read: int) -> LineBatch:
+    """Rows up to number ``row``."""
+    return LineBatch(path, row - len(lines) + 1, b"\n".join(lines) + b"\n", bytes_read, Position(file, row + 1))
+
+
+def _check_columns(path: str, names: list[str], keys: Sequence[str]) -> None:
+    lacking = [key for key in keys if key not in names]
+    if lacking:
+        raise DataError(f"--input {path} has no column {lacking[0]} (its columns are {', '.join(names[:8])}).")

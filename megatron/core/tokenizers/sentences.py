@@ -1,0 +1,100 @@
+"""Text cut into sentences by punkt (Kiss and Strunk 2006), as NLTK implements it.
+
+Its parameters (abbreviations, words that begin sentences, ...) come from NLTK's ``punkt_tab`` where NLTK_DATA holds
+it; otherwise punkt, which needs no labels, learns them from the first megabytes of the text itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+from megatron.errors import ConfigError
+
+LEARNED_FROM_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class SentenceRules:
+    """Where sentences end; small enough to travel to workers.
+
+    ``parameters``: punkt's, as JSON. ``origin``: where they come from, for people. ``keep_whitespace``: what lies
+    between two sentences belongs to the first, so that a document's sentences together are its text.
+    """
+
+    parameters: str
+    origin: str
+    keep_whitespace: bool = False
+
+    def split(self, text: str) -> list[str]:
+        """Sentences of one text; without ``keep_whitespace`` without the whitespace around them."""
+        spans = list(_splitter(self.parameters).span_tokenize(text))
+        if not self.keep_whitespace:
+            return [text[start:end] for start, end in spans]
+        bounds = [0, *(start for start, _ in spans[1:]), len(text)]
+        return [text[start:end] for start, end in pairwise(bounds)] if text else []
+
+
+def installed_rules(language: str, *, keep_whitespace: bool = False) -> SentenceRules | None:
+    """NLTK's own rules of a language, or None when NLTK_DATA holds none; ConfigError for what is no language's name."""
+    from nltk.tokenize.punkt import PunktTokenizer
+
+    try:
+        parameters = PunktTokenizer(language)._params
+    except LookupError:
+        return None
+    except ValueError as error:
+        raise ConfigError(f"--lang {language}: {error}; give a name such as english or german.") from None
+    return SentenceRules(_to_json(parameters), f"NLTK's punkt_tab, {language}", keep_whitespace)
+
+
+def learned_rules(texts: Iterable[str], *, keep_whitespace: bool = False) -> SentenceRules:
+    """Rules that punkt learns from ``texts``; the same texts give the same rules."""
+    from nltk.tokenize.punkt import PunktTrainer
+
+    trainer, size = PunktTrainer(), 0
+    for text in texts:
+        trainer.train(text, finalize=False)
+        size += len(text)
+    trainer.finalize_training()
+    origin = f"punkt trained on the first {size / 1e6:.1f} MB of the text itself"
+    return SentenceRules(_to_json(trainer.get_params()), origin, keep_whitespace)
+
+
+def _to_json(parameters: Any) -> str:
+    return json.dumps(
+        [
+            sorted(parameters.abbrev_types),
+            sorted(parameters.collocations),
+            sorted(parameters.sent_starters),
+            sorted(parameters.ortho_context.items()),
+        ]
+    )
+
+
+@lru_cache(maxsize=1)
+def _splitter(parameters: str) -> Any:
+    """A punkt splitter of this process."""
+    from nltk.tokenize.punkt import PunktParameters, PunktSentenceTokenizer
+
+    abbreviations, collocations, starters, orthography = json.loads(parameters)
+    restored = PunktParameters()
+    restored.abbrev_types = set(abbreviations)
+    restored.collocations = set(map(tuple, collocations))
+    restored.sent_starters = set(starters)
+    restored.ortho_context.update(orthography)
+    splitter = PunktSentenceTokenizer()
+    splitter._params = restored
+    return splitter
+
+
+def split_all(texts: Sequence[str], rules: SentenceRules | None) -> tuple[list[str], list[int]]:
+    """All sentences end to end, and the number of each text's; without rules each text is one."""
+    if rules is None:
+        return list(texts), [1] * len(texts)
+    sentences = [rules.split(text) for text in texts]
+    return [sentence for each in sentences for sentence in each], [len(each) for each in sentences]

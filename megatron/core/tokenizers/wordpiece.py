@@ -1,0 +1,61 @@
+"""BERT's WordPiece, read from its vocab.txt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from megatron.core.tokenizers.base import extra_id_tokens, required_file
+from megatron.core.tokenizers.rust import RustTokenizer
+from megatron.errors import DataError
+
+_PREFIX = "##"
+_LONGEST_WORD = 200  # characters; longer words are unknown, as in Google's and Megatron-LM's implementations
+
+
+class WordPieceTokenizer(RustTokenizer):
+    """BertWordPieceCase, or BertWordPieceLowerCase, which also strips accents.
+
+    The vocabulary grows by ``[BOS]``, ``[EOS]`` and the ``<extra_id_N>`` of ``--vocab-extra-ids``, as Megatron-LM's
+    does. ``[CLS]`` and its like are ordinary characters inside a text. Documents end with ``[SEP]``.
+    Raises ConfigError when the flag is missing, DataError when the file is missing or lacks one of BERT's tokens.
+    """
+
+    def __init__(self, vocab_file: str | None, *, name: str, lower_case: bool, extra_ids: int) -> None:
+        path = required_file(vocab_file, flag="--vocab-file", kind=name, holds="a vocab.txt")
+        try:
+            pieces = models.WordPiece.read_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise DataError(f"--vocab-file {path} is not a vocab.txt: {error}.") from None
+        lacking = [token for token in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]") if token not in pieces]
+        if lacking:
+            raise DataError(f"--vocab-file {path} has no {lacking[0]}: a vocab.txt of BERT has one piece a line.")
+        pipeline = tokenizers.Tokenizer(
+            models.WordPiece(pieces, unk_token="[UNK]", max_input_chars_per_word=_LONGEST_WORD)
+        )
+        pipeline.normalizer = normalizers.BertNormalizer(lowercase=lower_case, strip_accents=lower_case)
+        pipeline.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        pipeline.decoder = decoders.WordPiece(prefix=_PREFIX)
+        pipeline.add_special_tokens(["[BOS]", "[EOS]"])
+        added = pipeline.get_vocab(with_added_tokens=True)
+        super().__init__(
+            pipeline,
+            name=name,
+            eod=pieces["[SEP]"],
+            pad=pieces["[PAD]"],
+            bos=added["[BOS]"],
+            eos=added["[EOS]"],
+            extra_ids=extra_ids,
+        )
+        self.cls, self.sep, self.mask = pieces["[CLS]"], pieces["[SEP]"], pieces["[MASK]"]
+        self._vocabulary = pipeline.get_vocab(with_added_tokens=True)
+        self.sentinels = tuple(self._vocabulary[token] for token in extra_id_tokens(extra_ids))
+
+    def continuations(self) -> Sequence[bool]:
+        """For each id whether it goes on with the word before."""
+        found = [False] * self.vocab_size
+        for piece, number in self._vocabulary.items():
+            found[number] = piece.startswith(_PREFIX)
+        return found

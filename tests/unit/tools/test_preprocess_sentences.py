@@ -1,0 +1,109 @@
+"""tools/preprocess_data.py --split-sentences: every sentence a sequence, documents kept together."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.tokenizers.sentences import installed_rules, learned_rules
+from tests.unit.tools.conftest import write_lines
+from tools import preprocess_data
+
+PIECES = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    ".",
+    "he",
+    "slept",
+    "dr",
+    "smith",
+    "woke",
+    "cafe",
+    "café",
+    "##s",
+]
+TEXTS = ["He slept.  Dr. Smith woke.\nHe slept. ", "", "He woke"]
+LEARNED = ["Dr. Smith slept. He woke. "] * 40
+
+
+@pytest.fixture
+def vocabulary(tmp_path: Path) -> Path:
+    path = tmp_path / "vocab.txt"
+    path.write_text("\n".join(PIECES) + "\n", encoding="utf-8")
+    return path
+
+
+def preprocess(folder: Path, vocabulary: Path, *more: str, name: str = "out") -> str:
+    source = write_lines(folder / "in.jsonl", [{"text": text} for text in [*TEXTS, *LEARNED]])
+    kind = ("--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", str(vocabulary), "--workers", "1")
+    preprocess_data.main(["--input", str(source), "--output-prefix", str(folder / name), *kind, *more])
+    return str(folder / name)
+
+
+def sentences(prefix: str) -> list[list[str]]:
+    """Words of each sentence of each document; those learned from are left out."""
+    data = IndexedDataset(prefix)
+    found = [
+        [" ".join(PIECES[each] for each in row) for row in data[start:stop]]
+        for start, stop in pairwise(data.boundaries)
+    ]
+    return found[: len(TEXTS)]
+
+
+def test_each_sentence_is_a_sequence(
+    tmp_path: Path, vocabulary: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """BERT pairs sentences: a cut after an abbreviation, or documents that run together, would pair the wrong ones."""
+    monkeypatch.setenv("NLTK_DATA", str(tmp_path))
+    prefix = preprocess(tmp_path, vocabulary, "--split-sentences")
+    assert sentences(f"{prefix}_text_sentence") == [
+        ["he slept .", "dr . smith woke .", "he slept ."],
+        [],
+        ["he woke"],
+    ]
+    assert "sentences    by punkt trained on the first" in capsys.readouterr().out
+
+
+def test_the_document_ends_once(tmp_path: Path, vocabulary: Path) -> None:
+    """An end of document after every sentence would end it in its middle."""
+    prefix = preprocess(tmp_path, vocabulary, "--split-sentences", "--append-eod")
+    first, empty, last = sentences(f"{prefix}_text_sentence")
+    assert (first[-1], empty, last) == ("he slept . [SEP]", [], ["he woke [SEP]"])
+    assert not any("[SEP]" in sentence for sentence in first[:-1])
+
+
+def test_keep_newlines() -> None:
+    """Whitespace stays with the sentence before it, so nothing of the text is lost."""
+    rules = learned_rules(LEARNED, keep_whitespace=True)
+    for text in ["  He slept.\n\nDr. Smith woke. ", "", " ", "one", *TEXTS]:
+        assert "".join(rules.split(text)) == text
+    assert rules.split("He slept.\n\nHe woke.") == ["He slept.\n\n", "He woke."]
+
+
+def test_rules_do_not_depend_on_the_process() -> None:
+    """Sets of words come in another order in each process; the rules, and with them the files, must not."""
+    first, second = learned_rules(LEARNED), learned_rules(LEARNED)
+    assert first == second
+    abbreviations, *_ = json.loads(first.parameters)
+    assert abbreviations == sorted(abbreviations)
+
+
+def test_installed_rules_are_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With NLTK's data at hand the sentences are those that the field's recorded data sets have."""
+    assert installed_rules("english") is None
+    folder = tmp_path / "tokenizers" / "punkt_tab" / "english"
+    folder.mkdir(parents=True)
+    for name, content in {"abbrev_types": "dr", "collocations": "", "sent_starters": "", "ortho_context": ""}.items():
+        (folder / f"{name}.{'txt' if name in ('abbrev_types', 'sent_starters') else 'tab'}").write_text(content)
+    monkeypatch.setattr("nltk.data.path", [str(tmp_path)])
+    rules = installed_rules("english")
+    assert rules is not None
+    assert rules.origin == "NLTK's punkt_tab, english"
+    assert rules.split("I saw Dr. Smith. He slept.") == ["I saw Dr. Smith.", "He slept."]
