@@ -80,7 +80,7 @@ def _parameters(model: ModelConfig, *, ranks: int, vocabulary: int) -> Parameter
 
 def _attention_parameters(model: ModelConfig, ranks: int) -> int:
     hidden, width = model.hidden_size, model.num_attention_heads * model.kv_channels
-    fused = width + 2 * model.num_query_groups * model.kv_channels
+    fused = width + 2 * max(model.num_query_groups, ranks) * model.kv_channels  # ranks may have to share heads
     split = fused * hidden + width * hidden + (fused if model.add_bias_linear or model.add_qkv_bias else 0)
     head_norms = 2 * model.kv_channels * (2 if model.normalization == "LayerNorm" else 1) if model.qk_layernorm else 0
     return split // ranks + (hidden if model.add_bias_linear else 0) + head_norms
@@ -127,18 +127,18 @@ class _Activations:
     """Bytes of activations on one rank, for one micro batch.
 
     ``_tokens`` pass through the tensor-parallel regions; of them ``_rows`` are held outside, fewer with sequence
-    parallelism. ``_queries``, ``_keys`` and ``_inner`` are widths on this rank.
+    parallelism. ``_queries``, ``_keys`` and ``_inner`` are widths on this rank. With context parallelism, attention has
+    ``_exchanged_keys`` of them besides those of its tokens while ranks exchange theirs.
     """
 
     def __init__(self, run: RunConfig) -> None:
         model, training, ranks = run.model, run.training, run.parallel.tensor_model_parallel_size
         self._run, self._model, self._training = run, model, training
-        self._length = run.data.seq_length // run.parallel.context_parallel_size
-        self._tokens = self._length * training.micro_batch_size
+        self._tokens = run.data.seq_length // run.parallel.context_parallel_size * training.micro_batch_size
         self._rows = self._tokens // (ranks if run.parallel.sequence_parallel else 1)
         self._hidden = model.hidden_size
         self._queries = model.num_attention_heads * model.kv_channels // ranks
-        self._keys = model.num_query_groups * model.kv_channels // ranks
+        self._keys = max(model.num_query_groups // ranks, 1) * model.kv_channels
         self._heads = model.num_attention_heads // ranks
         self._inner = model.ffn_hidden_size // ranks
         self._width = _width(run)
@@ -148,6 +148,13 @@ class _Activations:
         # With dropout only blocks of scores are replayed, and those are not widened.
         widened_and_drawn = self._score_width != self._width and model.attention_dropout > 0
         self._keeps_scores = model.attention_backend == "reference" or widened_and_drawn
+        kinds, parallel = run.parallel.cp_comm_types, run.parallel
+        self._heads_exchanged = any(parallel.head_exchange_size(kind) > 1 for kind in kinds)
+        self._whole_sequences = not kinds or "a2a" in kinds
+        if not self._whole_sequences:
+            self._keeps_scores = False  # attention to one rank's keys after the other computes them again
+        cp = parallel.context_parallel_size
+        self._exchanged_keys = 2 * cp * ("all_gather" in kinds) or 4 * (not self._whole_sequences)
 
     def kept(self) -> int:
         """From the end of the forward pass on: embedding, layers and the final norm's input."""
@@ -164,7 +171,8 @@ class _Activations:
     def of_backward(self) -> int:
         """Gradients inside one layer, and what is recomputed for it."""
         gated = 2 if self._model.gated else 1
-        inside = self._tokens * max((1 + gated) * self._inner, 2 * (self._queries + 2 * self._keys)) * self._width
+        attention = 2 * (self._queries + 2 * self._keys) + 2 * self._exchanged_keys * self._keys
+        inside = self._tokens * max((1 + gated) * self._inner, attention) * self._width
         weight = self._hidden * max(gated * self._inner, self._queries + 2 * self._keys) * self._width
         return 2 * self._stream + inside + weight + self._recomputed_at_once()
 
@@ -184,7 +192,7 @@ class _Activations:
         if self._training.recompute_granularity == "full":
             run = self._training.recompute_num_layers or 1
             return self._layer() * (run if self._training.recompute_method == "uniform" else 1)
-        if self._training.recompute_granularity == "selective":
+        if self._training.recompute_granularity == "selective" and self._whole_sequences:
             return self._scores() + self._score_inputs()
         return 0
 
@@ -209,6 +217,9 @@ class _Activations:
         one_group = self._keys == model.kv_channels  # its queries lie side by side
         anew = (self._queries if moved or grouped else 0) + (self._keys if moved else 0)
         again = self._queries if grouped and not one_group and model.qk_layernorm else 0
+        if self._heads_exchanged:  # what arrives, and the result that is sent back; norms keep what they were given
+            given = self._queries + 2 * self._keys + again if model.qk_layernorm else 0
+            return self._tokens * (2 * self._queries + 2 * self._keys + given) * self._width
         return self._tokens * (self._queries + 2 * self._keys + anew + again) * self._width
 
     def _normed(self) -> int:
@@ -223,8 +234,9 @@ class _Activations:
 
     def _scores(self) -> int:
         """Probabilities of every pair of positions; with dropout also the mask and what it leaves."""
-        pairs = self._tokens * self._length * self._heads
+        length = self._run.data.seq_length  # of keys: slices for heads makes as many pairs as slices for keys
+        pairs = self._tokens * length * self._heads
         wide = self._score_width
         rounded = self._width if wide != self._width else 0
         after_softmax = 1 + self._width if self._model.attention_dropout > 0 else rounded
-        return pairs * (wide + after_softmax) + self._length**2
+        return pairs * (wide + after_softmax) + length**2

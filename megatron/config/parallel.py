@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from megatron.config.flags import check_flags, flag
 
 CpCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
+
+
+def head_exchange_size(kind: CpCommType, ranks: int, levels: Sequence[int]) -> int:
+    """Of ``ranks`` context-parallel ranks, those that exchange heads; ``levels``: the sizes of "a2a+p2p"."""
+    if kind == "a2a":
+        return ranks
+    return levels[0] if kind == "a2a+p2p" else 1
 
 
 @check_flags
@@ -56,3 +64,12 @@ class ParallelConfig:
         "torch.distributed backend; without it: nccl on GPUs, gloo on CPUs.", default=None
     )
     distributed_timeout_minutes: int = flag("Minutes a collective may wait for a rank.", default=10, at_least=1)
+
+    @property
+    def cp_comm_types(self) -> tuple[CpCommType, ...]:
+        """The different ways of exchange that some layer uses; none without context parallelism."""
+        return tuple(dict.fromkeys(self.cp_comm_type)) if self.context_parallel_size > 1 else ()
+
+    def head_exchange_size(self, kind: CpCommType) -> int:
+        """Context-parallel ranks that exchange slices of the sequence for slices of the heads."""
+        return head_exchange_size(kind, self.context_parallel_size, self.hierarchical_context_parallel_sizes or (1,))

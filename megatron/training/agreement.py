@@ -46,11 +46,7 @@ def check_parameter_count(config: RunConfig, state: list[ShardedState], context:
 
     ``state``: this rank's parameters under their names, tied copies under one. A collective.
     """
-    mine = {
-        entry.name: entry.sharding.local_elements(context.mesh)
-        for entry in state
-        if entry.sharding.gradient_owner(context.mesh)
-    }
+    mine = {entry.name: entry.sharding.counted_elements(context.mesh) for entry in state}
     held = torch.tensor(sum(mine.values()), dtype=torch.int64, device=context.device)
     total = int(all_reduce(held, context.mesh, "pp", "tp").item())
     expected = model_parameters(config).total

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from megatron.config.run import RunConfig
+from megatron.core.context_parallel.attention import actual_request
 from megatron.core.distributed.buffers import FlatBuffer, build_buffers
 from megatron.core.distributed.grad_sync import GradSync
 from megatron.core.ops.attention.registry import choose
@@ -190,7 +191,6 @@ def startup_facts(run: Run, *, parameters: int) -> StartupFacts:
 
     Raises ConfigError when ``--attention-backend`` names one that can't serve this run.
     """
-    attention = choose(attention_request(run.config, run.context), run.config.model.attention_backend)
     return StartupFacts(
         recipe=run.recipe.name,
         device=describe_device(run.context.device),
@@ -199,12 +199,21 @@ def startup_facts(run: Run, *, parameters: int) -> StartupFacts:
         flops_per_sample=run.recipe.flops_per_sample(run.config),
         start_iteration=run.progress.iteration,
         loaded_from=run.loaded_from,
-        attention=attention.describe().removeprefix("attention: "),
+        attention=attention_choices(run.config, run.context),
     )
 
 
+def attention_choices(config: RunConfig, context: ParallelContext) -> str:
+    """The backend that serves the layers' calls, for each way in which context-parallel ranks exchange keys."""
+    asked, backend = attention_request(config, context), config.model.attention_backend
+    kinds = config.parallel.cp_comm_types
+    served = {kind: choose(actual_request(asked, kind, context), backend) for kind in kinds or ("p2p",)}
+    texts = {kind: choice.describe().removeprefix("attention: ") for kind, choice in served.items()}
+    return "; ".join(f"{kind}: {text}" for kind, text in texts.items()) if kinds else texts["p2p"]
+
+
 def attention_request(config: RunConfig, context: ParallelContext) -> AttentionRequest:
-    """The attention call that every layer of the run makes."""
+    """The attention call that every layer of the run makes, over whole sequences."""
     model = config.model
     return AttentionRequest(
         device=context.device,

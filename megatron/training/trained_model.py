@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from megatron.config.parallel import ParallelConfig
+from megatron.config.rules.sizes import divide
 from megatron.config.run import RunConfig
 from megatron.config.trained_model import TrainedModelConfig
 from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint
@@ -77,7 +78,7 @@ def model_state(model: nn.Module) -> Iterator[ShardedState]:
 
 def _for_inference(saved: RunConfig, choice: TrainedModelConfig, world_size: int) -> RunConfig:
     heads, groups = saved.model.num_attention_heads, saved.model.num_query_groups
-    if heads % world_size or groups % world_size:
+    if heads % world_size or not divide(groups, world_size):
         raise ConfigError(
             f"{world_size} ranks were started, and each takes a part of every layer's heads; the model's {heads} heads "
             f"({groups} for keys and values) don't divide by {world_size}: start 1 rank, or a divisor of both"

@@ -49,6 +49,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | STILL
     | {"squared_relu": True, "position_embedding_type": "none", "add_bias_linear": False, "add_qkv_bias": True},
 }
+FEW_GROUPS: dict[str, dict[str, Any]] = {
+    "one group": LLAMA | STILL | {"num_query_groups": 1, "add_qkv_bias": True},
+    "two groups, qk norm, documents": LLAMA
+    | STILL
+    | {"num_query_groups": 2, "qk_layernorm": True, "segments": True, "untie_embeddings_and_output_weights": False},
+}
 DRAWING: dict[str, dict[str, Any]] = {
     "gpt2 with dropout": SMALL | {"attention_dropout": 0.2, "hidden_dropout": 0.2},
     "llama with dropout": LLAMA | {"attention_dropout": 0.2, "hidden_dropout": 0.2},
@@ -105,6 +111,15 @@ LAYOUTS |= {
         cp=2, tp=2, dp=2, sequence_parallel=True, sharded=True, overlap=True, bucket_size=3000, recompute=FULL
     ),
 }
+FEW_GROUPS_LAYOUTS = {
+    "tp2": Layout(tp=2),
+    "tp4": Layout(tp=4),
+    "tp4 sp dp2 zero, small buckets": Layout(tp=4, dp=2, sequence_parallel=True, sharded=True, bucket_size=1000),
+    "tp8 recompute": Layout(tp=8, recompute=FULL),
+    "cp2 tp4": Layout(cp=2, tp=4),
+    "cp2 tp4 heads": Layout(cp=2, tp=4, cp_comm_types=HEADS),
+    "cp4 heads": Layout(cp=4, cp_comm_types=HEADS),
+}
 """Dropout on heads differs between tensor-parallel ranks, so only these layouts draw what one rank draws."""
 SAME_DROPOUT = [
     name for name, layout in LAYOUTS.items() if layout.tp == layout.cp == 1 and layout.micro_batch_size == 2
@@ -130,14 +145,14 @@ SAME_DROPOUT_OVER_SLICES = {
 @functools.cache
 def reference(variant: str) -> Outcome:
     """Three steps on one rank."""
-    return train(ParallelContext.single(dtype=torch.float64), (VARIANTS | DRAWING)[variant], Layout())
+    return train(ParallelContext.single(dtype=torch.float64), (VARIANTS | FEW_GROUPS | DRAWING)[variant], Layout())
 
 
 def ranks_of(variant: str, layout: Layout) -> list[Outcome]:
     """Three steps at a layout, by rank."""
     return run_ranks(
         train,
-        (VARIANTS | DRAWING)[variant],
+        (VARIANTS | FEW_GROUPS | DRAWING)[variant],
         layout,
         tp=layout.tp,
         cp=layout.cp,
@@ -166,6 +181,13 @@ def check(outcomes: list[Outcome], expected: list[Outcome]) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_layout_computes_the_model_of_one_rank(variant: str, layout: Layout) -> None:
     """A wrong or missing collective anywhere would train another model at this layout."""
+    check(ranks_of(variant, layout), [reference(variant)])
+
+
+@pytest.mark.parametrize("layout", FEW_GROUPS_LAYOUTS.values(), ids=FEW_GROUPS_LAYOUTS.keys())
+@pytest.mark.parametrize("variant", FEW_GROUPS)
+def test_more_ranks_than_groups_compute_the_model_of_one_rank(variant: str, layout: Layout) -> None:
+    """A shared key/value head whose gradient isn't summed, or is counted by each rank, trains another model."""
     check(ranks_of(variant, layout), [reference(variant)])
 
 

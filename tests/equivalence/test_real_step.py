@@ -40,6 +40,20 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "tp2": ("--tensor-model-parallel-size 2", {"tp": 2}),
     "tp2 sp": ("--tensor-model-parallel-size 2 --sequence-parallel", {"tp": 2, "sequence_parallel": True}),
     "dp2": ("", {"dp": 2}),
+    "cp2": ("--context-parallel-size 2", {"cp": 2}),
+    "cp2, another way in each layer": ("--context-parallel-size 2 --cp-comm-type all_gather a2a", {"cp": 2}),
+    "cp2 tp2 sp": (
+        "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
+        {"cp": 2, "tp": 2, "sequence_parallel": True},
+    ),
+    "cp4 heads and rings": (
+        "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+        {"cp": 4},
+    ),
+    "cp2 dp2 zero overlapped": (
+        "--context-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        {"cp": 2, "dp": 2},
+    ),
     "dp2 overlapped": ("--overlap-grad-reduce --ddp-bucket-size 1000", {"dp": 2}),
     "dp2 zero": ("--use-distributed-optimizer", {"dp": 2}),
     "dp2 zero overlapped": (

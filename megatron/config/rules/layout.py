@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.config.rules.sizes import divisors, multiples_near, some, tensor_parallel_sizes
+from megatron.config.rules.sizes import divide, divisors, multiples_near, some, tensor_parallel_sizes
 from megatron.config.run import RunConfig
 
 
@@ -32,10 +32,14 @@ def heads_divide_over_ranks(run: RunConfig) -> str | None:
 
 
 def query_groups_divide_over_ranks(run: RunConfig) -> str | None:
-    """Each tensor-parallel rank holds whole key/value heads."""
-    if run.model.num_query_groups == run.model.num_attention_heads:
+    """Each tensor-parallel rank holds whole key/value heads, or equally many ranks share each."""
+    groups, ranks = run.model.num_query_groups, run.parallel.tensor_model_parallel_size
+    if groups == run.model.num_attention_heads or divide(groups, ranks):
         return None
-    return _splits(run, "--num-query-groups", run.model.num_query_groups)
+    return (
+        f"--num-query-groups {groups} neither divides by --tensor-model-parallel-size {ranks} nor divides it; "
+        f"sizes that fit: {some(tensor_parallel_sizes(run), near=ranks)}"
+    )
 
 
 def ffn_divides_over_ranks(run: RunConfig) -> str | None:
@@ -54,22 +58,11 @@ def _splits(run: RunConfig, flag: str, size: int) -> str | None:
 def sequence_divides_over_tensor_ranks(run: RunConfig) -> str | None:
     """With sequence parallelism each tensor-parallel rank holds an equal part of the sequence."""
     ranks, length = run.parallel.tensor_model_parallel_size, run.data.seq_length
-    if not run.parallel.sequence_parallel or length % ranks == 0:
+    if not run.parallel.sequence_parallel or run.parallel.context_parallel_size > 1 or length % ranks == 0:
         return None
     return (
         f"--seq-length {length} does not divide by --tensor-model-parallel-size {ranks}, as --sequence-parallel needs; "
         f"use a length of {multiples_near(length, ranks)}"
-    )
-
-
-def sequence_divides_over_context_ranks(run: RunConfig) -> str | None:
-    """Context parallelism cuts the sequence into two chunks per rank."""
-    ranks, length = run.parallel.context_parallel_size, run.data.seq_length
-    if ranks == 1 or length % (2 * ranks) == 0:
-        return None
-    return (
-        f"--seq-length {length} does not divide by 2 x --context-parallel-size {ranks}; "
-        f"use a length of {multiples_near(length, 2 * ranks)}"
     )
 
 
@@ -112,7 +105,6 @@ RULES = (
     query_groups_divide_over_ranks,
     ffn_divides_over_ranks,
     sequence_divides_over_tensor_ranks,
-    sequence_divides_over_context_ranks,
     param_gather_overlap_needs_sharding,
     world_size_is_for_dry_runs,
     device_memory_is_for_dry_runs,

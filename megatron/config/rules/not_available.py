@@ -28,17 +28,6 @@ def interleaved_pipeline(run: RunConfig) -> str | None:
     return None
 
 
-def context_parallelism(run: RunConfig) -> str | None:
-    """Ranks that split the sequence in attention."""
-    ranks = run.parallel.context_parallel_size
-    if ranks == 1:
-        return None
-    return (
-        f"--context-parallel-size {ranks} is not available yet; use --sequence-parallel with "
-        "--tensor-model-parallel-size, and --recompute-granularity, for long sequences"
-    )
-
-
 def async_save(run: RunConfig) -> str | None:
     """Checkpoints written while training goes on."""
     if not run.checkpoint.async_save:
@@ -46,4 +35,4 @@ def async_save(run: RunConfig) -> str | None:
     return "--async-save is not available yet; leave it out: checkpoints are written before training goes on"
 
 
-RULES = (pipeline, interleaved_pipeline, context_parallelism, async_save)
+RULES = (pipeline, interleaved_pipeline, async_save)

@@ -12,6 +12,14 @@ def sequence_parallel_needs_tensor_ranks(run: RunConfig) -> str | None:
     return None
 
 
+def exchange_needs_context_ranks(run: RunConfig) -> str | None:
+    """Keys are exchanged where ranks hold different ones."""
+    if run.given("cp_comm_type") and run.parallel.context_parallel_size == 1:
+        kinds = " ".join(run.parallel.cp_comm_type)
+        return f"--cp-comm-type {kinds}: no effect, because --context-parallel-size is 1"
+    return None
+
+
 def loss_scale_needs_fp16(run: RunConfig) -> str | None:
     """Only fp16 has a loss scale."""
     if run.precision.fp16:
@@ -96,6 +104,7 @@ def positions_need_to_enter(run: RunConfig) -> str | None:
 
 RULES = (
     sequence_parallel_needs_tensor_ranks,
+    exchange_needs_context_ranks,
     loss_scale_needs_fp16,
     tensorboard_needs_a_folder,
     wandb_needs_a_project,

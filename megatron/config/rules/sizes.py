@@ -39,7 +39,12 @@ def tensor_parallel_sizes(run: RunConfig) -> list[int]:
     ranks = run.world_size // gcd(
         run.world_size, parallel.pipeline_model_parallel_size * parallel.context_parallel_size
     )
-    common = gcd(gcd(model.num_attention_heads, model.num_query_groups), gcd(model.ffn_hidden_size, ranks))
+    common = gcd(model.num_attention_heads, gcd(model.ffn_hidden_size, ranks))
     if parallel.sequence_parallel:
-        common = gcd(common, run.data.seq_length)
-    return divisors(common)
+        common = gcd(common, run.data.seq_length // parallel.context_parallel_size)
+    return [size for size in divisors(common) if divide(model.num_query_groups, size)]
+
+
+def divide(one: int, other: int) -> bool:
+    """Whether one of the two numbers divides the other."""
+    return one % other == 0 or other % one == 0

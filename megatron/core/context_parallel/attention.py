@@ -19,7 +19,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron.config.parallel import CpCommType
+from megatron.config.parallel import CpCommType, head_exchange_size
 from megatron.core.context_parallel.head_exchange import with_heads_split
 from megatron.core.context_parallel.key_exchange import Gather, KeyExchange, Ring
 from megatron.core.context_parallel.merged_attention import merged_attention
@@ -82,15 +82,12 @@ def _key_exchange(comm_type: CpCommType, context: ParallelContext) -> KeyExchang
 
 
 def _heads_split_over(comm_type: CpCommType, context: ParallelContext) -> int:
-    """Ranks that exchange sequence slices for head slices."""
-    if comm_type == "a2a":
-        return context.mesh.size("cp")
-    return context.cp_sizes[0] if comm_type == "a2a+p2p" else 1
+    return head_exchange_size(comm_type, context.mesh.size("cp"), context.cp_sizes)
 
 
 def actual_request(request: AttentionRequest, comm_type: CpCommType, context: ParallelContext) -> AttentionRequest:
     """What a backend is asked for when a layer asks for ``request`` over the whole sequence."""
-    slices = context.mesh.size("cp") // _heads_split_over(comm_type, context)
+    slices = 1 if context.mesh.size("cp") == 1 else context.mesh.size("cp") // _heads_split_over(comm_type, context)
     if slices == 1:
         return request
     return dataclasses.replace(

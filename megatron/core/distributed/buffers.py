@@ -254,22 +254,20 @@ def _adopt(member: _Member, span: Span, buffer: FlatBuffer, mesh: Mesh, tied: di
     parameter.data = view
     main_grad = span.of(buffer.grads).view(parameter.shape)
     parameter.main_grad = main_grad  # type: ignore[attr-defined]
-    counts = member.sharding.gradient_owner(mesh)
-    if member.sharding.tied is not None:
-        counts = counts and tied[member.sharding.tied][0] == mesh.rank("pp")
-    counted = tuple(part.moved(span.start) for part in _logical_spans(member.sharding, mesh)) if counts else ()
+    counts = member.sharding.tied is None or tied[member.sharding.tied][0] == mesh.rank("pp")
+    counted = tuple(part.moved(span.start) for part in _counted_spans(member.sharding, mesh)) if counts else ()
     slot = Slot(member.name, member.order, parameter, member.sharding, span, counted, main_grad)
     parameter.grad = slot.resting_grad
     return slot
 
 
-def _logical_spans(sharding: Sharding, mesh: Mesh) -> list[Span]:
-    """The flat parts of a local tensor that exist in the logical one: all of it but vocabulary padding."""
+def _counted_spans(sharding: Sharding, mesh: Mesh) -> list[Span]:
+    """The flat parts of a local tensor that this rank counts: without vocabulary padding and what others count."""
     local = sharding.local_shape(mesh)
     elements = torch.Size(local).numel()
-    pieces = sharding.pieces(mesh)
+    pieces = sharding.counted_pieces(mesh)
     if sum(torch.Size(piece.sizes).numel() for piece in pieces) == elements:
         return [Span(0, elements)]
     row = elements // local[0]
-    assert all(piece.sizes[1:] == local[1:] for piece in pieces), f"padding of {sharding} is not in the first dimension"
+    assert all(piece.sizes[1:] == local[1:] for piece in pieces), f"{sharding} is not counted by whole rows"
     return [Span(piece.local[0] * row, (piece.local[0] + piece.sizes[0]) * row) for piece in pieces]

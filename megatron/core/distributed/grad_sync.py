@@ -1,4 +1,4 @@
-"""From each rank's share of the gradients to whole gradients, in one visible order: data, partial, tied.
+"""From each rank's share of the gradients to whole gradients, in one visible order: data, partial, shared, tied.
 
 Gradients stay sums over tokens; the optimizer divides by their number.
 """
@@ -21,6 +21,7 @@ from megatron.core.parallel.collectives import (
     reduce_scatter_into_async,
 )
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.exchange import Team, sum_over
 from megatron.core.parallel.grid import Axis
 from megatron.errors import ParallelError
 
@@ -94,12 +95,13 @@ class GradSync:
         self._armed = self._overlap
 
     def finish(self) -> None:
-        """Make gradients whole: sum over data, over partial gradients, over tied copies.
+        """Make gradients whole: sum over data, over partial gradients, over shared rows, over tied copies.
 
         Afterwards this rank's shards (all of the buffers, when not sharded) hold sums over the global batch.
         """
         self._finish_data_parallel()
         self._sum_partial()
+        self._sum_shared()
         self._sum_tied()
 
     def _collect(self, reduction: _Reduction, slot: Slot, parameter: Tensor) -> None:
@@ -166,6 +168,18 @@ class GradSync:
             sums = all_reduce(torch.cat(parts), self._mesh, *axes)
             for part_grads, part_sums in zip(parts, torch.split(sums, [part.numel() for part in parts])):
                 part_grads.copy_(part_sums)
+
+    def _sum_shared(self) -> None:
+        """Sum gradients of rows that neighbouring ranks share because there are fewer groups of them than ranks."""
+        for buffer in self._buffers:
+            for bucket in buffer.buckets:
+                owned = self._owned(buffer, bucket)
+                for slot in bucket.slots:
+                    shared = slot.sharding.shared_range(self._mesh)
+                    part = shared and Span(*shared).moved(slot.span.start).overlap(owned)
+                    if part:
+                        team = Team.of(self._mesh, slot.sharding.split[0]).neighbours(slot.sharding.sharers(self._mesh))
+                        sum_over(part.of(buffer.grads), team)
 
     def _sum_tied(self) -> None:
         """Sum gradients of tied copies over the pipeline; stages without a copy add zeros, a chunk at a time."""

@@ -33,6 +33,18 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class SharedRows:
+    """Dimension 0 is ``groups`` equal groups of rows, of which the last ``rows`` of a group cannot be divided.
+
+    With more ranks than groups, those that have a group in common divide its first rows and each hold the last ones: a
+    key/value head that serves query heads of several ranks. The gradient of shared rows is partial on each of them.
+    """
+
+    groups: int
+    rows: int
+
+
+@dataclass(frozen=True)
 class Sharding:
     """Layout of one parameter.
 
@@ -44,6 +56,7 @@ class Sharding:
     ``partial_grad``: axes on which each rank computes only part of the gradient, so that it must be summed over them.
     ``tied``: name shared by copies of one logical parameter on several pipeline stages.
     ``reduce``: axes over which replicas of the parameter process different data, where gradients are summed.
+    ``shared``: rows of the split dimension 0 that ranks share rather than divide.
     """
 
     shape: tuple[int, ...]
@@ -53,10 +66,13 @@ class Sharding:
     partial_grad: tuple[Axis, ...] = ()
     tied: str | None = None
     reduce: tuple[Axis, ...] = ("dp", "cp")
+    shared: SharedRows | None = None
 
     def __post_init__(self) -> None:
         if self.blocks > 1 and (len(self.split) != 1 or self.pad_multiple is not None):
             raise ValueError("stacked blocks need exactly one split dimension and no padding")
+        if self.shared is not None and (tuple(self.split) != (0,) or self.blocks > 1 or self.pad_multiple is not None):
+            raise ValueError("shared rows need dimension 0 split, and neither stacked blocks nor padding")
 
     def padded_size(self, dim: int, mesh: Mesh) -> int:
         """Extent of ``dim`` over all ranks together, padding included."""
@@ -71,6 +87,12 @@ class Sharding:
         Raises ValueError when a dimension does not divide; configuration rules catch that earlier for users.
         """
         local = list(self.shape)
+        sharers = self.sharers(mesh)
+        if self.shared is not None and sharers > 1:
+            divided = self.shape[0] // self.shared.groups - self.shared.rows
+            if mesh.size(self.split[0]) % self.shared.groups or divided % sharers:
+                raise ValueError(f"{self.shared} of shape {self.shape} do not fit {mesh.size(self.split[0])} ranks")
+            return (divided // sharers + self.shared.rows, *self.shape[1:])
         for dim, axis in self.split.items():
             ranks, size = mesh.size(axis), self.padded_size(dim, mesh)
             if size % (ranks * self.blocks):
@@ -83,6 +105,8 @@ class Sharding:
     def pieces(self, mesh: Mesh) -> tuple[Piece, ...]:
         """Rectangles of the logical tensor that this rank holds; vocabulary padding is left out."""
         local_shape = self.local_shape(mesh)
+        if self.shared is not None and self.sharers(mesh) > 1:
+            return self._pieces_of_group(self.shared, local_shape, mesh)
         starts, sizes = [0] * len(self.shape), list(self.shape)
         for dim, axis in self.split.items():
             width = local_shape[dim] // self.blocks
@@ -92,9 +116,43 @@ class Sharding:
             return ()
         return tuple(self._block_piece(block, starts, sizes) for block in range(self.blocks))
 
+    def counted_pieces(self, mesh: Mesh) -> tuple[Piece, ...]:
+        """Of ``pieces``, those that this rank counts in a sum over all model-parallel ranks: replicas count once."""
+        if not self.gradient_owner(mesh):
+            return ()
+        pieces, sharers = self.pieces(mesh), self.sharers(mesh)
+        return pieces if sharers == 1 or mesh.rank(self.split[0]) % sharers == 0 else pieces[:1]
+
     def local_elements(self, mesh: Mesh) -> int:
         """Elements of the logical tensor that this rank holds."""
         return sum(math.prod(piece.sizes) for piece in self.pieces(mesh))
+
+    def counted_elements(self, mesh: Mesh) -> int:
+        """Elements of the logical tensor that this rank counts; over a model's ranks they add up to all."""
+        return sum(math.prod(piece.sizes) for piece in self.counted_pieces(mesh))
+
+    def sharers(self, mesh: Mesh) -> int:
+        """Neighbouring ranks of the split axis that hold the same shared rows; 1 where nothing is shared."""
+        return 1 if self.shared is None else max(1, mesh.size(self.split[0]) // self.shared.groups)
+
+    def shared_range(self, mesh: Mesh) -> tuple[int, int] | None:
+        """Flat range of the local tensor that is shared with other ranks; None where nothing is."""
+        if self.shared is None or self.sharers(mesh) == 1:
+            return None
+        elements = math.prod(self.local_shape(mesh))
+        return elements - self.shared.rows * math.prod(self.shape[1:]), elements
+
+    def _pieces_of_group(self, shared: SharedRows, local_shape: tuple[int, ...], mesh: Mesh) -> tuple[Piece, Piece]:
+        """This rank's part of a group's divided rows, and the group's shared rows."""
+        group, part = divmod(mesh.rank(self.split[0]), self.sharers(mesh))
+        rest = (0,) * (len(self.shape) - 1)
+        rows = local_shape[0] - shared.rows
+        height = self.shape[0] // shared.groups
+        start, stop = group * height, (group + 1) * height
+        return (
+            Piece((start + part * rows, *rest), (0, *rest), (rows, *self.shape[1:])),
+            Piece((stop - shared.rows, *rest), (rows, *rest), (shared.rows, *self.shape[1:])),
+        )
 
     def _block_piece(self, block: int, starts: list[int], sizes: list[int]) -> Piece:
         logical, local = list(starts), [0] * len(starts)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.grid import Axis
-from megatron.core.parallel.sharding import Sharding
+from megatron.core.parallel.sharding import Sharding, SharedRows
 from megatron.core.tensor_parallel.initialize import Constant, Initialization, parameter
 from megatron.core.tensor_parallel.regions import enter, leave
 
@@ -25,7 +25,8 @@ def make_parameter(sharding: Sharding, initialization: Initialization, context: 
 class ColumnParallelLinear(nn.Module):
     """``[s, b, in] -> [S, b, out/tp]``: each rank holds some rows of the ``[out, in]`` weight, that is, some outputs.
 
-    ``blocks`` matrices stacked along ``out`` (gate and up of a gated MLP) are each split over the ranks.
+    ``blocks`` matrices stacked along ``out`` (gate and up of a gated MLP) are each split over the ranks; ``shared``
+    outputs (a key/value head that serves several ranks) are computed by all that need them.
     """
 
     def __init__(
@@ -37,15 +38,14 @@ class ColumnParallelLinear(nn.Module):
         init: Initialization,
         bias: bool,
         blocks: int = 1,
+        shared: SharedRows | None = None,
     ) -> None:
         super().__init__()
         self._context = context
-        self.weight = make_parameter(Sharding((out_features, in_features), {0: "tp"}, blocks=blocks), init, context)
-        self.bias = (
-            make_parameter(Sharding((out_features,), {0: "tp"}, blocks=blocks), Constant(0.0), context)
-            if bias
-            else None
-        )
+        weight = Sharding((out_features, in_features), {0: "tp"}, blocks=blocks, shared=shared)
+        self.weight = make_parameter(weight, init, context)
+        sharding = Sharding((out_features,), {0: "tp"}, blocks=blocks, shared=shared)
+        self.bias = make_parameter(sharding, Constant(0.0), context) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Enter the tensor-parallel region and multiply."""

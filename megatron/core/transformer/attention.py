@@ -9,6 +9,7 @@ from megatron.core.context_parallel.attention import attention
 from megatron.core.ops.rotary import apply_rotary
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.recompute import recomputed
+from megatron.core.parallel.sharding import SharedRows
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.initialization import input_init, output_init
 from megatron.core.transformer.inputs import LayerInputs
@@ -19,7 +20,8 @@ class SelfAttention(nn.Module):
     """Query, key and value from one column-split matmul, attention over this rank's heads, one row-split matmul.
 
     The fused weight is grouped by key/value head, ``[q … q, k, v]`` for each, so that a rank's part is contiguous
-    (grouped-query attention: arXiv:2305.13245).
+    (grouped-query attention: arXiv:2305.13245). With fewer key/value heads than ranks, those that share one divide its
+    query heads, and each computes its key and value.
     """
 
     def __init__(
@@ -28,8 +30,9 @@ class SelfAttention(nn.Module):
         super().__init__()
         self._config, self._context = config, context
         self._number, self._causal, self._recompute_core = number, causal, recompute_core
-        self._groups = config.num_query_groups // context.mesh.size("tp")
-        self._queries_per_group = config.num_attention_heads // config.num_query_groups
+        ranks = context.mesh.size("tp")
+        self._groups = max(1, config.num_query_groups // ranks)
+        self._queries_per_group = config.num_attention_heads // ranks // self._groups
         self._head_dim = config.kv_channels
         width = config.num_attention_heads * config.kv_channels
         self.linear_qkv = ColumnParallelLinear(
@@ -38,6 +41,7 @@ class SelfAttention(nn.Module):
             context,
             init=input_init(config),
             bias=config.add_bias_linear or config.add_qkv_bias,
+            shared=SharedRows(groups=config.num_query_groups, rows=2 * config.kv_channels),
         )
         # Each rank normalizes its own heads only, with or without sequence parallelism.
         self.q_layernorm = Norm(self._head_dim, config, context, partial_grad=("tp",)) if config.qk_layernorm else None

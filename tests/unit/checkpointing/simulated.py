@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.sharding import ShardedState, Sharding
+from megatron.core.parallel.sharding import ShardedState, Sharding, SharedRows
 
 T = TypeVar("T")
 
@@ -31,6 +31,7 @@ OTHER_ENDS = {
 LAYER = {
     "input_layernorm.weight": Sharding((12,), partial_grad=("tp",)),
     "linear_qkv.weight": Sharding((24, 12), split={0: "tp"}),
+    "linear_shared.weight": Sharding((20, 12), split={0: "tp"}, shared=SharedRows(groups=1, rows=8)),
     "linear_fc1.weight": Sharding((24, 12), split={0: "tp"}, blocks=2),
     "linear_fc1.bias": Sharding((24,), split={0: "tp"}, blocks=2),
     "linear_fc2.weight": Sharding((12, 24), split={1: "tp"}),

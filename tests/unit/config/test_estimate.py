@@ -108,6 +108,16 @@ def test_parameters(name: str, ranks: int) -> None:
     assert model_parameters(run).total == logical
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_parameters_of_ranks_that_share_key_heads(groups: int) -> None:
+    """Each rank holds the whole key/value head that it shares."""
+    model = {**LLAMA, "num_query_groups": groups, "add_qkv_bias": True}
+    run = dataclasses.replace(run_of(ranks=4, model=model), parallel=ParallelConfig(tensor_model_parallel_size=4))
+    for rank in range(4):
+        built = build(run, Mesh.of(tp=4, rank=rank))
+        assert rank_parameters(run).total == sum(parameter.numel() for parameter in built.parameters())
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
 def test_activations(name: str, precision: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from megatron.config import ParallelConfig, rules
 from megatron.config.rules import (
     RULES,
     check,
+    context,
     failures,
     inputs,
     layout,
@@ -83,7 +84,7 @@ def test_every_rule_has_a_bad_configuration(monkeypatch: pytest.MonkeyPatch) -> 
     assert [rule.__name__ for rule in RULES if rule not in met] == []
 
 
-@pytest.mark.parametrize("module", [layout, model, training, schedule, inputs, not_available, remarking])
+@pytest.mark.parametrize("module", [layout, context, model, training, schedule, inputs, not_available, remarking])
 def test_every_rule_is_listed(module: ModuleType) -> None:
     """A rule that is written but not listed never runs."""
     written = {
@@ -166,6 +167,11 @@ REMARKS = [
         "--reset-position-ids --position-embedding-type none",
         "",
         "--reset-position-ids: no effect with --position-embedding-type none",
+    ),
+    (
+        "--cp-comm-type a2a",
+        "",
+        "--cp-comm-type a2a: no effect, because --context-parallel-size is 1",
     ),
 ]
 

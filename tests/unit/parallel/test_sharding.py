@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.sharding import Sharding, sharded_parameter, sharded_parameters, sharding_of
+from megatron.core.parallel.sharding import Sharding, SharedRows, sharded_parameter, sharded_parameters, sharding_of
 
 GPT2_VOCABULARY = 50257
 
@@ -95,6 +95,45 @@ def test_blocks_are_split_one_by_one() -> None:
         ((2, 0), (0, 0), (2, 2)),
         ((6, 0), (2, 0), (2, 2)),
     ]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_shared_rows_are_held_by_all_that_need_them(groups: int, tp: int) -> None:
+    """A key/value head that serves query heads of several ranks: its rows on each of them, counted once."""
+    queries, rows, meshes = 8 // groups, 3, tensor_parallel_meshes(tp)
+    for shape in ((groups * (queries + rows), 2), (groups * (queries + rows),)):
+        sharding = Sharding(shape, {0: "tp"}, shared=SharedRows(groups, rows))
+        logical = torch.arange(torch.Size(shape).numel()).view(shape)
+        locals_ = split_logical(logical, sharding, meshes)
+        assert all((local >= 0).all() for local in locals_)
+        rebuilt, count = join_locals(locals_, sharding, meshes)
+        assert torch.equal(rebuilt, logical)
+        sharers = max(1, tp // groups)
+        held = count.view(groups, queries + rows, -1)
+        assert (held[:, :queries] == 1).all() and (held[:, queries:] == sharers).all()
+        for mesh, local in zip(meshes, locals_):
+            shared = sharding.shared_range(mesh)
+            assert (shared is None) == (sharers == 1)
+            if shared is not None:
+                first = mesh.rank("tp") // sharers * sharers
+                own, other = (local.flatten()[slice(*shared)], locals_[first].flatten()[slice(*shared)])
+                assert torch.equal(own, other) and len(own) == rows * logical[0].numel()
+        counted = [piece for mesh in meshes for piece in sharding.counted_pieces(mesh)]
+        assert sum(sharding.counted_elements(mesh) for mesh in meshes) == logical.numel()
+        assert len({piece.logical for piece in counted}) == len(counted)
+
+
+def test_shared_rows_that_do_not_fit_are_refused() -> None:
+    """Three groups on two ranks, or query rows that the ranks of a group cannot divide."""
+    for sharding in (
+        Sharding((15, 2), {0: "tp"}, shared=SharedRows(3, 2)),
+        Sharding((10, 2), {0: "tp"}, shared=SharedRows(2, 2)),
+    ):
+        with pytest.raises(ValueError, match=r"do not fit 4 ranks|does not divide over tp=4"):
+            sharding.local_shape(Mesh.of(tp=4))
+    with pytest.raises(ValueError, match="shared rows need dimension 0 split"):
+        Sharding((4, 4), {1: "tp"}, shared=SharedRows(2, 1))
 
 
 @pytest.mark.parametrize(("ep", "etp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)])

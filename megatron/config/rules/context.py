@@ -1,0 +1,122 @@
+"""Rules about sequences that context-parallel ranks share, and how they exchange keys or heads."""
+
+from __future__ import annotations
+
+from math import lcm
+
+from megatron.config.flags import one_of
+from megatron.config.rules.sizes import divide, divisors, multiples_near
+from megatron.config.run import RunConfig
+
+
+def sequence_divides_over_context_ranks(run: RunConfig) -> str | None:
+    """A rank holds two pieces of the sequence, and with sequence parallelism its tensor-parallel ranks divide them."""
+    parallel, length = run.parallel, run.data.seq_length
+    ranks, tensor = parallel.context_parallel_size, parallel.tensor_model_parallel_size
+    if ranks == 1:
+        return None
+    unit = lcm(2 * ranks, ranks * tensor) if parallel.sequence_parallel else 2 * ranks
+    fits = f"use a length of {multiples_near(length, unit)}"
+    if length % (2 * ranks):
+        return f"--seq-length {length} does not divide by 2 x --context-parallel-size {ranks}; {fits}"
+    if length % unit:
+        return (
+            f"--seq-length {length} over --context-parallel-size {ranks} is {length // ranks}, which does not divide "
+            f"by --tensor-model-parallel-size {tensor}, as --sequence-parallel needs; {fits}"
+        )
+    return None
+
+
+def exchanges_are_one_or_one_per_layer(run: RunConfig) -> str | None:
+    """The way of exchange is the same in all layers, or named for each."""
+    given, layers = len(run.parallel.cp_comm_type), run.model.num_layers
+    if given in (1, layers):
+        return None
+    return f"--cp-comm-type names {given} ways for --num-layers {layers}; name one for all layers, or {layers}"
+
+
+def two_levels_have_sizes(run: RunConfig) -> str | None:
+    """Heads among some ranks and keys round rings of others: how many of each must be said."""
+    parallel = run.parallel
+    if "a2a+p2p" not in parallel.cp_comm_type or parallel.hierarchical_context_parallel_sizes is not None:
+        return None
+    return (
+        "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes, the ranks that exchange heads and those "
+        f"of a ring; use {_levels(run)}"
+    )
+
+
+def levels_need_two_level_exchange(run: RunConfig) -> str | None:
+    """Two sizes mean something to the two-level exchange only."""
+    sizes = run.parallel.hierarchical_context_parallel_sizes
+    if sizes is None or "a2a+p2p" in run.parallel.cp_comm_type:
+        return None
+    return (
+        f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))} has no effect without --cp-comm-type "
+        "a2a+p2p; give both or neither"
+    )
+
+
+def levels_make_up_the_context_ranks(run: RunConfig) -> str | None:
+    """Two levels, and every context-parallel rank in both."""
+    sizes, ranks = run.parallel.hierarchical_context_parallel_sizes, run.parallel.context_parallel_size
+    if sizes is None or "a2a+p2p" not in run.parallel.cp_comm_type:
+        return None
+    if len(sizes) == 2 and sizes[0] * sizes[1] == ranks:
+        return None
+    asked = f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))}"
+    wrong = f"makes {sizes[0] * sizes[1]} ranks" if len(sizes) == 2 else f"names {len(sizes)} sizes instead of two"
+    return f"{asked} {wrong}, and --context-parallel-size is {ranks}; use {_levels(run)}"
+
+
+def heads_divide_over_exchanging_ranks(run: RunConfig) -> str | None:
+    """Ranks that exchange heads hold whole ones, on each tensor-parallel rank."""
+    heads, tensor = run.model.num_attention_heads, run.parallel.tensor_model_parallel_size
+    held = heads // tensor
+    for kind in run.parallel.cp_comm_types:
+        ranks = run.parallel.head_exchange_size(kind)
+        if heads % tensor == 0 and held % ranks:
+            return (
+                f"--cp-comm-type {kind} divides the {held} query heads of a tensor-parallel rank over {ranks} ranks; "
+                f"ranks that fit: {_fitting(run)}; or use --cp-comm-type p2p, which divides none"
+            )
+    return None
+
+
+def query_groups_fit_exchanging_ranks(run: RunConfig) -> str | None:
+    """Ranks that exchange heads hold whole key/value heads, or equally many hold each."""
+    model, tensor = run.model, run.parallel.tensor_model_parallel_size
+    held = max(model.num_query_groups // tensor, 1)
+    for kind in run.parallel.cp_comm_types:
+        ranks = run.parallel.head_exchange_size(kind)
+        if model.num_attention_heads % (tensor * ranks) == 0 and not divide(held, ranks):
+            return (
+                f"--cp-comm-type {kind} divides {held} of --num-query-groups {model.num_query_groups} on a "
+                f"tensor-parallel rank over {ranks} ranks, and neither number divides by the other; "
+                f"ranks that fit: {_fitting(run)}; or use --cp-comm-type p2p, which divides none"
+            )
+    return None
+
+
+def _fitting(run: RunConfig) -> str:
+    """Numbers of ranks that can exchange the heads of a tensor-parallel rank."""
+    tensor = run.parallel.tensor_model_parallel_size
+    groups = max(run.model.num_query_groups // tensor, 1)
+    return one_of(size for size in divisors(run.model.num_attention_heads // tensor) if divide(groups, size))
+
+
+def _levels(run: RunConfig) -> str:
+    """Pairs of sizes that the context-parallel ranks can be cut into."""
+    ranks = run.parallel.context_parallel_size
+    return one_of(f"{size} {ranks // size}" for size in divisors(ranks))
+
+
+RULES = (
+    sequence_divides_over_context_ranks,
+    exchanges_are_one_or_one_per_layer,
+    two_levels_have_sizes,
+    levels_need_two_level_exchange,
+    levels_make_up_the_context_ranks,
+    heads_divide_over_exchanging_ranks,
+    query_groups_fit_exchanging_ranks,
+)

@@ -1,0 +1,64 @@
+"""What context-parallel ranks keep from the forward to the backward pass, against the estimate of a dry run."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.config import ParallelConfig
+from megatron.config.estimate import kept_activations
+from megatron.config.run import RunConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.rng import StreamKey
+from tests.harness import run_ranks
+from tests.unit.config.command_lines import run_of
+
+QUIET: dict[str, Any] = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "hidden_size": 128}
+LLAMA = QUIET | {
+    "position_embedding_type": "rope",
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "qk_layernorm": True,
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "p2p": {"cp_comm_type": ("p2p",)},
+    "all_gather": {"cp_comm_type": ("all_gather",)},
+    "a2a": {"cp_comm_type": ("a2a",)},
+}
+
+
+def kept(context: ParallelContext, run: RunConfig) -> int:
+    """Bytes of all storages, parameters aside, that a forward pass leaves behind for the backward pass."""
+    context = dataclasses.replace(context, cp_comm_types=run.parallel.cp_comm_type)
+    model = GPTModel(run.model, context, seed=1)
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    found: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            found[storage.data_ptr()] = storage
+        return tensor
+
+    tokens = torch.zeros(run.training.micro_batch_size, run.data.seq_length // 2, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = model(tokens, key=StreamKey(0))
+    assert output is not None
+    return sum(storage.nbytes() for storage in found.values())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model", [QUIET, LLAMA], ids=["gpt2", "llama"])
+def test_estimate_is_what_is_kept(model: dict[str, Any], way: str) -> None:
+    """Long sequences are why somebody asks for these ranks: a wrong estimate costs a queue."""
+    parallel = ParallelConfig(context_parallel_size=2, **WAYS[way])
+    run = dataclasses.replace(run_of(ranks=2, length=256, model=model), parallel=parallel)
+    for found in run_ranks(kept, run, cp=2):
+        assert kept_activations(run) == pytest.approx(found, rel=0.03)
