@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import torch
 from torch import Tensor
@@ -58,12 +57,12 @@ class StoredTensors:
             raise CheckpointError(f"{self._folder}: the boxes of {name} hold {filled} numbers of {whole.numel()}")
         return whole if at is None else whole[0]
 
-    def open_object(self, name: str) -> IO[bytes]:
+    def read_object(self, name: str) -> bytes:
         """The bytes of a pickled object, for an unpickler that knows what to expect."""
         place = self._reader.storage_data[MetadataIndex(name)]
-        file = self._reader.open(place.relative_path)
-        sliced: IO[bytes] = self._reader._slice_file(file, place)
-        return sliced
+        with self._reader.open(place.relative_path) as file:
+            file.seek(place.offset)
+            return file.read(place.length)
 
     def _fill(self, whole: Tensor, name: str, chunk: ChunkStorageMetadata, *, first: int) -> int:
         """Copy a box's part of ``whole``, whose row 0 is row ``first`` of the tensor; how many numbers that were."""

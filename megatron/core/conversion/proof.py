@@ -96,16 +96,20 @@ def huggingface_logits(folder: Path, tokens: Tensor) -> Tensor:
     transformers_version()
     from transformers import AutoModelForCausalLM
 
-    with _quiet_transformers():
-        load: Any = AutoModelForCausalLM.from_pretrained
-        model, report = load(
-            folder,
-            dtype=torch.float32,
-            attn_implementation="eager",
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
+    load: Any = AutoModelForCausalLM.from_pretrained
+    try:
+        with _quiet_transformers():
+            model, report = load(
+                folder,
+                dtype=torch.float32,
+                attn_implementation="eager",
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+    except Exception as error:  # transformers raises anything for folders that it doesn't like
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(f"transformers cannot load {folder}: {type(error).__name__}: {reason}") from error
     if report["missing_keys"] or report["mismatched_keys"]:
         raise CheckpointError(f"transformers misses tensors in {folder}: {sorted(report['missing_keys'])[:5]}")
     logits: Tensor = model.eval()(tokens, use_cache=False).logits

@@ -187,9 +187,8 @@ def test_checkpoints_of_other_programs_are_recognised(files: list[str], format: 
         with pytest.raises(CheckpointError) as caught:
             find_checkpoint(root)
         assert format in str(caught.value)
-        assert f"converting from {'hf' if 'Face' in format else 'megatron-lm'} is not available yet" in str(
-            caught.value
-        )
+        source = "hf" if "Face" in format else "megatron-lm"
+        assert f"tools/checkpoint/convert.py --from {source} --load {tmp_path} --to megatron" in str(caught.value)
 
 
 def test_all_ranks_agree_and_share_the_reading(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -117,8 +118,7 @@ def _open_dist(folder: Path) -> DistFiles:
     if (folder / COMMON).is_file():
         common = _mapping(load_torch_file(folder / COMMON), folder / COMMON)
     elif _COMMON_OBJECT in stored.objects:
-        with stored.open_object(_COMMON_OBJECT) as file:
-            common = _mapping(load_torch_stream(file), folder)
+        common = _mapping(load_torch_stream(io.BytesIO(stored.read_object(_COMMON_OBJECT))), folder)
     else:
         raise CheckpointError(f"{folder} has no {COMMON}, which holds the settings: copy the whole folder")
     return DistFiles(folder, Arguments(common.get("args"), str(folder / COMMON)), _iteration(common, folder), stored)

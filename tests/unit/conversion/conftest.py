@@ -1,0 +1,104 @@
+"""Random models of every family, as folders that transformers wrote."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="conversion is proven with the dev extra's transformers")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+GPT2: dict[str, Any] = {
+    "vocab_size": 101,
+    "n_positions": 64,
+    "n_embd": 48,
+    "n_layer": 3,
+    "n_head": 4,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", GPT2),
+    "gpt2 untied, exact gelu": ("gpt2", {**GPT2, "tie_word_embeddings": False, "activation_function": "gelu"}),
+    "gpt2 narrow mlp": ("gpt2", {**GPT2, "n_inner": 72}),
+    "llama": ("llama", SIZES),
+    "llama multi-head, tied": ("llama", {**SIZES, "num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "llama one group, wide heads": ("llama", {**SIZES, "num_key_value_heads": 1, "head_dim": 20}),
+    "llama with biases": ("llama", {**SIZES, "attention_bias": True, "mlp_bias": True}),
+    "llama 3": ("llama", {**SIZES, "rope_parameters": LLAMA3}),
+    "llama stretched": (
+        "llama",
+        {**SIZES, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+    ),
+    "mistral": ("mistral", {**SIZES, "sliding_window": None}),
+    "mistral, window as long as sequences": ("mistral", {**SIZES, "sliding_window": 64, "head_dim": 16}),
+    "qwen2": ("qwen2", SIZES),
+    "qwen2 tied": (
+        "qwen2",
+        {**SIZES, "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    ),
+    "qwen3": ("qwen3", {**SIZES, "head_dim": 16}),
+    "qwen3 tied": ("qwen3", {**SIZES, "head_dim": 16, "tie_word_embeddings": True}),
+}
+
+
+def random_model(family: str, settings: dict[str, Any], *, seed: int = 0) -> Any:
+    """A model with weights large enough that a mistake shows, and no two equal."""
+    import transformers
+
+    torch.manual_seed(seed)
+    build: Any = transformers.AutoModelForCausalLM.from_config
+    model = build(transformers.AutoConfig.for_model(family, **settings))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            std = 0.15 if parameter.dim() > 1 else 0.3
+            parameter.normal_(1.0 if "norm" in name and name.endswith("weight") else 0.0, std)
+    return model
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a model of ``MODELS``, written once."""
+    base = tmp_path_factory.mktemp("models")
+
+    def folder(name: str) -> Path:
+        path = base / name.replace(" ", "-").replace(",", "")
+        if not path.exists():
+            random_model(*MODELS[name]).save_pretrained(path)
+        return path
+
+    return folder
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _quiet() -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)

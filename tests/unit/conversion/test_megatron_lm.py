@@ -1,0 +1,266 @@
+"""Checkpoints of Megatron-LM, of every version, spelling and layout, become ours with the same numbers, and go back."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.config.model import ModelConfig
+from megatron.core.checkpointing.storage import CheckpointWriter
+from megatron.core.checkpointing.streamed import StreamedBox, table_of, write_boxes
+from megatron.core.conversion.convert import Conversion, convert
+from megatron.core.conversion.megatron_lm.forward import megatron_lm_logits
+from megatron.core.conversion.megatron_lm.reading import read_megatron_lm
+from megatron.core.conversion.native import read_native, write_native
+from megatron.core.conversion.portable import PortableModel
+from megatron.core.conversion.proof import native_logits
+from megatron.errors import CheckpointError
+from tests.unit.conversion.megatron_checkpoints import (
+    CLASSIC,
+    MODERN,
+    arguments,
+    portable,
+    random_tensors,
+    write_torch,
+)
+
+
+def do(source: Any, load: Path, target: Any, save: Path, **options: Any) -> None:
+    convert(Conversion(source, load, target, save, **options), lambda words: None)
+
+
+def assert_holds(found: PortableModel, values: dict[str, Tensor]) -> None:
+    assert found.tensors.keys() == values.keys()
+    for name, value in values.items():
+        assert torch.equal(found.tensors[name].make(), value), name
+
+
+@pytest.mark.parametrize(
+    "layout", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (4, 1, 1), (1, 2, 2), (2, 2, 2)], ids=str
+)
+@pytest.mark.parametrize(
+    ("style", "version"),
+    [("first", None), ("first", 0.0), ("first", 1.0), ("legacy", 2.0), ("legacy", 3.0), ("core", 3.0), ("te", 3.0)],
+)
+def test_every_version_at_every_layout(
+    style: str, version: float | None, layout: tuple[int, int, int], tmp_path: Path
+) -> None:
+    """GPT as it was from the first release on: names changed twice, the order of query, key and value twice."""
+    tp, pp, vpp = layout
+    values = random_tensors(ModelConfig(**CLASSIC))
+    write_torch(tmp_path / "theirs", CLASSIC, values, style=style, version=version, tp=tp, pp=pp, vpp=vpp)
+    found = read_megatron_lm(tmp_path / "theirs")
+    assert_holds(found, values)
+    assert (found.iteration, found.consumed_samples, found.model.vocab_size) == (500, 4000, 101)
+    do("megatron-lm", tmp_path / "theirs", "megatron", tmp_path / "ours")
+    assert_holds(read_native(tmp_path / "ours"), values)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(
+    ("style", "pp", "more"),
+    [
+        (style, pp, more)
+        for style, pp in (("legacy", 1), ("core", 2), ("te", 1))
+        for more in ({}, {"qk_layernorm": True}, {"apply_layernorm_1p": True}, {"rotary_interleaved": True})
+        if not (style == "legacy" and "qk_layernorm" in more)  # those came with core
+    ],
+    ids=str,
+)
+def test_modern_models(style: str, tp: int, pp: int, more: dict[str, Any], tmp_path: Path) -> None:
+    """Grouped queries, SwiGLU whose halves each rank keeps together, one-dimensional norms, an untied output."""
+    settings = {**MODERN, **more}
+    values = random_tensors(ModelConfig(**settings))
+    write_torch(tmp_path / "theirs", settings, values, style=style, tp=tp, pp=pp)
+    do("megatron-lm", tmp_path / "theirs", "megatron", tmp_path / "ours")
+    assert_holds(read_native(tmp_path / "ours"), values)
+
+
+def test_the_proof_sees_what_the_mapping_gets_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The independent side must not share the mistake: here version 1 is taken for version 2."""
+    from megatron.core.conversion.megatron_lm import reading
+
+    values = random_tensors(ModelConfig(**CLASSIC))
+    write_torch(tmp_path / "theirs", CLASSIC, values, style="legacy", version=1.0, tp=2)
+    monkeypatch.setattr(reading._Merge, "_by_head", lambda self, part, ranks: part)
+    with pytest.raises(Exception, match="source and target are different models: largest difference"):
+        do("megatron-lm", tmp_path / "theirs", "megatron", tmp_path / "ours")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["theirs"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "activation"),
+    [
+        ({}, "gelu_tanh"),
+        ({"bias_gelu_fusion": False}, "gelu"),
+        ({"bias_gelu_fusion": False, "openai_gelu": True}, "gelu_tanh"),
+        ({"squared_relu": True}, "squared_relu"),
+        ({"swiglu": True}, "silu"),
+    ],
+)
+def test_the_activation_that_was_trained_with(flags: dict[str, Any], activation: str) -> None:
+    """Megatron-LM's GELU is an approximation only inside the kernel that also adds the bias."""
+    from megatron.core.conversion.megatron_lm.arguments import Arguments, model_from_arguments
+
+    args = Arguments(arguments({**CLASSIC, **flags}), "x")
+    assert model_from_arguments(args, vocab_size=101, num_layers=4).activation == activation
+
+
+def test_released_weights(tmp_path: Path) -> None:
+    """A folder called release has no iteration; ours starts at 0."""
+    values = random_tensors(ModelConfig(**CLASSIC))
+    write_torch(tmp_path, CLASSIC, values, style="core", release=True)
+    assert read_megatron_lm(tmp_path).iteration == 0
+
+
+def test_an_iteration_can_be_chosen(tmp_path: Path) -> None:
+    values = random_tensors(ModelConfig(**CLASSIC))
+    write_torch(tmp_path, CLASSIC, values, style="core")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("9000")
+    with pytest.raises(
+        CheckpointError, match="there is no iter_0009000, which latest_checkpointed_iteration.txt names"
+    ):
+        read_megatron_lm(tmp_path)
+    assert read_megatron_lm(tmp_path, step=500).iteration == 500
+    assert read_megatron_lm(tmp_path / "iter_0000500").iteration == 500
+
+
+def test_padding_is_dropped_where_the_vocabulary_is_known(tmp_path: Path) -> None:
+    """From the tokenizer, or as told; else every row is kept, and a run's --vocab-size is that of the padded matrix."""
+    values = random_tensors(ModelConfig(**CLASSIC))
+    write_torch(tmp_path, CLASSIC, values, style="core", tokenizer_type="GPT2BPETokenizer", vocab_file="gone.json")
+    assert read_megatron_lm(tmp_path).model.vocab_size == 128
+    found = read_megatron_lm(tmp_path, true_vocab_size=101)
+    assert_holds(found, values)
+    with pytest.raises(CheckpointError, match="embeds 128 words: --true-vocab-size 129 is more"):
+        read_megatron_lm(tmp_path, true_vocab_size=129)
+
+
+def dist_checkpoint(folder: Path, settings: dict[str, Any], values: dict[str, Tensor], *, common_in_dcp: bool) -> None:
+    """A torch_dist folder: layers stacked, norms under Transformer Engine's names, padding, optimizer state."""
+    from megatron.core.conversion.megatron_lm.names import stacked_name
+
+    folder.mkdir(parents=True)
+    stacks: dict[str, list[Tensor]] = {}
+    for name, value in values.items():
+        stacks.setdefault(stacked_name(name)[0], []).append(value)
+    tensors = {key: torch.stack(parts) if ".layers." in key else parts[0] for key, parts in stacks.items()}
+    for key in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        if key in tensors:
+            tensors[key] = torch.cat([tensors[key], torch.full((27, tensors[key].shape[1]), 7.0)])
+    tensors |= {f"optimizer.state.exp_avg.{key}": torch.zeros_like(tensor) for key, tensor in tensors.items()}
+    boxes = [StreamedBox.whole(key, tuple(tensor.shape), tensor.dtype, tensor.clone) for key, tensor in tensors.items()]
+    writer = CheckpointWriter(folder)
+    writer.set_up_storage_writer(True)
+    metadata, places = table_of(boxes), write_boxes(writer, folder, boxes)
+    common = {"args": arguments(settings), "checkpoint_version": 3.0, "iteration": 700}
+    if common_in_dcp:
+        import io
+
+        from torch.distributed.checkpoint.filesystem import _StorageInfo
+        from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+        from torch.distributed.checkpoint.storage import WriteResult
+
+        stream = io.BytesIO()
+        torch.save(common, stream)
+        (folder / "__1_0.distcp").write_bytes(b"before" + stream.getvalue())
+        place = _StorageInfo("__1_0.distcp", 6, len(stream.getvalue()))
+        metadata.state_dict_metadata["common_state/shard_0_1"] = BytesStorageMetadata()
+        places.append(WriteResult(MetadataIndex("common_state/shard_0_1"), place.length, place))
+    else:
+        torch.save(common, folder / "common.pt")
+    writer.finish(metadata, [places])
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+
+
+@pytest.mark.parametrize("common_in_dcp", [False, True], ids=["common.pt", "since 0.19"])
+@pytest.mark.parametrize("settings", [CLASSIC, MODERN], ids=["classic", "modern"])
+def test_torch_dist(settings: dict[str, Any], common_in_dcp: bool, tmp_path: Path) -> None:
+    """The format of today, with the settings beside the tensors or among them."""
+    values = random_tensors(ModelConfig(**settings))
+    dist_checkpoint(tmp_path / "theirs/iter_0000700", settings, values, common_in_dcp=common_in_dcp)
+    (tmp_path / "theirs/latest_checkpointed_iteration.txt").write_text("700")
+    do("megatron-lm", tmp_path / "theirs", "megatron", tmp_path / "ours")
+    found = read_native(tmp_path / "ours")
+    assert_holds(found, values)
+    assert found.iteration == 700
+
+
+@pytest.mark.parametrize("dist", [True, False], ids=["torch_dist", "torch"])
+@pytest.mark.parametrize(
+    "settings",
+    [CLASSIC, MODERN, {**CLASSIC, "squared_relu": True, "position_embedding_type": "none"}],
+    ids=["classic", "modern", "relu"],
+)
+def test_ours_goes_to_megatron_lm_and_back(settings: dict[str, Any], dist: bool, tmp_path: Path) -> None:
+    """With what its --use-checkpoint-args reads, and its padding."""
+    model = ModelConfig(**settings)
+    values = random_tensors(model)
+    write_native(portable(model, values), tmp_path / "ours", final=tmp_path / "ours")
+    do("megatron", tmp_path / "ours", "megatron-lm", tmp_path / "theirs", dist=dist)
+    assert (tmp_path / "theirs/latest_checkpointed_iteration.txt").read_text() == "release"
+    found = read_megatron_lm(tmp_path / "theirs")
+    assert_holds(found, values)
+    assert found.model == model
+    logits = megatron_lm_logits(tmp_path / "theirs", torch.arange(20).view(2, 10))
+    assert logits.shape == (2, 10, 128)
+    assert (logits[..., :101] - native_logits(tmp_path / "ours", torch.arange(20).view(2, 10))).abs().max() < 1e-5
+
+
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"num_experts": 8}, "is of a model with a mixture of experts (num_experts), which this project does not have"),
+    ({"multi_latent_attention": True}, "a model with multi-latent attention"),
+    ({"position_embedding_type": "relative"}, "positions of type 'relative'"),
+    ({"num_layers": 5}, "holds 4 layers; its saved settings say num_layers 5"),
+    ({"ffn_hidden_size": 100}, "decoder.layers.0.mlp.linear_fc1.weight is [128, 32] and should be [100, 32]"),
+    ({"untie_embeddings_and_output_weights": True}, "missing: output_layer.weight"),
+    ({"hidden_size": None}, "its saved settings lack hidden_size"),
+]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"), MISTAKES, ids=lambda value: next(iter(value)) if isinstance(value, dict) else ""
+)
+def test_what_cannot_be_converted_is_said(flags: dict[str, Any], words: str, tmp_path: Path) -> None:
+    """A model that is almost ours must not come out as one."""
+    write_torch(tmp_path, CLASSIC, random_tensors(ModelConfig(**CLASSIC)), style="core", **flags)
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        read_megatron_lm(tmp_path)
+
+
+def test_missing_ranks_and_other_folders(tmp_path: Path) -> None:
+    """A copy that lacks a rank's file, and folders that are something else."""
+    values = random_tensors(ModelConfig(**CLASSIC))
+    write_torch(tmp_path / "x", CLASSIC, values, style="core", tp=2, pp=2)
+    (tmp_path / "x/iter_0000500/mp_rank_01_000/model_optim_rng.pt").unlink()
+    with pytest.raises(CheckpointError, match="lacks the files of ranks tp 1 pp 0: copy all mp_rank folders"):
+        read_megatron_lm(tmp_path / "x")
+    with pytest.raises(CheckpointError, match="holds neither mp_rank_"):
+        read_megatron_lm(tmp_path)
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        read_megatron_lm(tmp_path / "nowhere")
+
+
+def test_malicious_files_run_nothing(tmp_path: Path) -> None:
+    """model_optim_rng.pt and common.pt are pickles from strangers."""
+    values = random_tensors(ModelConfig(**CLASSIC))
+    write_torch(tmp_path / "x", CLASSIC, values, style="core")
+
+    class Attack:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return open, (str(tmp_path / "pwned"), "w")
+
+    torch.save({"args": Attack()}, tmp_path / "x/iter_0000500/mp_rank_00/model_optim_rng.pt")
+    with pytest.raises(CheckpointError, match=r"is refused: it names \w+\.open, which has no business there"):
+        read_megatron_lm(tmp_path / "x")
+    dist_checkpoint(tmp_path / "d", CLASSIC, values, common_in_dcp=False)
+    torch.save({"args": Attack()}, tmp_path / "d/common.pt")
+    with pytest.raises(CheckpointError, match=r"common\.pt is refused: it names"):
+        read_megatron_lm(tmp_path / "d")
+    assert not (tmp_path / "pwned").exists()
