@@ -23,6 +23,10 @@ RUNS = {
         2,
         "--train-iters 8 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     ),
+    "context parallel, sharded optimizer": (
+        2,
+        "--train-iters 8 --context-parallel-size 2 --use-distributed-optimizer",
+    ),
     "tensor and sequence parallel, recompute": (
         2,
         "--train-iters 8 --tensor-model-parallel-size 2 --sequence-parallel --recompute-activations",
@@ -46,15 +50,17 @@ def test_resume_is_bitwise_the_uninterrupted_run(name: str, tmp_path: Path) -> N
 
 
 def test_other_layout_continues_the_same_run(tmp_path: Path) -> None:
-    """A checkpoint of two tensor-parallel ranks loads on two data-parallel ones, and on one."""
+    """A checkpoint of two tensor-parallel ranks loads on two data- or context-parallel ones, and on one."""
     flags = f"{TINY} --save-interval 100 --hidden-dropout 0 --attention-dropout 0 --train-iters 6"
     saved = tmp_path / "saved"
     run("pretrain_gpt.py", f"{flags} --exit-interval 3 --tensor-model-parallel-size 2", f"--save={saved}", ranks=2)
     one = run("pretrain_gpt.py", flags, f"--load={saved}")
     two = run("pretrain_gpt.py", f"{flags} --use-distributed-optimizer", f"--load={saved}", ranks=2)
-    assert list(losses(one)) == list(losses(two)) == [4, 5, 6]
+    sliced = run("pretrain_gpt.py", f"{flags} --context-parallel-size 2", f"--load={saved}", ranks=2)
+    assert list(losses(one)) == list(losses(two)) == list(losses(sliced)) == [4, 5, 6]
     for iteration, loss in losses(one).items():
         assert float(losses(two)[iteration]) == pytest.approx(float(loss), rel=1e-5)
+        assert float(losses(sliced)[iteration]) == pytest.approx(float(loss), rel=1e-5)
 
 
 def test_sigterm_saves_first(tmp_path: Path) -> None:

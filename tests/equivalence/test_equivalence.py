@@ -49,6 +49,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | STILL
     | {"squared_relu": True, "position_embedding_type": "none", "add_bias_linear": False, "add_qkv_bias": True},
 }
+TWELVE_HEADS: dict[str, Any] = SMALL | STILL | {"hidden_size": 48, "num_attention_heads": 12}
+THREES: dict[str, dict[str, Any]] = {
+    "twelve heads": TWELVE_HEADS,
+    "twelve heads, untied": TWELVE_HEADS | {"untie_embeddings_and_output_weights": True},
+}
 FEW_GROUPS: dict[str, dict[str, Any]] = {
     "one group": LLAMA | STILL | {"num_query_groups": 1, "add_qkv_bias": True},
     "two groups, qk norm, documents": LLAMA
@@ -59,6 +64,8 @@ DRAWING: dict[str, dict[str, Any]] = {
     "gpt2 with dropout": SMALL | {"attention_dropout": 0.2, "hidden_dropout": 0.2},
     "llama with dropout": LLAMA | {"attention_dropout": 0.2, "hidden_dropout": 0.2},
 }
+
+EVERY_VARIANT = VARIANTS | THREES | FEW_GROUPS | DRAWING
 
 FULL, BLOCK = RecomputePlan("full"), RecomputePlan("full", "block", 1)
 SELECTIVE = RecomputePlan("selective")
@@ -145,14 +152,14 @@ SAME_DROPOUT_OVER_SLICES = {
 @functools.cache
 def reference(variant: str) -> Outcome:
     """Three steps on one rank."""
-    return train(ParallelContext.single(dtype=torch.float64), (VARIANTS | FEW_GROUPS | DRAWING)[variant], Layout())
+    return train(ParallelContext.single(dtype=torch.float64), EVERY_VARIANT[variant], Layout())
 
 
 def ranks_of(variant: str, layout: Layout) -> list[Outcome]:
     """Three steps at a layout, by rank."""
     return run_ranks(
         train,
-        (VARIANTS | FEW_GROUPS | DRAWING)[variant],
+        EVERY_VARIANT[variant],
         layout,
         tp=layout.tp,
         cp=layout.cp,
@@ -188,6 +195,18 @@ def test_layout_computes_the_model_of_one_rank(variant: str, layout: Layout) -> 
 @pytest.mark.parametrize("variant", FEW_GROUPS)
 def test_more_ranks_than_groups_compute_the_model_of_one_rank(variant: str, layout: Layout) -> None:
     """A shared key/value head whose gradient isn't summed, or is counted by each rank, trains another model."""
+    check(ranks_of(variant, layout), [reference(variant)])
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(tp=2), Layout(tp=3), Layout(tp=4), Layout(tp=3, cp=2)],
+    ids=["tp2", "tp3", "tp4", "tp3 cp2"],
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_prime_vocabulary_divides_over_any_ranks(tied: bool, layout: Layout) -> None:
+    """Padding differs with the number of ranks; a word of it that got probability would change the loss."""
+    variant = "twelve heads" if tied else "twelve heads, untied"
     check(ranks_of(variant, layout), [reference(variant)])
 
 

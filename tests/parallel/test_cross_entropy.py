@@ -62,9 +62,17 @@ def compute_on_rank(context: ParallelContext, vocab: int, padded: int) -> Outcom
     return compute(context.mesh, vocab, padded)
 
 
-@pytest.mark.parametrize(("tp", "vocab", "padded"), [(2, 64, 64), (4, 50, 64), (4, 17, 64), (3, 50, 51)])
+GPT2 = 50257  # prime
+
+CASES = [(2, 64, 64), (4, 50, 64), (4, 17, 64), (3, 50, 51), (2, GPT2, 50432), (3, GPT2, 50304), (4, GPT2, 50688)]
+
+
+@pytest.mark.parametrize(("tp", "vocab", "padded"), CASES)
 def test_split_vocabulary_equals_whole(tp: int, vocab: int, padded: int) -> None:
-    """Also where padding ends inside a rank's part, and where whole ranks hold nothing but padding (17 of 64)."""
+    """Also where padding ends inside a rank's part, and where whole ranks hold nothing but padding (17 of 64).
+
+    GPT-2's vocabulary divides by nothing: padded with other numbers of words at TP 2, 3 and 4, it has the same loss.
+    """
     whole = compute(Mesh.single(), vocab, padded)
     ranks = run_ranks(compute_on_rank, vocab, padded, tp=tp)
 

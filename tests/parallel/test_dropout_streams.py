@@ -1,8 +1,9 @@
-"""Which random numbers each tensor-parallel rank draws: the same where it holds the same, its own where it doesn't."""
+"""Which random numbers a rank draws: the same as others where it holds the same, its own where it doesn't."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections import Counter
 from dataclasses import dataclass, field
 from unittest import mock
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
+from megatron.config.parallel import CpCommType
+from megatron.core.context_parallel.slicing import take
 from megatron.core.models.gpt import GPTModel
 from megatron.core.ops.attention import reference
 from megatron.core.ops.dropout import dropout
@@ -25,15 +28,19 @@ LENGTH, BATCH, HIDDEN, HEADS, LAYERS = 16, 2, 16, 4, 2
 
 @dataclass
 class Draws:
-    """What one forward pass drew on a rank, in order. ``hidden``: masks ``[s, b, h]``; ``scores``: ``[b, n, S, S]``."""
+    """What one forward pass drew on a rank, in order. ``hidden``: masks ``[s, b, h]``; ``scores``: ``[b, n, S, S]``.
+
+    With context parallelism ``scores`` are those of each call, of some queries and keys.
+    """
 
     places: list[tuple[StreamKey, str]] = field(default_factory=list)
     hidden: list[Tensor] = field(default_factory=list)
     scores: list[Tensor] = field(default_factory=list)
 
 
-def draw(context: ParallelContext, samples: tuple[int, ...] = (0,)) -> list[Draws]:
+def draw(context: ParallelContext, samples: tuple[int, ...] = (0,), exchange: CpCommType = "p2p") -> list[Draws]:
     """One forward pass in training for each microbatch, with every dropout mask recorded."""
+    context = dataclasses.replace(context, cp_comm_types=(exchange,))
     config = ModelConfig(
         num_layers=LAYERS,
         hidden_size=HIDDEN,
@@ -52,7 +59,9 @@ def draw(context: ParallelContext, samples: tuple[int, ...] = (0,)) -> list[Draw
             recorders.enter_context(recording(found.hidden, layer))
             recorders.enter_context(recording(found.scores, reference))
             recorders.enter_context(mock.patch.object(RngStreams, "enter", noted(found.places)))
-            model(torch.arange(BATCH * LENGTH).view(BATCH, LENGTH), key=StreamKey(sample))
+            tokens = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH)
+            held = take(tokens, context.mesh.rank("cp"), context.mesh.size("cp"), dim=1)
+            model(held, key=StreamKey(sample))
     return draws
 
 
@@ -83,7 +92,9 @@ def assert_unrelated(masks: list[Tensor]) -> None:
     """No two masks agree on more elements than chance explains."""
     for i, one in enumerate(masks):
         for other in masks[:i]:
-            assert (one == other).double().mean() < 0.75, "two masks are the same"
+            elements = min(one.numel(), other.numel())
+            agreeing = one.flatten()[:elements] == other.flatten()[:elements]
+            assert agreeing.double().mean() < 0.75, "two masks are the same"
 
 
 def per_head(draws: Draws) -> list[Tensor]:
@@ -113,6 +124,32 @@ def test_heads_are_dropped_differently(sequence_parallel: bool) -> None:
     masks = [*per_head(first), *per_head(second)]
     assert len(masks) == LAYERS * HEADS
     assert_unrelated(masks)
+
+
+def test_slices_of_the_sequence_are_dropped_differently() -> None:
+    """Context-parallel ranks hold other tokens; tensor-parallel ones among them hold the same hidden states."""
+    ranks = [draws for (draws,) in run_ranks(draw, tp=2, cp=2)]
+    for first, second in ((ranks[0], ranks[1]), (ranks[2], ranks[3])):
+        assert all(torch.equal(one, other) for one, other in zip(first.hidden, second.hidden))
+    assert ranks[0].hidden[0].shape == (LENGTH // 2, BATCH, HIDDEN)
+    assert_unrelated([*ranks[0].hidden, *ranks[2].hidden])
+
+
+@pytest.mark.parametrize("exchange", ["p2p", "all_gather", "a2a"])
+def test_probabilities_are_dropped_differently_wherever_they_are_computed(exchange: CpCommType) -> None:
+    """Every call on every rank has queries, keys or heads of its own; a mask used twice is correlated noise."""
+    ranks = [draws for (draws,) in run_ranks(draw, (0,), exchange, tp=2, cp=2)]
+    calls, heads = (1, HEADS // 4) if exchange == "a2a" else (2, HEADS // 2)
+    for draws in ranks:
+        assert len(draws.scores) == LAYERS * calls
+        assert {scores.shape[1] for scores in draws.scores} == {heads}
+    masks = [mask for draws in ranks for mask in per_head(draws)]
+    assert_unrelated(masks)
+    kept = torch.cat([mask.flatten() for mask in masks]).double()
+    assert abs(kept.mean().item() - 0.5) < 4 * 0.5 / len(kept) ** 0.5, "as many are kept as chance keeps"
+    again = [draws for (draws,) in run_ranks(draw, (0,), exchange, tp=2, cp=2)]
+    for draws, same in zip(ranks, again):
+        assert all(torch.equal(one, other) for one, other in zip(draws.scores, same.scores))
 
 
 def test_data_parallel_ranks_draw_by_sample_alone() -> None:
