@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.errors import ConfigError, DataError, run_command
+from megatron.training.picture import COLORS, INK, new_axes, save, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 TRAINING_LINE = re.compile(r" iteration +(\d+)/ *\d+ \|.*?\| global batch size: +\d+ \| (.+?): (\d\.\d+E[+-]\d+) \|")
 VALIDATION_LINE = re.compile(r" validation loss at iteration (\d+)(?: on validation set)? \| (.+?) value: (\S+) \|")
-COLORS = ("#2a6fb0", "#c8553d", "#3d8b5f", "#8a5aa8", "#b8862b")
-INK, FAINT = "#222222", "#dddddd"
 
 Curve = dict[int, float]
 """Loss by iteration; a later value for the same iteration (after a restart) replaces the earlier one."""
@@ -108,23 +107,15 @@ def summary(run: Losses) -> str:
 
 def draw(runs: list[Losses], output: Path, *, title: str | None = None) -> None:
     """Write the picture: each training curve with its trend, validation as points, last values at the right edge."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ConfigError("drawing needs the matplotlib package: pip install matplotlib") from None
-    figure = Figure(figsize=(9, 5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    axes = new_axes()
     for number, run in enumerate(runs):
         color, other = COLORS[number % len(COLORS)], COLORS[(number + (len(runs) == 1)) % len(COLORS)]
         _draw_run(axes, run, color=color, validation_color=other, prefix="" if len(runs) == 1 else f"{run.label}: ")
-    _style(axes, name=runs[0].name, title=title)
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(output)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--output {output} cannot be written: {error}") from None
+    axes.set_xlim(left=0)
+    axes.margins(x=0.02)
+    axes.legend(frameon=False, labelcolor=INK, fontsize=11)
+    style(axes, x="iteration", y=f"{runs[0].name} (nats per token)", title=title)
+    save(axes, output)
 
 
 def _draw_run(axes: Axes, run: Losses, *, color: str, validation_color: str, prefix: str) -> None:
@@ -156,22 +147,6 @@ def trend(values: list[float], *, share: float = 0.03) -> list[float]:
         window = values[index - reach : index + reach + 1]
         means.append(sum(window) / len(window))
     return means
-
-
-def _style(axes: Axes, *, name: str, title: str | None) -> None:
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(FAINT)
-    axes.grid(axis="y", color=FAINT, linewidth=0.6)
-    axes.tick_params(length=0, labelcolor=INK)
-    axes.set_axisbelow(True)
-    axes.set_xlabel("iteration", color=INK)
-    axes.set_ylabel(f"{name} (nats per token)", color=INK)
-    axes.set_xlim(left=0)
-    axes.margins(x=0.02)
-    axes.legend(frameon=False, labelcolor=INK, fontsize=11)
-    if title:
-        axes.set_title(title, loc="left", color=INK, fontsize=13, pad=12)
 
 
 if __name__ == "__main__":

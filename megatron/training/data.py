@@ -101,17 +101,21 @@ def held_slices(batch: Mapping[str, Tensor], sequence_dims: Mapping[str, int | N
     }
 
 
-def build_splits(config: RunConfig, recipe: Recipe, context: ParallelContext, tokenizer: Tokenizer) -> DatasetSplits:
-    """Build the data sets on every rank and compare what they hold. A collective."""
+def split_sizes(config: RunConfig) -> SplitSizes:
+    """Samples that the run needs of each split."""
     training = config.training
-    sizes = SplitSizes.of_run(
+    return SplitSizes.of_run(
         train_samples=0 if training.skip_train else config.train_samples,
         train_iters=config.train_iters,
         eval_interval=training.eval_interval,
         eval_iters=training.eval_iters,
         global_batch_size=training.global_batch_size,
     )
-    splits = recipe.build_datasets(config, tokenizer, sizes)
+
+
+def build_splits(config: RunConfig, recipe: Recipe, context: ParallelContext, tokenizer: Tokenizer) -> DatasetSplits:
+    """Build the data sets on every rank and compare what they hold. A collective."""
+    splits = recipe.build_datasets(config, tokenizer, split_sizes(config))
     digests = gather_objects(splits.digest, context.mesh)
     for rank, digest in enumerate(digests):
         if digest != digests[0]:

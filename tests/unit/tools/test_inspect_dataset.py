@@ -1,0 +1,126 @@
+"""tools/inspect_dataset.py: what it shows is what is there, and what training reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.config.run import RunConfig
+from megatron.core.datasets.gpt_dataset import build_gpt_splits
+from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
+from megatron.core.datasets.metadata import TokenizerStamp
+from megatron.core.tokenizers.null import NullTokenizer
+from megatron.errors import ConfigError, DataError
+from megatron.training.data import split_sizes
+from tools import inspect_dataset
+
+NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "50"]
+RUN = [
+    *["--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "1", "--seq-length", "8"],
+    *["--micro-batch-size", "2", "--train-iters", "10", "--lr", "1e-3", *NULL],
+]
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    """Twenty documents of two sequences that say where they are; document 3 is empty."""
+    with IndexedDatasetWriter(
+        tmp_path / "data", np.uint16, tokenizer=TokenizerStamp.of(NullTokenizer(50, extra_ids=0))
+    ) as writer:
+        for document in range(20):
+            if document != 3:
+                writer.add_sequence([document] * (document + 1))
+                writer.add_sequence([30 + document % 20, 50])
+            writer.end_document()
+    return str(tmp_path / "data")
+
+
+def test_counts_and_document(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    inspect_dataset.main(["--prefix", prefix, "--document", "2", *NULL])
+    assert capsys.readouterr().out == (
+        f"{prefix}\n"
+        "documents    20 (1 empty)\n"
+        "sequences    38\n"
+        "tokens       244 of type uint16\n"
+        "per document 0% 0, 10% 3, 50% 12, 90% 20, 99% 22, 100% 22; mean 12.2\n"
+        f"tokenizer    {TokenizerStamp.of(NullTokenizer(50, extra_ids=0))}\n"
+        "document 2: 2 sequences\n"
+        "2 2 2\n"
+        "32 50\n"
+    )
+    with pytest.raises(ConfigError, match="--document 20 is beyond the 20 documents"):
+        inspect_dataset.main(["--prefix", prefix, "--document", "20"])
+
+
+def test_verify(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A flipped bit in a copied file is found, with its place, before it trains an unknown row of the embeddings."""
+    inspect_dataset.main(["--prefix", prefix, "--verify"])
+    assert "verified     index, sizes, all ids below 51, metadata\n" in capsys.readouterr().out
+    content = bytearray(Path(f"{prefix}.bin").read_bytes())
+    content[2 * 10 : 2 * 10 + 2] = (51).to_bytes(2, "little")
+    Path(f"{prefix}.bin").write_bytes(content)
+    with pytest.raises(DataError, match=r"token id 51 .document 2, sequence 5, token 0., outside a vocabulary of 51"):
+        inspect_dataset.main(["--prefix", prefix, "--verify"])
+
+
+def test_verify_metadata_and_tokenizer(prefix: str) -> None:
+    with pytest.raises(DataError, match="was tokenized with"):
+        inspect_dataset.main(["--prefix", prefix, "--verify", "--tokenizer-type", "GPT2BPETokenizer", *gpt2(prefix)])
+    path = Path(f"{prefix}.meta.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_token_id": 49}))
+    with pytest.raises(DataError, match="ids up to 49, the data hold 20 and 50"):
+        inspect_dataset.main(["--prefix", prefix, "--verify"])
+
+
+def gpt2(prefix: str) -> list[str]:
+    """Files of a tokenizer with 257 ids."""
+    folder = Path(prefix).parent
+    from tokenizers import pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate([*letters, "<|endoftext|>"])}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    return ["--vocab-file", str(folder / "vocab.json"), "--merge-file", str(folder / "merges.txt")]
+
+
+def test_histogram(prefix: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib, which draws, is optional")
+    inspect_dataset.main(["--prefix", prefix, "--histogram", str(tmp_path / "picture.svg")])
+    drawing = (tmp_path / "picture.svg").read_text()
+    assert drawing.count("<path") > 10
+    with pytest.raises(ConfigError, match="--histogram .* cannot be written"):
+        inspect_dataset.main(["--prefix", prefix, "--histogram", str(tmp_path / "picture.xyz")])
+
+
+@pytest.mark.parametrize("loader", ["single", "cyclic"])
+def test_a_sample_is_what_training_reads(prefix: str, loader: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Shown from another epoch, split or order it would explain a loss spike with the wrong text."""
+    flags = [*RUN, "--data-path", prefix, "--split", "1,0,0", "--eval-iters", "0", "--dataloader-type", loader]
+    config = RunConfig.parse(flags)
+    tokenizer = NullTokenizer(50, extra_ids=0)
+    train = build_gpt_splits(config.data, seed=1234, sizes=split_sizes(config), tokenizer=tokenizer).train
+    assert train is not None
+    capsys.readouterr()
+    seen = []
+    for number in range(5):
+        inspect_dataset.main([*flags, "--sample", str(number)])
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].startswith(f"sample {number} of train: {prefix}, document ")
+        seen.append([int(word) for word in lines[1].replace("⟦", "").split()])
+        assert lines[2:] == ["loss on      8 of 8 labels", "positions    0 to 7"]
+    ours = [[*train[index]["tokens"][:1].tolist(), *train[index]["labels"].tolist()] for index in range(len(train))]
+    if loader == "single":
+        assert [joined(row) for row in seen] == [joined(row) for row in ours[:5]]
+    else:
+        assert all(joined(row) in [joined(each) for each in ours] for row in seen)
+    with pytest.raises(ConfigError, match="--from-split valid: the run reads no data of that split"):
+        inspect_dataset.main([*flags, "--sample", "0", "--from-split", "valid"])
+
+
+def joined(row: list[int]) -> str:
+    """Ids without what separates the first from the rest, which NullTokenizer's text lacks."""
+    return "".join(map(str, row))

@@ -1,0 +1,214 @@
+"""Look at data: what token files hold, or what a training run reads.
+
+With --prefix: counts, lengths of documents, and on request a picture of them, a document as text, or a check of every
+token. With --sample and the flags of a training run: one sample, exactly as that run sees it (WORLD_SIZE=8 in front
+stands for its eight ranks, where a layout needs them).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.config.flags import check_flags, flag
+from megatron.config.parse import parse_groups
+from megatron.config.run import RunConfig
+from megatron.config.tokenizer import TokenizerConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.metadata import DatasetMetadata, TokenizerStamp
+from megatron.core.tokenizers import Tokenizer, build_tokenizer
+from megatron.errors import ConfigError, DataError, run_command
+
+if TYPE_CHECKING:
+    from megatron.core.datasets.gpt_samples import Sample
+
+PERCENTILES = (0, 10, 50, 90, 99, 100)
+
+
+@check_flags
+@dataclass(frozen=True, kw_only=True)
+class InspectConfig:
+    """What to look at in token files."""
+
+    prefix: tuple[str, ...] = flag("Prefixes of PREFIX.bin and PREFIX.idx.")
+    document: int | None = flag("Show this document, as text if the tokenizer is given.", default=None, at_least=0)
+    histogram: str | None = flag("Picture of the documents' lengths to write: .png, .svg or .pdf.", default=None)
+    verify: bool = flag("Read every token, and check it against the metadata and the tokenizer.", default=False)
+
+
+@check_flags
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """Which sample of a run to show."""
+
+    sample: int = flag("Number of the sample in the order of the run, from 0.", at_least=0)
+    from_split: Literal["train", "valid", "test"] = flag("The split it is taken from.", default="train")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print what was asked for."""
+    if any(word.partition("=")[0] == "--sample" for word in argv):
+        return show_sample(RunConfig.parse(argv, prog="inspect_dataset.py", extra_groups=[SampleConfig]))
+    about = " ".join((__doc__ or "").split())
+    config, tokenizer_config = parse_groups(
+        argv, InspectConfig, TokenizerConfig, prog="inspect_dataset.py", about=about
+    )
+    tokenizer = build_tokenizer(tokenizer_config) if tokenizer_config.tokenizer_type else None
+    datasets = [IndexedDataset(prefix) for prefix in config.prefix]
+    for dataset in datasets:
+        print("\n".join(describe(dataset)))
+        if config.verify:
+            print(f"verified     {verify(dataset, tokenizer)}")
+        if config.document is not None:
+            print("\n".join(document_lines(dataset, config.document, tokenizer)))
+    if config.histogram:
+        draw_histogram(datasets, Path(config.histogram))
+        print(f"wrote {config.histogram}")
+    return 0
+
+
+def document_lengths(dataset: IndexedDataset) -> NDArray[np.int64]:
+    """Tokens of each document, [documents]."""
+    ends = np.concatenate([[0], np.cumsum(dataset.lengths, dtype=np.int64)])[dataset.boundaries]
+    lengths: NDArray[np.int64] = np.diff(ends)
+    return lengths
+
+
+def describe(dataset: IndexedDataset) -> Iterator[str]:
+    """Counts, a line each."""
+    metadata, lengths = DatasetMetadata.read(dataset.prefix), document_lengths(dataset)
+    yield dataset.prefix
+    yield f"documents    {dataset.num_documents:,} ({int(np.count_nonzero(lengths == 0)):,} empty)"
+    yield f"sequences    {len(dataset):,}"
+    yield f"tokens       {dataset.num_tokens:,} of type {dataset.dtype}"
+    if len(lengths):
+        shares = np.percentile(lengths, PERCENTILES, method="inverted_cdf")
+        written = ", ".join(f"{share}% {int(length):,}" for share, length in zip(PERCENTILES, shares))
+        yield f"per document {written}; mean {lengths.mean():,.1f}"
+    stamp = metadata.tokenizer if metadata else None
+    yield f"tokenizer    {stamp or 'not known: there is no .meta.json, or it names none'}"
+
+
+def verify(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> str:
+    """Read all tokens; raises DataError for metadata, ids or a tokenizer that don't fit, else says what was checked."""
+    metadata, checked = DatasetMetadata.read(dataset.prefix), ["index", "sizes"]
+    stamp = metadata.tokenizer if metadata else None
+    vocab_size = tokenizer.vocab_size if tokenizer else stamp.vocab_size if stamp else None
+    largest, start = None, 0
+    for block in dataset.blocks():
+        low, high = int(block.min()), int(block.max())
+        if low < 0 or (vocab_size is not None and high >= vocab_size):
+            at = start + int(np.argmax((block < 0) | (block >= (vocab_size or np.inf))))
+            raise DataError(f"{dataset.prefix} holds {_place(dataset, at)}, outside a vocabulary of {vocab_size} ids")
+        largest, start = max(high, largest or 0), start + len(block)
+    if vocab_size is not None:
+        checked.append(f"all ids below {vocab_size:,}")
+    if metadata:
+        metadata.check_counts(dataset.prefix, num_tokens=dataset.num_tokens, num_sequences=len(dataset))
+        if (metadata.num_documents, metadata.max_token_id) != (dataset.num_documents, largest):
+            raise DataError(
+                f"{DatasetMetadata.path(dataset.prefix)} speaks of {metadata.num_documents} documents and ids up to "
+                f"{metadata.max_token_id}, the data hold {dataset.num_documents} and {largest}: it is not theirs"
+            )
+        checked.append("metadata")
+    if metadata and tokenizer:
+        metadata.check_tokenizer(dataset.prefix, TokenizerStamp.of(tokenizer))
+        checked.append("tokenizer")
+    return ", ".join(checked)
+
+
+def _place(dataset: IndexedDataset, at: int) -> str:
+    """A token by the document it lies in."""
+    ends = np.cumsum(document_lengths(dataset))
+    document = int(np.searchsorted(ends, at, side="right"))
+    sequence = int(np.searchsorted(np.cumsum(dataset.lengths, dtype=np.int64), at, side="right"))
+    within = at - int(dataset.offsets[sequence]) // dataset.dtype.itemsize
+    return f"token id {dataset.get(sequence, within, 1)[0]} (document {document}, sequence {sequence}, token {within})"
+
+
+def document_lines(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | None) -> Iterator[str]:
+    """A document, sequence by sequence."""
+    if number >= dataset.num_documents:
+        raise ConfigError(f"--document {number} is beyond the {dataset.num_documents} documents of {dataset.prefix}")
+    first, last = dataset.boundaries[number : number + 2].tolist()
+    yield f"document {number}: {last - first} sequence{'s' * (last - first != 1)}"
+    for sequence in range(first, last):
+        yield _shown(dataset.get(sequence), tokenizer)
+
+
+def _shown(ids: NDArray[Any], tokenizer: Tokenizer | None) -> str:
+    return tokenizer.detokenize(ids.tolist()) if tokenizer else " ".join(map(str, ids.tolist()))
+
+
+def draw_histogram(datasets: Sequence[IndexedDataset], output: Path) -> None:
+    """Write a picture of how long documents are; raises ConfigError when it can't be drawn."""
+    from megatron.training.picture import COLORS, INK, new_axes, save, style
+
+    axes = new_axes()
+    lengths = [np.maximum(document_lengths(dataset), 1) for dataset in datasets]
+    longest = max((int(each.max()) for each in lengths if len(each)), default=1)
+    bins = np.geomspace(1, longest + 1, 60)
+    for number, (dataset, each) in enumerate(zip(datasets, lengths)):
+        name, median = Path(dataset.prefix).name, int(np.median(each)) if len(each) else 0
+        label = f"{name}: {len(each):,} documents, median {median:,}"
+        axes.hist(each, bins=bins.tolist(), color=COLORS[number % len(COLORS)], alpha=0.6, label=label)
+    axes.set_xscale("log")
+    axes.legend(frameon=False, labelcolor=INK, fontsize=11)
+    style(axes, x="tokens of a document", y="documents")
+    save(axes, output, flag="--histogram")
+
+
+def show_sample(config: RunConfig) -> int:
+    """Print a sample as the run reads it."""
+    from megatron.core.datasets.sampler import MicrobatchSampler
+    from megatron.training.data import split_sizes
+    from megatron.training.recipes.gpt import GPTRecipe
+
+    wanted = config.group(SampleConfig)
+    tokenizer = build_tokenizer(config.tokenizer)
+    config = config.with_vocab_size(tokenizer.vocab_size)
+    dataset = GPTRecipe().build_datasets(config, tokenizer, split_sizes(config)).of(wanted.from_split)
+    if dataset is None:
+        raise ConfigError(f"--from-split {wanted.from_split}: the run reads no data of that split")
+    cyclic = wanted.from_split == "train" and config.data.dataloader_type == "cyclic"
+    sampler = MicrobatchSampler(
+        num_samples=len(dataset),
+        consumed=wanted.sample,
+        micro_batch_size=1,
+        shuffle_seed=config.training.seed if cyclic else None,
+    )
+    (index,) = next(iter(sampler), [None])
+    if index is None:
+        raise ConfigError(
+            f"--sample {wanted.sample} is beyond the {len(dataset)} {wanted.from_split} samples of the run"
+        )
+    print(f"sample {wanted.sample} of {wanted.from_split}: {dataset.origin(index)}")
+    print("\n".join(sample_lines(dataset[index], tokenizer)))
+    return 0
+
+
+def sample_lines(sample: Sample, tokenizer: Tokenizer) -> Iterator[str]:
+    """The text of a sample, and a line on each of its arrays; text without loss stands in ⟦brackets⟧."""
+    tokens, labels, mask = (sample[name] for name in ("tokens", "labels", "loss_mask"))
+    borders = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
+    yield tokenizer.detokenize(tokens[:1].tolist()) + "".join(
+        text if mask[start] else f"⟦{text}⟧"
+        for start, stop in pairwise(borders)
+        if (text := tokenizer.detokenize(labels[start:stop].tolist()))
+    )
+    yield f"loss on      {int(mask.sum()):,} of {len(mask):,} labels"
+    yield f"positions    0 to {int(sample['position_ids'].max())}"
+    if "segments" in sample:
+        sizes = np.bincount(sample["segments"])
+        yield f"segments     {' '.join(map(str, sizes.tolist()))} tokens, each attended to by itself"
+
+
+if __name__ == "__main__":
+    run_command(lambda: main(sys.argv[1:]))
