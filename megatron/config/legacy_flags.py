@@ -136,11 +136,16 @@ IGNORED: tuple[tuple[str, str], ...] = (
         "gradient buckets are laid out and reduced in one way; --ddp-bucket-size sets their size",
     ),
     (
-        "no-overlap-p2p-communication overlap-p2p-communication-warmup-flush "
-        "no-scatter-gather-tensors-in-pipeline use-ring-exchange-p2p defer-embedding-wgrad-compute "
-        "wgrad-deferral-limit microbatch-group-size-per-virtual-pipeline-stage "
-        "pipeline-model-parallel-comm-backend",
-        "there are no pipeline stages",
+        "overlap-p2p-communication-warmup-flush",
+        "pipeline messages overlap computing from the first to the last; --no-overlap-p2p-communication turns that off",
+    ),
+    (
+        "no-scatter-gather-tensors-in-pipeline use-ring-exchange-p2p pipeline-model-parallel-comm-backend",
+        "pipeline messages are plain sends and receives on --distributed-backend",
+    ),
+    (
+        "defer-embedding-wgrad-compute wgrad-deferral-limit",
+        "the output matrix's gradient is made with the loss; --pipeline-schedule zb-h1 or zb-v defer those of layers",
     ),
     (
         "no-clone-scatter-output-in-embedding distribute-saved-activations",

@@ -31,6 +31,36 @@ class ParallelConfig:
     num_virtual_stages_per_pipeline_rank: int | None = flag(
         "Interleave the pipeline: chunks of one rank.", default=None, at_least=1
     )
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
+        "Interleaved: microbatches through a chunk before the next chunk's turn; without it: one for each rank.",
+        default=None,
+        at_least=1,
+    )
+    decoder_first_pipeline_num_layers: int | None = flag(
+        "Layers of the first pipeline rank; the others share the rest.", default=None, at_least=1
+    )
+    decoder_last_pipeline_num_layers: int | None = flag(
+        "Layers of the last pipeline rank; the others share the rest.", default=None, at_least=1
+    )
+    account_for_embedding_in_pipeline_split: bool = flag(
+        "Count the embedding as a layer when layers are divided over stages.", default=False
+    )
+    account_for_loss_in_pipeline_split: bool = flag(
+        "Count output and loss as a layer when layers are divided over stages.", default=False
+    )
+    pipeline_model_parallel_layout: str | None = flag(
+        "What each stage holds, first to last: E embedding, t layer, L loss, bars between stages, *N after a letter, "
+        "a bar or parentheses for repetition.",
+        default=None,
+    )
+    pipeline_schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"] | None = flag(
+        "Order of forward and backward passes; zb-h1 and zb-v split the backward pass to fill bubbles. Without it: "
+        "interleaved where virtual stages are asked for, else 1f1b.",
+        default=None,
+    )
+    overlap_p2p_communication: bool = flag(
+        "Do not move pipeline messages while computing.", default=True, off="--no-overlap-p2p-communication"
+    )
     context_parallel_size: int = flag("Ranks that split the sequence in attention.", default=1, at_least=1)
     cp_comm_type: tuple[CpCommType, ...] = flag(
         "How context-parallel ranks attend to each other's keys, for all layers or for each: keys go round a ring, are "

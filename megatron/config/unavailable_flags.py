@@ -37,12 +37,6 @@ UNAVAILABLE: tuple[tuple[str, str, str], ...] = (
         "fp8-param-gather first-last-layers-bf16 num-layers-at-start-in-bf16 num-layers-at-end-in-bf16",
     ),
     (
-        "an uneven or nested pipeline is",
-        " yet; use --tensor-model-parallel-size and data parallelism",
-        "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers "
-        "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split",
-    ),
-    (
         "an optimizer in reduced precision or on the CPU is",
         " yet; --use-distributed-optimizer makes its state small",
         "use-precision-aware-optimizer main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype "

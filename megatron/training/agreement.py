@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 import megatron
 from megatron.config.estimate import model_parameters
 from megatron.config.run import RunConfig
+from megatron.core.distributed.buffers import tied_stages
+from megatron.core.models.stage import Stage
 from megatron.core.parallel.collectives import all_reduce, gather_objects
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.sharding import ShardedState
@@ -41,12 +43,30 @@ def code_digest() -> str:
     return digest.hexdigest()
 
 
+def check_stages(config: RunConfig, stages: Sequence[Stage], context: ParallelContext) -> None:
+    """Raise ParallelError unless this rank's pipeline holds every layer and both ends once. A collective."""
+    everyone = gather_objects(list(stages), context.mesh)
+    held = [stage for rank in context.mesh.members("pp") for stage in everyone[rank]]
+    layers = sorted(number for stage in held for number in stage.layers)
+    ends = [sum(stage.is_first for stage in held), sum(stage.is_last for stage in held)]
+    if layers != list(range(config.model.num_layers)) or ends != [1, 1]:
+        raise ParallelError(
+            f"the pipeline's ranks hold layers {layers}, {ends[0]} embeddings and {ends[1]} outputs of a model with "
+            f"{config.model.num_layers} layers; this is a fault of the program, please report it with your settings"
+        )
+
+
 def check_parameter_count(config: RunConfig, state: list[ShardedState], context: ParallelContext) -> int:
     """Number of parameters over all ranks, each logical element once; it must equal the closed form.
 
     ``state``: this rank's parameters under their names, tied copies under one. A collective.
     """
-    mine = {entry.name: entry.sharding.counted_elements(context.mesh) for entry in state}
+    tied = tied_stages((entry.sharding for entry in state), context.mesh)
+    mine = {
+        entry.name: entry.sharding.counted_elements(context.mesh)
+        for entry in state
+        if entry.sharding.tied is None or tied[entry.sharding.tied][0] == context.mesh.rank("pp")
+    }
     held = torch.tensor(sum(mine.values()), dtype=torch.int64, device=context.device)
     total = int(all_reduce(held, context.mesh, "pp", "tp").item())
     expected = model_parameters(config).total

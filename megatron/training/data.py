@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from megatron.config.run import RunConfig
 from megatron.core.context_parallel.slicing import take
 from megatron.core.datasets.gpt_dataset import DatasetSplits
 from megatron.core.datasets.loader import Batch, build_loader
+from megatron.core.datasets.sampler import MicrobatchSampler
 from megatron.core.datasets.splits import SplitName, SplitSizes
 from megatron.core.parallel.collectives import gather_objects
 from megatron.core.parallel.context import ParallelContext
@@ -19,7 +21,7 @@ from megatron.core.parallel.rng import StreamKey
 from megatron.core.pipeline_parallel.chunk import Microbatch
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.errors import DataError, ParallelError
-from megatron.training.recipe import Recipe
+from megatron.training.recipe import Recipe, stages_here
 
 
 class TrainingData:
@@ -30,6 +32,7 @@ class TrainingData:
 
     def __init__(self, config: RunConfig, recipe: Recipe, context: ParallelContext, tokenizer: Tokenizer) -> None:
         self._config, self._recipe, self._context = config, recipe, context
+        self._fields = recipe.fields(config, stages_here(config, recipe, context))
         self._splits = build_splits(config, recipe, context, tokenizer)
 
     def has(self, split: SplitName) -> bool:
@@ -65,24 +68,26 @@ class TrainingData:
             raise DataError(f"the run needs {split} samples, but the data flags leave that split empty")
         cyclic = split == "train" and config.data.dataloader_type == "cyclic"
         size = config.training.micro_batch_size
-        loader = build_loader(
-            dataset,
-            consumed=consumed,
-            micro_batch_size=size,
-            data_parallel_rank=mesh.rank("dp"),
-            data_parallel_size=mesh.size("dp"),
-            shuffle_seed=config.training.seed if cyclic else None,
-            num_workers=config.data.num_workers,
-            pin_memory=self._context.device.type != "cpu",
-        )
+        order: dict[str, Any] = {
+            "consumed": consumed,
+            "micro_batch_size": size,
+            "data_parallel_rank": mesh.rank("dp"),
+            "data_parallel_size": mesh.size("dp"),
+            "shuffle_seed": config.training.seed if cyclic else None,
+        }
+        if self._fields:
+            pin_memory = self._context.device.type != "cpu"
+            loader: Iterable[Batch] = build_loader(
+                dataset, **order, num_workers=config.data.num_workers, pin_memory=pin_memory
+            )
+        else:  # a stage in the middle reads nothing, and only counts
+            loader = ({} for _ in MicrobatchSampler(num_samples=len(dataset), **order))
         first = consumed + mesh.rank("dp") * size
         for number, batch in enumerate(loader):
             yield self._microbatch(batch, StreamKey(first + number * size * mesh.size("dp"), split))
 
     def _microbatch(self, batch: Batch, key: StreamKey) -> Microbatch:
-        needed = (
-            batch if self._config.data.reset_position_ids else {k: v for k, v in batch.items() if k != "position_ids"}
-        )
+        needed = {name: tensor for name, tensor in batch.items() if name in self._fields}
         held = held_slices(needed, self._recipe.batch_fields, self._context.mesh)
         return Microbatch(
             {name: tensor.to(self._context.device, non_blocking=True) for name, tensor in held.items()}, key

@@ -16,8 +16,8 @@ def evaluate(run: Run, batches: Iterator[list[Microbatch]]) -> dict[str, float]:
     total: LossSum | None = None
     for microbatches in batches:
         loss = evaluation_step(run, microbatches)
-        total = loss if total is None else total.plus(loss)
+        if loss is not None:
+            total = loss if total is None else total.plus(loss)
     for model in run.models:
         model.train()
-    assert total is not None, "evaluation needs at least one batch"
-    return global_loss(total, run.context).means
+    return global_loss(total, run.recipe.loss_names, run.context).means

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import nn
@@ -13,22 +13,33 @@ from megatron.core.datasets.gpt_dataset import DatasetSplits
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.stage import Stage
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, Wires
+from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, Wires, WireSpec
 from megatron.core.tokenizers.base import Tokenizer
+from megatron.training.pipeline import PipelineSettings
 
 
 class Recipe(Protocol):
     """One model family. Adding one is writing one of these; loop, runner and optimizer stay as they are.
 
+    ``loss_names``: the losses that ``loss`` reports, which ranks without the last stage must know, too.
     ``batch_fields``: every tensor of a batch that may have a say in forward or loss, with the dimension in which it
     runs along the sequence: context-parallel ranks keep their slices of it. None: each rank needs all of it.
     """
 
     name: str
+    loss_names: tuple[str, ...]
     batch_fields: Mapping[str, int | None]
 
-    def stages(self, run: RunConfig, num_stages: int) -> list[Stage]:
-        """The model cut into ``num_stages`` consecutive parts."""
+    def stages(self, run: RunConfig) -> list[Stage]:
+        """The model cut into consecutive parts, as many as pipeline ranks and their chunks hold."""
+        ...
+
+    def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:
+        """Names of the tensors of a batch that a rank with these stages needs; none means that it reads no data."""
+        ...
+
+    def wires(self, run: RunConfig, stage: Stage, context: ParallelContext) -> Mapping[str, WireSpec]:
+        """What the stage is handed by the one before, for every microbatch."""
         ...
 
     def build_model(self, run: RunConfig, stage: Stage, context: ParallelContext) -> nn.Module:
@@ -52,6 +63,13 @@ class Recipe(Protocol):
         ...
 
 
+def stages_here(run: RunConfig, recipe: Recipe, context: ParallelContext) -> list[Stage]:
+    """The stages that this rank holds, by chunk."""
+    stages = recipe.stages(run)
+    placement = PipelineSettings.of(run).placement
+    return [stages[number] for number in placement.stages_of(context.mesh.rank("pp"))]
+
+
 @dataclass(frozen=True)
 class ModelChunk:
     """A part of a recipe's model as the pipeline runner sees it."""
@@ -59,6 +77,7 @@ class ModelChunk:
     recipe: Recipe
     model: nn.Module
     is_last: bool
+    incoming: Mapping[str, WireSpec] = field(default_factory=dict)
 
     def __call__(self, wires: Wires, microbatch: Microbatch) -> Wires | LossSum:
         """Forward, and the loss when this is the last part."""

@@ -20,18 +20,21 @@ from megatron.core.parallel.collectives import all_reduce, barrier, gather_objec
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.launch import describe_device
 from megatron.core.parallel.sharding import ShardedState
+from megatron.core.parallel.transport import Transport
 from megatron.core.pipeline_parallel.runner import Runner
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
+from megatron.training.agreement import check_stages
 from megatron.training.data import TrainingData
 from megatron.training.flops import SpeedScale, device_peak
-from megatron.training.recipe import ModelChunk, Recipe
+from megatron.training.pipeline import PipelineSettings, Plans, routes
+from megatron.training.recipe import ModelChunk, Recipe, stages_here
 from megatron.training.report import Reporter, Speaker
 from megatron.training.startup import StartupFacts
 from megatron.training.stop import ExitWatch
 from megatron.training.tensorboard import TensorBoard, Writer, Writers, open_writer
 from megatron.training.timers import Timers
-from megatron.training.trained_model import model_state
+from megatron.training.trained_model import model_state, named_parameters, share_tied_parameters
 from megatron.training.wandb import WandbWriter
 
 
@@ -60,6 +63,7 @@ class Run:
     optimizer: Optimizer
     schedule: Schedule | None
     runner: Runner
+    plans: Plans
     data: TrainingData
     progress: Progress = field(default_factory=Progress)
     loaded_from: str | None = None
@@ -67,8 +71,7 @@ class Run:
     def model_state(self) -> Iterator[ShardedState]:
         """Every parameter under its name in a checkpoint; tied copies share one."""
         self.optimizer.gather.finish()
-        for model in self.models:
-            yield from model_state(model)
+        yield from model_state(*self.models)
 
 
 def build_run(config: RunConfig, recipe: Recipe, context: ParallelContext, *, started: float) -> Run:
@@ -81,12 +84,15 @@ def build_run(config: RunConfig, recipe: Recipe, context: ParallelContext, *, st
     reporter = build_reporter(config, recipe, context)
     data = TrainingData(config, recipe, context, tokenizer)
 
-    mesh = context.mesh
-    stage = recipe.stages(config, mesh.size("pp"))[mesh.rank("pp")]
-    model = recipe.build_model(config, stage, context)
+    plans = Plans(PipelineSettings.of(config), context.mesh.rank("pp"))
+    context.weight_gradients.may_wait = plans.settings.splits_backward
+    stages = stages_here(config, recipe, context)
+    check_stages(config, stages, context)
+    models = [recipe.build_model(config, stage, context) for stage in stages]
+    share_tied_parameters(models)
     sharded = config.parallel.use_distributed_optimizer
     buffers = build_buffers(
-        model.named_parameters(),
+        named_parameters(models),
         context,
         grad_dtype=gradient_dtype(config, context),
         bucket_size=config.parallel.ddp_bucket_size,
@@ -102,7 +108,8 @@ def build_run(config: RunConfig, recipe: Recipe, context: ParallelContext, *, st
         tokens_per_microbatch=config.training.micro_batch_size * config.data.seq_length,
     )
     if config.parallel.overlap_param_gather:
-        optimizer.gather.overlap_forward(model)
+        for model in models:
+            optimizer.gather.overlap_forward(model)
     return Run(
         config=config,
         recipe=recipe,
@@ -110,12 +117,22 @@ def build_run(config: RunConfig, recipe: Recipe, context: ParallelContext, *, st
         reporter=reporter,
         exit_watch=build_exit_watch(config, context, started),
         tokenizer=tokenizer,
-        models=[model],
+        models=models,
         buffers=buffers,
         grad_sync=grad_sync,
         optimizer=optimizer,
         schedule=build_schedule(config),
-        runner=Runner([ModelChunk(recipe, model, stage.is_last)], before_last_backward=lambda chunk: grad_sync.arm()),
+        runner=Runner(
+            [
+                ModelChunk(recipe, model, stage.is_last, recipe.wires(config, stage, context))
+                for model, stage in zip(models, stages)
+            ],
+            transport=Transport(context.mesh, context.device, routes=routes(plans.settings.placement)),
+            last_backward=lambda chunk: grad_sync.last_backward(),
+            weight_gradients=context.weight_gradients,
+            device=context.device,
+        ),
+        plans=plans,
         data=data,
     )
 

@@ -11,7 +11,6 @@ from megatron.core.optimizer.grad_norm import nonfinite_gradients
 from megatron.core.parallel.collectives import all_reduce
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch
-from megatron.core.pipeline_parallel.schedules import forward_only, one_f_one_b
 from megatron.training.metrics import StepRecord
 from megatron.training.run import Run
 from megatron.training.stop import check_finite, nonfinite_gradient_error
@@ -26,11 +25,18 @@ class GlobalLoss:
     count: float
 
 
-def global_loss(loss: LossSum, context: ParallelContext) -> GlobalLoss:
-    """Add up a loss over data- and context-parallel ranks. A count of zero gives 0, never NaN."""
-    names = list(loss.parts)
-    pairs = torch.stack([torch.stack((loss.sum, loss.count.to(loss.sum.dtype))), *loss.parts.values()])
-    totals = all_reduce(pairs, context.mesh, "dp", "cp").tolist()
+def global_loss(loss: LossSum | None, names: Sequence[str], context: ParallelContext) -> GlobalLoss:
+    """Add up a loss over all ranks that hold the last stage, for all ranks. A count of zero gives 0, never NaN.
+
+    ``loss``: None on ranks that don't. ``names``: of its parts.
+    """
+    dtype = torch.promote_types(context.dtype, torch.float32)
+    pairs = torch.zeros(1 + len(names), 2, dtype=dtype, device=context.device)
+    if loss is not None:
+        pairs[0] = torch.stack((loss.sum, loss.count.to(loss.sum.dtype)))
+        for row, name in zip(pairs[1:], names):
+            row.copy_(loss.parts[name])
+    totals = all_reduce(pairs, context.mesh, "pp", "dp", "cp").tolist()
     means = {name: total / max(count, 1.0) for name, (total, count) in zip(names, totals[1:])}
     return GlobalLoss(means, max(totals[0][1], 1.0))
 
@@ -45,14 +51,14 @@ def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepRecord:
     batch_size = run.config.global_batch_size_at(progress.consumed_samples)
     lr = run.schedule.learning_rate(progress.scheduled_samples)
     weight_decay = run.schedule.weight_decay(progress.scheduled_samples)
-    plan = one_f_one_b(run.context.mesh.rank("pp"), run.context.mesh.size("pp"), len(microbatches))
+    plan = run.plans.training(len(microbatches))
 
     run.grad_sync.zero()
     with timers("forward-backward", level=1):
         loss_sum = run.runner.step(plan, microbatches, gradient_seed=run.optimizer.gradient_seed)
     with timers("grads-sync", level=1):
         run.grad_sync.finish()
-    loss = global_loss(loss_sum, run.context)
+    loss = global_loss(loss_sum, run.recipe.loss_names, run.context)
     if settings.check_for_nan_in_loss_and_grad:
         check_finite(
             loss.means,
@@ -89,6 +95,6 @@ def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepRecord:
     )
 
 
-def evaluation_step(run: Run, microbatches: Sequence[Microbatch]) -> LossSum:
-    """Forward over this rank's ``microbatches``; sums and counts of this rank alone."""
-    return run.runner.step(forward_only(len(microbatches)), microbatches)
+def evaluation_step(run: Run, microbatches: Sequence[Microbatch]) -> LossSum | None:
+    """Forward over this rank's ``microbatches``; sums and counts of this rank alone, None without the last stage."""
+    return run.runner.step(run.plans.evaluation(len(microbatches)), microbatches)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ from megatron.core.models.stage import Stage
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.environment import LaunchEnvironment
 from megatron.core.parallel.launch import parallel_context
-from megatron.core.parallel.sharding import ShardedState, sharded_parameters
+from megatron.core.parallel.sharding import ShardedState, sharded_parameters, sharding_of
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.errors import CheckpointError, ConfigError
@@ -70,10 +70,31 @@ def trained_model(
         yield TrainedModel(config, model, tokenizer, context, folder)
 
 
-def model_state(model: nn.Module) -> Iterator[ShardedState]:
-    """Every parameter under its name in a checkpoint; tied copies share one."""
-    for name, parameter, sharding in sharded_parameters(model):
+def model_state(*models: nn.Module) -> Iterator[ShardedState]:
+    """Every parameter of the parts of a model under its name in a checkpoint; tied copies share one."""
+    for name, parameter in named_parameters(models):
+        sharding = sharding_of(parameter)
         yield ShardedState(f"model.{sharding.tied or name}", parameter.detach(), sharding)
+
+
+def named_parameters(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every parameter of a rank's parts of the model with its global name; one that parts share, once."""
+    seen: set[nn.Parameter] = set()
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if parameter not in seen:
+                seen.add(parameter)
+                yield name, parameter
+
+
+def share_tied_parameters(models: Iterable[nn.Module]) -> None:
+    """Where parts on one rank hold copies of a tied parameter, let them hold the same one."""
+    held: dict[str, nn.Parameter] = {}
+    for model in models:
+        for name, parameter, sharding in list(sharded_parameters(model)):
+            if sharding.tied is not None and held.setdefault(sharding.tied, parameter) is not parameter:
+                owner, _, attribute = name.rpartition(".")
+                setattr(model.get_submodule(owner), attribute, held[sharding.tied])
 
 
 def _for_inference(saved: RunConfig, choice: TrainedModelConfig, world_size: int) -> RunConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -157,13 +158,20 @@ def reference(variant: str) -> Outcome:
 
 def ranks_of(variant: str, layout: Layout) -> list[Outcome]:
     """Three steps at a layout, by rank."""
+    return train_at(EVERY_VARIANT[variant], layout)
+
+
+def train_at(settings: Mapping[str, Any], layout: Layout) -> list[Outcome]:
+    """Three steps of a model with these settings at a layout, by rank."""
     return run_ranks(
         train,
-        EVERY_VARIANT[variant],
+        settings,
         layout,
         tp=layout.tp,
         cp=layout.cp,
         dp=layout.dp,
+        pp=layout.pp,
+        pp_before_dp=layout.pp_before_dp,
         dtype=torch.float64,
         sequence_parallel=layout.sequence_parallel,
     )

@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import CpCommType
+from megatron.config.pipeline import balanced_sizes
 from megatron.config.precision import PrecisionConfig
 from megatron.core.distributed.buffers import FlatBuffer, build_buffers
 from megatron.core.distributed.grad_sync import GradSync
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.stage import stages_of
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parallel.collectives import all_gather, all_reduce
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import StreamKey
-from megatron.core.parallel.sharding import Sharding, sharded_parameters
-from megatron.core.pipeline_parallel.chunk import Microbatch
+from megatron.core.parallel.sharding import ShardedState, Sharding
+from megatron.core.parallel.transport import Transport
+from megatron.core.pipeline_parallel.actions import Placement
+from megatron.core.pipeline_parallel.chunk import Microbatch, WireSpec
 from megatron.core.pipeline_parallel.runner import Runner
-from megatron.core.pipeline_parallel.schedules import one_f_one_b
 from megatron.core.transformer.block import RecomputePlan
 from megatron.training.data import held_slices
+from megatron.training.pipeline import PipelineSettings, Plans, routes
 from megatron.training.recipe import ModelChunk
 from megatron.training.recipes.gpt import GPTRecipe
+from megatron.training.trained_model import model_state, named_parameters, share_tied_parameters
 
 STEPS, GLOBAL_BATCH, LENGTH, VOCABULARY = 3, 8, 16, 67
 """The vocabulary is prime, so that it divides at no layout."""
@@ -52,6 +57,11 @@ class Layout:
     recompute: RecomputePlan = NOTHING_RECOMPUTED
     cp_comm_types: tuple[CpCommType, ...] = ("p2p",)
     cp_sizes: tuple[int, ...] = ()
+    pp: int = 1
+    chunks: int = 1
+    schedule: str = "1f1b"
+    overlap_p2p: bool = True
+    pp_before_dp: bool = True
 
 
 @dataclass(frozen=True)
@@ -109,12 +119,17 @@ def train(context: ParallelContext, settings: Mapping[str, Any], layout: Layout)
     settings = dict(settings)
     fields = ["tokens", "labels", "loss_mask"] + (["segments"] if settings.pop("segments", False) else [])
     config = ModelConfig(max_position_embeddings=LENGTH, vocab_size=VOCABULARY, **settings)
-    model = GPTModel(config, context, recompute=layout.recompute, seed=7)
-    shardings = {name: sharding for name, _, sharding in sharded_parameters(model)}
-    outcome = Outcome(shapes={name: sharding.shape for name, sharding in shardings.items()})
-    outcome.initial = {name: parts(p.detach(), shardings[name], context.mesh) for name, p in model.named_parameters()}
+    plans = Plans(
+        PipelineSettings(layout.schedule, layout.pp, layout.chunks, None, layout.overlap_p2p), context.mesh.rank("pp")
+    )
+    context.weight_gradients.may_wait = plans.settings.splits_backward
+    chunks = build_chunks(config, context, layout, plans.settings.placement)
+    models = [chunk.model for chunk in chunks]
+    share_tied_parameters(models)
+    outcome = Outcome(shapes={name: entry.sharding.shape for name, entry in state_of(models)})
+    outcome.initial = {name: parts(entry.tensor, entry.sharding, context.mesh) for name, entry in state_of(models)}
 
-    buffers = build_buffers(model.named_parameters(), context, grad_dtype=context.dtype, bucket_size=layout.bucket_size)
+    buffers = build_buffers(named_parameters(models), context, grad_dtype=context.dtype, bucket_size=layout.bucket_size)
     sync = GradSync(buffers, context, sharded=layout.sharded, overlap=layout.overlap)
     optimizer = Optimizer(
         buffers,
@@ -123,22 +138,48 @@ def train(context: ParallelContext, settings: Mapping[str, Any], layout: Layout)
         context,
         sharded=layout.sharded,
     )
-    chunk = ModelChunk(GPTRecipe(), model, is_last=True)
-    runner = Runner([chunk], before_last_backward=lambda _: sync.arm())
+    runner = Runner(
+        chunks,
+        transport=Transport(context.mesh, context.device, routes=routes(plans.settings.placement)),
+        last_backward=lambda _: sync.last_backward(),
+        weight_gradients=context.weight_gradients,
+    )
     for step in range(STEPS):
         batch = microbatches(step, layout, context.mesh, fields=fields)
         sync.zero()
-        loss = runner.step(one_f_one_b(0, 1, len(batch)), batch)
+        loss = runner.step(plans.training(len(batch)), batch)
         sync.finish()
-        total = all_reduce(torch.stack((loss.sum, loss.count)), context.mesh, "dp", "cp")
+        here = torch.zeros(2, dtype=torch.float64) if loss is None else torch.stack((loss.sum, loss.count))
+        total = all_reduce(here, context.mesh, "pp", "dp", "cp")
         if step == 0:
             outcome.gradients = gathered_gradients(buffers, context, layout)
         update = optimizer.update(count=total[1].item(), lr=1e-2, weight_decay=0.1)
         outcome.losses.append((total[0] / total[1]).item())
         assert update.grad_norm is not None
         outcome.grad_norms.append(update.grad_norm)
-    outcome.weights = {name: parts(p.detach(), shardings[name], context.mesh) for name, p in model.named_parameters()}
+    outcome.weights = {name: parts(entry.tensor, entry.sharding, context.mesh) for name, entry in state_of(models)}
     return outcome
+
+
+def state_of(models: Sequence[nn.Module]) -> Iterator[tuple[str, ShardedState]]:
+    """Every parameter by its global name; tied copies have one."""
+    return ((entry.name.removeprefix("model."), entry) for entry in model_state(*models))
+
+
+def build_chunks(
+    config: ModelConfig, context: ParallelContext, layout: Layout, placement: Placement
+) -> list[ModelChunk]:
+    """This rank's parts of the model."""
+    mesh = context.mesh
+    stages = stages_of(balanced_sizes(config.num_layers, placement.num_stages))
+    length = LENGTH // mesh.size("cp") // (mesh.size("tp") if context.sequence_parallel else 1)
+    hidden = {"hidden": WireSpec((length, layout.micro_batch_size, config.hidden_size), context.dtype)}
+    chunks = []
+    for number in placement.stages_of(mesh.rank("pp")):
+        stage = stages[number]
+        model = GPTModel(config, context, stage=stage, recompute=layout.recompute, seed=7)
+        chunks.append(ModelChunk(GPTRecipe(), model, stage.is_last, {} if stage.is_first else hidden))
+    return chunks
 
 
 def parts(local: Tensor, sharding: Sharding, mesh: Mesh) -> list[Part]:

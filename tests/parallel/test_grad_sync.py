@@ -83,8 +83,8 @@ def gradients_of_two_steps(context: ParallelContext, sharded: bool, overlap: boo
     for _ in range(2):
         sync.zero()
         model.loss(samples(context, 0)).backward()  # type: ignore[no-untyped-call]
-        sync.arm()
-        model.loss(samples(context, 1)).backward()  # type: ignore[no-untyped-call]
+        with sync.last_backward():
+            model.loss(samples(context, 1)).backward()  # type: ignore[no-untyped-call]
         sync.finish()
     return owned_gradients(buffers, context)
 
@@ -106,8 +106,8 @@ def launches_during_backward(context: ParallelContext) -> list[int]:
     launched = []
     for _ in range(3):
         sync.zero()
-        sync.arm()
-        with mock.patch.object(grad_sync, "reduce_scatter_into_async", wraps=reduce_scatter_into_async) as reduce:
+        reducing = mock.patch.object(grad_sync, "reduce_scatter_into_async", wraps=reduce_scatter_into_async)
+        with reducing as reduce, sync.last_backward():
             model.loss(samples(context, 0)).backward()  # type: ignore[no-untyped-call]
         launched.append(reduce.call_count)
         sync.finish()
@@ -128,8 +128,8 @@ def late_gradient(context: ParallelContext) -> str:
     sync = GradSync(buffers, context, sharded=False, overlap=True)
     for step in range(2):
         sync.zero()
-        sync.arm()
-        model.loss(samples(context, 0)).backward()  # type: ignore[no-untyped-call]
+        with sync.last_backward():
+            model.loss(samples(context, 0)).backward()  # type: ignore[no-untyped-call]
         if step == 1:
             with pytest.raises(ParallelError) as caught:
                 model.loss(samples(context, 0)).backward()  # type: ignore[no-untyped-call]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -109,9 +110,8 @@ class Trainer:
                 1000 * number + 10 * microbatch + self.context.mesh.rank("dp", "cp")
             )
             x = torch.randn(5, WIDTH, generator=generator).to(self.context.dtype)
-            if microbatch == 1:
-                self.sync.arm()
-            self.model(x).backward()
+            with self.sync.last_backward() if microbatch == 1 else nullcontext():
+                self.model(x).backward()
         self.sync.finish()
         result = self.optimizer.update(count=17.0, lr=0.01, weight_decay=0.1)
         assert not result.skipped

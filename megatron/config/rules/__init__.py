@@ -11,7 +11,17 @@ import re
 from collections.abc import Callable, Collection, Sequence
 
 from megatron.config.flags import FlagSpec, group_name
-from megatron.config.rules import context, inputs, layout, model, not_available, remarking, schedule, training
+from megatron.config.rules import (
+    context,
+    inputs,
+    layout,
+    model,
+    not_available,
+    pipeline,
+    remarking,
+    schedule,
+    training,
+)
 from megatron.config.run import CORE_GROUPS, RunConfig
 from megatron.errors import ConfigError
 
@@ -20,6 +30,7 @@ Rule = Callable[[RunConfig], "str | None"]
 RULES: tuple[Rule, ...] = (
     *layout.RULES,
     *context.RULES,
+    *pipeline.RULES,
     *model.RULES,
     *training.RULES,
     *schedule.RULES,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.config.pipeline import schedule_name
 from megatron.config.run import RunConfig
 
 
@@ -102,6 +103,14 @@ def positions_need_to_enter(run: RunConfig) -> str | None:
     return None
 
 
+def microbatch_groups_need_virtual_stages(run: RunConfig) -> str | None:
+    """Microbatches take turns between chunks only where a rank has several."""
+    size = run.parallel.microbatch_group_size_per_virtual_pipeline_stage
+    if size is None or schedule_name(run) == "interleaved":
+        return None
+    return f"--microbatch-group-size-per-virtual-pipeline-stage {size}: no effect without virtual stages"
+
+
 RULES = (
     sequence_parallel_needs_tensor_ranks,
     exchange_needs_context_ranks,
@@ -114,4 +123,5 @@ RULES = (
     default_split,
     nan_check_is_off,
     positions_need_to_enter,
+    microbatch_groups_need_virtual_stages,
 )

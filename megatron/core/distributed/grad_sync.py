@@ -5,7 +5,8 @@ Gradients stay sums over tokens; the optimizer divides by their number.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,6 +17,7 @@ from megatron.core.distributed.buffers import Bucket, FlatBuffer, Slot, Span
 from megatron.core.parallel.collectives import (
     Handle,
     all_reduce,
+    all_reduce_among,
     all_reduce_async,
     gather_objects,
     reduce_scatter_into_async,
@@ -50,20 +52,19 @@ class _Reduction:
 
 @dataclass(frozen=True, eq=False)
 class _Tied:
-    """A parameter with copies on several pipeline stages; ``grads`` is None on a stage without one."""
+    """Gradients of a parameter with copies on several pipeline stages, and the ranks that hold those."""
 
-    elements: int
-    grads: Tensor | None
+    grads: Tensor
+    holders: tuple[int, ...]
 
 
 class GradSync:
     """Collects gradients in their buffers during backward passes and makes them whole at the end of a step.
 
-    With several model chunks on a rank, each has its own buffers and its own ``GradSync``. With pipeline stages all
-    ranks must construct it together.
+    Several model chunks of a rank share it. With pipeline stages all ranks must construct it together.
 
     ``sharded``: this rank's gradients become whole only in its own shard of every bucket (ZeRO 1).
-    ``overlap``: after ``arm``, each bucket's reduction starts as soon as its gradients are there.
+    ``overlap``: each bucket's reduction starts as soon as it has its last gradients, see ``last_backward``.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class GradSync:
         self._mesh = context.mesh
         self._sharded = sharded
         self._overlap = overlap
-        self._armed = False
+        self._counting = self._counted = False
         self._launched = 0
         reductions = [_Reduction(buffer, bucket) for buffer in buffers for bucket in buffer.buckets]
         for reduction in reductions:
@@ -90,9 +91,16 @@ class GradSync:
         for buffer in self._buffers:
             buffer.grads.zero_()
 
-    def arm(self) -> None:
-        """Announce that the coming backward pass is the last of the step, so that reductions may start during it."""
-        self._armed = self._overlap
+    @contextmanager
+    def last_backward(self) -> Iterator[None]:
+        """Inside this block gradients arrive that are the last of the step for their parameters.
+
+        One block a step, or with pipeline schedules one for each chunk, and two where weights get theirs later than the
+        rest. Others that arrive between two blocks are added and not counted.
+        """
+        self._counting = self._counted = self._overlap
+        yield
+        self._counting = False
 
     def finish(self) -> None:
         """Make gradients whole: sum over data, over partial gradients, over shared rows, over tied copies.
@@ -111,13 +119,13 @@ class GradSync:
         if grad is not slot.resting_grad:
             reduction.buffer.accumulate(slot, grad)
             parameter.grad = slot.resting_grad
-        if not self._armed:
-            return
         if reduction.handle is not None:
             raise ParallelError(
                 f"{slot.name} received a gradient after its bucket had been reduced: the parameters that take part "
                 "in a step changed since the first one; leave --overlap-grad-reduce out"
             )
+        if not self._counting:
+            return
         reduction.arrived += 1
         while self._launched < len(self._reductions) and self._reductions[self._launched].is_complete:
             self._launch_next()
@@ -140,11 +148,11 @@ class GradSync:
             assert reduction.handle is not None
             reduction.handle.wait()
             reduction.handle = None
-            if self._armed:
+            if self._counted:
                 reduction.expected = max(reduction.arrived, reduction.expected or 0)
             reduction.arrived = 0
         self._launched = 0
-        self._armed = False
+        self._counted = False
 
     def _owned(self, buffer: FlatBuffer, bucket: Bucket) -> Span:
         return buffer.shard(bucket, self._mesh.rank(*buffer.reduce)) if self._sharded else bucket.span
@@ -182,28 +190,26 @@ class GradSync:
                         sum_over(part.of(buffer.grads), team)
 
     def _sum_tied(self) -> None:
-        """Sum gradients of tied copies over the pipeline; stages without a copy add zeros, a chunk at a time."""
+        """Sum gradients of tied copies over the stages that hold one, a part at a time."""
         for tied in self._tied:
-            for start in range(0, tied.elements, _TIED_CHUNK):
-                elements = min(_TIED_CHUNK, tied.elements - start)
-                if tied.grads is None:
-                    part = self._buffers[0].grads.new_zeros(elements)
-                else:
-                    part = tied.grads[start : start + elements]
-                all_reduce(part, self._mesh, "pp")
+            for part in torch.split(tied.grads, _TIED_CHUNK):
+                all_reduce_among(part, self._mesh, tied.holders)
 
     def _find_tied(self) -> list[_Tied]:
-        """Parameters with copies on several stages; all ranks call this together."""
+        """Parameters of this rank with copies on others of its pipeline; all ranks call this together."""
         if self._mesh.size("pp") == 1:
             return []
-        held: dict[str, Tensor] = {}
-        for buffer in self._buffers:
-            for bucket in buffer.buckets:
-                for slot in bucket.slots:
-                    if slot.sharding.tied is not None:
-                        held[slot.sharding.tied] = self._owned(buffer, bucket).of(buffer.grads)
-        everywhere = gather_objects({name: grads.numel() for name, grads in held.items()}, self._mesh)
-        by_stage = [everywhere[rank] for rank in self._mesh.members("pp")]
-        sizes = {name: size for stage in by_stage for name, size in stage.items()}
-        shared = [name for name in sorted(sizes) if sum(name in stage for stage in by_stage) > 1]
-        return [_Tied(sizes[name], held.get(name)) for name in shared]
+        held = {
+            slot.sharding.tied: self._owned(buffer, bucket).of(buffer.grads)
+            for buffer in self._buffers
+            for bucket in buffer.buckets
+            for slot in bucket.slots
+            if slot.sharding.tied is not None
+        }
+        everywhere = gather_objects(set(held), self._mesh)
+        found = []
+        for name in sorted(held):
+            holders = tuple(rank for rank in self._mesh.members("pp") if name in everywhere[rank])
+            if len(holders) > 1:
+                found.append(_Tied(held[name], holders))
+        return found

@@ -50,14 +50,14 @@ class GPTModel(nn.Module):
 
     def forward(
         self,
-        tokens: Tensor,
+        tokens: Tensor | None,
         position_ids: Tensor | None = None,
         *,
         key: StreamKey | None = None,
         segments: Tensor | None = None,
         hidden: Tensor | None = None,
     ) -> VocabularyOutput | Tensor:
-        """Token ids ``[b, S]`` to the vocabulary output, or, on a stage that isn't the last, to hidden states.
+        """Token ids ``[b, S]`` (None after the first stage) to the vocabulary output, before the last to hidden states.
 
         With context parallelism, tokens and positions are the rank's slice (``context_parallel.slicing``), and
         ``segments`` are whole. ``position_ids`` ``[b, S]``: None means 0, 1, … of the whole sequence. ``segments``
@@ -66,9 +66,10 @@ class GPTModel(nn.Module):
         """
         key = key or StreamKey(0)
         if self.embedding is not None:
+            assert tokens is not None, "the first stage needs tokens"
             hidden = self.embedding(tokens, position_ids, key)
         assert hidden is not None, "a later stage needs the hidden states of the one before"
-        inputs = LayerInputs(key=key, rotary=self._rotary(tokens, position_ids), segments=segments)
+        inputs = LayerInputs(key=key, rotary=self._rotary(hidden, position_ids), segments=segments)
         hidden = self.decoder(hidden, inputs)
         if not self._is_last:
             return hidden
@@ -80,13 +81,14 @@ class GPTModel(nn.Module):
         assert self.embedding is not None
         return self.embedding.word_embeddings.weight
 
-    def _rotary(self, tokens: Tensor, position_ids: Tensor | None) -> RotaryTable | None:
+    def _rotary(self, hidden: Tensor, position_ids: Tensor | None) -> RotaryTable | None:
         if self._frequencies is None:
             return None
         if position_ids is None:
             mesh = self._context.mesh
             ranks = mesh.size("cp")
-            position_ids = positions(tokens.shape[1] * ranks, mesh.rank("cp"), ranks, device=tokens.device)
+            held = hidden.shape[0] * (mesh.size("tp") if self._context.sequence_parallel else 1)
+            position_ids = positions(held * ranks, mesh.rank("cp"), ranks, device=hidden.device)
         wide = torch.float64 if self._context.dtype == torch.float64 else torch.float32
         return rotary_table(self._frequencies, position_ids, dtype=wide)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -14,18 +15,8 @@ class Stage:
     is_last: bool
 
 
-def balanced_stages(num_layers: int, num_stages: int) -> list[Stage]:
-    """``num_layers`` over ``num_stages``, sizes differing by one at most, the middle stages taking the surplus."""
-    small, surplus = divmod(num_layers, num_stages)
-    sizes = [small] * num_stages
-    middle_first = sorted(range(num_stages), key=lambda stage: abs(stage - (num_stages - 1) / 2))
-    for stage in middle_first[:surplus]:
-        sizes[stage] += 1
-    return stages_of(sizes)
-
-
-def stages_of(sizes: list[int]) -> list[Stage]:
-    """Stages with the given numbers of layers, in order."""
+def stages_of(sizes: Sequence[int]) -> list[Stage]:
+    """Stages with the given numbers of layers, in order (``config.pipeline`` says how many each gets)."""
     stages, start = [], 0
     for number, size in enumerate(sizes):
         stages.append(Stage(range(start, start + size), number == 0, number == len(sizes) - 1))

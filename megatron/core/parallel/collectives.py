@@ -59,6 +59,14 @@ def all_reduce(x: Tensor, mesh: Mesh, *axes: Axis, op: Reduction = "sum") -> Ten
     return x.copy_(whole)
 
 
+def all_reduce_among(x: Tensor, mesh: Mesh, ranks: tuple[int, ...]) -> Tensor:
+    """Sum contiguous ``x`` in place over world ``ranks``, this one among them; for two, bitwise the same on both."""
+    group = mesh.group_of(ranks)
+    if group is not None:
+        dist.all_reduce(x, group=group)
+    return x
+
+
 def all_reduce_async(x: Tensor, mesh: Mesh, *axes: Axis) -> Handle:
     """Start summing contiguous ``x`` in place over the group."""
     group = mesh.group(*axes)

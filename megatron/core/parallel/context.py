@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from megatron.config.parallel import CpCommType
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RngStreams
+from megatron.core.parallel.weight_gradients import WeightGradients
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class ParallelContext:
 
     ``sequence_parallel``: tensor-parallel ranks split it between their matmuls. ``cp_comm_types``: how context-parallel
     ranks attend to each other's keys, in all layers or one for each; ``cp_sizes``: of the two levels of "a2a+p2p".
+    ``weight_gradients``: when layers compute them.
     """
 
     mesh: Mesh
@@ -26,6 +28,7 @@ class ParallelContext:
     sequence_parallel: bool = False
     cp_comm_types: tuple[CpCommType, ...] = ("p2p",)
     cp_sizes: tuple[int, ...] = ()
+    weight_gradients: WeightGradients = field(default_factory=WeightGradients, compare=False)
 
     @property
     def hidden_generator(self) -> torch.Generator:

@@ -1,18 +1,79 @@
-"""What a rank does in one step, as data: a schedule is a list of actions."""
+"""What a rank does in one step, as data: a schedule is a list of actions for each rank."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
+Kind = Literal["F", "B", "I", "W"]
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class Action:
-    """Run one microbatch through one model chunk of this rank, forward (``F``) or backward (``B``)."""
+    """Run one microbatch through one model chunk of this rank.
 
-    kind: Literal["F", "B"]
+    ``F``: forward. ``B``: the whole backward pass, which is ``I``, the gradients of what came in, and then ``W``, the
+    gradients of weights, at once. Only ``I`` keeps the stage before waiting, so ``W`` can fill bubbles.
+    """
+
+    kind: Kind
     chunk: int
     microbatch: int
 
     def __str__(self) -> str:
         return f"{self.chunk}{self.kind}{self.microbatch}"
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a stage is computed: the pipeline rank, and which of the rank's chunks it is."""
+
+    rank: int
+    chunk: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which rank holds which stage as which chunk; a stage is a place in the whole model, first to last."""
+
+    seats: tuple[Seat, ...]
+
+    @classmethod
+    def looped(cls, num_ranks: int, num_chunks: int = 1) -> Placement:
+        """Stage after stage around the ranks, and around again: 0 1 2 3 0 1 2 3."""
+        return cls(tuple(Seat(rank, chunk) for chunk in range(num_chunks) for rank in range(num_ranks)))
+
+    @classmethod
+    def vee(cls, num_ranks: int) -> Placement:
+        """Down the ranks and up again, 0 1 2 3 3 2 1 0: the last stage beside the first (arXiv:2405.15362)."""
+        down = [Seat(rank, 0) for rank in range(num_ranks)]
+        return cls((*down, *(Seat(rank, 1) for rank in reversed(range(num_ranks)))))
+
+    @property
+    def num_stages(self) -> int:
+        """Parts of the model."""
+        return len(self.seats)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the pipeline."""
+        return 1 + max(seat.rank for seat in self.seats)
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages of a rank."""
+        return 1 + max(seat.chunk for seat in self.seats)
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages that ``rank`` holds, by chunk."""
+        mine = {seat.chunk: stage for stage, seat in enumerate(self.seats) if seat.rank == rank}
+        return [mine[chunk] for chunk in range(len(mine))]
+
+
+@dataclass(frozen=True)
+class PipelineSchedule:
+    """The order in which each rank runs its actions, ``orders[rank]``, and where the stages are."""
+
+    name: str
+    orders: tuple[tuple[Action, ...], ...]
+    placement: Placement

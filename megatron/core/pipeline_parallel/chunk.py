@@ -12,6 +12,24 @@ from torch import Tensor
 from megatron.core.parallel.rng import StreamKey
 
 Wires = dict[str, Tensor]
+"""What one stage hands the next: tensors by name. Those of floating type carry gradients back."""
+
+
+@dataclass(frozen=True)
+class WireSpec:
+    """Shape and type of a tensor that a stage is handed, known before it arrives."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> WireSpec:
+        """Those of ``tensor``."""
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Room for such a tensor."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True)
@@ -53,6 +71,11 @@ class LossSum:
 
 class Chunk(Protocol):
     """A consecutive part of the model that this rank holds."""
+
+    @property
+    def incoming(self) -> Mapping[str, WireSpec]:
+        """The wires that it is handed for every microbatch; none for the first stage."""
+        ...
 
     def __call__(self, wires: Wires, microbatch: Microbatch) -> Wires | LossSum:
         """Hand hidden states on to the next chunk, or, on the last, return the loss."""

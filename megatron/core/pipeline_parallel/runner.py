@@ -1,51 +1,196 @@
-"""The one runner: executes any list of actions, for training, accumulation and evaluation alike."""
+"""The one runner: executes any plan, for training, accumulation and evaluation, with pipeline stages or without.
+
+What it keeps of a microbatch between its forward and backward pass is a graph and what autograd saved, not the output:
+that lives in the message that carries it, and goes when it has been sent.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from megatron.core.parallel.transport import Transfer, Transport
+from megatron.core.parallel.weight_gradients import WeightGradients, Work
 from megatron.core.pipeline_parallel.actions import Action
-from megatron.core.pipeline_parallel.chunk import Chunk, LossSum, Microbatch
+from megatron.core.pipeline_parallel.chunk import Chunk, LossSum, Microbatch, Wires, WireSpec
+from megatron.core.pipeline_parallel.lower import Finish, HandOver, Message, Plan, Receive, Send
+from megatron.errors import ParallelError
+
+Key = tuple[int, int]
+"""Chunk and microbatch."""
+
+
+@dataclass
+class _Kept:
+    """A microbatch in a chunk between forward and backward pass.
+
+    ``inputs``: its wires, leaves of the graph. ``loss``: on the last stage. ``ends``: where the graph of each output
+    begins, without the output's data; ``outputs``: what outputs look like, those of floating type.
+    """
+
+    inputs: Wires
+    loss: Tensor | None = None
+    ends: Wires = field(default_factory=dict)
+    outputs: dict[str, WireSpec] = field(default_factory=dict)
+
+
+@dataclass
+class _Step:
+    """What a step has in hand. ``wires`` and ``gradients`` are those about to be used or to be sent."""
+
+    microbatches: Sequence[Microbatch]
+    gradient_seed: float
+    trains: bool
+    wires: dict[Key, Wires] = field(default_factory=dict)
+    gradients: dict[Key, Wires] = field(default_factory=dict)
+    kept: dict[Key, _Kept] = field(default_factory=dict)
+    weight_work: dict[Key, list[Work]] = field(default_factory=dict)
+    transfers: dict[Message, Transfer] = field(default_factory=dict)
+    loss: LossSum | None = None
 
 
 class Runner:
     """Runs a rank's plan over its chunks.
 
-    ``before_last_backward`` is told a chunk's index just before the backward pass that completes its gradients, so
-    that their reduction may start while it runs.
+    ``transport``: to the ranks that hold other stages. ``last_backward``: entered with a chunk's number around each
+    backward pass that brings some parameters' last gradients of the step, so that their reduction may start.
+    ``weight_gradients``: those of the rank's context, for plans that split backward passes.
     """
 
     def __init__(
-        self, chunks: Sequence[Chunk], *, before_last_backward: Callable[[int], None] = lambda chunk: None
+        self,
+        chunks: Sequence[Chunk],
+        *,
+        transport: Transport | None = None,
+        last_backward: Callable[[int], AbstractContextManager[Any]] = nullcontext,
+        weight_gradients: WeightGradients | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        self._chunks = chunks
-        self._before_last_backward = before_last_backward
+        self._chunks, self._transport = chunks, transport
+        self._last_backward, self._weight_gradients = last_backward, weight_gradients
+        self._device = device or torch.device("cpu")
 
-    def step(
-        self, plan: Sequence[Action], microbatches: Sequence[Microbatch], *, gradient_seed: float = 1.0
-    ) -> LossSum:
+    def step(self, plan: Plan, microbatches: Sequence[Microbatch], *, gradient_seed: float = 1.0) -> LossSum | None:
         """Execute ``plan``; gradients of ``gradient_seed`` times the loss sum are accumulated into the parameters.
 
-        Returns the loss of all microbatches together, without a graph.
+        Returns the loss of all microbatches together, without a graph; None on a rank that doesn't hold the last stage.
+        Raises ParallelError, which names stages and microbatch, when a message doesn't come through.
         """
-        last_backward = {action.chunk: action for action in plan if action.kind == "B"}
-        losses: dict[int, LossSum] = {}
-        total: LossSum | None = None
-        with torch.set_grad_enabled(bool(last_backward)):
-            for action in plan:
-                if action.kind == "F":
-                    output = self._chunks[action.chunk]({}, microbatches[action.microbatch])
-                    assert isinstance(output, LossSum), "a chunk without a successor returns the loss"
-                    losses[action.microbatch] = output
-                    total = output.detached() if total is None else total.plus(output.detached())
+        last = {(action.chunk, action.kind): action for action in plan if isinstance(action, Action)}
+        step = _Step(microbatches, gradient_seed, trains=any(kind != "F" for _, kind in last))
+        with torch.set_grad_enabled(step.trains):
+            for instruction in plan:
+                if isinstance(instruction, Action):
+                    self._run(step, instruction, is_last=instruction == last[instruction.chunk, instruction.kind])
                 else:
-                    if action is last_backward[action.chunk]:
-                        self._before_last_backward(action.chunk)
-                    loss = losses[action.microbatch].sum
-                    torch.autograd.backward(loss, torch.full_like(loss, gradient_seed))
-                if action.kind == "B" or not last_backward:
-                    del losses[action.microbatch]
-        assert total is not None, "a plan runs at least one microbatch"
-        return total
+                    self._move(step, instruction)
+        return step.loss
+
+    def _run(self, step: _Step, action: Action, *, is_last: bool) -> None:
+        key = (action.chunk, action.microbatch)
+        if action.kind == "F":
+            self._forward(step, key)
+            return
+        with self._last_backward(action.chunk) if is_last else nullcontext():
+            if action.kind == "B":
+                self._backward(step, key)
+            elif action.kind == "I":
+                assert self._weight_gradients is not None, "a plan that splits backward passes needs weight_gradients"
+                with self._weight_gradients.left_for_later() as work:
+                    self._backward(step, key)
+                step.weight_work[key] = work
+            else:
+                for each in step.weight_work.pop(key):
+                    each()
+
+    def _forward(self, step: _Step, key: Key) -> None:
+        chunk, microbatch = self._chunks[key[0]], step.microbatches[key[1]]
+        wires = step.wires.pop(key, {})
+        if step.trains:
+            wires = {name: wire.requires_grad_(wire.is_floating_point()) for name, wire in wires.items()}
+        output = chunk(wires, microbatch)
+        kept = _Kept(wires)
+        if isinstance(output, LossSum):
+            kept.loss = output.sum
+            step.loss = output.detached() if step.loss is None else step.loss.plus(output.detached())
+        else:
+            floating = {name: wire for name, wire in output.items() if wire.is_floating_point()}
+            kept.outputs = {name: WireSpec.of(wire) for name, wire in floating.items()}
+            kept.ends = {name: _end_of_graph(wire) for name, wire in floating.items() if wire.requires_grad}
+            step.wires[key] = {name: wire.detach() for name, wire in output.items()}
+        if step.trains:
+            step.kept[key] = kept
+
+    def _backward(self, step: _Step, key: Key) -> None:
+        kept = step.kept.pop(key)
+        if kept.loss is not None:
+            torch.autograd.backward(kept.loss, torch.full_like(kept.loss, step.gradient_seed))
+        else:
+            received = step.gradients.pop(key)
+            torch.autograd.backward([*kept.ends.values()], [received[name] for name in kept.ends])
+        step.gradients[key] = {
+            name: torch.zeros_like(wire) if wire.grad is None else wire.grad
+            for name, wire in kept.inputs.items()
+            if wire.requires_grad
+        }
+
+    def _move(self, step: _Step, instruction: Send | Receive | Finish | HandOver) -> None:
+        message = instruction.message
+        source, target = (message.source.chunk, message.microbatch), (message.target.chunk, message.microbatch)
+        on_the_way = step.wires if message.content == "wires" else step.gradients
+        if isinstance(instruction, HandOver):
+            on_the_way[target] = on_the_way.pop(source)
+            return
+        try:
+            if isinstance(instruction, Finish):
+                step.transfers.pop(message).wait()
+                return
+            assert self._transport is not None, "a plan with messages needs a transport"
+            if isinstance(instruction, Send):
+                tensors = _in_order(on_the_way.pop(source))
+                step.transfers[message] = self._transport.send(tensors, message.target.rank)
+                return
+            expected = self._expected(step, message)
+            on_the_way[target] = {name: spec.empty(self._device) for name, spec in expected.items()}
+            buffers = _in_order(on_the_way[target])
+            step.transfers[message] = self._transport.receive(buffers, message.source.rank)
+        except RuntimeError as error:
+            raise ParallelError(
+                f"{message} did not come through, from pipeline rank {message.source.rank} to {message.target.rank}: "
+                f"the other one failed or hangs ({_first_line(error)})"
+            ) from error
+
+    def _expected(self, step: _Step, message: Message) -> Mapping[str, WireSpec]:
+        if message.content == "wires":
+            return self._chunks[message.target.chunk].incoming
+        return step.kept[message.target.chunk, message.microbatch].outputs
+
+
+def _in_order(wires: Wires) -> list[Tensor]:
+    """The tensors in the order in which both ends move them."""
+    return [wires[name] for name in sorted(wires)]
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _end_of_graph(x: Tensor) -> Tensor:
+    """A tensor with the shape and the graph of ``x``, but a single element of memory."""
+    end: Tensor = _EndOfGraph.apply(x)  # type: ignore[no-untyped-call]
+    return end
+
+
+class _EndOfGraph(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.new_zeros(()).expand(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad

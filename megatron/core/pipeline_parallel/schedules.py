@@ -1,22 +1,104 @@
-"""Orders in which one rank runs its microbatches. Pure: no tensors, no ranks, no clocks."""
+"""Orders in which ranks run their microbatches, as lists of actions. Pure: no tensors, no ranks, no clocks.
+
+With forward and backward passes of equal length on all stages, waiting over computing time is (pp-1)/m for GPipe and
+1F1B, and (pp-1)/(m·v) interleaved with v chunks a rank.
+"""
 
 from __future__ import annotations
 
-from megatron.core.pipeline_parallel.actions import Action
+from collections.abc import Callable, Iterator
+
+from megatron.core.pipeline_parallel.actions import Action, PipelineSchedule, Placement
+from megatron.core.pipeline_parallel.zero_bubble import zb_h1, zb_v
 
 
-def one_f_one_b(rank: int, num_stages: int, num_microbatches: int) -> list[Action]:
+def gpipe(num_ranks: int, num_microbatches: int) -> PipelineSchedule:
+    """All forward passes, then all backward passes: every microbatch's activations at once (arXiv:1811.06965)."""
+    order = [Action(kind, 0, microbatch) for kind in ("F", "B") for microbatch in range(num_microbatches)]
+    return PipelineSchedule("gpipe", (tuple(order),) * num_ranks, Placement.looped(num_ranks))
+
+
+def one_f_one_b(num_ranks: int, num_microbatches: int) -> PipelineSchedule:
     """Forward passes until the pipeline is full, then one backward a forward (PipeDream-flush, arXiv:2006.09503).
 
-    With one stage this is ``F0 B0 F1 B1 …``: gradient accumulation.
+    Rank r keeps pp-r microbatches. On one rank this is ``F0 B0 F1 B1 …``: gradient accumulation.
     """
-    warmup = min(num_stages - rank - 1, num_microbatches)
-    order = [Action("F", 0, microbatch) for microbatch in range(warmup)]
-    for microbatch in range(warmup, num_microbatches):
-        order += [Action("F", 0, microbatch), Action("B", 0, microbatch - warmup)]
-    return order + [Action("B", 0, microbatch) for microbatch in range(num_microbatches - warmup, num_microbatches)]
+    orders = []
+    for rank in range(num_ranks):
+        forward = [Action("F", 0, microbatch) for microbatch in range(num_microbatches)]
+        backward = [Action("B", 0, microbatch) for microbatch in range(num_microbatches)]
+        orders.append(one_after_another(forward, backward, ahead=num_ranks - rank - 1))
+    return PipelineSchedule("1f1b", tuple(orders), Placement.looped(num_ranks))
 
 
-def forward_only(num_microbatches: int) -> list[Action]:
-    """Evaluation: every microbatch forward, none backward."""
-    return [Action("F", 0, microbatch) for microbatch in range(num_microbatches)]
+def interleaved(
+    num_ranks: int, num_microbatches: int, num_chunks: int, *, group_size: int | None = None
+) -> PipelineSchedule:
+    """1F1B over ``num_chunks`` shorter chunks a rank, which makes the bubble as many times smaller (arXiv:2104.04473).
+
+    ``group_size`` microbatches go through a chunk before the next chunk's turn; None: as many as there are ranks. Any
+    size and any number of microbatches will do: the schedule is that of the next larger numbers that fit, without the
+    actions of microbatches that don't exist, and leaving out whole microbatches can't make a schedule hang.
+    """
+    group_size = group_size or num_ranks
+    groups = [
+        [*range(start, min(start + group_size, num_microbatches))] for start in range(0, num_microbatches, group_size)
+    ]
+    places = max(group_size, num_ranks)
+    forward, backward = (list(_turns(groups, places, kind, num_chunks)) for kind in ("F", "B"))
+    orders = []
+    for rank in range(num_ranks):
+        ahead = 2 * (num_ranks - rank - 1) + (num_chunks - 1) * places
+        order = one_after_another(forward, backward, ahead=ahead)
+        orders.append(tuple(action for action in order if action.microbatch >= 0))
+    return PipelineSchedule("interleaved", tuple(orders), Placement.looped(num_ranks, num_chunks))
+
+
+def _turns(groups: list[list[int]], places: int, kind: str, num_chunks: int) -> Iterator[Action]:
+    """Group by group, chunk by chunk; places of a group that no microbatch takes have the number -1."""
+    chunks = range(num_chunks) if kind == "F" else reversed(range(num_chunks))
+    order = list(chunks)
+    for group in groups:
+        for chunk in order:
+            for place in range(places):
+                yield Action("F" if kind == "F" else "B", chunk, group[place] if place < len(group) else -1)
+
+
+def one_after_another(forward: list[Action], backward: list[Action], *, ahead: int) -> tuple[Action, ...]:
+    """``ahead`` forward passes, then one backward a forward, then the other backward passes."""
+    ahead = min(ahead, len(forward))
+    order = forward[:ahead]
+    for number in range(ahead, len(forward)):
+        order += [forward[number], backward[number - ahead]]
+    return (*order, *backward[len(backward) - ahead :])
+
+
+def forward_only(placement: Placement, num_microbatches: int) -> PipelineSchedule:
+    """Evaluation: every microbatch through every stage, none back. Groups of as many microbatches as ranks go through
+    chunk after chunk, which keeps all ranks busy.
+    """
+    size, order = placement.num_ranks, []
+    for start in range(0, num_microbatches, size):
+        for chunk in range(placement.num_chunks):
+            order += [Action("F", chunk, each) for each in range(start, min(start + size, num_microbatches))]
+    return PipelineSchedule("forward only", (tuple(order),) * size, placement)
+
+
+def training_schedule(
+    name: str, *, num_ranks: int, num_microbatches: int, num_chunks: int = 1, group_size: int | None = None
+) -> PipelineSchedule:
+    """The schedule that ``--pipeline-schedule`` names; ``num_chunks`` and ``group_size`` are for ``interleaved``."""
+    if name == "interleaved":
+        return interleaved(num_ranks, num_microbatches, num_chunks, group_size=group_size)
+    builders: dict[str, Callable[[int, int], PipelineSchedule]] = {
+        "gpipe": gpipe,
+        "1f1b": one_f_one_b,
+        "zb-h1": zb_h1,
+        "zb-v": zb_v,
+    }
+    return builders[name](num_ranks, num_microbatches)
+
+
+def training_placement(name: str, *, num_ranks: int, num_chunks: int = 1) -> Placement:
+    """Where the stages of that schedule are, whatever the number of microbatches."""
+    return Placement.vee(num_ranks) if name == "zb-v" else Placement.looped(num_ranks, num_chunks)

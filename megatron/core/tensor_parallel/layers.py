@@ -9,6 +9,7 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.sharding import Sharding, SharedRows
 from megatron.core.tensor_parallel.initialize import Constant, Initialization, parameter
+from megatron.core.tensor_parallel.linear import linear
 from megatron.core.tensor_parallel.regions import enter, leave
 
 
@@ -49,7 +50,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Enter the tensor-parallel region and multiply."""
-        return F.linear(enter(x, self._context), self.weight, self.bias)
+        return linear(enter(x, self._context), self.weight, self.bias, self._context.weight_gradients)
 
 
 class RowParallelLinear(nn.Module):
@@ -72,7 +73,7 @@ class RowParallelLinear(nn.Module):
         bias: Tensor | None = self.bias
         if bias is not None and self._context.mesh.rank("tp") != 0:
             bias = bias * 0
-        return leave(F.linear(x, self.weight, bias), self._context)
+        return leave(linear(x, self.weight, bias, self._context.weight_gradients), self._context)
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
+from megatron.config.pipeline import stage_sizes
 from megatron.config.run import RunConfig
 from megatron.core.datasets.gpt_dataset import DatasetSplits, build_gpt_splits
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.stage import Stage, balanced_stages
+from megatron.core.models.stage import Stage, stages_of
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, Wires
+from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, Wires, WireSpec
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.transformer.block import RecomputePlan
 from megatron.core.transformer.heads import VocabularyOutput
@@ -24,6 +26,7 @@ class GPTRecipe:
     """A causal language model whose loss is the cross entropy of every unmasked token."""
 
     name = "gpt"
+    loss_names: tuple[str, ...] = ("lm loss",)
     batch_fields: Mapping[str, int | None] = {
         "tokens": 1,
         "labels": 1,
@@ -32,9 +35,30 @@ class GPTRecipe:
         "segments": None,
     }
 
-    def stages(self, run: RunConfig, num_stages: int) -> list[Stage]:
-        """Layers divided evenly over the stages."""
-        return balanced_stages(run.model.num_layers, num_stages)
+    def stages(self, run: RunConfig) -> list[Stage]:
+        """Layers divided as the pipeline flags say, by default evenly."""
+        return stages_of(stage_sizes(run))
+
+    def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:
+        """Tokens for the embedding, labels for the loss; positions and documents wherever they matter."""
+        rotary = run.model.position_embedding_type == "rope"
+        needed = {
+            "tokens": any(stage.is_first for stage in stages),
+            "position_ids": run.data.reset_position_ids and (rotary or any(stage.is_first for stage in stages)),
+            "segments": run.data.reset_attention_mask,
+            "labels": any(stage.is_last for stage in stages),
+            "loss_mask": any(stage.is_last for stage in stages),
+        }
+        return frozenset(name for name, is_needed in needed.items() if is_needed)
+
+    def wires(self, run: RunConfig, stage: Stage, context: ParallelContext) -> dict[str, WireSpec]:
+        """Hidden states ``[s, b, h]``."""
+        if stage.is_first:
+            return {}
+        mesh, model = context.mesh, run.model
+        length = run.data.seq_length // mesh.size("cp") // (mesh.size("tp") if context.sequence_parallel else 1)
+        dtype = torch.float32 if model.fp32_residual_connection else context.dtype
+        return {"hidden": WireSpec((length, run.training.micro_batch_size, model.hidden_size), dtype)}
 
     def build_model(self, run: RunConfig, stage: Stage, context: ParallelContext) -> GPTModel:
         """The stage's part of the GPT."""
@@ -43,7 +67,7 @@ class GPTRecipe:
     def forward(self, model: nn.Module, wires: Wires, microbatch: Microbatch) -> Any:
         """Tokens (or the previous stage's hidden states) through this stage."""
         output = model(
-            microbatch.tensors["tokens"],
+            microbatch.tensors.get("tokens"),
             microbatch.tensors.get("position_ids"),
             key=microbatch.key,
             segments=microbatch.tensors.get("segments"),

@@ -21,6 +21,7 @@ from megatron.config.rules import (
     listed,
     model,
     not_available,
+    pipeline,
     remarking,
     remarks,
     schedule,
@@ -84,7 +85,9 @@ def test_every_rule_has_a_bad_configuration(monkeypatch: pytest.MonkeyPatch) -> 
     assert [rule.__name__ for rule in RULES if rule not in met] == []
 
 
-@pytest.mark.parametrize("module", [layout, context, model, training, schedule, inputs, not_available, remarking])
+@pytest.mark.parametrize(
+    "module", [layout, pipeline, context, model, training, schedule, inputs, not_available, remarking]
+)
 def test_every_rule_is_listed(module: ModuleType) -> None:
     """A rule that is written but not listed never runs."""
     written = {
@@ -128,6 +131,12 @@ GOOD = [
     ("--pretrained-checkpoint a --finetune", "", 1),
     ("--split 1", "", 1),
     ("--split .5,.25,.25", "", 1),
+    ("--pipeline-model-parallel-size 3 --pipeline-schedule zb-h1 --num-layers 8", "", 3),
+    ("--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --pipeline-model-parallel-layout E|t*3|t|L", "", 2),
+    ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 7", "", 2),
+    ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", "", 2),
+    ("--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1", "", 2),
+    ("--pipeline-model-parallel-size 2 --num-layers 2 --account-for-loss-in-pipeline-split", "", 2),
 ]
 
 
@@ -167,6 +176,11 @@ REMARKS = [
         "--reset-position-ids --position-embedding-type none",
         "",
         "--reset-position-ids: no effect with --position-embedding-type none",
+    ),
+    (
+        "--microbatch-group-size-per-virtual-pipeline-stage 4",
+        "",
+        "--microbatch-group-size-per-virtual-pipeline-stage 4: no effect without virtual stages",
     ),
     (
         "--cp-comm-type a2a",

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.core.models.stage import balanced_stages
+from megatron.config.pipeline import balanced_sizes
+from megatron.core.models.stage import stages_of
 
 
 @pytest.mark.parametrize("num_layers", range(1, 40))
 @pytest.mark.parametrize("num_stages", range(1, 9))
 def test_no_layer_is_lost_or_doubled(num_layers: int, num_stages: int) -> None:
     """A lost layer trains a smaller model than asked for, without a word."""
-    stages = balanced_stages(num_layers, num_stages)
+    stages = stages_of(balanced_sizes(num_layers, num_stages))
     assert [layer for stage in stages for layer in stage.layers] == list(range(num_layers))
     sizes = [len(stage.layers) for stage in stages]
     assert max(sizes) - min(sizes) <= 1
@@ -21,4 +22,4 @@ def test_no_layer_is_lost_or_doubled(num_layers: int, num_stages: int) -> None:
 
 def test_the_ends_carry_less() -> None:
     """Embedding and loss are work of the first and last stage, so the surplus layers go between."""
-    assert [len(stage.layers) for stage in balanced_stages(6, 4)] == [1, 2, 2, 1]
+    assert balanced_sizes(6, 4) == [1, 2, 2, 1]

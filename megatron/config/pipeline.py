@@ -1,0 +1,207 @@
+"""How a model's layers fall into pipeline stages: by balance, by flags, or by a layout string. Arithmetic alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.config.flags import one_of
+from megatron.config.run import RunConfig
+from megatron.errors import ConfigError
+
+_EMBEDDING, _LAYER, _LOSS = "E", "t", "L"
+_TOKEN = re.compile(r"\*\d+|.")
+LAYOUT_EXAMPLE = "'Et*2|t*3|t*2L' for 7 layers in 3 stages"
+
+
+def schedule_name(run: RunConfig) -> str:
+    """The pipeline schedule: the one asked for, else interleaved where a rank has several chunks, else 1F1B."""
+    asked = run.parallel.pipeline_schedule
+    return asked or ("interleaved" if chunks_per_rank(run) > 1 else "1f1b")
+
+
+def num_stages(run: RunConfig) -> int:
+    """Consecutive parts into which the model is cut."""
+    return run.parallel.pipeline_model_parallel_size * chunks_per_rank(run)
+
+
+def chunks_per_rank(run: RunConfig) -> int:
+    """Stages that each pipeline rank holds.
+
+    Raises ConfigError when the flags ask for a number that isn't whole.
+    """
+    parallel, layers = run.parallel, run.model.num_layers
+    ranks, per_chunk = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
+    if parallel.pipeline_schedule == "zb-v":
+        return 2
+    if parallel.pipeline_model_parallel_layout is not None:
+        stages = len(parse_layout(parallel.pipeline_model_parallel_layout))
+        if stages % ranks:
+            raise ConfigError(
+                f"--pipeline-model-parallel-layout has {stages} stages, which do not divide over "
+                f"--pipeline-model-parallel-size {ranks}; give a multiple of {ranks}, separated by |"
+            )
+        return stages // ranks
+    if per_chunk is None:
+        return parallel.num_virtual_stages_per_pipeline_rank or 1
+    if layers % (ranks * per_chunk):
+        fits = (
+            one_of(size for size in range(1, layers // ranks + 1) if layers % (ranks * size) == 0)
+            if (layers % ranks == 0)
+            else ""
+        )
+        advice = f"use {fits}, or " if fits else ""
+        raise ConfigError(
+            f"--num-layers {layers} does not divide by --pipeline-model-parallel-size {ranks} x "
+            f"--num-layers-per-virtual-pipeline-stage {per_chunk}; {advice}give "
+            "--num-virtual-stages-per-pipeline-rank, which cuts unevenly where it must"
+        )
+    return layers // (ranks * per_chunk)
+
+
+def stage_sizes(run: RunConfig) -> list[int]:
+    """Layers of each stage, first to last; together they are all layers.
+
+    Raises ConfigError when the flags don't describe such a division.
+    """
+    parallel, layers, stages = run.parallel, run.model.num_layers, num_stages(run)
+    if parallel.pipeline_model_parallel_layout is not None:
+        sizes = [stage.count(_LAYER) for stage in parse_layout(parallel.pipeline_model_parallel_layout)]
+        if sum(sizes) != layers:
+            raise ConfigError(
+                f"--pipeline-model-parallel-layout holds {sum(sizes)} layers (t) and the model has --num-layers "
+                f"{layers}; write {layers}"
+            )
+        if len(sizes) != stages:
+            raise ConfigError(
+                f"--pipeline-model-parallel-layout has {len(sizes)} stages and --pipeline-schedule zb-v two for each "
+                f"of --pipeline-model-parallel-size {parallel.pipeline_model_parallel_size}; write {stages}"
+            )
+        return sizes
+    if parallel.decoder_first_pipeline_num_layers or parallel.decoder_last_pipeline_num_layers:
+        return _sizes_with_given_ends(run)
+    first, last = parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split
+    if layers + first + last < stages:
+        raise ConfigError(
+            f"--num-layers {layers} is less than the {stages} pipeline stages, {chunks_per_rank(run)} on each of "
+            f"--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size}; use at least "
+            f"{stages - first - last} layers or fewer stages"
+        )
+    sizes = balanced_sizes(layers + first + last, stages)
+    sizes[0] -= first
+    sizes[-1] -= last
+    return sizes
+
+
+def balanced_sizes(num_layers: int, num_stages: int) -> list[int]:
+    """``num_layers`` over ``num_stages``, differing by one at most, the middle stages taking the surplus."""
+    small, surplus = divmod(num_layers, num_stages)
+    sizes = [small] * num_stages
+    middle_first = sorted(range(num_stages), key=lambda stage: abs(stage - (num_stages - 1) / 2))
+    for stage in middle_first[:surplus]:
+        sizes[stage] += 1
+    return sizes
+
+
+def _sizes_with_given_ends(run: RunConfig) -> list[int]:
+    """The first or last rank, or both, hold what the flags say, evenly in their chunks; the others share the rest."""
+    parallel, chunks = run.parallel, chunks_per_rank(run)
+    ranks = parallel.pipeline_model_parallel_size
+    given = {
+        rank: (flag, layers)
+        for rank, flag, layers in (
+            (0, "--decoder-first-pipeline-num-layers", parallel.decoder_first_pipeline_num_layers),
+            (ranks - 1, "--decoder-last-pipeline-num-layers", parallel.decoder_last_pipeline_num_layers),
+        )
+        if layers is not None
+    }
+    for flag, layers in given.values():
+        if layers % chunks:
+            raise ConfigError(f"{flag} {layers} does not divide over the {chunks} chunks of a rank")
+    left, others = run.model.num_layers - sum(layers for _, layers in given.values()), ranks - len(given)
+    asked = " and ".join(f"{flag} {layers}" for flag, layers in given.values())
+    if others == 0 and left:
+        raise ConfigError(f"{asked} must together be --num-layers {run.model.num_layers}: there are no other ranks")
+    if left < others * chunks:
+        raise ConfigError(
+            f"{asked} out of --num-layers {run.model.num_layers} leave {left} for the other {others} pipeline ranks, "
+            f"which need at least {others * chunks}"
+        )
+    middle = iter(balanced_sizes(left, others * chunks) if others else ())
+    return [
+        given[stage % ranks][1] // chunks if stage % ranks in given else next(middle) for stage in range(ranks * chunks)
+    ]
+
+
+def parse_layout(text: str) -> list[str]:
+    """Stages of a ``--pipeline-model-parallel-layout``: ``Et*2|(t|)*2tL`` is ``Ett``, ``t``, ``t``, ``tL``.
+
+    ``E`` embedding, ``t`` layer, ``L`` final norm, output and loss, ``|`` between stages, ``x*3`` or ``(xy)*3`` three
+    times, ``,`` nothing. Raises ConfigError for anything else, and when an end or a stage is missing.
+    """
+    tokens = [match.group() for match in _TOKEN.finditer(text.replace(" ", ""))]
+    stages = "".join(_Layout(text, tokens).expand()).split("|")
+    whole = "".join(stages)
+    for letter, what, place, index in (
+        (_EMBEDDING, "the embedding", "first", 0),
+        (_LOSS, "the loss", "last", -1),
+    ):
+        if whole.count(letter) != 1 or whole[index] != letter:
+            raise ConfigError(
+                f"--pipeline-model-parallel-layout {text!r} needs {letter}, {what}, once and {place}; write it like "
+                f"{LAYOUT_EXAMPLE}"
+            )
+    if "" in stages:
+        raise ConfigError(
+            f"--pipeline-model-parallel-layout {text!r}: stage {stages.index('')} is empty; give it a layer (t) or "
+            "take out a |"
+        )
+    return stages
+
+
+@dataclass
+class _Layout:
+    """A layout string while its repetitions are written out."""
+
+    text: str
+    tokens: list[str]
+    at: int = 0
+
+    def expand(self) -> Iterator[str]:
+        """Every letter and bar, in order."""
+        yield from self._sequence(closes=False)
+
+    def _sequence(self, *, closes: bool) -> Iterator[str]:
+        while self.at < len(self.tokens):
+            token = self.tokens[self.at]
+            self.at += 1
+            if token == ")" and closes:
+                return
+            if token == ",":
+                continue
+            if token == "(":
+                part = "".join(self._sequence(closes=True))
+            elif token in (_EMBEDDING, _LAYER, _LOSS, "|"):
+                part = token
+            else:
+                raise self._wrong(token)
+            yield part * self._times()
+        if closes:
+            raise ConfigError(f"--pipeline-model-parallel-layout {self.text!r} lacks a )")
+
+    def _times(self) -> int:
+        if self.at < len(self.tokens) and self.tokens[self.at].startswith("*") and len(self.tokens[self.at]) > 1:
+            self.at += 1
+            return int(self.tokens[self.at - 1][1:])
+        return 1
+
+    def _wrong(self, token: str) -> ConfigError:
+        where = f"--pipeline-model-parallel-layout {self.text!r}"
+        if token == "m":
+            return ConfigError(f"{where} has m, multi-token prediction, which is not available yet; leave it out")
+        if token.startswith("*"):
+            return ConfigError(f"{where}: {token} must follow E, t, L, | or a ) and have a number, as in t*3")
+        return ConfigError(
+            f"{where} has {token!r}; it consists of E, t, L, |, (, ), * and numbers, like {LAYOUT_EXAMPLE}"
+        )

@@ -1,0 +1,106 @@
+"""Rules about pipeline stages: which division of layers, which schedule."""
+
+from __future__ import annotations
+
+from megatron.config.pipeline import chunks_per_rank, stage_sizes
+from megatron.config.run import RunConfig
+from megatron.errors import ConfigError
+
+_VIRTUAL = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+_ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+_ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+
+
+def layers_fall_into_stages(run: RunConfig) -> str | None:
+    """No layer is lost, and every stage has one."""
+    others = (stages_need_ranks, virtual_stages_are_given_once, layout_stands_alone, ends_stand_alone)
+    if any(rule(run) for rule in others):
+        return None
+    try:
+        stage_sizes(run)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def stages_need_ranks(run: RunConfig) -> str | None:
+    """What describes a pipeline needs one."""
+    named = _named(run, *_VIRTUAL, *_ENDS, *_ACCOUNTS, "pipeline_schedule", "pipeline_model_parallel_layout")
+    if run.parallel.pipeline_model_parallel_size > 1 or not named:
+        return None
+    verb = "describes" if len(named) == 1 else "describe"
+    return (
+        f"{' and '.join(named)} {verb} a pipeline, and --pipeline-model-parallel-size is 1; give it at least 2, or "
+        f"leave {'it' if len(named) == 1 else 'them'} out"
+    )
+
+
+def virtual_stages_are_given_once(run: RunConfig) -> str | None:
+    """By layers or by chunks."""
+    named = _named(run, *_VIRTUAL)
+    return f"{' and '.join(named)} say the same in two ways; keep one" if len(named) > 1 else None
+
+
+def layout_stands_alone(run: RunConfig) -> str | None:
+    """A layout says where every layer is."""
+    named = _named(run, *_VIRTUAL, *_ENDS, *_ACCOUNTS)
+    if run.parallel.pipeline_model_parallel_layout is None or not named:
+        return None
+    return f"--pipeline-model-parallel-layout already says where every layer is; leave {' and '.join(named)} out"
+
+
+def ends_stand_alone(run: RunConfig) -> str | None:
+    """A given number of layers leaves nothing to account for, and is of a rank that has one end of the model only."""
+    ends, accounts = _named(run, *_ENDS), _named(run, *_ACCOUNTS)
+    if ends and accounts:
+        return f"{' and '.join(ends)} cannot be combined with {' and '.join(accounts)}; keep one way of dividing layers"
+    if ends and run.parallel.pipeline_schedule == "zb-v":
+        return (
+            f"{' and '.join(ends)} cannot be combined with --pipeline-schedule zb-v, whose first rank holds the first "
+            "and the last stage; use --pipeline-model-parallel-layout"
+        )
+    return None
+
+
+def schedule_suits_the_chunks(run: RunConfig) -> str | None:
+    """Interleaving needs several chunks on a rank; ZB-V has two; the others have one."""
+    schedule = run.parallel.pipeline_schedule
+    if schedule is None or run.parallel.pipeline_model_parallel_size == 1 or virtual_stages_are_given_once(run):
+        return None
+    virtual = _named(run, *_VIRTUAL)
+    if schedule == "zb-v":
+        two = run.parallel.num_virtual_stages_per_pipeline_rank == 2
+        return (
+            f"--pipeline-schedule zb-v always has two stages on a rank; leave {virtual[0]} out"
+            if (virtual and not two)
+            else None
+        )
+    try:
+        chunks = chunks_per_rank(run)
+    except ConfigError:
+        return None
+    if schedule == "interleaved" and chunks == 1:
+        return (
+            "--pipeline-schedule interleaved needs more stages than ranks; give --num-virtual-stages-per-pipeline-rank"
+        )
+    if schedule != "interleaved" and chunks > 1:
+        return (
+            f"--pipeline-schedule {schedule} has one stage on a rank, and the flags ask for {chunks}; use interleaved, "
+            f"or {f'leave {virtual[0]} out' if virtual else 'give --pipeline-model-parallel-layout fewer stages'}"
+        )
+    return None
+
+
+def _named(run: RunConfig, *fields: str) -> list[str]:
+    """Flags of those fields that are set."""
+    return [f"--{field.replace('_', '-')}" for field in fields if getattr(run.parallel, field)]
+
+
+RULES = (
+    layers_fall_into_stages,
+    stages_need_ranks,
+    virtual_stages_are_given_once,
+    layout_stands_alone,
+    ends_stand_alone,
+    schedule_suits_the_chunks,
+)

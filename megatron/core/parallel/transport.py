@@ -1,0 +1,66 @@
+"""Messages from one rank to another: the only place that sends and receives point to point between pipeline stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Transfer:
+    """Tensors under way. They stay alive, and untouched by others, until ``wait``."""
+
+    def __init__(self, tensors: Sequence[Tensor], works: Sequence[dist.Work | None]) -> None:
+        self._tensors, self._works = tensors, works
+
+    def wait(self) -> None:
+        """Block until the tensors have arrived, or may be overwritten (on a GPU: order that on the current stream)."""
+        for work in self._works:
+            if work is not None:
+                work.wait()
+        self._tensors, self._works = (), ()
+
+
+class Transport:
+    """Point-to-point messages between the ranks of this rank's pipeline, numbered by their place on the axis ``pp``.
+
+    A pair of ranks has two channels, one each way. What goes through a channel arrives in the order in which it was
+    sent, so both ends name nothing but each other. NCCL runs what was started on one communicator one after the other:
+    with a single channel, a receive that is started early would hold up a send that its sender is waiting for.
+    """
+
+    def __init__(self, mesh: Mesh, device: torch.device, *, routes: Iterable[tuple[int, int]] = ()) -> None:
+        """``routes``: the (source, target) pairs of the pipeline, the same on all of its ranks.
+
+        Each is used once now, in order: NCCL makes a connection at its first message, and waits for the other end.
+        """
+        self._members, self._rank = mesh.members("pp"), mesh.rank("pp")
+        ascending = mesh.group("pp")
+        self._channels: dict[bool, ProcessGroup | None] = {True: ascending, False: ascending}
+        if device.type != "cpu":  # gloo keeps the two directions apart by itself
+            self._channels[False] = dist.new_group(list(self._members), use_local_synchronization=True)
+        for source, target in sorted(set(routes)):
+            greeting = [torch.zeros(1, device=device)]
+            if self._rank == source:
+                self.send(greeting, target).wait()
+            elif self._rank == target:
+                self.receive(greeting, source).wait()
+
+    def send(self, tensors: Sequence[Tensor], target: int) -> Transfer:
+        """Start sending ``tensors``, one after the other."""
+        channel, peer = self._channels[self._rank < target], self._members[target]
+        whole = [tensor.contiguous() for tensor in tensors]
+        return Transfer(whole, [dist.isend(tensor, peer, group=channel) for tensor in whole])
+
+    def receive(self, buffers: Sequence[Tensor], source: int) -> Transfer:
+        """Start receiving into ``buffers``, which have the shapes and types of what was sent."""
+        channel, peer = self._channels[source < self._rank], self._members[source]
+        return Transfer(buffers, [dist.irecv(buffer, peer, group=channel) for buffer in buffers])

@@ -1,0 +1,180 @@
+"""A schedule on a clock: when each action runs, how long ranks wait, what they keep; or where it would hang. Pure.
+
+An action starts when its rank has done those before it in its list and when what it needs has arrived: a forward pass
+its input, a backward pass the gradient of its output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron.core.pipeline_parallel.actions import Action, Kind, PipelineSchedule, Placement
+from megatron.core.pipeline_parallel.timeline import Interval, draw
+from megatron.errors import MegatronError
+
+
+class DeadlockError(MegatronError):
+    """A schedule in which some rank would wait for ever; the message draws how far each got."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Durations:
+    """How long one chunk takes for one microbatch, and how long its wires travel to another rank, in any unit."""
+
+    forward: float = 1.0
+    input_backward: float = 1.0
+    weight_backward: float = 1.0
+    transfer: float = 0.0
+
+    def of(self, kind: Kind) -> float:
+        """Of one action."""
+        if kind == "B":
+            return self.input_backward + self.weight_backward
+        return {"F": self.forward, "I": self.input_backward, "W": self.weight_backward}[kind]
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a schedule does in time: ``rows[rank]`` lists the rank's actions with start and end."""
+
+    schedule: PipelineSchedule
+    rows: tuple[tuple[Interval, ...], ...]
+
+    @cached_property
+    def makespan(self) -> float:
+        """From the first start to the last end."""
+        return max((row[-1].end for row in self.rows if row), default=0.0)
+
+    def busy(self, rank: int) -> float:
+        """Time in which a rank computes."""
+        return sum(interval.end - interval.start for interval in self.rows[rank])
+
+    @cached_property
+    def bubble(self) -> float:
+        """Waiting over computing time, of the rank that computes longest: 0.5 means that a step takes 1.5 times as
+        long as its work.
+        """
+        longest = max(map(self.busy, range(len(self.rows))))
+        return self.makespan / longest - 1.0
+
+    @cached_property
+    def idle_within(self) -> tuple[float, ...]:
+        """Each rank's waiting time between its own first start and its own last end."""
+        return tuple(row[-1].end - row[0].start - self.busy(rank) for rank, row in enumerate(self.rows))
+
+    def peak_live(self, weight: Callable[[int], float] = lambda stage: 1.0) -> tuple[float, ...]:
+        """The most activations that each rank holds at a time, a microbatch of a stage counting ``weight(stage)``.
+
+        They live from the forward pass to the end of the backward pass, with a split one to the end of ``W``.
+        """
+        stages = [self.schedule.placement.stages_of(rank) for rank in range(len(self.rows))]
+        return tuple(
+            _peak(order, [weight(stage) for stage in held]) for order, held in zip(self.schedule.orders, stages)
+        )
+
+    def in_order_of_start(self) -> list[tuple[int, Interval]]:
+        """(rank, interval) of every action, each after all that it needs."""
+        found = [(rank, interval) for rank, row in enumerate(self.rows) for interval in row]
+        return sorted(found, key=lambda each: (each[1].start, each[1].number))
+
+
+def _peak(order: Sequence[Action], weights: Sequence[float]) -> float:
+    held = highest = 0.0
+    for action in order:
+        if action.kind == "F":
+            held += weights[action.chunk]
+            highest = max(highest, held)
+        elif action.kind != "I":
+            held -= weights[action.chunk]
+    return highest
+
+
+_EVERYTHING_TAKES_ONE = Durations()
+
+
+def simulate(schedule: PipelineSchedule, durations: Durations = _EVERYTHING_TAKES_ONE) -> Simulation:
+    """Run a schedule on a clock.
+
+    Raises DeadlockError when some action can never run, with what every rank had done by then drawn over time.
+    """
+    orders, placement = schedule.orders, schedule.placement
+    stages = [placement.stages_of(rank) for rank in range(len(orders))]
+    done: dict[tuple[Kind, int, int], float] = {}
+    rows: list[list[Interval]] = [[] for _ in orders]
+    clocks = [0.0] * len(orders)
+    number, waiting = 0, set(range(len(orders)))
+    while waiting:
+        moved = False
+        for rank in sorted(waiting):
+            order, row = orders[rank], rows[rank]
+            while len(row) < len(order):
+                action = order[len(row)]
+                stage = stages[rank][action.chunk]
+                ready = _ready(action, stage, placement, done, durations.transfer)
+                if ready is None:
+                    break
+                start = max(clocks[rank], ready)
+                end = clocks[rank] = start + durations.of(action.kind)
+                row.append(Interval(action, start, end, number))
+                number += 1
+                _finish(action, stage, end, done)
+                moved = True
+            if len(row) == len(order):
+                waiting.discard(rank)
+        if not moved:
+            raise DeadlockError(_describe(schedule, rows, sorted(waiting), durations))
+    return Simulation(schedule, tuple(map(tuple, rows)))
+
+
+def _ready(
+    action: Action,
+    stage: int,
+    placement: Placement,
+    done: dict[tuple[Kind, int, int], float],
+    transfer: float,
+) -> float | None:
+    """When what the action needs is there; None when not all of it has been computed yet."""
+    kind, microbatch = action.kind, action.microbatch
+    if kind == "W":
+        return done.get(("I", stage, microbatch))
+    if kind == "F":
+        neighbour, own = stage - 1, 0.0
+    else:
+        neighbour, own = stage + 1, done.get(("F", stage, microbatch), -1.0)
+        if own < 0.0:
+            return None
+    if not 0 <= neighbour < len(placement.seats):
+        return own
+    arrived = done.get(("F" if kind == "F" else "I", neighbour, microbatch))
+    if arrived is None:
+        return None
+    return max(own, arrived + (transfer if placement.seats[neighbour].rank != placement.seats[stage].rank else 0.0))
+
+
+def _finish(action: Action, stage: int, end: float, done: dict[tuple[Kind, int, int], float]) -> None:
+    """Note the end of an action; a whole backward pass is both of its halves."""
+    for kind in ("I", "W") if action.kind == "B" else (action.kind,):
+        done[kind, stage, action.microbatch] = end
+
+
+def _describe(
+    schedule: PipelineSchedule, rows: Sequence[Sequence[Interval]], stuck: Sequence[int], durations: Durations
+) -> str:
+    never = {each: schedule.orders[each][len(rows[each])] for each in stuck}
+
+    def blame(rank: int) -> tuple[bool, float]:
+        """First an action that its own rank's order puts before the one it needs, then whoever is stuck earliest."""
+        before, action = [interval.action for interval in rows[rank]], never[rank]
+        own = Action("I" if action.kind == "W" else "F", action.chunk, action.microbatch)
+        return action.kind == "F" or own in before, rows[rank][-1].end if rows[rank] else 0.0
+
+    rank = min(stuck, key=blame)
+    action = never[rank]
+    stage = schedule.placement.stages_of(rank)[action.chunk]
+    grid = draw(rows, unit=min(durations.forward, durations.input_backward, durations.weight_backward), stuck=never)
+    return (
+        f"deadlock at {action} of rank {rank} (stage {stage}, microbatch {action.microbatch}) in schedule "
+        f"{schedule.name}: what it needs is never computed\n{grid}"
+    )
