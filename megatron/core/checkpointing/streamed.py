@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -85,6 +86,21 @@ def write_boxes(
                     break
             os.fsync(stream.fileno())
     raise AssertionError("unreachable")
+
+
+def write_objects(
+    writer: CheckpointWriter, folder: Path, objects: Mapping[str, bytes], table: Metadata
+) -> list[WriteResult]:
+    """Write pickled objects, which folders of other programs hold beside tensors, and list them in ``table``."""
+    results, name = [], "__0_objects.distcp"
+    with writer.files.create_stream(folder / name, "wb") as stream:
+        for key, data in objects.items():
+            place = _StorageInfo(name, stream.tell(), len(data))
+            stream.write(data)
+            table.state_dict_metadata[key] = BytesStorageMetadata()
+            results.append(WriteResult(MetadataIndex(key), len(data), place))
+        os.fsync(stream.fileno())
+    return results
 
 
 def _alone(tensor: Tensor) -> Tensor:

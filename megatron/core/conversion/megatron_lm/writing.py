@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from megatron.core.checkpointing.folders import TRACKER
 from megatron.core.checkpointing.storage import CheckpointWriter
-from megatron.core.checkpointing.streamed import StreamedBox, table_of, write_boxes
+from megatron.core.checkpointing.streamed import StreamedBox, table_of, write_boxes, write_objects
 from megatron.core.conversion.companions import FOLDER, copied_tokenizer, copy_files
 from megatron.core.conversion.megatron_lm.arguments import arguments_of
 from megatron.core.conversion.megatron_lm.files import BACKEND, COMMON, RELEASE
@@ -20,6 +21,13 @@ from megatron.core.conversion.megatron_lm.names import core_name, stacked_name
 from megatron.core.conversion.portable import LazyTensor, PortableModel
 
 _VERSION = 3.0
+_WITH_EXTRA_STATE = (
+    "self_attention.linear_qkv",
+    "self_attention.linear_proj",
+    "self_attention.core_attention",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
 _BY_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
@@ -80,10 +88,22 @@ def _write_dist(tensors: dict[str, LazyTensor], common: dict[str, object], folde
     writer.set_up_storage_writer(True)
     metadata = table_of(boxes)
     metadata.mcore_data = {name: {} for name in metadata.state_dict_metadata}  # type: ignore[attr-defined]
-    writer.finish(metadata, [write_boxes(writer, folder, boxes)])
+    written = [write_boxes(writer, folder, boxes)]
+    writer.finish(metadata, [*written, write_objects(writer, folder, _extra_states(num_layers), metadata)])
     backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     backend |= {"common_backend": "torch", "common_backend_version": 1}
     (folder / BACKEND).write_text(json.dumps(backend), encoding="utf-8")
+
+
+def _extra_states(num_layers: int) -> dict[str, bytes]:
+    """The empty states that Megatron-LM's loader asks of every layer with a matrix, whatever kernels it will run."""
+    empty = io.BytesIO()
+    torch.save([None], empty)
+    return {
+        f"decoder.layers.{module}._extra_state/shard_{number}_{num_layers}": empty.getvalue()
+        for module in _WITH_EXTRA_STATE
+        for number in range(num_layers)
+    }
 
 
 def _one_of_a_stack(tensor: LazyTensor) -> Callable[[], Tensor]:
