@@ -4,27 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.config.estimate import MemoryEstimate, memory_estimate, model_parameters, rank_parameters
+from megatron.config.estimate import (
+    MemoryEstimate,
+    ScheduleSimulator,
+    memory_estimate,
+    model_parameters,
+    rank_parameters,
+    stages_of,
+    without_pipeline,
+)
 from megatron.config.fitting import what_fits
+from megatron.config.pipeline import schedule_name, stage_shapes
 from megatron.config.report import count, gigabytes, layout_report, settings_report
 from megatron.config.run import RunConfig
 from megatron.config.vocabulary import vocabulary_size
 
 
-def dry_run_report(run: RunConfig) -> str:
-    """Sections of text about a checked run.
+def dry_run_report(run: RunConfig, *, schedule: ScheduleSimulator = without_pipeline) -> str:
+    """Sections of text about a checked run. ``schedule`` simulates its pipeline schedule.
 
     Raises ConfigError when neither the settings nor the tokenizer's files tell the size of the vocabulary.
     """
     run = run.with_vocab_size(vocabulary_size(run))
-    memory = memory_estimate(run)
+    memory = memory_estimate(run, schedule=schedule)
+    title = f"memory of {'one' if run.parallel.pipeline_model_parallel_size == 1 else 'the fullest'} rank, estimated"
     sections = {
         "settings that are not the defaults, and where they come from": settings_report(run),
         "notes": run.notes,
         "layout": layout_report(run, ranks_per_node=run.command.ranks_per_node),
         "batch and length": _batch(run),
         "parameters": _parameters(run),
-        "memory of one rank, estimated": [*_memory(memory), *_verdict(run, memory)],
+        "pipeline": _pipeline(run, schedule),
+        title: [*_memory(memory), *_verdict(run, memory, schedule)],
     }
     return "\n\n".join(_section(title, lines) for title, lines in sections.items() if lines)
 
@@ -51,13 +62,35 @@ def _batch(run: RunConfig) -> list[str]:
 
 
 def _parameters(run: RunConfig) -> list[str]:
-    whole, here = model_parameters(run), rank_parameters(run)
-    embeddings = here.word_embeddings + here.position_embeddings + here.output_layer
+    whole, ranks = model_parameters(run).total, run.parallel.pipeline_model_parallel_size
     return [
-        f"{whole.total:,} in the model ({count(whole.total)})",
-        f"{here.total:,} on each rank: {embeddings:,} in embeddings and output, {here.layers:,} in "
-        f"{run.model.num_layers:,} layers, {here.final_norm:,} in the final norm",
+        f"{whole:,} in the model ({count(whole)})",
+        *(_parameters_of(run, rank, "each rank" if ranks == 1 else f"pipeline rank {rank}") for rank in range(ranks)),
         f"vocabulary of {run.model.vocab_size:,}, padded to {run.padded_vocab_size:,}",
+    ]
+
+
+def _parameters_of(run: RunConfig, pipeline_rank: int, where: str) -> str:
+    here, layers = rank_parameters(run, pipeline_rank=pipeline_rank), stages_of(run, pipeline_rank)
+    parts = {
+        "embeddings and output": here.word_embeddings + here.position_embeddings + here.output_layer,
+        f"{sum(stage.layers for stage in layers):,} layers": here.layers,
+        "the final norm": here.final_norm,
+    }
+    named = ", ".join(f"{number:,} in {part}" for part, number in parts.items() if number)
+    return f"{here.total:,} on {where}: {named}"
+
+
+def _pipeline(run: RunConfig, schedule: ScheduleSimulator) -> list[str]:
+    """Schedule, stages and waiting time; nothing without a pipeline."""
+    if run.parallel.pipeline_model_parallel_size == 1:
+        return []
+    shapes = stage_shapes(run)
+    sizes = " ".join(str(stage.layers) for stage in shapes)
+    bubble = schedule(run, [1.0] * len(shapes)).bubble
+    return [
+        f"{schedule_name(run)}: {len(shapes)} stages of {sizes} layers",
+        f"ranks wait for {100 * bubble:.1f} % of the time they compute, if all stages take equally long",
     ]
 
 
@@ -75,14 +108,15 @@ def _memory(memory: MemoryEstimate) -> list[str]:
     return [f"{name:<{width}}  {gigabytes(size):>10}" for name, size in parts.items() if size]
 
 
-def _verdict(run: RunConfig, memory: MemoryEstimate) -> list[str]:
+def _verdict(run: RunConfig, memory: MemoryEstimate, schedule: ScheduleSimulator) -> list[str]:
     """Whether the run fits into ``--device-memory-gb``, and what would."""
     gb = run.command.device_memory_gb
     if gb is None:
         return []
     if memory.total <= gb * 1e9:
         return [f"fits into {gb:g} GB, with {gigabytes(gb * 1e9 - memory.total)} to spare for libraries and fragments"]
-    fits = what_fits(run, device_bytes=gb * 1e9, ranks_per_node=run.command.ranks_per_node)
+    per_node = run.command.ranks_per_node
+    fits = what_fits(run, device_bytes=gb * 1e9, ranks_per_node=per_node, schedule=schedule)
     if not fits:
         return [f"does not fit into {gb:g} GB, and no change of layout, recomputation or micro batch makes it fit"]
     return [f"does not fit into {gb:g} GB; these would:", *(f"  {fit.flags}  ({gigabytes(fit.total)})" for fit in fits)]

@@ -6,10 +6,11 @@ for its backward pass: ``[tokens, width]`` tensors, counted one by one and check
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron.config.model import ModelConfig
+from megatron.config.pipeline import StageShape, stage_shapes
 from megatron.config.run import RunConfig
 
 _LOSS_CHUNK = 1 << 24  # logits of the vocabulary loss that exist at a time
@@ -53,28 +54,55 @@ class MemoryEstimate:
         return self.weights + self.gradients + self.masters + self.moments + self.kept + self.working
 
 
+@dataclass(frozen=True)
+class ScheduleFacts:
+    """What a pipeline schedule costs: waiting over computing time, and what each rank keeps at a time at most."""
+
+    bubble: float
+    peaks: tuple[float, ...]
+
+
+ScheduleSimulator = Callable[[RunConfig, Sequence[float]], ScheduleFacts]
+"""From a run and what one microbatch keeps of each stage. Settings know no schedules; whoever reports brings them."""
+
+
+def without_pipeline(run: RunConfig, stage_bytes: Sequence[float]) -> ScheduleFacts:
+    """One microbatch at a time."""
+    assert run.parallel.pipeline_model_parallel_size == 1, "a run with pipeline stages needs its schedule simulated"
+    return ScheduleFacts(0.0, tuple(stage_bytes))
+
+
 def model_parameters(run: RunConfig) -> ParameterCounts:
     """Of the whole model, without vocabulary padding."""
     assert run.model.vocab_size is not None, "the vocabulary size must be known"
-    return _parameters(run.model, ranks=1, vocabulary=run.model.vocab_size)
+    whole = [StageShape(0, run.model.num_layers, is_first=True, is_last=True)]
+    return _parameters(run.model, whole, ranks=1, vocabulary=run.model.vocab_size)
 
 
-def rank_parameters(run: RunConfig) -> ParameterCounts:
-    """Of one rank, with vocabulary padding."""
+def rank_parameters(run: RunConfig, *, pipeline_rank: int = 0) -> ParameterCounts:
+    """Of a rank of this place in the pipeline, with vocabulary padding."""
     ranks = run.parallel.tensor_model_parallel_size
-    return _parameters(run.model, ranks=ranks, vocabulary=run.padded_vocab_size // ranks)
+    return _parameters(run.model, stages_of(run, pipeline_rank), ranks=ranks, vocabulary=run.padded_vocab_size // ranks)
 
 
-def _parameters(model: ModelConfig, *, ranks: int, vocabulary: int) -> ParameterCounts:
+def stages_of(run: RunConfig, pipeline_rank: int) -> list[StageShape]:
+    """The stages that a pipeline rank holds."""
+    return [stage for stage in stage_shapes(run) if stage.rank == pipeline_rank]
+
+
+def _parameters(model: ModelConfig, stages: Sequence[StageShape], *, ranks: int, vocabulary: int) -> ParameterCounts:
     hidden = model.hidden_size
     norm = hidden * (2 if model.normalization == "LayerNorm" else 1)
     learned = model.position_embedding_type == "learned_absolute"
+    first, last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
+    copied = last and (model.untie_embeddings_and_output_weights or not first)
+    layer = _attention_parameters(model, ranks) + _mlp_parameters(model, ranks) + 2 * norm
     return ParameterCounts(
-        word_embeddings=vocabulary * hidden,
-        position_embeddings=model.max_position_embeddings * hidden if learned else 0,
-        layers=model.num_layers * (_attention_parameters(model, ranks) + _mlp_parameters(model, ranks) + 2 * norm),
-        final_norm=norm,
-        output_layer=vocabulary * hidden if model.untie_embeddings_and_output_weights else 0,
+        word_embeddings=vocabulary * hidden * first,
+        position_embeddings=model.max_position_embeddings * hidden if learned and first else 0,
+        layers=sum(stage.layers for stage in stages) * layer,
+        final_norm=norm * last,
+        output_layer=vocabulary * hidden * copied,
     )
 
 
@@ -92,25 +120,32 @@ def _mlp_parameters(model: ModelConfig, ranks: int) -> int:
     return split // ranks + (hidden if model.add_bias_linear else 0)
 
 
-def memory_estimate(run: RunConfig) -> MemoryEstimate:
-    """Of one rank; the vocabulary size must be known."""
-    parameters, width = rank_parameters(run).total, _width(run)
+def memory_estimate(run: RunConfig, *, schedule: ScheduleSimulator = without_pipeline) -> MemoryEstimate:
+    """Of the rank that needs most; the vocabulary size must be known."""
+    activations = _Activations(run)
+    kept = [activations.kept(stage) for stage in stage_shapes(run)]
+    peaks = schedule(run, kept).peaks
+    return max((_rank_memory(run, rank, int(peak)) for rank, peak in enumerate(peaks)), key=lambda each: each.total)
+
+
+def _rank_memory(run: RunConfig, pipeline_rank: int, kept: int) -> MemoryEstimate:
+    parameters, width = rank_parameters(run, pipeline_rank=pipeline_rank).total, _width(run)
     shards = run.data_parallel_size * run.parallel.context_parallel_size
     owned = -(-parameters // shards) if run.parallel.use_distributed_optimizer else parameters
-    activations = _Activations(run)
+    activations, has_loss = _Activations(run), any(stage.is_last for stage in stages_of(run, pipeline_rank))
     return MemoryEstimate(
         weights=parameters * width,
         gradients=parameters * (2 if run.precision.grad_reduce_in_bf16 else 4),
         masters=owned * 4 if width < 4 else 0,
         moments=owned * 4 * _states(run),
-        kept=activations.kept(),
-        working=max(activations.of_loss(), activations.of_backward()),
+        kept=kept,
+        working=max(activations.of_loss() if has_loss else 0, activations.of_backward()),
     )
 
 
-def kept_activations(run: RunConfig) -> int:
-    """Bytes that layers and embeddings keep on one rank from the forward pass of a micro batch to its backward pass."""
-    return _Activations(run).kept()
+def kept_activations(run: RunConfig) -> list[int]:
+    """Bytes that a rank keeps of each stage from the forward pass of a micro batch to its backward pass."""
+    return [_Activations(run).kept(stage) for stage in stage_shapes(run)]
 
 
 def _states(run: RunConfig) -> int:
@@ -156,10 +191,10 @@ class _Activations:
         cp = parallel.context_parallel_size
         self._exchanged_keys = 2 * cp * ("all_gather" in kinds) or 4 * (not self._whole_sequences)
 
-    def kept(self) -> int:
+    def kept(self, stage: StageShape) -> int:
         """From the end of the forward pass on: embedding, layers and the final norm's input."""
-        ends = self._dropped + self._tokens * 9 + self._stream  # ids and where they are looked up, final norm
-        return ends + sum(self._layers_kept())
+        embedding = (self._dropped + self._tokens * 9) * stage.is_first  # with ids and where they are looked up
+        return embedding + sum(self._layers_kept(stage.layers)) + self._stream * stage.is_last
 
     def of_loss(self) -> int:
         """Hidden states and their gradient, the output weight's gradient, one chunk of logits."""
@@ -176,9 +211,9 @@ class _Activations:
         weight = self._hidden * max(gated * self._inner, self._queries + 2 * self._keys) * self._width
         return 2 * self._stream + inside + weight + self._recomputed_at_once()
 
-    def _layers_kept(self) -> Iterator[int]:
+    def _layers_kept(self, layers: int) -> Iterator[int]:
         """Bytes per run of layers: all that they compute, or only their input where they are recomputed."""
-        layers, training = self._model.num_layers, self._training
+        training = self._training
         if training.recompute_granularity != "full":
             yield layers * self._layer(selective=training.recompute_granularity == "selective")
             return

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.estimate import memory_estimate
+from megatron.config.estimate import ScheduleSimulator, memory_estimate, without_pipeline
 from megatron.config.rules import failures
 from megatron.config.rules.sizes import divisors
 from megatron.config.run import RunConfig
@@ -32,7 +32,14 @@ class Fit:
     total: int
 
 
-def what_fits(run: RunConfig, *, device_bytes: float, ranks_per_node: int, most: int = 3) -> list[Fit]:
+def what_fits(
+    run: RunConfig,
+    *,
+    device_bytes: float,
+    ranks_per_node: int,
+    schedule: ScheduleSimulator = without_pipeline,
+    most: int = 3,
+) -> list[Fit]:
     """Variants of ``run`` that pass all rules and fit, those that cost least speed first."""
     kinds = (_sharding(run), _tensor_parallel(run, ranks_per_node), _recomputation(run), _micro_batch(run))
     combinations = (tuple(filter(None, chosen)) for chosen in itertools.product(*((None, *kind) for kind in kinds)))
@@ -43,8 +50,10 @@ def what_fits(run: RunConfig, *, device_bytes: float, ranks_per_node: int, most:
         if not changes or any(set(enough) <= set(changes) for enough in sufficient):
             continue
         variant = _changed(run, changes)
-        total = memory_estimate(variant).total
-        if total > device_bytes or failures(variant):
+        if failures(variant):
+            continue
+        total = memory_estimate(variant, schedule=schedule).total
+        if total > device_bytes:
             continue
         sufficient.append(changes)
         fits.append(Fit(" ".join(change.flags for change in changes), total))

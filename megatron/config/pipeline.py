@@ -15,6 +15,31 @@ _TOKEN = re.compile(r"\*\d+|.")
 LAYOUT_EXAMPLE = "'Et*2|t*3|t*2L' for 7 layers in 3 stages"
 
 
+@dataclass(frozen=True)
+class StageShape:
+    """How large a stage is, and on which pipeline rank."""
+
+    rank: int
+    layers: int
+    is_first: bool
+    is_last: bool
+
+
+def stage_shapes(run: RunConfig) -> list[StageShape]:
+    """Of every stage, first to last: around the ranks and around again, or with ZB-V down and up."""
+    sizes, ranks = stage_sizes(run), run.parallel.pipeline_model_parallel_size
+    down_and_up = [*range(ranks), *reversed(range(ranks))]
+    return [
+        StageShape(
+            down_and_up[stage] if run.parallel.pipeline_schedule == "zb-v" else stage % ranks,
+            layers,
+            is_first=stage == 0,
+            is_last=stage == len(sizes) - 1,
+        )
+        for stage, layers in enumerate(sizes)
+    ]
+
+
 def schedule_name(run: RunConfig) -> str:
     """The pipeline schedule: the one asked for, else interleaved where a rank has several chunks, else 1F1B."""
     asked = run.parallel.pipeline_schedule

@@ -6,12 +6,13 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.config.estimate import ScheduleFacts
 from megatron.config.pipeline import chunks_per_rank, schedule_name
 from megatron.config.run import RunConfig
 from megatron.core.pipeline_parallel.actions import PipelineSchedule, Placement
 from megatron.core.pipeline_parallel.lower import Plan, lower
 from megatron.core.pipeline_parallel.schedules import forward_only, training_placement, training_schedule
-from megatron.core.pipeline_parallel.simulate import simulate
+from megatron.core.pipeline_parallel.simulate import Simulation, simulate
 
 
 @dataclass(frozen=True)
@@ -90,13 +91,19 @@ def routes(placement: Placement) -> set[tuple[int, int]]:
     return {pair for one, other in pairs if one != other for pair in ((one, other), (other, one))}
 
 
-def peak_activations(config: RunConfig, stage_bytes: Sequence[float]) -> tuple[float, ...]:
-    """The most that each pipeline rank keeps at a time, if a microbatch keeps ``stage_bytes`` of each stage."""
+def schedule_facts(config: RunConfig, stage_bytes: Sequence[float]) -> ScheduleFacts:
+    """What the run's schedule costs, if a microbatch keeps ``stage_bytes`` of each stage and all take equally long."""
     training = config.training
     microbatches = training.global_batch_size // (training.micro_batch_size * config.data_parallel_size)
-    return _peaks(PipelineSettings.of(config), max(microbatches, 1), tuple(stage_bytes))
+    return _facts(PipelineSettings.of(config), max(microbatches, 1), tuple(stage_bytes))
 
 
 @functools.lru_cache(maxsize=512)
-def _peaks(settings: PipelineSettings, num_microbatches: int, stage_bytes: tuple[float, ...]) -> tuple[float, ...]:
-    return simulate(settings.schedule(num_microbatches)).peak_live(lambda stage: stage_bytes[stage])
+def _facts(settings: PipelineSettings, num_microbatches: int, stage_bytes: tuple[float, ...]) -> ScheduleFacts:
+    simulated = _simulated(settings, num_microbatches)
+    return ScheduleFacts(simulated.bubble, simulated.peak_live(lambda stage: stage_bytes[stage]))
+
+
+@functools.lru_cache(maxsize=8)
+def _simulated(settings: PipelineSettings, num_microbatches: int) -> Simulation:
+    return simulate(settings.schedule(num_microbatches))

@@ -30,8 +30,9 @@ def pretrain(load_recipe: Callable[[], Recipe], argv: Sequence[str], *, prog: st
     config = parse(argv, prog=prog)
     if config.command.dry_run:
         from megatron.config.dry_run import dry_run_report
+        from megatron.training.pipeline import schedule_facts
 
-        print(dry_run_report(config))
+        print(dry_run_report(config, schedule=schedule_facts))
         return 0
 
     from megatron.core.parallel.environment import launch_environment
