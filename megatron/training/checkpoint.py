@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron.config.flags import flags_of
 from megatron.config.model import ModelConfig
+from megatron.config.run import RunConfig
 from megatron.core.checkpointing.agreement import run_on_first
 from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint, is_unused
 from megatron.core.checkpointing.load import load_checkpoint, read_run_state
@@ -20,6 +21,7 @@ from megatron.core.checkpointing.retention import Retention, prune
 from megatron.core.checkpointing.save import save_checkpoint
 from megatron.core.optimizer.schedule import resumed_schedule
 from megatron.core.parallel.sharding import ShardedState
+from megatron.core.tokenizers.base import Tokenizer
 from megatron.errors import CheckpointError
 from megatron.training.run import Progress, Run
 
@@ -109,14 +111,10 @@ def checkpoint_to_load(run: Run) -> CheckpointFolder | None:
 
 def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> None:
     settings, state = run.config.checkpoint, read_run_state(folder)
-    check_same_model(state, run, folder)
-    only_evaluates = run.config.training.skip_train
-    with_optimizer = settings.load_optim and not weights_only and not only_evaluates
-    if with_optimizer and state["optimizer"] is None:
-        raise CheckpointError(
-            f"{folder.path} holds no optimizer state (it was converted, or saved with --no-save-optim): "
-            "pass --no-load-optim to go on with a fresh optimizer, or --finetune to start anew from its weights"
-        )
+    check_same_model(state, folder, recipe=run.recipe.name, config=run.config, tokenizer=run.tokenizer)
+    with_optimizer = loads_optimizer(run.config, weights_only=weights_only)
+    if with_optimizer:
+        check_has_optimizer(state, folder)
     optimizer_state = run.optimizer.entries() if with_optimizer else run.optimizer.master_entries()
     load_checkpoint(
         folder, chain(run.model_state(), optimizer_state), run.context.mesh, alternatives=where_to_find_weights(run)
@@ -150,30 +148,44 @@ def where_to_find_weights(run: Run) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def check_same_model(state: Mapping[str, Any], run: Run, folder: CheckpointFolder) -> None:
-    """Raise CheckpointError that lists every difference between the checkpoint's model and the run's."""
-    if state["recipe"] != run.recipe.name:
+def loads_optimizer(config: RunConfig, *, weights_only: bool) -> bool:
+    """Whether a run takes optimizer state from the checkpoint, too."""
+    return config.checkpoint.load_optim and not weights_only and not config.training.skip_train
+
+
+def check_has_optimizer(state: Mapping[str, Any], folder: CheckpointFolder) -> None:
+    """Raise CheckpointError when the checkpoint holds weights only."""
+    if state["optimizer"] is None:
         raise CheckpointError(
-            f"{folder.path} holds a {state['recipe']} model; this command trains {run.recipe.name} models"
+            f"{folder.path} holds no optimizer state (it was converted, or saved with --no-save-optim): "
+            "pass --no-load-optim to go on with a fresh optimizer, or --finetune to start anew from its weights"
         )
-    saved, asked = state["config"]["model"], dataclasses.asdict(run.config.model)
+
+
+def check_same_model(
+    state: Mapping[str, Any], folder: CheckpointFolder, *, recipe: str, config: RunConfig, tokenizer: Tokenizer
+) -> None:
+    """Raise CheckpointError that lists every difference between the checkpoint's model and the run's."""
+    if state["recipe"] != recipe:
+        raise CheckpointError(f"{folder.path} holds a {state['recipe']} model; this command trains {recipe} models")
+    saved, asked = state["config"]["model"], dataclasses.asdict(config.model)
     differences = [
         f"{spec.positive} is {saved[spec.field]} in the checkpoint and {asked[spec.field]} here"
         for spec in flags_of(ModelConfig)
         if spec.options.architecture
         and saved.get(spec.field, asked[spec.field]) != asked[spec.field]
-        and not (run.config.checkpoint.finetune and spec.field in CHANGEABLE)
+        and not (config.checkpoint.finetune and spec.field in CHANGEABLE)
     ]
     if differences:
         raise CheckpointError(
             f"{folder.path} is of another architecture: {'; '.join(differences)}. "
             "Give the checkpoint's values, or --use-checkpoint-args to take them from it"
         )
-    if state["tokenizer"]["fingerprint"] not in (run.tokenizer.fingerprint, UNKNOWN_TOKENIZER):
+    if state["tokenizer"]["fingerprint"] not in (tokenizer.fingerprint, UNKNOWN_TOKENIZER):
         raise CheckpointError(
             f"{folder.path} was trained with another tokenizer ({state['tokenizer']['name']}, fingerprint "
-            f"{state['tokenizer']['fingerprint'][:12]}) than the one given ({run.tokenizer.name}, "
-            f"{run.tokenizer.fingerprint[:12]}): pass the tokenizer files it was trained with"
+            f"{state['tokenizer']['fingerprint'][:12]}) than the one given ({tokenizer.name}, "
+            f"{tokenizer.fingerprint[:12]}): pass the tokenizer files it was trained with"
         )
 
 

@@ -26,12 +26,17 @@ from megatron.errors import CheckpointError
 
 def read_run_state(folder: CheckpointFolder | Path) -> dict[str, Any]:
     """The ``run_state`` that was given to ``save_checkpoint``; raises CheckpointError when ``run.json`` is unusable."""
+    return dict(read_run_document(folder)["state"])
+
+
+def read_run_document(folder: CheckpointFolder | Path) -> dict[str, Any]:
+    """All of ``run.json``: the state, the layout and versions that saved it; CheckpointError when it is unusable."""
     path = _path(folder) / RUN_FILE
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if document["format"] > RUN_FORMAT:
             raise CheckpointError(f"{path} is of format {document['format']}; this version reads up to {RUN_FORMAT}")
-        return dict(document["state"])
+        return {**document, "state": dict(document["state"])}
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError) as error:

@@ -1,0 +1,76 @@
+"""Whether a training command could load a checkpoint, found out without ranks, devices or data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.config.command import CommandConfig
+from megatron.config.files import words_of
+from megatron.config.parse import Intake
+from megatron.config.run import CORE_GROUPS, RunConfig
+from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint
+from megatron.core.checkpointing.load import read_run_state
+from megatron.core.checkpointing.stored_tensors import StoredTensors
+from megatron.core.conversion.portable import parameters_of, report_differences
+from megatron.core.tokenizers.build import build_tokenizer
+from megatron.errors import ConfigError
+from megatron.training.checkpoint import check_has_optimizer, check_same_model, loads_optimizer, saved_config
+
+_MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+
+
+def check_loadable(
+    path: Path | None, flags: Sequence[str], *, step: int | None = None
+) -> tuple[CheckpointFolder, RunConfig]:
+    """The checkpoint that would be loaded, and the settings it would be loaded into.
+
+    ``path``: where it is, unless ``flags`` name it with ``--load``. Raises ConfigError for flags that can't work, and
+    CheckpointError with the reason when the checkpoint doesn't fit them; on which layout it was saved never matters.
+    """
+    asked = [*flags, *(["--load", str(path)] if path is not None and "--load" not in flags else [])]
+    if step is not None and "--ckpt-step" not in flags:
+        asked += ["--ckpt-step", str(step)]
+    config = RunConfig.parse(asked, world_size=_ranks_of(asked), checkpoint_config=saved_config)
+    if config.checkpoint.load is None:
+        raise ConfigError("name the checkpoint: inspect.py DIR --can-load FLAGS, or --load DIR among the flags")
+    folder = find_checkpoint(config.checkpoint.load, step=config.checkpoint.ckpt_step, verify=False)
+    state = read_run_state(folder)
+    tokenizer = build_tokenizer(config.tokenizer)
+    config = config.with_vocab_size(tokenizer.vocab_size)
+    check_same_model(state, folder, recipe="gpt", config=config, tokenizer=tokenizer)
+    if loads_optimizer(config, weights_only=config.checkpoint.finetune):
+        check_has_optimizer(state, folder)
+    _check_tensors(folder, config)
+    return folder, config
+
+
+def _ranks_of(flags: Sequence[str]) -> int:
+    """Ranks of one copy of the model: as many as the flags need at least."""
+    intake = Intake((*CORE_GROUPS, CommandConfig))
+    intake.read_words(list(words_of(flags)))
+    for file in intake.value("config"):
+        intake.read_file(file)
+    ranks = 1
+    for size in _MODEL_PARALLEL:
+        ranks *= int(intake.value(size))
+    return ranks
+
+
+def _check_tensors(folder: CheckpointFolder, config: RunConfig) -> None:
+    stored = {
+        name.removeprefix("model."): entry.shape
+        for name, entry in StoredTensors(folder.path).entries.items()
+        if name.startswith("model.")
+    }
+    wanted = {name: sharding.shape for name, sharding in parameters_of(config.model).items()}
+    report_differences(
+        str(folder.path),
+        missing=sorted(wanted.keys() - stored.keys()),
+        surplus=sorted(stored.keys() - wanted.keys()),
+        mismatched=[
+            f"{name} is {list(stored[name])} and should be {list(shape)}"
+            for name, shape in wanted.items()
+            if name in stored and stored[name] != shape
+        ],
+    )

@@ -1,0 +1,187 @@
+"""inspect.py answers what is in a checkpoint, whether it is whole, what changed, and whether a run could load it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron.core.checkpointing import storage
+from megatron.core.parallel.context import ParallelContext
+from megatron.errors import CheckpointError, ConfigError
+from megatron.training.checkpoint import save
+from tests.harness.runs import TINY_RUN, tiny_run
+from tests.unit.tools.conftest import REPOSITORY
+from tools.checkpoint import inspect as tool
+
+FLAGS = f"{TINY_RUN} --mock-data --train-iters 3"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of iterations 1 and 2 of a run, the second with other weights."""
+    root = tmp_path_factory.mktemp("run")
+    run = tiny_run(ParallelContext.single(), f"--mock-data --swiglu --save {root} --save-interval 1")
+    for iteration in (1, 2):
+        run.progress.iteration, run.progress.consumed_samples = iteration, 8 * iteration
+        with torch.no_grad():
+            run.models[0].get_parameter("decoder.final_layernorm.weight")[3] += 0.25 * (iteration - 1)
+        save(run)
+    return root
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """The exit code of the tool, and what it printed."""
+
+    def run(*words: str | Path) -> tuple[int, str]:
+        code = tool.main([str(word) for word in words])
+        return code, capsys.readouterr().out
+
+    return run
+
+
+Said = Callable[..., tuple[int, str]]
+
+
+def test_the_page(root: Path, said: Said) -> None:
+    """Sizes, types, layout, progress, versions and what was set, without reading a number."""
+    with mock.patch.object(storage.CheckpointReader, "load_box", side_effect=AssertionError("tensor data was read")):
+        code, text = said(root)
+    assert code == 0
+    assert text.startswith(f"{root}/iter_0000002\n")
+    for words in (
+        "iteration 2, 16 samples consumed",
+        "model       gpt, 9,840 parameters in 28 tensors",
+        "exp_avg (9,840 in 28 tensors), exp_avg_sq (9,840 in 28 tensors)",
+        "saved by 1 rank (nothing split); loads at any layout",
+        f"torch {torch.__version__}",
+        "hidden_size                        16",
+        "swiglu                             True",
+        "embedding.word_embeddings.weight                    fp32  51 x 16  (816)",
+    ):
+        assert words in text, words
+    assert "iteration 1, 8 samples" in said(root, "--ckpt-step", "1")[1]
+
+
+def test_json(root: Path, said: Said) -> None:
+    """Scripts get the same, whole."""
+    found = json.loads(said(root, "--json")[1])
+    assert (found["iteration"], found["parameters"], found["dtypes"]) == (2, 9840, {"fp32": 9840})
+    assert found["tensors"]["decoder.final_layernorm.bias"] == {"shape": [16], "dtype": "fp32"}
+    assert found["state"]["config"]["model"]["swiglu"] is True
+    assert found["layout"]["tp"] == 1
+
+
+def test_verify_names_the_damaged_file(root: Path, said: Said, tmp_path: Path) -> None:
+    """And leaves with an exit code that a script sees."""
+    assert said(root, "--verify") == (0, f"{root}/iter_0000001: whole\n{root}/iter_0000002: whole\n")
+    shutil.copytree(root, tmp_path / "copy")
+    data = tmp_path / "copy/iter_0000002/__0_0.distcp"
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    code, text = said(tmp_path / "copy", "--verify")
+    assert code == 1
+    assert "iter_0000001: whole" in text
+    assert "iter_0000002: __0_0.distcp is damaged (checksum mismatch)" in text
+    (tmp_path / "copy/iter_0000001/run.json").unlink()
+    assert "run.json is missing" in said(tmp_path / "copy/iter_0000001", "--verify")[1]
+
+
+def test_diff(root: Path, said: Said) -> None:
+    """Two iterations differ in one number; a checkpoint equals itself."""
+    first, second = root / "iter_0000001", root / "iter_0000002"
+    code, text = said("--diff", first, second)
+    assert code == 1
+    assert text.splitlines() == [
+        "setting progress.consumed_samples: 8 and 16",
+        "setting progress.iteration: 1 and 2",
+        "tensor model.decoder.final_layernorm.weight: up to 0.25",
+        "83 tensors are equal, 1 differ",
+    ]
+    assert said("--diff", first, first) == (0, "84 tensors are equal, 0 differ\n")
+
+
+def test_diff_of_other_shapes_and_names(root: Path, said: Said, tmp_path: Path) -> None:
+    """What only one of the two has, and what changed its size."""
+    run = tiny_run(ParallelContext.single(), f"--mock-data --swiglu --save {tmp_path} --save-interval 1 --vocab-size 60 --no-save-optim")
+    save(run)
+    code, text = said("--diff", root, tmp_path)
+    assert code == 1
+    assert "setting config.model.vocab_size: 51 and 61" in text or "setting config.tokenizer.vocab_size" in text
+    assert "tensor model.embedding.word_embeddings.weight: [51, 16] and [61, 16]" in text
+    assert f"only in {root}: optimizer.exp_avg.decoder.final_layernorm.bias" in text
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--swiglu",
+        "--swiglu --tensor-model-parallel-size 2",
+        "--swiglu --bf16 --micro-batch-size 8",
+        "--use-checkpoint-args --finetune",
+        "--swiglu --no-load-optim",
+        "--swiglu --vocab-size 50 --train-iters 99 --lr 3",
+    ],
+)
+def test_what_can_load(more: str, root: Path, said: Said) -> None:
+    """Layout, precision, batch and schedule never stand in the way."""
+    code, text = said(root, "--can-load", *FLAGS.split(), *more.split())
+    assert (code, text[:5]) == (0, "yes: ")
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ("", "is of another architecture: --swiglu is True in the checkpoint and False here"),
+        ("--swiglu --num-layers 4", "--num-layers is 2 in the checkpoint and 4 here"),
+        ("--swiglu --hidden-size 32", "--hidden-size is 16 in the checkpoint and 32 here"),
+        ("--swiglu --vocab-size 77", "is 51 in the checkpoint and 78 here"),
+        ("--swiglu --ckpt-step 7", "holds no usable checkpoint of --ckpt-step 7"),
+        ("--swiglu --num-attention-heads 3", "does not divide"),
+        ("--swigloo", "there is no flag --swigloo (did you mean --swiglu?)"),
+    ],
+)
+def test_what_cannot_load_and_why(more: str, reason: str, root: Path, said: Said) -> None:
+    """The sentence that training would end with, before a job waits in a queue for it."""
+    code, text = said(root, "--can-load", *FLAGS.split(), *more.split())
+    assert code == 1
+    assert text.startswith("no: ")
+    assert reason in text
+
+
+def test_weights_alone_need_to_be_asked_for(said: Said, tmp_path: Path) -> None:
+    """A checkpoint without optimizer state loads only where a run says so."""
+    save(tiny_run(ParallelContext.single(), f"--mock-data --save {tmp_path} --save-interval 1 --no-save-optim"))
+    code, text = said(tmp_path, "--can-load", *FLAGS.split())
+    assert code == 1
+    assert "holds no optimizer state" in text
+    assert said(tmp_path, "--can-load", *FLAGS.split(), "--finetune")[0] == 0
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    """Nothing there, nothing named."""
+    with pytest.raises(CheckpointError, match="there is no such folder"):
+        tool.main([str(tmp_path / "nowhere")])
+    with pytest.raises(CheckpointError, match="there is nothing that looks like one"):
+        tool.main([str(tmp_path), "--verify"])
+    with pytest.raises(ConfigError, match="name a checkpoint"):
+        tool.main([])
+
+
+@pytest.mark.parametrize("name", ["inspect.py", "convert.py"])
+def test_the_folder_does_not_hide_pythons_own_inspect(name: str) -> None:
+    """A script's folder comes first when modules are looked up, and this one holds an inspect.py."""
+    words = [sys.executable, str(REPOSITORY / "tools/checkpoint" / name), "--help"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.search("usage: (inspect|convert).py", done.stdout)

@@ -1,0 +1,174 @@
+"""See what is in a checkpoint, whether it is whole, how two differ, and whether a run could load it.
+
+Looks at one checkpoint or at a folder of them, in one process; numbers are read only to be compared or checked.
+"""
+
+from __future__ import annotations
+
+# The folder of this file holds this inspect.py, which must not be taken for Python's own module of that name.
+import os
+import sys
+
+sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != os.path.dirname(os.path.abspath(__file__))]
+
+import argparse
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from megatron.config.run import RunConfig
+from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint
+from megatron.core.checkpointing.folders import iteration_of
+from megatron.core.checkpointing.manifest import MANIFEST, Manifest
+from megatron.core.checkpointing.summary import Comparison, Summary, compare, short, summarize
+from megatron.errors import CheckpointError, ConfigError, MegatronError, run_command
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what was asked; the exit code is 1 when something is damaged, different, or can't be loaded."""
+    words, flags = list(argv), None
+    if "--can-load" in words:
+        at = words.index("--can-load")
+        words, flags = words[:at], words[at + 1 :]
+    options = _parser().parse_args(words)
+    if flags is not None:
+        return can_load(options.path, flags, step=options.ckpt_step)
+    if options.diff:
+        return print_comparison(compare(*(_find(path, None) for path in options.diff)), options.diff)
+    if options.verify:
+        return verify(_required(options.path))
+    summary = summarize(_find(_required(options.path), options.ckpt_step))
+    print(json.dumps(summary.to_json(), indent=1) if options.json else describe(summary))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="inspect.py", description=__doc__, allow_abbrev=False)
+    parser.add_argument("path", type=Path, nargs="?", metavar="DIR", help="a checkpoint, or a folder of them")
+    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration, instead of the newest")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--verify", action="store_true", help="read every file and compare sizes and checksums")
+    parser.add_argument("--diff", type=Path, nargs=2, metavar=("A", "B"), help="compare settings and tensors of two")
+    parser.add_argument(
+        "--can-load",
+        metavar="FLAGS ...",
+        help="last of all: the flags of a training command; says whether it could load DIR, and if not, why",
+    )
+    return parser
+
+
+def _required(path: Path | None) -> Path:
+    if path is None:
+        raise ConfigError("name a checkpoint, or a folder of them: inspect.py DIR")
+    return path
+
+
+def _find(path: Path, step: int | None) -> CheckpointFolder:
+    return find_checkpoint(path, step=step, verify=False)
+
+
+def describe(summary: Summary) -> str:
+    """The summary as a page of text."""
+    return "\n".join([*_head(summary), "", *_settings(summary), "", *_tensors(summary)])
+
+
+def _head(summary: Summary) -> Iterator[str]:
+    state, progress = summary.state, summary.state.get("progress") or {}
+    axes = {axis: size for axis, size in summary.layout.items() if size > 1 and axis != "world_size"}
+    places = ", ".join(f"{axis} {size}" for axis, size in axes.items()) or "nothing split"
+    types = ", ".join(f"{count:,} {kind}" for kind, count in summary.dtypes.items())
+    tokenizer = state.get("tokenizer") or {}
+    states = ", ".join(
+        f"{kind} ({elements:,} in {count} tensors)" for kind, (count, elements) in summary.optimizer.items()
+    )
+    yield str(summary.path)
+    yield f"  saved       {datetime.fromtimestamp(summary.saved_at):%Y-%m-%d %H:%M:%S}"
+    yield f"  progress    iteration {summary.iteration}, {progress.get('consumed_samples', 0):,} samples consumed"
+    yield f"  model       {state.get('recipe')}, {summary.num_parameters:,} parameters in {len(summary.model)} tensors"
+    yield f"  types       {types}"
+    yield f"  optimizer   {states or 'no state'}"
+    ranks = summary.layout.get("world_size", 1)
+    yield f"  layout      saved by {ranks} rank{'' if ranks == 1 else 's'} ({places}); loads at any layout"
+    yield f"  versions    {', '.join(f'{name} {version}' for name, version in summary.versions.items())}"
+    yield f"  tokenizer   {tokenizer.get('name')}, fingerprint {str(tokenizer.get('fingerprint') or 'unknown')[:12]}"
+    yield f"  files       {summary.num_files}, {summary.num_bytes:,} bytes"
+
+
+def _settings(summary: Summary) -> Iterator[str]:
+    yield "settings that are not the default"
+    run = RunConfig.from_json(summary.state["config"])
+    for field, value in run.diff_from_defaults().items():
+        yield f"  {field:<34} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
+
+
+def _tensors(summary: Summary) -> Iterator[str]:
+    width = max((len(name) for name in summary.model), default=0)
+    yield "tensors of the model"
+    for name, entry in summary.model.items():
+        shape = " x ".join(map(str, entry.shape)) or "scalar"
+        yield f"  {name:<{width}}  {short(entry.dtype)}  {shape}  ({math.prod(entry.shape):,})"
+
+
+def verify(path: Path) -> int:
+    """Check the files of every checkpoint in ``path``; names those that are damaged."""
+    folders = [path] if (path / MANIFEST).exists() or iteration_of(path) is not None else _complete_in(path)
+    damaged = 0
+    for folder in folders:
+        problems = problems_of(folder)
+        damaged += bool(problems)
+        print(f"{folder}: {'; '.join(problems) if problems else 'whole'}")
+    return 1 if damaged else 0
+
+
+def _complete_in(root: Path) -> list[Path]:
+    _find(root, None)  # says what is there when none is usable
+    return sorted(path for path in root.iterdir() if path.is_dir() and iteration_of(path) is not None)
+
+
+def problems_of(folder: Path) -> list[str]:
+    """Files that are missing, of another size, or of another content than when they were written."""
+    try:
+        manifest = Manifest.read(folder)
+    except CheckpointError as error:
+        return [str(error)]
+    return manifest.size_problems(folder) or manifest.checksum_problems(folder, manifest.files)
+
+
+def print_comparison(found: Comparison, paths: Sequence[Path]) -> int:
+    """Differences of two checkpoints, as text."""
+    for name, (mine, theirs) in found.settings.items():
+        print(f"setting {name}: {mine} and {theirs}")
+    for path, names in zip(paths, found.only_in):
+        for name in names:
+            print(f"only in {path}: {name}")
+    for difference in found.differences:
+        print(f"tensor {difference.name}: {difference.words}")
+    print(f"{found.num_equal} tensors are equal, {len(found.differences)} differ")
+    return 0 if found.is_empty else 1
+
+
+def can_load(path: Path | None, flags: Sequence[str], *, step: int | None) -> int:
+    """Whether a training command with ``flags`` could load the checkpoint; the reason when not."""
+    from megatron.training.loadable import check_loadable
+
+    try:
+        folder, config = check_loadable(path, flags, step=step)
+    except MegatronError as error:
+        print(f"no: {error}")
+        return 1
+    print(f"yes: {folder.path} (iteration {folder.iteration}) loads at {layout_words(config.to_json()['parallel'])}")
+    return 0
+
+
+def layout_words(parallel: Mapping[str, Any]) -> str:
+    """The model-parallel sizes of a run."""
+    names = {"tensor_model_parallel_size": "tensor", "pipeline_model_parallel_size": "pipeline"}
+    names["context_parallel_size"] = "context"
+    return ", ".join(f"{title} parallel size {parallel[name]}" for name, title in names.items())
+
+
+if __name__ == "__main__":
+    run_command(lambda: main(sys.argv[1:]))
