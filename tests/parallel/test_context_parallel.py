@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.context_parallel import key_exchange, merged_attention
 from megatron.core.context_parallel.attention import attention
 from megatron.core.context_parallel.slicing import take
 from megatron.core.ops.attention import attention as attention_of_one_rank
 from megatron.core.ops.attention import blocked
+from megatron.core.ops.attention.partial import partial_attention, partial_attention_gradients
+from megatron.core.parallel import exchange
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.exchange import Shift, Team, all_to_all, circulate
 from tests.harness import run_ranks
@@ -92,6 +97,45 @@ def test_attention_over_slices_is_attention(way: str) -> None:
     for name, call in CALLS.items():
         for differences in run_ranks(on_slices, WAYS[way], call, cp=4, dtype=torch.float64):
             assert max(differences) < 1e-12, f"{name}: out, q, k, v differ by {differences}"
+
+
+def order_of_events(context: ParallelContext) -> list[str]:
+    """What one rank does in a forward and a backward pass over a ring: "send", "wait" and "compute"."""
+    seen: list[str] = []
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            seen.append(name)
+            return function(*arguments, **options)
+
+        return call
+
+    def start(*arguments: Any, **options: Any) -> Any:
+        seen.append("send")
+        return mock.Mock(wait=noted("wait", Shift(*arguments, **options).wait))
+
+    (q, k, v), upstream = inputs(groups=HEADS, keys=LENGTH)
+    held = [take(x, context.mesh.rank("cp"), 3, dim=0).requires_grad_() for x in (q, k, v)]
+    with (
+        mock.patch.object(exchange, "Shift", start),
+        mock.patch.object(key_exchange, "Shift", start),
+        mock.patch.object(merged_attention, "partial_attention", noted("compute", partial_attention)),
+        mock.patch.object(
+            merged_attention, "partial_attention_gradients", noted("compute", partial_attention_gradients)
+        ),
+    ):
+        out = attention(*held, context=context, comm_type="p2p", causal=True)
+        seen.append("|")
+        out.backward(take(upstream, context.mesh.rank("cp"), 3, dim=0))  # type: ignore[no-untyped-call]
+    return seen
+
+
+def test_keys_travel_while_attention_is_computed() -> None:
+    """A ring that computes and then sends takes as long as both together; no number would show it."""
+    for seen in run_ranks(order_of_events, cp=3, dtype=torch.float64):
+        forward, backward = " ".join(seen).split(" | ")
+        assert forward == "send compute wait send compute wait compute"
+        assert backward == "send compute wait send compute send wait compute wait send wait"
 
 
 def exchanges(context: ParallelContext) -> tuple[list[tuple[int, float]], list[float], list[float], float]:

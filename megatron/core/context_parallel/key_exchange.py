@@ -62,20 +62,24 @@ class Ring:
 
 
 class _RingReturning:
-    """A sum of gradients follows its keys round the ring, one step behind, and goes home at the end."""
+    """A sum of gradients follows its keys round the ring, one step behind, to where it started without its owner's."""
 
     def __init__(self, team: Team) -> None:
         self._team = team
+        self._own: Tensor | None = None
         self._shift: Shift | None = None
 
     def add(self, owner: int, grads: Tensor) -> None:
+        if self._own is None:  # a rank visits its own keys first
+            self._own = grads
+            return
         if self._shift is not None:
             grads += self._shift.wait()
         self._shift = Shift(grads, self._team, tag=_GRADIENTS)
 
     def own(self) -> Tensor:
-        assert self._shift is not None
-        return self._shift.wait()
+        assert self._own is not None and self._shift is not None, "a ring has more than one rank"
+        return self._own.add_(self._shift.wait())
 
 
 class Gather:

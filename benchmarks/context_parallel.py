@@ -1,0 +1,213 @@
+"""What context parallelism costs and saves: bytes that ranks send, against textbook figures, and memory.
+
+    torchrun --standalone --nproc_per_node 2 benchmarks/context_parallel.py
+    torchrun --standalone --nproc_per_node 4 benchmarks/context_parallel.py --no-memory
+
+Bytes are counted at the calls of torch.distributed, for attention alone, forward and backward. Memory is the growth of
+a rank's peak resident size over a training step; the same ranks run the same model with a sample each (cp 1) and with
+all of them on one sample (cp N).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import dataclasses
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import CpCommType, ParallelConfig
+from megatron.core.context_parallel.attention import attention
+from megatron.core.models.gpt import GPTModel
+from megatron.core.parallel import collectives
+from megatron.core.parallel.collectives import gather_objects
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.environment import LaunchEnvironment, launch_environment
+from megatron.core.parallel.launch import mesh_of, parallel_context
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An attention call over the whole sequence, in fp32."""
+
+    length: int = 1024
+    batch: int = 2
+    heads: int = 16
+    groups: int = 4
+    width: int = 32
+
+
+@dataclass(frozen=True)
+class Way:
+    """How ranks exchange keys or heads; ``levels``: of the two-level exchange."""
+
+    kind: CpCommType
+    levels: tuple[int, int] = (1, 1)
+
+    def __str__(self) -> str:
+        return self.kind if self.kind != "a2a+p2p" else f"a2a+p2p {self.levels[0]} x {self.levels[1]}"
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Counter[str]]:
+    """Bytes that this rank sends, by kind of call, as an exchange without switches sends them."""
+    sent: Counter[str] = Counter()
+
+    def size(x: Tensor) -> int:
+        return x.numel() * x.element_size()
+
+    def ring(operations: list[dist.P2POp]) -> Any:
+        sent["ring"] += sum(size(each.tensor) for each in operations if each.op is dist.isend)
+        return original_ring(operations)
+
+    def heads(out: Tensor, x: Tensor, *, group: dist.ProcessGroup) -> Any:
+        sent["all-to-all"] += size(x) * (group.size() - 1) // group.size()
+        return original_heads(out, x, group=group)
+
+    def gather(out: Tensor, x: Tensor, **options: Any) -> Any:
+        sent["gather"] += size(out) - size(x)
+        return original_gather(out, x, **options)
+
+    def scatter(out: Tensor, x: Tensor, **options: Any) -> Any:
+        sent["reduce-scatter"] += size(x) - size(out)
+        return original_scatter(out, x, **options)
+
+    original_ring, original_heads = dist.batch_isend_irecv, dist.all_to_all_single
+    original_gather, original_scatter = collectives._gather_tensor, collectives._scatter_tensor
+    with (
+        mock.patch.object(dist, "batch_isend_irecv", ring),
+        mock.patch.object(dist, "all_to_all_single", heads),
+        mock.patch.object(collectives, "_gather_tensor", gather),
+        mock.patch.object(collectives, "_scatter_tensor", scatter),
+    ):
+        yield sent
+
+
+def textbook(shape: Shape, way: Way, ranks: int) -> int:
+    """Bytes that a rank sends, forward and backward.
+
+    A ring moves every key and value past all others: forward once, backward once and their gradients once. Gathering is
+    the same in one message. Exchanging heads sends all but its own part of q, k, v and of the result, each way.
+    """
+    row = shape.length // ranks * shape.batch * shape.width * 4
+    exchanging = {"a2a": ranks, "a2a+p2p": way.levels[0]}.get(way.kind, 1)
+    ringing = ranks // exchanging
+    keys = 2 * row * max(shape.groups, exchanging)
+    both = 2 * row * shape.heads + keys
+    return 3 * (ringing - 1) * keys + 2 * both * (exchanging - 1) // exchanging
+
+
+def bytes_sent(context: ParallelContext, shape: Shape, way: Way) -> Counter[str]:
+    """Counted over one call and its gradient."""
+    context = dataclasses.replace(context, cp_comm_types=(way.kind,), cp_sizes=way.levels)
+    held = shape.length // context.mesh.size("cp")
+    sizes = (shape.heads, shape.groups, shape.groups)
+    q, k, v = (torch.randn(held, shape.batch, heads, shape.width, requires_grad=True) for heads in sizes)
+    with counting() as sent:
+        out = attention(q, k, v, context=context, comm_type=way.kind, causal=True)
+        out.sum().backward()  # type: ignore[no-untyped-call]
+    return sent
+
+
+def compare_bytes(context: ParallelContext, say: Callable[[str], None]) -> None:
+    """A table of counted against textbook bytes."""
+    shape, ranks = Shape(), context.mesh.size("cp")
+    ways = [Way("p2p"), Way("all_gather"), Way("a2a")]
+    ways += [Way("a2a+p2p", (size, ranks // size)) for size in range(2, ranks) if ranks % size == 0]
+    say(f"{shape}, {ranks} ranks; KiB sent by a rank, forward and backward")
+    say(f"{'way':<16} {'counted':>9} {'textbook':>9}  by call")
+    for way in ways:
+        everyone = gather_objects(bytes_sent(context, shape, way), context.mesh)
+        totals = {sum(sent.values()) for sent in everyone}
+        assert len(totals) == 1, f"ranks send {totals}"
+        (total,) = totals
+        parts = ", ".join(f"{name} {size / 1024:.0f}" for name, size in everyone[0].items())
+        say(f"{way!s:<16} {total / 1024:>9.0f} {textbook(shape, way, ranks) / 1024:>9.0f}  {parts}")
+
+
+def peak_growth(step: Callable[[], None]) -> int:
+    """Bytes by which the peak resident size exceeds that before ``step``."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # what earlier steps freed would hide what this one takes
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmHWM")
+    step()
+    return _status("VmHWM") - before
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"this system doesn't report {field}")
+
+
+def step_memory(context: ParallelContext, length: int) -> int:
+    """Growth of a rank's memory over forward and backward of one sample."""
+    config = ModelConfig(
+        num_layers=4,
+        hidden_size=256,
+        num_attention_heads=8,
+        max_position_embeddings=length,
+        vocab_size=1024,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        position_embedding_type="rope",
+    )
+    model = GPTModel(config, context, seed=1)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+        parameter.main_grad = parameter.grad  # type: ignore[attr-defined]
+    held = length // context.mesh.size("cp")
+    tokens = torch.randint(1024, (1, held))
+
+    def step() -> None:
+        output = model(tokens)
+        output.cross_entropy(tokens, torch.ones(1, held)).backward()
+
+    return peak_growth(step)
+
+
+def compare_memory(launch: LaunchEnvironment, sliced: ParallelContext, say: Callable[[str], None]) -> None:
+    """A table of memory by length, for a rank alone with its sample and for all ranks on one."""
+    ranks = launch.world_size
+    apart = dataclasses.replace(sliced, mesh=mesh_of(ParallelConfig(), world_size=ranks, rank=launch.rank))
+    say(f"\n{'length':>8} {'cp 1, MiB':>11} {f'cp {ranks}, MiB':>11} {'ratio':>6}")
+    for length in (2048, 4096, 8192, 16384):
+        alone, together = step_memory(apart, length), step_memory(sliced, length)
+        highest = [max(both) / 2**20 for both in zip(*gather_objects((alone, together), sliced.mesh))]
+        say(f"{length:>8} {highest[0]:>11.0f} {highest[1]:>11.0f} {highest[1] / highest[0]:>6.2f}")
+
+
+def main() -> None:
+    """Print both tables on the first rank."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--no-memory", action="store_true", help="count bytes only")
+    options = parser.parse_args()
+    launch = launch_environment()
+    torch.set_num_threads(1)
+    parallel = ParallelConfig(context_parallel_size=launch.world_size, distributed_backend="gloo")
+
+    def say(text: str) -> None:
+        if launch.rank == 0:
+            print(text, flush=True)
+
+    with parallel_context(parallel, launch, params_dtype="fp32", seed=1) as context:
+        compare_bytes(context, say)
+        if not options.no_memory:
+            compare_memory(launch, context, say)
+
+
+if __name__ == "__main__":
+    main()
