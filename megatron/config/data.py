@@ -24,6 +24,18 @@ class DataConfig:
     train_data_path: tuple[str, ...] = flag("As --data-path, for training only.", default=())
     valid_data_path: tuple[str, ...] = flag("As --data-path, for validation only.", default=())
     test_data_path: tuple[str, ...] = flag("As --data-path, for test only.", default=())
+    data_args_path: str | None = flag("Text file that holds what --data-path would take.", default=None)
+    per_split_data_args_path: str | None = flag(
+        'JSON file {"train": [...], "valid": [...], "test": [...]} that holds what the paths of each split would take.',
+        default=None,
+    )
+    multiple_validation_sets: bool = flag(
+        "Evaluate each validation data set by itself, under its name: PREFIX PREFIX ... or NAME=PREFIX ...",
+        default=False,
+    )
+    full_validation: bool = flag(
+        "Each evaluation reads the validation data once, instead of --eval-iters batches.", default=False
+    )
     mock_data: bool = flag("Synthetic data, no files.", default=False)
     data_cache_path: str | None = flag("Folder of index caches; without it they lie beside the data.", default=None)
     data_order: Literal["epoch", "megatron"] = flag(

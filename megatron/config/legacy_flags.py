@@ -250,14 +250,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "use --exit-signal-handler or --exit-duration-in-mins and start the job again",
     ),
     (
-        "data-args-path",
-        "write --data-path and its values into a file and give @FILE",
-    ),
-    (
-        "per-split-data-args-path",
-        "write --train-data-path and the others into a file and give @FILE",
-    ),
-    (
         "yaml-cfg",
         "give --config FILE; settings are named like flags, flat or nested by group",
     ),

@@ -78,6 +78,7 @@ def run_state(run: Run) -> dict[str, Any]:
         "optimizer": run.optimizer.state_dict() if checkpoint.save_optim else None,
         "random_seed": run.context.rng.seed if checkpoint.save_rng else None,
         "tokenizer": {"name": run.tokenizer.name, "fingerprint": run.tokenizer.fingerprint},
+        "data_phases": run.data.phases,
     }
 
 
@@ -123,6 +124,7 @@ def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> Non
         run.optimizer.load_state_dict(state["optimizer"])
     if not weights_only:
         run.progress = Progress(**state["progress"])
+        run.data.resume(state.get("data_phases", ()), run.progress.consumed_samples)
     if not weights_only and run.schedule is not None and state["schedule"] is not None:
         optimizer = run.config.optimizer
         run.schedule = resumed_schedule(

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from megatron.config.run import RunConfig
 from megatron.core.context_parallel.slicing import take
-from megatron.core.datasets.gpt_dataset import DatasetSplits
+from megatron.core.datasets.blended_dataset import continue_phases, mix_of
+from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.loader import Batch, build_loader
+from megatron.core.datasets.phases import Phase, next_phases
 from megatron.core.datasets.sampler import MicrobatchSampler
-from megatron.core.datasets.splits import SplitName, SplitSizes
+from megatron.core.datasets.splits import SPLITS, SplitName, SplitSizes
 from megatron.core.parallel.collectives import gather_objects
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
@@ -34,10 +37,43 @@ class TrainingData:
         self._config, self._recipe, self._context = config, recipe, context
         self._fields = recipe.fields(config, stages_here(config, recipe, context))
         self._splits = build_splits(config, recipe, context, tokenizer)
+        self._phases = [Phase(0, tuple(mix_of(self._splits.train)))] if self._splits.train is not None else []
 
-    def has(self, split: SplitName) -> bool:
-        """Whether there are samples of ``split`` to evaluate on."""
-        return self._splits.of(split) is not None
+    def evaluated(self, split: SplitName) -> list[str]:
+        """Names of the data sets of ``split`` to evaluate on; a single one has the name ``""``."""
+        return list(self._splits.named(split))
+
+    @property
+    def phases(self) -> list[dict[str, Any]]:
+        """The mixes that the run has trained on, as JSON for a checkpoint."""
+        return [phase.to_json() for phase in self._phases]
+
+    def resume(self, phases: Sequence[Mapping[str, Any]], consumed_samples: int) -> None:
+        """Go on after ``consumed_samples`` samples of a run whose mixes were ``phases``, also with another mix now.
+
+        Raises DataError for a changed mix where the order of samples doesn't allow it.
+        """
+        train = self._splits.train
+        if train is None or not phases:
+            return
+        before, data = [Phase.from_json(phase) for phase in phases], self._config.data
+        self._phases = next_phases(before, mix_of(train), consumed=consumed_samples)
+        if len(self._phases) > 1 and (data.data_order == "megatron" or data.dataloader_type == "cyclic"):
+            flag = "--data-order megatron" if data.data_order == "megatron" else "--dataloader-type cyclic"
+            raise DataError(
+                f"the training data are another mix than the checkpoint's, and with {flag} samples would be skipped or "
+                "repeated: give the same data and weights, or --finetune to begin anew"
+            )
+        train = continue_phases(train, self._phases)
+        self._splits = dataclasses.replace(self._splits, train=train)
+
+    def describe(self) -> list[str]:
+        """Sources of each split, with asked and realised weights."""
+        lines = [f"mix changed after {phase.start:,} samples" for phase in self._phases[1:]]
+        for split in SPLITS:
+            for name, data in self._splits.named(split).items():
+                lines += [f"{split}{f' ({name})' if name else ''}: {line.strip()}" for line in data.describe()]
+        return lines
 
     def training_batches(self, consumed_samples: int) -> Iterator[list[Microbatch]]:
         """This rank's microbatches of each global batch after ``consumed_samples`` samples, as long as data last."""
@@ -54,16 +90,24 @@ class TrainingData:
             yield batch
             consumed_samples += config.global_batch_size_at(consumed_samples)
 
-    def evaluation_batches(self, split: SplitName, *, evaluation: int) -> Iterator[list[Microbatch]]:
-        """This rank's microbatches of evaluation number ``evaluation``, which goes on where the one before ended."""
+    def evaluation_batches(self, split: SplitName, *, evaluation: int, name: str = "") -> Iterator[list[Microbatch]]:
+        """This rank's microbatches of evaluation number ``evaluation``, which goes on where the one before ended.
+
+        With ``--full-validation`` each evaluation reads all validation samples, and fills the last batch up.
+        """
         training = self._config.training
         per_rank = training.global_batch_size // (training.micro_batch_size * self._config.data_parallel_size)
-        stream = self._stream(split, evaluation * training.eval_iters * training.global_batch_size)
+        if split == "valid" and self._config.data.full_validation:
+            stream = self._stream(split, 0, name=name, pad_to=training.global_batch_size)
+            while batch := list(itertools.islice(stream, per_rank)):
+                yield batch
+            return
+        stream = self._stream(split, evaluation * training.eval_iters * training.global_batch_size, name=name)
         for _ in range(training.eval_iters):
             yield list(itertools.islice(stream, per_rank))
 
-    def _stream(self, split: SplitName, consumed: int) -> Iterator[Microbatch]:
-        dataset, config, mesh = self._splits.of(split), self._config, self._context.mesh
+    def _stream(self, split: SplitName, consumed: int, *, name: str = "", pad_to: int = 1) -> Iterator[Microbatch]:
+        dataset, config, mesh = self._splits.named(split).get(name), self._config, self._context.mesh
         if dataset is None:
             raise DataError(f"the run needs {split} samples, but the data flags leave that split empty")
         cyclic = split == "train" and config.data.dataloader_type == "cyclic"
@@ -74,6 +118,7 @@ class TrainingData:
             "data_parallel_rank": mesh.rank("dp"),
             "data_parallel_size": mesh.size("dp"),
             "shuffle_seed": config.training.seed if cyclic else None,
+            "pad_to": pad_to,
         }
         if self._fields:
             pin_memory = self._context.device.type != "cpu"

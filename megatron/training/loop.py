@@ -28,6 +28,7 @@ def train_from_start_to_end(config: RunConfig, recipe: Recipe, context: Parallel
     parameters = check_parameter_count(run.config, list(run.model_state()), context)
     load(run)
     run.reporter.say(startup_report(run.config, startup_facts(run, parameters=parameters)))
+    run.reporter.say("\n".join(["== data", *(f"   {line}" for line in run.data.describe())]))
     training = config.training
     with run.exit_watch.catching_signals(), garbage_on_schedule(training), deterministic_algorithms(training):
         finished = True if training.skip_train else train(run)
@@ -77,12 +78,13 @@ def train(run: Run) -> bool:
 
 
 def validate(run: Run, split: SplitName, where: str, *, evaluation: int) -> None:
-    """Evaluate on a split for the ``evaluation``-th time and report it; does nothing when the run has no such data."""
-    if not run.data.has(split):
-        return
-    collect_garbage_around_evaluation(run.config.training)
-    with run.reporter.aside("evaluate-time"):
-        losses = evaluate(run, run.data.evaluation_batches(split, evaluation=evaluation))
-    collect_garbage_around_evaluation(run.config.training)
+    """Evaluate on the data sets of a split for the ``evaluation``-th time, and report each by itself."""
     progress = run.progress
-    run.reporter.validation(where, losses, iteration=progress.iteration, consumed_samples=progress.consumed_samples)
+    for name in run.data.evaluated(split):
+        collect_garbage_around_evaluation(run.config.training)
+        with run.reporter.aside("evaluate-time"):
+            losses = evaluate(run, run.data.evaluation_batches(split, evaluation=evaluation, name=name))
+        collect_garbage_around_evaluation(run.config.training)
+        run.reporter.validation(
+            where, losses, iteration=progress.iteration, consumed_samples=progress.consumed_samples, data_set=name
+        )

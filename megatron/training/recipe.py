@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from megatron.config.run import RunConfig
-from megatron.core.datasets.gpt_dataset import DatasetSplits
+from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.stage import Stage
 from megatron.core.parallel.context import ParallelContext

@@ -170,11 +170,16 @@ class Reporter:
             seconds_left=(self._train_iters - step.iteration) * self._recent_seconds,
         )
 
-    def validation(self, where: str, losses: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:
-        """Print validation losses and add them to the curves (``where``: see :func:`metrics.validation_block`)."""
-        self.say(validation_block(where, losses))
+    def validation(
+        self, where: str, losses: Mapping[str, float], *, iteration: int, consumed_samples: int, data_set: str = ""
+    ) -> None:
+        """Print validation losses and add them to the curves (``where``: see :func:`metrics.validation_block`).
+
+        ``data_set``: the name of one of several validation sets.
+        """
+        self.say(validation_block(f"{where} ({data_set})" if data_set else where, losses))
         if not where.endswith("on test set"):
-            self._curves.validation(losses, iteration=iteration, consumed_samples=consumed_samples)
+            self._curves.validation(losses, iteration=iteration, consumed_samples=consumed_samples, data_set=data_set)
 
     def close(self) -> None:
         """Leave the terminal clean and end the event file."""

@@ -117,12 +117,15 @@ class TensorBoard:
             if value is not None:
                 self._both(name, value, step.iteration, step.consumed_samples)
 
-    def validation(self, losses: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:
+    def validation(
+        self, losses: Mapping[str, float], *, iteration: int, consumed_samples: int, data_set: str = ""
+    ) -> None:
         """Validation losses, and their perplexities with ``--log-validation-ppl-to-tensorboard``."""
+        of = f" {data_set}" if data_set else ""
         for name, loss in losses.items():
-            self._both(f"{name} validation", loss, iteration, consumed_samples)
+            self._both(f"{name} validation{of}", loss, iteration, consumed_samples)
             if self._config.log_validation_ppl_to_tensorboard:
-                self._both(f"{name} validation ppl", perplexity(loss), iteration, consumed_samples)
+                self._both(f"{name} validation ppl{of}", perplexity(loss), iteration, consumed_samples)
         if self._writer is not None:
             self._writer.flush()
 

@@ -13,7 +13,13 @@ def one_data_source(run: RunConfig) -> str | None:
     """Data comes from one place, and from one at least."""
     data = run.data
     per_split = [flag for flag, paths in _per_split(run).items() if paths]
-    named = ["--data-path"] * bool(data.data_path) + per_split[:1] + ["--mock-data"] * data.mock_data
+    named = [
+        *["--data-path"] * bool(data.data_path),
+        *["--data-args-path"] * bool(data.data_args_path),
+        *["--per-split-data-args-path"] * bool(data.per_split_data_args_path),
+        *per_split[:1],
+        *["--mock-data"] * data.mock_data,
+    ]
     if len(named) > 1:
         return f"{' and '.join(named)} exclude each other; keep one"
     if not named:
@@ -33,6 +39,7 @@ def training_data_is_given(run: RunConfig) -> str | None:
 def split_needs_one_data_set(run: RunConfig) -> str | None:
     """Shares are cut from one data set."""
     given = [flag for flag, each in _per_split(run).items() if each]
+    given += ["--per-split-data-args-path"] * bool(run.data.per_split_data_args_path)
     if given and run.data.split != DEFAULT_SPLIT:
         return f"--split {run.data.split!r} has no effect with {given[0]}; leave it out, or use --data-path"
     return None
@@ -66,6 +73,13 @@ def blends_are_sound(run: RunConfig) -> str | None:
             return f"{flag} {' '.join(words)}: a prefix is missing before the weight {stray}"
         if min(known) < 0 or sum(known) == 0:
             return f"{flag} {' '.join(words)}: weights must be 0 or more, and one more than 0"
+    return None
+
+
+def validation_sets_exist(run: RunConfig) -> str | None:
+    """Several validation sets are files."""
+    if run.data.multiple_validation_sets and run.data.mock_data:
+        return "--multiple-validation-sets names data sets; leave it out with --mock-data, or give --valid-data-path"
     return None
 
 
@@ -162,6 +176,7 @@ RULES = (
     split_needs_one_data_set,
     split_is_sound,
     blends_are_sound,
+    validation_sets_exist,
     tokenizer_has_files,
     saving_needs_an_interval,
     retained_checkpoints_exist,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.core.datasets.blend import Interleaving, normalized
-from megatron.core.datasets.gpt_samples import GPTDataset, Sample
+from megatron.core.datasets.blend import Interleaving, interleave, normalized
+from megatron.core.datasets.gpt_samples import Sample, SourceDataset
 from megatron.core.datasets.index_cache import digest_of
+from megatron.core.datasets.phases import MixedSource, Phase, samples_taken
 
 
 @dataclass(frozen=True)
@@ -21,42 +22,70 @@ class SourceShare:
 
 
 class BlendedDataset:
-    """Sample i is the next unused sample of the source that ``interleaving`` names for position i."""
+    """Sample i is the next unused sample of the source that ``interleaving`` names for position i − ``start``.
 
-    def __init__(self, sources: Sequence[GPTDataset], interleaving: Interleaving, *, weights: Sequence[float]) -> None:
+    ``start``: the run's sample at which this mix begins; those before are of other mixes, and can't be read here.
+    ``taken`` [sources]: how many samples of each source they took.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[SourceDataset],
+        interleaving: Interleaving,
+        *,
+        weights: Sequence[float],
+        start: int = 0,
+        taken: Sequence[int] | None = None,
+    ) -> None:
         self.sources = list(sources)
-        self._interleaving = interleaving
+        self._interleaving, self._start = interleaving, start
+        self._taken = list(taken or [0] * len(self.sources))
         self._asked = normalized(weights)
 
     @property
     def digest(self) -> str:
         """Hex digest of what decides which samples are read."""
-        return digest_of("blend", self._asked, len(self), *(source.digest for source in self.sources))
+        place = (self._start, self._taken) if self._start else ()
+        return digest_of("blend", self._asked, len(self), *place, *(source.digest for source in self.sources))
+
+    @property
+    def mix(self) -> list[MixedSource]:
+        """The sources and their weights, as a phase of a run records them."""
+        digests = [source.digest for source in self.sources]
+        return [
+            MixedSource(f"{digest}{'+' * digests[:place].count(digest)}", source.prefix, weight)  # of equal files, each
+            for place, (digest, source, weight) in enumerate(zip(digests, self.sources, self._asked.tolist()))
+        ]
 
     @property
     def shares(self) -> list[SourceShare]:
         """Asked and realised part of each source."""
-        counts = self._interleaving.counts
+        counts, total = self._interleaving.counts, max(len(self._interleaving), 1)
         return [
-            SourceShare(source.documents.prefix, float(asked), int(count) / max(len(self), 1), int(count))
+            SourceShare(source.prefix, float(asked), int(count) / total, int(count))
             for source, asked, count in zip(self.sources, self._asked, counts)
         ]
 
     def __len__(self) -> int:
-        return len(self._interleaving)
+        return self._start + len(self._interleaving)
 
     def __getitem__(self, index: int | None) -> Sample:
         if index is None:
             return self.sources[0][None]
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of a blend of {len(self)}")
-        source, number = self._interleaving.locate(index)
+        source, number = self._locate(index)
         return self.sources[source][number]
 
     def origin(self, index: int) -> str:
         """Source, document and token at which sample ``index`` starts."""
-        source, number = self._interleaving.locate(index)
+        source, number = self._locate(index)
         return self.sources[source].origin(number)
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        if not self._start <= index < len(self):
+            first = f", which begins at {self._start}" if self._start else ""
+            raise IndexError(f"sample {index} of a blend of {len(self)}{first}")
+        source, number = self._interleaving.locate(index - self._start)
+        return source, self._taken[source] + number
 
     def describe(self) -> list[str]:
         """Asked and realised share of each source, a line each."""
@@ -65,3 +94,31 @@ class BlendedDataset:
             for share, source in zip(self.shares, self.sources)
             for line in source.describe()
         ]
+
+
+MixedDataset = SourceDataset | BlendedDataset
+"""Training data: one source, or several mixed."""
+
+
+def mix_of(dataset: MixedDataset) -> list[MixedSource]:
+    """The mix that training data are, also where it is a single source."""
+    if isinstance(dataset, BlendedDataset):
+        return dataset.mix
+    return [MixedSource(dataset.digest, dataset.prefix, 1.0)]
+
+
+def continue_phases(dataset: MixedDataset, phases: Sequence[Phase]) -> MixedDataset:
+    """Training data for the last of ``phases``, each source going on after what the phases before took of it.
+
+    ``dataset``: the data of a run that has only the last mix; samples that are numbered the same then, if it is so.
+    """
+    *before, now = phases
+    if not before:
+        return dataset
+    sources = dataset.sources if isinstance(dataset, BlendedDataset) else [dataset]
+    weights = [each.weight for each in now.sources]
+    mixed = interleave(weights, size=len(dataset) - now.start)
+    by_digest = samples_taken(before, until=now.start)
+    taken = [by_digest.get(each.digest, 0) for each in now.sources]
+    longer = [source.with_samples(had + more) for source, had, more in zip(sources, taken, mixed.counts.tolist())]
+    return BlendedDataset(longer, mixed, weights=weights, start=now.start, taken=taken)

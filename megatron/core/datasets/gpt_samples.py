@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.sample_order import SampleOrder
+from megatron.core.datasets.index_cache import digest_of
+from megatron.core.datasets.sample_order import EpochOrder, SampleOrder
 from megatron.errors import DataError
 
 Sample = dict[str, NDArray[Any]]
@@ -24,6 +26,10 @@ class Documents(Protocol):
     @property
     def lengths(self) -> NDArray[np.int32]:
         """Tokens of each document, [documents]."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of a part of the tokens, which tells apart data whose documents have the same lengths."""
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
         """Tokens ``[offset, offset + length)`` of a document."""
@@ -47,6 +53,17 @@ class SampleDataset(Protocol):
 
     def describe(self) -> list[str]:
         """What the samples come from, a line per source."""
+
+
+class SourceDataset(SampleDataset, Protocol):
+    """Samples of one source, as many as are asked for."""
+
+    @property
+    def prefix(self) -> str:
+        """The source's name for messages."""
+
+    def with_samples(self, num_samples: int) -> SourceDataset:
+        """The same samples, and more or fewer of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +130,19 @@ class GPTDataset:
     @property
     def digest(self) -> str:
         """Hex digest of what decides which samples are read."""
-        return self.order.digest
+        return digest_of(self.order.digest, self.documents.fingerprint)
+
+    @property
+    def prefix(self) -> str:
+        """The source's name for messages."""
+        return self.documents.prefix
+
+    def with_samples(self, num_samples: int) -> GPTDataset:
+        """The same samples, and more or fewer of them; only in an order that doesn't depend on their number."""
+        assert isinstance(self.order, EpochOrder), "Megatron-LM's order is another one for every number of samples"
+        other = copy(self)
+        other.order = self.order.with_samples(num_samples)
+        return other
 
     @property
     def num_epochs(self) -> float:

@@ -59,7 +59,7 @@ def build_loader(
     data_parallel_rank: int = 0,
     data_parallel_size: int = 1,
     shuffle_seed: int | None = None,
-    pad_last: bool = False,
+    pad_to: int = 1,
     num_workers: int = 0,
     pin_memory: bool = False,
 ) -> BatchLoader:
@@ -71,7 +71,7 @@ def build_loader(
         data_parallel_rank=data_parallel_rank,
         data_parallel_size=data_parallel_size,
         shuffle_seed=shuffle_seed,
-        pad_last=pad_last,
+        pad_to=pad_to,
     )
     return BatchLoader(dataset, sampler, num_workers=num_workers, pin_memory=pin_memory)
 

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-MOCK_SPLIT = "1,1,1"
 _NUM_DOCUMENTS = 100_000
 _LENGTHS = (1, 4096)
 
@@ -18,7 +17,7 @@ class MockDocuments:
     Counting starts over at the end of a smaller vocabulary.
     """
 
-    prefix = "mock data"
+    prefix = fingerprint = "mock data"
 
     def __init__(self, *, eod: int, vocab_size: int) -> None:
         self.lengths: NDArray[np.int32] = np.random.default_rng(0).integers(*_LENGTHS, _NUM_DOCUMENTS).astype(np.int32)

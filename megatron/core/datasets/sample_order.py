@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from typing import Any, NamedTuple, Protocol
 
@@ -72,6 +73,12 @@ class EpochOrder:
 
     def __len__(self) -> int:
         return self._num_samples
+
+    def with_samples(self, num_samples: int) -> EpochOrder:
+        """The same order, of more samples or fewer."""
+        other = copy.copy(self)
+        other._num_samples = num_samples
+        return other
 
     def find(self, index: int) -> SampleStart:
         """Start of sample ``index``."""

@@ -25,8 +25,8 @@ class MicrobatchSampler:
     """Lists of ``micro_batch_size`` sample numbers, beginning after ``consumed`` samples of the run.
 
     ``num_samples``: size of the data set. ``shuffle_seed``: the ``cyclic`` stream; None: ``single``.
-    ``pad_last``: when the ``single`` stream ends inside a batch, fill it with None, which stands for a sample that
-    counts for nothing; else what doesn't fill a microbatch on every rank is left out.
+    ``pad_to``: fill the ``single`` stream up to a multiple of it with None, which stands for a sample that counts for
+    nothing; else what doesn't fill a microbatch on every rank is left out.
     """
 
     num_samples: int
@@ -35,17 +35,18 @@ class MicrobatchSampler:
     data_parallel_rank: int = 0
     data_parallel_size: int = 1
     shuffle_seed: int | None = None
-    pad_last: bool = False
+    pad_to: int = 1
 
     def __iter__(self) -> Iterator[list[int | None]]:
         stride = self.micro_batch_size * self.data_parallel_size
         before = self.data_parallel_rank * self.micro_batch_size
         passes = None if self.shuffle_seed is None else _Passes(self.num_samples, self.shuffle_seed)
+        end = -(-self.num_samples // self.pad_to) * self.pad_to
         for start in itertools.count(self.consumed, stride):
             positions = range(start + before, start + before + self.micro_batch_size)
             if passes is not None:
                 yield [passes.sample(position) for position in positions]
-            elif start + stride <= self.num_samples or (self.pad_last and start < self.num_samples):
+            elif start + stride <= end:
                 yield [position if position < self.num_samples else None for position in positions]
             else:
                 return

@@ -42,12 +42,13 @@ class Share:
     low: float
     high: float
 
-    def documents(self, count: int) -> range:
-        """Documents of this share among ``count``; halves round to even, as Megatron-LM does."""
+    def units(self, count: int) -> range:
+        """The ones of ``count`` that are this share's; halves round to even, as Megatron-LM does."""
         return range(round(self.low * count), round(self.high * count))
 
 
 WHOLE = Share(0.0, 1.0)
+MOCK_SPLIT = "1,1,1"
 
 
 def parse_split(text: str) -> dict[SplitName, Share | None]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron.core.datasets.blend import interleave
-from megatron.core.datasets.blended_dataset import BlendedDataset, SourceShare
+from megatron.core.datasets.blended_dataset import BlendedDataset, MixedDataset, SourceShare, continue_phases, mix_of
 from megatron.core.datasets.gpt_samples import GPTDataset, SampleLayout
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.phases import MixedSource, Phase, next_phases, samples_taken
 from megatron.core.datasets.sample_order import EpochOrder
 from tests.unit.datasets.conftest import WriteDocuments
 
@@ -38,7 +42,7 @@ def test_samples_come_from_their_sources(blend: BlendedDataset) -> None:
 
 def test_asked_and_realised_shares(blend: BlendedDataset) -> None:
     """What the user asked for stands beside what the samples are."""
-    first, second = (source.documents.prefix for source in blend.sources)
+    first, second = (source.prefix for source in blend.sources)
     assert blend.shares == [SourceShare(first, 0.75, 0.75, 150), SourceShare(second, 0.25, 0.25, 50)]
     assert blend.describe()[1] == f"25.000% of the blend (asked 25.000%) from {second}: 50 samples, 1.52 epochs"
 
@@ -49,3 +53,73 @@ def test_outside_the_blend(blend: BlendedDataset) -> None:
     for index in (-1, 200):
         with pytest.raises(IndexError, match=f"sample {index} of a blend of 200"):
             blend[index]
+
+
+def changing(blend: BlendedDataset, *mixes: tuple[int, list[float]]) -> list[MixedDataset]:
+    """Training data of a run after each change of its mix: the sample at which it changed, and the new weights."""
+    phases, found = [Phase(0, tuple(blend.mix))], list[MixedDataset]([blend])
+    for consumed, weights in mixes:
+        asked = BlendedDataset(blend.sources, interleave(weights, size=200), weights=weights)
+        phases = next_phases(phases, asked.mix, consumed=consumed)
+        found.append(continue_phases(asked, [Phase.from_json(json.loads(json.dumps(p.to_json()))) for p in phases]))
+    return found
+
+
+def test_a_changed_mix_neither_skips_nor_repeats(blend: BlendedDataset) -> None:
+    """Each source goes on at its own next sample, over two changes of the weights."""
+    stages = changing(blend, (30, [1, 1]), (70, [1, 4]))
+    read = [stages[0].origin(i) for i in range(30)]
+    read += [stages[1].origin(i) for i in range(30, 70)]
+    read += [stages[2].origin(i) for i in range(70, 200)]
+    for source in blend.sources:
+        own = [origin for origin in read if origin.startswith(source.prefix + ",")]
+        assert own == [source.with_samples(200).origin(i) for i in range(len(own))]
+    assert len(read) == len(stages[2]) == 200
+    counts = Counter(stages[1][i]["tokens"][0].item() for i in range(30, 70))
+    assert counts == {1: 20, 2: 20}
+    with pytest.raises(IndexError, match="sample 29 of a blend of 200, which begins at 30"):
+        stages[1][29]
+
+
+def test_the_same_mix_is_no_change(blend: BlendedDataset) -> None:
+    """A run that is resumed ten times has one phase, and reads what it would have read without a stop."""
+    (_, resumed) = changing(blend, (30, [3, 1]))
+    assert resumed.digest == blend.digest
+    assert next_phases([Phase(0, tuple(blend.mix))], blend.mix, consumed=30) == [Phase(0, tuple(blend.mix))]
+
+
+def test_a_phase_without_samples_leaves_no_trace(blend: BlendedDataset) -> None:
+    """Somebody tries two mixes at the same checkpoint: only the second one counts."""
+    once = changing(blend, (30, [1, 4]))[-1]
+    twice = changing(blend, (30, [1, 1]), (30, [1, 4]))[-1]
+    assert [twice.origin(i) for i in range(30, 200)] == [once.origin(i) for i in range(30, 200)]
+
+
+def test_a_single_source_becomes_one_of_two(blend: BlendedDataset) -> None:
+    """A source that is added begins at its first sample; the one that was there goes on."""
+    alone = blend.sources[0].with_samples(200)
+    phases = next_phases([Phase(0, tuple(mix_of(alone)))], blend.mix, consumed=50)
+    later = continue_phases(blend, phases)
+    numbers = Counter[str]()
+    numbers[alone.prefix] = 50
+    for index in range(50, 200):
+        source = next(each for each in blend.sources if later.origin(index).startswith(each.prefix + ","))
+        assert later.origin(index) == source.with_samples(200).origin(numbers[source.prefix])
+        numbers[source.prefix] += 1
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    weights=st.lists(st.lists(st.floats(0.01, 1), min_size=3, max_size=3), min_size=1, max_size=5),
+    steps=st.lists(st.integers(0, 40), min_size=5, max_size=5),
+)
+def test_any_changes_count_up(weights: list[list[float]], steps: list[int]) -> None:
+    """What was taken of all sources together is what the run consumed, whatever mixes it went through."""
+    phases, consumed = list[Phase](), 0
+    for shares, step in zip(weights, steps):
+        phases = next_phases(
+            phases, [MixedSource(f"digest{i}", "", share) for i, share in enumerate(shares)], consumed=consumed
+        )
+        consumed += step
+    taken = samples_taken(phases, until=consumed)
+    assert sum(taken.values()) == consumed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,10 @@ from typing import Any
 import pytest
 
 from megatron.config.data import DataConfig
-from megatron.core.datasets import gpt_dataset
+from megatron.core.datasets import build as build_module
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import DatasetSplits, build_gpt_splits
-from megatron.core.datasets.gpt_samples import SampleDataset
+from megatron.core.datasets.gpt_samples import GPTDataset, SampleDataset
 from megatron.core.datasets.index_build import build_megatron
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.splits import SplitSizes
@@ -56,6 +57,68 @@ def test_each_split_can_have_its_own_files(write_documents: WriteDocuments) -> N
     assert {token for tokens in tokens_of(splits.train) for token in tokens} == set(range(10))
     assert {token for tokens in tokens_of(splits.valid) for token in tokens} <= set(range(20, 30))
     assert splits.test is None
+
+
+def test_paths_from_files(write_documents: WriteDocuments, tmp_path: Path) -> None:
+    """Lists too long for a command line: the same words, in a text file, or by split in JSON."""
+    train, valid = (write_documents(numbered(first), f"data{first}") for first in (0, 20))
+    listed = tmp_path / "list.txt"
+    listed.write_text(f"0.25 {train}\n0.75 {valid}\n")
+    sizes = SplitSizes(40, 0, 0)
+    by_flag = build(sizes, data_path=("0.25", train, "0.75", valid), split="1,0,0")
+    by_file = build(sizes, data_args_path=str(listed), split="1,0,0")
+    assert tokens_of(by_file.train) == tokens_of(by_flag.train)
+    listed.write_text(json.dumps({"train": ["0.25", train, 0.75, valid], "valid": valid}))
+    splits = build(sizes, per_split_data_args_path=str(listed))
+    assert {token for tokens in tokens_of(splits.train) for token in tokens} <= {*range(10), *range(20, 30)}
+    splits = build(SplitSizes(0, 10, 10), per_split_data_args_path=str(listed))
+    assert {token for tokens in tokens_of(splits.valid) for token in tokens} <= set(range(20, 30))
+    assert splits.train is splits.test is None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[1]", "cannot be understood .*write"),
+        ('{"train": 5}', "cannot be understood"),
+        ('{"dev": ["a"]}', "has data for dev; splits are train, valid and test"),
+        ("{", "cannot be understood"),
+    ],
+)
+def test_damaged_path_files(tmp_path: Path, content: str, message: str) -> None:
+    listed = tmp_path / "list.json"
+    listed.write_text(content)
+    with pytest.raises(DataError, match=message):
+        build(per_split_data_args_path=str(listed))
+    with pytest.raises(DataError, match="--data-args-path nowhere cannot be read"):
+        build(data_args_path="nowhere")
+    listed.write_text(" \n")
+    with pytest.raises(DataError, match="holds no data paths"):
+        build(data_args_path=str(listed))
+
+
+def test_validation_sets_by_themselves(write_documents: WriteDocuments) -> None:
+    """Each under its name; weights, and two sets of one name, would make the report ambiguous."""
+    prefixes = [write_documents(numbered(first), f"data{first}") for first in (0, 20)]
+    train: dict[str, Any] = {"train_data_path": (prefixes[0],), "multiple_validation_sets": True}
+    splits = build(valid_data_path=(prefixes[0], f"other={prefixes[1]}"), **train)
+    assert splits.valid is None
+    assert list(splits.named("valid")) == ["data0", "other"]
+    assert {token for tokens in tokens_of(splits.named("valid")["other"]) for token in tokens} <= set(range(20, 30))
+    assert len(splits.named("valid")["data0"]) == SIZES.valid
+    with pytest.raises(ConfigError, match="--valid-data-path has weights, but with --multiple-validation-sets"):
+        build(valid_data_path=("1", prefixes[0], "2", prefixes[1]), **train)
+    with pytest.raises(ConfigError, match="has two data sets named data0: write NAME="):
+        build(valid_data_path=(prefixes[0], prefixes[0]), **train)
+
+
+def test_full_validation_is_one_pass(write_documents: WriteDocuments) -> None:
+    """Every sample of every source once, however many batches the run asks for."""
+    prefixes = tuple(write_documents(numbered(first), f"data{first}") for first in (0, 20))
+    splits = build(train_data_path=prefixes, valid_data_path=prefixes, full_validation=True)
+    assert splits.valid is not None
+    origins = [splits.valid.origin(index) for index in range(len(splits.valid))]
+    assert len(set(origins)) == len(origins) == 2 * ((10 * 40 - 1) // 8)
 
 
 def test_splits_that_nobody_needs(write_documents: WriteDocuments) -> None:
@@ -208,6 +271,7 @@ def test_megatron_order_asks_each_source_for_a_surplus(write_documents: WriteDoc
     assert isinstance(splits.train, BlendedDataset)
     assert len(splits.train) == 1000
     for source, request in zip(splits.train.sources, (252, 754)):
+        assert isinstance(source, GPTDataset)
         index = build_megatron(source.documents.lengths, seed=1234, num_samples=request, seq_length=8)
         assert len(source) == len(index.shuffle)
         starts = [source.order.find(number) for number in range(50)]
@@ -239,7 +303,7 @@ def test_cache_lies_beside_the_data_or_where_it_is_asked(
 ) -> None:
     """Large indices are stored once per data set, not per run."""
     prefix = write_documents(numbered(0))
-    monkeypatch.setattr(gpt_dataset, "IndexCache", partial(IndexCache, least_rows=1))
+    monkeypatch.setattr(build_module, "IndexCache", partial(IndexCache, least_rows=1))
     for cache, folder in ((None, Path(f"{prefix}_index_cache")), (str(tmp_path / "cache"), tmp_path / "cache")):
         splits = build(SplitSizes(10, 0, 0), data_path=(prefix,), data_cache_path=cache)
         assert splits.train is not None

@@ -73,7 +73,7 @@ def test_error_of_the_data_arrives_as_it_is(num_workers: int) -> None:
 
 def test_padding_counts_for_nothing() -> None:
     """The last validation batch is whole, with a zero mask where there are no samples."""
-    batches = list(build_loader(Numbers(6), consumed=0, micro_batch_size=4, pad_last=True))
+    batches = list(build_loader(Numbers(6), consumed=0, micro_batch_size=4, pad_to=4))
     assert first_tokens(batches) == [[0, 1, 2, 3], [4, 5, -1, -1]]
     assert batches[-1]["loss_mask"][:, 0].tolist() == [1, 1, 0, 0]
 

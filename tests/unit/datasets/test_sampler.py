@@ -62,7 +62,7 @@ def test_single_is_the_order_of_the_data_set() -> None:
 def test_what_fills_no_batch_is_dropped_or_padded(ranks: int) -> None:
     """Ten samples, four a batch: without padding two are left out; with it all ranks get a third microbatch."""
 
-    def streams(pad_last: bool) -> list[list[list[int | None]]]:
+    def streams(pad_to: int) -> list[list[list[int | None]]]:
         return [
             list(
                 MicrobatchSampler(
@@ -71,13 +71,13 @@ def test_what_fills_no_batch_is_dropped_or_padded(ranks: int) -> None:
                     micro_batch_size=4 // ranks,
                     data_parallel_rank=rank,
                     data_parallel_size=ranks,
-                    pad_last=pad_last,
+                    pad_to=pad_to,
                 )
             )
             for rank in range(ranks)
         ]
 
-    dropped, padded = streams(False), streams(True)
+    dropped, padded = streams(1), streams(4)
     assert all(len(stream) == 2 for stream in dropped)
     assert all(len(stream) == 3 for stream in padded)
     assert list(itertools.chain(*(stream[2] for stream in padded))) == [8, 9, None, None]

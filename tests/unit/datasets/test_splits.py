@@ -23,14 +23,14 @@ def test_every_document_belongs_to_one_split(text: str) -> None:
     """None is lost between two shares, and none trains and validates."""
     shares = parse_split(text)
     for count in range(200):
-        ranges = [share.documents(count) for share in shares.values() if share is not None]
+        ranges = [share.units(count) for share in shares.values() if share is not None]
         assert list(itertools.chain(*ranges)) == list(range(count))
 
 
 def test_halves_round_to_even() -> None:
     """Python's rounding decides which of two splits gets a document: 2.5 becomes 2, and 3.5 becomes 4."""
-    assert Share(0.0, 0.5).documents(5) == range(2)
-    assert Share(0.0, 0.5).documents(7) == range(4)
+    assert Share(0.0, 0.5).units(5) == range(2)
+    assert Share(0.0, 0.5).units(7) == range(4)
 
 
 @pytest.mark.parametrize("text", ["", "all", "0,0,0", "1,1,1,1", "1.2.3"])

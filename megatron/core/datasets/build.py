@@ -1,0 +1,217 @@
+"""Training, validation and test data of a run, from what the data flags say: opened, cut, ordered and blended.
+
+What a sample is, a family of models decides: it turns a part of a source into a data set.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from megatron.config.data import DataConfig
+from megatron.core.datasets.blend import BlendSpec, Interleaving, interleave, interleave_all, normalized
+from megatron.core.datasets.blended_dataset import BlendedDataset, MixedDataset
+from megatron.core.datasets.gpt_samples import Documents, SampleDataset, SourceDataset
+from megatron.core.datasets.index_cache import IndexCache, digest_of
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.metadata import DatasetMetadata, DescribesTokenizer, TokenizerStamp
+from megatron.core.datasets.sources import read_sources
+from megatron.core.datasets.splits import MOCK_SPLIT, WHOLE, Share, SplitName, SplitSizes, parse_split
+from megatron.errors import ConfigError, DataError
+
+_MEGATRON_SURPLUS = 1.005  # Megatron-LM builds each source of a blend a little larger than it should be needed
+
+
+@dataclass(frozen=True)
+class DatasetSplits:
+    """The data sets of a run; None for a split that isn't needed or has no share of the data.
+
+    ``valid_sets``: with ``--multiple-validation-sets`` the sets by name, and ``valid`` is None.
+    """
+
+    train: MixedDataset | None
+    valid: SampleDataset | None
+    test: SampleDataset | None
+    valid_sets: Mapping[str, SampleDataset] = field(default_factory=dict)
+
+    def of(self, split: SplitName) -> SampleDataset | None:
+        """Data set of one split."""
+        return {"train": self.train, "valid": self.valid, "test": self.test}[split]
+
+    def named(self, split: SplitName) -> Mapping[str, SampleDataset]:
+        """Data sets of one split by name; one without a name has the name ``""``."""
+        data = self.of(split)
+        if data is not None:
+            return {"": data}
+        return self.valid_sets if split == "valid" else {}
+
+    @property
+    def digest(self) -> str:
+        """Hex digest of what decides which samples are read: equal on all ranks of a sound run."""
+        each = (self.train, self.valid, self.test, *self.valid_sets.values())
+        return digest_of(*(data.digest if data else None for data in each))
+
+
+@dataclass(frozen=True)
+class Source:
+    """An opened data set; ``ids_known`` when its largest id is known to lie in the vocabulary."""
+
+    documents: Documents
+    cache: IndexCache
+    ids_known: bool
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of one source that belongs to a split; ``copy`` counts earlier uses of the source in the same blend.
+
+    ``units``: what ``--split`` counts, sequences or documents.
+    """
+
+    source: Source
+    split: SplitName
+    units: range
+    copy: int
+
+
+class SampleFamily(Protocol):
+    """What a family of models reads."""
+
+    def mock(self) -> Source:
+        """Made-up data; raises ConfigError where there are none."""
+
+    def count_units(self, documents: Documents) -> int:
+        """How much there is for ``--split`` to divide."""
+
+    def dataset(self, part: Part, num_samples: int | None, *, remedy: str) -> SourceDataset:
+        """Samples of a part, None: each once; raises DataError that ends in ``remedy`` when it is too short."""
+
+
+def build_splits(
+    data: DataConfig, family: SampleFamily, *, sizes: SplitSizes, tokenizer: DescribesTokenizer, vocab_size: int
+) -> DatasetSplits:
+    """Data sets of a run.
+
+    ``sizes``: samples of each split; with ``--dataloader-type cyclic`` training data are one pass, whatever is asked.
+    ``tokenizer``: the run's; data made with another one are refused. ``vocab_size``: ids the model knows.
+    Raises DataError for files that are missing, damaged, too short or of another tokenizer.
+    """
+    builder = _SplitBuilder(data, family, stamp=TokenizerStamp.of(tokenizer), vocab_size=vocab_size)
+    train = builder.build("train", None if data.dataloader_type == "cyclic" and sizes.train else sizes.train)
+    valid_size = None if data.full_validation and sizes.valid else sizes.valid
+    if data.multiple_validation_sets:
+        valid, named = None, builder.build_named("valid", valid_size)
+    else:
+        valid, named = builder.build("valid", valid_size), {}
+    return DatasetSplits(train, valid, builder.build("test", sizes.test), named)
+
+
+class _SplitBuilder:
+    """Opens each source once and cuts, orders and blends it for each split."""
+
+    def __init__(self, data: DataConfig, family: SampleFamily, *, stamp: TokenizerStamp, vocab_size: int) -> None:
+        self._data, self._family, self._stamp, self._vocab_size = data, family, stamp, vocab_size
+        self._given = read_sources(data)
+        if not (data.mock_data or self._given):
+            raise ConfigError(
+                "there are no data: give --data-path PREFIX, or --train-data-path and its like, or --mock-data"
+            )
+        self._opened: dict[str, Source] = {}
+
+    def build(self, split: SplitName, num_samples: int | None) -> MixedDataset | None:
+        """Data set of a split; None when no samples are asked of it, or it has no share of the data."""
+        share = self._share(split)
+        if num_samples == 0 or share is None:
+            return None
+        if self._data.mock_data:
+            return self._dataset(self._part(self._family.mock(), split=split, share=share, copy=0), num_samples)
+        return self._build_blend(self._given[split].blend(), split, share, num_samples)
+
+    def build_named(self, split: SplitName, num_samples: int | None) -> dict[str, SampleDataset]:
+        """Every source of a split by itself."""
+        share = self._share(split)
+        if num_samples == 0 or share is None:
+            return {}
+        return {
+            name: self._build_blend(spec, split, share, num_samples)
+            for name, spec in self._given[split].named().items()
+        }
+
+    def _build_blend(self, spec: BlendSpec, split: SplitName, share: Share, num_samples: int | None) -> MixedDataset:
+        parts = [
+            self._part(self._open(prefix), split=split, share=share, copy=spec.prefixes[:i].count(prefix))
+            for i, prefix in enumerate(spec.prefixes)
+        ]
+        if len(parts) == 1 and (spec.weights is None or self._data.data_order == "epoch"):
+            return self._dataset(parts[0], num_samples)
+        return self._blend(spec, parts, num_samples)
+
+    def _share(self, split: SplitName) -> Share | None:
+        """The split's share of each of its sources; None when it has no sources or no share of them."""
+        if self._data.mock_data:
+            return parse_split(MOCK_SPLIT)[split]
+        if split not in self._given:
+            return None
+        return parse_split(self._data.split)[split] if self._given[split].shared else WHOLE
+
+    def _open(self, prefix: str) -> Source:
+        if prefix not in self._opened:
+            documents = IndexedDataset(prefix, mmap=self._data.mmap_bin_files)
+            if documents.dtype.kind not in "iu":
+                raise DataError(f"{prefix}.bin holds {documents.dtype} values, but token ids are integers")
+            metadata = DatasetMetadata.read(prefix)
+            if metadata is not None:
+                metadata.check_counts(prefix, num_tokens=documents.num_tokens, num_sequences=len(documents))
+                metadata.check_tokenizer(prefix, self._stamp)
+                metadata.check_vocabulary(prefix, vocab_size=self._vocab_size)
+            folder = Path(self._data.data_cache_path or f"{prefix}_index_cache")
+            self._opened[prefix] = Source(documents, IndexCache(folder), ids_known=metadata is not None)
+        return self._opened[prefix]
+
+    def _part(self, source: Source, *, split: SplitName, share: Share, copy: int) -> Part:
+        return Part(source, split, share.units(self._family.count_units(source.documents)), copy)
+
+    def _dataset(self, part: Part, num_samples: int | None) -> SourceDataset:
+        shared = not self._data.mock_data and self._given[part.split].shared
+        remedy = "a larger share in --split" if shared else "more data"
+        return self._family.dataset(part, num_samples, remedy=remedy)
+
+    def _blend(self, spec: BlendSpec, parts: Sequence[Part], num_samples: int | None) -> BlendedDataset:
+        weights: Sequence[float] | None = spec.weights
+        once = [self._dataset(part, None) for part in parts] if num_samples is None or weights is None else []
+        weights = weights or [len(dataset) for dataset in once]
+        if num_samples is None:
+            return BlendedDataset(once, interleave_all(weights, sizes=[len(d) for d in once]), weights=weights)
+        if self._data.data_order == "epoch":
+            mixed = interleave(weights, size=num_samples)
+            requests = mixed.counts.tolist()
+        elif spec.weights is None:
+            return self._megatron_unweighted(once, num_samples)
+        else:
+            mixed, requests = _megatron_requests(weights, num_samples)
+        sources = [self._dataset(part, request) for part, request in zip(parts, requests)]
+        return BlendedDataset(sources, mixed, weights=weights)
+
+    def _megatron_unweighted(self, once: Sequence[SourceDataset], num_samples: int) -> BlendedDataset:
+        """Without weights Megatron-LM makes one pass over the sources; a run that asks for more crashes at its end."""
+        sizes = [len(dataset) for dataset in once]
+        if num_samples > sum(sizes):
+            raise DataError(
+                f"the run asks for {num_samples} samples, but with --data-order megatron and no weights the sources "
+                f"give {sum(sizes)}, one pass: give weights, or leave --data-order megatron out"
+            )
+        return BlendedDataset(once, interleave(sizes, size=num_samples), weights=sizes)
+
+
+def _megatron_requests(weights: Sequence[float], num_samples: int) -> tuple[Interleaving, list[int]]:
+    """Megatron-LM's blend and how many samples it asks of each source.
+
+    Where its request is too small for its own blend (it then fails), the blend's need counts.
+    """
+    targets = [math.ceil(num_samples * share) for share in normalized(weights).tolist()]
+    mixed = interleave(weights, size=sum(targets))
+    requests = [math.ceil(target * _MEGATRON_SURPLUS) for target in targets]
+    return mixed, [max(request, int(count)) for request, count in zip(requests, mixed.counts)]
