@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import itertools
 import os
-import pickle
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
@@ -183,8 +182,10 @@ class CheckpointReader(FileSystemReader):
             box: torch.Tensor = torch.load(
                 self._slice_file(file, self.storage_data[index]), map_location="cpu", weights_only=True
             )
-        except (RuntimeError, pickle.UnpicklingError) as error:
-            reason = str(error).partition("\n")[0]
+        except OSError:
+            raise
+        except Exception as error:  # a damaged pickle raises almost anything
+            reason = str(error).partition("\n")[0] or type(error).__name__
             raise CheckpointError(f"{file.name}: {index.fqn} cannot be read from it: {reason}") from error
         return box
 

@@ -79,8 +79,9 @@ def write_safetensors(tensors: Mapping[str, LazyTensor], path: Path) -> None:
     """A safetensors file, front to back, one tensor in memory at a time: its header needs only shapes and types.
 
     The library's own writer wants all tensors of a file at once. Format: the header's length in 8 bytes, the header in
-    JSON padded with spaces to a multiple of 8, the tensors' bytes.
+    JSON padded with spaces to a multiple of 8, the tensors' bytes; wide numbers first, so that all are aligned.
     """
+    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, tensor in tensors.items():

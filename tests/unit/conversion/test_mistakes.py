@@ -1,0 +1,334 @@
+"""What can't be converted is said in a sentence, and a conversion that doesn't end well leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.config.model import ModelConfig
+from megatron.core.conversion import convert as conversion
+from megatron.core.conversion import proof
+from megatron.core.conversion.convert import Conversion, convert
+from megatron.core.conversion.huggingface.config import config_from_model, model_from_config
+from megatron.core.conversion.huggingface.reading import read_huggingface
+from megatron.core.conversion.huggingface.writing import write_safetensors
+from megatron.core.conversion.native import read_native, write_native
+from megatron.core.conversion.portable import LazyTensor
+from megatron.core.conversion.proof import ProofError
+from megatron.errors import CheckpointError, ConfigError, MegatronError
+from tests.unit.conversion.conftest import LLAMA3, SIZES
+from tests.unit.conversion.megatron_checkpoints import CLASSIC, MODERN, portable, random_tensors
+from tools.checkpoint import convert as tool
+
+Folder = Callable[[str], Path]
+
+
+@pytest.fixture
+def llama(model_folder: Folder, tmp_path: Path) -> Path:
+    """A folder of a small Llama that a test may damage."""
+    return Path(shutil.copytree(model_folder("llama"), tmp_path / "llama"))
+
+
+def change(folder: Path, **settings: Any) -> None:
+    """Change settings in config.json; None takes one out."""
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **settings}
+    path.write_text(json.dumps({name: value for name, value in config.items() if value != "absent"}))
+
+
+BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
+    ({"model_type": "bert"}, "describes a model of type 'bert'; those that can be converted are gpt2, llama, mistral"),
+    ({"model_type": "t5"}, "of type 't5'"),
+    ({"model_type": "absent"}, "of type None"),
+    ({"quantization_config": {"bits": 4}}, "is of quantized weights"),
+    ({"hidden_size": "absent"}, "lacks hidden_size, which the architecture needs"),
+    ({"hidden_act": "gelu"}, "says hidden_act = 'gelu': this project has that only as 'silu'"),
+    ({"attention_bias": True}, "says attention_bias = True: this project has biases in all linear layers or in none"),
+    ({"mlp_bias": True}, "says mlp_bias = True"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rotary scaling 'yarn' is not here"),
+    ({"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}}, "llama3 scaling is here with"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "these families rotate whole heads"),
+    ({"model_type": "mistral", "sliding_window": 32}, "would need attention over a sliding window, which this project"),
+    ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8}, '"max_position_embeddings": 8'),
+    ({"num_hidden_layers": 4}, "missing: model.layers.3.input_layernorm.weight"),
+    ({"num_hidden_layers": 2}, "not part of this architecture: model.layers.2.input_layernorm.weight"),
+    ({"intermediate_size": 81}, "model.layers.0.mlp.gate_proj.weight is [80, 48] and should be [81, 48]"),
+    ({"tie_word_embeddings": False, "vocab_size": 102}, "lm_head.weight is [101, 48] and should be [102, 48]"),
+    ({"num_key_value_heads": 4}, "model.layers.0.self_attn.k_proj.weight is [24, 48] and should be [48, 48]"),
+]
+
+
+@pytest.mark.parametrize(("settings", "words"), BAD_CONFIGS, ids=lambda value: str(value)[:40])
+def test_settings_that_cannot_be_converted(settings: dict[str, Any], words: str, llama: Path) -> None:
+    """By name, with the value: the alternative is a model that is quietly another one."""
+    change(llama, **settings)
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        read_huggingface(llama)
+
+
+def test_a_window_that_never_matters_is_full_attention(llama: Path) -> None:
+    """Mistral 0.3 has none; 0.1 may be used up to its window."""
+    for window in (None, 64, 4096):
+        change(llama, model_type="mistral", sliding_window=window)
+        assert read_huggingface(llama).model.num_layers == 3
+    config = {**SIZES, "model_type": "mistral"}  # transformers takes 4096 where nothing is said
+    assert model_from_config(config, where="x").max_position_embeddings == 64
+    with pytest.raises(CheckpointError, match="sliding_window = 4096"):
+        model_from_config({**config, "max_position_embeddings": 8192}, where="x")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "has no config.json, so it is not a Hugging Face model"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json is not JSON"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "is not an object of settings"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "holds no model.safetensors or pytorch_model.bin"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 50), "is damaged or incomplete"),
+        (
+            lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-9]),
+            "is damaged or incomplete",
+        ),
+    ],
+    ids=["no config", "broken config", "list", "no weights", "other file", "truncated"],
+)
+def test_folders_that_are_incomplete(damage: Callable[[Path], object], words: str, llama: Path) -> None:
+    damage(llama)
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        read_huggingface(llama)
+
+
+def test_index_files_stay_in_the_folder(llama: Path) -> None:
+    """An index that names a missing file, or one elsewhere on the disk."""
+    (llama / "model.safetensors").rename(llama.parent / "model.safetensors")
+    for name in ("../model.safetensors", "model-00002.safetensors"):
+        (llama / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
+        with pytest.raises(CheckpointError, match=f"names files that are not in the folder: {re.escape(name)}"):
+            read_huggingface(llama)
+    (llama / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="is not an index of weight files"):
+        read_huggingface(llama)
+
+
+def test_quantized_tensors_are_refused(llama: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"model.norm.weight": torch.zeros(3, dtype=torch.int8)}, llama / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is of type I8; weights are float64, float32"):
+        read_huggingface(llama)
+
+
+class Attack:
+    """Pickles to a call that leaves a file behind."""
+
+    def __init__(self, target: Path) -> None:
+        self._target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (str(self._target), "w")
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_malicious_pytorch_bin(zipped: bool, llama: Path, tmp_path: Path) -> None:
+    """The most common malicious download of all."""
+    (llama / "model.safetensors").unlink()
+    content = {"model.norm.weight": Attack(tmp_path / "pwned")}
+    torch.save(content, llama / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin cannot be read as tensors only"):
+        read_huggingface(llama)
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_a_malicious_checkpoint_of_ours(tmp_path: Path) -> None:
+    """Table of contents and tensors, read by the converter's own path."""
+    model = ModelConfig(**CLASSIC)
+    write_native(portable(model, random_tensors(model)), tmp_path / "ours", final=tmp_path / "ours")
+    folder = tmp_path / "ours/iter_0000000"
+    (folder / "manifest.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
+        read_native(tmp_path / "ours")
+    from megatron.core.checkpointing.stored_tensors import StoredTensors
+
+    stored = StoredTensors(folder)
+    data = folder / "__0_0.distcp"
+    with zipfile.ZipFile(data, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps(Attack(tmp_path / "pwned"), protocol=2))
+        archive.writestr("archive/version", b"3\n")
+    with pytest.raises(CheckpointError, match="cannot be read from it"):
+        stored.read("model.decoder.final_layernorm.weight")
+    (folder / ".metadata").write_bytes(pickle.dumps(Attack(tmp_path / "pwned")))
+    with pytest.raises(CheckpointError, match="which has no business there"):
+        StoredTensors(folder)
+    assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"geglu": True}, "it is no GPT-2 (the MLP is not plain GELU) and no Llama, Mistral or Qwen"),
+        ({"normalization": "RMSNorm"}, "it is no GPT-2 (norms are not LayerNorm)"),
+        ({"apply_layernorm_1p": True}, "norm weights are stored minus one"),
+        ({**MODERN, "rotary_percent": 0.5}, "only a part of each head is rotated"),
+        ({**MODERN, "qk_layernorm": True, "add_qkv_bias": True}, "queries and keys are normed and layers have biases"),
+    ],
+)
+def test_architectures_that_no_family_has(settings: dict[str, Any], words: str) -> None:
+    """Our own models can be what nobody else has."""
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        config_from_model(ModelConfig(**{**CLASSIC, **settings}), dtype="float32", source={}, tokens={})
+
+
+def test_megatron_lm_has_no_geglu(tmp_path: Path) -> None:
+    model = ModelConfig(**CLASSIC, geglu=True)
+    write_native(portable(model, random_tensors(model)), tmp_path / "ours", final=tmp_path / "ours")
+    with pytest.raises(CheckpointError, match="Megatron-LM has no flag for an MLP gated by GELU"):
+        convert(Conversion("megatron", tmp_path / "ours", "megatron-lm", tmp_path / "theirs"), print)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours"]
+
+
+def test_nothing_is_overwritten(llama: Path, tmp_path: Path) -> None:
+    """Neither a folder with anything in it, nor a file; an empty folder is fine."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/x").touch()
+    (tmp_path / "file").touch()
+    for name in ("there", "file"):
+        with pytest.raises(CheckpointError, match=f"--save {tmp_path / name} exists and is not empty"):
+            convert(Conversion("hf", llama, "megatron", tmp_path / name), print)
+    (tmp_path / "empty").mkdir()
+    convert(Conversion("hf", llama, "megatron", tmp_path / "empty"), lambda words: None)
+    assert read_native(tmp_path / "empty").model.num_layers == 3
+
+
+@pytest.mark.parametrize("target", ["megatron", "megatron-lm"])
+def test_a_wrong_conversion_is_not_kept(
+    target: Any, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One matrix a little off: the proof says so, the exit code too, and there is no target."""
+
+    def slightly_off(folder: Path) -> Any:
+        found = read_huggingface(folder)
+        name = "decoder.layers.1.mlp.linear_fc2.weight"
+        right = found.tensors[name]
+        wrong = LazyTensor(right.shape, right.dtype, lambda: right.make() * 1.01)
+        return type(found)(**{**vars(found), "tensors": {**found.tensors, name: wrong}})
+
+    monkeypatch.setattr(conversion, "read_huggingface", slightly_off)
+    with pytest.raises(ProofError, match="source and target are different models: largest difference") as caught:
+        convert(Conversion("hf", llama, target, tmp_path / "ours"), print)
+    assert caught.value.exit_code != 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["llama"]
+
+
+@pytest.mark.parametrize("source", [torch.full((2, 3), torch.nan), torch.zeros(2, 3)])
+def test_nan_proves_nothing(source: torch.Tensor) -> None:
+    """NaN compares false with everything, also with a tolerance."""
+    with pytest.raises(ProofError):
+        proof.compare(source, torch.full((2, 3), torch.nan))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
+def test_interrupted_conversions_leave_nothing(
+    error: Any, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C, and a disk that is full before the end."""
+    calls = []
+
+    def stop(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        raise error
+
+    monkeypatch.setattr(proof, "native_logits", stop)
+    with pytest.raises((KeyboardInterrupt, OSError)):
+        convert(Conversion("hf", llama, "megatron", tmp_path / "ours"), print)
+    assert calls
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["llama"]
+
+
+def test_a_proof_that_cannot_fit_is_refused_first(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not after an hour, by the kernel."""
+    monkeypatch.setattr(proof, "_free_memory", lambda: 1000)
+    with pytest.raises(CheckpointError, match=r"the proof needs about 0\.0 GB of memory .* --skip-proof"):
+        convert(Conversion("hf", llama, "megatron", tmp_path / "ours"), print)
+    said: list[str] = []
+    convert(Conversion("hf", llama, "megatron", tmp_path / "ours", skip_proof=True), said.append)
+    assert said[1] == "NOT PROVEN: --skip-proof left out the comparison of logits"
+
+
+def test_our_safetensors_are_the_librarys(tmp_path: Path) -> None:
+    """The streamed writer gives what the library reads, and byte for byte what it writes for tensors of one type."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = {f"t{number}": torch.randn(number + 1, 5).bfloat16() for number in range(4)}
+    lazy = {name: LazyTensor(tuple(value.shape), value.dtype, value.clone) for name, value in tensors.items()}
+    write_safetensors(lazy, tmp_path / "ours")
+    save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    mixed = {"a": torch.ones(3), "b": torch.ones(1, 2).half(), "scalar": torch.tensor(2.0), "empty": torch.zeros(0, 4)}
+    lazy = {name: LazyTensor(tuple(value.shape), value.dtype, value.clone) for name, value in mixed.items()}
+    write_safetensors(lazy, tmp_path / "mixed")
+    read = load_file(tmp_path / "mixed")
+    assert all(torch.equal(read[name], value) and read[name].dtype == value.dtype for name, value in mixed.items())
+
+
+COMMANDS = [
+    ("--load x --save y", "missing: --from (hf, megatron or megatron-lm)", 2),
+    ("--from hf --load x --save y", "missing: --to (hf, megatron or megatron-lm)", 2),
+    ("--from hf --to hf --load x --save y", "--from hf --to hf: there is nothing to convert", 2),
+    ("--from hf --to megatron --save y", "missing: --load", 2),
+    ("--from gguf --to megatron --load x --save y", "--from cannot be 'gguf'", 2),
+    (
+        "--from hf --to megatron --load nowhere --save y",
+        "nowhere is not a folder: give the folder of a Hugging Face",
+        1,
+    ),
+    ("--from megatron --to hf --load nowhere --save y", "nowhere: there is no such folder", 1),
+    ("--from megatron-lm --to hf --load nowhere --save y", "nowhere is not a folder: give the folder that Megatron", 1),
+    ("--from hf --to megatron --load x --save y --max-shard-size big", "--max-shard-size 'big' is no size", 2),
+    ("--model-type BERT --loader mcore --saver hf --load-dir x --save-dir y", "--model-type BERT: only GPT", 2),
+    ("--loader mixtral_hf --saver mcore --load-dir x --save-dir y", "--loader mixtral_hf is not here; use --from", 2),
+    ("--loader llama_mistral --checkpoint-type meta --saver mcore --load-dir x --save-dir y", "only hf is read", 2),
+]
+
+
+@pytest.mark.parametrize(("words", "message", "code"), COMMANDS, ids=lambda value: str(value)[:30])
+def test_command_lines(words: str, message: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MegatronError, match=re.escape(message)) as caught:
+        tool.main(words.split())
+    assert caught.value.exit_code == code
+    assert not list(tmp_path.iterdir())
+
+
+def test_megatron_lms_own_spelling(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A script written for its converter runs: its saver's checkpoints are for training, which is ours here."""
+    tool.main(
+        f"--model-type GPT --loader llama_mistral --saver mcore --target-tensor-parallel-size 2 --model-size llama2-7B "
+        f"--checkpoint-type hf --load-dir {llama} --save-dir {tmp_path / 'ours'}".split()
+    )
+    said = capsys.readouterr().out
+    assert "note: --target-tensor-parallel-size has no effect: checkpoints load at any layout" in said
+    assert "note: --model-size has no effect" in said
+    assert "proof: largest difference" in said
+    assert read_native(tmp_path / "ours").model.num_layers == 3
+    tool.main(f"--loader mcore --saver hf --load-dir {tmp_path / 'ours'} --save-dir {tmp_path / 'back'}".split())
+    assert (tmp_path / "back/model.safetensors").exists()
+
+
+@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("1.5 MiB", 3 * 2**19), ("300", 300), ("2kb", 2000)])
+def test_sizes(text: str, size: int) -> None:
+    assert tool.bytes_of(text) == size
+
+
+def test_sizes_that_are_none() -> None:
+    for text in ("", "0GB", "-1", "5 parsecs"):
+        with pytest.raises(ConfigError, match="is no size"):
+            tool.bytes_of(text)
