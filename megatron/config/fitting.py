@@ -41,7 +41,13 @@ def what_fits(
     most: int = 3,
 ) -> list[Fit]:
     """Variants of ``run`` that pass all rules and fit, those that cost least speed first."""
-    kinds = (_sharding(run), _tensor_parallel(run, ranks_per_node), _recomputation(run), _micro_batch(run))
+    kinds = (
+        _sharding(run),
+        _tensor_parallel(run, ranks_per_node),
+        _context_parallel(run, ranks_per_node),
+        _recomputation(run),
+        _micro_batch(run),
+    )
     combinations = (tuple(filter(None, chosen)) for chosen in itertools.product(*((None, *kind) for kind in kinds)))
     fits: list[Fit] = []
     sufficient: list[tuple[Change, ...]] = []
@@ -83,6 +89,16 @@ def _tensor_parallel(run: RunConfig, ranks_per_node: int) -> Iterator[Change]:
             flags = f"--tensor-model-parallel-size {size} --sequence-parallel"
             values = (("tensor_model_parallel_size", size), ("sequence_parallel", True))
             yield Change(flags, "parallel", values, cost=2 * (size / now - 1))
+
+
+def _context_parallel(run: RunConfig, ranks_per_node: int) -> Iterator[Change]:
+    now = run.parallel.context_parallel_size
+    if run.parallel.cp_comm_type != ("p2p",):  # other ways have sizes of their own
+        return
+    for size in divisors(min(ranks_per_node, run.world_size)):
+        if size > now:
+            values = (("context_parallel_size", size),)
+            yield Change(f"--context-parallel-size {size}", "parallel", values, cost=3 * (size / now - 1))
 
 
 def _recomputation(run: RunConfig) -> Iterator[Change]:

@@ -226,6 +226,17 @@ def test_suggestions_respect_the_rules() -> None:
     assert not any("--tensor-model-parallel-size" in fit.flags for fit in fits)
 
 
+def test_long_sequences_are_divided() -> None:
+    """A sequence too long for a rank is what context parallelism is for; three heads leave nothing else to divide."""
+    model = {"num_layers": 24, "hidden_size": 3072, "num_attention_heads": 3, **QUIET}
+    run = run_of(ranks=8, length=1 << 17, model=model, training={"micro_batch_size": 1, "global_batch_size": 8})
+    full = dataclasses.replace(run, training=dataclasses.replace(run.training, recompute_granularity="full"))
+    fits = what_fits(full, device_bytes=50e9, ranks_per_node=8)
+    assert fits and all("--context-parallel-size" in fit.flags for fit in fits)
+    sliced = dataclasses.replace(full, parallel=ParallelConfig(context_parallel_size=8))
+    assert memory_estimate(sliced).kept < memory_estimate(full).kept / 7
+
+
 def test_model_groups_alone_need_a_vocabulary() -> None:
     """A size that is not known is not guessed."""
     with pytest.raises(AssertionError, match="vocabulary size"):

@@ -186,3 +186,14 @@ def test_choice_says_what_refuses_a_part() -> None:
         "attention: reference (sdpa refused: its flash kernel has no padding mask; "
         "blocked refused: it has no padding mask)"
     )
+
+
+@pytest.mark.parametrize("groups", [4, 1])
+def test_kernels_of_accelerators_take_the_calls_made_to_them(groups: int) -> None:
+    """They are other functions than the CPU's; tensors without numbers show at least that arguments and shapes fit."""
+    q, k, v = (x.to("meta") for x in make_qkv(sk=6, g=groups, dtype=torch.bfloat16))
+    options = AttentionOptions(causal=False, scale=0.3)
+    part = partial_attention(q, k, v, options, backend="sdpa")
+    assert (part.out.shape, part.lse.shape, part.lse.dtype) == (q.shape, q.shape[:3], torch.float32)
+    grads = partial_attention_gradients(q, q, k, v, part, options, backend="sdpa")
+    assert (grads.q.shape, grads.k.shape, grads.v.shape) == (q.shape, k.shape, v.shape)
