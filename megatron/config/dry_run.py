@@ -14,8 +14,8 @@ from megatron.config.estimate import (
     without_pipeline,
 )
 from megatron.config.fitting import what_fits
-from megatron.config.pipeline import schedule_name, stage_shapes
-from megatron.config.report import count, gigabytes, layout_report, settings_report
+from megatron.config.pipeline import num_stages
+from megatron.config.report import count, gigabytes, layout_report, settings_report, stages_report
 from megatron.config.run import RunConfig
 from megatron.config.vocabulary import vocabulary_size
 
@@ -85,11 +85,9 @@ def _pipeline(run: RunConfig, schedule: ScheduleSimulator) -> list[str]:
     """Schedule, stages and waiting time; nothing without a pipeline."""
     if run.parallel.pipeline_model_parallel_size == 1:
         return []
-    shapes = stage_shapes(run)
-    sizes = " ".join(str(stage.layers) for stage in shapes)
-    bubble = schedule(run, [1.0] * len(shapes)).bubble
+    bubble = schedule(run, [1.0] * num_stages(run)).bubble
     return [
-        f"{schedule_name(run)}: {len(shapes)} stages of {sizes} layers",
+        stages_report(run),
         f"ranks wait for {100 * bubble:.1f} % of the time they compute, if all stages take equally long",
     ]
 

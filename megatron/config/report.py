@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from megatron.config.pipeline import schedule_name, stage_shapes
 from megatron.config.run import RunConfig
 
 
@@ -50,6 +51,14 @@ def axes(run: RunConfig) -> Iterator[tuple[str, int, int]]:
     ):
         yield name, size, stride
         stride *= size
+
+
+def stages_report(run: RunConfig) -> str:
+    """``1f1b: 2 stages of 3 4 layers``; nothing without a pipeline."""
+    if run.parallel.pipeline_model_parallel_size == 1:
+        return ""
+    shapes = stage_shapes(run)
+    return f"{schedule_name(run)}: {len(shapes)} stages of {' '.join(str(stage.layers) for stage in shapes)} layers"
 
 
 def count(number: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.report import count, settings_report
+from megatron.config.report import count, settings_report, stages_report
 from megatron.config.run import RunConfig
 
 
@@ -29,8 +29,9 @@ def startup_report(run: RunConfig, facts: StartupFacts) -> str:
     """Aligned lines for people, then the settings that differ from defaults with where each came from."""
     rows = {
         "model": describe_model(run),
-        "parameters": _parameters(facts),
+        "parameters": _parameters(run, facts),
         "ranks": _ranks(run, facts),
+        "pipeline": stages_report(run),
         "batch": _batch(run),
         "length": _length(run, facts),
         "optimizer": _optimizer(run),
@@ -39,7 +40,7 @@ def startup_report(run: RunConfig, facts: StartupFacts) -> str:
         "checkpoint": _checkpoint(run, facts),
     }
     width = max(map(len, rows))
-    lines = [f"== {facts.recipe}", *(f"   {name:<{width}}  {text}" for name, text in rows.items())]
+    lines = [f"== {facts.recipe}", *(f"   {name:<{width}}  {text}" for name, text in rows.items() if text)]
     lines += ["== settings that are not the defaults", *(f"   {line}" for line in settings_report(run))]
     if run.notes:
         lines += ["== notes", *(f"   {note}" for note in run.notes)]
@@ -64,8 +65,9 @@ def describe_model(run: RunConfig) -> str:
     return ", ".join(parts)
 
 
-def _parameters(facts: StartupFacts) -> str:
-    here = "" if facts.parameters_here == facts.parameters else f", {count(facts.parameters_here)} on each rank"
+def _parameters(run: RunConfig, facts: StartupFacts) -> str:
+    which = "each rank" if run.parallel.pipeline_model_parallel_size == 1 else "ranks of the last pipeline stage"
+    here = "" if facts.parameters_here == facts.parameters else f", {count(facts.parameters_here)} on {which}"
     return f"{count(facts.parameters)}{here}"
 
 

@@ -27,6 +27,16 @@ RUNS = {
         2,
         "--train-iters 8 --context-parallel-size 2 --use-distributed-optimizer",
     ),
+    "zero-bubble pipeline in bf16, ramp-up of the batch": (
+        2,
+        "--train-samples 60 --rampup-batch-size 4 2 30 --bf16 --num-layers 4 --pipeline-model-parallel-size 2 "
+        "--pipeline-schedule zb-v",
+    ),
+    "virtual pipeline stages with tensor parallelism, recompute": (
+        4,
+        "--train-iters 8 --num-layers 5 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+        "--tensor-model-parallel-size 2 --recompute-granularity full",
+    ),
     "tensor and sequence parallel, recompute": (
         2,
         "--train-iters 8 --tensor-model-parallel-size 2 --sequence-parallel --recompute-activations",
@@ -50,17 +60,18 @@ def test_resume_is_bitwise_the_uninterrupted_run(name: str, tmp_path: Path) -> N
 
 
 def test_other_layout_continues_the_same_run(tmp_path: Path) -> None:
-    """A checkpoint of two tensor-parallel ranks loads on two data- or context-parallel ones, and on one."""
+    """A checkpoint of two tensor-parallel ranks loads on two of another kind, and on one."""
     flags = f"{TINY} --save-interval 100 --hidden-dropout 0 --attention-dropout 0 --train-iters 6"
     saved = tmp_path / "saved"
     run("pretrain_gpt.py", f"{flags} --exit-interval 3 --tensor-model-parallel-size 2", f"--save={saved}", ranks=2)
     one = run("pretrain_gpt.py", flags, f"--load={saved}")
     two = run("pretrain_gpt.py", f"{flags} --use-distributed-optimizer", f"--load={saved}", ranks=2)
     sliced = run("pretrain_gpt.py", f"{flags} --context-parallel-size 2", f"--load={saved}", ranks=2)
-    assert list(losses(one)) == list(losses(two)) == list(losses(sliced)) == [4, 5, 6]
+    staged = run("pretrain_gpt.py", f"{flags} --pipeline-model-parallel-size 2", f"--load={saved}", ranks=2)
+    assert list(losses(one)) == list(losses(two)) == list(losses(sliced)) == list(losses(staged)) == [4, 5, 6]
     for iteration, loss in losses(one).items():
-        assert float(losses(two)[iteration]) == pytest.approx(float(loss), rel=1e-5)
-        assert float(losses(sliced)[iteration]) == pytest.approx(float(loss), rel=1e-5)
+        for other in (two, sliced, staged):
+            assert float(losses(other)[iteration]) == pytest.approx(float(loss), rel=1e-5)
 
 
 def test_sigterm_saves_first(tmp_path: Path) -> None:

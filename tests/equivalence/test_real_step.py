@@ -54,6 +54,22 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
         "--context-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
         {"cp": 2, "dp": 2},
     ),
+    "pp2": ("--pipeline-model-parallel-size 2", {"pp": 2}),
+    "pp4 gpipe, ends alone": (
+        "--pipeline-model-parallel-size 4 --pipeline-schedule gpipe --pipeline-model-parallel-layout E|t|t|L",
+        {"pp": 4},
+    ),
+    "pp2 zb-v dp2 zero overlapped": (
+        "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --pipeline-model-parallel-layout E|t|t|L "
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 1000",
+        {"pp": 2, "dp": 2},
+    ),
+    "pp2 vpp2 tp2 sp dp2, pipeline ranks side by side": (
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --use-tp-pp-dp-mapping "
+        "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
+        "--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 1 --no-overlap-p2p-communication",
+        {"pp": 2, "tp": 2, "dp": 2, "sequence_parallel": True, "pp_before_dp": False},
+    ),
     "dp2 overlapped": ("--overlap-grad-reduce --ddp-bucket-size 1000", {"dp": 2}),
     "dp2 zero": ("--use-distributed-optimizer", {"dp": 2}),
     "dp2 zero overlapped": (
