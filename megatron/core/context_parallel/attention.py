@@ -23,6 +23,7 @@ from megatron.config.parallel import CpCommType, head_exchange_size
 from megatron.core.context_parallel.head_exchange import with_heads_split
 from megatron.core.context_parallel.key_exchange import Gather, KeyExchange, Ring
 from megatron.core.context_parallel.merged_attention import merged_attention
+from megatron.core.context_parallel.visible import Documents
 from megatron.core.ops.attention import AttentionRequest
 from megatron.core.ops.attention import attention as attention_of_one_rank
 from megatron.core.ops.attention.request import AttentionOptions
@@ -42,6 +43,7 @@ def attention(
     dropout: float = 0.0,
     generator: torch.Generator | None = None,
     segments: Tensor | None = None,
+    documents: Documents | None = None,
     padding_mask: Tensor | None = None,
     softmax_in_fp32: bool = False,
     backend: str = "auto",
@@ -50,6 +52,7 @@ def attention(
 
     Shapes are those of the slices: ``q`` [s, b, n, d], ``k`` and ``v`` [s, b, g, d] -> [s, b, n·d]; only ``segments``
     and ``padding_mask`` [b, S] are whole. Causal attention has as many queries as keys. With one rank, a plain call.
+    ``documents``: those of ``segments``, where a caller of many layers has found them already.
     """
     options = AttentionOptions(
         causal=causal,
@@ -71,7 +74,11 @@ def attention(
         return with_heads_split(plain, q, k, v, everyone)
     neighbours = everyone.neighbours(_heads_split_over(comm_type, context))
     exchange = _key_exchange(comm_type, context)
-    merged = functools.partial(merged_attention, exchange=exchange, options=options, backend=backend)
+    if segments is not None and documents is None:
+        documents = Documents(segments)
+    merged = functools.partial(
+        merged_attention, exchange=exchange, options=options, backend=backend, documents=documents
+    )
     return with_heads_split(plain if exchange.team.size == 1 else merged, q, k, v, neighbours)
 
 

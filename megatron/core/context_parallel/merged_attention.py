@@ -34,7 +34,7 @@ class _Call:
         """The calls that this rank's queries make to the keys ``k`` of ``owner``."""
         team = self.exchange.team
         whole = visible(team.rank, owner, queries=q.shape[0], keys=k.shape[0], causal=self.options.causal)
-        cut = [whole] if self.documents is None else self.documents.cut(whole, team.rank, owner)
+        cut = [whole] if self.documents is None else self.documents.cut(whole, team.rank, owner, team.size)
         padding = self.options.padding_mask
         held = None if padding is None else take(padding, owner, team.size, dim=1)
         for part in cut:
@@ -43,14 +43,19 @@ class _Call:
 
 
 def merged_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, exchange: KeyExchange, options: AttentionOptions, backend: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    exchange: KeyExchange,
+    options: AttentionOptions,
+    backend: str,
+    documents: Documents | None,
 ) -> Tensor:
     """Attention over the sequence that the team holds in slices: ``q`` [s, b, n, d], ``k`` and ``v`` [s, b, g, d].
 
-    ``options.segments`` and ``options.padding_mask`` are those of the whole sequence. Returns [s, b, n·d].
+    ``options.padding_mask`` and ``documents`` are those of the whole sequence. Returns [s, b, n·d].
     """
-    segments = options.segments
-    documents = None if segments is None else Documents(segments, exchange.team.size)
     call = _Call(exchange, dataclasses.replace(options, segments=None), backend, documents)
     out: Tensor = _MergedAttention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
     return out.flatten(2)

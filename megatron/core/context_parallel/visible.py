@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-from megatron.core.context_parallel.slicing import take
+from megatron.core.context_parallel.slicing import sequence_slices
 
 ALL = slice(None)
 
@@ -42,34 +41,49 @@ def visible(asker: int, owner: int, *, queries: int, keys: int, causal: bool) ->
 
 
 class Documents:
-    """Where each document lies among the positions that each rank holds, from ``segments`` [b, S].
+    """Where each document lies: a run of equal numbers in ``segments`` [b, S]. Found once, for all layers.
 
-    A document is a run of equal numbers. What a rank holds of one is a run, too: a document in both of its pieces
-    holds all that lies between them.
+    What a rank holds of a document is a run of its positions, too: one in both of its pieces fills all between them.
     """
 
-    def __init__(self, segments: Tensor, ranks: int) -> None:
-        changes = (segments[:, 1:] != segments[:, :-1]).cumsum(1)
-        numbers = torch.cat([torch.zeros_like(changes[:, :1]), changes], dim=1)
-        self._runs = [[_runs(sample) for sample in take(numbers, rank, ranks, dim=1).tolist()] for rank in range(ranks)]
+    def __init__(self, segments: Tensor) -> None:
+        samples, self._length = segments.shape
+        starts: list[list[int]] = [[0] for _ in range(samples)]
+        for sample, before in (segments[:, 1:] != segments[:, :-1]).nonzero().tolist():
+            starts[sample].append(before + 1)
+        self._spans = [[slice(*ends) for ends in zip(each, [*each[1:], self._length])] for each in starts]
+        self._held: dict[tuple[int, int], list[dict[int, slice]]] = {}
 
-    def cut(self, whole: Visible, asker: int, owner: int) -> list[Visible]:
+    def cut(self, whole: Visible, asker: int, owner: int, ranks: int) -> list[Visible]:
         """``whole`` as what it holds of every document, sample by sample."""
         found = []
-        for sample, (asking, owned) in enumerate(zip(self._runs[asker], self._runs[owner])):
-            for document in asking.keys() & owned.keys():
+        for sample, (asking, owned) in enumerate(zip(self.held(asker, ranks), self.held(owner, ranks))):
+            for document in asking:
+                if document not in owned:
+                    continue
                 rows, keys = _overlap(asking[document], whole.rows), _overlap(owned[document], whole.keys)
                 if rows is not None and keys is not None:
                     found.append(Visible(rows, keys, whole.causal, slice(sample, sample + 1)))
-        return sorted(found, key=lambda part: (part.samples.start, part.rows.start))
+        return found
 
+    def held(self, rank: int, ranks: int) -> list[dict[int, slice]]:
+        """For each sample: the documents that ``rank`` of ``ranks`` holds part of, with where, in local positions."""
+        if (rank, ranks) not in self._held:
+            self._held[rank, ranks] = [self._held_of(spans, rank, ranks) for spans in self._spans]
+        return self._held[rank, ranks]
 
-def _runs(numbers: Sequence[int]) -> dict[int, slice]:
-    """Of each number of an ascending list, where it stands."""
-    found: dict[int, slice] = {}
-    for at, number in enumerate(numbers):
-        found[number] = slice(found[number].start if number in found else at, at + 1)
-    return found
+    def _held_of(self, spans: Sequence[slice], rank: int, ranks: int) -> dict[int, slice]:
+        found: dict[int, slice] = {}
+        local = 0
+        for piece in sequence_slices(self._length, rank, ranks):
+            for number, span in enumerate(spans):
+                part = _overlap(span, piece)
+                if part is not None:
+                    stop = part.stop - piece.start + local
+                    start = found[number].start if number in found else part.start - piece.start + local
+                    found[number] = slice(start, stop)
+            local += piece.stop - piece.start
+        return found
 
 
 def _overlap(one: slice, other: slice) -> slice | None:

@@ -23,7 +23,7 @@ from megatron.core.parallel.collectives import (
     reduce_scatter_into_async,
 )
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.exchange import Team, sum_over
+from megatron.core.parallel.exchange import Team
 from megatron.core.parallel.grid import Axis
 from megatron.errors import ParallelError
 
@@ -187,7 +187,7 @@ class GradSync:
                     part = shared and Span(*shared).moved(slot.span.start).overlap(owned)
                     if part:
                         team = Team.of(self._mesh, slot.sharding.split[0]).neighbours(slot.sharding.sharers(self._mesh))
-                        sum_over(part.of(buffer.grads), team)
+                        all_reduce_among(part.of(buffer.grads), self._mesh, team.members)
 
     def _sum_tied(self) -> None:
         """Sum gradients of tied copies over the stages that hold one, a part at a time."""

@@ -100,11 +100,3 @@ def all_to_all(x: Tensor, team: Team) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     dist.all_to_all_single(out, x.contiguous(), group=group)
     return out
-
-
-def sum_over(x: Tensor, team: Team) -> Tensor:
-    """Sum contiguous ``x`` over the team in place and return it."""
-    group = team.group
-    if group is not None:
-        dist.all_reduce(x, group=group)
-    return x

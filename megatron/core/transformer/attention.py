@@ -91,6 +91,7 @@ class SelfAttention(nn.Module):
             dropout=drop,
             generator=self._context.rng.split,
             segments=inputs.segments,
+            documents=inputs.documents if self._context.mesh.size("cp") > 1 else None,
             padding_mask=inputs.padding_mask,
             softmax_in_fp32=config.attention_softmax_in_fp32,
             backend=config.attention_backend,

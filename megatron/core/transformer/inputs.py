@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
+from megatron.core.context_parallel.visible import Documents
 from megatron.core.ops.rotary import RotaryTable
 from megatron.core.parallel.rng import StreamKey
 
@@ -20,3 +22,8 @@ class LayerInputs:
     rotary: RotaryTable | None = None
     segments: Tensor | None = None
     padding_mask: Tensor | None = None
+
+    @cached_property
+    def documents(self) -> Documents | None:
+        """Where the documents of ``segments`` lie: found once for all layers, since a device must wait for it."""
+        return None if self.segments is None else Documents(self.segments)

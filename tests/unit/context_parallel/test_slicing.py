@@ -96,12 +96,12 @@ def test_documents_cut_calls_to_their_own_pairs(ranks: int, causal: bool) -> Non
     for chance in (0.05, 0.2, 0.6):
         segments = (torch.rand(2, length, generator=generator) < chance).cumsum(1)
         segments[0] %= 2  # numbers come back: a document is a run, not a number
-        documents = Documents(segments, ranks)
+        documents = Documents(segments)
         calls = []
         for asker in range(ranks):
             for owner in range(ranks):
                 whole = visible(asker, owner, queries=held, keys=held, causal=causal)
-                calls.append((asker, owner, documents.cut(whole, asker, owner)))
+                calls.append((asker, owner, documents.cut(whole, asker, owner, ranks)))
         runs = torch.cat([torch.zeros(1, dtype=torch.int64), (segments[0, 1:] != segments[0, :-1]).cumsum(0)])
         expected = (runs.unsqueeze(1) == runs.unsqueeze(0)).long()
         assert torch.equal(pairs_seen(calls, length, ranks), expected.tril() if causal else expected)

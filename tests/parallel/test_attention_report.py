@@ -1,0 +1,57 @@
+"""The attention that the start-up report names is the one that layers call, however ranks exchange keys."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megatron.core.ops.attention import partial, registry
+from megatron.core.ops.attention.registry import Choice
+from megatron.core.ops.attention.request import AttentionRequest
+from megatron.core.parallel.context import ParallelContext
+from megatron.training.run import attention_choices
+from megatron.training.step import train_step
+from tests.harness import run_ranks
+from tests.harness.runs import tiny_run
+
+
+def told_and_called(context: ParallelContext, flags: str, ways: dict[str, Any]) -> tuple[str, set[tuple[str, bool]]]:
+    """What the report says, and the backends that a training step calls, with whether for parts of the keys."""
+    context = ParallelContext(**(vars(context) | ways))
+    run, called = tiny_run(context, f"--mock-data {flags}"), set()
+
+    def choose(request: AttentionRequest, backend: str = "auto") -> Choice:
+        choice = registry.choose(request, backend)
+        called.add((choice.name, request.partial))
+        return choice
+
+    with mock.patch.object(partial, "choose", choose), mock.patch("megatron.core.ops.attention.choose", choose):
+        train_step(run, next(run.data.training_batches(0)))
+    return attention_choices(run.config, context), called
+
+
+REFUSED = "sdpa refused: it draws dropout (0.1) from torch's global generator, which cannot be replayed"
+STILL, SLICED = "--attention-dropout 0", "--context-parallel-size 2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "ways", "told", "called"),
+    [
+        (f"{SLICED} {STILL}", {}, "p2p: sdpa", {("sdpa", True)}),
+        (SLICED, {}, f"p2p: blocked ({REFUSED})", {("blocked", True)}),
+        (f"{SLICED} {STILL} --reset-attention-mask", {}, "p2p: sdpa", {("sdpa", True)}),
+        (
+            f"{SLICED} --cp-comm-type a2a all_gather --attention-backend reference",
+            {"cp_comm_types": ("a2a", "all_gather")},
+            "a2a: reference; all_gather: reference",
+            {("reference", False), ("reference", True)},
+        ),
+    ],
+)
+def test_report_names_what_is_called(
+    flags: str, ways: dict[str, Any], told: str, called: set[tuple[str, bool]]
+) -> None:
+    """Somebody who looks for the reason of a slow run is led astray by any other name."""
+    assert run_ranks(told_and_called, flags, ways, cp=2) == [(told, called)] * 2
