@@ -56,5 +56,27 @@ class DataConfig:
     reset_attention_mask: bool = flag("Attend only within a document.", default=False)
     eod_mask_loss: bool = flag("No loss where the input token is the end of a document.", default=False)
 
+    packing: Literal["stream", "padding-free", "best-fit"] = flag(
+        "stream: documents follow each other and are cut where a sample is full; padding-free: the same, but each "
+        "stands by itself in attention, positions and loss; best-fit: that, and whole where it can be, with padding.",
+        default="stream",
+    )
+    sft: bool = flag("Loss on the targets only, in data made by tools/preprocess_sft.py.", default=False)
+    fim_rate: float = flag(
+        "Share of training documents rearranged so that the model learns to fill in the middle.",
+        default=0.0,
+        at_least=0,
+        at_most=1,
+    )
+    fim_spm_rate: float = flag(
+        "Share of rearranged documents in which the suffix comes before the prefix.", default=0.5, at_least=0, at_most=1
+    )
+    fim_prefix_token: str = flag("Token before the prefix, with --fim-rate.", default="<fim_prefix>")
+    fim_middle_token: str = flag("Token before the middle, with --fim-rate.", default="<fim_middle>")
+    fim_suffix_token: str = flag("Token before the suffix, with --fim-rate.", default="<fim_suffix>")
+
     def __post_init__(self) -> None:
         derive(self, "split", DEFAULT_SPLIT)
+        if self.packing != "stream":
+            for field in ("reset_position_ids", "reset_attention_mask"):
+                object.__setattr__(self, field, True)

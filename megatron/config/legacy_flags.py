@@ -55,6 +55,7 @@ RENAMED: dict[str, LegacyFlag] = {
         value=True,
     ),
     "--no-position-embedding": LegacyFlag("renamed", field="position_embedding_type", value="none", yields=True),
+    "--fim-data": LegacyFlag("renamed", field="fim_rate", value=0.5, yields=True),
     "--use-flash-attn": LegacyFlag("renamed", field="attention_backend", value="flash", yields=True),
 }
 

@@ -83,6 +83,20 @@ def validation_sets_exist(run: RunConfig) -> str | None:
     return None
 
 
+def packing_is_possible(run: RunConfig) -> str | None:
+    """What --packing, --sft and --fim-rate exclude."""
+    data = run.data
+    if data.packing != "stream" and data.data_order == "megatron":
+        return f"--packing {data.packing} and --data-order megatron exclude each other: Megatron-LM packs a stream"
+    if data.packing != "stream" and data.fim_rate:
+        return f"--fim-rate {data.fim_rate} rearranges a stream of documents; leave --packing {data.packing} out"
+    if data.sft and data.fim_rate:
+        return f"--fim-rate {data.fim_rate} and --sft exclude each other: answers aren't rearranged; keep one"
+    if data.sft and data.mock_data:
+        return "--sft needs data made by tools/preprocess_sft.py; leave it out with --mock-data"
+    return None
+
+
 def tokenizer_has_files(run: RunConfig) -> str | None:
     """Each kind of tokenizer has what it reads."""
     tokenizer = run.tokenizer
@@ -177,6 +191,7 @@ RULES = (
     split_is_sound,
     blends_are_sound,
     validation_sets_exist,
+    packing_is_possible,
     tokenizer_has_files,
     saving_needs_an_interval,
     retained_checkpoints_exist,

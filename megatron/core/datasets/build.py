@@ -11,12 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from megatron.config.data import DataConfig
 from megatron.core.datasets.blend import BlendSpec, Interleaving, interleave, interleave_all, normalized
 from megatron.core.datasets.blended_dataset import BlendedDataset, MixedDataset
 from megatron.core.datasets.gpt_samples import Documents, SampleDataset, SourceDataset
 from megatron.core.datasets.index_cache import IndexCache, digest_of
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_format import idx_path
 from megatron.core.datasets.metadata import DatasetMetadata, DescribesTokenizer, TokenizerStamp
 from megatron.core.datasets.sources import read_sources
 from megatron.core.datasets.splits import MOCK_SPLIT, WHOLE, Share, SplitName, SplitSizes, parse_split
@@ -57,11 +60,15 @@ class DatasetSplits:
 
 @dataclass(frozen=True)
 class Source:
-    """An opened data set; ``ids_known`` when its largest id is known to lie in the vocabulary."""
+    """An opened data set; ``ids_known`` when its largest id is known to lie in the vocabulary.
+
+    ``targets``: with ``--sft``, token for token whether it is to be learned.
+    """
 
     documents: Documents
     cache: IndexCache
     ids_known: bool
+    targets: Documents | None = None
 
 
 @dataclass(frozen=True)
@@ -168,7 +175,8 @@ class _SplitBuilder:
                 metadata.check_tokenizer(prefix, self._stamp)
                 metadata.check_vocabulary(prefix, vocab_size=self._vocab_size)
             folder = Path(self._data.data_cache_path or f"{prefix}_index_cache")
-            self._opened[prefix] = Source(documents, IndexCache(folder), ids_known=metadata is not None)
+            targets = _targets_of(documents) if self._data.sft else None
+            self._opened[prefix] = Source(documents, IndexCache(folder), metadata is not None, targets)
         return self._opened[prefix]
 
     def _part(self, source: Source, *, split: SplitName, share: Share, copy: int) -> Part:
@@ -204,6 +212,25 @@ class _SplitBuilder:
                 f"give {sum(sizes)}, one pass: give weights, or leave --data-order megatron out"
             )
         return BlendedDataset(once, interleave(sizes, size=num_samples), weights=sizes)
+
+
+def _targets_of(documents: IndexedDataset) -> IndexedDataset:
+    """The mask beside a data set; raises DataError when there is none, or it is another data set's."""
+    prefix = targets_prefix(documents.prefix)
+    if not idx_path(prefix).is_file():
+        raise DataError(
+            f"{idx_path(prefix)} is missing: with --sft it says which tokens are to be learned; make the data with "
+            "tools/preprocess_sft.py, or leave --sft out"
+        )
+    targets = IndexedDataset(prefix, mmap=documents.mmap)
+    if not np.array_equal(targets.lengths, documents.lengths):
+        raise DataError(f"{prefix} and {documents.prefix} differ in the lengths of documents: make both again")
+    return targets
+
+
+def targets_prefix(prefix: str) -> str:
+    """Prefix of the mask of a data set for fine-tuning on targets."""
+    return f"{prefix}_targets"
 
 
 def _megatron_requests(weights: Sequence[float], num_samples: int) -> tuple[Interleaving, list[int]]:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any, cast
+
 import numpy as np
 
 from megatron.config.data import DataConfig
 from megatron.core.datasets.build import DatasetSplits, Part, Source, build_splits
+from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle, TextTokenizer, mark_id
 from megatron.core.datasets.gpt_samples import Documents, GPTDataset, SampleLayout
+from megatron.core.datasets.index_build import Lengths
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.metadata import DescribesTokenizer
 from megatron.core.datasets.mock import MockDocuments
+from megatron.core.datasets.packed_samples import BestFitOrder, PackedDataset, PaddingFreeOrder
+from megatron.core.datasets.packing import num_pairs
 from megatron.core.datasets.sample_order import EpochOrder, MegatronOrder, SampleOrder
 from megatron.core.datasets.splits import SplitSizes
 from megatron.errors import DataError
@@ -36,6 +43,7 @@ class GPTFamily:
 
     def __init__(self, data: DataConfig, *, seed: int, tokenizer: DescribesTokenizer, vocab_size: int) -> None:
         self._data, self._seed, self._eod, self._vocab_size = data, seed, tokenizer.eod, vocab_size
+        self._fim = _fill_in_the_middle(data, tokenizer, seed=seed)
         self._layout = SampleLayout(
             seq_length=data.seq_length,
             eod=tokenizer.eod,
@@ -53,35 +61,65 @@ class GPTFamily:
         """Sequences."""
         return len(documents.lengths)
 
-    def dataset(self, part: Part, num_samples: int | None, *, remedy: str) -> GPTDataset:
+    def dataset(self, part: Part, num_samples: int | None, *, remedy: str) -> GPTDataset | PackedDataset:
         """Samples of a part; raises DataError when it has too few tokens for one."""
-        data, cache = self._data, part.source.cache
-        lengths = part.source.documents.lengths[part.units.start : part.units.stop]
-        tokens, needed = int(lengths.sum(dtype=np.int64)), data.seq_length + 1
-        if tokens < needed:
+        data, documents, first = self._data, part.source.documents, part.units.start
+        lengths = documents.lengths[first : part.units.stop]
+        self._check_size(part, lengths, remedy=remedy)
+        vocab_size = None if part.source.ids_known else self._vocab_size
+        where: dict[str, Any] = {"seed": self._seed, "seq_length": data.seq_length, "cache": part.source.cache}
+        if data.packing != "stream":
+            order = (BestFitOrder if data.packing == "best-fit" else PaddingFreeOrder)(lengths, copy=part.copy, **where)
+            return PackedDataset(
+                documents,
+                order,
+                seq_length=data.seq_length,
+                num_samples=num_samples,
+                first=first,
+                vocab_size=vocab_size,
+                targets=part.source.targets,
+            )
+        samples: SampleOrder = (
+            MegatronOrder(lengths, num_samples=num_samples, **where)
+            if data.data_order == "megatron"
+            else EpochOrder(lengths, num_samples=num_samples, copy=part.copy, **where)
+        )
+        fim = self._fim if part.split == "train" else None
+        return GPTDataset(
+            documents,
+            samples,
+            layout=self._layout,
+            first=first,
+            vocab_size=vocab_size,
+            rearrange=None if fim is None else partial(fim, copy=part.copy),
+            targets=part.source.targets,
+        )
+
+    def _check_size(self, part: Part, lengths: Lengths, *, remedy: str) -> None:
+        """Raise DataError when there is too little for a sample: one pair where samples are padded, else a full one."""
+        packed, seq_length = self._data.packing != "stream", self._data.seq_length
+        tokens, pairs = int(lengths.sum(dtype=np.int64)), int(num_pairs(lengths).sum(dtype=np.int64))
+        needed = 2 if self._data.packing == "best-fit" else seq_length + 1
+        if (pairs + 1 if packed else tokens) < needed:
             raise DataError(
                 f"{part.source.documents.prefix}: the {part.split} split has {tokens} tokens in {len(lengths)} "
                 f"documents, but a sample takes {needed} (--seq-length and one label): give {remedy}, or a smaller "
                 "--seq-length"
             )
-        order: SampleOrder
-        if data.data_order == "megatron":
-            order = MegatronOrder(
-                lengths, seed=self._seed, seq_length=data.seq_length, num_samples=num_samples, cache=cache
-            )
-        else:
-            order = EpochOrder(
-                lengths,
-                seed=self._seed,
-                seq_length=data.seq_length,
-                num_samples=num_samples,
-                cache=cache,
-                copy=part.copy,
-            )
-        return GPTDataset(
-            part.source.documents,
-            order,
-            layout=self._layout,
-            first=part.units.start,
-            vocab_size=None if part.source.ids_known else self._vocab_size,
-        )
+
+
+def _fill_in_the_middle(data: DataConfig, tokenizer: DescribesTokenizer, *, seed: int) -> FillInTheMiddle | None:
+    if not data.fim_rate:
+        return None
+    texts, eod = cast("TextTokenizer", tokenizer), tokenizer.eod
+    assert eod is not None
+    return FillInTheMiddle(
+        tokenizer=texts,
+        eod=eod,
+        seed=seed,
+        rate=data.fim_rate,
+        spm_rate=data.fim_spm_rate,
+        prefix=mark_id(texts, data.fim_prefix_token, flag="--fim-prefix-token"),
+        middle=mark_id(texts, data.fim_middle_token, flag="--fim-middle-token"),
+        suffix=mark_id(texts, data.fim_suffix_token, flag="--fim-suffix-token"),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -65,6 +66,9 @@ class SourceDataset(SampleDataset, Protocol):
     def with_samples(self, num_samples: int) -> SourceDataset:
         """The same samples, and more or fewer of them."""
 
+    def prepare(self) -> None:
+        """Put all indices that the samples need into the cache."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SampleLayout:
@@ -110,6 +114,8 @@ class GPTDataset:
 
     ``first``: number of the document that the order calls 0 (the order counts within a split).
     ``vocab_size``: check ids against it while reading, for data whose largest id isn't known; None: don't.
+    ``rearrange(tokens, index=…)`` makes of a sample's tokens other ones, at most as many. ``targets``: token for token
+    whether it is to be learned (1) or only read (0).
     """
 
     def __init__(
@@ -120,8 +126,11 @@ class GPTDataset:
         layout: SampleLayout,
         first: int = 0,
         vocab_size: int | None = None,
+        rearrange: Callable[..., NDArray[np.int64]] | None = None,
+        targets: Documents | None = None,
     ) -> None:
         self.documents = documents
+        self._rearrange, self._targets = rearrange, targets
         self.order = order
         self.layout = layout
         self._first = first
@@ -159,10 +168,17 @@ class GPTDataset:
             return sample
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of a data set of {len(self)}")
-        tokens, num_tokens = self._read(index)
+        tokens, num_tokens = self._read(index, self.documents)
         if self._vocab_size is not None and tokens.view(np.uint64).max() >= self._vocab_size:
             self._refuse(index, tokens, vocab_size=self._vocab_size)
-        return self.layout.sample(tokens, num_tokens=num_tokens)
+        if self._rearrange is not None:
+            rearranged = self._rearrange(tokens[:num_tokens], index=index)
+            tokens[: len(rearranged)], tokens[len(rearranged) :] = rearranged, 0
+            num_tokens = len(rearranged)
+        sample = self.layout.sample(tokens, num_tokens=num_tokens)
+        if self._targets is not None:
+            sample["loss_mask"] *= self._read(index, self._targets)[0][1:]
+        return sample
 
     def origin(self, index: int) -> str:
         """Document and token at which sample ``index`` starts."""
@@ -174,7 +190,7 @@ class GPTDataset:
         """The source, in a line."""
         return [f"{self.documents.prefix}: {len(self):,} samples, {self.num_epochs:.2f} epochs"]
 
-    def _read(self, index: int) -> tuple[NDArray[np.int64], int]:
+    def _read(self, index: int, documents: Documents) -> tuple[NDArray[np.int64], int]:
         """The tokens of a sample, S + 1 of them with zeros after the last real one, and how many are real."""
         order, position, offset = self.order.find(index)
         needed = self.layout.seq_length + 1
@@ -183,7 +199,7 @@ class GPTDataset:
         while filled < needed and position < len(order):
             document = self._first + order.item(position)
             count = min(self.documents.lengths.item(document) - offset, needed - filled)
-            tokens[filled : filled + count] = self.documents.get(document, offset, count)
+            tokens[filled : filled + count] = documents.get(document, offset, count)
             filled += count
             position, offset = position + 1, 0
         tokens[filled:] = 0
@@ -197,8 +213,27 @@ class GPTDataset:
         while left >= self.documents.lengths.item(self._first + order.item(position)):
             left -= self.documents.lengths.item(self._first + order.item(position))
             position += 1
+        check_vocabulary(
+            tokens[at:], vocab_size, documents=self.documents, document=self._first + order.item(position), offset=left
+        )
+
+    def prepare(self) -> None:
+        """Put all indices that the samples need into the cache."""
+        self.order.prepare()
+
+
+def check_vocabulary(
+    tokens: NDArray[np.int64], vocab_size: int, *, documents: Documents, document: int, offset: int
+) -> None:
+    """Raise DataError that names the first id outside the vocabulary and where it lies.
+
+    ``tokens`` begin ``offset`` tokens into a document.
+    """
+    outside = tokens.view(np.uint64) >= vocab_size
+    if outside.any():
+        at = int(np.argmax(outside))
         raise DataError(
-            f"{self.documents.prefix} holds token id {tokens[at]} (document {self._first + order.item(position)}, "
-            f"token {left}) but the vocabulary has ids 0 to {vocab_size - 1}: the data was made with "
-            "another tokenizer; give that one, or preprocess the text again"
+            f"{documents.prefix} holds token id {tokens[at]} (document {document}, token {offset + at}) but the "
+            f"vocabulary has ids 0 to {vocab_size - 1}: the data was made with another tokenizer; give that one, or "
+            "preprocess the text again"
         )

@@ -47,9 +47,9 @@ class MegatronIndex:
         return SampleIndex(self.documents, self.starts[self.shuffle])
 
 
-def num_samples_in(num_tokens: int, *, seq_length: int, drop_last_partial: bool = True) -> int:
-    """Samples in a stream of tokens; without ``drop_last_partial`` the last one may lack tokens."""
-    whole, rest = divmod(max(num_tokens - 1, 0), seq_length)
+def num_samples_in(num_tokens: int, *, seq_length: int, drop_last_partial: bool = True, shared: int = 1) -> int:
+    """Samples in a stream of which neighbours share ``shared`` tokens; the last one may lack tokens unless dropped."""
+    whole, rest = divmod(max(num_tokens - shared, 0), seq_length)
     return whole if drop_last_partial or rest == 0 else whole + 1
 
 
@@ -60,16 +60,26 @@ def random_state(seed: int, *parts: int) -> np.random.RandomState:
 
 
 def build_epoch(
-    lengths: Lengths, *, seed: int, epoch: int, seq_length: int, copy: int = 0, drop_last_partial: bool = True
+    lengths: Lengths,
+    *,
+    seed: int,
+    epoch: int,
+    seq_length: int,
+    copy: int = 0,
+    drop_last_partial: bool = True,
+    shared: int = 1,
 ) -> SampleIndex:
     """Samples of one epoch in our order.
 
-    ``lengths`` [documents] in tokens. ``copy`` tells apart several uses of the same data set in one blend.
+    ``lengths`` [documents] in tokens. ``copy`` tells apart several uses of the same data set in one blend. ``shared``:
+    1 for a stream of tokens, 0 for a stream of pairs of a token and its label, of which neighbours share nothing.
     """
     random = random_state(seed, copy, epoch)
     documents = np.arange(len(lengths), dtype=_index_dtype(len(lengths)))
     random.shuffle(documents)
-    starts = _sample_starts(lengths, documents, seq_length=seq_length, drop_last_partial=drop_last_partial)
+    starts = _sample_starts(
+        lengths, documents, seq_length=seq_length, drop_last_partial=drop_last_partial, shared=shared
+    )
     return SampleIndex(documents, starts[random.permutation(len(starts))])
 
 
@@ -104,7 +114,7 @@ def build_megatron(
 
 
 def _sample_starts(
-    lengths: Lengths, documents: NDArray[Any], *, seq_length: int, drop_last_partial: bool
+    lengths: Lengths, documents: NDArray[Any], *, seq_length: int, drop_last_partial: bool, shared: int = 1
 ) -> NDArray[Any]:
     """Position in ``documents`` and offset of each sample of the stream, [samples, 2], in stream order."""
     ends = np.require(lengths, requirements="A")[documents]  # in an index file they lie across words
@@ -112,7 +122,7 @@ def _sample_starts(
     if total > np.iinfo(np.int32).max:
         ends = ends.astype(np.int64)
     np.cumsum(ends, out=ends)
-    count = num_samples_in(total, seq_length=seq_length, drop_last_partial=drop_last_partial)
+    count = num_samples_in(total, seq_length=seq_length, drop_last_partial=drop_last_partial, shared=shared)
     positions = np.arange(count, dtype=ends.dtype) * seq_length
     found = np.searchsorted(ends, positions, side="right")  # the document after those that end at or before it
     before = np.where(found > 0, ends[found - 1], 0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -46,11 +48,54 @@ class SampleOrder(Protocol):
     def find(self, index: int) -> SampleStart:
         """Start of sample ``index``."""
 
+    def prepare(self) -> None:
+        """Put all indices that the samples need into the cache."""
+
+
+class Epochs:
+    """An endless sequence of epochs, each with its own index, built or read from the cache when it is first needed.
+
+    ``build(epoch=…)`` makes the index of an epoch. ``digest``: of all that it follows from but the epoch. ``rows``:
+    about how large it is.
+    """
+
+    def __init__(
+        self,
+        build: Callable[..., SampleIndex],
+        *,
+        samples_per_epoch: int,
+        rows: int,
+        digest: str,
+        cache: IndexCache,
+    ) -> None:
+        self.samples_per_epoch, self.digest = samples_per_epoch, digest
+        self._build, self._rows, self._cache = build, rows, cache
+        self._loaded: OrderedDict[int, SampleIndex] = OrderedDict()
+
+    def find(self, index: int) -> tuple[SampleIndex, int]:
+        """Index of the epoch in which sample ``index`` lies, and the sample's row there."""
+        epoch, number = divmod(index, self.samples_per_epoch)
+        return self._loaded.get(epoch) or self._load(epoch), number
+
+    def prepare(self, num_samples: int) -> None:
+        """Put the indices of the first ``num_samples`` samples into the cache."""
+        for epoch in range(-(-num_samples // self.samples_per_epoch)):
+            self._load(epoch)
+
+    def _load(self, epoch: int) -> SampleIndex:
+        while len(self._loaded) >= _KEPT_EPOCHS:
+            self._loaded.popitem(last=False)
+        self._loaded[epoch] = self._cache.get(
+            lambda: self._build(epoch=epoch), rows=self._rows, inputs=(self.digest, epoch)
+        )
+        return self._loaded[epoch]
+
 
 class EpochOrder:
     """Our order: sample i depends on the lengths of the documents, the seed and i, not on how many are asked for.
 
-    ``num_samples`` None: one epoch. ``copy`` tells apart several uses of the same data in one blend.
+    ``num_samples`` None: one epoch. ``copy`` tells apart several uses of the same data in one blend. ``shared``: tokens
+    that neighbouring samples share, see ``build_epoch``.
     """
 
     def __init__(
@@ -63,13 +108,23 @@ class EpochOrder:
         cache: IndexCache,
         copy: int = 0,
         drop_last_partial: bool = True,
+        shared: int = 1,
     ) -> None:
-        self._lengths, self._cache = lengths, cache
-        self._seed, self._copy, self._seq_length, self._drop_last_partial = seed, copy, seq_length, drop_last_partial
-        self.samples_per_epoch = _samples_in(lengths, seq_length=seq_length, drop_last_partial=drop_last_partial)
+        settings: dict[str, Any] = {"seq_length": seq_length, "drop_last_partial": drop_last_partial, "shared": shared}
+        self.samples_per_epoch = num_samples_in(int(lengths.sum(dtype=np.int64)), **settings)
         self._num_samples = self.samples_per_epoch if num_samples is None else num_samples
-        self._epochs: OrderedDict[int, SampleIndex] = OrderedDict()
-        self.digest = digest_of("epoch", lengths, seed, copy, seq_length, drop_last_partial)
+        self._epochs = Epochs(
+            partial(build_epoch, lengths, seed=seed, copy=copy, **settings),
+            samples_per_epoch=self.samples_per_epoch,
+            rows=len(lengths) + self.samples_per_epoch,
+            digest=digest_of("epoch", lengths, seed, copy, *settings.values()),
+            cache=cache,
+        )
+
+    @property
+    def digest(self) -> str:
+        """Hex digest of all that the order follows from."""
+        return self._epochs.digest
 
     def __len__(self) -> int:
         return self._num_samples
@@ -82,26 +137,12 @@ class EpochOrder:
 
     def find(self, index: int) -> SampleStart:
         """Start of sample ``index``."""
-        epoch, number = divmod(index, self.samples_per_epoch)
-        found = self._epochs.get(epoch) or self._load(epoch)
+        found, number = self._epochs.find(index)
         return SampleStart(found.documents, found.samples.item(number, 0), found.samples.item(number, 1))
 
-    def _load(self, epoch: int) -> SampleIndex:
-        while len(self._epochs) >= _KEPT_EPOCHS:
-            self._epochs.popitem(last=False)
-        self._epochs[epoch] = self._cache.get(
-            lambda: build_epoch(
-                self._lengths,
-                seed=self._seed,
-                epoch=epoch,
-                copy=self._copy,
-                seq_length=self._seq_length,
-                drop_last_partial=self._drop_last_partial,
-            ),
-            rows=len(self._lengths) + self.samples_per_epoch,
-            inputs=(self.digest, epoch),
-        )
-        return self._epochs[epoch]
+    def prepare(self) -> None:
+        """Put all indices that the samples need into the cache."""
+        self._epochs.prepare(self._num_samples)
 
 
 class MegatronOrder:
@@ -136,6 +177,9 @@ class MegatronOrder:
 
     def __len__(self) -> int:
         return len(self._index.samples)
+
+    def prepare(self) -> None:
+        """The whole index is built, and in the cache, from the beginning."""
 
     def find(self, index: int) -> SampleStart:
         """Start of sample ``index``."""

@@ -284,6 +284,12 @@ def _reason(error: Exception) -> str:
 
 def _texts_of(line: bytes, keys: Sequence[str]) -> list[str]:
     """The texts of one line; raises DataError with the reason."""
+    record = read_record(line)
+    return [_text_of(record, key) for key in keys]
+
+
+def read_record(line: bytes) -> dict[str, Any]:
+    """The JSON object of one line; raises DataError with the reason."""
     text = _decode(line)
     try:
         record = json.loads(text)
@@ -295,7 +301,7 @@ def _texts_of(line: bytes, keys: Sequence[str]) -> list[str]:
         raise DataError("not readable: the JSON is nested too deeply") from None
     if not isinstance(record, dict):
         raise DataError(f"{_json_kind(record)} where a JSON object belongs")
-    return [_text_of(record, key) for key in keys]
+    return record
 
 
 def _text_of(record: dict[str, Any], key: str) -> str:

@@ -70,7 +70,7 @@ def test_epochs_are_built_when_needed_and_few_are_kept(monkeypatch: pytest.Monke
         order.find(index)
     order.find(3 * per_epoch - 1)
     assert built == [0, 1, 2, 3]
-    assert len(order._epochs) == 2
+    assert len(order._epochs._loaded) == 2
 
 
 @pytest.mark.parametrize("other", [{"seed": 2}, {"copy": 1}])

@@ -1,0 +1,112 @@
+"""Turn conversations into token files for fine-tuning with --sft: loss on the answers only.
+
+Reads JSON lines of {"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ..., "completion": ...}. Writes
+PREFIX.bin, .idx and .meta.json, a document a line, and PREFIX_targets.bin and .idx, which say token for token what is
+learned: the turns of the assistant with their ends, and completions. Train with --data-path PREFIX --sft --packing
+best-fit, so that each conversation stands by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from megatron.config.flags import check_flags, flag
+from megatron.config.parse import parse_groups
+from megatron.config.tokenizer import TokenizerConfig
+from megatron.core.datasets.build import targets_prefix
+from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter, token_dtype
+from megatron.core.datasets.metadata import TokenizerStamp
+from megatron.core.tokenizers import Tokenizer, build_tokenizer
+from megatron.core.tokenizers.conversations import ChatFormat, encode
+from megatron.core.tokenizers.text_files import BadLine, find_inputs, read_batches, read_record
+from megatron.errors import DataError, run_command
+
+
+@check_flags
+@dataclass(frozen=True, kw_only=True)
+class SftConfig:
+    """Conversations in, tokens and targets out."""
+
+    input: tuple[str, ...] = flag("JSON lines (.gz, .bz2, .zst too): files, folders, globs in quotes, or -.")
+    output_prefix: str = flag("Start of the names of all files written.")
+    turn_start: str = flag("What begins a turn; {role} stands for who speaks.", default="<|im_start|>{role}\\n")
+    turn_end: str = flag("What ends a turn.", default="<|im_end|>\\n")
+    learned_role: str = flag("Whose turns are learned.", default="assistant")
+    on_bad_line: Literal["error", "skip"] = flag(
+        "What to do about a line that holds no conversation: stop at the first, or report, count and leave them out.",
+        default="error",
+    )
+
+
+@dataclass
+class Counts:
+    """What was written."""
+
+    conversations: int = 0
+    tokens: int = 0
+    targets: int = 0
+    bad: int = 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Convert, and say what came out."""
+    about = " ".join((__doc__ or "").split())
+    config, tokenizer_config = parse_groups(argv, SftConfig, TokenizerConfig, prog="preprocess_sft.py", about=about)
+    if tokenizer_config.tokenizer_type is None:
+        tokenizer_config = dataclasses.replace(tokenizer_config, tokenizer_type="GPT2BPETokenizer")
+    counts = convert(config, build_tokenizer(tokenizer_config))
+    print(f"conversations  {counts.conversations:,}" + (f" ({counts.bad:,} bad lines left out)" if counts.bad else ""))
+    print(f"tokens         {counts.tokens:,}, of which {counts.targets:,} are learned")
+    print(f"wrote          {config.output_prefix}.{{bin,idx,meta.json}} and {targets_prefix(config.output_prefix)}.*")
+    return 0
+
+
+def convert(config: SftConfig, tokenizer: Tokenizer) -> Counts:
+    """Write the files; raises DataError for bad lines, unless they are to be left out, and when nothing is left."""
+    counts, stamp = Counts(), TokenizerStamp.of(tokenizer)
+    with ExitStack() as stack:
+        documents = stack.enter_context(
+            IndexedDatasetWriter(config.output_prefix, token_dtype(tokenizer.vocab_size), tokenizer=stamp)
+        )
+        targets = stack.enter_context(IndexedDatasetWriter(targets_prefix(config.output_prefix), np.uint8))
+        for ids, learned in _encoded(config, tokenizer, counts):
+            documents.add_document(ids)
+            targets.add_document(np.array(learned, np.uint8))
+            counts.conversations += 1
+            counts.tokens += len(ids)
+            counts.targets += sum(learned)
+        if not counts.conversations:
+            raise DataError(f"--input {' '.join(config.input)} holds no conversation; nothing is written.")
+    return counts
+
+
+def _encoded(config: SftConfig, tokenizer: Tokenizer, counts: Counts) -> Iterator[tuple[list[int], list[bool]]]:
+    chat = ChatFormat(_unescaped(config.turn_start), _unescaped(config.turn_end), config.learned_role)
+    for batch in read_batches(find_inputs(config.input, endings=(".jsonl", ".json"))):
+        for number, line in enumerate(batch.data.removesuffix(b"\n").split(b"\n"), batch.first_line):
+            try:
+                encoded = encode(chat.parts(read_record(line)), tokenizer)
+            except DataError as error:
+                bad = BadLine(batch.path, number, str(error))
+                if config.on_bad_line == "error":
+                    raise DataError(f"{bad}; mend the line, or leave such lines out with --on-bad-line skip.") from None
+                print(f"skipped {bad}", file=sys.stderr)
+                counts.bad += 1
+            else:
+                yield encoded
+
+
+def _unescaped(text: str) -> str:
+    """A line end as it is typed in a shell."""
+    return text.replace("\\n", "\n")
+
+
+if __name__ == "__main__":
+    run_command(lambda: main(sys.argv[1:]))
