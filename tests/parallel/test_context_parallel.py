@@ -99,6 +99,31 @@ def test_attention_over_slices_is_attention(way: str) -> None:
             assert max(differences) < 1e-12, f"{name}: out, q, k, v differ by {differences}"
 
 
+def errors_in_bf16(context: ParallelContext, way: dict[str, Any]) -> list[float]:
+    """Errors of a rank's result and gradients in bf16, relative to the largest number of each."""
+    whole, upstream = inputs(groups=4, keys=LENGTH)
+    rounded = [x.bfloat16() for x in whole]
+    context = dataclasses.replace(context, **way)
+    rank, ranks = context.mesh.rank("cp"), context.mesh.size("cp")
+    slices = [take(x, rank, ranks, dim=0).requires_grad_() for x in rounded]
+    out = attention(*slices, context=context, comm_type=context.cp_comm_type(0), causal=True)
+    found = [out, *torch.autograd.grad(out, slices, take(upstream, rank, ranks, dim=0).bfloat16())]
+    exact = [x.double().requires_grad_() for x in rounded]
+    reference = attention_of_one_rank(*exact, causal=True, backend="reference")
+    expected = [reference, *torch.autograd.grad(reference, exact, upstream)]
+    return [
+        ((actual.double() - take(wish, rank, ranks, dim=0)).abs().max() / wish.abs().max()).item()
+        for actual, wish in zip(found, expected)
+    ]
+
+
+@pytest.mark.parametrize("way", ["p2p", "all_gather", "a2a"])
+def test_slices_in_bf16_lose_rounding_only(way: str) -> None:
+    """Sums over ranks travel in 16 bits; a merge in 16 bits, or one sum too many, would show in the loss."""
+    for errors in run_ranks(errors_in_bf16, WAYS[way], cp=4, dtype=torch.bfloat16):
+        assert max(errors) < 4 * torch.finfo(torch.bfloat16).eps, f"out, q, k, v are off by {errors}"
+
+
 def order_of_events(context: ParallelContext) -> list[str]:
     """What one rank does in a forward and a backward pass over a ring: "send", "wait" and "compute"."""
     seen: list[str] = []

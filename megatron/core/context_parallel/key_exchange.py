@@ -1,8 +1,8 @@
 """Two ways in which a rank gets at every other rank's keys and values, and their gradients get back to their owners.
 
 ``Ring`` passes them on from rank to rank while attention to those at hand is computed (Liu et al. 2023,
-arXiv:2310.01889): two ranks' keys are held at a time. ``Gather`` fetches all at once (Llama 3, arXiv:2407.21783): one
-message instead of many, and memory for the keys of the whole sequence.
+arXiv:2310.01889): two ranks' keys are held at a time. ``Gather`` fetches all at once (Llama 3, arXiv:2407.21783), while
+a rank attends to its own: one message instead of many, and memory for the keys of the whole sequence.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.core.parallel.collectives import all_gather, reduce_scatter
+from megatron.core.parallel.collectives import all_gather_into_async, reduce_scatter
 from megatron.core.parallel.exchange import Shift, Team, circulate
 from megatron.core.parallel.mesh import Mesh
 
@@ -90,11 +90,14 @@ class Gather:
 
     def visit(self, packed: Tensor) -> Iterator[tuple[int, Tensor]]:
         """See ``KeyExchange``."""
-        everyone = all_gather(packed.unsqueeze(0), self.team.mesh, "cp")
-        ranks = self.team.size
-        for step in range(ranks):
-            owner = (self.team.rank - step) % ranks
-            yield owner, everyone[owner]
+        ranks, rank = self.team.size, self.team.rank
+        everyone = packed.new_empty(ranks * packed.numel())
+        gathering = all_gather_into_async(everyone, packed, self.team.mesh, "cp")
+        yield rank, packed
+        parts = gathering.wait().view(ranks, -1)
+        for step in range(1, ranks):
+            owner = (rank - step) % ranks
+            yield owner, parts[owner]
 
     def returning(self, packed: Tensor) -> Returning:
         """See ``KeyExchange``."""
