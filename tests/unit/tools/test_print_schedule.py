@@ -1,0 +1,61 @@
+"""Schedules drawn: the text is what the simulator says, the picture is one, flags that do nothing are refused."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import ConfigError
+from tools.print_schedule import main
+
+
+def test_text(capsys: pytest.CaptureFixture[str]) -> None:
+    """Somebody chooses a schedule by these numbers."""
+    assert main(shlex.split("--pipeline-model-parallel-size 2 --num-microbatches 2 --transfer-time 1")) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "rank 0  F0 F1 .  .  .  .  B0 -  .  B1 -",
+        "rank 1  .  .  F0 B0 -  F1 B1 -",
+        "",
+        "1f1b: 2 stages on 2 ranks, a step takes 11; ranks wait for 83.3 % of the time they compute",
+        "rank 0  stages 0: computes 6, waits 5 (5 in the middle), keeps up to 2 microbatches of a chunk",
+        "rank 1  stages 1: computes 6, waits 5 (0 in the middle), keeps up to 1 microbatches of a chunk",
+    ]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("kind", ["svg", "png"])
+def test_pictures(name: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every schedule can be drawn."""
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    picture = tmp_path / "new" / f"schedule.{kind}"
+    main(["--pipeline-schedule", name, "--num-microbatches", "3", "--output", str(picture)])
+    start = picture.read_bytes()[:200]
+    assert start.startswith(b"\x89PNG") if kind == "png" else b"<?xml" in start
+    assert f"wrote {picture}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--pipeline-schedule gpipe --num-virtual-stages-per-pipeline-rank 2",
+            "--num-virtual-stages-per-pipeline-rank have no effect on --pipeline-schedule gpipe; use interleaved",
+        ),
+        ("--num-microbatches 0", "--num-microbatches is 0; it must be at least 1"),
+        ("--forward-time 0", "--forward-time is 0.0; it must be more than 0"),
+    ],
+)
+def test_bad_flags(flags: str, message: str) -> None:
+    """A flag without effect would leave somebody with the wrong picture."""
+    with pytest.raises(ConfigError) as caught:
+        main(flags.split())
+    assert str(caught.value) == message
+
+
+def test_pictures_that_cannot_be_written(tmp_path: Path) -> None:
+    """One sentence, not a traceback."""
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        main(["--output", str(tmp_path / "schedule.tapestry")])

@@ -1,0 +1,170 @@
+"""Draw a pipeline schedule, as text and on request as a picture: who computes what when, bubbles, kept activations."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from megatron.config.flags import check_flags, flag
+from megatron.config.parse import parse_groups
+from megatron.core.pipeline_parallel.actions import Kind
+from megatron.core.pipeline_parallel.schedules import training_schedule
+from megatron.core.pipeline_parallel.simulate import Durations, Simulation, simulate
+from megatron.core.pipeline_parallel.timeline import draw
+from megatron.errors import ConfigError, run_command
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLORS: dict[Kind, str] = {"F": "#2a6fb0", "B": "#3d8b5f", "I": "#3d8b5f", "W": "#b8862b"}
+MEANINGS: dict[Kind, str] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward, gradients of inputs",
+    "W": "backward, gradients of weights",
+}
+INK, FAINT = "#222222", "#dddddd"
+MOST_LABELLED = 2000  # boxes; more of them hide their labels
+
+
+@check_flags
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Which schedule, on how many ranks, and how long its passes take."""
+
+    pipeline_schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"] = flag(
+        "Order of forward and backward passes.", default="1f1b"
+    )
+    pipeline_model_parallel_size: int = flag("Ranks of the pipeline.", default=4, at_least=1)
+    num_microbatches: int = flag("Microbatches of a step.", default=8, at_least=1)
+    num_virtual_stages_per_pipeline_rank: int | None = flag(
+        "Interleaved: chunks of one rank; without it: 2.", default=None, at_least=1
+    )
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
+        "Interleaved: microbatches through a chunk before the next chunk's turn; without it: one for each rank.",
+        default=None,
+        at_least=1,
+    )
+    forward_time: float = flag("Of a microbatch through one chunk, in any unit.", default=1.0, above=0)
+    input_backward_time: float = flag("Of the gradients of a chunk's inputs.", default=1.0, above=0)
+    weight_backward_time: float = flag("Of the gradients of a chunk's weights.", default=1.0, above=0)
+    transfer_time: float = flag("From one rank to another.", default=0.0, at_least=0)
+    output: str | None = flag("Picture to write: .png, .svg or .pdf.", default=None)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Simulate the schedule, print it, and draw it when asked."""
+    (config,) = parse_groups(argv, ScheduleConfig, prog="print_schedule.py", about=__doc__ or "")
+    check_interleaved(config)
+    durations = Durations(
+        forward=config.forward_time,
+        input_backward=config.input_backward_time,
+        weight_backward=config.weight_backward_time,
+        transfer=config.transfer_time,
+    )
+    schedule = training_schedule(
+        config.pipeline_schedule,
+        num_ranks=config.pipeline_model_parallel_size,
+        num_microbatches=config.num_microbatches,
+        num_chunks=config.num_virtual_stages_per_pipeline_rank or 2,
+        group_size=config.microbatch_group_size_per_virtual_pipeline_stage,
+    )
+    simulation = simulate(schedule, durations)
+    unit = min(durations.forward, durations.input_backward, durations.weight_backward)
+    print(draw(simulation.rows, unit=unit))
+    print("\n".join(["", *facts(simulation)]))
+    if config.output is not None:
+        draw_picture(simulation, Path(config.output))
+        print(f"wrote {config.output}")
+    return 0
+
+
+def check_interleaved(config: ScheduleConfig) -> None:
+    """Raise ConfigError for flags of the interleaved schedule with another one."""
+    fields = ("num_virtual_stages_per_pipeline_rank", "microbatch_group_size_per_virtual_pipeline_stage")
+    named = [f"--{field.replace('_', '-')}" for field in fields if getattr(config, field) is not None]
+    if named and config.pipeline_schedule != "interleaved":
+        raise ConfigError(
+            f"{' and '.join(named)} have no effect on --pipeline-schedule {config.pipeline_schedule}; use interleaved"
+        )
+
+
+def facts(simulation: Simulation) -> list[str]:
+    """What the schedule costs, for all ranks together and for each."""
+    placement = simulation.schedule.placement
+    lines = [
+        f"{simulation.schedule.name}: {placement.num_stages} stages on {placement.num_ranks} ranks, a step takes "
+        f"{simulation.makespan:g}; ranks wait for {100 * simulation.bubble:.1f} % of the time they compute"
+    ]
+    peaks = simulation.peak_live()
+    for rank, (peak, idle) in enumerate(zip(peaks, simulation.idle_within)):
+        stages = ", ".join(map(str, placement.stages_of(rank)))
+        busy = simulation.busy(rank)
+        lines.append(
+            f"rank {rank:<2} stages {stages}: computes {busy:g}, waits {simulation.makespan - busy:g} "
+            f"({idle:g} in the middle), keeps up to {peak:g} microbatches of a chunk"
+        )
+    return lines
+
+
+def draw_picture(simulation: Simulation, output: Path) -> None:
+    """A row for each rank, a box for each pass; chunks after the first are lighter."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ConfigError("drawing needs the matplotlib package: pip install matplotlib") from None
+    ranks = len(simulation.rows)
+    width = min(40.0, max(8.0, 0.28 * sum(len(row) for row in simulation.rows) / ranks + 3.0))
+    figure = Figure(figsize=(width, 0.45 * ranks + 1.6), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    _draw_rows(axes, simulation)
+    _style(axes, simulation)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(output)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--output {output} cannot be written: {error}") from None
+
+
+def _draw_rows(axes: Axes, simulation: Simulation) -> None:
+    chunks = simulation.schedule.placement.num_chunks
+    labelled = sum(map(len, simulation.rows)) <= MOST_LABELLED
+    for rank, row in enumerate(simulation.rows):
+        for interval in row:
+            action, length = interval.action, interval.end - interval.start
+            strength = 1.0 - 0.65 * action.chunk / max(chunks - 1, 1)
+            color = COLORS[action.kind]
+            axes.barh(rank, length, left=interval.start, height=0.86, color=color, alpha=strength, edgecolor="white")
+            if labelled:
+                ink = "white" if strength > 0.6 else INK
+                middle = interval.start + length / 2
+                axes.text(middle, rank, str(action.microbatch), ha="center", va="center", color=ink, fontsize=7)
+
+
+def _style(axes: Axes, simulation: Simulation) -> None:
+    schedule, peaks = simulation.schedule, simulation.peak_live()
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(FAINT)
+    axes.set_yticks(range(len(peaks)), [f"rank {rank}, keeps {peak:g}" for rank, peak in enumerate(peaks)])
+    axes.invert_yaxis()
+    axes.tick_params(length=0, labelcolor=INK)
+    axes.set_xlim(0, simulation.makespan)
+    axes.set_xlabel("time", color=INK)
+    kinds = [kind for kind in MEANINGS if any(action.kind == kind for action in schedule.orders[0])]
+    for kind in kinds:
+        axes.barh([0], [0], color=COLORS[kind], label=MEANINGS[kind])
+    axes.legend(
+        frameon=False, labelcolor=INK, ncols=len(kinds), loc="upper left", bbox_to_anchor=(0, -0.18), fontsize=8
+    )
+    title = f"{schedule.name}: bubble {100 * simulation.bubble:.1f} %, a step takes {simulation.makespan:g}"
+    axes.set_title(title, loc="left", color=INK, fontsize=11, pad=10)
+
+
+if __name__ == "__main__":
+    run_command(lambda: main(sys.argv[1:]))
