@@ -166,7 +166,7 @@ def test_unread_fields_change_no_curve() -> None:
             schedule = golden_schedule(lr_decay_style=style, weight_decay_incr_style=decay_style, lr_warmup_samples=0)
             for name in schedule.unread_fields():
                 value = getattr(schedule, name)
-                other = "linear" if isinstance(value, str) else value / 2
+                other: Any = "linear" if isinstance(value, str) else value / 2
                 changed = dataclasses.replace(schedule, **{name: other})
                 for samples in (0, 1, 300, 700, 5000):
                     assert changed.learning_rate(samples) == schedule.learning_rate(samples), name
