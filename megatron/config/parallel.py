@@ -93,7 +93,9 @@ class ParallelConfig:
     distributed_backend: Literal["nccl", "gloo"] | None = flag(
         "torch.distributed backend; without it: nccl on GPUs, gloo on CPUs.", default=None
     )
-    distributed_timeout_minutes: int = flag("Minutes a collective may wait for a rank.", default=10, at_least=1)
+    distributed_timeout_minutes: float = flag(
+        "Minutes a collective may wait for a rank before the run ends and says which.", default=10.0, above=0
+    )
 
     @property
     def cp_comm_types(self) -> tuple[CpCommType, ...]:

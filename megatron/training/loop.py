@@ -52,6 +52,7 @@ def train(run: Run) -> bool:
     batches = run.data.training_batches(progress.consumed_samples)
     reporter.restart_clock()
     while progress.iteration < config.train_iters and reason is None:
+        run.context.mesh.activity.phase = f"iteration {progress.iteration + 1}"
         with reporter.timers("batch-generator", level=1):
             microbatches = next(batches)
         reporter.step(train_step(run, microbatches))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.run import RunConfig
-from megatron.errors import ConfigError, MegatronError, run_command
+from megatron.errors import ConfigError, run_command
 
 if TYPE_CHECKING:
     from megatron.core.parallel.environment import LaunchEnvironment
@@ -63,15 +63,10 @@ def _saved_config(load: str, step: int | None) -> Mapping[str, Any] | None:
 def launch_on_ranks(
     load_recipe: Callable[[], Recipe], config: RunConfig, launch: LaunchEnvironment, *, started: float
 ) -> None:
-    """Join the other ranks and train; an error that several ranks meet is printed by one of them."""
-    from megatron.core.parallel.launch import parallel_context, says_first
+    """Join the other ranks and train; of errors on several ranks, the first is shown."""
+    from megatron.core.parallel.launch import parallel_context
     from megatron.training.loop import train_from_start_to_end
 
     precision, seed = config.precision.params_dtype, config.training.seed
-    try:
-        with parallel_context(config.parallel, launch, params_dtype=precision, seed=seed) as context:
-            train_from_start_to_end(config, load_recipe(), context, started=started)
-    except MegatronError as error:
-        if says_first(str(error)):
-            raise
-        sys.exit(error.exit_code)
+    with parallel_context(config.parallel, launch, params_dtype=precision, seed=seed) as context:
+        train_from_start_to_end(config, load_recipe(), context, started=started)

@@ -169,6 +169,7 @@ def build_reporter(config: RunConfig, recipe: Recipe, context: ParallelContext) 
         level=reporting.timing_log_level,
         synchronize=None if context.device.type == "cpu" else torch.accelerator.synchronize,
         barrier=(lambda: barrier(mesh)) if reporting.barrier_with_level_1_timing else None,
+        during=mesh.activity.during,
     )
     scale = SpeedScale(
         flops_per_sample=recipe.flops_per_sample(config),

@@ -16,6 +16,7 @@ class Timers:
     ``level`` is the finest one measured: 0 whole phases (setup, evaluate, save-checkpoint), 1 parts of a step,
     2 single operations. Finer timers cost nothing. ``synchronize`` waits for the device, so that times mean work done;
     ``barrier`` waits for all ranks before a level-1 timer starts, so that it doesn't measure waiting for others.
+    ``during`` is told every timer's name, measured or not: where in the run the rank is.
     """
 
     def __init__(
@@ -25,16 +26,18 @@ class Timers:
         synchronize: Callable[[], None] | None = None,
         barrier: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        during: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
     ) -> None:
         self.level = level
         self._synchronize = synchronize
         self._barrier = barrier
         self._clock = clock
+        self._during = during
         self._seconds: dict[str, float] = {}
 
     def __call__(self, name: str, *, level: int) -> AbstractContextManager[None]:
         """``with timers("forward-backward", level=1): …`` adds the time spent inside to ``name``."""
-        return self._measure(name, level) if level <= self.level else nullcontext()
+        return self._measure(name, level) if level <= self.level else self._during(name)
 
     @contextmanager
     def _measure(self, name: str, level: int) -> Iterator[None]:
@@ -42,7 +45,8 @@ class Timers:
             self._barrier()
         start = self._now()
         try:
-            yield
+            with self._during(name):
+                yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - start
 

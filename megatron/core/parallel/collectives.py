@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -28,16 +29,26 @@ _scatter_tensor = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 class Handle:
     """A collective under way; ``wait`` returns its result."""
 
-    def __init__(self, result: Tensor, work: dist.Work | None = None) -> None:
-        self._result = result
-        self._work = work
+    def __init__(
+        self,
+        result: Tensor,
+        work: dist.Work | None = None,
+        waiting: AbstractContextManager[None] | None = None,
+    ) -> None:
+        """``waiting``: entered while ``wait`` blocks."""
+        self._result, self._work, self._waiting = result, work, waiting or nullcontext()
 
     def wait(self) -> Tensor:
         """Block until the result may be read (on a GPU: order it after the collective on the current stream)."""
         if self._work is not None:
-            self._work.wait()
+            with self._waiting:
+                self._work.wait()
             self._work = None
         return self._result
+
+
+def _waiting(collective: str, mesh: Mesh, axes: tuple[Axis, ...]) -> AbstractContextManager[None]:
+    return mesh.activity.waiting(f"{collective} over {', '.join(axes)}", mesh.members(*axes))
 
 
 def all_reduce(x: Tensor, mesh: Mesh, *axes: Axis, op: Reduction = "sum") -> Tensor:
@@ -46,17 +57,15 @@ def all_reduce(x: Tensor, mesh: Mesh, *axes: Axis, op: Reduction = "sum") -> Ten
     if group is None:
         return x
     size = mesh.size(*axes)
-    if x.device.type == "cpu" and x.numel() * x.element_size() * size <= _SMALL_ON_CPU:
-        parts = x.new_empty(size * x.numel())
-        _gather_tensor(parts, x.reshape(-1).contiguous(), group=group)
-        stacked = parts.view(size, *x.shape)
-        return x.copy_(stacked.sum(0) if op == "sum" else stacked.amax(0) if op == "max" else stacked.amin(0))
-    if x.is_contiguous():
-        dist.all_reduce(x, _OPS[op], group=group)
-        return x
-    whole = x.contiguous()
-    dist.all_reduce(whole, _OPS[op], group=group)
-    return x.copy_(whole)
+    with _waiting("all-reduce", mesh, axes):
+        if x.device.type == "cpu" and x.numel() * x.element_size() * size <= _SMALL_ON_CPU:
+            parts = x.new_empty(size * x.numel())
+            _gather_tensor(parts, x.reshape(-1).contiguous(), group=group)
+            stacked = parts.view(size, *x.shape)
+            return x.copy_(stacked.sum(0) if op == "sum" else stacked.amax(0) if op == "max" else stacked.amin(0))
+        whole = x.contiguous()
+        dist.all_reduce(whole, _OPS[op], group=group)
+    return x if whole is x else x.copy_(whole)
 
 
 def all_reduce_among(x: Tensor, mesh: Mesh, ranks: tuple[int, ...]) -> Tensor:
@@ -70,7 +79,9 @@ def all_reduce_among(x: Tensor, mesh: Mesh, ranks: tuple[int, ...]) -> Tensor:
 def all_reduce_async(x: Tensor, mesh: Mesh, *axes: Axis) -> Handle:
     """Start summing contiguous ``x`` in place over the group."""
     group = mesh.group(*axes)
-    return Handle(x, None if group is None else dist.all_reduce(x, group=group, async_op=True))
+    if group is None:
+        return Handle(x)
+    return Handle(x, dist.all_reduce(x, group=group, async_op=True), _waiting("all-reduce", mesh, axes))
 
 
 def all_gather(x: Tensor, mesh: Mesh, *axes: Axis, dim: int = 0) -> Tensor:
@@ -80,14 +91,17 @@ def all_gather(x: Tensor, mesh: Mesh, *axes: Axis, dim: int = 0) -> Tensor:
         return x
     size = mesh.size(*axes)
     out = x.new_empty(size * x.shape[0], *x.shape[1:])
-    _gather_tensor(out, x.contiguous(), group=group)
+    with _waiting("all-gather", mesh, axes):
+        _gather_tensor(out, x.contiguous(), group=group)
     return out if dim == 0 else torch.cat(out.chunk(size), dim=dim)
 
 
 def all_gather_into_async(out: Tensor, x: Tensor, mesh: Mesh, *axes: Axis) -> Handle:
     """Start gathering 1-D ``x`` of every rank into ``out``; ``x`` may be this rank's own slice of ``out``."""
     group = mesh.group(*axes)
-    return Handle(out, None if group is None else _gather_tensor(out, x, group=group, async_op=True))
+    if group is None:
+        return Handle(out)
+    return Handle(out, _gather_tensor(out, x, group=group, async_op=True), _waiting("all-gather", mesh, axes))
 
 
 def reduce_scatter(x: Tensor, mesh: Mesh, *axes: Axis, dim: int = 0) -> Tensor:
@@ -99,7 +113,8 @@ def reduce_scatter(x: Tensor, mesh: Mesh, *axes: Axis, dim: int = 0) -> Tensor:
     assert x.shape[dim] % size == 0, f"dimension {dim} of {tuple(x.shape)} does not divide over {axes}={size}"
     source = x.contiguous() if dim == 0 else torch.cat(x.chunk(size, dim=dim), dim=0)
     out = source.new_empty(source.shape[0] // size, *source.shape[1:])
-    _scatter_tensor(out, source, group=group)
+    with _waiting("reduce-scatter", mesh, axes):
+        _scatter_tensor(out, source, group=group)
     return out
 
 
@@ -110,14 +125,15 @@ def reduce_scatter_into_async(out: Tensor, x: Tensor, mesh: Mesh, *axes: Axis) -
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
         return Handle(out)
-    return Handle(out, _scatter_tensor(out, x, group=group, async_op=True))
+    return Handle(out, _scatter_tensor(out, x, group=group, async_op=True), _waiting("reduce-scatter", mesh, axes))
 
 
 def broadcast(x: Tensor, mesh: Mesh, *axes: Axis, src: int = 0) -> Tensor:
     """Overwrite ``x`` with the copy of the group's rank number ``src``."""
     group = mesh.group(*axes)
     if group is not None:
-        dist.broadcast(x, mesh.members(*axes)[src], group=group)
+        with _waiting("broadcast", mesh, axes):
+            dist.broadcast(x, mesh.members(*axes)[src], group=group)
     return x
 
 
@@ -126,11 +142,13 @@ def gather_objects(value: T, mesh: Mesh) -> list[T]:
     if mesh.world_size == 1:
         return [value]
     values: list[Any] = [None] * mesh.world_size
-    dist.all_gather_object(values, value)
+    with mesh.activity.waiting("gathering of objects", range(mesh.world_size)):
+        dist.all_gather_object(values, value)
     return values
 
 
 def barrier(mesh: Mesh) -> None:
     """Wait until every rank of the run is here."""
     if mesh.world_size > 1:
-        dist.barrier()
+        with mesh.activity.waiting("barrier", range(mesh.world_size)):
+            dist.barrier()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,9 @@ import torch.distributed as dist
 from megatron.config.parallel import ParallelConfig
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.environment import LaunchEnvironment
+from megatron.core.parallel.liveness import Patience, watched
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.rng import RngStreams, derive_seed
+from megatron.core.parallel.rng import RngStreams
 from megatron.errors import ConfigError, ParallelError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -24,7 +25,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 def parallel_context(
     parallel: ParallelConfig, launch: LaunchEnvironment, *, params_dtype: str, seed: int
 ) -> Iterator[ParallelContext]:
-    """Join the other ranks for the length of a ``with`` block.
+    """Join the other ranks for the length of a ``with`` block; whichever fails or stalls in it ends all of them.
 
     Raises ConfigError when the asked backend has no device here, ParallelError when the ranks can't meet.
     """
@@ -32,7 +33,7 @@ def parallel_context(
     if launch.world_size > 1:
         _join(parallel, launch, "nccl" if device.type == "cuda" else "gloo")
     mesh = mesh_of(parallel, world_size=launch.world_size, rank=launch.rank)
-    yield ParallelContext(
+    context = ParallelContext(
         mesh=mesh,
         rng=RngStreams(seed, mesh, device),
         device=device,
@@ -41,9 +42,12 @@ def parallel_context(
         cp_comm_types=parallel.cp_comm_type,
         cp_sizes=parallel.hierarchical_context_parallel_sizes or (),
     )
-    # Not after an error: ranks that still wait for this one would make the goodbye hang.
+    # The goodbye is not said after an error: ranks that still wait for this one would make it hang.
+    with _watched(parallel, mesh):
+        yield context
+        if dist.is_initialized():
+            dist.barrier()
     if dist.is_initialized():
-        dist.barrier()
         mesh.forget_groups()
         dist.destroy_process_group()
 
@@ -57,14 +61,12 @@ def mesh_of(parallel: ParallelConfig, *, world_size: int, rank: int) -> Mesh:
     )
 
 
-def says_first(message: str) -> bool:
-    """Whether no other rank has said ``message`` yet, so that an error common to all ranks is printed once."""
+def _watched(parallel: ParallelConfig, mesh: Mesh) -> AbstractContextManager[None]:
     if not dist.is_initialized():
-        return True
-    try:
-        return dist.distributed_c10d._get_default_store().add(f"said {derive_seed(message)}", 1) == 1
-    except (RuntimeError, dist.DistError):  # the rank that keeps the store has already left
-        return True
+        return nullcontext()
+    # A connection of its own, for a thread of its own.
+    store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    return watched(store, mesh, Patience(stall=60.0 * parallel.distributed_timeout_minutes))
 
 
 def choose_device(backend: str | None, launch: LaunchEnvironment) -> torch.device:
@@ -94,7 +96,8 @@ def _join(parallel: ParallelConfig, launch: LaunchEnvironment, backend: str) -> 
             backend,
             rank=launch.rank,
             world_size=launch.world_size,
-            timeout=datetime.timedelta(minutes=parallel.distributed_timeout_minutes),
+            # A minute more than a stall may last, so that it is explained before the backend gives up.
+            timeout=datetime.timedelta(minutes=parallel.distributed_timeout_minutes + 1),
         )
     except (RuntimeError, ValueError, dist.DistNetworkError) as error:
         raise ParallelError(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from megatron.core.parallel.activity import Activity
 from megatron.core.parallel.grid import Axis, RankGrid
 
 if TYPE_CHECKING:
@@ -21,12 +22,13 @@ class Mesh:
     """A rank's coordinates on two grids over the same ranks: dense ``pp dp cp tp`` and expert ``pp edp ep etp``.
 
     Axes that belong to neither a dense-only nor an expert-only question (``pp``) may be combined with either side;
-    mixing dense and expert axes in one union is a programming error.
+    mixing dense and expert axes in one union is a programming error. ``activity``: what the rank is doing.
     """
 
     dense: RankGrid
     expert: RankGrid
     world_rank: int = 0
+    activity: Activity = field(default_factory=Activity, repr=False, compare=False)
     _groups: dict[tuple[int, ...], ProcessGroup] = field(default_factory=dict, repr=False)
     _members: dict[tuple[Axis, ...], tuple[int, ...]] = field(default_factory=dict, repr=False)
 

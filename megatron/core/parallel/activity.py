@@ -1,0 +1,69 @@
+"""What a rank is doing at this moment, so that a stall or a failure can be told as a place in the run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+
+
+@dataclass
+class Activity:
+    """Written by the rank's main thread, read by the thread that watches it.
+
+    ``phase``: e.g. ``iteration 12``. ``part``: of that phase, e.g. ``forward-backward``. ``action``: what the pipeline
+    runner does in it. ``collective``: what the rank waits for together with ``group``, world ranks; empty outside of
+    collectives. ``since``: monotonic time at which this one began.
+    """
+
+    phase: str = "start"
+    part: str = ""
+    action: str = ""
+    collective: str = ""
+    group: tuple[int, ...] = ()
+    since: float = 0.0
+
+    @contextmanager
+    def during(self, part: str) -> Iterator[None]:
+        """The block's work is this part of the phase; one that ends by an exception stays on record."""
+        before, self.part = self.part, part
+        yield
+        self.part = before
+
+    def waiting(self, collective: str, group: Sequence[int]) -> _Waiting:
+        """For the length of a ``with`` block the rank waits in ``collective``, e.g. ``all-reduce over dp, cp``.
+
+        A block that ends by an exception stays on record: it says where the rank failed.
+        """
+        return _Waiting(self, collective, group)
+
+    @property
+    def seconds_waited(self) -> float:
+        """How long the rank has been in its collective; 0 outside of one."""
+        return time.monotonic() - self.since if self.collective else 0.0
+
+    @property
+    def place(self) -> str:
+        """The place in the run in words, the collective left out."""
+        return ", ".join(filter(None, (self.phase, self.part, self.action)))
+
+
+class _Waiting:
+    """A class and not a generator: it is entered hundreds of times a step."""
+
+    __slots__ = ("_activity", "_collective", "_group")
+
+    def __init__(self, activity: Activity, collective: str, group: Sequence[int]) -> None:
+        self._activity, self._collective, self._group = activity, collective, group
+
+    def __enter__(self) -> None:
+        activity = self._activity
+        activity.since = time.monotonic()
+        activity.group = tuple(self._group)
+        activity.collective = self._collective  # last: the watching thread may look at any time
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is None:
+            self._activity.collective = ""

@@ -1,0 +1,183 @@
+"""Failures explained: ranks tell each other, through the store that brought them together, who failed or stalls.
+
+A thread on each rank looks every second whether the run has been called off. A rank that raises calls it off, and is
+the one whose error is shown; a rank that has waited too long in a collective calls it off too, and every rank answers
+with its place and stack, from which one report is made. Everyone has left within seconds, whatever the launcher does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.stall import RankReport, describe_stall
+from megatron.errors import MegatronError, ParallelError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_FIRST, _CALLED_OFF, _TOLD = "liveness/first", "liveness/called off", "liveness/told"
+_STORE_ERRORS = (RuntimeError, dist.DistError)
+
+
+@dataclasses.dataclass(frozen=True)
+class Patience:
+    """Seconds. ``stall``: in one collective before the run is called off. ``poll``: between looks. ``leave``: given to
+    a main thread to end by itself. ``answer``: given to other ranks to say what they do.
+    """
+
+    stall: float
+    poll: float = 1.0
+    leave: float = 5.0
+    answer: float = 10.0
+
+
+class Liveness:
+    """Watches this rank's main thread and the other ranks. ``store``: for this thread alone."""
+
+    def __init__(self, store: Store, mesh: Mesh, patience: Patience, *, leave: Callable[[int], Any] = os._exit) -> None:
+        self._store, self._mesh, self._patience, self._leave_process = store, mesh, patience, leave
+        self._main_thread = threading.main_thread().ident
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="liveness", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Watch no longer: the run has ended well."""
+        self._done.set()
+        self._thread.join()
+
+    def call_off(self, reason: str, *, exit_code: int) -> bool:
+        """Make every rank leave; whether this rank is the first to say so, and so the one whose reason is shown."""
+        try:
+            if self._store.add(_FIRST, 1) > 1:
+                return False
+            order = {"rank": self._mesh.world_rank, "reason": reason, "exit_code": exit_code}
+            self._store.set(_CALLED_OFF, json.dumps(order))
+        except _STORE_ERRORS:  # the rank that kept the store has left: nobody to tell
+            pass
+        return True
+
+    def linger(self) -> None:
+        """On the first rank, which may keep the store: stay until the others have looked into it once more."""
+        if self._mesh.world_rank == 0:
+            time.sleep(2 * self._patience.poll)
+
+    def called_off_elsewhere(self, *, within: float) -> bool:
+        """Whether another rank has called the run off, or does so in the next seconds."""
+        deadline = time.monotonic() + within
+        while time.monotonic() < deadline:
+            try:
+                if self._store.check([_FIRST]):
+                    return True
+            except _STORE_ERRORS:
+                return False
+            time.sleep(0.1)
+        return False
+
+    def _watch(self) -> None:
+        patience = self._patience
+        while not self._done.wait(patience.poll):
+            try:
+                if self._store.check([_CALLED_OFF]):
+                    self._obey(json.loads(self._store.get(_CALLED_OFF)))
+                    return
+                if self._mesh.activity.seconds_waited > patience.stall:
+                    self.call_off("stall", exit_code=ParallelError.exit_code)
+            except _STORE_ERRORS:
+                if not self._done.wait(patience.leave):
+                    self._leave("the rank that keeps all ranks in touch is gone", exit_code=1)
+                return
+
+    def _obey(self, order: dict[str, Any]) -> None:
+        """The run is called off: leave, after answering what was asked."""
+        if order["reason"] != "stall":
+            if not self._done.wait(self._patience.leave):
+                self._leave("", exit_code=order["exit_code"])
+            return
+        me = self._mesh.world_rank
+        self._store.set(f"liveness/report {me}", json.dumps(dataclasses.asdict(self._report())))
+        text = ""
+        if order["rank"] == me:
+            text = describe_stall(me, self._collect(), world_size=self._mesh.world_size)
+            self._store.set(_TOLD, "1")
+        else:
+            self._until(lambda: self._store.check([_TOLD]), seconds=2 * self._patience.answer)
+        self.linger()
+        self._leave(text, exit_code=order["exit_code"])
+
+    def _report(self) -> RankReport:
+        activity = self._mesh.activity
+        frame = sys._current_frames().get(self._main_thread or 0)
+        return RankReport(
+            coordinates=self._mesh.describe(),
+            place=activity.place,
+            collective=activity.collective,
+            group=activity.group,
+            seconds_waited=activity.seconds_waited,
+            stack="".join(traceback.format_stack(frame)) if frame is not None else "",
+        )
+
+    def _collect(self) -> dict[int, RankReport]:
+        keys = {rank: f"liveness/report {rank}" for rank in range(self._mesh.world_size)}
+        self._until(lambda: self._store.check(list(keys.values())), seconds=self._patience.answer)
+        found = {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+        return {rank: RankReport(**{**answer, "group": tuple(answer["group"])}) for rank, answer in found.items()}
+
+    def _until(self, condition: Callable[[], bool], *, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+    def _leave(self, text: str, *, exit_code: int) -> None:
+        """End the process from here: the main thread may be stuck where no exception reaches it."""
+        if text:
+            sys.stderr.write(f"error: {text}\n")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._leave_process(exit_code)
+
+
+@contextmanager
+def watched(store: Store, mesh: Mesh, patience: Patience) -> Iterator[None]:
+    """Run the block's work under watch. The first error on any rank goes on from here, with its place in the run; on
+    other ranks, errors that follow from it end the process without a word.
+    """
+    liveness = Liveness(store, mesh, patience)
+    liveness.start()
+    try:
+        yield
+    except Exception as error:
+        place = ", ".join(filter(None, (mesh.activity.place, mesh.activity.collective)))
+        is_user_error = isinstance(error, MegatronError)
+        exit_code = error.exit_code if isinstance(error, MegatronError) else 1
+        # An error in a collective is usually another rank's death as seen from here; let that rank speak first.
+        in_collective = bool(mesh.activity.collective) and not is_user_error
+        if in_collective and liveness.called_off_elsewhere(within=patience.leave / 2):
+            sys.exit(exit_code)
+        if not liveness.call_off(f"{type(error).__name__}: {error}", exit_code=exit_code):
+            sys.exit(exit_code)
+        liveness.linger()
+        if in_collective:
+            raise ParallelError(
+                f"rank {mesh.world_rank} ({mesh.describe()}) lost another rank in {place}: a process ended without a "
+                f"word (killed, or out of memory?); see the launcher's log and the kernel's ({error})"
+            ) from error
+        if not is_user_error:
+            sys.stderr.write(f"rank {mesh.world_rank} ({mesh.describe()}) failed in {place}:\n")
+        raise
+    liveness.stop()

@@ -1,0 +1,102 @@
+"""Failures and stalls of a rank end all of them, and are told once. Threads stand for ranks, a dict for the store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from megatron.core.parallel.liveness import Liveness, Patience
+from megatron.core.parallel.mesh import Mesh
+
+QUICK = Patience(stall=0.3, poll=0.02, leave=0.1, answer=0.5)
+
+
+@dataclass
+class Left:
+    """With what codes ranks have ended their process, and when."""
+
+    codes: dict[int, int] = field(default_factory=dict)
+
+    def expect(self, count: int, *, seconds: float = 10.0) -> None:
+        """Wait until ``count`` ranks have left."""
+        deadline = time.monotonic() + seconds
+        while len(self.codes) < count and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(self.codes) == count
+
+
+@contextmanager
+def ranks(count: int, *, patience: Patience = QUICK) -> Iterator[tuple[list[Liveness], list[Mesh], Left]]:
+    """So many watched ranks."""
+    store: Any = HashStore()
+    left = Left()
+    meshes = [Mesh.of(dp=count, rank=rank) for rank in range(count)]
+
+    def leaver(rank: int) -> Any:
+        return lambda code: left.codes.update({rank: code})
+
+    watchers = [Liveness(store, mesh, patience, leave=leaver(mesh.world_rank)) for mesh in meshes]
+    for watcher in watchers:
+        watcher.start()
+    yield watchers, meshes, left
+    for watcher in watchers:
+        watcher.stop()
+
+
+def test_ranks_that_work_are_left_alone() -> None:
+    """A watch that ends healthy runs is worse than none: waiting shortly, again and again, is no stall."""
+    with ranks(2) as (_, meshes, left):
+        for _ in range(8):
+            for mesh in meshes:
+                with mesh.activity.waiting("all-reduce over dp", (0, 1)):
+                    time.sleep(0.03)
+        assert not left.codes
+
+
+def test_failure_ends_all_ranks_and_only_the_first_is_told() -> None:
+    """Eight ranks would print eight tracebacks, seven of them about the death of the first."""
+    with ranks(3) as (watchers, _, left):
+        assert watchers[1].call_off("ValueError: boom", exit_code=7)
+        assert not watchers[0].call_off("RuntimeError: connection closed", exit_code=1)
+        assert watchers[2].called_off_elsewhere(within=1.0)
+        left.expect(3)
+        assert set(left.codes.values()) == {7}
+
+
+def test_stall_is_told_once_with_the_missing_rank(capfd: pytest.CaptureFixture[str]) -> None:
+    """A hung job tells nobody which of its ranks hangs, and where."""
+    with ranks(3) as (_, meshes, left):
+        meshes[1].activity.phase = "iteration 12, batch-generator"
+        for rank in (0, 2):
+            meshes[rank].activity.phase = "iteration 12, forward-backward"
+            meshes[rank].activity.waiting("all-reduce over dp, cp", (0, 1, 2)).__enter__()
+        left.expect(3)
+        assert set(left.codes.values()) == {1}
+    told = capfd.readouterr().err
+    assert told.count("missing: rank 1") == 1
+    assert "in all-reduce over dp, cp of ranks 0-2 (iteration 12, forward-backward)" in told
+    assert "rank 1: iteration 12, batch-generator: in no collective" in told
+    assert "stack of rank 1 (pp=0 dp=1 cp=0 tp=0):" in told
+
+
+def test_rank_that_can_not_answer_does_not_hold_up_the_report(capfd: pytest.CaptureFixture[str]) -> None:
+    """A rank whose machine is gone never answers."""
+    store: Any = HashStore()
+    left: dict[int, int] = {}
+
+    mesh = Mesh.of(dp=2, rank=0)
+    watcher = Liveness(store, mesh, QUICK, leave=lambda code: left.update({0: code}))
+    watcher.start()
+    mesh.activity.waiting("all-reduce over dp", (0, 1)).__enter__()
+    deadline = time.monotonic() + 10
+    while not left and time.monotonic() < deadline:
+        time.sleep(0.01)
+    watcher.stop()
+    assert left == {0: 1}
+    assert "rank 1: no answer" in capfd.readouterr().err
