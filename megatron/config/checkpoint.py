@@ -16,9 +16,14 @@ class CheckpointConfig:
     save_interval: int | None = flag(
         "Iterations between checkpoints.", default=None, aliases=("--persistent-save-interval",), at_least=1
     )
-    keep_last_checkpoints: int | None = flag("Keep only the newest so many checkpoints.", default=None, at_least=1)
+    keep_last_checkpoints: int | None = flag(
+        "Keep only the newest so many checkpoints.", default=None, aliases=("--keep-last",), at_least=1
+    )
     save_retain_interval: int | None = flag(
-        "Keep the newest checkpoint and those whose iteration is a multiple of this.", default=None, at_least=1
+        "Keep the newest checkpoint and those whose iteration is a multiple of this.",
+        default=None,
+        aliases=("--keep-every",),
+        at_least=1,
     )
     save_optim: bool = flag("Leave optimizer state out of checkpoints.", default=True, off="--no-save-optim")
     save_rng: bool = flag("Leave random-number state out of checkpoints.", default=True, off="--no-save-rng")
@@ -42,4 +47,6 @@ class CheckpointConfig:
         default=True,
         off="--no-use-tokenizer-model-from-checkpoint-args",
     )
-    async_save: bool = flag("Write checkpoints while training goes on.", default=False)
+    async_save: bool = flag(
+        "Write checkpoints while training goes on, from a copy in main memory; one at a time.", default=False
+    )

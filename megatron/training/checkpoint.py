@@ -1,12 +1,9 @@
-"""What a checkpoint of a run holds, when one is loaded, and what each loading flag takes from it."""
+"""Which checkpoint a run starts from, and what each loading flag takes from it."""
 
 from __future__ import annotations
 
 import dataclasses
-import logging
-import os
-from collections.abc import Iterator, Mapping
-from datetime import datetime
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,69 +14,16 @@ from megatron.config.run import RunConfig
 from megatron.core.checkpointing.agreement import run_on_first
 from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint, is_unused
 from megatron.core.checkpointing.load import load_checkpoint, read_run_state
-from megatron.core.checkpointing.retention import Retention, prune
-from megatron.core.checkpointing.save import save_checkpoint
 from megatron.core.optimizer.schedule import resumed_schedule
-from megatron.core.parallel.sharding import ShardedState
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.errors import CheckpointError
 from megatron.training.run import Progress, Run
-
-logger = logging.getLogger(__name__)
 
 UNKNOWN_TOKENIZER = None  # fingerprint in a checkpoint converted without the files of its tokenizer: any will do
 # What a fine-tuning may change in a model whose weights it takes over: no weight means something else by it.
 CHANGEABLE = frozenset(
     ("rotary_base", "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor", "norm_epsilon")
 )
-
-
-def save(run: Run) -> None:
-    """Write a checkpoint of the run into ``--save``. A collective."""
-    root, iteration = Path(run.config.checkpoint.save or ""), run.progress.iteration
-    run.reporter.say(f"saving checkpoint at iteration {iteration:7d} to {root} in torch_dist format")
-    state: Iterator[ShardedState] = run.model_state()
-    if run.config.checkpoint.save_optim:
-        state = chain(state, run.optimizer.entries())
-    save_checkpoint(root, iteration, state, run_state(run), run.context.mesh)
-    run.reporter.say(f"  successfully saved checkpoint from iteration {iteration:7d} to {root}")
-    kept = Retention(run.config.checkpoint.keep_last_checkpoints, run.config.checkpoint.save_retain_interval)
-    prune(root, iteration, kept, run.context.mesh)
-    if run.config.reporting.log_progress and run.context.mesh.world_rank == 0:
-        note_progress(root, run, f"saved checkpoint\titeration: {iteration}")
-
-
-def note_progress(root: Path, run: Run, event: str) -> None:
-    """Append a line to ``progress.txt`` beside the checkpoints: time, job, ranks, event, samples and FLOPs so far."""
-    samples = run.progress.consumed_samples
-    fields = (
-        f"{datetime.now():%Y-%m-%d %H:%M:%S}",
-        f"job ID: {os.environ.get('SLURM_JOB_ID', '')}",
-        f"ranks: {run.context.mesh.world_size}",
-        event,
-        f"samples: {samples}",
-        f"model FLOPs: {samples * run.recipe.flops_per_sample(run.config):.3e}",
-    )
-    try:
-        with (root / "progress.txt").open("a", encoding="utf-8") as file:
-            file.write("\t".join(fields) + "\n")
-    except OSError as error:  # the checkpoint itself is safe
-        logger.warning("%s could not be written: %s", root / "progress.txt", error.strerror)
-
-
-def run_state(run: Run) -> dict[str, Any]:
-    """Everything in a checkpoint that isn't a tensor, as JSON."""
-    checkpoint = run.config.checkpoint
-    return {
-        "recipe": run.recipe.name,
-        "config": run.config.to_json(),
-        "progress": dataclasses.asdict(run.progress),
-        "schedule": run.schedule.state_dict(run.progress.scheduled_samples) if run.schedule is not None else None,
-        "optimizer": run.optimizer.state_dict() if checkpoint.save_optim else None,
-        "random_seed": run.context.rng.seed if checkpoint.save_rng else None,
-        "tokenizer": {"name": run.tokenizer.name, "fingerprint": run.tokenizer.fingerprint},
-        "data_phases": run.data.phases,
-    }
 
 
 def load(run: Run) -> None:

@@ -6,10 +6,11 @@ from megatron.config.run import RunConfig
 from megatron.core.datasets.splits import SplitName
 from megatron.core.parallel.context import ParallelContext
 from megatron.training.agreement import check_parameter_count, check_ranks_agree, check_replicas_agree
-from megatron.training.checkpoint import load, save
+from megatron.training.checkpoint import load
 from megatron.training.evaluate import evaluate
 from megatron.training.recipe import Recipe
 from megatron.training.run import Run, build_run, startup_facts
+from megatron.training.saving import Saver, saving
 from megatron.training.startup import startup_report
 from megatron.training.step import train_step
 from megatron.training.upkeep import (
@@ -31,7 +32,7 @@ def train_from_start_to_end(config: RunConfig, recipe: Recipe, context: Parallel
     run.reporter.say("\n".join(["== data", *(f"   {line}" for line in run.data.describe())]))
     training = config.training
     with run.exit_watch.catching_signals(), garbage_on_schedule(training), deterministic_algorithms(training):
-        finished = True if training.skip_train else train(run)
+        finished = True if training.skip_train else train_and_save(run)
         if finished and training.eval_iters:
             iteration, regular = run.progress.iteration, config.train_iters // training.eval_interval
             validate(run, "valid", f"iteration {iteration} on validation set", evaluation=regular)
@@ -39,7 +40,13 @@ def train_from_start_to_end(config: RunConfig, recipe: Recipe, context: Parallel
     run.reporter.close()
 
 
-def train(run: Run) -> bool:
+def train_and_save(run: Run) -> bool:
+    """Train; whether the last iteration was reached. Every checkpoint is durable when this returns."""
+    with saving(run) as saver:
+        return train(run, saver)
+
+
+def train(run: Run, saver: Saver) -> bool:
     """Train until the last iteration, or until something says stop; evaluate and save on the way, and save at the end.
 
     Returns whether the last iteration was reached.
@@ -56,6 +63,7 @@ def train(run: Run) -> bool:
         with reporter.timers("batch-generator", level=1):
             microbatches = next(batches)
         reporter.step(train_step(run, microbatches))
+        saver.settle()
         release_memory(training, run.context, level=1)
         collect_garbage(training, iteration=progress.iteration)
         interval = training.check_weight_hash_across_dp_replicas_interval
@@ -70,7 +78,7 @@ def train(run: Run) -> bool:
         is_last = reason is not None or progress.iteration == config.train_iters
         if checkpoint.save is not None and (is_due or is_last) and saved_at != progress.iteration:
             with reporter.aside("save-checkpoint"):
-                save(run)
+                saver.save()
             saved_at = progress.iteration
 
     if reason is not None:

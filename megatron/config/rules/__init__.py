@@ -16,7 +16,6 @@ from megatron.config.rules import (
     inputs,
     layout,
     model,
-    not_available,
     pipeline,
     remarking,
     schedule,
@@ -35,7 +34,6 @@ RULES: tuple[Rule, ...] = (
     *training.RULES,
     *schedule.RULES,
     *inputs.RULES,
-    *not_available.RULES,
 )
 
 

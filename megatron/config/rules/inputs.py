@@ -126,6 +126,8 @@ def saving_needs_an_interval(run: RunConfig) -> str | None:
         return f"--keep-last-checkpoints {checkpoint.keep_last_checkpoints} needs --save"
     if checkpoint.save is None and checkpoint.save_retain_interval is not None:
         return f"--save-retain-interval {checkpoint.save_retain_interval} needs --save"
+    if checkpoint.save is None and checkpoint.async_save:
+        return "--async-save needs --save: the folder to write checkpoints into"
     return None
 
 

@@ -1,0 +1,130 @@
+"""When and how a run's checkpoints are written: before training goes on, or beside it (``--async-save``)."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.core.checkpointing.retention import Retention, prune
+from megatron.core.checkpointing.save import PendingSave, begin_save
+from megatron.core.parallel.collectives import all_reduce
+from megatron.core.parallel.sharding import ShardedState
+from megatron.training.run import Run
+from megatron.training.stop import NonFiniteError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pending:
+    """A save under way, and what ``progress.txt`` will say of it when it is durable."""
+
+    save: PendingSave
+    iteration: int
+    samples: int
+
+
+class Saver:
+    """Writes the run's checkpoints into ``--save``, one at a time. Its methods are collectives."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._root = Path(run.config.checkpoint.save or "")
+        self._pending: _Pending | None = None
+
+    def save(self) -> None:
+        """Save the run as it is now; with ``--async-save``, return when the tensors have been copied.
+
+        A save that is still under way is waited for. Raises CheckpointError when either can't be written.
+        """
+        self.finish()
+        run, checkpoint, progress = self._run, self._run.config.checkpoint, self._run.progress
+        run.reporter.say(f"saving checkpoint at iteration {progress.iteration:7d} to {self._root} in torch_dist format")
+        state: Iterator[ShardedState] = run.model_state()
+        if checkpoint.save_optim:
+            state = chain(state, run.optimizer.entries())
+        in_background = checkpoint.async_save
+        save = begin_save(
+            self._root, progress.iteration, state, run_state(run), run.context.mesh, background=in_background
+        )
+        self._pending = _Pending(save, progress.iteration, progress.consumed_samples)
+        if not in_background:
+            self.finish()
+
+    def settle(self) -> None:
+        """At a step boundary: finish a background save that every rank has written; otherwise let it go on.
+
+        Raises CheckpointError when a rank could not write.
+        """
+        if self._pending is None:
+            return
+        context = self._run.context
+        written = torch.tensor(int(self._pending.save.is_written()), device=context.device)
+        if all_reduce(written, context.mesh, "pp", "dp", "cp", "tp", op="min").item():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until the save under way, if any, is durable; then delete what retention gives up."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        run, checkpoint = self._run, self._run.config.checkpoint
+        pending.save.finish()
+        run.reporter.say(f"  successfully saved checkpoint from iteration {pending.iteration:7d} to {self._root}")
+        kept = Retention(checkpoint.keep_last_checkpoints, checkpoint.save_retain_interval)
+        prune(self._root, pending.iteration, kept, run.context.mesh)
+        if run.config.reporting.log_progress and run.context.mesh.world_rank == 0:
+            note_progress(self._root, run, pending.samples, f"saved checkpoint\titeration: {pending.iteration}")
+
+
+@contextmanager
+def saving(run: Run) -> Iterator[Saver]:
+    """A run's saver; a save under way is finished when the block ends, also by a loss that is not a number."""
+    saver = Saver(run)
+    try:
+        yield saver
+    except NonFiniteError:  # on every rank alike, so that all take part in finishing
+        saver.finish()
+        raise
+    saver.finish()
+
+
+def run_state(run: Run) -> dict[str, Any]:
+    """Everything in a checkpoint that isn't a tensor, as JSON."""
+    checkpoint = run.config.checkpoint
+    return {
+        "recipe": run.recipe.name,
+        "config": run.config.to_json(),
+        "progress": dataclasses.asdict(run.progress),
+        "schedule": run.schedule.state_dict(run.progress.scheduled_samples) if run.schedule is not None else None,
+        "optimizer": run.optimizer.state_dict() if checkpoint.save_optim else None,
+        "random_seed": run.context.rng.seed if checkpoint.save_rng else None,
+        "tokenizer": {"name": run.tokenizer.name, "fingerprint": run.tokenizer.fingerprint},
+        "data_phases": run.data.phases,
+    }
+
+
+def note_progress(root: Path, run: Run, samples: int, event: str) -> None:
+    """Append a line to ``progress.txt`` beside the checkpoints: time, job, ranks, event, samples and FLOPs so far."""
+    fields = (
+        f"{datetime.now():%Y-%m-%d %H:%M:%S}",
+        f"job ID: {os.environ.get('SLURM_JOB_ID', '')}",
+        f"ranks: {run.context.mesh.world_size}",
+        event,
+        f"samples: {samples}",
+        f"model FLOPs: {samples * run.recipe.flops_per_sample(run.config):.3e}",
+    )
+    try:
+        with (root / "progress.txt").open("a", encoding="utf-8") as file:
+            file.write("\t".join(fields) + "\n")
+    except OSError as error:  # the checkpoint itself is safe
+        logger.warning("%s could not be written: %s", root / "progress.txt", error.strerror)

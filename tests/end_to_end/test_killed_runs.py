@@ -1,0 +1,88 @@
+"""A training job killed again and again, at any moment, ends with the weights of one that was left alone."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.training.pretrain import pretrain
+from tests.end_to_end.commands import TINY, assert_same_tensors, losses
+from tests.harness.ranks import PRELOADED
+
+KILLS = int(os.environ.get("TEST_KILLS", "12"))
+"""Of each kind of save; ``TEST_KILLS=100`` for the long version."""
+ITERATIONS = 12 * KILLS
+FLAGS = f"{TINY} --train-iters {ITERATIONS} --save-interval 1 --keep-last 3"
+
+
+def train(flags: list[str], log: str) -> None:
+    """Train in this process, whose output goes to a file."""
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+
+    def recipe() -> object:
+        from megatron.training.recipes.gpt import GPTRecipe
+
+        return GPTRecipe()
+
+    pretrain(recipe, flags, prog="pretrain_gpt.py")  # type: ignore[arg-type]
+
+
+def start(flags: list[str], log: Path) -> multiprocessing.context.ForkServerProcess:
+    """Begin a training run in a process forked from one that has loaded torch."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    process = context.Process(target=train, args=(flags, str(log)), daemon=True)
+    process.start()
+    return process
+
+
+def wait_for_line(log: Path, pattern: str, process: multiprocessing.context.ForkServerProcess) -> None:
+    """Until the log has such a line, or the process has ended."""
+    while not (log.exists() and re.search(pattern, log.read_text())) and process.is_alive():
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("kind", ["", "--async-save"], ids=["sync", "async"])
+def test_killed_job_ends_as_one_that_was_left_alone(kind: str, tmp_path: Path) -> None:
+    """A run would lose steps it had called saved, or not start again, or go on differently."""
+    draw = random.Random(5)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    flags = [*FLAGS.split(), *kind.split()]
+    reference = start([*flags, f"--save={whole}"], tmp_path / "whole.log")
+    reference.join(120)
+    assert reference.exitcode == 0, (tmp_path / "whole.log").read_text()
+
+    announced, num_killed = 0, 0
+    seen: dict[int, str] = {}
+    for number in range(KILLS + 1):
+        log = tmp_path / f"{number}.log"
+        process = start([*flags, f"--save={killed}", f"--load={killed}"], log)
+        if number < KILLS:
+            wait_for_line(log, r"iteration +\d+/", process)
+            time.sleep(draw.uniform(0.0, 0.12))
+            process.kill()
+        process.join(120)
+        num_killed += process.exitcode == -signal.SIGKILL
+        text = log.read_text()
+        assert "Traceback" not in text
+        resumed = re.search(r"successfully loaded checkpoint from .* at iteration (\d+)", text)
+        assert (int(resumed[1]) if resumed else 0) >= announced, "an iteration that was called saved is lost"
+        announced = max(
+            [announced, *map(int, re.findall(r"successfully saved checkpoint from iteration +(\d+)", text))]
+        )
+        for iteration, loss in losses(text).items():
+            assert seen.setdefault(iteration, loss) == loss
+    assert announced == ITERATIONS
+    assert num_killed > KILLS / 2, "most runs ended before they were killed: there is too little to do"
+    assert seen == losses((tmp_path / "whole.log").read_text())
+    last = f"iter_{ITERATIONS:07d}"
+    assert_same_tensors(whole / last, killed / last)
