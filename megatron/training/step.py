@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -55,7 +55,8 @@ def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepRecord:
 
     run.grad_sync.zero()
     with timers("forward-backward", level=1):
-        loss_sum = run.runner.step(plan, microbatches, gradient_seed=run.optimizer.gradient_seed)
+        seed = run.optimizer.gradient_seed
+        loss_sum = run.runner.step(plan, [replace(each, gradient_seed=seed) for each in microbatches])
     with timers("grads-sync", level=1):
         run.grad_sync.finish()
     loss = global_loss(loss_sum, run.recipe.loss_names, run.context)

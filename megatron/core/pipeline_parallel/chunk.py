@@ -34,10 +34,14 @@ class WireSpec:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Tensors by field name, and the random streams of the samples they hold."""
+    """Tensors by field name, and the random streams of the samples they hold.
+
+    ``gradient_seed``: from which the backward pass of its loss starts; the loss scale, with fp16.
+    """
 
     tensors: Mapping[str, Tensor]
     key: StreamKey
+    gradient_seed: float = 1.0
 
 
 @dataclass(frozen=True)

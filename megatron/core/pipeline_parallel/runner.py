@@ -44,7 +44,6 @@ class _Step:
     """What a step has in hand. ``wires`` and ``gradients`` are those about to be used or to be sent."""
 
     microbatches: Sequence[Microbatch]
-    gradient_seed: float
     trains: bool
     wires: dict[Key, Wires] = field(default_factory=dict)
     gradients: dict[Key, Wires] = field(default_factory=dict)
@@ -75,14 +74,14 @@ class Runner:
         self._last_backward, self._weight_gradients = last_backward, weight_gradients
         self._device = device or torch.device("cpu")
 
-    def step(self, plan: Plan, microbatches: Sequence[Microbatch], *, gradient_seed: float = 1.0) -> LossSum | None:
-        """Execute ``plan``; gradients of ``gradient_seed`` times the loss sum are accumulated into the parameters.
+    def step(self, plan: Plan, microbatches: Sequence[Microbatch]) -> LossSum | None:
+        """Execute ``plan``; gradients of the loss sum times each ``gradient_seed`` accumulate in the parameters.
 
         Returns the loss of all microbatches together, without a graph; None on a rank that doesn't hold the last stage.
         Raises ParallelError, which names stages and microbatch, when a message doesn't come through.
         """
         last = {(action.chunk, action.kind): action for action in plan if isinstance(action, Action)}
-        step = _Step(microbatches, gradient_seed, trains=any(kind != "F" for _, kind in last))
+        step = _Step(microbatches, trains=any(kind != "F" for _, kind in last))
         with torch.set_grad_enabled(step.trains):
             for instruction in plan:
                 if isinstance(instruction, Action):
@@ -129,7 +128,7 @@ class Runner:
     def _backward(self, step: _Step, key: Key) -> None:
         kept = step.kept.pop(key)
         if kept.loss is not None:
-            torch.autograd.backward(kept.loss, torch.full_like(kept.loss, step.gradient_seed))
+            torch.autograd.backward(kept.loss, torch.full_like(kept.loss, step.microbatches[key[1]].gradient_seed))
         else:
             received = step.gradients.pop(key)
             torch.autograd.backward([*kept.ends.values()], [received[name] for name in kept.ends])

@@ -50,7 +50,10 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Enter the tensor-parallel region and multiply."""
-        return linear(enter(x, self._context), self.weight, self.bias, self._context.weight_gradients)
+        context = self._context
+        if context.sequence_parallel and context.mesh.size("tp") > 1:
+            return linear(x, self.weight, self.bias, context, gathers=True)
+        return linear(enter(x, context), self.weight, self.bias, context)
 
 
 class RowParallelLinear(nn.Module):
@@ -73,7 +76,7 @@ class RowParallelLinear(nn.Module):
         bias: Tensor | None = self.bias
         if bias is not None and self._context.mesh.rank("tp") != 0:
             bias = bias * 0
-        return leave(linear(x, self.weight, bias, self._context.weight_gradients), self._context)
+        return leave(linear(x, self.weight, bias, self._context), self._context)
 
 
 class VocabParallelEmbedding(nn.Module):

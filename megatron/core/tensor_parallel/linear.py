@@ -1,4 +1,6 @@
-"""The matrix product of all layers, whose backward pass can be split: gradients of inputs now, of weights later."""
+"""The matrix product of all layers. Its backward pass can be split: gradients of inputs now, of weights later; and what
+sequence parallelism gathers for it isn't kept, but gathered again.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +13,33 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.ops.matmul import transposed_times
-from megatron.core.parallel.weight_gradients import WeightGradients
+from megatron.core.parallel.collectives import Handle, all_gather, all_gather_into_async, reduce_scatter
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.mesh import Mesh
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, gradients: WeightGradients) -> Tensor:
-    """``x·weightᵀ + bias``: [..., in] -> [..., out]; ``gradients`` says when the weight's gradient is computed."""
-    if not (gradients.may_wait and torch.is_grad_enabled() and weight.requires_grad):
-        return F.linear(x, weight, bias)
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, context: ParallelContext, *, gathers: bool = False
+) -> Tensor:
+    """``x·weightᵀ + bias``: [..., in] -> [..., out]; ``context`` says when the weight's gradient is computed.
+
+    ``gathers``: ``x`` [s, b, in] is this rank's part of the sequence and the product is that of all, [S, b, out].
+    """
+    splits = context.weight_gradients.may_wait
+    if not (splits or gathers) or not (torch.is_grad_enabled() and weight.requires_grad):
+        return F.linear(all_gather(x, context.mesh, "tp") if gathers else x, weight, bias)
     if not x.requires_grad:
         x = x.detach().requires_grad_()  # the weight, which autograd doesn't see, needs a backward pass all the same
-    result: Tensor = _SplitLinear.apply(x, bias, weight.detach(), partial(_add_gradient, weight), gradients)  # type: ignore[no-untyped-call]
+    add_gradient = partial(_add_gradient, weight)
+    result: Tensor = _Linear.apply(x, bias, weight.detach(), add_gradient, context, gathers)  # type: ignore[no-untyped-call]
     return result
 
 
-class _SplitLinear(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
     """y = x·Wᵀ + b;  dx = dy·W and db = Σ dy at once,  dW = dyᵀ·x at once or later.
+
+    With ``gathers``, x is this rank's part of the sequence: y = gather(x)·Wᵀ + b, dx = reduce_scatter(dy·W), and while
+    that is computed x is gathered again for dW (arXiv:2205.05198).
 
     Autograd would take a gradient that comes later for none and tell the hooks on the weight so; it isn't shown it.
     Brought when it is computed, the gradient takes the way of any other: autograd adds it to ``weight.grad`` and calls
@@ -40,26 +54,52 @@ class _SplitLinear(torch.autograd.Function):
         bias: Tensor | None,
         weight: Tensor,
         add_gradient: Callable[[Tensor, Tensor], None],
-        gradients: WeightGradients,
+        context: ParallelContext,
+        gathers: bool,
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.add_gradient, ctx.gradients = weight, add_gradient, gradients
-        return F.linear(x, weight, bias)
+        ctx.weight, ctx.add_gradient, ctx.context, ctx.gathers = weight, add_gradient, context, gathers
+        return F.linear(all_gather(x, context.mesh, "tp") if gathers else x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,), rows = ctx.saved_tensors, grad.flatten(0, -2)
-        work = partial(ctx.add_gradient, rows, x.flatten(0, -2))
-        gradients: WeightGradients = ctx.gradients
-        if gradients.are_waiting:
-            gradients.note(work)
+        context: ParallelContext = ctx.context
+        whole = _gathering(x, context.mesh) if ctx.gathers else Handle(x)
+        grad_x = grad @ ctx.weight
+        if ctx.gathers:
+            grad_x = reduce_scatter(grad_x, context.mesh, "tp")
+        work = partial(ctx.add_gradient, rows, whole.wait().view(-1, x.shape[-1]))
+        if context.weight_gradients.are_waiting:
+            context.weight_gradients.note(work)
         else:
             work()
-        grad_x = grad @ ctx.weight if ctx.needs_input_grad[0] else None
-        return grad_x, rows.sum(0) if ctx.needs_input_grad[1] else None, None, None, None
+        return grad_x, rows.sum(0) if ctx.needs_input_grad[1] else None, None, None, None, None
+
+
+def _gathering(x: Tensor, mesh: Mesh) -> Handle:
+    """Start to gather the parts of the sequence, flat and end to end."""
+    whole = x.new_empty(mesh.size("tp") * x.numel())
+    return all_gather_into_async(whole, x.contiguous().view(-1), mesh, "tp")
 
 
 @torch.no_grad()
 def _add_gradient(weight: Tensor, grad_rows: Tensor, rows: Tensor) -> None:
     """Compute ``grad_rowsᵀ·rows`` and let autograd accumulate it."""
     torch.autograd.backward(weight, transposed_times(grad_rows, rows).contiguous())
+
+
+def added_at_once(weight: Tensor) -> Tensor:
+    """A stand-in for a weight that has other uses; what backward passes bring to it is added to the weight's gradient
+    at once, where autograd would keep it until the last of the other uses brings its own.
+    """
+    if not (torch.is_grad_enabled() and weight.requires_grad):
+        return weight
+    stand_in = weight.detach().requires_grad_()
+
+    def hand_on(_: Tensor) -> None:
+        gradient, stand_in.grad = stand_in.grad, None
+        torch.autograd.backward(weight, gradient)
+
+    stand_in.register_post_accumulate_grad_hook(hand_on)  # type: ignore[no-untyped-call]
+    return stand_in

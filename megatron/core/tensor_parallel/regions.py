@@ -35,7 +35,7 @@ class _Enter(torch.autograd.Function):
         context: ParallelContext = ctx.context
         if context.sequence_parallel:
             return reduce_scatter(grad, context.mesh, "tp"), None
-        return all_reduce(_owned(grad, context), context.mesh, "tp"), None
+        return all_reduce(grad, context.mesh, "tp"), None
 
 
 class _Leave(torch.autograd.Function):
@@ -44,7 +44,7 @@ class _Leave(torch.autograd.Function):
         ctx.context = context
         if context.sequence_parallel:
             return reduce_scatter(x, context.mesh, "tp")
-        return all_reduce(_owned(x, context), context.mesh, "tp")
+        return all_reduce(x.detach(), context.mesh, "tp")  # in place: autograd would notice if it had kept x
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -52,13 +52,11 @@ class _Leave(torch.autograd.Function):
         return (all_gather(grad, context.mesh, "tp") if context.sequence_parallel else grad), None
 
 
-def _owned(x: Tensor, context: ParallelContext) -> Tensor:
-    """A tensor that may be overwritten by an in-place collective: autograd may still hold ``x`` itself."""
-    return x.clone(memory_format=torch.contiguous_format)
-
-
 def enter(x: Tensor, context: ParallelContext) -> Tensor:
-    """Before a column-split matmul: ``[s, b, h]`` to ``[S, b, h]``; gradients are summed on the way back."""
+    """Before a column-split matmul: ``[s, b, h]`` to ``[S, b, h]``; gradients are summed on the way back.
+
+    The sum overwrites the gradient that comes in, which a matmul made for nobody else.
+    """
     if context.mesh.size("tp") == 1:
         return x
     entered: Tensor = _Enter.apply(x, context)  # type: ignore[no-untyped-call]
@@ -66,7 +64,7 @@ def enter(x: Tensor, context: ParallelContext) -> Tensor:
 
 
 def leave(x: Tensor, context: ParallelContext) -> Tensor:
-    """After a row-split matmul: partial sums ``[S, b, h]`` to whole values ``[s, b, h]``."""
+    """After a row-split matmul: partial sums ``[S, b, h]`` to whole values ``[s, b, h]``, in place where it can be."""
     if context.mesh.size("tp") == 1:
         return x
     left: Tensor = _Leave.apply(x, context)  # type: ignore[no-untyped-call]

@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel.layers import (
     make_parameter,
     partial_under_sequence_parallel,
 )
+from megatron.core.tensor_parallel.linear import added_at_once
 from megatron.core.tensor_parallel.regions import enter, sequence_slice
 from megatron.core.transformer.initialization import input_init
 
@@ -99,16 +100,19 @@ class VocabularyOutput:
     def _valid(self) -> int:
         return max(0, min(self.weight.shape[0], self.vocab_size - self._first))
 
-    def cross_entropy(self, labels: Tensor, loss_weights: Tensor) -> Tensor:
-        """Sum over ``[b, S]`` of weight times cross entropy, an fp32 scalar; gradients are made on the way."""
+    def cross_entropy(self, labels: Tensor, loss_weights: Tensor, *, gradient_seed: float = 1.0) -> Tensor:
+        """Sum over ``[b, S]`` of weight times cross entropy, an fp32 scalar; gradients are made on the way, at the
+        scale of the ``gradient_seed`` from which the backward pass will start.
+        """
         return linear_cross_entropy(
             self.hidden.flatten(0, 1),
-            self.weight,
+            added_at_once(self.weight),
             labels.t().reshape(-1),
             loss_weights.t().reshape(-1),
             mesh=self.context.mesh,
             vocab_start=self._first,
             vocab_valid=self._valid,
+            gradient_seed=gradient_seed,
         )
 
     @torch.no_grad()

@@ -79,7 +79,9 @@ class GPTRecipe:
         """Cross entropy summed over the tokens that the loss mask keeps."""
         assert isinstance(output, VocabularyOutput)
         mask = microbatch.tensors["loss_mask"]
-        return LossSum.single("lm loss", output.cross_entropy(microbatch.tensors["labels"], mask), mask.sum())
+        seed = microbatch.gradient_seed
+        total = output.cross_entropy(microbatch.tensors["labels"], mask, gradient_seed=seed)
+        return LossSum.single("lm loss", total, mask.sum())
 
     def build_datasets(self, run: RunConfig, tokenizer: Tokenizer, sizes: SplitSizes) -> DatasetSplits:
         """Packed samples of ``--seq-length`` tokens from ``--data-path`` and its relatives."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.rng import StreamKey
-from megatron.core.parallel.weight_gradients import WeightGradients
 from megatron.core.pipeline_parallel.actions import Placement
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, Wires, WireSpec
 from megatron.core.pipeline_parallel.lower import lower
@@ -50,7 +51,8 @@ def test_accumulates_and_announces_the_last_backward() -> None:
         chunk.events.append(f"last of {index}")
         assert chunk.weight.grad.item() == 60.0
 
-    loss = Runner([chunk], last_backward=last_backward).step(lower(one_f_one_b(1, 3))[0], BATCHES, gradient_seed=10.0)
+    seeded = [dataclasses.replace(each, gradient_seed=10.0) for each in BATCHES]
+    loss = Runner([chunk], last_backward=last_backward).step(lower(one_f_one_b(1, 3))[0], seeded)
     assert loss is not None and not loss.sum.requires_grad
     assert loss.sum.item() == 30.0 and loss.count.item() == 6.0
     assert loss.parts["loss"].tolist() == [30.0, 6.0]
@@ -67,10 +69,10 @@ def test_evaluation_builds_no_graph() -> None:
 class Link:
     """One matrix product of a chain; hands an integer wire and an untouched one through beside the hidden state."""
 
-    def __init__(self, place: str, gradients: WeightGradients) -> None:
+    def __init__(self, place: str, context: ParallelContext) -> None:
         generator = torch.Generator().manual_seed(len(place))
         self.weight = torch.randn(4, 4, generator=generator, dtype=torch.float64).requires_grad_()
-        self.place, self.gradients = place, gradients
+        self.place, self.context = place, context
         self.incoming = NOTHING
         self.outputs: list[weakref.ref[torch.UntypedStorage]] = []
         self.alive_later = 0
@@ -79,7 +81,7 @@ class Link:
         """One microbatch."""
         x, number = wires.get("x", microbatch.tensors.get("x")), microbatch.tensors["number"]
         assert x is not None
-        first, hidden = wires.get("first", x), torch.tanh(linear(x, self.weight, None, self.gradients))
+        first, hidden = wires.get("first", x), torch.tanh(linear(x, self.weight, None, self.context))
         if self.place == "last":
             assert int(wires["number"]) == int(number)
             return LossSum.single("loss", (hidden * first).sum(), torch.tensor(1.0))
@@ -91,9 +93,9 @@ class Link:
 
 def chain_gradients(schedule: str) -> tuple[list[Tensor], float]:
     """Gradients of two chained products under a schedule, and the loss."""
-    gradients = WeightGradients()
-    gradients.may_wait = schedule.startswith("zb")
-    links = [Link("first", gradients), Link("last", gradients)]
+    context = ParallelContext.single(dtype=torch.float64)
+    context.weight_gradients.may_wait = schedule.startswith("zb")
+    links = [Link("first", context), Link("last", context)]
     generator = torch.Generator().manual_seed(1)
     batches = [
         Microbatch(
@@ -113,7 +115,7 @@ def chain_gradients(schedule: str) -> tuple[list[Tensor], float]:
         total.backward()  # type: ignore[no-untyped-call]
     else:
         plan = lower(zb_v(1, 4) if schedule == "zb-v" else interleaved(1, 4, 2))[0]
-        found = Runner(links, weight_gradients=gradients).step(plan, batches)
+        found = Runner(links, weight_gradients=context.weight_gradients).step(plan, batches)
         assert found is not None
         total = found.sum
     grads = [link.weight.grad for link in links]
@@ -132,8 +134,8 @@ def test_chunks_of_one_rank_hand_over(schedule: str) -> None:
 
 def test_weights_wait_for_their_own_action() -> None:
     """Zero-bubble schedules would fill no bubble if the whole backward pass ran at once."""
-    gradients = WeightGradients()
-    gradients.may_wait = True
+    context = ParallelContext.single(dtype=torch.float64)
+    context.weight_gradients.may_wait = True
     weight = torch.ones(2, 2, requires_grad=True)
     seen: list[str] = []
 
@@ -144,7 +146,7 @@ def test_weights_wait_for_their_own_action() -> None:
             bias = torch.zeros(2, requires_grad=True)
             bias.register_hook(lambda grad: seen.append("bias"))  # type: ignore[no-untyped-call]
             x = torch.full((1, 2), float(microbatch.key.sample))
-            return LossSum.single("loss", linear(x, weight, bias, gradients).sum(), torch.tensor(1.0))
+            return LossSum.single("loss", linear(x, weight, bias, context).sum(), torch.tensor(1.0))
 
     weight.register_post_accumulate_grad_hook(lambda _: seen.append("weight"))  # type: ignore[no-untyped-call]
 
@@ -153,7 +155,7 @@ def test_weights_wait_for_their_own_action() -> None:
         seen.append("last:")
         yield
 
-    runner = Runner([Product()], weight_gradients=gradients, last_backward=last_backward)
+    runner = Runner([Product()], weight_gradients=context.weight_gradients, last_backward=last_backward)
     plan = lower(zb_h1(2, 3))[1]  # F0 I0 F1 I1 W0 F2 I2 W1 W2; the messages are left out
     runner.step(tuple(each for each in plan if type(each).__name__ == "Action"), BATCHES)
     assert seen == ["bias", "bias", "weight", "last:", "bias", "weight", "last:", "weight"]
@@ -162,7 +164,7 @@ def test_weights_wait_for_their_own_action() -> None:
 
 def test_outputs_are_freed_once_they_are_handed_on() -> None:
     """A stage would keep every output it has sent until the backward pass: as much again as its inputs."""
-    gradients = WeightGradients()
+    context = ParallelContext.single()
 
     class Adder(Link):
         def __call__(self, wires: Wires, microbatch: Microbatch) -> Wires | LossSum:
@@ -173,7 +175,7 @@ def test_outputs_are_freed_once_they_are_handed_on() -> None:
             self.outputs.append(weakref.ref(out.untyped_storage()))
             return {"x": out}
 
-    links = [Adder("first", gradients), Adder("last", gradients)]
+    links = [Adder("first", context), Adder("last", context)]
     # The receiving chunk of the same rank keeps its input only while its graph needs it, which a sum doesn't.
     Runner(links).step(lower(interleaved(1, 3, 2, group_size=1))[0], BATCHES)
     assert len(links[0].outputs) == 3 and links[0].alive_later == 0

@@ -108,18 +108,29 @@ def test_large_logits_do_not_overflow() -> None:
     assert losses.tolist() == [0.0]
 
 
-def test_gradient_scale_keeps_small_fp16_gradients() -> None:
+def test_gradient_seed_keeps_small_fp16_gradients() -> None:
     """Probabilities below 6e-8 are zero in fp16; with the loss scale applied in time they survive."""
     hidden = torch.ones(1, 1, dtype=torch.float16, requires_grad=True)
     weight = torch.tensor([[18.0], [0.0]], dtype=torch.float16, requires_grad=True)
     at: dict[str, Any] = {"mesh": Mesh.single(), "vocab_start": 0, "vocab_valid": 2}
     arguments = (hidden, weight, torch.tensor([0]), torch.ones(1))
     (plain_grad,) = torch.autograd.grad(linear_cross_entropy(*arguments, **at), weight)
-    scaled_loss = linear_cross_entropy(*arguments, **at, gradient_scale=1024.0)
-    (scaled_grad,) = torch.autograd.grad(scaled_loss, weight)
+    scaled_loss = linear_cross_entropy(*arguments, **at, gradient_seed=1024.0)
+    (scaled_grad,) = torch.autograd.grad(scaled_loss, weight, torch.tensor(1024.0))
     assert plain_grad[1].item() == 0.0
     assert scaled_grad[1].item() / 1024 == pytest.approx(1.523e-8, rel=2e-3)
     assert scaled_loss.item() == pytest.approx(linear_cross_entropy(*arguments, **at).item())
+
+
+def test_gradient_seed_is_an_expectation_and_no_factor() -> None:
+    """A backward pass that starts from something else would scale every gradient of the run."""
+    hidden, weight, _, labels, loss_weights = problem()
+    plain = linear_cross_entropy(hidden, weight, labels, loss_weights, **ONE_RANK)
+    seeded = linear_cross_entropy(hidden, weight, labels, loss_weights, **ONE_RANK, gradient_seed=8.0)
+    for grad, expected in zip(
+        torch.autograd.grad(seeded, (hidden, weight)), torch.autograd.grad(plain, (hidden, weight))
+    ):
+        torch.testing.assert_close(grad, expected)
 
 
 def test_without_gradient_none_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
