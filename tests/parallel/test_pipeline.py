@@ -22,8 +22,9 @@ from megatron.core.pipeline_parallel.lower import Plan, lower
 from megatron.core.pipeline_parallel.runner import Runner
 from megatron.core.tensor_parallel.linear import linear
 from megatron.errors import ParallelError
-from megatron.training.checkpoint import load, save
+from megatron.training.checkpoint import load
 from megatron.training.pipeline import PipelineSettings, Plans, routes
+from megatron.training.saving import Saver
 from megatron.training.step import train_step
 from tests.equivalence.training import Part, parts
 from tests.harness import run_ranks
@@ -214,7 +215,7 @@ def go_on(context: ParallelContext, flags: str) -> tuple[State, State]:
         load(run)
     loaded = _state(run)
     train_step(run, next(run.data.training_batches(run.progress.consumed_samples)))
-    save(run)
+    Saver(run).save()
     return loaded, _state(run)
 
 

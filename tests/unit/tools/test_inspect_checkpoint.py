@@ -17,7 +17,7 @@ import torch
 from megatron.core.checkpointing import storage
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import CheckpointError, ConfigError
-from megatron.training.checkpoint import save
+from megatron.training.saving import Saver
 from tests.harness.runs import TINY_RUN, tiny_run
 from tests.unit.tools.conftest import REPOSITORY
 from tools.checkpoint import inspect as tool
@@ -34,7 +34,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run.progress.iteration, run.progress.consumed_samples = iteration, 8 * iteration
         with torch.no_grad():
             run.models[0].get_parameter("decoder.final_layernorm.weight")[3] += 0.25 * (iteration - 1)
-        save(run)
+        Saver(run).save()
     return root
 
 
@@ -113,8 +113,11 @@ def test_diff(root: Path, said: Said) -> None:
 
 def test_diff_of_other_shapes_and_names(root: Path, said: Said, tmp_path: Path) -> None:
     """What only one of the two has, and what changed its size."""
-    run = tiny_run(ParallelContext.single(), f"--mock-data --swiglu --save {tmp_path} --save-interval 1 --vocab-size 60 --no-save-optim")
-    save(run)
+    run = tiny_run(
+        ParallelContext.single(),
+        f"--mock-data --swiglu --save {tmp_path} --save-interval 1 --vocab-size 60 --no-save-optim",
+    )
+    Saver(run).save()
     code, text = said("--diff", root, tmp_path)
     assert code == 1
     assert "setting config.model.vocab_size: 51 and 61" in text or "setting config.tokenizer.vocab_size" in text
@@ -161,7 +164,7 @@ def test_what_cannot_load_and_why(more: str, reason: str, root: Path, said: Said
 
 def test_weights_alone_need_to_be_asked_for(said: Said, tmp_path: Path) -> None:
     """A checkpoint without optimizer state loads only where a run says so."""
-    save(tiny_run(ParallelContext.single(), f"--mock-data --save {tmp_path} --save-interval 1 --no-save-optim"))
+    Saver(tiny_run(ParallelContext.single(), f"--mock-data --save {tmp_path} --save-interval 1 --no-save-optim")).save()
     code, text = said(tmp_path, "--can-load", *FLAGS.split())
     assert code == 1
     assert "holds no optimizer state" in text
