@@ -168,15 +168,15 @@ def draw_histogram(datasets: Sequence[IndexedDataset], output: Path) -> None:
 def show_sample(config: RunConfig) -> int:
     """Print a sample as the run reads it."""
     from megatron.core.datasets.sampler import MicrobatchSampler
-    from megatron.training.data import split_sizes
+    from megatron.training.data import offline_splits
     from megatron.training.recipes.gpt import GPTRecipe
 
     wanted = config.group(SampleConfig)
-    tokenizer = build_tokenizer(config.tokenizer)
-    config = config.with_vocab_size(tokenizer.vocab_size)
-    dataset = GPTRecipe().build_datasets(config, tokenizer, split_sizes(config)).of(wanted.from_split)
-    if dataset is None:
-        raise ConfigError(f"--from-split {wanted.from_split}: the run reads no data of that split")
+    splits, tokenizer = offline_splits(config, GPTRecipe())
+    datasets = list(splits.named(wanted.from_split).values())
+    if len(datasets) != 1:
+        raise ConfigError(f"--from-split {wanted.from_split}: the run reads {len(datasets)} data sets of that split")
+    (dataset,) = datasets
     cyclic = wanted.from_split == "train" and config.data.dataloader_type == "cyclic"
     sampler = MicrobatchSampler(
         num_samples=len(dataset),

@@ -23,6 +23,7 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.pipeline_parallel.chunk import Microbatch
 from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.tokenizers.build import build_tokenizer
 from megatron.errors import DataError, ParallelError
 from megatron.training.recipe import Recipe, stages_here
 
@@ -161,6 +162,13 @@ def split_sizes(config: RunConfig) -> SplitSizes:
         eval_iters=training.eval_iters,
         global_batch_size=training.global_batch_size,
     )
+
+
+def offline_splits(config: RunConfig, recipe: Recipe) -> tuple[DatasetSplits, Tokenizer]:
+    """Data sets of a run without its ranks, and the tokenizer: for tools."""
+    tokenizer = build_tokenizer(config.tokenizer)
+    config = config.with_vocab_size(tokenizer.vocab_size)
+    return recipe.build_datasets(config, tokenizer, split_sizes(config)), tokenizer
 
 
 def build_splits(config: RunConfig, recipe: Recipe, context: ParallelContext, tokenizer: Tokenizer) -> DatasetSplits:

@@ -78,7 +78,7 @@ class Interleaving:
         """Source at a position, and how many samples of it come before."""
         source = self.choices.item(position)
         block = position // _STRIDE
-        since = np.count_nonzero(self.choices[block * _STRIDE : position] == source)
+        since = int(np.count_nonzero(self.choices[block * _STRIDE : position] == source))
         return source, self._before.item(block, source) + since
 
 

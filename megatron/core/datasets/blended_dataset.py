@@ -87,6 +87,11 @@ class BlendedDataset:
         source, number = self._interleaving.locate(index - self._start)
         return source, self._taken[source] + number
 
+    def prepare(self) -> None:
+        """Put all indices that the samples need into the sources' caches."""
+        for source in self.sources:
+            source.prepare()
+
     def describe(self) -> list[str]:
         """Asked and realised share of each source, a line each."""
         return [

@@ -16,7 +16,7 @@ import numpy as np
 from megatron.config.data import DataConfig
 from megatron.core.datasets.blend import BlendSpec, Interleaving, interleave, interleave_all, normalized
 from megatron.core.datasets.blended_dataset import BlendedDataset, MixedDataset
-from megatron.core.datasets.gpt_samples import Documents, SampleDataset, SourceDataset
+from megatron.core.datasets.gpt_samples import Documents, SourceDataset
 from megatron.core.datasets.index_cache import IndexCache, digest_of
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.indexed_format import idx_path
@@ -36,15 +36,15 @@ class DatasetSplits:
     """
 
     train: MixedDataset | None
-    valid: SampleDataset | None
-    test: SampleDataset | None
-    valid_sets: Mapping[str, SampleDataset] = field(default_factory=dict)
+    valid: MixedDataset | None
+    test: MixedDataset | None
+    valid_sets: Mapping[str, MixedDataset] = field(default_factory=dict)
 
-    def of(self, split: SplitName) -> SampleDataset | None:
+    def of(self, split: SplitName) -> MixedDataset | None:
         """Data set of one split."""
         return {"train": self.train, "valid": self.valid, "test": self.test}[split]
 
-    def named(self, split: SplitName) -> Mapping[str, SampleDataset]:
+    def named(self, split: SplitName) -> Mapping[str, MixedDataset]:
         """Data sets of one split by name; one without a name has the name ``""``."""
         data = self.of(split)
         if data is not None:
@@ -137,7 +137,7 @@ class _SplitBuilder:
             return self._dataset(self._part(self._family.mock(), split=split, share=share, copy=0), num_samples)
         return self._build_blend(self._given[split].blend(), split, share, num_samples)
 
-    def build_named(self, split: SplitName, num_samples: int | None) -> dict[str, SampleDataset]:
+    def build_named(self, split: SplitName, num_samples: int | None) -> dict[str, MixedDataset]:
         """Every source of a split by itself."""
         share = self._share(split)
         if num_samples == 0 or share is None:

@@ -26,6 +26,7 @@ def digest_of(*parts: object) -> str:
     """Hex digest of printable values and arrays."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
+        part = part.item() if isinstance(part, np.generic) else part  # the same number has the same digest
         digest.update(np.ascontiguousarray(part).data if isinstance(part, np.ndarray) else repr(part).encode())
         digest.update(b"\x00")
     return digest.hexdigest()

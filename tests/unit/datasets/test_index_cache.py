@@ -138,6 +138,7 @@ def test_digest_tells_values_and_borders_apart() -> None:
     """Two lists of inputs that read alike when run together are different inputs."""
     digests = {digest_of(*parts) for parts in [(1, 23), (12, 3), (123,), ("1", 23), (np.array([1, 23]),), (True, 23)]}
     assert len(digests) == 6
+    assert digest_of(np.int64(3), np.float64(0.5)) == digest_of(3, 0.5)
     assert digest_of(np.arange(6)[::2]) == digest_of(np.array([0, 2, 4]))
 
 

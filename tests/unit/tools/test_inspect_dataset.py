@@ -117,7 +117,7 @@ def test_a_sample_is_what_training_reads(prefix: str, loader: str, capsys: pytes
         assert [joined(row) for row in seen] == [joined(row) for row in ours[:5]]
     else:
         assert all(joined(row) in [joined(each) for each in ours] for row in seen)
-    with pytest.raises(ConfigError, match="--from-split valid: the run reads no data of that split"):
+    with pytest.raises(ConfigError, match="--from-split valid: the run reads 0 data sets of that split"):
         inspect_dataset.main([*flags, "--sample", "0", "--from-split", "valid"])
 
 

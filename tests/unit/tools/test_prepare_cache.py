@@ -1,0 +1,64 @@
+"""tools/prepare_cache.py: a run finds every index ready, and writes nothing."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.config.run import RunConfig
+from megatron.core.datasets import build
+from megatron.core.datasets.index_cache import IndexCache
+from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
+from megatron.training.data import offline_splits
+from megatron.training.recipes.gpt import GPTRecipe
+from tools import prepare_cache
+
+RUN = (
+    "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 2 --train-iters 30 "
+    "--lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 50 --split 8,2,0 --eval-iters 1"
+)
+
+
+@pytest.fixture
+def prefixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Two small sources, whose indices are stored nevertheless."""
+    monkeypatch.setattr(build, "IndexCache", partial(IndexCache, least_rows=1))
+    for name in ("a", "b"):
+        with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
+            for document in range(30):
+                writer.add_document([document] * 20)
+    return [str(tmp_path / name) for name in ("a", "b")]
+
+
+@pytest.mark.parametrize("more", ["", "--packing best-fit", "--packing padding-free", "--data-order megatron"])
+def test_everything_is_ready(
+    prefixes: list[str], tmp_path: Path, more: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a cluster whose nodes see the cache read-only, an index that is missing is built by every rank, every time."""
+    cache = tmp_path / "cache"
+    flags = f"{RUN} --data-path 1 {prefixes[0]} 2 {prefixes[1]} --data-cache-path {cache} {more}".split()
+    prepare_cache.main(flags)
+    printed = capsys.readouterr().out
+    files = sorted(cache.glob("*.npy"))
+    assert f"{cache}: {len(files)} files, " in printed
+    assert "train: 60 samples, " in printed
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("an index is missing")
+
+    monkeypatch.setattr("megatron.core.datasets.index_cache._store", refuse)
+    splits, _ = offline_splits(RunConfig.parse(flags), GPTRecipe())
+    for dataset in (splits.train, splits.valid):
+        assert dataset is not None
+        for index in range(len(dataset)):
+            dataset[index]
+    assert sorted(cache.glob("*.npy")) == files
+
+
+def test_beside_the_data(prefixes: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    prepare_cache.main(f"{RUN} --data-path {prefixes[0]}".split())
+    assert f"{prefixes[0]}_index_cache: " in capsys.readouterr().out
+    assert list(Path(f"{prefixes[0]}_index_cache").glob("*.npy"))

@@ -1,0 +1,50 @@
+"""Build the sample indices of a training run ahead of it, offline: give the flags of the run.
+
+The indices go where the run will look: --data-cache-path, or beside the data. They follow from the data, the seed and
+--seq-length alone, so they serve any number of ranks, any batch size, and longer runs up to their further epochs; a
+folder prepared once can be read-only afterwards. Indices of small data sets are built faster than read, and not stored.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron.config.run import RunConfig
+from megatron.core.datasets.sources import read_sources
+from megatron.core.datasets.splits import SPLITS
+from megatron.errors import run_command
+
+
+def main(argv: Sequence[str]) -> int:
+    """Build, and say what lies where."""
+    config = RunConfig.parse(argv, prog="prepare_cache.py")
+    from megatron.training.data import offline_splits
+    from megatron.training.recipes.gpt import GPTRecipe
+
+    splits, _ = offline_splits(config, GPTRecipe())
+    for split in SPLITS:
+        for name, dataset in splits.named(split).items():
+            started = time.monotonic()
+            dataset.prepare()
+            label = f"{split} ({name})" if name else split
+            print(f"{label}: {len(dataset):,} samples, {time.monotonic() - started:.1f} s")
+    for folder in cache_folders(config):
+        files = list(folder.glob("*.npy"))
+        print(f"{folder}: {len(files)} files, {sum(file.stat().st_size for file in files) / 1e6:,.1f} MB")
+    return 0
+
+
+def cache_folders(config: RunConfig) -> Iterator[Path]:
+    """Where the run's indices lie."""
+    if config.data.data_cache_path:
+        yield Path(config.data.data_cache_path)
+        return
+    for sources in read_sources(config.data).values():
+        yield from (Path(f"{prefix}_index_cache") for prefix in sources.blend().prefixes)
+
+
+if __name__ == "__main__":
+    run_command(lambda: main(sys.argv[1:]))
