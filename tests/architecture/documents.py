@@ -64,4 +64,7 @@ def flags_by_script(command: str) -> dict[str, list[str]]:
     if not scripts:
         return {}
     given = [word for word in words[scripts[0] + 1 :] if word.startswith("--")]
-    return {words[scripts[0]]: given}
+    if "--can-load" not in given:
+        return {words[scripts[0]]: given}
+    last = given.index("--can-load") + 1  # of inspect.py; what follows are flags of a training command
+    return {words[scripts[0]]: given[:last], "pretrain_gpt.py": given[last:]}

@@ -10,19 +10,22 @@ from __future__ import annotations
 import os
 import sys
 
-sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != os.path.dirname(os.path.abspath(__file__))]
+_here = os.path.dirname(os.path.realpath(__file__))
+sys.path[:] = [path for path in sys.path if os.path.realpath(path or ".") != _here]
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from megatron.config.flags import check_flags, flag
 from megatron.config.parse import parse_groups
-from megatron.core.checkpointing.find import foreign_format
-from megatron.core.conversion.convert import Conversion, Format, convert
+from megatron.core.checkpointing.manifest import MANIFEST
 from megatron.errors import ConfigError, run_command
+
+if TYPE_CHECKING:  # torch is imported when flags are known to be right
+    from megatron.core.conversion.convert import Conversion, Format
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -54,9 +57,9 @@ class ConvertConfig:
         name="--from",
         default=None,
     )
-    load: str = flag("Folder of the model, or of checkpoints.", aliases=("--load-dir",))
+    load: str | None = flag("Folder of the model, or of checkpoints.", default=None)
     target: Literal["hf", "megatron", "megatron-lm"] | None = flag("Format of --save.", name="--to", default=None)
-    save: str = flag("New folder for the converted model.", aliases=("--save-dir",))
+    save: str | None = flag("New folder for the converted model.", default=None)
     ckpt_step: int | None = flag("Iteration to convert instead of the newest.", default=None, at_least=0)
     max_shard_size: str = flag("Largest weight file of a Hugging Face target: 5GB, 200MB.", default="5GB")
     ckpt_format: Literal["torch_dist", "torch"] = flag(
@@ -71,12 +74,17 @@ class ConvertConfig:
     model_type: str | None = flag("Megatron-LM's spelling; only GPT is there.", default=None)
     loader: str | None = flag("Megatron-LM's spelling of --from: mcore, megatron, llama_mistral.", default=None)
     saver: str | None = flag("Megatron-LM's spelling of --to.", default=None)
+    load_dir: str | None = flag("Megatron-LM's spelling of --load.", default=None)
+    save_dir: str | None = flag("Megatron-LM's spelling of --save.", default=None)
 
 
 def main(argv: Sequence[str]) -> int:
     """Convert, and say what was done."""
     (config,) = parse_groups(with_effect(argv), ConvertConfig, prog="convert.py", about=__doc__ or "")
-    convert(job_of(config), say=print)
+    job = job_of(config)
+    from megatron.core.conversion.convert import convert
+
+    convert(job, say=print)
     return 0
 
 
@@ -86,22 +94,37 @@ def job_of(config: ConvertConfig) -> Conversion:
         raise ConfigError(f"--model-type {config.model_type}: only GPT can be converted; BERT and T5 are not here yet")
     source = config.source or _their_name("--loader", config.loader, LOADERS, "--from")
     target = config.target or _their_name("--saver", config.saver, SAVERS, "--to")
-    load = Path(config.load)
-    if config.source is None and source == "megatron-lm" and load.is_dir() and not foreign_format(load):
-        source = "megatron"  # saved by this project's training
+    load, save = _path("--load", config.load, config.load_dir), _path("--save", config.save, config.save_dir)
+    if config.source is None and source == "megatron-lm" and is_ours(load):
+        source = "megatron"
     if source == target:
         raise ConfigError(f"--from {source} --to {target}: there is nothing to convert")
+    max_shard_size = bytes_of(config.max_shard_size)
+    from megatron.core.conversion.convert import Conversion
+
     return Conversion(
         source=source,
         load=load,
         target=target,
-        save=Path(config.save),
+        save=save,
         step=config.ckpt_step,
-        max_shard_size=bytes_of(config.max_shard_size),
+        max_shard_size=max_shard_size,
         dist=config.ckpt_format == "torch_dist",
         true_vocab_size=config.true_vocab_size,
         skip_proof=config.skip_proof,
     )
+
+
+def _path(flag: str, ours: str | None, theirs: str | None) -> Path:
+    given = [path for path in (ours, theirs) if path is not None]
+    if len(given) != 1:
+        raise ConfigError(f"{flag} and {flag}-dir mean the same: give one" if given else f"missing: {flag} (a folder)")
+    return Path(given[0])
+
+
+def is_ours(load: Path) -> bool:
+    """Whether this project's training saved what is there."""
+    return (load / MANIFEST).exists() or any(load.glob(f"iter_*/{MANIFEST}"))
 
 
 def _their_name(flag: str, name: str | None, known: dict[str, str], ours: str) -> Format:

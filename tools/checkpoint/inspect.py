@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import sys
 
-sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != os.path.dirname(os.path.abspath(__file__))]
+_here = os.path.dirname(os.path.realpath(__file__))
+sys.path[:] = [path for path in sys.path if os.path.realpath(path or ".") != _here]
 
 import argparse
 import json
@@ -17,14 +18,16 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.config.run import RunConfig
-from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint
 from megatron.core.checkpointing.folders import iteration_of
 from megatron.core.checkpointing.manifest import MANIFEST, Manifest
-from megatron.core.checkpointing.summary import Comparison, Summary, compare, short, summarize
 from megatron.errors import CheckpointError, ConfigError, MegatronError, run_command
+
+if TYPE_CHECKING:  # torch is imported when the command line is known to be right
+    from megatron.core.checkpointing.find import CheckpointFolder
+    from megatron.core.checkpointing.summary import Comparison, Summary
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,6 +39,8 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(words)
     if flags is not None:
         return can_load(options.path, flags, step=options.ckpt_step)
+    from megatron.core.checkpointing.summary import compare, summarize
+
     if options.diff:
         return print_comparison(compare(*(_find(path, None) for path in options.diff)), options.diff)
     if options.verify:
@@ -67,6 +72,8 @@ def _required(path: Path | None) -> Path:
 
 
 def _find(path: Path, step: int | None) -> CheckpointFolder:
+    from megatron.core.checkpointing.find import find_checkpoint
+
     return find_checkpoint(path, step=step, verify=False)
 
 
@@ -105,6 +112,8 @@ def _settings(summary: Summary) -> Iterator[str]:
 
 
 def _tensors(summary: Summary) -> Iterator[str]:
+    from megatron.core.checkpointing.summary import short
+
     width = max((len(name) for name in summary.model), default=0)
     yield "tensors of the model"
     for name, entry in summary.model.items():

@@ -283,7 +283,8 @@ COMMANDS = [
     ("--load x --save y", "missing: --from (hf, megatron or megatron-lm)", 2),
     ("--from hf --load x --save y", "missing: --to (hf, megatron or megatron-lm)", 2),
     ("--from hf --to hf --load x --save y", "--from hf --to hf: there is nothing to convert", 2),
-    ("--from hf --to megatron --save y", "missing: --load", 2),
+    ("--from hf --to megatron --save y", "missing: --load (a folder)", 2),
+    ("--from hf --to megatron --load x --load-dir y --save z", "--load and --load-dir mean the same: give one", 2),
     ("--from gguf --to megatron --load x --save y", "--from cannot be 'gguf'", 2),
     (
         "--from hf --to megatron --load nowhere --save y",
