@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from torch import Tensor
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.transport import Transport
-from megatron.core.parallel.weight_gradients import WeightGradients
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, Wires, WireSpec
 from megatron.core.pipeline_parallel.lower import Plan, lower
 from megatron.core.pipeline_parallel.runner import Runner
@@ -40,12 +40,12 @@ class Link:
     Encoder stages pass ``enc``; decoder stages pass ``dec``, hand ``enc`` through and use it; ``number`` is an integer.
     """
 
-    def __init__(self, stage: int, num_stages: int, gradients: WeightGradients) -> None:
+    def __init__(self, stage: int, num_stages: int, context: ParallelContext) -> None:
         generator = torch.Generator().manual_seed(stage)
         self.weight = torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64).requires_grad_()
         self.bias = torch.zeros(WIDTH, dtype=torch.float64, requires_grad=True)
         self._encodes, self._begins = stage < num_stages // 2, stage == num_stages // 2
-        self._last, self._gradients = stage == num_stages - 1, gradients
+        self._last, self._context = stage == num_stages - 1, context
         number = {"number": WireSpec((), torch.int64)}
         enc = {"enc": WIDE} | number if stage else {}
         self.incoming: Mapping[str, WireSpec] = enc if self._encodes or self._begins else enc | {"dec": WIDE}
@@ -66,7 +66,7 @@ class Link:
         return {"dec": self._noted(dec), "enc": wires["enc"], "number": number}
 
     def _layer(self, x: Tensor) -> Tensor:
-        return torch.tanh(linear(x, self.weight, self.bias, self._gradients))
+        return torch.tanh(linear(x, self.weight, self.bias, self._context))
 
     def _noted(self, output: Tensor) -> Tensor:
         self.most_alive = max(self.most_alive, sum(each() is not None for each in self.outputs))
@@ -91,7 +91,7 @@ def chain(context: ParallelContext, name: str, chunks: int, overlap: bool) -> tu
     settings = PipelineSettings(name, context.mesh.size("pp"), chunks, None, overlap)
     context.weight_gradients.may_wait = settings.splits_backward
     stages = settings.placement.stages_of(context.mesh.rank("pp"))
-    links = [Link(stage, settings.placement.num_stages, context.weight_gradients) for stage in stages]
+    links = [Link(stage, settings.placement.num_stages, context) for stage in stages]
     runner = Runner(
         links,
         transport=Transport(context.mesh, context.device, routes=routes(settings.placement)),
@@ -100,7 +100,7 @@ def chain(context: ParallelContext, name: str, chunks: int, overlap: bool) -> tu
     plans = Plans(settings, context.mesh.rank("pp"))
     runner.step(plans.evaluation(MICROBATCHES), batches())
     assert all(link.weight.grad is None for link in links)
-    runner.step(plans.training(MICROBATCHES), batches(), gradient_seed=3.0)
+    runner.step(plans.training(MICROBATCHES), [replace(each, gradient_seed=3.0) for each in batches()])
     gradients = {stage: [_grad(link.weight), _grad(link.bias)] for stage, link in zip(stages, links)}
     return gradients, [link.most_alive for link in links]
 
@@ -111,7 +111,7 @@ def _grad(parameter: Tensor) -> Tensor:
 
 
 def by_hand(num_stages: int) -> dict[int, list[Tensor]]:
-    links = [Link(stage, num_stages, WeightGradients()) for stage in range(num_stages)]
+    links = [Link(stage, num_stages, ParallelContext.single()) for stage in range(num_stages)]
     for batch in batches():
         wires: Wires | LossSum = {}
         for link in links:
@@ -158,7 +158,7 @@ def failing(context: ParallelContext) -> str:
     context.mesh._groups[members] = dist.new_group(list(members), timeout=timedelta(seconds=1))
     settings = PipelineSettings("1f1b", 2, 1, None, overlap=True)
     runner = Runner(
-        [Link(context.mesh.rank("pp"), 2, context.weight_gradients)],
+        [Link(context.mesh.rank("pp"), 2, context)],
         transport=Transport(context.mesh, context.device, routes=routes(settings.placement)),
     )
     plan: Plan = lower(settings.schedule(3))[context.mesh.rank("pp")]
