@@ -163,11 +163,25 @@ def test_keys_travel_while_attention_is_computed() -> None:
         assert backward == "send compute wait send compute send wait compute wait send wait"
 
 
+def places_of_keys(context: ParallelContext) -> tuple[list[float], int]:
+    """What a rank sees on a ring, and in how many places of memory it lay."""
+    team = Team.of(context.mesh, "cp")
+    seen = [(x[0].item(), x.data_ptr()) for _, x in circulate(torch.full((3,), float(team.rank)), team)]
+    return [value for value, _ in seen], len({place for _, place in seen})
+
+
+def test_a_ring_holds_two_ranks_keys() -> None:
+    """Memory must not grow with the number of ranks; that is what a ring is for."""
+    for rank, (seen, places) in enumerate(run_ranks(places_of_keys, cp=5)):
+        assert seen == [(rank - step) % 5 for step in range(5)]
+        assert places == 2
+
+
 def exchanges(context: ParallelContext) -> tuple[list[tuple[int, float]], list[float], list[float], float]:
     """What a rank of four sees on a ring, from its pairs and its counterparts, and two rings at once."""
     team = Team.of(context.mesh, "cp")
     mine = torch.full((3,), float(team.rank))
-    seen = [(owner, x[0].item()) for owner, x in circulate(mine, team)]
+    seen = [(owner, x[0].item()) for owner, x in circulate(mine.clone(), team)]
     numbers = torch.arange(2.0) + 10 * team.rank
     pairs = all_to_all(numbers, team.neighbours(2)).tolist()
     across = all_to_all(numbers, team.counterparts(2)).tolist()

@@ -38,7 +38,10 @@ class KeyExchange(Protocol):
     team: Team
 
     def visit(self, packed: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Every rank's packed keys and values with the rank's position in the team, this rank's own first."""
+        """Every rank's packed keys and values with the rank's position in the team, this rank's own first.
+
+        Each may be overwritten when the next is asked for, ``packed`` as well.
+        """
         ...
 
     def returning(self, packed: Tensor) -> Returning:

@@ -58,12 +58,12 @@ class Shift:
     """A tensor on its way to the next rank of a ring, and the previous rank's on its way here.
 
     ``tag`` keeps rings apart that turn at the same time; both ends start their shifts in the same order. ``x`` stays
-    untouched until ``wait``.
+    untouched until ``wait``. ``into``: where to receive, instead of in a new tensor.
     """
 
-    def __init__(self, x: Tensor, team: Team, *, tag: int = 0) -> None:
+    def __init__(self, x: Tensor, team: Team, *, tag: int = 0, into: Tensor | None = None) -> None:
         assert x.is_contiguous(), "what is sent lies in one piece"
-        self._sent, self._received = x, torch.empty_like(x)
+        self._sent, self._received = x, torch.empty_like(x) if into is None else into
         after, before = team.members[(team.rank + 1) % team.size], team.members[team.rank - 1]
         self._works: Sequence[dist.Work] = dist.batch_isend_irecv(
             [
@@ -82,13 +82,15 @@ class Shift:
 def circulate(x: Tensor, team: Team) -> Iterator[tuple[int, Tensor]]:
     """Every rank's ``x`` with its position in the team: this rank's own, then from the one before it to the one after.
 
-    The next one travels while the one that was yielded is used, so no rank holds more than two.
+    The next one travels while the one that was yielded is used, so a rank holds two, and no more: each arrives where
+    the one before last was. That goes for the first one, too, which is given away.
     """
+    spare: Tensor | None = None
     for step in range(team.size):
-        shift = Shift(x, team) if step + 1 < team.size else None
+        shift = Shift(x, team, into=spare) if step + 1 < team.size else None
         yield (team.rank - step) % team.size, x
         if shift is not None:
-            x = shift.wait()
+            x, spare = shift.wait(), x
 
 
 def all_to_all(x: Tensor, team: Team) -> Tensor:

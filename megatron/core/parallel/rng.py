@@ -32,7 +32,8 @@ class RngStreams:
     """Two generators for dropout: ``replicated`` draws the same on tensor-parallel ranks, ``split`` doesn't.
 
     Activations that every tensor-parallel rank holds whole use ``replicated``; those it holds a part of (heads, or the
-    sequence under sequence or context parallelism) use ``split``.
+    sequence under sequence parallelism) use ``split``. Context-parallel ranks hold other tokens, so neither is the same
+    on two of them.
     """
 
     def __init__(self, seed: int, mesh: Mesh, device: torch.device) -> None:
