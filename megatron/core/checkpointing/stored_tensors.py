@@ -48,11 +48,12 @@ class StoredTensors:
         rows = (0, entry.shape[0]) if entry.shape else (0, 1)
         if at is not None:
             rows = (at, at + 1)
-        whole = torch.empty((rows[1] - rows[0], *entry.shape[1:]) if entry.shape else (), dtype=entry.dtype)
-        filled = 0
-        for chunk in self._stored[name].chunks:
-            if not chunk.sizes or _overlap(chunk, rows):
-                filled += self._fill(whole, name, chunk, first=rows[0])
+        shape = (rows[1] - rows[0], *entry.shape[1:]) if entry.shape else ()
+        chunks = [chunk for chunk in self._stored[name].chunks if not chunk.sizes or _overlap(chunk, rows)]
+        if len(chunks) == 1 and tuple(chunks[0].sizes) == shape:
+            return self._box(name, chunks[0]) if at is None else self._box(name, chunks[0])[0]
+        whole = torch.empty(shape, dtype=entry.dtype)
+        filled = sum(self._fill(whole, name, chunk, first=rows[0]) for chunk in chunks)
         if filled != whole.numel():
             raise CheckpointError(f"{self._folder}: the boxes of {name} hold {filled} numbers of {whole.numel()}")
         return whole if at is None else whole[0]
@@ -64,16 +65,17 @@ class StoredTensors:
             file.seek(place.offset)
             return file.read(place.length)
 
-    def _fill(self, whole: Tensor, name: str, chunk: ChunkStorageMetadata, *, first: int) -> int:
-        """Copy a box's part of ``whole``, whose row 0 is row ``first`` of the tensor; how many numbers that were."""
+    def _box(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
         index = MetadataIndex(name, chunk.offsets)
         with self._reader.open(self._reader.storage_data[index].relative_path) as file:
             box = self._reader.load_box(index, file)
-        if box.shape != chunk.sizes:
-            raise CheckpointError(f"{self._folder}: a box of {name} is {list(box.shape)}, not {list(chunk.sizes)}")
-        if not chunk.sizes:
-            whole.copy_(box)
-            return 1
+        if (box.shape, box.dtype) != (chunk.sizes, self.entries[name].dtype):
+            raise CheckpointError(f"{self._folder}: a box of {name} is {list(box.shape)} in {box.dtype}, not as listed")
+        return box
+
+    def _fill(self, whole: Tensor, name: str, chunk: ChunkStorageMetadata, *, first: int) -> int:
+        """Copy a box's part of ``whole``, whose row 0 is row ``first`` of the tensor; how many numbers that were."""
+        box = self._box(name, chunk)
         low = max(chunk.offsets[0], first)
         high = min(chunk.offsets[0] + chunk.sizes[0], first + whole.shape[0])
         target = whole[low - first : high - first]

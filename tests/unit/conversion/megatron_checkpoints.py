@@ -67,10 +67,12 @@ def arguments(settings: Mapping[str, Any], **more: Any) -> argparse.Namespace:
     return argparse.Namespace(**{**defaults, "padded_vocab_size": PADDED, **known, **more})
 
 
-def shards_of(name: str, value: Tensor, tp: int, settings: Mapping[str, Any], version: float) -> list[Tensor]:
+def shards_of(
+    name: str, value: Tensor, tp: int, settings: Mapping[str, Any], version: float, *, padded: int = PADDED
+) -> list[Tensor]:
     """What each tensor-parallel rank stores of one of our tensors."""
     if name.endswith(("word_embeddings.weight", "output_layer.weight")):
-        padding = torch.full((PADDED - value.shape[0], value.shape[1]), 7.0, dtype=value.dtype)
+        padding = torch.full((padded - value.shape[0], value.shape[1]), 7.0, dtype=value.dtype)
         return list(torch.cat([value, padding]).chunk(tp))
     if ".linear_qkv." in name:
         return [fused(part, settings["num_attention_heads"] // tp, version) for part in value.chunk(tp)]
@@ -155,13 +157,14 @@ def write_torch(
     pp: int = 1,
     vpp: int = 1,
     release: bool = False,
+    padded: int = PADDED,
     **flags: Any,
 ) -> Path:
     """A folder of one checkpoint in the torch format, iteration 500. ``style``: first, legacy, core or te."""
     name = "release" if release else "iter_0000500"
     (root / name).mkdir(parents=True)
     (root / "latest_checkpointed_iteration.txt").write_text("release" if release else "500\n")
-    sharded = {key: shards_of(key, value, tp, settings, version or 0) for key, value in values.items()}
+    sharded = {key: shards_of(key, value, tp, settings, version or 0, padded=padded) for key, value in values.items()}
     for rank in range(tp):
         for stage in range(pp):
             content: dict[str, Any] = {

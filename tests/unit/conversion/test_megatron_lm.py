@@ -264,3 +264,30 @@ def test_malicious_files_run_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"common\.pt is refused: it names"):
         read_megatron_lm(tmp_path / "d")
     assert not (tmp_path / "pwned").exists()
+
+
+def test_the_tokenizer_of_training_travels_along(tmp_path: Path) -> None:
+    """Its vocabulary says where padding begins; its files lie beside the result, and training finds them there."""
+    from megatron.core.tokenizers.build import build_tokenizer
+    from tools import train_tokenizer
+
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"text": f"text {number} of many"}) + "\n" for number in range(50)))
+    train_tokenizer.main(["--input", str(corpus), "--output-dir", str(tmp_path / "bpe"), "--vocab-size", "270"])
+    settings = {**CLASSIC, "vocab_size": 500}
+    values = random_tensors(ModelConfig(**settings))
+    files = {"vocab_file": str(tmp_path / "bpe/vocab.json"), "merge_file": str(tmp_path / "bpe/merges.txt")}
+    flags: dict[str, Any] = {
+        "tokenizer_type": "GPT2BPETokenizer",
+        "vocab_size": None,
+        "padded_vocab_size": 500,
+        **files,
+    }
+    write_torch(tmp_path / "theirs", settings, values, style="core", padded=500, **flags)
+    do("megatron-lm", tmp_path / "theirs", "megatron", tmp_path / "ours")
+    found = read_native(tmp_path / "ours")
+    tokenizer = build_tokenizer(found.tokenizer)
+    assert found.model.vocab_size == tokenizer.vocab_size < 500
+    assert found.tokenizer.vocab_file == str(tmp_path / "ours/huggingface/vocab.json")
+    state = json.loads((tmp_path / "ours/iter_0000500/run.json").read_text())["state"]
+    assert state["tokenizer"]["fingerprint"] == tokenizer.fingerprint

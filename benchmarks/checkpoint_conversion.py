@@ -1,0 +1,175 @@
+"""Converting a 500 MB Llama against loading it with transformers and saving it again.
+
+    python benchmarks/checkpoint_conversion.py --megabytes 500 --rounds 3
+
+The model is random, in bf16. Every contender is a process of its own that takes turns with the others; timed is the
+work without imports. Memory is the most private memory held beyond what the imports left; pages of mapped files, which
+the kernel can drop, are not counted. Without a proof, since the comparison of logits costs the same whoever converts;
+the last contender shows what it adds. Printed are medians over rounds; ratios are medians of the rounds' ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+WIDTH, INNER, WORDS, HEADS = 1024, 2816, 32000, 16
+PEER = "transformers: load, save"
+
+
+def write_model(folder: Path, megabytes: int) -> int:
+    """A random Llama of about the size asked; its size in bytes."""
+    import torch
+
+    from megatron.core.conversion.huggingface.writing import write_safetensors
+    from megatron.core.conversion.portable import LazyTensor
+
+    layers = round((megabytes * 1e6 / 2 - 2 * WORDS * WIDTH) / (4 * WIDTH * WIDTH + 3 * WIDTH * INNER))
+
+    def random(*shape: int) -> LazyTensor:
+        return LazyTensor(shape, torch.bfloat16, lambda: torch.randn(shape, dtype=torch.bfloat16) * 0.02)
+
+    tensors = {"model.embed_tokens.weight": random(WORDS, WIDTH), "lm_head.weight": random(WORDS, WIDTH)}
+    tensors["model.norm.weight"] = random(WIDTH)
+    for number in range(layers):
+        layer = f"model.layers.{number}"
+        tensors |= {f"{layer}.self_attn.{name}_proj.weight": random(WIDTH, WIDTH) for name in "qkvo"}
+        tensors |= {f"{layer}.mlp.{name}_proj.weight": random(INNER, WIDTH) for name in ("gate", "up")}
+        tensors[f"{layer}.mlp.down_proj.weight"] = random(WIDTH, INNER)
+        tensors |= {f"{layer}.{name}.weight": random(WIDTH) for name in ("input_layernorm", "post_attention_layernorm")}
+    folder.mkdir()
+    write_safetensors(tensors, folder / "model.safetensors")
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": WORDS,
+        "hidden_size": WIDTH,
+        "intermediate_size": INNER,
+        "num_hidden_layers": layers,
+        "num_attention_heads": HEADS,
+        "max_position_embeddings": 2048,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return (folder / "model.safetensors").stat().st_size
+
+
+def with_transformers(source: Path, target: Path) -> Callable[[], object]:
+    """What one would do by hand, and what only copies."""
+    import torch
+    import transformers
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    return lambda: load(source, dtype=torch.bfloat16).save_pretrained(target)
+
+
+def converted(source: str, load: Path, target: str, save: Path, *, proof: bool = False) -> Callable[[], object]:
+    """Our converter."""
+    from megatron.core.conversion.convert import Conversion, convert
+
+    if proof:
+        import transformers  # noqa: F401  (its import is not what is measured)
+    job = Conversion(source, load, target, save, skip_proof=not proof)  # type: ignore[arg-type]
+    return lambda: convert(job, lambda words: None)
+
+
+def contenders(folder: Path, target: Path) -> dict[str, Callable[[], Callable[[], object]]]:
+    """Name -> what prepares the work and returns it."""
+    model, ours = folder / "model", folder / "ours"
+    return {
+        PEER: lambda: with_transformers(model, target),
+        "hf to megatron": lambda: converted("hf", model, "megatron", target),
+        "megatron to hf": lambda: converted("megatron", ours, "hf", target),
+        "megatron to megatron-lm": lambda: converted("megatron", ours, "megatron-lm", target),
+        "hf to megatron, proven": lambda: converted("hf", model, "megatron", target, proof=True),
+    }
+
+
+def private_memory() -> int:
+    """Bytes of this process that only it holds and no file backs."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def measure(work: Callable[[], object]) -> dict[str, float]:
+    """Seconds by the clock and of the processor, and the most memory held beyond the start."""
+    before, most, done = private_memory(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not done.wait(0.002):
+            most = max(most, private_memory() - before)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    start, cpu = time.perf_counter(), time.process_time()
+    work()
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    done.set()
+    watcher.join()
+    return {"seconds": seconds, "cpu": cpu, "memory": most / 1e6}
+
+
+def run(name: str, folder: Path) -> dict[str, float]:
+    """One contender in a process of its own."""
+    target = folder / "target"
+    shutil.rmtree(target, ignore_errors=True)
+    words = [sys.executable, __file__, "--contender", name, "--folder", str(folder)]
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.stderr)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def report(size: int, results: dict[str, list[dict[str, float]]]) -> None:
+    """A row for each contender."""
+    print(f"{size / 1e6:.0f} MB, {len(results[PEER])} rounds")
+    print("| | MB/s | MB/s of processor time | times the peer | peak MB |")
+    print("|---|--:|--:|--:|--:|")
+    for name, rounds in results.items():
+        middle = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
+        ratio = statistics.median(peer["seconds"] / mine["seconds"] for peer, mine in zip(results[PEER], rounds))
+        speed, cpu_speed = size / 1e6 / middle["seconds"], size / 1e6 / middle["cpu"]
+        print(f"| {name} | {speed:.0f} | {cpu_speed:.0f} | {ratio:.2f} | {middle['memory']:.0f} |")
+
+
+def main() -> None:
+    """Measure all contenders in turns."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=500)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="where to work; a temporary folder unless given")
+    parser.add_argument("--contender", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.contender:
+        print(json.dumps(measure(contenders(options.folder, options.folder / "target")[options.contender]())))
+        return
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+        size = write_model(folder / "model", options.megabytes)
+        converted("hf", folder / "model", "megatron", folder / "ours")()
+        names = list(contenders(folder, folder))
+        results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+        for _ in range(options.rounds):
+            for name in names:
+                results[name].append(run(name, folder))
+        report(size, results)
+
+
+if __name__ == "__main__":
+    main()
