@@ -55,8 +55,12 @@ def num_samples_in(num_tokens: int, *, seq_length: int, drop_last_partial: bool 
 
 def random_state(seed: int, *parts: int) -> np.random.RandomState:
     """A generator that depends on all parts; RandomState is the one NumPy keeps the same for ever."""
-    words = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, *parts]
-    return np.random.RandomState(words)
+    return np.random.RandomState(seed_words(seed, *parts))
+
+
+def seed_words(seed: int, *parts: int) -> list[int]:
+    """What to seed a RandomState with for numbers that depend on all parts, each below 2^32."""
+    return [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, *parts]
 
 
 def build_epoch(

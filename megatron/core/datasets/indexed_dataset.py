@@ -103,6 +103,12 @@ class IndexedDataset:
             raise IndexError(f"tokens {offset} to {stop} of sequence {index}, which has {size}")
         return self._read(self.offsets.item(index) // self.dtype.itemsize + offset, stop - offset)
 
+    def get_range(self, first: int, stop: int) -> NDArray[Any]:
+        """Tokens of sequences ``first`` to ``stop`` (not included), which lie end to end, not writable."""
+        start = self.offsets.item(first) // self.dtype.itemsize
+        end = self.offsets.item(stop - 1) // self.dtype.itemsize + self.lengths.item(stop - 1)
+        return self._read(start, end - start)
+
     def __getitem__(self, index: int | slice) -> Any:
         """Tokens of one sequence, or a list of them for a slice without a step."""
         if isinstance(index, slice):

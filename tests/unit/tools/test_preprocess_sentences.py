@@ -6,10 +6,15 @@ import json
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from megatron.config.data import DataConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.masked_dataset import build_bert_splits
+from megatron.core.datasets.splits import SplitSizes
 from megatron.core.tokenizers.sentences import installed_rules, learned_rules
+from megatron.core.tokenizers.wordpiece import WordPieceTokenizer
 from tests.unit.tools.conftest import write_lines
 from tools import preprocess_data
 
@@ -107,3 +112,19 @@ def test_installed_rules_are_preferred(tmp_path: Path, monkeypatch: pytest.Monke
     assert rules is not None
     assert rules.origin == "NLTK's punkt_tab, english"
     assert rules.split("I saw Dr. Smith. He slept.") == ["I saw Dr. Smith.", "He slept."]
+
+
+def test_bert_reads_them(tmp_path: Path, vocabulary: Path) -> None:
+    """From text to a sample of a pair of sentences, hidden words and all."""
+    prefix = preprocess(tmp_path, vocabulary, "--split-sentences") + "_text_sentence"
+    tokenizer = WordPieceTokenizer(str(vocabulary), name="BertWordPieceLowerCase", lower_case=True, extra_ids=0)
+    config = DataConfig(seq_length=32, train_data_path=(prefix,))
+    train = build_bert_splits(config, seed=1, sizes=SplitSizes(50, 0, 0), tokenizer=tokenizer).train
+    assert train is not None
+    for index in range(50):
+        sample = train[index]
+        whole = np.where(sample["loss_mask"] == 1, sample["labels"], sample["text"])[: sample["padding_mask"].sum()]
+        words = " ".join(PIECES[each] for each in whole)
+        pairs = ("dr . smith slept .", "he woke ."), ("he woke .", "dr . smith slept .")
+        learned = [f"[CLS] {first} [SEP] {second} [SEP]" for first, second in pairs]
+        assert words in learned or "[CLS] he slept ." in words or words.endswith("[SEP] he slept . [SEP]")

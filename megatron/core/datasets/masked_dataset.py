@@ -1,0 +1,115 @@
+"""Training, validation and test data of BERT and T5 runs, from data sets of sentences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from megatron.config.data import DataConfig
+from megatron.core.datasets.build import DatasetSplits, Part, Source, build_splits
+from megatron.core.datasets.gpt_samples import Documents
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.masked_samples import BertMaker, MaskedDataset, SampleMaker, T5Maker
+from megatron.core.datasets.masking import MaskingRules, MaskingVocabulary
+from megatron.core.datasets.spans import MegatronSpanOrder, Sentences, SpanOrder, SpanRules
+from megatron.core.datasets.splits import SplitSizes
+from megatron.core.tokenizers.base import MaskingTokenizer
+from megatron.errors import ConfigError, DataError
+
+_BERT_SPECIAL, _T5_SPECIAL = 3, 2  # tokens that a sample holds beside its sentences
+
+
+def build_bert_splits(
+    data: DataConfig,
+    *,
+    seed: int,
+    sizes: SplitSizes,
+    tokenizer: MaskingTokenizer,
+    vocab_size: int | None = None,
+    binary_head: bool = True,
+    mask_probability: float = 0.15,
+    short_probability: float = 0.1,
+) -> DatasetSplits:
+    """Data sets of a BERT run: pairs of sentences (without ``binary_head`` single ones) with hidden words.
+
+    Samples are as BertMaker describes them; ``--split`` counts documents. See ``build_splits`` for the rest.
+    """
+    vocabulary = MaskingVocabulary.of(tokenizer)
+    maker = BertMaker(data.seq_length, vocabulary, MaskingRules(probability=mask_probability), pairs=binary_head)
+    rules = SpanRules(
+        max_tokens=data.seq_length - _BERT_SPECIAL,
+        min_sentences=2 if binary_head else 1,
+        short_probability=short_probability,
+    )
+    known = tokenizer.vocab_size if vocab_size is None else vocab_size
+    family = MaskedFamily(data, maker, rules, seed=seed, vocab_size=known)
+    return build_splits(data, family, sizes=sizes, tokenizer=tokenizer, vocab_size=known)
+
+
+def build_t5_splits(
+    data: DataConfig,
+    *,
+    seed: int,
+    sizes: SplitSizes,
+    tokenizer: MaskingTokenizer,
+    decoder_seq_length: int,
+    vocab_size: int | None = None,
+    mask_probability: float = 0.15,
+    short_probability: float = 0.1,
+) -> DatasetSplits:
+    """Data sets of a T5 run: text with hidden spans of up to ten words, as T5Maker describes them.
+
+    Raises ConfigError for a tokenizer without sentinels. See ``build_splits`` for the rest.
+    """
+    vocabulary = MaskingVocabulary.of(tokenizer)
+    if not vocabulary.sentinels:
+        raise ConfigError("T5 replaces hidden spans by sentinels, of which there are none: give --vocab-extra-ids 100")
+    rules = MaskingRules(probability=mask_probability, longest=10, geometric=True)
+    maker = T5Maker(data.seq_length, decoder_seq_length, vocabulary, rules)
+    spans = SpanRules(max_tokens=data.seq_length - _T5_SPECIAL, min_sentences=1, short_probability=short_probability)
+    known = tokenizer.vocab_size if vocab_size is None else vocab_size
+    family = MaskedFamily(data, maker, spans, seed=seed, vocab_size=known)
+    return build_splits(data, family, sizes=sizes, tokenizer=tokenizer, vocab_size=known)
+
+
+class MaskedFamily:
+    """Samples of sentences with hidden words; ``--split`` counts documents."""
+
+    def __init__(self, data: DataConfig, maker: SampleMaker, rules: SpanRules, *, seed: int, vocab_size: int) -> None:
+        self._data, self._maker, self._rules = data, maker, rules
+        self._seed, self._vocab_size = seed, vocab_size
+
+    def mock(self) -> Source:
+        """There are no made-up sentences."""
+        raise ConfigError(
+            "--mock-data counts from 1 up, which teaches BERT and T5 nothing: give --data-path with a data set of "
+            "tools/preprocess_data.py --split-sentences"
+        )
+
+    def count_units(self, documents: Documents) -> int:
+        """Documents."""
+        assert isinstance(documents, IndexedDataset)
+        return documents.num_documents
+
+    def dataset(self, part: Part, num_samples: int | None, *, remedy: str) -> MaskedDataset:
+        """Samples of a part; raises DataError when no document has enough sentences."""
+        documents = part.source.documents
+        assert isinstance(documents, IndexedDataset)
+        boundaries = np.asarray(documents.boundaries[part.units.start : part.units.stop + 1])
+        first, stop = (int(boundaries[0]), int(boundaries[-1])) if len(boundaries) else (0, 0)
+        sentences = Sentences(documents.lengths[first:stop], boundaries - first)
+        where: dict[str, Any] = {"seed": self._seed, "num_samples": num_samples, "cache": part.source.cache}
+        order: SpanOrder | MegatronSpanOrder
+        if self._data.data_order == "megatron":
+            order = MegatronSpanOrder(sentences, self._rules, **where)
+        else:
+            order = SpanOrder(sentences, self._rules, copy=part.copy, **where)
+        if not order.samples_per_epoch:
+            raise DataError(
+                f"{documents.prefix}: the {part.split} split has {len(part.units)} documents, none with "
+                f"{self._rules.min_sentences} sentences: give {remedy}, made with tools/preprocess_data.py "
+                "--split-sentences"
+            )
+        vocab_size = None if part.source.ids_known else self._vocab_size
+        return MaskedDataset(documents, order, self._maker, first=first, vocab_size=vocab_size)

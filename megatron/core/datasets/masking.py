@@ -1,0 +1,135 @@
+"""Which tokens of a sample are hidden, and what stands in their place.
+
+Stretches of one to a few whole words are hidden, drawn without overlap until about ``probability`` of the tokens are:
+short stretches more often (probability 1/n), or, for spans, by a geometric distribution (SpanBERT, Joshi et al. 2019).
+Random numbers are drawn in Megatron-LM's sequence, so that with its seeds the samples are its samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.core.tokenizers.base import MaskingTokenizer
+from megatron.errors import ConfigError
+
+_GEOMETRIC = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskingRules:
+    """``probability`` of a token to be hidden, ``longest`` stretch in words, and how lengths of stretches are drawn."""
+
+    probability: float = 0.15
+    longest: int = 3
+    geometric: bool = False
+    whole_words: bool = True
+
+
+@dataclass(frozen=True)
+class MaskingVocabulary:
+    """The ids that masking needs. ``continues`` [vocabulary]: whether an id goes on with the word before."""
+
+    cls: int
+    sep: int
+    mask: int
+    pad: int
+    bos: int
+    eos: int
+    sentinels: tuple[int, ...]
+    continues: NDArray[np.bool_] = field(repr=False)
+
+    @classmethod
+    def of(cls, tokenizer: MaskingTokenizer) -> MaskingVocabulary:
+        """Ids of a tokenizer; raises ConfigError for a kind that has none for masking."""
+        if not hasattr(tokenizer, "mask") or tokenizer.pad is None or tokenizer.bos is None or tokenizer.eos is None:
+            raise ConfigError(
+                f"--tokenizer-type {tokenizer.name} has no tokens to mask with: BERT and T5 take "
+                "BertWordPieceLowerCase, BertWordPieceCase or SentencePieceTokenizer"
+            )
+        return cls(
+            tokenizer.cls,
+            tokenizer.sep,
+            tokenizer.mask,
+            tokenizer.pad,
+            tokenizer.bos,
+            tokenizer.eos,
+            tokenizer.sentinels,
+            np.array(tokenizer.continuations(), bool),
+        )
+
+
+def choose_stretches(
+    tokens: NDArray[Any],
+    rules: MaskingRules,
+    vocabulary: MaskingVocabulary,
+    random: np.random.RandomState,
+    *,
+    target: int,
+    replacements: list[int | None] | None = None,
+) -> list[NDArray[np.int64]]:
+    """Places of the hidden tokens, a stretch each, in the order in which they were drawn.
+
+    ``target``: the length the sample was to have. ``replacements``: filled, token by token as they are drawn, with what
+    takes their place (80 % the mask, 10 % a random id, 10 % None: the token itself); None: nothing is drawn for that.
+    """
+    places = np.flatnonzero((tokens != vocabulary.cls) & (tokens != vocabulary.sep))
+    if not len(places):
+        return []
+    begins = ~vocabulary.continues[tokens[places]] if rules.whole_words else np.ones(len(places), bool)
+    begins[0] = True
+    words = [*np.flatnonzero(begins).tolist(), len(places)]  # where each begins in places, and the end
+    budget = min(rules.probability * target, max(1, round(len(tokens) * rules.probability)))
+    order = np.arange(len(words) - 1)
+    random.shuffle(order)
+    shares = _cumulative_shares(rules.longest)
+    hidden, count, stretches = bytearray(len(places)), 0, list[NDArray[np.int64]]()
+    draw = random.random_sample
+    for word in order.tolist():
+        if count + 1 > budget:
+            break
+        if rules.geometric:
+            length = min(int(random.geometric(_GEOMETRIC)), rules.longest)
+        else:
+            length = int(shares.searchsorted(draw(), side="right")) + 1
+        start = words[word]
+        stop = _longest_end(words, word, length, most=start + budget - count)
+        if stop == start or any(hidden[start:stop]):
+            continue
+        hidden[start:stop] = b"\x01" * (stop - start)
+        count += stop - start
+        stretches.append(places[start:stop])
+        if replacements is not None:
+            replacements += [_replacement(vocabulary, random) for _ in range(stop - start)]
+    return stretches
+
+
+def _longest_end(words: list[int], word: int, length: int, *, most: float) -> int:
+    """End of the longest stretch from ``word`` of at most ``length`` words that ends at ``most``; its start if none."""
+    for last in range(min(word + length, len(words) - 1), word, -1):
+        if words[last] <= most:
+            return words[last]
+    return words[word]
+
+
+def _replacement(vocabulary: MaskingVocabulary, random: np.random.RandomState) -> int | None:
+    if random.random_sample() < 0.8:
+        return vocabulary.mask
+    if random.random_sample() < 0.5:
+        return None
+    return int(random.randint(0, len(vocabulary.continues)))
+
+
+@lru_cache
+def _cumulative_shares(longest: int) -> NDArray[np.float64]:
+    """Cumulative probabilities of stretches of 1 to ``longest`` words, in proportion to 1/n."""
+    shares = 1.0 / (np.arange(longest) + 1)
+    shares /= shares.sum()
+    shares /= shares.sum()
+    cumulative: NDArray[np.float64] = np.cumsum(shares)
+    cumulative /= cumulative[-1]
+    return cumulative
