@@ -121,10 +121,11 @@ def test_bert_reads_them(tmp_path: Path, vocabulary: Path) -> None:
     config = DataConfig(seq_length=32, train_data_path=(prefix,))
     train = build_bert_splits(config, seed=1, sizes=SplitSizes(50, 0, 0), tokenizer=tokenizer).train
     assert train is not None
+    pairs = ("dr . smith slept .", "he woke ."), ("he woke .", "dr . smith slept .")
+    seen = set()
     for index in range(50):
         sample = train[index]
         whole = np.where(sample["loss_mask"] == 1, sample["labels"], sample["text"])[: sample["padding_mask"].sum()]
-        words = " ".join(PIECES[each] for each in whole)
-        pairs = ("dr . smith slept .", "he woke ."), ("he woke .", "dr . smith slept .")
-        learned = [f"[CLS] {first} [SEP] {second} [SEP]" for first, second in pairs]
-        assert words in learned or "[CLS] he slept ." in words or words.endswith("[SEP] he slept . [SEP]")
+        if not sample["truncated"]:
+            seen.add(" ".join(PIECES[each] for each in whole))
+    assert {f"[CLS] {first} [SEP] {second} [SEP]" for first, second in pairs} <= seen
