@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.config.model import ModelConfig
 from megatron.core.conversion.convert import Conversion, convert
-from megatron.core.conversion.native import read_native
+from megatron.core.conversion.native import read_native, write_native
 from megatron.core.conversion.proof import fixed_tokens, huggingface_logits, native_logits
 from tests.unit.conversion.conftest import MODELS, SIZES, random_model
+from tests.unit.conversion.megatron_checkpoints import MODERN, portable, random_tensors
 
 Folder = Callable[[str], Path]
 
@@ -158,3 +160,14 @@ def test_what_else_stood_in_config_json_comes_back(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "back/config.json").read_text())
     assert (written["bos_token_id"], written["eos_token_id"]) == (7, [8, 9])
     assert json.loads((tmp_path / "back/generation_config.json").read_text())["top_p"] == 0.83
+
+
+@pytest.mark.parametrize("more", [{}, {"add_qkv_bias": True}, {"qk_layernorm": True}], ids=["llama", "qwen2", "qwen3"])
+def test_rotary_pairs_that_are_neighbours(more: dict[str, Any], tmp_path: Path) -> None:
+    """--rotary-interleaved pairs channels that Hugging Face's families keep apart: rows, biases and norms move."""
+    model = ModelConfig(**MODERN, **more, rotary_interleaved=True)
+    write_native(portable(model, random_tensors(model)), tmp_path / "ours", final=tmp_path / "ours")
+    said = do("megatron", tmp_path / "ours", "hf", tmp_path / "theirs")
+    assert said[1].startswith("proof: largest difference")
+    do("hf", tmp_path / "theirs", "megatron", tmp_path / "again")
+    assert read_native(tmp_path / "again").model.rotary_interleaved is False
