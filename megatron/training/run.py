@@ -131,6 +131,7 @@ def build_run(config: RunConfig, recipe: Recipe, context: ParallelContext, *, st
             last_backward=lambda chunk: grad_sync.last_backward(),
             weight_gradients=context.weight_gradients,
             device=context.device,
+            activity=context.mesh.activity,
         ),
         plans=plans,
         data=data,

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 from tests.end_to_end.commands import ROOT, TINY, environment
 
 FLAGS = f"{TINY} --train-iters 3 --tokenizer-type NullTokenizer --global-batch-size 12".split()
@@ -106,14 +104,23 @@ def test_hanging_rank_is_named_with_phase_and_stack(tmp_path: Path) -> None:
     assert "waited 3 s in" in ended.log or "waited 4 s in" in ended.log
 
 
-@pytest.mark.parametrize("how", ["raise"])
-def test_torchrun_shows_the_traceback_once(tmp_path: Path, how: str) -> None:
+def test_hanging_stage_is_named_by_those_that_wait_for_its_messages(tmp_path: Path) -> None:
+    """In a pipeline most ranks wait for neighbours that wait themselves; only one of them is the reason."""
+    flags = [*FLAGS, "--distributed-timeout-minutes", "0.05", "--pipeline-model-parallel-size", "2"]
+    ended = run_without_launcher(tmp_path, "hang", flags, ranks=2)
+    assert ended.codes == [1, 1]
+    assert "missing: rank 1" in ended.log
+    assert "iteration 2, forward-backward, " in ended.log
+    assert "waiting in a send to pipeline rank 1" in ended.log
+
+
+def test_torchrun_shows_the_traceback_once(tmp_path: Path) -> None:
     """torchrun kills the others; what they say about it would bury the cause."""
     script = tmp_path / "misbehaving.py"
     script.write_text(MISBEHAVING)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = subprocess.run(
-        [*launcher, str(script), how, *FLAGS],
+        [*launcher, str(script), "raise", *FLAGS],
         env=environment() | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

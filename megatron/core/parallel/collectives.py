@@ -72,7 +72,8 @@ def all_reduce_among(x: Tensor, mesh: Mesh, ranks: tuple[int, ...]) -> Tensor:
     """Sum contiguous ``x`` in place over world ``ranks``, this one among them; for two, bitwise the same on both."""
     group = mesh.group_of(ranks)
     if group is not None:
-        dist.all_reduce(x, group=group)
+        with mesh.activity.waiting("all-reduce", ranks):
+            dist.all_reduce(x, group=group)
     return x
 
 

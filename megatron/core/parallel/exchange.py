@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,10 @@ class Team:
         """Their process group; None for one rank."""
         return self.mesh.group_of(self.members)
 
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """Entered while this rank waits for the others in ``what``."""
+        return self.mesh.activity.waiting(what, self.members)
+
     def neighbours(self, size: int) -> Team:
         """The run of ``size`` ranks this rank belongs to, when the team is cut into such runs."""
         start = self.rank // size * size
@@ -63,7 +68,8 @@ class Shift:
 
     def __init__(self, x: Tensor, team: Team, *, tag: int = 0, into: Tensor | None = None) -> None:
         assert x.is_contiguous(), "what is sent lies in one piece"
-        self._sent, self._received = x, torch.empty_like(x) if into is None else into
+        self._team, self._sent = team, x
+        self._received = torch.empty_like(x) if into is None else into
         after, before = team.members[(team.rank + 1) % team.size], team.members[team.rank - 1]
         self._works: Sequence[dist.Work] = dist.batch_isend_irecv(
             [
@@ -74,8 +80,9 @@ class Shift:
 
     def wait(self) -> Tensor:
         """What the previous rank sent."""
-        for work in self._works:
-            work.wait()
+        with self._team.waiting("ring exchange"):
+            for work in self._works:
+                work.wait()
         return self._received
 
 
@@ -100,5 +107,6 @@ def all_to_all(x: Tensor, team: Team) -> Tensor:
         return x
     assert x.shape[0] % team.size == 0, f"{x.shape[0]} rows do not divide over {team.size} ranks"
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(out, x.contiguous(), group=group)
+    with team.waiting("all-to-all"):
+        dist.all_to_all_single(out, x.contiguous(), group=group)
     return out

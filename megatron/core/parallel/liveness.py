@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
 
@@ -77,6 +77,11 @@ class Liveness:
         if self._mesh.world_rank == 0:
             time.sleep(2 * self._patience.poll)
 
+    def follow(self, *, exit_code: int) -> NoReturn:
+        """Leave because another rank has called the run off; of a stall, the watching thread has to report first."""
+        self._thread.join(3 * self._patience.answer)
+        sys.exit(exit_code)
+
     def called_off_elsewhere(self, *, within: float) -> bool:
         """Whether another rank has called the run off, or does so in the next seconds."""
         deadline = time.monotonic() + within
@@ -100,25 +105,25 @@ class Liveness:
                     self.call_off("stall", exit_code=ParallelError.exit_code)
             except _STORE_ERRORS:
                 if not self._done.wait(patience.leave):
-                    self._leave("the rank that keeps all ranks in touch is gone", exit_code=1)
+                    _tell("error: the rank that keeps all ranks in touch is gone")
+                    self._leave(exit_code=1)
                 return
 
     def _obey(self, order: dict[str, Any]) -> None:
         """The run is called off: leave, after answering what was asked."""
         if order["reason"] != "stall":
             if not self._done.wait(self._patience.leave):
-                self._leave("", exit_code=order["exit_code"])
+                self._leave(exit_code=order["exit_code"])
             return
         me = self._mesh.world_rank
         self._store.set(f"liveness/report {me}", json.dumps(dataclasses.asdict(self._report())))
-        text = ""
         if order["rank"] == me:
-            text = describe_stall(me, self._collect(), world_size=self._mesh.world_size)
+            _tell(f"error: {describe_stall(me, self._collect(), world_size=self._mesh.world_size)}")
             self._store.set(_TOLD, "1")
         else:
             self._until(lambda: self._store.check([_TOLD]), seconds=2 * self._patience.answer)
         self.linger()
-        self._leave(text, exit_code=order["exit_code"])
+        self._leave(exit_code=order["exit_code"])
 
     def _report(self) -> RankReport:
         activity = self._mesh.activity
@@ -143,13 +148,16 @@ class Liveness:
         while not condition() and time.monotonic() < deadline:
             time.sleep(0.1)
 
-    def _leave(self, text: str, *, exit_code: int) -> None:
+    def _leave(self, *, exit_code: int) -> None:
         """End the process from here: the main thread may be stuck where no exception reaches it."""
-        if text:
-            sys.stderr.write(f"error: {text}\n")
         sys.stdout.flush()
         sys.stderr.flush()
         self._leave_process(exit_code)
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 @contextmanager
@@ -168,9 +176,9 @@ def watched(store: Store, mesh: Mesh, patience: Patience) -> Iterator[None]:
         # An error in a collective is usually another rank's death as seen from here; let that rank speak first.
         in_collective = bool(mesh.activity.collective) and not is_user_error
         if in_collective and liveness.called_off_elsewhere(within=patience.leave / 2):
-            sys.exit(exit_code)
+            liveness.follow(exit_code=exit_code)
         if not liveness.call_off(f"{type(error).__name__}: {error}", exit_code=exit_code):
-            sys.exit(exit_code)
+            liveness.follow(exit_code=exit_code)
         liveness.linger()
         if in_collective:
             raise ParallelError(
@@ -178,6 +186,6 @@ def watched(store: Store, mesh: Mesh, patience: Patience) -> Iterator[None]:
                 f"word (killed, or out of memory?); see the launcher's log and the kernel's ({error})"
             ) from error
         if not is_user_error:
-            sys.stderr.write(f"rank {mesh.world_rank} ({mesh.describe()}) failed in {place}:\n")
+            _tell(f"rank {mesh.world_rank} ({mesh.describe()}) failed in {place}:")
         raise
     liveness.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,14 +19,18 @@ if TYPE_CHECKING:
 class Transfer:
     """Tensors under way. They stay alive, and untouched by others, until ``wait``."""
 
-    def __init__(self, tensors: Sequence[Tensor], works: Sequence[dist.Work | None]) -> None:
-        self._tensors, self._works = tensors, works
+    def __init__(
+        self, tensors: Sequence[Tensor], works: Sequence[dist.Work | None], waiting: AbstractContextManager[None]
+    ) -> None:
+        """``waiting``: entered while ``wait`` blocks."""
+        self._tensors, self._works, self._waiting = tensors, works, waiting
 
     def wait(self) -> None:
         """Block until the tensors have arrived, or may be overwritten (on a GPU: order that on the current stream)."""
-        for work in self._works:
-            if work is not None:
-                work.wait()
+        with self._waiting:
+            for work in self._works:
+                if work is not None:
+                    work.wait()
         self._tensors, self._works = (), ()
 
 
@@ -42,7 +47,7 @@ class Transport:
 
         Each is used once now, in order: NCCL makes a connection at its first message, and waits for the other end.
         """
-        self._members, self._rank = mesh.members("pp"), mesh.rank("pp")
+        self._members, self._rank, self._activity = mesh.members("pp"), mesh.rank("pp"), mesh.activity
         ascending = mesh.group("pp")
         self._channels: dict[bool, ProcessGroup | None] = {True: ascending, False: ascending}
         if device.type != "cpu":  # gloo keeps the two directions apart by itself
@@ -58,9 +63,14 @@ class Transport:
         """Start sending ``tensors``, one after the other."""
         channel, peer = self._channels[self._rank < target], self._members[target]
         whole = [tensor.contiguous() for tensor in tensors]
-        return Transfer(whole, [dist.isend(tensor, peer, group=channel) for tensor in whole])
+        waiting = self._activity.waiting(f"a send to pipeline rank {target}", self._pair(target))
+        return Transfer(whole, [dist.isend(tensor, peer, group=channel) for tensor in whole], waiting)
 
     def receive(self, buffers: Sequence[Tensor], source: int) -> Transfer:
         """Start receiving into ``buffers``, which have the shapes and types of what was sent."""
         channel, peer = self._channels[source < self._rank], self._members[source]
-        return Transfer(buffers, [dist.irecv(buffer, peer, group=channel) for buffer in buffers])
+        waiting = self._activity.waiting(f"a receive from pipeline rank {source}", self._pair(source))
+        return Transfer(buffers, [dist.irecv(buffer, peer, group=channel) for buffer in buffers], waiting)
+
+    def _pair(self, other: int) -> tuple[int, ...]:
+        return tuple(sorted((self._members[self._rank], self._members[other])))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["F", "B", "I", "W"]
+_WORDS: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,11 @@ class Action:
 
     def __str__(self) -> str:
         return f"{self.chunk}{self.kind}{self.microbatch}"
+
+    @property
+    def words(self) -> str:
+        """For people: ``forward of microbatch 3 in chunk 0``."""
+        return f"{_WORDS[self.kind]} of microbatch {self.microbatch} in chunk {self.chunk}"
 
 
 @dataclass(frozen=True)

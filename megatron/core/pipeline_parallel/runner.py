@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.parallel.activity import Activity
 from megatron.core.parallel.transport import Transfer, Transport
 from megatron.core.parallel.weight_gradients import WeightGradients, Work
 from megatron.core.pipeline_parallel.actions import Action
@@ -58,7 +59,8 @@ class Runner:
 
     ``transport``: to the ranks that hold other stages. ``last_backward``: entered with a chunk's number around each
     backward pass that brings some parameters' last gradients of the step, so that their reduction may start.
-    ``weight_gradients``: those of the rank's context, for plans that split backward passes.
+    ``weight_gradients``: those of the rank's context, for plans that split backward passes. ``activity``: what is told
+    which action runs.
     """
 
     def __init__(
@@ -69,10 +71,12 @@ class Runner:
         last_backward: Callable[[int], AbstractContextManager[Any]] = nullcontext,
         weight_gradients: WeightGradients | None = None,
         device: torch.device | None = None,
+        activity: Activity | None = None,
     ) -> None:
         self._chunks, self._transport = chunks, transport
         self._last_backward, self._weight_gradients = last_backward, weight_gradients
         self._device = device or torch.device("cpu")
+        self._activity = activity or Activity()
 
     def step(self, plan: Plan, microbatches: Sequence[Microbatch]) -> LossSum | None:
         """Execute ``plan``; gradients of the loss sum times each ``gradient_seed`` accumulate in the parameters.
@@ -85,9 +89,11 @@ class Runner:
         with torch.set_grad_enabled(step.trains):
             for instruction in plan:
                 if isinstance(instruction, Action):
+                    self._activity.action = instruction.words
                     self._run(step, instruction, is_last=instruction == last[instruction.chunk, instruction.kind])
                 else:
                     self._move(step, instruction)
+        self._activity.action = ""
         return step.loss
 
     def _run(self, step: _Step, action: Action, *, is_last: bool) -> None:
