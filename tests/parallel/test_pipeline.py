@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.config.estimate import model_parameters
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.transport import Transport
@@ -22,6 +23,7 @@ from megatron.core.pipeline_parallel.lower import Plan, lower
 from megatron.core.pipeline_parallel.runner import Runner
 from megatron.core.tensor_parallel.linear import linear
 from megatron.errors import ParallelError
+from megatron.training.agreement import check_parameter_count
 from megatron.training.checkpoint import load
 from megatron.training.pipeline import PipelineSettings, Plans, routes
 from megatron.training.saving import Saver
@@ -192,6 +194,19 @@ def test_stages_read_what_they_need() -> None:
         ["position_ids", "segments"],
         ["labels", "loss_mask", "position_ids", "segments"],
     ]
+
+
+def parameters_counted(context: ParallelContext, flags: str) -> tuple[int, int]:
+    run = tiny_run(context, flags)
+    return check_parameter_count(run.config, list(run.model_state()), context), model_parameters(run.config).total
+
+
+@pytest.mark.parametrize("flags", ["", "--pipeline-schedule zb-v", "--untie-embeddings-and-output-weights"])
+def test_parameters_are_counted_once(flags: str) -> None:
+    """A tied matrix is on two ranks, or in two chunks of one; the count is what shows a lost layer."""
+    flags += " --mock-data --tokenizer-type NullTokenizer --pipeline-model-parallel-size 2 --num-layers 5"
+    for counted, expected in run_ranks(parameters_counted, flags, pp=2):
+        assert counted == expected
 
 
 State = dict[str, tuple[tuple[int, ...], list[Part]]]

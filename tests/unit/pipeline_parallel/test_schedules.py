@@ -115,6 +115,16 @@ def test_what_is_kept_is_bounded(ranks: int) -> None:
         assert max(simulate(zb_v(ranks, microbatches)).peak_live()) <= 2 * min(ranks, microbatches)
 
 
+@pytest.mark.parametrize("ranks", range(2, 9))
+def test_interleaving_starts_early_enough_to_hide_messages(ranks: int) -> None:
+    """Fewer forward passes ahead have the same bubble on paper, and wait for every message in practice."""
+    schedule = interleaved(ranks, 2 * ranks, 2)
+    ahead = tuple(2 * (ranks - rank - 1) + ranks + 1 for rank in range(ranks))
+    assert simulate(schedule).peak_live() == ahead
+    slower = simulate(schedule, Durations(transfer=0.5)).makespan - simulate(schedule).makespan
+    assert slower <= 0.5 * 4 * ranks, "messages of the first and last passes alone"
+
+
 def test_stages_are_placed_once() -> None:
     """A stage without a rank would be a lost part of the model."""
     assert [(seat.rank, seat.chunk) for seat in Placement.vee(3).seats] == [

@@ -7,7 +7,11 @@ import pytest
 from megatron.config.dry_run import dry_run_report
 from megatron.config.estimate import memory_estimate
 from megatron.config.pipeline import stage_shapes
+from megatron.core.models.stage import Stage
+from megatron.core.parallel.context import ParallelContext
 from megatron.core.pipeline_parallel.actions import Action
+from megatron.errors import ParallelError
+from megatron.training.agreement import check_stages
 from megatron.training.pipeline import PipelineSettings, Plans, routes, schedule_facts
 from tests.unit.config.command_lines import parse
 
@@ -28,6 +32,23 @@ def test_settings_and_schedules_agree_on_stages(name: str) -> None:
     assert settings.name == name
     assert [shape.rank for shape in stage_shapes(run)] == [seat.rank for seat in settings.placement.seats]
     assert settings.schedule(4).placement == settings.placement
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        [Stage(range(3), True, True)],
+        [Stage(range(4), True, False)],
+        [Stage(range(3), True, False), Stage(range(2, 4), False, True)],
+    ],
+    ids=["a layer lost", "no output", "a layer twice"],
+)
+def test_lost_layers_stop_the_run(stages: list[Stage]) -> None:
+    """A smaller model than asked for would train without a word."""
+    context = ParallelContext.single()
+    check_stages(parse(), [Stage(range(4), True, True)], context)
+    with pytest.raises(ParallelError, match="the pipeline's ranks hold layers"):
+        check_stages(parse(), stages, context)
 
 
 def test_plans_follow_the_number_of_microbatches() -> None:
