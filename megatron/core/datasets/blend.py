@@ -52,7 +52,12 @@ def parse_blend(entries: Sequence[str], *, flag: str = "--data-path") -> BlendSp
 def normalized(weights: Sequence[float]) -> NDArray[np.float64]:
     """Weights that add up to 1."""
     values = np.asarray(weights, np.float64)
-    shares: NDArray[np.float64] = values / values.sum()
+    with np.errstate(over="ignore"):
+        total = values.sum()
+    if not math.isfinite(total):
+        values = values / values.max()
+        total = values.sum()
+    shares: NDArray[np.float64] = values / total
     return shares
 
 
