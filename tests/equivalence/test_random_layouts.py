@@ -1,0 +1,94 @@
+"""Layouts drawn at random each run, so that what is compared with one rank isn't only what somebody thought of.
+
+A failure names its seed; ``LAYOUT_SEED=seed`` draws the same again.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.config.parallel import CpCommType, head_exchange_size
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.transformer.block import RecomputePlan
+from tests.equivalence.test_equivalence import LLAMA, SMALL, STILL, check, train_at
+from tests.equivalence.training import GLOBAL_BATCH, LENGTH, Layout, train
+
+DRAWS, MOST_RANKS = 6, 8
+
+RECOMPUTATION = [
+    RecomputePlan(),
+    RecomputePlan("selective"),
+    RecomputePlan("full"),
+    RecomputePlan("full", "uniform", 2),
+    RecomputePlan("full", "block", 1),
+]
+
+
+def draw_model(rng: random.Random) -> dict[str, Any]:
+    """Settings of a small model without dropout."""
+    layers = {"num_layers": rng.randint(4, 8), "untie_embeddings_and_output_weights": rng.random() < 0.5}
+    if rng.random() < 0.5:
+        return SMALL | STILL | layers | {"num_attention_heads": 8, "segments": rng.random() < 0.5}
+    groups = {"num_query_groups": rng.choice([1, 2, 4, 8]), "qk_layernorm": rng.random() < 0.5}
+    return LLAMA | STILL | layers | groups | {"segments": rng.random() < 0.5}
+
+
+def draw_layout(rng: random.Random, model: dict[str, Any]) -> Layout:
+    """A layout of up to eight ranks that fits the model."""
+    while True:
+        tp, cp, dp, pp = (rng.choice([1, 1, 2, 2, 4]) for _ in range(4))
+        if 1 < tp * cp * dp * pp <= MOST_RANKS:
+            break
+    schedule, chunks = rng.choice(
+        [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)] if pp > 1 else [("1f1b", 1)]
+    )
+    if pp * chunks > model["num_layers"]:
+        schedule, chunks = "1f1b", 1
+    levels = rng.choice([(size, cp // size) for size in (1, 2, 4) if cp % size == 0])
+    fitting = [kind for kind in ("p2p", "all_gather", "a2a", "a2a+p2p") if heads_fit(kind, cp, levels, tp, model)]
+    kinds: tuple[CpCommType, ...] = tuple(rng.choice(fitting) for _ in range(rng.choice([1, model["num_layers"]])))
+    overlap = rng.random() < 0.5
+    return Layout(
+        tp=tp,
+        cp=cp,
+        dp=dp,
+        pp=pp,
+        chunks=chunks,
+        schedule=schedule,
+        overlap_p2p=rng.random() < 0.7,
+        pp_before_dp=rng.random() < 0.7,
+        sequence_parallel=tp > 1 and LENGTH // cp % tp == 0 and rng.random() < 0.6,
+        sharded=rng.random() < 0.5,
+        overlap=overlap,
+        bucket_size=rng.choice([None, 1000, 3000]),
+        micro_batch_size=rng.choice([size for size in (1, 2, 4) if GLOBAL_BATCH % (size * dp) == 0]),
+        recompute=rng.choice(RECOMPUTATION),
+        cp_comm_types=kinds,
+        cp_sizes=levels,
+    )
+
+
+def heads_fit(kind: CpCommType, cp: int, levels: tuple[int, int], tp: int, model: dict[str, Any]) -> bool:
+    """Whether ranks that exchange heads get whole ones."""
+    ranks = head_exchange_size(kind, cp, levels)
+    groups = max(1, model.get("num_query_groups", model["num_attention_heads"]) // tp)
+    return model["num_attention_heads"] // tp % ranks == 0 and (groups % ranks == 0 or ranks % groups == 0)
+
+
+@pytest.mark.parametrize("number", range(DRAWS))
+def test_a_random_layout_computes_the_model_of_one_rank(number: int) -> None:
+    """Ways to divide work that are right alone, and in every pair, may be wrong together."""
+    seed = int(os.environ.get("LAYOUT_SEED") or random.SystemRandom().randrange(1 << 32))
+    rng = random.Random(seed + number)
+    model = draw_model(rng)
+    layout = draw_layout(rng, model)
+    reference = train(ParallelContext.single(dtype=torch.float64), model, Layout(micro_batch_size=GLOBAL_BATCH))
+    try:
+        check(train_at(model, layout), [reference])
+    except AssertionError as error:
+        raise AssertionError(f"LAYOUT_SEED={seed}, draw {number}: {model} at {layout}") from error
