@@ -15,7 +15,7 @@ PARQUET = ["pyarrow"]  # .parquet input of tools/preprocess_data.py
 GIGATOKEN = ["gigatoken"]  # a faster engine of tools/preprocess_data.py
 ZSTD = ["zstandard"]  # .jsonl.zst input of tools/preprocess_data.py
 TIKTOKEN = ["tiktoken"]  # --tokenizer-type TikTokenizer
-HUGGINGFACE = ["transformers", "safetensors"]  # the reference models of the parity tests
+HUGGINGFACE = ["transformers", "safetensors"]  # conversion from and to its format, and the proof; parity tests
 PLOT = ["matplotlib"]  # the picture of a loss curve
 TEST = ["pytest>=9", "pytest-xdist", "hypothesis"]
 CHECK = ["ruff", "mypy", "import-linter", "types-PyYAML"]

@@ -52,6 +52,14 @@ def convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
     ``say`` hears what is done. Raises CheckpointError for a source that can't be converted and a target that exists,
     ProofError when the two give different logits; the target is then not there at all.
     """
+    try:
+        return _convert(job, say)
+    except OSError as error:
+        where = error.filename or job.save
+        raise CheckpointError(f"{where}: {error.strerror or error}; nothing was left in {job.save.parent}") from error
+
+
+def _convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
     check_target(job.save)
     if not job.skip_proof and "hf" in (job.source, job.target):
         proof.transformers_version()

@@ -93,7 +93,7 @@ def native_logits(root: Path, tokens: Tensor, *, step: int | None = None) -> Ten
 @torch.no_grad()
 def huggingface_logits(folder: Path, tokens: Tensor) -> Tensor:
     """Logits of a Hugging Face folder, computed by transformers with eager attention in fp32."""
-    transformers_version()
+    version = transformers_version()
     from transformers import AutoModelForCausalLM
 
     load: Any = AutoModelForCausalLM.from_pretrained
@@ -101,7 +101,7 @@ def huggingface_logits(folder: Path, tokens: Tensor) -> Tensor:
         with _quiet_transformers():
             model, report = load(
                 folder,
-                dtype=torch.float32,
+                **{"torch_dtype" if version.startswith("4.") else "dtype": torch.float32},
                 attn_implementation="eager",
                 local_files_only=True,
                 trust_remote_code=False,

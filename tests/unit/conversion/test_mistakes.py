@@ -247,7 +247,7 @@ def test_interrupted_conversions_leave_nothing(
         raise error
 
     monkeypatch.setattr(proof, "native_logits", stop)
-    with pytest.raises((KeyboardInterrupt, OSError)):
+    with pytest.raises((KeyboardInterrupt, CheckpointError), match="^$|No space left on device; nothing was left in"):
         convert(Conversion("hf", llama, "megatron", tmp_path / "ours"), print)
     assert calls
     assert sorted(path.name for path in tmp_path.iterdir()) == ["llama"]

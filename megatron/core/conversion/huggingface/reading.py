@@ -93,8 +93,12 @@ def _weight_files(folder: Path, single: str) -> list[Path]:
 
 
 def _safetensors(path: Path) -> Iterator[tuple[str, LazyTensor]]:
-    from safetensors import SafetensorError, safe_open
-
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise CheckpointError(
+            f"{path} is read with safetensors, which is not installed: pip install safetensors"
+        ) from None
     try:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  (it is no mapping)
