@@ -50,8 +50,9 @@ def draw_layout(rng: random.Random, model: dict[str, Any]) -> Layout:
     if pp * chunks > model["num_layers"]:
         schedule, chunks = "1f1b", 1
     levels = rng.choice([(size, cp // size) for size in (1, 2, 4) if cp % size == 0])
-    fitting = [kind for kind in ("p2p", "all_gather", "a2a", "a2a+p2p") if heads_fit(kind, cp, levels, tp, model)]
-    kinds: tuple[CpCommType, ...] = tuple(rng.choice(fitting) for _ in range(rng.choice([1, model["num_layers"]])))
+    every: tuple[CpCommType, ...] = ("p2p", "all_gather", "a2a", "a2a+p2p")
+    fitting = [kind for kind in every if heads_fit(kind, cp, levels, tp, model)]
+    kinds = tuple(rng.choice(fitting) for _ in range(rng.choice([1, model["num_layers"]])))
     overlap = rng.random() < 0.5
     return Layout(
         tp=tp,
@@ -76,8 +77,9 @@ def draw_layout(rng: random.Random, model: dict[str, Any]) -> Layout:
 def heads_fit(kind: CpCommType, cp: int, levels: tuple[int, int], tp: int, model: dict[str, Any]) -> bool:
     """Whether ranks that exchange heads get whole ones."""
     ranks = head_exchange_size(kind, cp, levels)
-    groups = max(1, model.get("num_query_groups", model["num_attention_heads"]) // tp)
-    return model["num_attention_heads"] // tp % ranks == 0 and (groups % ranks == 0 or ranks % groups == 0)
+    heads: int = model["num_attention_heads"] // tp
+    groups: int = max(1, model.get("num_query_groups", model["num_attention_heads"]) // tp)
+    return heads % ranks == 0 and (groups % ranks == 0 or ranks % groups == 0)
 
 
 @pytest.mark.parametrize("number", range(DRAWS))
