@@ -19,6 +19,20 @@ from megatron.errors import ConfigError
 
 FLAG, FILE, CHECKPOINT = 3, 2, 1
 
+# What --use-mp-args-from-checkpoint-args takes.
+MODEL_PARALLEL_FIELDS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+    "pipeline_schedule",
+)
+
 
 @dataclass(frozen=True)
 class Given:
@@ -103,12 +117,11 @@ class Intake:
                 self._offer(spec, Given(value, f"checkpoint {path}", CHECKPOINT))
 
     def _checkpoint_fields(self) -> Iterator[FlagSpec]:
-        sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage")
         for spec in self._by_field.values():
             if spec.field == "tokenizer_model" and not self.value("use_tokenizer_model_from_checkpoint_args"):
                 continue
             taken = spec.options.architecture or spec.options.from_checkpoint
-            if taken or (spec.field in sizes and self.value("use_mp_args_from_checkpoint_args")):
+            if taken or (spec.field in MODEL_PARALLEL_FIELDS and self.value("use_mp_args_from_checkpoint_args")):
                 yield spec
 
     def finish(self) -> None:

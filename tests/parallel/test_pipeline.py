@@ -8,6 +8,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -152,6 +153,26 @@ def test_sent_outputs_are_freed() -> None:
     """GPipe's first stage would hold every microbatch's output until the first backward pass."""
     for _, alive in run_ranks(chain, "gpipe", 1, True, pp=2, dtype=torch.float64):
         assert max(alive) <= 2, "one is being sent while the next is computed"
+
+
+def bytes_sent(context: ParallelContext, flags: str) -> int:
+    """By this rank, to other stages, in one step."""
+    run = tiny_run(context, flags)
+    with mock.patch.object(dist, "isend", wraps=dist.isend) as isend:
+        train_step(run, next(run.data.training_batches(0)))
+    return sum(call.args[0].nbytes for call in isend.call_args_list)
+
+
+def test_stages_send_one_activation_each_way() -> None:
+    """Anything more than hidden states, and their gradients, is bandwidth lost at every boundary."""
+    flags = "--mock-data --tokenizer-type NullTokenizer --pipeline-model-parallel-size 2 --num-layers 4"
+    boundary = 16 * 2 * 16 * 4  # tokens, samples of a microbatch, hidden size, bytes
+    microbatches = 4
+    assert run_ranks(bytes_sent, flags, pp=2) == [microbatches * boundary] * 2
+    both = f"{flags} --tensor-model-parallel-size 2 --sequence-parallel"
+    assert run_ranks(bytes_sent, both, pp=2, tp=2, sequence_parallel=True) == [microbatches * boundary // 2] * 4
+    chunks = f"{flags} --num-virtual-stages-per-pipeline-rank 2"
+    assert run_ranks(bytes_sent, chunks, pp=2) == [3 * microbatches * boundary] * 2
 
 
 def failing(context: ParallelContext) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.config import RunConfig, check_flags, flag
+from megatron.config.pipeline import stage_sizes
 from megatron.errors import ConfigError
 from tests.unit.config.command_lines import parse, run_of, words
 
@@ -205,10 +206,13 @@ def test_checkpoint_gives_architecture_only() -> None:
 def test_checkpoint_gives_model_parallel_sizes_when_asked() -> None:
     """The layout comes along only with its own flag."""
     saved = run_of().to_json()
-    saved["parallel"]["tensor_model_parallel_size"] = 4
+    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"}
+    saved["parallel"].update(sizes, pipeline_model_parallel_layout="Et|t*3L")
     changes = "--use-checkpoint-args --use-mp-args-from-checkpoint-args --load a"
     run = parse(changes, ranks=4, checkpoint_config=reader(saved, []))
-    assert (run.parallel.tensor_model_parallel_size, run.data_parallel_size) == (4, 1)
+    assert run.data_parallel_size == 1
+    assert {name: getattr(run.parallel, name) for name in sizes} == sizes
+    assert stage_sizes(run) == [1, 3]
 
 
 def test_checkpoint_tokenizer_can_be_left() -> None:
