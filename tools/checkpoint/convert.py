@@ -14,6 +14,7 @@ _here = os.path.dirname(os.path.realpath(__file__))
 sys.path[:] = [path for path in sys.path if os.path.realpath(path or ".") != _here]
 
 import re
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,4 +163,5 @@ def with_effect(argv: Sequence[str]) -> list[str]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # an exit that cleans up
     run_command(lambda: main(sys.argv[1:]))

@@ -60,6 +60,8 @@ def test_there_and_back(name: str, model_folder: Folder, tmp_path: Path) -> None
     assert (tmp_path / "back/model.safetensors.index.json").exists()
     assert_same_bytes(source, tmp_path / "back")
     assert json.loads((tmp_path / "back/config.json").read_text())["model_type"] == MODELS[name][0]
+    do("hf", tmp_path / "back", "megatron", tmp_path / "again", skip_proof=True)
+    assert torch.equal(native_logits(tmp_path / "again", tokens), native_logits(tmp_path / "ours", tokens))
 
 
 @pytest.mark.parametrize("name", MODELS)

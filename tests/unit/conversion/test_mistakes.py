@@ -6,6 +6,10 @@ import json
 import pickle
 import re
 import shutil
+import signal
+import subprocess
+import sys
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +19,7 @@ import pytest
 import torch
 
 from megatron.config.model import ModelConfig
+from megatron.core.checkpointing.save import save_streamed
 from megatron.core.conversion import convert as conversion
 from megatron.core.conversion import proof
 from megatron.core.conversion.convert import Conversion, convert
@@ -25,6 +30,7 @@ from megatron.core.conversion.native import read_native, write_native
 from megatron.core.conversion.portable import LazyTensor
 from megatron.core.conversion.proof import ProofError
 from megatron.errors import CheckpointError, ConfigError, MegatronError
+from tests.harness.data import REPOSITORY
 from tests.unit.conversion.conftest import LLAMA3, SIZES
 from tests.unit.conversion.megatron_checkpoints import CLASSIC, MODERN, portable, random_tensors
 from tools.checkpoint import convert as tool
@@ -117,6 +123,23 @@ def test_index_files_stay_in_the_folder(llama: Path) -> None:
     (llama / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(CheckpointError, match="is not an index of weight files"):
         read_huggingface(llama)
+
+
+def test_a_tokenizer_that_is_larger_than_the_model(llama: Path, tmp_path: Path) -> None:
+    """Added tokens without rows of their own: training would look up what isn't there."""
+    from tools import train_tokenizer
+
+    (tmp_path / "corpus.txt").write_text("some text to learn from\n" * 50)
+    train_tokenizer.main(["--input", str(tmp_path / "corpus.txt"), "--output-dir", str(llama), "--vocab-size", "265"])
+    with pytest.raises(CheckpointError, match=r"has \d+ ids and the model embeds 101: take the added tokens out"):
+        read_huggingface(llama)
+
+
+def test_models_of_other_recipes(tmp_path: Path) -> None:
+    """A family that trains here and doesn't convert yet is named."""
+    save_streamed(tmp_path, 0, [], {"recipe": "bert", "config": {}})
+    with pytest.raises(CheckpointError, match="holds a bert model; those that can be converted are gpt"):
+        read_native(tmp_path)
 
 
 def test_quantized_tensors_are_refused(llama: Path) -> None:
@@ -251,6 +274,24 @@ def test_interrupted_conversions_leave_nothing(
         convert(Conversion("hf", llama, "megatron", tmp_path / "ours"), print)
     assert calls
     assert sorted(path.name for path in tmp_path.iterdir()) == ["llama"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
+def test_killed_conversions_leave_nothing_that_looks_complete(number: int, llama: Path, tmp_path: Path) -> None:
+    """A job's time is up in the middle: cleaned up where a process is asked to go, hidden where it is not."""
+    words = [sys.executable, "tools/checkpoint/convert.py", "--from", "hf", "--load", str(llama)]
+    words += ["--to", "megatron", "--save", str(tmp_path / "ours")]
+    process = subprocess.Popen(words, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob(".ours.partial-*")) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.0002)
+    process.send_signal(number)
+    assert process.wait(timeout=60) in (-number, 128 + number)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left[-1] == "llama"
+    assert all(name.startswith(".ours.partial-") for name in left[:-1])
+    assert len(left) == 1 or number == signal.SIGKILL
+    convert(Conversion("hf", llama, "megatron", tmp_path / "ours"), lambda words: None)
 
 
 def test_a_proof_that_cannot_fit_is_refused_first(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
