@@ -17,7 +17,8 @@ class DataConfig:
 
     seq_length: int = flag("Tokens of one sample.", at_least=1, from_checkpoint=True)
     data_path: tuple[str, ...] = flag(
-        "Prefix of PREFIX.bin and PREFIX.idx, or several: PREFIX PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ...",
+        "Prefix of PREFIX.bin and PREFIX.idx (a path, or a URL as s3://...), or several: PREFIX PREFIX ..., or "
+        "WEIGHT PREFIX WEIGHT PREFIX ...",
         default=(),
     )
     split: str = flag("Shares of --data-path for training, validation and test.", default=None, derived=DEFAULT_SPLIT)
@@ -37,7 +38,9 @@ class DataConfig:
         "Each evaluation reads the validation data once, instead of --eval-iters batches.", default=False
     )
     mock_data: bool = flag("Synthetic data, no files.", default=False)
-    data_cache_path: str | None = flag("Folder of index caches; without it they lie beside the data.", default=None)
+    data_cache_path: str | None = flag(
+        "Folder of index caches, and of what is fetched from URLs; without it caches lie beside the data.", default=None
+    )
     data_order: Literal["epoch", "megatron"] = flag(
         "epoch: sample i depends on seed and data alone; megatron: exactly Megatron-LM's order.", default="epoch"
     )

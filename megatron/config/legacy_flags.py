@@ -56,6 +56,7 @@ RENAMED: dict[str, LegacyFlag] = {
     ),
     "--no-position-embedding": LegacyFlag("renamed", field="position_embedding_type", value="none", yields=True),
     "--fim-data": LegacyFlag("renamed", field="fim_rate", value=0.5, yields=True),
+    "--s3-cache-path": LegacyFlag("renamed", field="data_cache_path", yields=True),
     "--use-flash-attn": LegacyFlag("renamed", field="attention_backend", value="flash", yields=True),
 }
 
@@ -253,10 +254,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
     (
         "yaml-cfg",
         "give --config FILE; settings are named like flags, flat or nested by group",
-    ),
-    (
-        "s3-cache-path",
-        "data is read from files; copy or mount it and give --data-path",
     ),
     (
         "no-data-sharding",

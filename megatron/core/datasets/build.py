@@ -21,6 +21,7 @@ from megatron.core.datasets.index_cache import IndexCache, digest_of
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.indexed_format import idx_path
 from megatron.core.datasets.metadata import DatasetMetadata, DescribesTokenizer, TokenizerStamp
+from megatron.core.datasets.remote import is_remote
 from megatron.core.datasets.sources import read_sources
 from megatron.core.datasets.splits import MOCK_SPLIT, WHOLE, Share, SplitName, SplitSizes, parse_split
 from megatron.errors import ConfigError, DataError
@@ -166,16 +167,17 @@ class _SplitBuilder:
 
     def _open(self, prefix: str) -> Source:
         if prefix not in self._opened:
-            documents = IndexedDataset(prefix, mmap=self._data.mmap_bin_files)
+            cache = Path(self._data.data_cache_path) if self._data.data_cache_path else None
+            documents = IndexedDataset(prefix, mmap=self._data.mmap_bin_files, cache=cache)
             if documents.dtype.kind not in "iu":
                 raise DataError(f"{prefix}.bin holds {documents.dtype} values, but token ids are integers")
-            metadata = DatasetMetadata.read(prefix)
+            metadata = DatasetMetadata.read(documents.local_prefix)
             if metadata is not None:
                 metadata.check_counts(prefix, num_tokens=documents.num_tokens, num_sequences=len(documents))
                 metadata.check_tokenizer(prefix, self._stamp)
                 metadata.check_vocabulary(prefix, vocab_size=self._vocab_size)
-            folder = Path(self._data.data_cache_path or f"{prefix}_index_cache")
-            targets = _targets_of(documents) if self._data.sft else None
+            targets = _targets_of(documents, cache=cache) if self._data.sft else None
+            folder = cache or Path(f"{prefix}_index_cache")
             self._opened[prefix] = Source(documents, IndexCache(folder), metadata is not None, targets)
         return self._opened[prefix]
 
@@ -214,15 +216,15 @@ class _SplitBuilder:
         return BlendedDataset(once, interleave(sizes, size=num_samples), weights=sizes)
 
 
-def _targets_of(documents: IndexedDataset) -> IndexedDataset:
+def _targets_of(documents: IndexedDataset, *, cache: Path | None) -> IndexedDataset:
     """The mask beside a data set; raises DataError when there is none, or it is another data set's."""
     prefix = targets_prefix(documents.prefix)
-    if not idx_path(prefix).is_file():
+    if not (is_remote(prefix) or idx_path(prefix).is_file()):
         raise DataError(
             f"{idx_path(prefix)} is missing: with --sft it says which tokens are to be learned; make the data with "
             "tools/preprocess_sft.py, or leave --sft out"
         )
-    targets = IndexedDataset(prefix, mmap=documents.mmap)
+    targets = IndexedDataset(prefix, mmap=documents.mmap, cache=cache)
     if not np.array_equal(targets.lengths, documents.lengths):
         raise DataError(f"{prefix} and {documents.prefix} differ in the lengths of documents: make both again")
     return targets

@@ -30,43 +30,59 @@ from megatron.core.datasets.indexed_format import (
     token_dtype,
 )
 from megatron.core.datasets.metadata import DatasetMetadata, TokenizerStamp
-from megatron.errors import DataError
+from megatron.core.datasets.remote import RemoteTokens, is_remote
+from megatron.errors import ConfigError, DataError
 
 __all__ = ["IndexedDataset", "IndexedDatasetWriter", "token_dtype"]
 
 _BLOCK_BYTES = 1 << 23
 _TABLE_BYTES = 1 << 18
-_NUM_PROBES, _PROBE_TOKENS = 16, 1024
+_NUM_PROBES, _PROBE_TOKENS = 4, 1024
 _FREE_SPACE = "free some space, or write to another folder"
 
 
 class IndexedDataset:
     """Sequences of tokens on disk, read as they are asked for; opening checks that the two files are whole and agree.
 
-    ``prefix``: path of both files without their endings. ``mmap``: map the tokens into memory, else read them from the
-    file. ``multimodal``: the index also holds a mode per sequence. Raises DataError, one sentence on what is wrong.
+    ``prefix``: path of both files without their endings, or a URL whose data are fetched into ``cache`` as they are
+    read. ``mmap``: map the tokens into memory, else read them from the file. ``multimodal``: the index also holds a
+    mode per sequence. Raises DataError, one sentence on what is wrong.
+
+    ``local_prefix``: where the files lie on this machine.
 
     ``lengths`` [sequences] in tokens; ``offsets`` [sequences] in bytes; ``boundaries`` [documents + 1]: document d is
     sequences ``boundaries[d]`` to ``boundaries[d + 1]``; ``modes`` [sequences] or None.
     """
 
-    def __init__(self, prefix: str | Path, *, mmap: bool = True, multimodal: bool = False) -> None:
-        self.prefix = str(prefix)
-        self.mmap = mmap
-        header = read_header(self.prefix, multimodal=multimodal)
+    def __init__(
+        self, prefix: str | Path, *, mmap: bool = True, multimodal: bool = False, cache: Path | None = None
+    ) -> None:
+        self.prefix = self.local_prefix = str(prefix)
+        self.mmap, self._cache = mmap, cache
+        self._remote = self._open_remote() if is_remote(self.prefix) else None
+        header = read_header(self.local_prefix, multimodal=multimodal)
         self.dtype = header.dtype
         self._map_index(header, multimodal=multimodal)
         self.num_tokens = check_tables(
-            self.prefix, dtype=self.dtype, lengths=self.lengths, offsets=self.offsets, boundaries=self.boundaries
+            self.local_prefix, dtype=self.dtype, lengths=self.lengths, offsets=self.offsets, boundaries=self.boundaries
         )
         if mmap:
-            self._tokens = _map_array(bin_path(self.prefix), self.dtype, count=self.num_tokens)
+            self._tokens = _map_array(bin_path(self.local_prefix), self.dtype, count=self.num_tokens)
         else:
-            self._file = os.open(bin_path(self.prefix), os.O_RDONLY)
+            self._file = os.open(bin_path(self.local_prefix), os.O_RDONLY)
             weakref.finalize(self, os.close, self._file)
 
+    def _open_remote(self) -> RemoteTokens:
+        if self._cache is None:
+            raise ConfigError(
+                f"{self.prefix} is fetched into a folder of this machine: name one with --data-cache-path"
+            )
+        remote = RemoteTokens(self.prefix, self._cache)
+        self.local_prefix = remote.local_prefix
+        return remote
+
     def _map_index(self, header: IndexHeader, *, multimodal: bool) -> None:
-        path, count = idx_path(self.prefix), header.num_sequences
+        path, count = idx_path(self.local_prefix), header.num_sequences
         end_of_lengths = header.size + LENGTH_DTYPE.itemsize * count
         end_of_offsets = end_of_lengths + OFFSET_DTYPE.itemsize * count
         end_of_boundaries = end_of_offsets + OFFSET_DTYPE.itemsize * header.num_boundaries
@@ -89,7 +105,7 @@ class IndexedDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of a part of the tokens: 16 stretches of up to 1,024."""
+        """Digest of a part of the tokens: 4 stretches of up to 1,024."""
         digest = hashlib.blake2b(digest_size=16)
         for start in np.linspace(0, max(self.num_tokens - _PROBE_TOKENS, 0), _NUM_PROBES).astype(np.int64).tolist():
             digest.update(self._read(start, min(_PROBE_TOKENS, self.num_tokens)).tobytes())
@@ -125,13 +141,15 @@ class IndexedDataset:
             yield self._read(start, min(count, self.num_tokens - start))
 
     def _read(self, start: int, count: int) -> NDArray[Any]:
+        if self._remote is not None:
+            self._remote.ensure(start * self.dtype.itemsize, (start + count) * self.dtype.itemsize)
         if self.mmap:
             return self._tokens[start : start + count]
         size = self.dtype.itemsize
         return np.frombuffer(os.pread(self._file, count * size, start * size), self.dtype)
 
     def __reduce__(self) -> tuple[Any, ...]:  # worker processes open the files anew
-        return _open, (self.prefix, self.mmap, self.modes is not None)
+        return _open, (self.prefix, self.mmap, self.modes is not None, self._cache)
 
 
 class IndexedDatasetWriter:
@@ -336,8 +354,8 @@ class IndexedDatasetWriter:
             self.abort()
 
 
-def _open(prefix: str, mmap: bool, multimodal: bool) -> IndexedDataset:
-    return IndexedDataset(prefix, mmap=mmap, multimodal=multimodal)
+def _open(prefix: str, mmap: bool, multimodal: bool, cache: Path | None) -> IndexedDataset:
+    return IndexedDataset(prefix, mmap=mmap, multimodal=multimodal, cache=cache)
 
 
 def _map_array(path: Path, dtype: np.dtype[Any], *, count: int, start: int = 0) -> NDArray[Any]:

@@ -1,0 +1,114 @@
+"""Data sets in object storage: the index is copied, tokens are fetched in blocks as they are read, and kept on disk.
+
+The local ``.bin`` is a sparse file of full size, so everything that reads files reads it; a byte for each block in a
+file beside it says which ones are there. Processes of a machine share both: a block fetched twice is the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.core.datasets.files import replaced_file, write_errors
+from megatron.core.datasets.indexed_format import bin_path
+from megatron.errors import ConfigError, DataError
+
+BLOCK = 4 << 20
+
+
+def is_remote(prefix: str) -> bool:
+    """Whether a prefix is a URL that fsspec opens, as ``s3://bucket/data_text_document``."""
+    return "://" in prefix
+
+
+class RemoteTokens:
+    """A data set at the URL ``prefix``, as files in ``cache`` that fill up: ``local_prefix`` names them.
+
+    The files are those of one version: data that are replaced at the same URL get other files.
+    Raises ConfigError when the library of the kind of storage is missing, DataError when there are no data, or they
+    can't be fetched.
+    """
+
+    def __init__(self, prefix: str, cache: Path) -> None:
+        self._url = f"{prefix}.bin"
+        with _fetching(f"{prefix}.idx"):
+            files, path = _open(f"{prefix}.idx")
+            version = hashlib.sha256(f"{prefix} {files.ukey(path)} {files.ukey(f'{path[:-4]}.bin')}".encode())
+            self.local_prefix = str(cache / f"{Path(prefix).name}-{version.hexdigest()[:16]}")
+            size = int(files.info(f"{path[:-4]}.bin")["size"])
+            with write_errors(bin_path(self.local_prefix), remedy="free some space, or give another --data-cache-path"):
+                cache.mkdir(parents=True, exist_ok=True)
+                for ending in (".idx", ".meta.json"):
+                    self._copy(files, path[:-4] + ending, Path(self.local_prefix + ending))
+                self._create(bin_path(self.local_prefix), size)
+                self._create(Path(f"{self.local_prefix}.blocks"), -(-size // BLOCK))
+        self._size = size
+        self._present = np.memmap(f"{self.local_prefix}.blocks", np.uint8, mode="r+") if size else np.zeros(0, np.uint8)
+
+    @staticmethod
+    def _copy(files: Any, path: str, local: Path) -> None:
+        if not local.exists() and (path.endswith(".idx") or files.exists(path)):
+            with replaced_file(local) as aside:
+                files.get_file(path, str(aside))
+
+    @staticmethod
+    def _create(local: Path, size: int) -> None:
+        """A file of zeros that takes no space yet; one that is there stays."""
+        with local.open("ab") as file:
+            if file.tell() != size:
+                file.truncate(size)
+
+    def ensure(self, start: int, stop: int) -> None:
+        """Have bytes ``[start, stop)`` of the tokens in the local file."""
+        for block in range(start // BLOCK, -(-stop // BLOCK)):
+            if not self._present[block]:
+                self._fetch(block)
+
+    def _fetch(self, block: int) -> None:
+        start, stop = block * BLOCK, min((block + 1) * BLOCK, self._size)
+        with _fetching(self._url):
+            files, path = _open(self._url)  # each process its own connections: workers are forked
+            content = files.cat_file(path, start, stop)
+            if len(content) != stop - start:
+                raise DataError(
+                    f"{self._url} ends at byte {start + len(content)} of {self._size}: it is being replaced"
+                )
+        with write_errors(bin_path(self.local_prefix), remedy="free some space, or give another --data-cache-path"):
+            file = os.open(bin_path(self.local_prefix), os.O_WRONLY)
+            try:
+                os.pwrite(file, content, start)
+                os.fsync(file)  # the mark must not reach the disk before what it speaks of
+            finally:
+                os.close(file)
+        self._present[block] = 1
+
+
+def _open(url: str) -> tuple[Any, str]:
+    """File system and path of a URL."""
+    try:
+        import fsspec
+    except ImportError:
+        raise ConfigError(f"reading {url} needs the fsspec library: pip install fsspec") from None
+    try:
+        files, path = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{url} can't be opened: {error}") from None
+    return files, str(path)
+
+
+@contextmanager
+def _fetching(url: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise DataError(
+            f"{url} does not exist, or its .bin: data paths are the prefix that both files share, without their endings"
+        ) from None
+    except (OSError, TimeoutError) as error:
+        raise DataError(f"{url} can't be fetched: {error}") from error
