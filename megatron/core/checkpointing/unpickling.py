@@ -6,10 +6,12 @@ to them and do nothing; any name outside the lists here ends the reading.
 
 from __future__ import annotations
 
+import io
 import pickle
 import types
 import zipfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -125,21 +127,28 @@ def _load_zip(path: Path) -> Any:
     return _load(path, mmap=True)
 
 
-def load_torch_stream(file: IO[bytes]) -> Any:
-    """As ``load_torch_file``, of an open file."""
-    return torch.load(file, map_location="cpu", weights_only=False, pickle_module=_pickle_module())
+def load_torch_bytes(data: bytes, *, name: str) -> Any:
+    """As ``load_torch_file``, of bytes that ``name`` stands for in messages."""
+    with _explained(name):
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False, pickle_module=_pickle_module())
 
 
 def _load(path: Path, *, mmap: bool) -> Any:
-    try:
+    with _explained(str(path)):
         return torch.load(str(path), map_location="cpu", weights_only=False, mmap=mmap, pickle_module=_pickle_module())
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    try:
+        yield
     except CheckpointError as error:
-        raise CheckpointError(f"{path} is refused: {error}") from error
+        raise CheckpointError(f"{name} is refused: {error}") from error
     except OSError:
         raise
     except Exception as error:  # a damaged pickle raises almost anything
         reason = str(error).partition("\n")[0]
-        raise CheckpointError(f"{path} is damaged or not a checkpoint ({type(error).__name__}: {reason})") from error
+        raise CheckpointError(f"{name} is damaged or not a checkpoint ({type(error).__name__}: {reason})") from error
 
 
 class _TorchFileUnpickler(RestrictedUnpickler):

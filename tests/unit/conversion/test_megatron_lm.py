@@ -127,6 +127,9 @@ def test_an_iteration_can_be_chosen(tmp_path: Path) -> None:
         CheckpointError, match="there is no iter_0009000, which latest_checkpointed_iteration.txt names"
     ):
         read_megatron_lm(tmp_path)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("../x")
+    with pytest.raises(CheckpointError, match=r"says '\.\./x', which is no iteration: give --ckpt-step N"):
+        read_megatron_lm(tmp_path)
     assert read_megatron_lm(tmp_path, step=500).iteration == 500
     assert read_megatron_lm(tmp_path / "iter_0000500").iteration == 500
 

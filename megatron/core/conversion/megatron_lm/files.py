@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from megatron.core.checkpointing.folders import TRACKER
 from megatron.core.checkpointing.stored_tensors import StoredTensors
-from megatron.core.checkpointing.unpickling import load_torch_file, load_torch_stream
+from megatron.core.checkpointing.unpickling import load_torch_bytes, load_torch_file
 from megatron.core.conversion.megatron_lm.arguments import Arguments
 from megatron.errors import CheckpointError
 
@@ -76,11 +75,17 @@ def find_folder(root: Path, *, step: int | None = None) -> Path:
         folder = root / f"iter_{step:07d}"
     elif (root / TRACKER).is_file():
         named = (root / TRACKER).read_text(encoding="utf-8").strip()
-        folder = root / (RELEASE if named == RELEASE else f"iter_{int(named):07d}" if named.isdecimal() else named)
+        if named != RELEASE and not named.isdecimal():
+            raise CheckpointError(
+                f"{root}: {TRACKER} says {named[:20]!r}, which is no iteration: name one, --ckpt-step N"
+            )
+        folder = root / (RELEASE if named == RELEASE else f"iter_{int(named):07d}")
     else:
         return root
     if not folder.is_dir():
-        raise CheckpointError(f"{root}: there is no {folder.name}" + ("" if step else f", which {TRACKER} names"))
+        raise CheckpointError(
+            f"{root}: there is no {folder.name}" + ("" if step is not None else f", which {TRACKER} names")
+        )
     return folder
 
 
@@ -118,7 +123,8 @@ def _open_dist(folder: Path) -> DistFiles:
     if (folder / COMMON).is_file():
         common = _mapping(load_torch_file(folder / COMMON), folder / COMMON)
     elif _COMMON_OBJECT in stored.objects:
-        common = _mapping(load_torch_stream(io.BytesIO(stored.read_object(_COMMON_OBJECT))), folder)
+        name = f"{folder}: {_COMMON_OBJECT}"
+        common = _mapping(load_torch_bytes(stored.read_object(_COMMON_OBJECT), name=name), folder)
     else:
         raise CheckpointError(f"{folder} has no {COMMON}, which holds the settings: copy the whole folder")
     return DistFiles(folder, Arguments(common.get("args"), str(folder / COMMON)), _iteration(common, folder), stored)
