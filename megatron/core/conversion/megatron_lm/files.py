@@ -76,9 +76,7 @@ def find_folder(root: Path, *, step: int | None = None) -> Path:
     elif (root / TRACKER).is_file():
         named = (root / TRACKER).read_text(encoding="utf-8").strip()
         if named != RELEASE and not named.isdecimal():
-            raise CheckpointError(
-                f"{root}: {TRACKER} says {named[:20]!r}, which is no iteration: name one, --ckpt-step N"
-            )
+            raise CheckpointError(f"{root}: {TRACKER} says {named[:20]!r}, which is no iteration: give --ckpt-step N")
         folder = root / (RELEASE if named == RELEASE else f"iter_{int(named):07d}")
     else:
         return root
