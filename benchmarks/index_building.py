@@ -1,11 +1,13 @@
 """Building the sample index of large data and reading samples through it, against megatron-core's compiled helper.
 
     python benchmarks/index_building.py --folder /a/disk/with/2/GB
+    python benchmarks/index_building.py --folder /another/with/3/GB --documents 100_000_000 --longest 19 --rounds 1
 
-Writes 5 million documents of 1 billion tokens (kept for the next time), then times, each in a process of its own so
-that peak memory is its own: opening the files and building the index of a run of one epoch and of sixteen, and reading
-a sample of 2,048 tokens. Printed are medians over rounds in which the contenders take turns. The peer takes part when
-MEGATRON_CORE_PATH names a folder made by ``pip install --no-deps --target FOLDER "megatron-core==0.12.*"``.
+Writes 5 million documents of 1 billion tokens (kept for the next time), or as many as asked, then times, each in a
+process of its own so that peak memory is its own: opening the files and building the index of a run of one epoch and of
+sixteen, and reading a sample of 2,048 tokens. Printed are medians over rounds in which the contenders take turns. The
+peer takes part when MEGATRON_CORE_PATH names a folder made by ``pip install --no-deps --target FOLDER
+"megatron-core==0.12.*"``.
 """
 
 from __future__ import annotations
@@ -31,16 +33,16 @@ EPOCHS = (1, 16)
 TARGETS = "targets: one epoch under 0.5 s and 200 MB, sixteen no more; a sample under 40 us"
 
 
-def write_data(prefix: str) -> None:
-    """Documents of 1 to 399 random tokens, a billion in all."""
+def write_data(prefix: str, *, documents: int, longest: int) -> None:
+    """Documents of 1 to ``longest`` random tokens."""
     import numpy as np
 
     from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 
     random = np.random.default_rng(0)
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        for _ in range(DOCUMENTS // 50_000):
-            lengths = random.integers(1, LONGEST + 1, 50_000)
+        for _ in range(documents // 50_000):
+            lengths = random.integers(1, longest + 1, 50_000)
             writer.add_documents(random.integers(0, 50_000, lengths.sum(), dtype=np.uint16), lengths)
 
 
@@ -143,6 +145,8 @@ def main() -> int:
         "--folder", type=Path, default=Path(tempfile.gettempdir()) / "index_building", help="for 2 GB of data"
     )
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--documents", type=int, default=DOCUMENTS, help="how many to write")
+    parser.add_argument("--longest", type=int, default=LONGEST, help="tokens of the longest one")
     parser.add_argument("--child", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--prefix", help=argparse.SUPPRESS)
     parser.add_argument("--epochs", type=int, help=argparse.SUPPRESS)
@@ -152,7 +156,7 @@ def main() -> int:
         return 0
     prefix = str(arguments.folder / "documents")
     if not Path(f"{prefix}.idx").exists():
-        write_data(prefix)
+        write_data(prefix, documents=arguments.documents, longest=arguments.longest)
     contenders = [name for name in CONTENDERS if name == "ours" or os.environ.get("MEGATRON_CORE_PATH")]
     runs: dict[tuple[str, int], list[dict[str, float]]] = {
         (name, epochs): [] for name in contenders for epochs in EPOCHS
@@ -160,7 +164,8 @@ def main() -> int:
     for _ in range(arguments.rounds):
         for (name, epochs), results in runs.items():
             results.append(measure(name, prefix, epochs))
-    print(f"5,000,000 documents, 1 billion tokens, samples of {SEQUENCE:,}; medians of {arguments.rounds} rounds")
+    tokens = os.path.getsize(f"{prefix}.bin") // 2
+    print(f"{arguments.documents:,} documents, {tokens:,} tokens, samples of {SEQUENCE:,}; {arguments.rounds} rounds")
     print(TARGETS)
     for (name, epochs), results in runs.items():
         median = {key: statistics.median(result[key] for result in results) for key in results[0]}
