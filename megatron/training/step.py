@@ -36,7 +36,9 @@ def global_loss(loss: LossSum | None, names: Sequence[str], context: ParallelCon
         pairs[0] = torch.stack((loss.sum, loss.count.to(loss.sum.dtype)))
         for row, name in zip(pairs[1:], names):
             row.copy_(loss.parts[name])
-    totals = all_reduce(pairs, context.mesh, "pp", "dp", "cp").tolist()
+    # On a GPU everything queued so far, collectives of others too, is waited for here.
+    with context.mesh.activity.waiting("the device's work", range(context.mesh.world_size)):
+        totals = all_reduce(pairs, context.mesh, "pp", "dp", "cp").tolist()
     means = {name: total / max(count, 1.0) for name, (total, count) in zip(names, totals[1:])}
     return GlobalLoss(means, max(totals[0][1], 1.0))
 

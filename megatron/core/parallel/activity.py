@@ -53,17 +53,18 @@ class Activity:
 class _Waiting:
     """A class and not a generator: it is entered hundreds of times a step."""
 
-    __slots__ = ("_activity", "_collective", "_group")
+    __slots__ = ("_activity", "_around", "_collective", "_group")
 
     def __init__(self, activity: Activity, collective: str, group: Sequence[int]) -> None:
         self._activity, self._collective, self._group = activity, collective, group
 
     def __enter__(self) -> None:
         activity = self._activity
+        self._around = (activity.collective, activity.group)
         activity.since = time.monotonic()
         activity.group = tuple(self._group)
         activity.collective = self._collective  # last: the watching thread may look at any time
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if kind is None:
-            self._activity.collective = ""
+            self._activity.collective, self._activity.group = self._around

@@ -1,0 +1,143 @@
+"""A run made small enough for one machine's processors, its layout and kinds of layers unchanged. Arithmetic alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from megatron.config.data import DataConfig
+from megatron.config.model import ModelConfig
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.pipeline import chunks_per_rank, num_stages
+from megatron.config.precision import PrecisionConfig
+from megatron.config.run import RunConfig
+from megatron.config.tokenizer import TokenizerConfig
+from megatron.config.training import TrainingConfig
+
+SMALL_VOCABULARY = 211  # prime: it divides at no layout
+_HEAD_WIDTH, _BUCKET, _LENGTH = 8, 2000, 16
+
+
+def without_files(run: RunConfig, *, vocab_size: int, steps: int) -> RunConfig:
+    """The run with made-up data and nothing random but its initial weights, ``steps`` long."""
+    made_up = DataConfig(
+        seq_length=run.data.seq_length,
+        mock_data=True,
+        num_workers=0,
+        reset_position_ids=run.data.reset_position_ids,
+        reset_attention_mask=run.data.reset_attention_mask,
+        eod_mask_loss=run.data.eod_mask_loss,
+    )
+    return dataclasses.replace(
+        run,
+        model=dataclasses.replace(run.model, vocab_size=vocab_size, attention_dropout=0.0, hidden_dropout=0.0),
+        data=made_up,
+        tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=vocab_size - 1),
+        precision=PrecisionConfig(),
+        optimizer=OptimizerConfig(optimizer=run.optimizer.optimizer, lr=1e-2, clip_grad=run.optimizer.clip_grad),
+        training=dataclasses.replace(
+            run.training,
+            skip_train=False,
+            train_iters=steps,
+            train_samples=None,
+            eval_iters=0,
+            rampup_batch_size=None,
+        ),
+    )
+
+
+def on_one_rank(run: RunConfig) -> RunConfig:
+    """The same model and batches on a single rank that keeps all activations."""
+    training = dataclasses.replace(
+        run.training, recompute_granularity=None, recompute_method=None, recompute_num_layers=None
+    )
+    return dataclasses.replace(run, world_size=1, parallel=ParallelConfig(), training=training)
+
+
+def shrunk(run: RunConfig) -> RunConfig:
+    """The run with few narrow layers, short sequences and two data-parallel replicas at most."""
+    replicas = min(run.data_parallel_size, 2)
+    model = _small_model(run)
+    return dataclasses.replace(
+        run,
+        world_size=replicas * run.model_parallel_size,
+        model=model,
+        tokenizer=dataclasses.replace(run.tokenizer, vocab_size=SMALL_VOCABULARY - 1),
+        parallel=_small_parallel(run, model.num_layers),
+        data=dataclasses.replace(run.data, seq_length=model.max_position_embeddings),
+        training=_small_training(run, replicas),
+    )
+
+
+def _small_model(run: RunConfig) -> ModelConfig:
+    model, unit = run.model, _ranks_among_heads(run)
+    groups = math.gcd(model.num_query_groups, unit)
+    heads = groups * min(model.num_attention_heads // model.num_query_groups, 2)
+    if heads % unit:
+        heads = math.lcm(groups, unit)
+    return dataclasses.replace(
+        model,
+        num_layers=_small_depth(run),
+        hidden_size=heads * _HEAD_WIDTH,
+        ffn_hidden_size=2 * heads * _HEAD_WIDTH,
+        kv_channels=_HEAD_WIDTH,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        group_query_attention=groups < heads,
+        max_position_embeddings=_small_length(run),
+        vocab_size=SMALL_VOCABULARY,
+        init_method_std=0.2,  # so that small layers still matter to the loss
+    )
+
+
+def _ranks_among_heads(run: RunConfig) -> int:
+    """Ranks over which the layout divides a layer's heads."""
+    parallel = run.parallel
+    exchanged = max([parallel.head_exchange_size(kind) for kind in parallel.cp_comm_types], default=1)
+    return parallel.tensor_model_parallel_size * exchanged
+
+
+def _small_depth(run: RunConfig) -> int:
+    """A layer more than stages, so that they divide unevenly; as many as flags give each stage, where they do."""
+    parallel, layers = run.parallel, run.model.num_layers
+    given = (
+        parallel.pipeline_model_parallel_layout
+        or parallel.decoder_first_pipeline_num_layers
+        or parallel.decoder_last_pipeline_num_layers
+    )
+    return layers if given else min(layers, num_stages(run) + 1)
+
+
+def _small_length(run: RunConfig) -> int:
+    parallel = run.parallel
+    multiple = 2 * parallel.context_parallel_size * parallel.tensor_model_parallel_size
+    return multiple * -(-_LENGTH // multiple)
+
+
+def _small_parallel(run: RunConfig, layers: int) -> ParallelConfig:
+    parallel = run.parallel
+    chunks = chunks_per_rank(run)
+    per_layer = len(parallel.cp_comm_type) > 1
+    return dataclasses.replace(
+        parallel,
+        ddp_bucket_size=_BUCKET,
+        num_layers_per_virtual_pipeline_stage=None,
+        num_virtual_stages_per_pipeline_rank=(
+            chunks if chunks > 1 and parallel.pipeline_model_parallel_layout is None else None
+        ),
+        cp_comm_type=parallel.cp_comm_type[:layers] if per_layer else parallel.cp_comm_type,
+    )
+
+
+def _small_training(run: RunConfig, replicas: int) -> TrainingConfig:
+    training = run.training
+    micro = min(training.micro_batch_size, 2)
+    count = min(training.global_batch_size // (training.micro_batch_size * run.data_parallel_size), 2 * num_stages(run))
+    return dataclasses.replace(
+        training,
+        micro_batch_size=micro,
+        global_batch_size=micro * replicas * max(count, 2),
+        recompute_num_layers=None if training.recompute_num_layers is None else 1,
+        rampup_batch_size=None,
+    )

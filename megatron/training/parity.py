@@ -1,0 +1,153 @@
+"""Whether a layout computes the model of one rank: a few steps of both in fp64, and every number compared."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron.config.run import RunConfig
+from megatron.core.parallel.collectives import all_gather
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.sharding import Sharding
+from megatron.errors import ParallelError
+from megatron.training.recipe import Recipe
+from megatron.training.run import Run, build_run
+from megatron.training.step import global_loss
+
+TOLERANCE = 1e-9
+"""In fp64 a wrong collective can't hide as noise."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rank's rectangle of a logical tensor."""
+
+    offsets: tuple[int, ...]
+    values: Tensor
+
+
+@dataclass
+class Observed:
+    """What some steps produced on one rank: numbers that all ranks agree on, and its parts of logical tensors by name.
+
+    ``gradients``: sums over the first global batch. ``shapes``: of the logical tensors.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    initial: dict[str, list[Part]] = field(default_factory=dict)
+    gradients: dict[str, list[Part]] = field(default_factory=dict)
+    weights: dict[str, list[Part]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One kind of number at the layout and on one rank. ``where``: the first parameter or step beyond the tolerance."""
+
+    kind: str
+    count: int
+    largest: float
+    where: str | None
+
+
+def observe(config: RunConfig, recipe: Recipe, context: ParallelContext, *, steps: int) -> Observed:
+    """Take ``steps`` steps of the run, as training takes them, and note what comes out. A collective."""
+    run = build_run(config, recipe, context, started=0.0)
+    seen, batches = Observed(), run.data.training_batches(0)
+    for entry in run.model_state():
+        seen.shapes[_name(entry.name)] = entry.sharding.shape
+        seen.initial[_name(entry.name)] = parts(entry.tensor, entry.sharding, context)
+    for step in range(steps):
+        seed = run.optimizer.gradient_seed
+        microbatches = [dataclasses.replace(each, gradient_seed=seed) for each in next(batches)]
+        run.grad_sync.zero()
+        loss = run.runner.step(run.plans.training(len(microbatches)), microbatches)
+        run.grad_sync.finish()
+        total = global_loss(loss, recipe.loss_names, context)
+        if step == 0:
+            seen.gradients = dict(whole_gradients(run))
+        update = run.optimizer.update(count=total.count, lr=1e-2, weight_decay=0.1)
+        seen.losses.append(sum(total.means.values()))
+        seen.grad_norms.append(update.grad_norm or 0.0)
+    for entry in run.model_state():
+        seen.weights[_name(entry.name)] = parts(entry.tensor, entry.sharding, context)
+    return seen
+
+
+def whole_gradients(run: Run) -> Iterator[tuple[str, list[Part]]]:
+    """Gradient sums by parameter; those that data-parallel ranks share between them are gathered. A collective."""
+    mesh = run.context.mesh
+    for buffer in run.buffers:
+        for bucket in buffer.buckets:
+            if run.config.parallel.use_distributed_optimizer:
+                own = buffer.shard(bucket, mesh.rank(*buffer.reduce)).of(buffer.grads).clone()
+                bucket.span.of(buffer.grads).copy_(all_gather(own, mesh, *buffer.reduce))
+            for slot in bucket.slots:
+                yield slot.name, parts(slot.main_grad, slot.sharding, run.context)
+
+
+def parts(local: Tensor, sharding: Sharding, context: ParallelContext) -> list[Part]:
+    """The parts of the logical tensor that a local one holds."""
+    pieces = sharding.pieces(context.mesh)
+    return [Part(piece.logical, local[piece.slices(of_local=True)].detach().cpu().clone()) for piece in pieces]
+
+
+def logical(ranks: Sequence[Observed], which: str) -> dict[str, Tensor]:
+    """Tensors put together from every rank's parts.
+
+    Raises ParallelError when two ranks hold different values of one part, or nobody holds some part.
+    """
+    found: dict[str, Tensor] = {}
+    for number, rank in enumerate(ranks):
+        for name, pieces in getattr(rank, which).items():
+            whole = found.setdefault(name, torch.full(rank.shapes[name], float("nan"), dtype=torch.float64))
+            for part in pieces:
+                held = whole[tuple(slice(o, o + size) for o, size in zip(part.offsets, part.values.shape))]
+                if not (held.isnan().all() or torch.equal(held, part.values)):
+                    raise ParallelError(
+                        f"{which}: rank {number} holds another {name} than a rank that should hold the same"
+                    )
+                held.copy_(part.values)
+    for name, tensor in found.items():
+        if tensor.isnan().any():
+            raise ParallelError(f"{which}: no rank holds some part of {name}, or it is not a number")
+    return found
+
+
+def compare(ranks: Sequence[Observed], alone: Observed) -> list[Comparison]:
+    """Everything that ``ranks`` produced against one rank; initial weights must be equal bit for bit."""
+    found = [
+        _compare_numbers("loss", [rank.losses for rank in ranks], alone.losses),
+        _compare_numbers("gradient norm", [rank.grad_norms for rank in ranks], alone.grad_norms),
+    ]
+    for kind, which, tolerance in (
+        ("initial weights", "initial", 0.0),
+        ("gradients", "gradients", TOLERANCE),
+        ("weights after the steps", "weights", TOLERANCE),
+    ):
+        here, there = logical(ranks, which), logical([alone], which)
+        if missing := here.keys() ^ there.keys():
+            raise ParallelError(f"{which}: only one of the two has {', '.join(sorted(missing)[:3])}")
+        differences = {name: (here[name] - tensor).abs().max().item() for name, tensor in there.items()}
+        beyond = [name for name, difference in differences.items() if not difference <= tolerance]
+        found.append(Comparison(kind, len(differences), max(differences.values()), beyond[0] if beyond else None))
+    return found
+
+
+def _compare_numbers(kind: str, by_rank: Sequence[Sequence[float]], expected: Sequence[float]) -> Comparison:
+    largest, where = 0.0, None
+    for step, value in enumerate(expected):
+        difference = max(abs(numbers[step] - value) for numbers in by_rank)
+        largest = max(largest, difference)
+        if not difference <= TOLERANCE * max(1.0, abs(value)) and where is None:
+            where = f"step {step + 1}"
+    return Comparison(kind, len(expected), largest, where)
+
+
+def _name(stored: str) -> str:
+    return stored.removeprefix("model.")

@@ -1,0 +1,76 @@
+"""tools/check_parity.py: a user's layout is proved, and one with a fault is caught by the name of a parameter."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.commands import ROOT, TINY, environment, run
+
+TOOL = "tools/check_parity.py"
+SHRUNKEN = "--shrink --mock-data --tokenizer-model unused --vocab-file unused --merge-file unused"
+FAULTY = """
+import sys
+import torch
+from megatron.core.transformer import norm
+from megatron.errors import run_command
+from tools import check_parity
+
+class Partial(norm.Norm):
+    def __init__(self, *arguments, partial_grad=(), **options):
+        super().__init__(*arguments, partial_grad=(), **options)
+        for parameter in self.parameters():  # its gradient is this rank's part, and nobody adds the others'
+            object.__setattr__(parameter.sharding, "partial_grad", ())
+
+from megatron.core.transformer import layer
+layer.Norm = Partial
+run_command(lambda: check_parity.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "@examples/gpt/llama3_8b.flags --world-size 4",
+        "@examples/gpt/gpt_345m.flags --world-size 4 --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1",
+    ],
+)
+def test_layouts_of_the_examples_are_equal_to_one_rank(flags: str) -> None:
+    """The command that a user trusts before a month of training."""
+    said = run(TOOL, f"{SHRUNKEN} {flags}")
+    assert said.count("  equal") == 5
+    assert said.rstrip().endswith("== equal (tolerance 1e-09; initial weights bit for bit)")
+
+
+def test_user_s_own_model_is_compared_without_shrinking() -> None:
+    """Without --shrink it is the model of the flags, whose vocabulary is given."""
+    said = run(TOOL, f"{TINY} --train-iters 3 --world-size 2 --tensor-model-parallel-size 2 --sequence-parallel")
+    assert "tensor 2: 2 layers of 32, 4 heads" in said
+    assert "== equal" in said
+
+
+def test_fault_is_named(tmp_path: Path) -> None:
+    """A norm whose gradient is never summed over tensor-parallel ranks: no error shows it, and no look at a curve."""
+    script = tmp_path / "faulty.py"
+    script.write_text(FAULTY)
+    flags = f"{TINY} --train-iters 3 --world-size 2 --tensor-model-parallel-size 2 --sequence-parallel"
+    done = subprocess.run(
+        [sys.executable, str(script), *flags.split()],
+        env=environment() | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "layernorm" in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_layout_that_does_not_fit_is_refused_in_a_sentence() -> None:
+    """Before any process is started."""
+    said = run(TOOL, f"{TINY} --train-iters 3 --world-size 3 --tensor-model-parallel-size 3", expect=2)
+    assert "--num-attention-heads 4 does not divide by --tensor-model-parallel-size 3" in said

@@ -1,0 +1,74 @@
+"""A shrunken run keeps its layout, passes every rule, and is small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.config.pipeline import num_stages
+from megatron.config.rules import failures
+from megatron.config.run import RunConfig
+from megatron.config.shrinking import SMALL_VOCABULARY, on_one_rank, shrunk, without_files
+
+EXAMPLES = sorted((Path(__file__).parents[3] / "examples" / "gpt").glob("*.flags"))
+FILES = ["--tokenizer-model", "x", "--vocab-file", "x", "--merge-file", "x"]  # named, not read
+LAYOUTS = {
+    "": 2,
+    "--pipeline-model-parallel-size 2": 4,
+    "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2": 16,
+    "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v": 64,
+    "--context-parallel-size 4 --cp-comm-type a2a": 1024,
+    "--tensor-model-parallel-size 4 --context-parallel-size 2": 16,
+    "--recompute-granularity full --recompute-method block --recompute-num-layers 2": 8,
+}
+
+
+def small(argv: str, *, ranks: int) -> tuple[RunConfig, RunConfig]:
+    """The run of the flags, and what it shrinks to."""
+    batch = ["--micro-batch-size", "4", "--global-batch-size", "8192"]
+    run = RunConfig.parse([*argv.split(), *batch, "--mock-data", "--dry-run", *FILES], world_size=ranks)
+    return run, shrunk(without_files(run, vocab_size=SMALL_VOCABULARY, steps=3))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_layout_and_kinds_of_layers_stay(example: Path, layout: str) -> None:
+    """Parity of another layout, or of other layers, would prove nothing about the user's run."""
+    tensor = 1 if "tensor" in layout else int("8b" in example.stem) + 1
+    run, little = small(f"@{example} {layout}", ranks=max(LAYOUTS[layout], 8) * tensor)
+    assert failures(little) == []
+    assert little.model_parallel_size == run.model_parallel_size
+    assert num_stages(little) == num_stages(run)
+    assert little.data_parallel_size == min(run.data_parallel_size, 2)
+    for same in ("normalization", "swiglu", "position_embedding_type", "untie_embeddings_and_output_weights"):
+        assert getattr(little.model, same) == getattr(run.model, same)
+    assert (little.model.num_query_groups < little.model.num_attention_heads) == (
+        run.model.num_query_groups < run.model.num_attention_heads
+    )
+    assert little.parallel.use_distributed_optimizer == run.parallel.use_distributed_optimizer
+
+
+def test_it_is_small() -> None:
+    """A user's laptop has to hold every rank of it."""
+    _, little = small("@examples/gpt/llama3_8b.flags --pipeline-model-parallel-size 4", ranks=1024)
+    assert little.world_size == 16
+    assert little.model.hidden_size <= 64 and little.data.seq_length <= 32 and little.model.num_layers <= 8
+    assert little.training.global_batch_size <= 32
+
+
+def test_given_stages_keep_their_layers() -> None:
+    """A layout string says how many layers there are."""
+    flags = "@examples/gpt/llama3_8b.flags --num-layers 7 --pipeline-model-parallel-size 3"
+    _, little = small(f"{flags} --pipeline-model-parallel-layout Et*2|t*3|t*2L", ranks=6)
+    assert little.model.num_layers == 7
+
+
+def test_one_rank_has_the_same_model_and_batches() -> None:
+    """The comparison would be with something else."""
+    _, little = small("@examples/gpt/llama3_8b.flags --pipeline-model-parallel-size 2", ranks=8)
+    alone = on_one_rank(little)
+    assert failures(alone) == []
+    assert alone.world_size == 1 and alone.model == little.model and alone.data == little.data
+    assert alone.training.global_batch_size == little.training.global_batch_size
+    assert alone.training.recompute_granularity is None

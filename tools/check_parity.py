@@ -1,0 +1,143 @@
+"""Show that a layout computes the model of one rank: equal losses, gradients and weights, in fp64, on this machine.
+
+Takes the flags of a pretraining command and --world-size. Both runs have made-up data and no dropout, and each rank is
+a process on the CPU. With --shrink the model becomes small and keeps its layout and kinds of layers; without it the
+machine must hold the model once for every replica, in fp64 with its optimizer state.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+from megatron.config.flags import check_flags, flag
+from megatron.config.run import RunConfig
+from megatron.config.shrinking import SMALL_VOCABULARY, on_one_rank, shrunk, without_files
+from megatron.errors import ParallelError, run_command
+
+if TYPE_CHECKING:  # torch is imported when flags are known to be right
+    from megatron.training.parity import Observed
+
+
+@check_flags
+@dataclass(frozen=True, kw_only=True)
+class ParityConfig:
+    """What is compared."""
+
+    shrink: bool = flag("Compare a small model of the same layout and kinds of layers.", default=False)
+    steps: int = flag("Optimizer steps.", default=3, at_least=1)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compare and print a table; 1 when anything differs."""
+    config = RunConfig.parse([*argv, "--dry-run"], prog="check_parity.py", extra_groups=(ParityConfig,))
+    parity = config.group(ParityConfig)
+    config = without_files(config, vocab_size=vocabulary(config, parity), steps=parity.steps)
+    if parity.shrink:
+        config = shrunk(config)
+    print(f"== {describe(config)} against one rank, {parity.steps} steps in fp64", flush=True)
+    return report(config, parity.steps)
+
+
+def vocabulary(config: RunConfig, parity: ParityConfig) -> int:
+    """Words of the model that is compared."""
+    if parity.shrink:
+        return SMALL_VOCABULARY
+    if config.model.vocab_size is not None:
+        return config.model.vocab_size
+    from megatron.core.tokenizers.build import build_tokenizer
+
+    return build_tokenizer(config.tokenizer).vocab_size
+
+
+def describe(config: RunConfig) -> str:
+    """Model and layout in a line."""
+    model, parallel = config.model, config.parallel
+    axes = {
+        "tensor": parallel.tensor_model_parallel_size,
+        "pipeline": parallel.pipeline_model_parallel_size,
+        "context": parallel.context_parallel_size,
+        "data": config.data_parallel_size,
+    }
+    layout = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1) or "1 rank"
+    return (
+        f"{layout}: {model.num_layers} layers of {model.hidden_size}, {model.num_attention_heads} heads "
+        f"({model.num_query_groups} for keys and values), vocabulary {model.vocab_size}, "
+        f"{config.training.global_batch_size} samples of {config.data.seq_length} tokens"
+    )
+
+
+def report(config: RunConfig, steps: int) -> int:
+    """Run both, print what was compared; 1 when anything differs."""
+    from megatron.training.parity import TOLERANCE, compare
+
+    ranks = observe_on_ranks(config, steps)
+    (alone,) = observe_on_ranks(on_one_rank(config), steps)
+    comparisons = compare(ranks, alone)
+    width = max(len(each.kind) for each in comparisons)
+    for each in comparisons:
+        verdict = "equal" if each.where is None else f"DIFFERENT, first in {each.where}"
+        print(f"   {each.kind:<{width}}  {each.count:4}  largest difference {each.largest:.1e}  {verdict}")
+    if any(each.where for each in comparisons):
+        print(f"== not equal (tolerance {TOLERANCE:g}; initial weights bit for bit)")
+        return 1
+    print(f"== equal (tolerance {TOLERANCE:g}; initial weights bit for bit)")
+    return 0
+
+
+def observe_on_ranks(config: RunConfig, steps: int) -> list[Observed]:
+    """What each rank saw, every rank a process of its own."""
+    if sys.platform == "linux":  # forked, ranks start with torch loaded, in which nothing has run yet
+        multiprocessing.set_start_method("fork", force=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes, connections = [], []
+    for rank in range(config.world_size):
+        ours, theirs = multiprocessing.Pipe(duplex=False)
+        process = multiprocessing.Process(target=run_rank, args=(config, steps, rank, port, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        processes.append(process)
+        connections.append(ours)
+    found: list[Observed] = []
+    for rank, connection in enumerate(connections):
+        try:
+            found.append(pickle.loads(connection.recv_bytes()))
+        except EOFError:
+            raise ParallelError(f"rank {rank} of {config.world_size} failed; its error is above") from None
+    for process in processes:
+        process.join()
+    return found
+
+
+def run_rank(config: RunConfig, steps: int, rank: int, port: int, connection: Connection) -> None:
+    """One rank, from start to end."""
+    run_command(lambda: _run_rank(config, steps, rank, port, connection))
+
+
+def _run_rank(config: RunConfig, steps: int, rank: int, port: int, connection: Connection) -> int:
+    import torch
+
+    from megatron.core.parallel.environment import LaunchEnvironment
+    from megatron.core.parallel.launch import parallel_context
+    from megatron.training.parity import observe
+    from megatron.training.recipes.gpt import GPTRecipe
+
+    torch.set_num_threads(1)
+    size = config.world_size
+    launch = LaunchEnvironment(rank, size, rank, size, "127.0.0.1" if size > 1 else None, port)
+    with parallel_context(config.parallel, launch, params_dtype="fp64", seed=config.training.seed) as context:
+        observed = observe(config, GPTRecipe(), context, steps=steps)
+    connection.send_bytes(pickle.dumps(observed))  # plainly: torch would share memory with a process that is ending
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(lambda: main(sys.argv[1:]))
