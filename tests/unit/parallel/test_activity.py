@@ -24,9 +24,9 @@ def test_place_of_a_failure_stays_on_record() -> None:
 
     def fail() -> None:
         with activity.during("forward-backward"), activity.waiting("all-reduce over tp", (0, 1)):
-            raise ValueError
+            raise ValueError("boom")
 
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="boom"):
         fail()
     assert activity.place == "iteration 3, forward-backward"
     assert activity.collective == "all-reduce over tp"
