@@ -6,6 +6,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+# By the tensor of document numbers, which every layer of a microbatch is given: a device is waited for in one of them.
+_known_run_lengths = WeakIdKeyDictionary()
 
 
 def each_document(
@@ -21,8 +25,13 @@ def each_document(
 
 
 def _run_lengths(segments: Tensor) -> list[list[int]]:
-    lengths = []
-    for row in segments.tolist():
-        starts = [i for i in range(len(row)) if i == 0 or row[i] != row[i - 1]]
-        lengths.append([stop - start for start, stop in zip(starts, [*starts[1:], len(row)])])
-    return lengths
+    known: list[list[int]] | None = _known_run_lengths.get(segments)  # type: ignore[no-untyped-call]
+    if known is None:
+        known = [_lengths_of_runs(row) for row in segments.tolist()]
+        _known_run_lengths[segments] = known
+    return known
+
+
+def _lengths_of_runs(row: list[int]) -> list[int]:
+    starts = [i for i in range(len(row)) if i == 0 or row[i] != row[i - 1]]
+    return [stop - start for start, stop in zip(starts, [*starts[1:], len(row)])]
