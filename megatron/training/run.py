@@ -132,6 +132,7 @@ def build_run(config: RunConfig, recipe: Recipe, context: ParallelContext, *, st
             weight_gradients=context.weight_gradients,
             device=context.device,
             activity=context.mesh.activity,
+            around=lambda action: reporter.timers(f"{action.pass_name}-compute", level=2),
         ),
         plans=plans,
         data=data,

@@ -25,6 +25,11 @@ class Action:
         return f"{self.chunk}{self.kind}{self.microbatch}"
 
     @property
+    def pass_name(self) -> Literal["forward", "backward"]:
+        """The pass it is, or is a part of."""
+        return "forward" if self.kind == "F" else "backward"
+
+    @property
     def words(self) -> str:
         """For people: ``forward of microbatch 3 in chunk 0``."""
         return f"{_WORDS[self.kind]} of microbatch {self.microbatch} in chunk {self.chunk}"

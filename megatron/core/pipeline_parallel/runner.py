@@ -60,7 +60,7 @@ class Runner:
     ``transport``: to the ranks that hold other stages. ``last_backward``: entered with a chunk's number around each
     backward pass that brings some parameters' last gradients of the step, so that their reduction may start.
     ``weight_gradients``: those of the rank's context, for plans that split backward passes. ``activity``: what is told
-    which action runs.
+    which action runs. ``around``: entered with each action while it runs, to time it.
     """
 
     def __init__(
@@ -72,11 +72,12 @@ class Runner:
         weight_gradients: WeightGradients | None = None,
         device: torch.device | None = None,
         activity: Activity | None = None,
+        around: Callable[[Action], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._chunks, self._transport = chunks, transport
         self._last_backward, self._weight_gradients = last_backward, weight_gradients
         self._device = device or torch.device("cpu")
-        self._activity = activity or Activity()
+        self._activity, self._around = activity or Activity(), around
 
     def step(self, plan: Plan, microbatches: Sequence[Microbatch]) -> LossSum | None:
         """Execute ``plan``; gradients of the loss sum times each ``gradient_seed`` accumulate in the parameters.
@@ -90,7 +91,8 @@ class Runner:
             for instruction in plan:
                 if isinstance(instruction, Action):
                     self._activity.action = instruction.words
-                    self._run(step, instruction, is_last=instruction == last[instruction.chunk, instruction.kind])
+                    with self._around(instruction):
+                        self._run(step, instruction, is_last=instruction == last[instruction.chunk, instruction.kind])
                 else:
                     self._move(step, instruction)
         self._activity.action = ""

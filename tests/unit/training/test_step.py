@@ -20,6 +20,10 @@ FLAGS = (
 )
 
 
+STEP_TIMERS = {"forward-backward", "grads-sync", "optimizer"}
+COMPUTE_TIMERS = {"forward-compute", "backward-compute"}
+
+
 def tiny_run(*more: str) -> Run:
     config = RunConfig.parse([*FLAGS.split(), *more], world_size=1)
     return build_run(config, GPTRecipe(), ParallelContext.single(), started=time.monotonic())
@@ -62,3 +66,11 @@ def test_check_can_be_turned_off() -> None:
     bias.register_hook(lambda grad: grad * torch.nan)  # type: ignore[no-untyped-call]
     record = train_step(run, next(run.data.training_batches(0)))
     assert record.skipped and run.progress.consumed_samples == 4 and run.progress.scheduled_samples == 0
+
+
+@pytest.mark.parametrize(("level", "names"), [(0, set()), (1, STEP_TIMERS), (2, STEP_TIMERS | COMPUTE_TIMERS)])
+def test_timing_level_says_how_finely_a_step_is_timed(level: int, names: set[str]) -> None:
+    """A level that the flag offers would measure nothing."""
+    run = tiny_run("--timing-log-level", str(level))
+    train_step(run, next(run.data.training_batches(0)))
+    assert set(run.reporter.timers.take()) == names
