@@ -196,6 +196,9 @@ def show_sample(config: RunConfig) -> int:
 
 def sample_lines(sample: Sample, tokenizer: Tokenizer) -> Iterator[str]:
     """The text of a sample, and a line on each of its arrays; text without loss stands in ⟦brackets⟧."""
+    if "tokens" not in sample:
+        yield from masked_sample_lines(sample, tokenizer)
+        return
     tokens, labels, mask = (sample[name] for name in ("tokens", "labels", "loss_mask"))
     borders = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
     yield tokenizer.detokenize(tokens[:1].tolist()) + "".join(
@@ -208,6 +211,17 @@ def sample_lines(sample: Sample, tokenizer: Tokenizer) -> Iterator[str]:
     if "segments" in sample:
         sizes = np.bincount(sample["segments"])
         yield f"segments     {' '.join(map(str, sizes.tolist()))} tokens, each attended to by itself"
+
+
+def masked_sample_lines(sample: Sample, tokenizer: Tokenizer) -> Iterator[str]:
+    """What BERT or T5 reads and is to answer."""
+    for name, is_real in (("text", "padding_mask"), ("text_enc", "enc_mask"), ("text_dec", "dec_mask")):
+        if name in sample:
+            yield f"{name:<13}{tokenizer.detokenize(sample[name][sample[is_real] == 1].tolist())}"
+    yield f"{'answers':<13}{tokenizer.detokenize(sample['labels'][sample['loss_mask'] == 1].tolist())}"
+    for name in ("is_random", "truncated"):
+        if name in sample:
+            yield f"{name:<13}{int(sample[name])}"
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def nan_check_is_off(run: RunConfig) -> str | None:
 
 def positions_need_to_enter(run: RunConfig) -> str | None:
     """Positions that start anew matter only where positions enter."""
-    if run.data.reset_position_ids and run.model.position_embedding_type == "none":
+    if run.given("reset_position_ids") and run.model.position_embedding_type == "none":
         return "--reset-position-ids: no effect with --position-embedding-type none"
     return None
 

@@ -124,3 +124,17 @@ def test_a_sample_is_what_training_reads(prefix: str, loader: str, capsys: pytes
 def joined(row: list[int]) -> str:
     """Ids without what separates the first from the rest, which NullTokenizer's text lacks."""
     return "".join(map(str, row))
+
+
+def test_masked_samples_are_shown_as_they_are_read() -> None:
+    """What BERT is asked and what it should answer; padding is left out."""
+    sample = {
+        "text": np.array([2, 5, 4, 3, 0]),
+        "padding_mask": np.array([1, 1, 1, 1, 0]),
+        "labels": np.array([-1, -1, 7, -1, -1]),
+        "loss_mask": np.array([0, 0, 1, 0, 0]),
+        "is_random": np.array(1),
+        "truncated": np.array(0),
+    }
+    lines = list(inspect_dataset.sample_lines(sample, NullTokenizer(50, extra_ids=0)))
+    assert lines == ["text         2 5 4 3", "answers      7", "is_random    1", "truncated    0"]
