@@ -54,11 +54,13 @@ def axes(run: RunConfig) -> Iterator[tuple[str, int, int]]:
 
 
 def stages_report(run: RunConfig) -> str:
-    """``1f1b: 2 stages of 3 4 layers``; nothing without a pipeline."""
+    """``1f1b: 3 stages of 3, 3 and 2 layers``; nothing without a pipeline."""
     if run.parallel.pipeline_model_parallel_size == 1:
         return ""
     shapes = stage_shapes(run)
-    return f"{schedule_name(run)}: {len(shapes)} stages of {' '.join(str(stage.layers) for stage in shapes)} layers"
+    sizes = [str(stage.layers) for stage in shapes]
+    each = sizes[0] if len(set(sizes)) == 1 else f"{', '.join(sizes[:-1])} and {sizes[-1]}"
+    return f"{schedule_name(run)}: {len(shapes)} stages of {each} layers"
 
 
 def count(number: float) -> str:

@@ -82,7 +82,7 @@ def test_dry_runs_describe_the_pipeline() -> None:
     """Which layers are where, and what waiting costs, before a cluster is booked."""
     flags = "--dry-run --num-layers 7 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
     report = dry_run_report(parse(f"{flags} --global-batch-size 8", ranks=2), schedule=schedule_facts)
-    assert "interleaved: 4 stages of 2 2 2 1 layers" in report
+    assert "interleaved: 4 stages of 2, 2, 2 and 1 layers" in report
     assert "ranks wait for 12.5 % of the time they compute" in report
     assert "on pipeline rank 0: " in report and "on pipeline rank 1: " in report
     assert "memory of the fullest rank" in report
