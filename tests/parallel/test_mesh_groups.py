@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.core.parallel.collectives import all_reduce
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.grid import Axis
 from tests.harness import run_ranks
@@ -52,3 +53,15 @@ def unions_of_equal_ranks_share_a_group(context: ParallelContext) -> None:
 def test_unions_of_equal_ranks_share_a_group() -> None:
     """On GPUs each group costs memory and connections; the same ranks need one."""
     run_ranks(unions_of_equal_ranks_share_a_group, tp=2, dp=2)
+
+
+def stages_with_different_groups(context: ParallelContext) -> float:
+    mesh = context.mesh
+    if mesh.rank("pp") == 1:
+        mesh.group("cp")  # as attention does, which a stage with the embedding alone doesn't have
+    return all_reduce(torch.ones(100_000), mesh, "pp", "dp", "cp").sum().item()
+
+
+def test_stages_may_need_different_groups() -> None:
+    """Ranks would wait for each other in groups of different names until the run times out."""
+    assert run_ranks(stages_with_different_groups, pp=2, cp=2, tp=2, timeout=20) == [400_000.0] * 8

@@ -166,6 +166,7 @@ def bytes_sent(context: ParallelContext, flags: str) -> int:
 def test_stages_send_one_activation_each_way() -> None:
     """Anything more than hidden states, and their gradients, is bandwidth lost at every boundary."""
     flags = "--mock-data --tokenizer-type NullTokenizer --pipeline-model-parallel-size 2 --num-layers 4"
+    flags += " --untie-embeddings-and-output-weights"
     boundary = 16 * 2 * 16 * 4  # tokens, samples of a microbatch, hidden size, bytes
     microbatches = 4
     assert run_ranks(bytes_sent, flags, pp=2) == [microbatches * boundary] * 2
@@ -215,6 +216,22 @@ def test_stages_read_what_they_need() -> None:
         ["position_ids", "segments"],
         ["labels", "loss_mask", "position_ids", "segments"],
     ]
+
+
+def first_loss(context: ParallelContext, flags: str) -> float:
+    run = tiny_run(context, flags)
+    batches = run.data.training_batches(0)
+    return [train_step(run, next(batches)).losses["lm loss"] for _ in range(2)][1]
+
+
+def test_stages_without_layers() -> None:
+    """An embedding alone needs fewer process groups than the stages with attention, and is tied to the output."""
+    flags = "--mock-data --tokenizer-type NullTokenizer --num-layers 2 --hidden-dropout 0 --attention-dropout 0"
+    alone = first_loss(ParallelContext.single(dtype=torch.float64), flags)
+    flags += " --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|ttL"
+    flags += " --context-parallel-size 2 --tensor-model-parallel-size 2"
+    for loss in run_ranks(first_loss, flags, pp=2, cp=2, tp=2, dtype=torch.float64):
+        assert loss == pytest.approx(alone, abs=1e-12)
 
 
 def parameters_counted(context: ParallelContext, flags: str) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from megatron.core.parallel.collectives import (
     all_reduce_async,
     gather_objects,
     reduce_scatter_into_async,
+    sum_between_stages,
 )
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.exchange import Team
@@ -193,7 +194,7 @@ class GradSync:
         """Sum gradients of tied copies over the stages that hold one, a part at a time."""
         for tied in self._tied:
             for part in torch.split(tied.grads, _TIED_CHUNK):
-                all_reduce_among(part, self._mesh, tied.holders)
+                sum_between_stages(part, self._mesh, tied.holders)
 
     def _find_tied(self) -> list[_Tied]:
         """Parameters of this rank with copies on others of its pipeline; all ranks call this together."""

@@ -69,12 +69,33 @@ def all_reduce(x: Tensor, mesh: Mesh, *axes: Axis, op: Reduction = "sum") -> Ten
 
 
 def all_reduce_among(x: Tensor, mesh: Mesh, ranks: tuple[int, ...]) -> Tensor:
-    """Sum contiguous ``x`` in place over world ``ranks``, this one among them; for two, bitwise the same on both."""
+    """Sum contiguous ``x`` in place over world ``ranks`` of one pipeline stage, this one among them."""
     group = mesh.group_of(ranks)
     if group is not None:
         with mesh.activity.waiting("all-reduce", ranks):
             dist.all_reduce(x, group=group)
     return x
+
+
+def sum_between_stages(x: Tensor, mesh: Mesh, ranks: tuple[int, ...]) -> Tensor:
+    """Sum contiguous ``x`` in place over some world ``ranks`` of this rank's pipeline; bitwise the same on each.
+
+    Each sends it to each other: they are two, and a group of their own would need stages to have made the same groups
+    before (see ``Mesh.group_of``).
+    """
+    group, here = mesh.group("pp"), mesh.world_rank
+    parts = {rank: x if rank == here else torch.empty_like(x) for rank in sorted(ranks)}
+    works: list[dist.Work | None] = []
+    for other in parts:
+        if other < here:  # NCCL moves a pair's messages one after the other: the lower rank's first, at both ends
+            works += [dist.irecv(parts[other], other, group=group), dist.isend(x, other, group=group)]
+        elif other > here:
+            works += [dist.isend(x, other, group=group), dist.irecv(parts[other], other, group=group)]
+    with mesh.activity.waiting("sum of tied gradients", ranks):
+        for work in works:
+            assert work is not None
+            work.wait()
+    return x.copy_(torch.stack([*parts.values()]).sum(0))
 
 
 def all_reduce_async(x: Tensor, mesh: Mesh, *axes: Axis) -> Handle:

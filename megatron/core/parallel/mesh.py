@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 EXPERT_AXES = frozenset(("edp", "ep", "etp"))
 
+# Unions that reach over pipeline stages and are not the whole world.
+SPANNING: tuple[tuple[Axis, ...], ...] = (("pp",), ("pp", "tp"), ("pp", "dp", "cp"))
+
 
 @dataclass
 class Mesh:
@@ -102,16 +105,25 @@ class Mesh:
     def group_of(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
         """Process group of these world ranks; None for one rank.
 
-        Created at first use, by its members alone, and shared by all that mean the same ranks.
+        Created at first use, by its members alone, and shared by all that mean the same ranks. Torch names a group by
+        how many the rank has made before, and a stage may need groups that another doesn't (an embedding alone attends
+        to nothing): so those that reach over stages come first, while all ranks have made none.
         """
         if len(ranks) == 1:
             return None
-        if ranks not in self._groups:
-            if len(ranks) == self.world_size and dist.group.WORLD is not None:
-                self._groups[ranks] = dist.group.WORLD
-            else:
-                self._groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+        if not self._groups and self.size("pp") > 1:
+            for axes in SPANNING:
+                self._make(self.members(*axes))
+        self._make(ranks)
         return self._groups[ranks]
+
+    def _make(self, ranks: tuple[int, ...]) -> None:
+        if ranks in self._groups or len(ranks) == 1:
+            return
+        if len(ranks) == self.world_size and dist.group.WORLD is not None:
+            self._groups[ranks] = dist.group.WORLD
+        else:
+            self._groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
 
     def forget_groups(self) -> None:
         """Let go of all process groups, before they are destroyed."""
