@@ -1,0 +1,57 @@
+"""What the split layers keep for their backward pass, and when weights get their gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.tensor_parallel.initialize import Normal
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.linear import added_at_once
+from tests.harness import run_ranks
+
+LENGTH, WIDTH = 6, 8
+
+
+def kept_by_a_column_layer(context: ParallelContext) -> tuple[int, bool]:
+    """Elements kept of the sequence, and whether the gradients are those of a plain product of the whole."""
+    layer = ColumnParallelLinear(WIDTH, 4, context, init=Normal(0.5), bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.arange(layer.weight.numel()).view_as(layer.weight) + context.mesh.rank("tp"))
+    whole = torch.randn(LENGTH, 1, WIDTH, generator=torch.Generator().manual_seed(1), dtype=context.dtype)
+    part = whole.chunk(context.mesh.size("tp"))[context.mesh.rank("tp")].clone().requires_grad_()
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = layer(part)
+    torch.autograd.backward(out.square().sum())
+    weight = layer.weight.detach().clone().requires_grad_()
+    torch.autograd.backward((whole @ weight.t()).square().sum())
+    assert layer.weight.grad is not None and weight.grad is not None
+    inputs = [tensor for tensor in kept if tensor.shape[-1] == WIDTH and tensor.dim() == 3]
+    return sum(tensor.numel() for tensor in inputs), torch.allclose(layer.weight.grad, weight.grad)
+
+
+def test_sequence_parallel_layer_keeps_its_part_of_the_sequence() -> None:
+    """The gathered input is the largest tensor of a layer: kept, it would undo what sequence parallelism saves."""
+    for kept, right in run_ranks(kept_by_a_column_layer, tp=2, sequence_parallel=True, dtype=torch.float64):
+        assert right
+        assert kept == LENGTH * WIDTH // 2
+
+
+def test_gradient_of_a_weight_with_other_uses_is_added_at_once() -> None:
+    """A tied matrix's gradient, the largest of all, would wait beside every activation's for the embedding's."""
+    weight = torch.ones(2, 2, requires_grad=True)
+    seen: list[float] = []
+    x = (weight * 3.0).sum(0)  # the earlier use, whose backward pass comes last
+    x.register_hook(lambda _: seen.append(0.0 if weight.grad is None else weight.grad.sum().item()))  # type: ignore[no-untyped-call]
+    torch.autograd.backward((added_at_once(weight) @ x).sum())
+    assert seen == [24.0]  # the later use's gradient, x on either row, is there already
+    assert weight.grad is not None and weight.grad.tolist() == [[12.0, 12.0], [12.0, 12.0]]
+    with torch.no_grad():
+        assert added_at_once(weight) is weight
