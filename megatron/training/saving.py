@@ -16,6 +16,7 @@ import torch
 
 from megatron.core.checkpointing.retention import Retention, prune
 from megatron.core.checkpointing.save import PendingSave, begin_save
+from megatron.core.checkpointing.sharded_view import Staging
 from megatron.core.parallel.collectives import all_reduce
 from megatron.core.parallel.sharding import ShardedState
 from megatron.training.run import Run
@@ -40,6 +41,7 @@ class Saver:
         self._run = run
         self._root = Path(run.config.checkpoint.save or "")
         self._pending: _Pending | None = None
+        self._staging = Staging() if run.config.checkpoint.async_save else None
 
     def save(self) -> None:
         """Save the run as it is now; with ``--async-save``, return when the tensors have been copied.
@@ -52,12 +54,11 @@ class Saver:
         state: Iterator[ShardedState] = run.model_state()
         if checkpoint.save_optim:
             state = chain(state, run.optimizer.entries())
-        in_background = checkpoint.async_save
         save = begin_save(
-            self._root, progress.iteration, state, run_state(run), run.context.mesh, background=in_background
+            self._root, progress.iteration, state, run_state(run), run.context.mesh, background=self._staging
         )
         self._pending = _Pending(save, progress.iteration, progress.consumed_samples)
-        if not in_background:
+        if self._staging is None:
             self.finish()
 
     def settle(self) -> None:

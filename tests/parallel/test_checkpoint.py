@@ -14,6 +14,7 @@ import torch
 from megatron.core.checkpointing.find import find_checkpoint
 from megatron.core.checkpointing.load import load_checkpoint, read_run_state
 from megatron.core.checkpointing.save import begin_save, save_checkpoint
+from megatron.core.checkpointing.sharded_view import Staging
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.sharding import ShardedState, Sharding
 from megatron.errors import CheckpointError
@@ -33,7 +34,9 @@ def on_world(layout: Layout, function: Callable[..., Result], *arguments: object
 
 def save(context: ParallelContext, root: Path, layout: Layout, seed: int, background: bool) -> Path:
     states = state_of(layout, context.mesh, logical_values(seed))
-    pending = begin_save(root, 10 * seed, states, {"seed": seed}, context.mesh, background=background)
+    pending = begin_save(
+        root, 10 * seed, states, {"seed": seed}, context.mesh, background=Staging() if background else None
+    )
     if background:
         for state in states:
             state.tensor.fill_(-1.0)

@@ -32,7 +32,7 @@ import megatron
 from megatron.core.checkpointing.agreement import gather_from_all, run_on_first
 from megatron.core.checkpointing.folders import aside_path, checkpoint_path, publish, remove_leftovers, write_durably
 from megatron.core.checkpointing.manifest import MANIFEST, FileRecord, Manifest, checksum
-from megatron.core.checkpointing.sharded_view import ShardedView, sharded_views
+from megatron.core.checkpointing.sharded_view import ShardedView, Staging, sharded_views
 from megatron.core.checkpointing.storage import METADATA, CheckpointWriter
 from megatron.core.checkpointing.streamed import StreamedBox, table_of, write_boxes
 from megatron.core.parallel.mesh import Mesh
@@ -62,9 +62,9 @@ def begin_save(
     run_state: Mapping[str, Any],
     mesh: Mesh,
     *,
-    background: bool = False,
+    background: Staging | None = None,
 ) -> PendingSave:
-    """Plan a save; with ``background``, copy what this rank writes to main memory and start writing. A collective.
+    """Plan a save; with memory for a ``background`` one, copy what this rank writes and start writing. A collective.
 
     Training may go on as soon as this returns in the background case. Call ``finish`` on every rank, at the same point
     of the program, to make the checkpoint durable; at most one save of a root may be pending.
@@ -73,8 +73,8 @@ def begin_save(
     pending = _pending(Path(root), iteration, run_state, mesh)
     with pending.all_or_nothing():
         pending.plan(views)
-        if background:
-            pending.write_in_background()
+        if background is not None:
+            pending.write_in_background(background)
     return pending
 
 
@@ -142,11 +142,11 @@ class PendingSave:
 
         self._written = write
 
-    def write_in_background(self) -> None:
+    def write_in_background(self, staging: Staging) -> None:
         """Copy the tensors that this rank writes and start writing the copies."""
         views = self._planner.state_dict
         mine = {item.index.fqn for item in self._plan.items}
-        self._planner.state_dict = {name: views[name].on_cpu() for name in mine}
+        self._planner.state_dict = {name: views[name].copied(staging, name) for name in mine}
         one_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         future = one_thread.submit(self._write)
         one_thread.shutdown(wait=False)

@@ -36,9 +36,9 @@ class ShardedView(Tensor):
         parts = boxes(state.sharding, mesh, flat_range=state.flat_range)
         return cls._wrap(state.tensor.detach().view(-1), shape=state.sharding.shape, parts=parts)
 
-    def on_cpu(self) -> ShardedView:
+    def copied(self, staging: Staging, name: str) -> ShardedView:
         """The same view of a copy in main memory, which later updates of the tensor don't reach."""
-        return self._wrap(self._flat.to("cpu", copy=True), shape=tuple(self.shape), parts=self._boxes.values())
+        return self._wrap(staging.copy(name, self._flat), shape=tuple(self.shape), parts=self._boxes.values())
 
     @classmethod
     def _wrap(cls, flat: Tensor, *, shape: tuple[int, ...], parts: Iterable[Box]) -> ShardedView:
@@ -73,6 +73,23 @@ class ShardedView(Tensor):
     def __torch_dispatch__(cls, func: object, *args: object, **kwargs: object) -> Tensor:  # type: ignore[override]
         """Refuse arithmetic: most of the logical tensor is on other ranks."""
         raise NotImplementedError(f"{func}: a ShardedView describes a tensor to checkpoints; it holds no numbers")
+
+
+class Staging:
+    """Main memory for copies of what this rank writes. It is kept from save to save: getting fresh memory from the
+    system takes longer than copying into it. The copies of one save must have been written before the next is made.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[str, Tensor] = {}
+
+    def copy(self, name: str, flat: Tensor) -> Tensor:
+        """A copy of ``flat``, in the place of the last one under this ``name``."""
+        place = self._copies.get(name)
+        if place is None or place.shape != flat.shape or place.dtype != flat.dtype:
+            place = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=flat.device.type != "cpu")
+            self._copies[name] = place
+        return place.copy_(flat)
 
 
 def sharded_views(state: Iterable[ShardedState], mesh: Mesh) -> dict[str, ShardedView]:

@@ -15,6 +15,7 @@ import torch
 from megatron.core.checkpointing.find import find_checkpoint, is_unused
 from megatron.core.checkpointing.load import load_checkpoint, read_run_state
 from megatron.core.checkpointing.save import begin_save, save_checkpoint
+from megatron.core.checkpointing.sharded_view import Staging
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState, Sharding
 from megatron.errors import CheckpointError
@@ -31,11 +32,12 @@ def state(value: float) -> list[ShardedState]:
 def save_until_killed(root: Path, background: bool, report: Connection) -> None:
     """Save iteration after iteration from where the last process left off, telling each when it is durable."""
     torch.set_num_threads(1)
+    staging = Staging() if background else None
     iteration = 0 if is_unused(root) else find_checkpoint(root).iteration
     while True:
         iteration += 1
         states = state(float(iteration))
-        pending = begin_save(root, iteration, states, {"iteration": iteration}, Mesh.single(), background=background)
+        pending = begin_save(root, iteration, states, {"iteration": iteration}, Mesh.single(), background=staging)
         if background:
             for part in states:
                 part.tensor.fill_(-1.0)

@@ -19,6 +19,7 @@ from megatron.core.checkpointing import storage
 from megatron.core.checkpointing.find import find_checkpoint, is_unused
 from megatron.core.checkpointing.load import load_checkpoint, read_run_state
 from megatron.core.checkpointing.save import begin_save, save_checkpoint
+from megatron.core.checkpointing.sharded_view import Staging
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState, Sharding
 from megatron.errors import CheckpointError
@@ -194,7 +195,7 @@ def test_background_saves_hold_the_moment_they_were_asked_for(tmp_path: Path, mo
 
     monkeypatch.setattr(storage.CheckpointWriter, "write_data", write_when_told)
     states = state(1.0)
-    pending = begin_save(tmp_path, 10, states, {}, SINGLE, background=True)
+    pending = begin_save(tmp_path, 10, states, {}, SINGLE, background=Staging())
     states[0].tensor.fill_(2.0)
     assert not pending.is_written()
     assert is_unused(tmp_path)
@@ -203,10 +204,21 @@ def test_background_saves_hold_the_moment_they_were_asked_for(tmp_path: Path, mo
     assert loaded_value(tmp_path) == 1.0
 
 
+def test_copies_reuse_the_memory_of_the_save_before() -> None:
+    """Fresh memory costs more than the copy: training would stand still at every save, not only at the first."""
+    staging, flat = Staging(), torch.arange(6.0)
+    first = staging.copy("model.a", flat)
+    flat += 1.0
+    second = staging.copy("model.a", flat)
+    assert second.data_ptr() == first.data_ptr() != flat.data_ptr()
+    assert second.tolist() == flat.tolist()
+    assert staging.copy("model.a", flat.half()).dtype == torch.float16
+
+
 def test_background_failures_surface_at_finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread's error must not vanish with the thread."""
     limit_files(monkeypatch, "__0_", 1000, errno.ENOSPC)
-    pending = begin_save(tmp_path, 10, state(1.0), {}, SINGLE, background=True)
+    pending = begin_save(tmp_path, 10, state(1.0), {}, SINGLE, background=Staging())
     with pytest.raises(CheckpointError, match="No space left on device"):
         pending.finish()
     assert is_unused(tmp_path)
