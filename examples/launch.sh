@@ -3,6 +3,7 @@
 #
 #   GPUS_PER_NODE=4 bash examples/launch.sh pretrain_gpt.py ...                              one node (default: 8 GPUs)
 #   NODES=2 NODE_RANK=0 MASTER_ADDR=host bash examples/launch.sh pretrain_gpt.py ...         on each of two nodes
+#   LAUNCH=srun bash examples/launch.sh pretrain_gpt.py ...                                  on all nodes of a Slurm job
 #   bash examples/launch.sh pretrain_gpt.py ... --dry-run                                    check only; needs no GPU
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -17,6 +18,9 @@ for argument in "$@"; do
     fi
 done
 
+if [ "${LAUNCH:-torchrun}" = srun ]; then # one task a GPU; ranks find each other from Slurm's own variables
+    exec srun --kill-on-bad-exit=1 "$python" "$@"
+fi
 if [ "$nodes" -eq 1 ]; then
     exec "$python" -m torch.distributed.run --standalone --nproc-per-node "$gpus" "$@"
 fi

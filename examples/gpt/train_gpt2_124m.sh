@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
 # GPT-2 small, 124 M parameters, half a million tokens a step.
 #
-# Hardware  8 GPUs of 24 GB or more (GPUS_PER_NODE says otherwise; the batch stays the same).
-# Time      300 B tokens are 2.6e20 FLOPs: about two days at 8 x 200 TFLOP/s.
+# Hardware  8 GPUs of 24 GB or more.
+# Layout    8 data-parallel replicas, optimizer state sharded over them.
+# Memory    4.80 GB, of which 3.65 GB are activations.
+# Time      2.4e20 FLOPs: 1.7 days at 8 x 200 TFLOP/s, an assumption.
+# Fewer     GPUS_PER_NODE=1: 6.11 GB; the batch stays the same, by accumulation.
 # Loss      published runs of this model on OpenWebText reach a validation loss of about 2.85; not repeated here.
 # Data      DATA: prefix of a data set that tools/preprocess_data.py made; GPT2: folder of vocab.json and merges.txt.
 set -euo pipefail

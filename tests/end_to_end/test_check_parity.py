@@ -35,6 +35,8 @@ run_command(lambda: check_parity.main(sys.argv[1:]))
     "flags",
     [
         "@examples/gpt/llama3_8b.flags --world-size 4",
+        "@examples/gpt/llama3_70b.flags --world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+        "--num-layers-per-virtual-pipeline-stage 8",
         "@examples/gpt/gpt_345m.flags --world-size 4 --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1",
     ],
 )

@@ -4,16 +4,35 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.golden.regenerate_examples import FLAG_FILES, GOLDEN, resolved
+from megatron.training.flops import gpt_flops_per_sample
+from tests.golden.regenerate_examples import FLAG_FILES, GOLDEN, example, resolved
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "examples" / "gpt").glob("train_*.sh"))
-PARAMETERS = {"train_gpt2_124m.sh": "124 M", "train_gpt_345m.sh": "355 M", "train_llama3_8b.sh": "8.03 B"}
+PARAMETERS = {
+    "train_gpt2_124m.sh": "124 M",
+    "train_gpt_345m.sh": "355 M",
+    "train_gpt_1.3b.sh": "1.32 B",
+    "train_llama2_7b.sh": "6.74 B",
+    "train_llama3_8b.sh": "8.03 B",
+    "train_llama3_70b.sh": "70.6 B",
+    "train_gpt3_175b.sh": "175 B",
+}
+FEWER = re.compile(r"^# (?:Fewer|Smaller| ) +((?:[A-Z_]+=\d+ ?)+)((?:--\S+ ?(?:\w+ ?)?)*): ([\d.]+ GB)", re.MULTILINE)
+TIME = re.compile(r"(\S+) FLOPs: (\S+) days at (\d+) x (\d+) TFLOP/s")
+
+
+def memory(report: str) -> dict[str, str]:
+    """Sizes that a dry run printed, by what they are of."""
+    lines = report[report.index("== memory of") :].splitlines()[1:]
+    return {name.strip(): size for name, size in (line.rsplit("  ", 1) for line in lines)}
 
 
 def run_bash(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -29,11 +48,51 @@ def test_flags_resolve_to_what_was_reviewed(flag_file: Path) -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_script_checks_without_gpu_or_data(script: Path) -> None:
-    """The first thing to do with an example, on whatever machine one has."""
+def test_script_checks_without_gpu_or_data_and_its_head_is_true(script: Path) -> None:
+    """The first thing to do with an example, on whatever machine one has; and its head promises what that prints."""
     done = run_bash(str(script), "--dry-run")
     assert done.returncode == 0, done.stderr
     assert PARAMETERS[script.name] in done.stdout
+    head, size = script.read_text(encoding="utf-8"), memory(done.stdout)
+    assert f"Memory    {size['together']}" in head
+    assert f"of which {size['activations kept for the backward pass']} are activations" in head
+    ranks = re.search(r"== layout\n   (\S+) ranks?", done.stdout)
+    assert ranks is not None
+    assert f"Hardware  {ranks[1].replace(',', '')} GPU" in head
+    waiting = re.search(r"ranks wait for (\S+ %)", done.stdout)
+    assert waiting is None or waiting[1] in head, waiting
+
+
+def less_hardware() -> Iterator[tuple[Path, str, str, str]]:
+    """Script, variables, flags and promised memory of every advice for less hardware."""
+    for script in SCRIPTS:
+        advice = FEWER.findall(script.read_text(encoding="utf-8"))
+        assert advice, f"{script.name} doesn't say what to do with less hardware"
+        yield from ((script, *each) for each in advice)
+
+
+@pytest.mark.parametrize(("script", "variables", "flags", "promised"), list(less_hardware()))
+def test_advice_for_less_hardware_is_true(script: Path, variables: str, flags: str, promised: str) -> None:
+    """Whoever has fewer GPUs follows it word for word."""
+    settings = dict(each.split("=") for each in variables.split())
+    done = run_bash(str(script), "--dry-run", *flags.split(), **settings)
+    assert done.returncode == 0, done.stderr
+    assert memory(done.stdout)["together"] == promised
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_time_in_the_head_follows_from_the_settings(script: Path) -> None:
+    """A month of GPUs is planned on it."""
+    name = script.stem.removeprefix("train_")
+    run = example(script.with_name(f"{name}.flags"))
+    tp = run.parallel.tensor_model_parallel_size
+    flops = gpt_flops_per_sample(run.model, run.data.seq_length, tensor_model_parallel_size=tp) * run.train_samples
+    found = TIME.search(script.read_text(encoding="utf-8"))
+    assert found is not None
+    said, days, gpus, tflops = found.groups()
+    assert said == f"{flops:.1e}".replace("+", "")
+    assert int(gpus) == run.world_size
+    assert days == f"{flops / (int(gpus) * int(tflops) * 1e12) / 86400:.1f}"
 
 
 def test_script_hands_on_a_users_mistake() -> None:
@@ -56,27 +115,16 @@ def test_launch_starts_one_process_a_gpu(tmp_path: Path) -> None:
     assert [(tmp_path / rank).read_text() for rank in ("0", "1")] == ["2--flag", "2--flag"]
 
 
-def test_slurm_job_checks_itself_and_starts_its_tasks(tmp_path: Path) -> None:
-    """With a stand-in for srun: the job's command reaches it, after the dry run passed."""
+def test_launch_starts_the_tasks_of_a_slurm_job(tmp_path: Path) -> None:
+    """On several nodes srun does what torchrun does on one."""
     srun = tmp_path / "srun"
     srun.write_text('#!/bin/sh\necho "srun $*"\n')
     srun.chmod(0o755)
-    python = ROOT / ".venv" / "bin" / "python"
-    if not python.exists():
-        pytest.skip(f"the job runs {python}: make it with bash tools/make_venv.sh")
-    done = run_bash(
-        str(ROOT / "examples" / "slurm" / "train_gpt.sbatch"),
-        "--lr",
-        "1e-4",
-        PATH=f"{tmp_path}:{os.environ['PATH']}",
-        SLURM_SUBMIT_DIR=str(ROOT),
-        SLURM_NTASKS="32",
-        SLURM_NTASKS_PER_NODE="8",
-    )
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = run_bash(str(ROOT / "examples" / "launch.sh"), "pretrain_gpt.py", "--lr", "1", LAUNCH="srun", PATH=path)
     assert done.returncode == 0, done.stderr
-    last = done.stdout.splitlines()[-1]
-    assert last.startswith("srun --kill-on-bad-exit=1 .venv/bin/python pretrain_gpt.py @examples/gpt/llama3_8b.flags")
-    assert last.endswith("--exit-signal-handler --lr 1e-4")
+    assert done.stdout.startswith("srun --kill-on-bad-exit=1 ")
+    assert done.stdout.endswith(" pretrain_gpt.py --lr 1\n")
 
 
 def test_every_example_is_tested() -> None:

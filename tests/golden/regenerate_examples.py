@@ -10,14 +10,19 @@ from megatron.config.run import RunConfig
 
 GOLDEN = Path(__file__).with_name("examples.json")
 FLAG_FILES = sorted((Path(__file__).resolve().parents[2] / "examples").rglob("*.flags"))
-WORLD_SIZES = {"gpt_345m": 1}  # others: one node of eight
+WORLD_SIZES = {"gpt_345m": 1, "llama2_7b": 16, "llama3_70b": 512, "gpt3_175b": 1024}  # others: one node of eight
+FILES = ["--data-path", "data", "--vocab-file", "vocab", "--merge-file", "merges", "--tokenizer-model", "model"]
+
+
+def example(flag_file: Path) -> RunConfig:
+    """An example on the ranks it is meant for."""
+    return RunConfig.parse([f"@{flag_file}", *FILES], world_size=WORLD_SIZES.get(flag_file.stem, 8))
 
 
 def resolved(flag_file: Path) -> dict[str, Any]:
     """Every setting of an example that is not the default, derived ones included."""
-    files = ["--data-path", "data", "--vocab-file", "vocab", "--merge-file", "merges", "--tokenizer-model", "model"]
-    run = RunConfig.parse([f"@{flag_file}", *files], world_size=WORLD_SIZES.get(flag_file.stem, 8))
-    settings = {name: value for name, value in run.diff_from_defaults().items() if value not in (*files, ("data",))}
+    run = example(flag_file)
+    settings = {name: value for name, value in run.diff_from_defaults().items() if value not in (*FILES, ("data",))}
     settings |= {"train_iters": run.train_iters, "num_microbatches": run.num_microbatches()}
     resolved_settings: dict[str, Any] = json.loads(json.dumps(settings))
     return resolved_settings

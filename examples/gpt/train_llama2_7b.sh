@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# A model of Llama 2's 7 B architecture, from scratch, 4 million tokens a step, 20 tokens a parameter.
+#
+# Hardware  16 GPUs of 80 GB, 2 nodes of 8; start it on each, see examples/launch.sh, or with examples/slurm.
+# Layout    16 data-parallel replicas, optimizer state sharded over them; without splitting layers only gradients
+#           and weights cross between nodes, once a step.
+# Memory    65.45 GB, of which 19.44 GB are activations.
+# Time      6.0e21 FLOPs: 10.9 days at 16 x 400 TFLOP/s, an assumption (four tenths of an H100's peak).
+# Fewer     NODES=1: 70.50 GB; 22 days.
+#           NODES=1 --tensor-model-parallel-size 2 --sequence-parallel: 41.42 GB; for 8 GPUs of 48 GB or more.
+# Data      DATA: prefix of a data set that tools/preprocess_data.py made; TOKENIZER: folder of tokenizer.json.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+export NODES="${NODES:-2}"
+exec bash examples/launch.sh pretrain_gpt.py @examples/gpt/llama2_7b.flags \
+    --data-path "${DATA:-data/fineweb_text_document}" --tokenizer-model "${TOKENIZER:-data/llama2}" \
+    --save runs/llama2_7b --load runs/llama2_7b --tensorboard-dir runs/llama2_7b/tensorboard "$@"

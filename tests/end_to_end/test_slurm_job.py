@@ -1,0 +1,126 @@
+"""The Slurm job of the examples, with stand-ins for srun and scontrol: it trains on, or says why not."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.commands import ROOT, TINY, environment, losses
+
+JOB = ROOT / "examples" / "slurm" / "train_gpt.sbatch"
+# Two tasks on this machine. Like Slurm's, it hands a signal on, and ends the others when one fails. In the first one of
+# all a rank dies once there is a checkpoint.
+SRUN = """#!/usr/bin/env bash
+shift
+export SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NODELIST=127.0.0.1 SLURM_STEP_TASKS_PER_NODE=2
+tasks=()
+for task in 0 1; do SLURM_PROCID=$task SLURM_LOCALID=$task "$@" & tasks+=($!); done
+trap 'kill -TERM "${tasks[@]}"' TERM
+if [ ! -e "$RUN" ]; then
+    (until [ -e "$RUN/latest_checkpointed_iteration.txt" ]; do sleep 0.05; done; kill -KILL "${tasks[1]}") &
+fi
+for task in "${tasks[1]}" "${tasks[0]}"; do
+    code=0
+    wait "$task" || code=$?
+    while kill -0 "$task" 2>/dev/null; do code=0; wait "$task" || code=$?; done
+    if [ "$code" -ne 0 ]; then kill -KILL "${tasks[@]}" 2>/dev/null; exit "$code"; fi
+done
+"""
+SCRIPT = f"""#!/usr/bin/env bash
+exec bash {ROOT}/examples/launch.sh pretrain_gpt.py {TINY} --train-iters 100000 --save-interval 4 "$@"
+"""
+
+
+class Cluster:
+    """A folder with the stand-ins; jobs started here write one log, as requeued ones do."""
+
+    def __init__(self, folder: Path, *, srun: str = SRUN) -> None:
+        self.run, self.script, self._log = folder / "run", folder / "train_tiny.sh", folder / "log"
+        self.script.write_text(SCRIPT)
+        for name, text in {"srun": srun, "scontrol": '#!/bin/sh\necho "scontrol $*"\n'}.items():
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o755)
+        self._variables = environment() | {
+            "PATH": f"{folder}:{os.environ['PATH']}",
+            "SLURM_SUBMIT_DIR": str(ROOT),
+            "SLURM_JOB_ID": str(os.getpid()),  # ranks derive their port from it
+            "SLURM_JOB_NUM_NODES": "1",
+            "SLURM_NTASKS_PER_NODE": "2",
+            "SCRIPT": str(self.script),
+            "RUN": str(self.run),
+            "RESTART_SECONDS": "0",
+        }
+
+    def start(self, *flags: str) -> subprocess.Popen[bytes]:
+        """Begin a job."""
+        with self._log.open("ab") as log:
+            command = ["bash", str(JOB), *flags]
+            return subprocess.Popen(command, env=self._variables, stdout=log, stderr=subprocess.STDOUT)
+
+    def job(self, *flags: str) -> int:
+        """A whole job; its exit code."""
+        return self.start(*flags).wait(timeout=120)
+
+    @property
+    def log(self) -> str:
+        """What all jobs have said."""
+        return self._log.read_text(encoding="utf-8")
+
+
+def test_job_goes_on_after_a_failure_and_after_its_time_limit(tmp_path: Path) -> None:
+    """Runs last longer than any queue allows, and ranks die at night: nobody should have to look."""
+    cluster = Cluster(tmp_path)
+    job = cluster.start()
+    deadline = time.monotonic() + 150
+    while not re.search(r"checkpoint: \d.*lm loss", cluster.log, re.DOTALL):  # it has taken a step after the failure
+        assert job.poll() is None, cluster.log
+        assert time.monotonic() < deadline, cluster.log
+        time.sleep(0.1)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(timeout=60) == 0, cluster.log
+    saved = int((cluster.run / "latest_checkpointed_iteration.txt").read_text())
+    assert cluster.log.rstrip().endswith(f"scontrol requeue {os.getpid()}")
+    assert re.search(r"failed with exit code \d+; starting again", cluster.log)
+
+    assert cluster.job("--exit-interval", "20") == 0, cluster.log
+    starts = re.findall(r"starting from checkpoint: (\w+)", cluster.log)
+    assert starts[0] == "none"
+    assert int(starts[1]) % 4 == 0
+    assert starts[2:] == [str(saved)]
+    assert cluster.log.rstrip().endswith("finished")
+    assert sorted(losses(cluster.log)) == list(range(1, max(losses(cluster.log)) + 1))
+
+
+@pytest.mark.parametrize(("code", "starts"), [(1, 3), (2, 1)])
+def test_run_that_always_fails_is_given_up(code: int, starts: int, tmp_path: Path) -> None:
+    """Without progress three times in a row, and at once where the settings are wrong."""
+    cluster = Cluster(tmp_path, srun=f"#!/bin/sh\nexit {code}\n")
+    assert cluster.job() == code
+    assert cluster.log.count("starting from checkpoint: none") == starts
+
+
+def test_job_checks_its_flags_before_it_starts_anything(tmp_path: Path) -> None:
+    """By a dry run on the ranks that the job has."""
+    cluster = Cluster(tmp_path)
+    assert cluster.job("--tensor-model-parallel-size", "4") == 2
+    assert "2 ranks do not divide by --tensor-model-parallel-size 4" in cluster.log
+    assert "starting" not in cluster.log
+
+
+def test_job_without_a_checkpoint_is_not_queued_for_ever(tmp_path: Path) -> None:
+    """A time limit in which nothing is ever saved would turn in circles."""
+    cluster = Cluster(tmp_path, srun="#!/bin/sh\nexec sleep 30\n")
+    job = cluster.start()
+    while "starting from checkpoint" not in (cluster.log if (tmp_path / "log").exists() else ""):
+        time.sleep(0.1)
+    time.sleep(0.3)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(timeout=20) == 1
+    assert "before the first checkpoint of this job; give it a longer --time" in cluster.log
+    assert "scontrol" not in cluster.log
