@@ -207,7 +207,7 @@ IGNORED: tuple[tuple[str, str], ...] = (
     ),
     (
         "ckpt-format",
-        "checkpoints are always in torch.distributed.checkpoint's format; converting others is not available yet",
+        "checkpoints are always in torch.distributed.checkpoint's format; tools/checkpoint/convert.py converts others",
     ),
 )
 
@@ -326,7 +326,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ),
     (
         "ckpt-convert-format ckpt-convert-save ckpt-convert-update-legacy-dist-opt-format",
-        "converting checkpoints is not available yet",
+        "checkpoints are converted by a command of their own, tools/checkpoint/convert.py",
     ),
     (
         "dist-ckpt-format",

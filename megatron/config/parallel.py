@@ -86,7 +86,7 @@ class ParallelConfig:
         "Gather updated parameters bucket by bucket during the next forward pass.", default=False
     )
     ddp_bucket_size: int | None = flag(
-        "Parameters of one gradient bucket; without it: max(40 million, 1 million x data-parallel size) with overlap.",
+        "Parameters of one gradient bucket; without it: max(40 million, 1 million x ranks that reduce together).",
         default=None,
         at_least=1,
     )

@@ -244,7 +244,9 @@ def parse_run(
     intake.read_checkpoint(checkpoint_config)
     intake.finish()
     command: CommandConfig = intake.build(CommandConfig)
-    ranks = command.world_size if command.dry_run and command.world_size else world_size
+    problems = [*intake.problems, *_out_of_bounds(command)]
+    asked = command.world_size if command.dry_run else None
+    ranks = max(asked, 1) if asked is not None else world_size
     run = RunConfig(
         **{group_name(group): intake.build(group) for group in CORE_GROUPS},
         extra=tuple(intake.build(group) for group in extra_groups),
@@ -252,7 +254,7 @@ def parse_run(
         command=command,
     )
     object.__setattr__(run, "provenance", {spec.field: intake.source(spec, run.value(spec)) for spec in run.flags()})
-    problems = [*intake.problems, *failures(run, faulted=intake.faulted)]
+    problems += failures(run, faulted=intake.faulted)
     if problems:
         raise ConfigError(listed(problems))
     object.__setattr__(run, "notes", (*intake.notes, *remarks(run)))
@@ -267,13 +269,17 @@ def parse_groups(argv: Sequence[str], *groups: type, prog: str, about: str = "")
     intake = _read_command_line(argv, groups, prog, about)
     intake.finish()
     built = tuple(intake.build(group) for group in groups)
-    problems = list(intake.problems)
-    for group in built:
-        found = (spec.out_of_bounds(getattr(group, spec.field)) for spec in flags_of(type(group)))
-        problems += [each for each in found if each]
+    problems = [*intake.problems, *(sentence for group in built for sentence in _out_of_bounds(group))]
     if problems:
         raise ConfigError(listed(problems))
     return built
+
+
+def _out_of_bounds(group: Any) -> Iterator[str]:
+    for spec in flags_of(type(group)):
+        sentence = spec.out_of_bounds(getattr(group, spec.field))
+        if sentence:
+            yield sentence
 
 
 def _read_command_line(argv: Sequence[str], groups: Sequence[type], prog: str, about: str = "") -> Intake:

@@ -31,7 +31,8 @@ def layout_report(run: RunConfig, *, ranks_per_node: int) -> list[str]:
             continue
         members = [rank * stride for rank in range(size)]
         shown = ", ".join(map(str, members)) if size <= 4 else f"{members[0]}, {members[1]}, ... {members[-1]}"
-        within = "within a node" if stride * (size - 1) < ranks_per_node else "across nodes"
+        # Groups lie in blocks of consecutive ranks; unless blocks fill nodes evenly, some group is in two nodes.
+        within = "within a node" if nodes == 1 or ranks_per_node % (stride * size) == 0 else "across nodes"
         groups = run.world_size // size
         which = f"{groups:,} groups, the first is {shown}" if groups > 1 else "all of them"
         lines.append(f"{name:<8} {size:>5,} ranks: {which} ({within})")

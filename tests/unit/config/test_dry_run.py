@@ -106,6 +106,9 @@ def test_layout() -> None:
         "data         8 ranks: 8 groups, the first is 0, 8, ... 56 (across nodes)",
     ]
     assert layout("--tensor-model-parallel-size 8", ranks=8, ranks_per_node=4)[1].endswith("(across nodes)")
+    threes = "--tensor-model-parallel-size 3 --num-attention-heads 6 --hidden-size 48 --ffn-hidden-size 96"
+    assert layout(threes, ranks=6)[1].endswith("(within a node)")
+    assert layout(threes, ranks=24)[1].endswith("(across nodes)"), "ranks 6, 7 and 8 are one group"
 
 
 @pytest.mark.parametrize("order", ["", "--use-tp-pp-dp-mapping"])
