@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from megatron.config.flags import check_flags, flag
 from megatron.config.parse import parse_groups
 from megatron.config.trained_model import TrainedModelConfig
+from megatron.core.parallel.environment import launch_environment, told_once_a_node
 from megatron.errors import ConfigError, DataError, run_command
 
 if TYPE_CHECKING:  # torch is imported when flags are known to be right
@@ -39,13 +40,13 @@ class PerplexityConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Score the documents and print one table."""
-    config, choice = parse_groups(
-        argv, PerplexityConfig, TrainedModelConfig, prog="evaluate_perplexity.py", about=__doc__ or ""
-    )
-    documents = [text for path in config.input for text in read_documents(Path(path), key=config.json_key)]
-    if not any(documents):
-        raise DataError(f"--input {' '.join(config.input)} holds no text")
-    from megatron.core.parallel.environment import launch_environment
+    with told_once_a_node():
+        config, choice = parse_groups(
+            argv, PerplexityConfig, TrainedModelConfig, prog="evaluate_perplexity.py", about=__doc__ or ""
+        )
+        documents = [text for path in config.input for text in read_documents(Path(path), key=config.json_key)]
+        if not any(documents):
+            raise DataError(f"--input {' '.join(config.input)} holds no text")
     from megatron.training.recipes.gpt import GPTRecipe
     from megatron.training.trained_model import trained_model
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from megatron.config.flags import check_flags, flag
 from megatron.config.parse import parse_groups
 from megatron.config.trained_model import TrainedModelConfig
+from megatron.core.parallel.environment import launch_environment, told_once_a_node
 from megatron.errors import ConfigError, DataError, MegatronError, run_command
 
 if TYPE_CHECKING:  # torch is imported when flags are known to be right
@@ -48,11 +49,11 @@ def main(argv: Sequence[str]) -> int:
             f"{argv[0]} is the address of a text-generation server, which this project does not have yet; "
             "name a checkpoint instead: --load DIR --prompt TEXT"
         )
-    config, choice = parse_groups(
-        argv, GenerateConfig, TrainedModelConfig, prog="text_generation_cli.py", about=__doc__ or ""
-    )
-    prompts = [*config.prompt, *prompts_of(config.prompt_file)]
-    from megatron.core.parallel.environment import launch_environment
+    with told_once_a_node():
+        config, choice = parse_groups(
+            argv, GenerateConfig, TrainedModelConfig, prog="text_generation_cli.py", about=__doc__ or ""
+        )
+        prompts = [*config.prompt, *prompts_of(config.prompt_file)]
     from megatron.training.recipes.gpt import GPTRecipe
     from megatron.training.trained_model import trained_model
 

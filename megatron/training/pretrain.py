@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.run import RunConfig
-from megatron.errors import ConfigError, run_command
+from megatron.errors import run_command
 
 if TYPE_CHECKING:
     from megatron.core.parallel.environment import LaunchEnvironment
@@ -43,15 +43,11 @@ def pretrain(load_recipe: Callable[[], Recipe], argv: Sequence[str], *, prog: st
 
 
 def parse(argv: Sequence[str], *, prog: str) -> RunConfig:
-    """The run that ``argv`` describes; every rank finds the same faults, rank 0 names them."""
-    from megatron.core.parallel.environment import launched_world_size
+    """The run that ``argv`` describes."""
+    from megatron.core.parallel.environment import launched_world_size, told_once_a_node
 
-    try:
+    with told_once_a_node():
         return RunConfig.parse(argv, prog=prog, world_size=launched_world_size(), checkpoint_config=_saved_config)
-    except ConfigError as error:
-        if int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) == 0:
-            raise
-        sys.exit(error.exit_code)
 
 
 def _saved_config(load: str, step: int | None) -> Mapping[str, Any] | None:

@@ -17,7 +17,7 @@ from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint
 from megatron.core.checkpointing.load import load_checkpoint, read_run_state
 from megatron.core.models.stage import Stage
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.environment import LaunchEnvironment
+from megatron.core.parallel.environment import LaunchEnvironment, told_once_a_node
 from megatron.core.parallel.launch import parallel_context
 from megatron.core.parallel.sharding import ShardedState, sharded_parameters, sharding_of
 from megatron.core.tokenizers.base import Tokenizer
@@ -46,22 +46,23 @@ def trained_model(
     ``recipes``: the families the tool can use, by name. Raises CheckpointError when nothing usable is there,
     ConfigError and DataError for a tokenizer that can't be built.
     """
-    folder = find_checkpoint(choice.load, step=choice.ckpt_step)
-    state = read_run_state(folder)
-    recipe = recipes.get(state["recipe"])
-    if recipe is None:
-        raise CheckpointError(
-            f"{folder.path} holds a {state['recipe']} model; this tool works with {', '.join(recipes)}"
-        )
-    config = _for_inference(RunConfig.from_json(state["config"]), choice, launch.world_size)
-    tokenizer = build_tokenizer(config.tokenizer)
-    if state["tokenizer"]["fingerprint"] not in (tokenizer.fingerprint, None):  # None: converted without its files
-        raise CheckpointError(
-            f"{folder.path} was trained with another tokenizer ({state['tokenizer']['name']}, fingerprint "
-            f"{state['tokenizer']['fingerprint'][:12]}) than the files at hand make ({tokenizer.name}, "
-            f"{tokenizer.fingerprint[:12]}): name the files it was trained with (--vocab-file and --merge-file, or "
-            "--tokenizer-model)"
-        )
+    with told_once_a_node():
+        folder = find_checkpoint(choice.load, step=choice.ckpt_step)
+        state = read_run_state(folder)
+        recipe = recipes.get(state["recipe"])
+        if recipe is None:
+            raise CheckpointError(
+                f"{folder.path} holds a {state['recipe']} model; this tool works with {', '.join(recipes)}"
+            )
+        config = _for_inference(RunConfig.from_json(state["config"]), choice, launch.world_size)
+        tokenizer = build_tokenizer(config.tokenizer)
+        if state["tokenizer"]["fingerprint"] not in (tokenizer.fingerprint, None):  # None: converted without its files
+            raise CheckpointError(
+                f"{folder.path} was trained with another tokenizer ({state['tokenizer']['name']}, fingerprint "
+                f"{state['tokenizer']['fingerprint'][:12]}) than the files at hand make ({tokenizer.name}, "
+                f"{tokenizer.fingerprint[:12]}): name the files it was trained with (--vocab-file and --merge-file, or "
+                "--tokenizer-model)"
+            )
     precision, seed = config.precision.params_dtype, config.training.seed
     with parallel_context(config.parallel, launch, params_dtype=precision, seed=seed) as context:
         whole = Stage(range(config.model.num_layers), is_first=True, is_last=True)

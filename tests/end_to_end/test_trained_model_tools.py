@@ -70,6 +70,20 @@ def test_mistakes_are_one_sentence(checkpoints: str, more: list[str], words: str
     assert caught.value.exit_code == code
 
 
+@pytest.mark.parametrize(
+    ("flags", "code"), [(["--top-p", "1.5"], 2), (["--load", "nowhere", "--prompt", "1"], 1)], ids=["flags", "folder"]
+)
+def test_ranks_do_not_repeat_what_the_first_says(
+    flags: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The one sentence would be lost among its copies."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SystemExit) as caught:
+        text_generation_cli.main(flags)
+    assert caught.value.code == code
+    assert capsys.readouterr().err == ""
+
+
 def test_more_ranks_than_heads_are_refused_with_what_would_work(checkpoints: str) -> None:
     said = run(GENERATE, "", "--load", checkpoints, "--prompt", "1", ranks=3, expect=1)
     assert "the model's 4 heads (4 for keys and values) don't divide by 3: start 1 rank, or a divisor of both" in said

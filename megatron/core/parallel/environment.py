@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from megatron.errors import ParallelError
+from megatron.errors import MegatronError, ParallelError
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ def launch_environment(variables: Mapping[str, str] | None = None) -> LaunchEnvi
     env = os.environ if variables is None else variables
     if "RANK" in env or "WORLD_SIZE" in env:
         return _checked(_from_torchrun(env))
-    if int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+    if _number(env, "SLURM_STEP_NUM_TASKS", 1) > 1:
         return _checked(_from_slurm(env))
     return LaunchEnvironment()
 
@@ -39,25 +41,41 @@ def launched_world_size(variables: Mapping[str, str] | None = None) -> int | Non
     """Number of ranks that a launcher started, or None; for checking settings before anything is launched."""
     env = os.environ if variables is None else variables
     if "WORLD_SIZE" in env:
-        return int(env["WORLD_SIZE"])
-    tasks = int(env.get("SLURM_STEP_NUM_TASKS", "1"))
+        return _number(env, "WORLD_SIZE", 1)
+    tasks = _number(env, "SLURM_STEP_NUM_TASKS", 1)
     return tasks if tasks > 1 else None
 
 
+@contextmanager
+def told_once_a_node(variables: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Around what processes do before they meet, and do alike: of an error, a node's first one tells, others just end.
+
+    Not one for all nodes: a file may be missing on some node only.
+    """
+    env = os.environ if variables is None else variables
+    try:
+        yield
+    except MegatronError as error:
+        place = next((env[name] for name in ("LOCAL_RANK", "RANK", "SLURM_LOCALID") if name in env), "0")
+        if place == "0":
+            raise
+        sys.exit(error.exit_code)
+
+
 def _from_torchrun(env: Mapping[str, str]) -> LaunchEnvironment:
-    world_size = int(env.get("WORLD_SIZE", "1"))
+    world_size = _number(env, "WORLD_SIZE", 1)
     if world_size > 1 and "RANK" not in env:
         raise ParallelError(
             f"WORLD_SIZE is {world_size} but RANK is not set: start the processes with torchrun or srun, "
             "or unset WORLD_SIZE"
         )
     return LaunchEnvironment(
-        rank=int(env.get("RANK", "0")),
+        rank=_number(env, "RANK", 0),
         world_size=world_size,
-        local_rank=int(env.get("LOCAL_RANK", "0")),
-        local_world_size=int(env.get("LOCAL_WORLD_SIZE", str(world_size))),
+        local_rank=_number(env, "LOCAL_RANK", 0),
+        local_world_size=_number(env, "LOCAL_WORLD_SIZE", world_size),
         master_address=env.get("MASTER_ADDR", "127.0.0.1") if world_size > 1 else None,
-        master_port=int(env.get("MASTER_PORT", "29500")),
+        master_port=_number(env, "MASTER_PORT", 29500),
     )
 
 
@@ -65,14 +83,21 @@ def _from_slurm(env: Mapping[str, str]) -> LaunchEnvironment:
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
     tasks_here = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     return LaunchEnvironment(
-        rank=int(env["SLURM_PROCID"]),
-        world_size=int(env["SLURM_STEP_NUM_TASKS"]),
-        local_rank=int(env["SLURM_LOCALID"]),
+        rank=_number(env, "SLURM_PROCID", 0),
+        world_size=_number(env, "SLURM_STEP_NUM_TASKS", 1),
+        local_rank=_number(env, "SLURM_LOCALID", 0),
         local_world_size=int(tasks_here.group()) if tasks_here else 1,
         master_address=env.get("MASTER_ADDR") or first_host(nodes),
         # Jobs that share a node get different ports.
-        master_port=int(env.get("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 10000))),
+        master_port=_number(env, "MASTER_PORT", 20000 + _number(env, "SLURM_JOB_ID", 0) % 10000),
     )
+
+
+def _number(env: Mapping[str, str], name: str, default: int) -> int:
+    text = env.get(name, str(default))
+    if not text.isdecimal():
+        raise ParallelError(f"the variable {name} is {text!r}; launchers set it to a number: correct or unset it")
+    return int(text)
 
 
 def first_host(nodes: str) -> str:

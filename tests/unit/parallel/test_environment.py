@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.core.parallel.environment import LaunchEnvironment, first_host, launch_environment, launched_world_size
+from megatron.core.parallel.environment import (
+    LaunchEnvironment,
+    first_host,
+    launch_environment,
+    launched_world_size,
+    told_once_a_node,
+)
 from megatron.errors import ParallelError
 
 SLURM = {
@@ -37,6 +43,30 @@ def test_torchrun() -> None:
         }
     )
     assert found == LaunchEnvironment(3, 4, 1, 2, "a", 1)
+
+
+@pytest.mark.parametrize(
+    ("variables", "tells"),
+    [
+        ({}, True),
+        ({"RANK": "8", "LOCAL_RANK": "0"}, True),
+        ({"RANK": "3", "LOCAL_RANK": "3"}, False),
+        ({"RANK": "1"}, False),
+        (SLURM, False),
+        (SLURM | {"SLURM_LOCALID": "0"}, True),
+    ],
+)
+def test_one_process_of_a_node_tells_what_all_found(variables: dict[str, str], tells: bool) -> None:
+    """A wrong flag on 64 ranks would be 64 sentences; a file missing on one node only would be none."""
+    with pytest.raises(ParallelError if tells else SystemExit) as caught, told_once_a_node(variables):
+        raise ParallelError("something is wrong")
+    assert tells or caught.value.args == (1,)
+
+
+def test_world_size_that_is_no_number() -> None:
+    """A launcher's mistake is a sentence, too."""
+    with pytest.raises(ParallelError, match="the variable WORLD_SIZE is 'two'"):
+        launched_world_size({"WORLD_SIZE": "two"})
 
 
 def test_slurm_step() -> None:
