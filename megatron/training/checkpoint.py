@@ -123,10 +123,12 @@ def check_same_model(
         and not (config.checkpoint.finetune and spec.field in CHANGEABLE)
     ]
     if differences:
-        raise CheckpointError(
-            f"{folder.path} is of another architecture: {'; '.join(differences)}. "
-            "Give the checkpoint's values, or --use-checkpoint-args to take them from it"
+        advice = (
+            "Leave those settings out: --use-checkpoint-args takes what neither flags nor files give"
+            if config.checkpoint.use_checkpoint_args
+            else "Give the checkpoint's values, or --use-checkpoint-args to take them from it"
         )
+        raise CheckpointError(f"{folder.path} is of another architecture: {'; '.join(differences)}. {advice}")
     if state["tokenizer"]["fingerprint"] not in (tokenizer.fingerprint, UNKNOWN_TOKENIZER):
         raise CheckpointError(
             f"{folder.path} was trained with another tokenizer ({state['tokenizer']['name']}, fingerprint "

@@ -10,7 +10,7 @@ from megatron.training.checkpoint import load
 from megatron.training.evaluate import evaluate
 from megatron.training.recipe import Recipe
 from megatron.training.run import Run, build_run, startup_facts
-from megatron.training.saving import Saver, saving
+from megatron.training.saving import Saver, check_save_folder, saving
 from megatron.training.startup import startup_report
 from megatron.training.step import train_step
 from megatron.training.upkeep import (
@@ -28,6 +28,7 @@ def train_from_start_to_end(config: RunConfig, recipe: Recipe, context: Parallel
     run = build_run(config, recipe, context, started=started)
     parameters = check_parameter_count(run.config, list(run.model_state()), context)
     load(run)
+    check_save_folder(run.config, context)
     run.reporter.say(startup_report(run.config, startup_facts(run, parameters=parameters)))
     run.reporter.say("\n".join(["== data", *(f"   {line}" for line in run.data.describe())]))
     training = config.training

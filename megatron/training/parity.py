@@ -73,7 +73,7 @@ def observe(config: RunConfig, recipe: Recipe, context: ParallelContext, *, step
             seen.gradients = dict(whole_gradients(run))
         update = run.optimizer.update(count=total.count, lr=1e-2, weight_decay=0.1)
         seen.losses.append(sum(total.means.values()))
-        seen.grad_norms.append(update.grad_norm or 0.0)
+        seen.grad_norms.append(update.grad_norm)
     for entry in run.model_state():
         seen.weights[_name(entry.name)] = parts(entry.tensor, entry.sharding, context)
     return seen

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -14,11 +15,15 @@ from typing import Any
 
 import torch
 
+from megatron.config.run import RunConfig
+from megatron.core.checkpointing.agreement import run_on_all
 from megatron.core.checkpointing.retention import Retention, prune
 from megatron.core.checkpointing.save import PendingSave, begin_save
 from megatron.core.checkpointing.sharded_view import Staging
 from megatron.core.parallel.collectives import all_reduce
+from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.sharding import ShardedState
+from megatron.errors import CheckpointError
 from megatron.training.run import Run
 from megatron.training.stop import NonFiniteError
 
@@ -97,6 +102,28 @@ def saving(run: Run) -> Iterator[Saver]:
         saver.finish()
         raise
     saver.finish()
+
+
+def check_save_folder(config: RunConfig, context: ParallelContext) -> None:
+    """Make the ``--save`` folder and try to write in it, so that one nobody can write is found before training is lost.
+
+    A collective. Raises CheckpointError on all ranks when any cannot.
+    """
+    if config.checkpoint.save is None:
+        return
+    root = Path(config.checkpoint.save)
+
+    def try_to_write() -> None:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root) as file:
+            file.write(b"writable")
+
+    try:
+        run_on_all(try_to_write, context.mesh)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"--save {root} cannot be written: {error}; name a folder that every rank may write into"
+        ) from error
 
 
 def run_state(run: Run) -> dict[str, Any]:

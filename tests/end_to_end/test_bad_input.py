@@ -96,6 +96,8 @@ def test_checkpoint_of_another_architecture(tmp_path: Path) -> None:
         train(TINY.replace("--hidden-size 32", "--hidden-size 64") + " --train-iters 2", f"--load={tmp_path}")
     with pytest.raises(CheckpointError, match="--squared-relu is False in the checkpoint and True here"):
         train(f"{TINY} --train-iters 2 --finetune --squared-relu", f"--load={tmp_path}")
+    with pytest.raises(CheckpointError, match="Leave those settings out: --use-checkpoint-args takes"):
+        train(f"{TINY} --train-iters 2 --use-checkpoint-args --num-layers 3", f"--load={tmp_path}")
     smaller = TINY.replace("--num-layers 2 --hidden-size 32 --num-attention-heads 4", "")
     assert train(f"{smaller} --train-iters 1 --use-checkpoint-args", f"--load={tmp_path}") == 0
 
@@ -112,11 +114,13 @@ def test_load_that_finds_nothing(tmp_path: Path) -> None:
     assert train(f"{TINY} --train-iters 1", *same) == 0
 
 
-def test_unwritable_save_folder(tmp_path: Path) -> None:
+def test_unwritable_save_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Found before an hour of training is lost, with the folder named."""
     (tmp_path / "file").write_text("")
-    with pytest.raises(MegatronError, match="file"):
-        train(f"{TINY} --train-iters 1 --save-interval 1", f"--save={tmp_path}/file/folder")
+    for folder in (tmp_path / "file", tmp_path / "file" / "folder"):
+        with pytest.raises(MegatronError, match=f"--save {folder} cannot be written: .*; name a folder"):
+            train(f"{TINY} --train-iters 3 --save-interval 2", f"--save={folder}")
+    assert "iteration " not in capsys.readouterr().out
 
 
 def test_flags_are_checked_all_at_once() -> None:

@@ -74,11 +74,6 @@ class Simulation:
             _peak(order, [weight(stage) for stage in held]) for order, held in zip(self.schedule.orders, stages)
         )
 
-    def in_order_of_start(self) -> list[tuple[int, Interval]]:
-        """(rank, interval) of every action, each after all that it needs."""
-        found = [(rank, interval) for rank, row in enumerate(self.rows) for interval in row]
-        return sorted(found, key=lambda each: (each[1].start, each[1].number))
-
 
 def _peak(order: Sequence[Action], weights: Sequence[float]) -> float:
     held = highest = 0.0
