@@ -225,4 +225,4 @@ class _Gradients:
     def finish(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Gradients of hidden states, weight, bias."""
         assert self._grad_weight is not None, "a batch has at least one row"
-        return self._grad_hidden, self._grad_weight.contiguous(), self._grad_bias
+        return self._grad_hidden, self._grad_weight, self._grad_bias

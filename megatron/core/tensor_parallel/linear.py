@@ -95,11 +95,18 @@ def added_at_once(weight: Tensor) -> Tensor:
     """
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return weight
-    stand_in = weight.detach().requires_grad_()
-
-    def hand_on(_: Tensor) -> None:
-        gradient, stand_in.grad = stand_in.grad, None
-        torch.autograd.backward(weight, gradient)
-
-    stand_in.register_post_accumulate_grad_hook(hand_on)  # type: ignore[no-untyped-call]
+    anchor = torch.empty(0, requires_grad=True)  # gives the stand-in a backward pass, of which the weight isn't told
+    stand_in: Tensor = _AddedAtOnce.apply(anchor, weight.detach(), partial(torch.autograd.backward, weight))  # type: ignore[no-untyped-call]
     return stand_in
+
+
+class _AddedAtOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, weight: Tensor, add_gradient: Callable[[Tensor], None]) -> Tensor:
+        ctx.add_gradient = add_gradient
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        ctx.add_gradient(grad)
+        return None, None, None
