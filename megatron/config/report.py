@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 from megatron.config.pipeline import schedule_name, stage_shapes
 from megatron.config.run import RunConfig
+
+_MOST_LISTED = 8  # stages by name
 
 
 def settings_report(run: RunConfig) -> list[str]:
@@ -55,12 +58,19 @@ def axes(run: RunConfig) -> Iterator[tuple[str, int, int]]:
 
 
 def stages_report(run: RunConfig) -> str:
-    """``1f1b: 3 stages of 3, 3 and 2 layers``; nothing without a pipeline."""
+    """``1f1b: 3 stages of 3, 3 and 2 layers``, equal neighbours counted where stages are many; nothing without a
+    pipeline.
+    """
     if run.parallel.pipeline_model_parallel_size == 1:
         return ""
     shapes = stage_shapes(run)
     sizes = [str(stage.layers) for stage in shapes]
-    each = sizes[0] if len(set(sizes)) == 1 else f"{', '.join(sizes[:-1])} and {sizes[-1]}"
+    if len(sizes) > _MOST_LISTED:
+        runs = [(size, len(list(same))) for size, same in itertools.groupby(sizes)]
+        sizes = [f"{size} ({times} times)" if times > 1 else size for size, times in runs]
+    each = (
+        shapes[0].layers if len({stage.layers for stage in shapes}) == 1 else f"{', '.join(sizes[:-1])} and {sizes[-1]}"
+    )
     return f"{schedule_name(run)}: {len(shapes)} stages of {each} layers"
 
 

@@ -83,6 +83,13 @@ def validation_sets_exist(run: RunConfig) -> str | None:
     return None
 
 
+def validation_ends(run: RunConfig) -> str | None:
+    """Made-up data are many, and none of them worth reading whole."""
+    if run.data.full_validation and run.data.mock_data:
+        return "--full-validation reads all validation data, and --mock-data make up millions of samples; leave one out"
+    return None
+
+
 def packing_is_possible(run: RunConfig) -> str | None:
     """What --packing, --sft and --fim-rate exclude."""
     data = run.data
@@ -193,6 +200,7 @@ RULES = (
     split_is_sound,
     blends_are_sound,
     validation_sets_exist,
+    validation_ends,
     packing_is_possible,
     tokenizer_has_files,
     saving_needs_an_interval,

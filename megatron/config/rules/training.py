@@ -51,7 +51,9 @@ def length_is_given(run: RunConfig) -> str | None:
 
 
 def length_makes_a_step(run: RunConfig) -> str | None:
-    """Samples suffice for one step at least."""
+    """Iterations or samples suffice for one step at least."""
+    if run.training.train_iters == 0 and not run.training.skip_train:
+        return "--train-iters 0 trains nothing; give at least 1, or --skip-train to evaluate alone"
     samples, full = run.training.train_samples, run.batch_ramp.size_at(0)
     if samples is None or run.training.skip_train or samples >= full:
         return None

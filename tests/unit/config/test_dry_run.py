@@ -12,7 +12,7 @@ import pytest
 
 from megatron.config import RunConfig
 from megatron.config.dry_run import dry_run_report
-from megatron.config.report import axes, count, gigabytes, layout_report
+from megatron.config.report import axes, count, gigabytes, layout_report, stages_report
 from megatron.config.vocabulary import vocabulary_size
 from megatron.errors import ConfigError
 from tests.unit.config.command_lines import parse
@@ -109,6 +109,15 @@ def test_layout() -> None:
     threes = "--tensor-model-parallel-size 3 --num-attention-heads 6 --hidden-size 48 --ffn-hidden-size 96"
     assert layout(threes, ranks=6)[1].endswith("(within a node)")
     assert layout(threes, ranks=24)[1].endswith("(across nodes)"), "ranks 6, 7 and 8 are one group"
+
+
+def test_stages_in_a_line() -> None:
+    """Each one's size where they are few; 48 numbers would say less than how many are alike."""
+    few = "--pipeline-model-parallel-size 4"
+    assert stages_report(parse(few, ranks=4)) == "1f1b: 4 stages of 1 layers"
+    assert stages_report(parse(f"{few} --num-layers 6", ranks=4)) == "1f1b: 4 stages of 1, 2, 2 and 1 layers"
+    many = "--num-layers 95 --pipeline-model-parallel-size 16 --num-virtual-stages-per-pipeline-rank 3"
+    assert stages_report(parse(many, ranks=16)) == "interleaved: 48 stages of 2 (47 times) and 1 layers"
 
 
 @pytest.mark.parametrize("order", ["", "--use-tp-pp-dp-mapping"])
