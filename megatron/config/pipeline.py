@@ -12,6 +12,7 @@ from megatron.errors import ConfigError
 
 _EMBEDDING, _LAYER, _LOSS = "E", "t", "L"
 _TOKEN = re.compile(r"\*\d+|.")
+_LONGEST = 100_000  # letters of a layout
 LAYOUT_EXAMPLE = "'Et*2|t*3|t*2L' for 7 layers in 3 stages"
 
 
@@ -211,7 +212,12 @@ class _Layout:
                 part = token
             else:
                 raise self._wrong(token)
-            yield part * self._times()
+            times = self._times()
+            if len(part) * times > _LONGEST:
+                raise ConfigError(
+                    f"--pipeline-model-parallel-layout {self.text!r} repeats more than a model has: *{times}"
+                )
+            yield part * times
         if closes:
             raise ConfigError(f"--pipeline-model-parallel-layout {self.text!r} lacks a )")
 

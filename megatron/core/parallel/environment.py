@@ -41,7 +41,7 @@ def launched_world_size(variables: Mapping[str, str] | None = None) -> int | Non
     """Number of ranks that a launcher started, or None; for checking settings before anything is launched."""
     env = os.environ if variables is None else variables
     if "WORLD_SIZE" in env:
-        return _number(env, "WORLD_SIZE", 1)
+        return _number(env, "WORLD_SIZE", 1, at_least=1)
     tasks = _number(env, "SLURM_STEP_NUM_TASKS", 1)
     return tasks if tasks > 1 else None
 
@@ -63,7 +63,7 @@ def told_once_a_node(variables: Mapping[str, str] | None = None) -> Iterator[Non
 
 
 def _from_torchrun(env: Mapping[str, str]) -> LaunchEnvironment:
-    world_size = _number(env, "WORLD_SIZE", 1)
+    world_size = _number(env, "WORLD_SIZE", 1, at_least=1)
     if world_size > 1 and "RANK" not in env:
         raise ParallelError(
             f"WORLD_SIZE is {world_size} but RANK is not set: start the processes with torchrun or srun, "
@@ -93,9 +93,9 @@ def _from_slurm(env: Mapping[str, str]) -> LaunchEnvironment:
     )
 
 
-def _number(env: Mapping[str, str], name: str, default: int) -> int:
+def _number(env: Mapping[str, str], name: str, default: int, *, at_least: int = 0) -> int:
     text = env.get(name, str(default))
-    if not text.isdecimal():
+    if not text.isdecimal() or int(text) < at_least:
         raise ParallelError(f"the variable {name} is {text!r}; launchers set it to a number: correct or unset it")
     return int(text)
 

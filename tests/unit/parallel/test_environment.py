@@ -63,10 +63,11 @@ def test_one_process_of_a_node_tells_what_all_found(variables: dict[str, str], t
     assert tells or caught.value.args == (1,)
 
 
-def test_world_size_that_is_no_number() -> None:
+@pytest.mark.parametrize("text", ["two", "0", "-1"])
+def test_world_size_that_is_no_number_of_ranks(text: str) -> None:
     """A launcher's mistake is a sentence, too."""
-    with pytest.raises(ParallelError, match="the variable WORLD_SIZE is 'two'"):
-        launched_world_size({"WORLD_SIZE": "two"})
+    with pytest.raises(ParallelError, match=f"the variable WORLD_SIZE is '{text}'"):
+        launched_world_size({"WORLD_SIZE": text})
 
 
 def test_slurm_step() -> None:
