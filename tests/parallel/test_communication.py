@@ -1,0 +1,14 @@
+"""What ranks send in a step is what the textbook says, to the byte; see benchmarks/communication.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.communication import measured, textbook, worlds
+
+
+@pytest.mark.parametrize("layouts", worlds(), ids=lambda layouts: layouts[0])
+def test_bytes_sent_are_the_textbooks(layouts: list[str]) -> None:
+    """An exchange too many shows in no loss and in no test on one machine: it costs a tenth of a large run."""
+    for layout, counted in measured(layouts).items():
+        assert counted == [textbook(layout, rank) for rank in range(len(counted))], layout
