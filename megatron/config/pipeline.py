@@ -144,15 +144,19 @@ def _sizes_with_given_ends(run: RunConfig) -> list[int]:
     }
     for flag, layers in given.values():
         if layers % chunks:
-            raise ConfigError(f"{flag} {layers} does not divide over the {chunks} chunks of a rank")
+            below = layers // chunks * chunks
+            fits = " or ".join(str(each) for each in (below, below + chunks) if each)
+            raise ConfigError(f"{flag} {layers} does not divide over the {chunks} chunks of a rank; use {fits}")
     left, others = run.model.num_layers - sum(layers for _, layers in given.values()), ranks - len(given)
     asked = " and ".join(f"{flag} {layers}" for flag, layers in given.values())
     if others == 0 and left:
-        raise ConfigError(f"{asked} must together be --num-layers {run.model.num_layers}: there are no other ranks")
+        raise ConfigError(
+            f"{asked} must together be --num-layers {run.model.num_layers}: there are no other ranks; leave one out"
+        )
     if left < others * chunks:
         raise ConfigError(
-            f"{asked} out of --num-layers {run.model.num_layers} leave {left} for the other {others} pipeline ranks, "
-            f"which need at least {others * chunks}"
+            f"{asked} out of --num-layers {run.model.num_layers} leave {max(left, 0)} for the other pipeline ranks, "
+            f"which need at least {others * chunks}; give at most {run.model.num_layers - others * chunks}"
         )
     middle = iter(balanced_sizes(left, others * chunks) if others else ())
     return [

@@ -81,7 +81,8 @@ def schedule_suits_the_chunks(run: RunConfig) -> str | None:
         return None
     if schedule == "interleaved" and chunks == 1:
         return (
-            "--pipeline-schedule interleaved needs more stages than ranks; give --num-virtual-stages-per-pipeline-rank"
+            "--pipeline-schedule interleaved needs more stages than ranks; give --num-virtual-stages-per-pipeline-rank "
+            "2 or more"
         )
     if schedule != "interleaved" and chunks > 1:
         return (
