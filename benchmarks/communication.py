@@ -117,11 +117,16 @@ def counting(mesh: Mesh) -> Iterator[Counter[str]]:
         sent["messages"] += x.nbytes
         return original_send(x, *peer, **options)
 
-    original_reduce, original_send = dist.all_reduce, dist.isend
+    def operation(kind: Any, x: Tensor, *peer: Any) -> dist.P2POp:
+        sent["messages"] += x.nbytes * (kind is send)
+        return original_operation(original_send if kind is send else kind, x, *peer)
+
+    original_reduce, original_send, original_operation = dist.all_reduce, dist.isend, dist.P2POp
     original_gather, original_scatter = collectives._gather_tensor, collectives._scatter_tensor
     with (
         mock.patch.object(dist, "all_reduce", reduce),
         mock.patch.object(dist, "isend", send),
+        mock.patch.object(dist, "P2POp", operation),
         mock.patch.object(collectives, "_gather_tensor", gather),
         mock.patch.object(collectives, "_scatter_tensor", scatter),
         mock.patch.object(collectives, "_SMALL_ON_CPU", 0),
