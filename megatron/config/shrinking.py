@@ -25,6 +25,7 @@ def without_files(run: RunConfig, *, vocab_size: int, steps: int) -> RunConfig:
         seq_length=run.data.seq_length,
         mock_data=True,
         num_workers=0,
+        packing=run.data.packing,
         reset_position_ids=run.data.reset_position_ids,
         reset_attention_mask=run.data.reset_attention_mask,
         eod_mask_loss=run.data.eod_mask_loss,

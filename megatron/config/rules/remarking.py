@@ -21,6 +21,13 @@ def exchange_needs_context_ranks(run: RunConfig) -> str | None:
     return None
 
 
+def messages_need_a_pipeline(run: RunConfig) -> str | None:
+    """Only pipeline ranks send each other messages."""
+    if run.given("overlap_p2p_communication") and run.parallel.pipeline_model_parallel_size == 1:
+        return "--no-overlap-p2p-communication: no effect, because --pipeline-model-parallel-size is 1"
+    return None
+
+
 def loss_scale_needs_fp16(run: RunConfig) -> str | None:
     """Only fp16 has a loss scale."""
     if run.precision.fp16:
@@ -114,6 +121,7 @@ def microbatch_groups_need_virtual_stages(run: RunConfig) -> str | None:
 RULES = (
     sequence_parallel_needs_tensor_ranks,
     exchange_needs_context_ranks,
+    messages_need_a_pipeline,
     loss_scale_needs_fp16,
     tensorboard_needs_a_folder,
     wandb_needs_a_project,

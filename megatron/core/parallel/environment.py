@@ -14,7 +14,11 @@ from megatron.errors import MegatronError, ParallelError
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """This process among all: its rank, its rank on the node, and where rank 0 listens (None for a world of one)."""
+    """This process among all: its rank, its rank on the node, and where rank 0 listens (None for a world of one).
+
+    ``may_see_own_device_alone``: the launcher can show each process one GPU, its own, as number 0; Slurm's
+    ``--gpus-per-task=1`` does.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -22,6 +26,7 @@ class LaunchEnvironment:
     local_world_size: int = 1
     master_address: str | None = None
     master_port: int = 29500
+    may_see_own_device_alone: bool = False
 
 
 def launch_environment(variables: Mapping[str, str] | None = None) -> LaunchEnvironment:
@@ -90,6 +95,7 @@ def _from_slurm(env: Mapping[str, str]) -> LaunchEnvironment:
         master_address=env.get("MASTER_ADDR") or first_host(nodes),
         # Jobs that share a node get different ports.
         master_port=_number(env, "MASTER_PORT", 20000 + _number(env, "SLURM_JOB_ID", 0) % 10000),
+        may_see_own_device_alone=True,
     )
 
 

@@ -76,8 +76,8 @@ def choose_device(backend: str | None, launch: LaunchEnvironment) -> torch.devic
         raise ConfigError("--distributed-backend nccl needs a GPU and this machine has none: leave it out, or say gloo")
     if backend == "gloo" or not available:
         return torch.device("cpu")
-    # Slurm's --gpus-per-task=1 shows each process its own GPU alone, as number 0.
-    index = 0 if torch.cuda.device_count() == 1 else launch.local_rank
+    alone = launch.may_see_own_device_alone and torch.cuda.device_count() == 1
+    index = 0 if alone else launch.local_rank
     if index >= torch.cuda.device_count():
         raise ParallelError(
             f"rank {launch.rank} is number {launch.local_rank} on its node of {torch.cuda.device_count()} GPUs: "

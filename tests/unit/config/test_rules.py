@@ -184,6 +184,11 @@ REMARKS = [
         "",
         "--cp-comm-type a2a: no effect, because --context-parallel-size is 1",
     ),
+    (
+        "--no-overlap-p2p-communication",
+        "",
+        "--no-overlap-p2p-communication: no effect, because --pipeline-model-parallel-size is 1",
+    ),
 ]
 
 

@@ -71,8 +71,9 @@ def test_world_size_that_is_no_number_of_ranks(text: str) -> None:
 
 
 def test_slurm_step() -> None:
-    """srun without torchrun: rank 0 is on the step's first host, at a port of the job's own."""
-    assert launch_environment(SLURM) == LaunchEnvironment(9, 16, 1, 8, "gpu003", 23456)
+    """srun without torchrun: rank 0 is on the step's first host, at a port of the job's own"""
+    expected = LaunchEnvironment(9, 16, 1, 8, "gpu003", 23456, may_see_own_device_alone=True)
+    assert launch_environment(SLURM) == expected
     assert launched_world_size(SLURM) == 16
 
 
