@@ -1,14 +1,14 @@
-"""Train a byte-level BPE, as GPT-2's, on your own text.
+"""Train a byte-level BPE, as GPT-2's, or a WordPiece vocabulary, as BERT's, on your own text.
 
 Writes tokenizer.json for HuggingFaceTokenizer (and for transformers), and the same as vocab.json and merges.txt for
-GPT2BPETokenizer. The same text gives the same files.
+GPT2BPETokenizer; of WordPiece vocab.txt, for BertWordPieceLowerCase. The same text gives the same files.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +31,7 @@ from megatron.core.tokenizers.text_files import (
     read_documents,
     read_plain_lines,
 )
+from megatron.core.tokenizers.wordpiece import BERT_TOKENS, UNKNOWN, words_pipeline
 from megatron.errors import ConfigError, DataError, run_command
 
 NUM_BYTES = 256
@@ -45,8 +46,13 @@ class TrainTokenizerConfig:
         "JSON lines, or plain text in .txt (.gz, .bz2, .zst too), or .parquet: files, folders, globs in quotes, or - "
         "for JSON lines on standard input."
     )
-    output_dir: str = flag("Folder of tokenizer.json, tokenizer_config.json, vocab.json and merges.txt.")
+    output_dir: str = flag(
+        "Folder of tokenizer.json, tokenizer_config.json, vocab.json and merges.txt, or of WordPiece's vocab.txt."
+    )
     vocab_size: int = flag("Tokens of the vocabulary, the 256 bytes and special tokens included.")
+    kind: Literal["byte-level-bpe", "wordpiece"] = flag(
+        "byte-level-bpe: GPT-2's kind; wordpiece: that of BERT, in lower case.", default="byte-level-bpe"
+    )
     json_key: str = flag("Key of each object whose text is used.", default="text")
     special_tokens: tuple[str, ...] = flag(f"Special tokens besides {END_OF_TEXT}, which ends documents.", default=())
     min_frequency: int = flag("Times that a pair must occur to become a token.", default=2, at_least=1)
@@ -61,6 +67,10 @@ def main(argv: Sequence[str]) -> int:
     about = " ".join((__doc__ or "").split())
     (config,) = parse_groups(argv, TrainTokenizerConfig, prog="train_tokenizer.py", about=about)
     pipeline = train(config)
+    if config.kind == "wordpiece":
+        write_files(Path(config.output_dir), {"vocab.txt": vocabulary_lines(pipeline, special_tokens(config))})
+        print(f"{config.output_dir}: {pipeline.get_vocab_size():,} tokens in vocab.txt")
+        return 0
     save(pipeline, Path(config.output_dir))
     print(
         f"{config.output_dir}: {pipeline.get_vocab_size():,} tokens in tokenizer.json, and in vocab.json + merges.txt"
@@ -68,27 +78,42 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def special_tokens(config: TrainTokenizerConfig) -> list[str]:
+    """Those that the kind needs, and those that are asked for."""
+    needed = BERT_TOKENS if config.kind == "wordpiece" else (END_OF_TEXT,)
+    return list(dict.fromkeys([*needed, *config.special_tokens]))
+
+
 def train(config: TrainTokenizerConfig) -> tokenizers.Tokenizer:
     """The trained tokenizer; holds the words of the text in memory, not the text.
 
     Raises ConfigError when the vocabulary is too small for the bytes, DataError when the text is too little for it.
     """
-    special = list(dict.fromkeys([END_OF_TEXT, *config.special_tokens]))
-    least = NUM_BYTES + len(special)
+    words = config.kind == "wordpiece"
+    special = special_tokens(config)
+    least = (0 if words else NUM_BYTES) + len(special)
     if config.vocab_size < least:
-        raise ConfigError(
-            f"--vocab-size {config.vocab_size} cannot hold the {NUM_BYTES} bytes and {len(special)} special tokens; "
-            f"give at least {least}."
-        )
-    pipeline = byte_level(models.BPE())
-    trainer = trainers.BpeTrainer(
-        vocab_size=config.vocab_size,
-        min_frequency=config.min_frequency,
-        special_tokens=list(special),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=sys.stderr.isatty(),
-    )
+        held = f"{len(special)} special tokens" if words else f"the {NUM_BYTES} bytes and {len(special)} special tokens"
+        raise ConfigError(f"--vocab-size {config.vocab_size} cannot hold {held}; give at least {least}.")
+    word_pieces = models.WordPiece(unk_token=UNKNOWN)
+    pipeline = words_pipeline(word_pieces, lower_case=True) if words else byte_level(models.BPE())
     texts = Texts(config)
+    if words:
+        if "-" in config.input:
+            raise ConfigError("--kind wordpiece reads its text twice, so it can't come from standard input: name files")
+        # Of pieces that occur equally often the trainer takes the one known first, and it comes to know what goes on
+        # with a word in an order of chance, unless it is told.
+        characters = {each for batch in texts for text in batch for each in pipeline.normalizer.normalize_str(text)}
+        special = [*special, *(f"##{each}" for each in sorted(characters) if not each.isspace())]
+        texts = Texts(config)
+    common: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "min_frequency": config.min_frequency,
+        "special_tokens": special,
+        "show_progress": sys.stderr.isatty(),
+    }
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.WordPieceTrainer(**common) if words else trainers.BpeTrainer(**common, initial_alphabet=alphabet)
     pipeline.train_from_iterator(iter(texts), trainer)
     if texts.bad:
         print(f"left out {texts.bad:,} bad lines, the first: {texts.first_bad}", file=sys.stderr)
@@ -136,6 +161,17 @@ def save(pipeline: tokenizers.Tokenizer, folder: Path) -> None:
         "tokenizer_config.json": _json(settings),
         "tokenizer.json": pipeline.to_str(pretty=True),
     }
+    write_files(folder, files)
+
+
+def vocabulary_lines(pipeline: tokenizers.Tokenizer, special: Sequence[str]) -> str:
+    """A vocab.txt: one piece a line, ``special`` first. The library's order of the others changes from run to run."""
+    pieces = sorted(pipeline.get_vocab().keys() - set(special))
+    return "".join(f"{piece}\n" for piece in (*special, *pieces))
+
+
+def write_files(folder: Path, files: Mapping[str, str]) -> None:
+    """Write the files by name; raises DataError when the folder cannot be written."""
     for name, text in files.items():
         path = folder / name
         with write_errors(path, remedy="free some space, or give --output-dir another folder"):

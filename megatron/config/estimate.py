@@ -9,28 +9,34 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from megatron.config.bert import BertConfig
 from megatron.config.model import ModelConfig
 from megatron.config.pipeline import StageShape, stage_shapes
 from megatron.config.run import RunConfig
 
 _LOSS_CHUNK = 1 << 24  # logits of the vocabulary loss that exist at a time
+_TOKEN_TYPES = 2
 _STATES = {"adam": 2, "sgd": 1}  # fp32 numbers per weight
 
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Parameters by part; ``output_layer`` is 0 when it shares the word embeddings."""
+    """Parameters by part; ``output_layer`` is 0 when it shares the word embeddings. ``heads``: what BERT has behind the
+    final norm, the output's bias included; ``position_embeddings`` are those of its token types, too.
+    """
 
     word_embeddings: int
     position_embeddings: int
     layers: int
     final_norm: int
     output_layer: int
+    heads: int = 0
 
     @property
     def total(self) -> int:
         """All parts together."""
-        return self.word_embeddings + self.position_embeddings + self.layers + self.final_norm + self.output_layer
+        ends = self.word_embeddings + self.position_embeddings + self.final_norm + self.output_layer + self.heads
+        return ends + self.layers
 
 
 @dataclass(frozen=True)
@@ -76,13 +82,13 @@ def model_parameters(run: RunConfig) -> ParameterCounts:
     """Of the whole model, without vocabulary padding."""
     assert run.model.vocab_size is not None, "the vocabulary size must be known"
     whole = [StageShape(0, run.model.num_layers, is_first=True, is_last=True)]
-    return _parameters(run.model, whole, ranks=1, vocabulary=run.model.vocab_size)
+    return _parameters(run, whole, ranks=1, vocabulary=run.model.vocab_size)
 
 
 def rank_parameters(run: RunConfig, *, pipeline_rank: int = 0) -> ParameterCounts:
     """Of a rank of this place in the pipeline, with vocabulary padding."""
     ranks = run.parallel.tensor_model_parallel_size
-    return _parameters(run.model, stages_of(run, pipeline_rank), ranks=ranks, vocabulary=run.padded_vocab_size // ranks)
+    return _parameters(run, stages_of(run, pipeline_rank), ranks=ranks, vocabulary=run.padded_vocab_size // ranks)
 
 
 def stages_of(run: RunConfig, pipeline_rank: int) -> list[StageShape]:
@@ -90,20 +96,29 @@ def stages_of(run: RunConfig, pipeline_rank: int) -> list[StageShape]:
     return [stage for stage in stage_shapes(run) if stage.rank == pipeline_rank]
 
 
-def _parameters(model: ModelConfig, stages: Sequence[StageShape], *, ranks: int, vocabulary: int) -> ParameterCounts:
+def _parameters(run: RunConfig, stages: Sequence[StageShape], *, ranks: int, vocabulary: int) -> ParameterCounts:
+    model, bert = run.model, run.find(BertConfig)
     hidden = model.hidden_size
     norm = hidden * (2 if model.normalization == "LayerNorm" else 1)
     learned = model.position_embedding_type == "learned_absolute"
     first, last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
     copied = last and (model.untie_embeddings_and_output_weights or not first)
     layer = _attention_parameters(model, ranks) + _mlp_parameters(model, ranks) + 2 * norm
+    positions = (model.max_position_embeddings if learned else 0) + (_TOKEN_TYPES if bert else 0)
     return ParameterCounts(
         word_embeddings=vocabulary * hidden * first,
-        position_embeddings=model.max_position_embeddings * hidden if learned and first else 0,
+        position_embeddings=positions * hidden * first,
         layers=sum(stage.layers for stage in stages) * layer,
         final_norm=norm * last,
         output_layer=vocabulary * hidden * copied,
+        heads=_head_parameters(bert, hidden, norm, vocabulary) if bert and last else 0,
     )
+
+
+def _head_parameters(bert: BertConfig, hidden: int, norm: int, vocabulary: int) -> int:
+    """A dense layer, norm and bias for the words; a dense layer and two outputs for the order."""
+    dense = hidden * hidden + hidden
+    return dense + norm + vocabulary + (dense + 2 * hidden + 2 if bert.bert_binary_head else 0)
 
 
 def _attention_parameters(model: ModelConfig, ranks: int) -> int:
@@ -201,7 +216,8 @@ class _Activations:
         ranks = self._run.parallel.tensor_model_parallel_size
         vocabulary = self._run.padded_vocab_size // ranks
         chunk = min(_LOSS_CHUNK, vocabulary * self._tokens) * (4 if self._width == 4 else 6)
-        return 2 * self._tokens * self._hidden * self._width + vocabulary * self._hidden * self._width + chunk
+        head = 4 * self._rows * self._hidden * self._width if self._run.find(BertConfig) else 0  # dense, GELU, norm
+        return 2 * self._tokens * self._hidden * self._width + vocabulary * self._hidden * self._width + chunk + head
 
     def of_backward(self) -> int:
         """Gradients inside one layer, and what is recomputed for it."""

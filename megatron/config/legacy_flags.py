@@ -228,10 +228,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "weights start from a normal distribution: --init-method-std 0.02",
     ),
     (
-        "apply-residual-connection-post-layernorm",
-        "the residual is taken before the norm; leave it out",
-    ),
-    (
         "onnx-safe",
         "there is no ONNX export; leave it out",
     ),
@@ -262,6 +258,10 @@ REFUSED: tuple[tuple[str, str], ...] = (
     (
         "sample-rate",
         "every sample is used; make a smaller data set or give --train-samples",
+    ),
+    (
+        "bert-binary-head bert-no-binary-head mask-prob short-seq-prob",
+        "it belongs to BERT; train one with pretrain_bert.py",
     ),
     (
         "decoder-num-layers",

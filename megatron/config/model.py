@@ -73,6 +73,11 @@ class ModelConfig:
     apply_layernorm_1p: bool = flag(
         "Store norm weights minus one, so that a weight of zero scales by one.", default=False, architecture=True
     )
+    apply_residual_connection_post_layernorm: bool = flag(
+        "Residuals start behind the norms, as in the original BERT, instead of before them.",
+        default=False,
+        architecture=True,
+    )
     add_bias_linear: bool = flag(
         "No biases in linear layers.", default=True, off="--disable-bias-linear", architecture=True
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron.config.bert import BertConfig
 from megatron.config.command import CommandConfig
 from megatron.config.flags import FlagSpec, flags_of, group_name
 from megatron.config.help import default_text, usage
@@ -29,7 +30,7 @@ turned off by `--no-x`.
 def reference() -> str:
     """The whole document, in Markdown."""
     lines = [_INTRODUCTION]
-    for group in (*CORE_GROUPS, CommandConfig):
+    for group in (*CORE_GROUPS, BertConfig, CommandConfig):
         lines += [f"## {group_name(group)}", "", (group.__doc__ or "").strip().splitlines()[0], ""]
         lines += ["| flag | meaning | default |", "|---|---|---|", *map(_row, _flags(group)), ""]
     lines += ["## Flags of Megatron-LM that are no settings here", ""]
@@ -42,7 +43,7 @@ def reference() -> str:
 def snapshot() -> str:
     """One line per flag, for reviewing changes of the command line as a diff."""
     lines = []
-    for group in (*CORE_GROUPS, CommandConfig):
+    for group in (*CORE_GROUPS, BertConfig, CommandConfig):
         for spec in _flags(group):
             spellings = " ".join(spec.spellings())
             lines.append(f"{group_name(group)}.{spec.field}: {spellings} | {spec.noun} | {_default(spec)}")

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from megatron.config.batch_ramp import BatchRamp
+from megatron.config.bert import BertConfig
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.command import CommandConfig
 from megatron.config.data import DataConfig
@@ -88,7 +89,8 @@ class RunConfig:
         if kind is None:
             files = tokenizer.vocab_file or tokenizer.merge_file or tokenizer.tokenizer_model
             null = self.data.mock_data and tokenizer.vocab_size is not None and not files
-            kind = found["tokenizer"]["tokenizer_type"] = "NullTokenizer" if null else "GPT2BPETokenizer"
+            usual = "GPT2BPETokenizer" if self.find(BertConfig) is None else "BertWordPieceLowerCase"
+            kind = found["tokenizer"]["tokenizer_type"] = "NullTokenizer" if null else usual
         if model.vocab_size is None and tokenizer.vocab_size is not None:
             found["model"]["vocab_size"] = tokenizer.vocab_size + (kind == "NullTokenizer")
         if self.parallel.tensor_model_parallel_size == 1:
@@ -125,6 +127,10 @@ class RunConfig:
             if isinstance(each, kind):
                 return each
         raise KeyError(f"this run has no {kind.__name__}")
+
+    def find(self, kind: type[Group]) -> Group | None:
+        """The group of class ``kind``, if this run has one."""
+        return next((each for each in self.groups() if isinstance(each, kind)), None)
 
     def groups(self) -> tuple[Any, ...]:
         """Every group that describes the run, in the order of the help text."""

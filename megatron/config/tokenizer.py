@@ -29,7 +29,8 @@ class TokenizerConfig:
         refused_values={
             "MultimodalTokenizer": "models of text and images are outside this project",
         },
-        derived="NullTokenizer with --mock-data and --vocab-size and no tokenizer files, else GPT2BPETokenizer",
+        derived="NullTokenizer with --mock-data and --vocab-size and no tokenizer files, else GPT2BPETokenizer, or "
+        "BertWordPieceLowerCase for BERT",
         from_checkpoint=True,
     )
     vocab_file: str | None = flag("vocab.json of GPT2BPETokenizer, vocab.txt of BertWordPiece.", default=None)

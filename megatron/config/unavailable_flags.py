@@ -78,9 +78,9 @@ UNAVAILABLE: tuple[tuple[str, str, str], ...] = (
         "heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json",
     ),
     (
-        "BERT is",
+        "output of BERT's embeddings is",
         " yet; leave it out",
-        "bert-no-binary-head mask-prob short-seq-prob output-bert-embeddings bert-embedder-type",
+        "output-bert-embeddings bert-embedder-type",
     ),
     (
         "a biencoder is",

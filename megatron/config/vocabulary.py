@@ -25,6 +25,9 @@ def vocabulary_size(run: RunConfig) -> int:
         case "GPT2BPETokenizer":
             words = _read_json("--vocab-file", tokenizer.vocab_file)
             return _highest("--vocab-file", tokenizer.vocab_file, words) + tokenizer.vocab_extra_ids
+        case "BertWordPieceLowerCase" | "BertWordPieceCase":
+            pieces = _read("--vocab-file", tokenizer.vocab_file).decode(errors="replace").rstrip("\n").split("\n")
+            return len(pieces) + len({"[BOS]", "[EOS]"} - set(pieces)) + tokenizer.vocab_extra_ids
         case "HuggingFaceTokenizer":
             return _hugging_face_size(tokenizer.tokenizer_model) + tokenizer.vocab_extra_ids
         case "TikTokenizer":
@@ -50,11 +53,16 @@ def _highest(flag: str, file: str | None, ids: Any) -> int:
     return int(max(ids.values())) + 1
 
 
-def _read_json(flag: str, file: str | None) -> Any:
+def _read(flag: str, file: str | None) -> bytes:
     try:
-        return json.loads(Path(file or "").read_bytes())
+        return Path(file or "").read_bytes()
     except OSError as error:
         reason = error.strerror or "it cannot be read"
         raise ConfigError(f"{flag} {file} cannot be read ({reason.lower()}){_OR_SAY_SO}") from None
+
+
+def _read_json(flag: str, file: str | None) -> Any:
+    try:
+        return json.loads(_read(flag, file))
     except ValueError:
         raise ConfigError(f"{flag} {file} is not JSON{_OR_SAY_SO}") from None

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from megatron.config.flags import flags_of
-from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.core.checkpointing.agreement import run_on_first
 from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint, is_unused
@@ -114,14 +111,13 @@ def check_same_model(
     """Raise CheckpointError that lists every difference between the checkpoint's model and the run's."""
     if state["recipe"] != recipe:
         raise CheckpointError(f"{folder.path} holds a {state['recipe']} model; this command trains {recipe} models")
-    saved, asked = state["config"]["model"], dataclasses.asdict(config.model)
-    differences = [
-        f"{spec.positive} is {saved[spec.field]} in the checkpoint and {asked[spec.field]} here"
-        for spec in flags_of(ModelConfig)
-        if spec.options.architecture
-        and saved.get(spec.field, asked[spec.field]) != asked[spec.field]
-        and not (config.checkpoint.finetune and spec.field in CHANGEABLE)
-    ]
+    differences = []
+    for spec in config.flags():
+        asked = config.value(spec)
+        saved = state["config"].get(spec.group, {}).get(spec.field, asked)
+        may_change = config.checkpoint.finetune and spec.field in CHANGEABLE
+        if spec.options.architecture and saved != asked and not may_change:
+            differences.append(f"{spec.positive} is {saved} in the checkpoint and {asked} here")
     if differences:
         advice = (
             "Leave those settings out: --use-checkpoint-args takes what neither flags nor files give"

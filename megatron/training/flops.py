@@ -22,13 +22,30 @@ def gpt_flops_per_sample(model: ModelConfig, seq_length: int, *, tensor_model_pa
     vocabulary as padded for the tensor-parallel size. Recomputation, norms and activations are not counted.
     """
     padded_vocab_size = model.padded_vocab_size(tensor_model_parallel_size)
+    layers = _layers(model, seq_length / 2)
+    return float(seq_length * (layers + 6 * model.hidden_size * padded_vocab_size))
+
+
+def bert_flops_per_sample(
+    model: ModelConfig, seq_length: int, *, hidden_share: float, binary_head: bool, tensor_model_parallel_size: int = 1
+) -> float:
+    """Model FLOPs of one sample of a bidirectional model, forward and backward.
+
+    As above, but with the whole square of attention; the dense layer of the word head over all tokens, the vocabulary
+    over the ``hidden_share`` whose words are to be found, and the order head over one.
+    """
+    hidden = model.hidden_size
+    words = 6 * hidden * (hidden + hidden_share * model.padded_vocab_size(tensor_model_parallel_size))
+    order = 6 * hidden * (hidden + 2) if binary_head else 0
+    return float(seq_length * (_layers(model, seq_length) + words) + order)
+
+
+def _layers(model: ModelConfig, keys: float) -> float:
+    """Of all layers for one token that sees ``keys`` others."""
     query_width = model.num_attention_heads * model.kv_channels
     mlp = model.ffn_hidden_size * (1.5 if model.gated else 1.0)
-    attention = query_width * (
-        1 + model.num_query_groups / model.num_attention_heads + seq_length / (2 * model.hidden_size)
-    )
-    layers = 12 * model.num_layers * model.hidden_size * (mlp + attention)
-    return float(seq_length * (layers + 6 * model.hidden_size * padded_vocab_size))
+    attention = query_width * (1 + model.num_query_groups / model.num_attention_heads + keys / model.hidden_size)
+    return 12 * model.num_layers * model.hidden_size * (mlp + attention)
 
 
 @dataclass(frozen=True)

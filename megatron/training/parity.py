@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +15,7 @@ from megatron.core.parallel.sharding import Sharding
 from megatron.errors import ParallelError
 from megatron.training.recipe import Recipe
 from megatron.training.run import Run, build_run
-from megatron.training.step import global_loss
+from megatron.training.step import global_loss, ready_to_learn
 
 TOLERANCE = 1e-9
 """In fp64 a wrong collective can't hide as noise."""
@@ -63,12 +62,11 @@ def observe(config: RunConfig, recipe: Recipe, context: ParallelContext, *, step
         seen.shapes[_name(entry.name)] = entry.sharding.shape
         seen.initial[_name(entry.name)] = parts(entry.tensor, entry.sharding, context)
     for step in range(steps):
-        seed = run.optimizer.gradient_seed
-        microbatches = [dataclasses.replace(each, gradient_seed=seed) for each in next(batches)]
+        microbatches = ready_to_learn(run, next(batches))
         run.grad_sync.zero()
         loss = run.runner.step(run.plans.training(len(microbatches)), microbatches)
         run.grad_sync.finish()
-        total = global_loss(loss, recipe.loss_names, context)
+        total = global_loss(loss, recipe.loss_names(run.config), context)
         if step == 0:
             seen.gradients = dict(whole_gradients(run))
         update = run.optimizer.update(count=total.count, lr=1e-2, weight_decay=0.1)

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 # Nothing here imports torch before the settings are known to be right: --help and flag errors take milliseconds.
 
 
-def main(load_recipe: Callable[[], Recipe]) -> None:
-    """Entry point of the ``pretrain_…`` scripts; ends the process."""
-    run_command(lambda: pretrain(load_recipe, sys.argv[1:], prog=os.path.basename(sys.argv[0])))
+def main(load_recipe: Callable[[], Recipe], *groups: type) -> None:
+    """Entry point of the ``pretrain_…`` scripts; ends the process. ``groups``: settings of the recipe alone."""
+    run_command(lambda: pretrain(load_recipe, sys.argv[1:], prog=os.path.basename(sys.argv[0]), groups=groups))
 
 
-def pretrain(load_recipe: Callable[[], Recipe], argv: Sequence[str], *, prog: str) -> int:
+def pretrain(load_recipe: Callable[[], Recipe], argv: Sequence[str], *, prog: str, groups: Sequence[type] = ()) -> int:
     """Check the settings of ``argv``, then train; the process's exit code."""
     started = time.monotonic()
-    config = parse(argv, prog=prog)
+    config = parse(argv, prog=prog, groups=groups)
     if config.command.dry_run:
         from megatron.config.dry_run import dry_run_report
         from megatron.training.pipeline import schedule_facts
@@ -42,12 +42,18 @@ def pretrain(load_recipe: Callable[[], Recipe], argv: Sequence[str], *, prog: st
     return 0
 
 
-def parse(argv: Sequence[str], *, prog: str) -> RunConfig:
+def parse(argv: Sequence[str], *, prog: str, groups: Sequence[type] = ()) -> RunConfig:
     """The run that ``argv`` describes."""
     from megatron.core.parallel.environment import launched_world_size, told_once_a_node
 
     with told_once_a_node():
-        return RunConfig.parse(argv, prog=prog, world_size=launched_world_size(), checkpoint_config=_saved_config)
+        return RunConfig.parse(
+            argv,
+            prog=prog,
+            world_size=launched_world_size(),
+            extra_groups=groups,
+            checkpoint_config=_saved_config,
+        )
 
 
 def _saved_config(load: str, step: int | None) -> Mapping[str, Any] | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.config.run import RunConfig
 from megatron.core.datasets.build import DatasetSplits
@@ -21,14 +21,22 @@ from megatron.training.pipeline import PipelineSettings
 class Recipe(Protocol):
     """One model family. Adding one is writing one of these; loop, runner and optimizer stay as they are.
 
-    ``loss_names``: the losses that ``loss`` reports, which ranks without the last stage must know, too.
+    ``groups``: settings of this family alone, beside those of every run.
     ``batch_fields``: every tensor of a batch that may have a say in forward or loss, with the dimension in which it
     runs along the sequence: context-parallel ranks keep their slices of it. None: each rank needs all of it.
     """
 
     name: str
-    loss_names: tuple[str, ...]
+    groups: tuple[type, ...]
     batch_fields: Mapping[str, int | None]
+
+    def loss_names(self, run: RunConfig) -> tuple[str, ...]:
+        """The losses that ``loss`` reports, which ranks without the last stage must know, too."""
+        ...
+
+    def attention(self, run: RunConfig) -> Mapping[str, bool]:
+        """What its layers ask of attention, as ``AttentionRequest`` calls it: ``causal``, masks."""
+        ...
 
     def stages(self, run: RunConfig) -> list[Stage]:
         """The model cut into consecutive parts, as many as pipeline ranks and their chunks hold."""
@@ -51,7 +59,11 @@ class Recipe(Protocol):
         ...
 
     def loss(self, output: Any, microbatch: Microbatch) -> LossSum:
-        """Sum and count of the loss of one microbatch, from the last part's output."""
+        """Sum and count of each loss of one microbatch, from the last part's output."""
+        ...
+
+    def counts(self, microbatch: Microbatch, context: ParallelContext) -> Mapping[str, Tensor]:
+        """The counts that ``loss`` will find, from the data alone; empty on ranks without the last stage."""
         ...
 
     def build_datasets(self, run: RunConfig, tokenizer: Tokenizer, sizes: SplitSizes) -> DatasetSplits:

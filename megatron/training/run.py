@@ -219,20 +219,20 @@ def startup_facts(run: Run, *, parameters: int) -> StartupFacts:
         flops_per_sample=run.recipe.flops_per_sample(run.config),
         start_iteration=run.progress.iteration,
         loaded_from=run.loaded_from,
-        attention=attention_choices(run.config, run.context),
+        attention=attention_choices(run.config, run.recipe, run.context),
     )
 
 
-def attention_choices(config: RunConfig, context: ParallelContext) -> str:
+def attention_choices(config: RunConfig, recipe: Recipe, context: ParallelContext) -> str:
     """The backend that serves the layers' calls, for each way in which context-parallel ranks exchange keys."""
-    asked, backend = attention_request(config, context), config.model.attention_backend
+    asked, backend = attention_request(config, recipe, context), config.model.attention_backend
     kinds = config.parallel.cp_comm_types
     served = {kind: choose(actual_request(asked, kind, context), backend) for kind in kinds or ("p2p",)}
     texts = {kind: choice.describe().removeprefix("attention: ") for kind, choice in served.items()}
     return "; ".join(f"{kind}: {text}" for kind, text in texts.items()) if kinds else texts["p2p"]
 
 
-def attention_request(config: RunConfig, context: ParallelContext) -> AttentionRequest:
+def attention_request(config: RunConfig, recipe: Recipe, context: ParallelContext) -> AttentionRequest:
     """The attention call that every layer of the run makes, over whole sequences."""
     model = config.model
     return AttentionRequest(
@@ -241,9 +241,8 @@ def attention_request(config: RunConfig, context: ParallelContext) -> AttentionR
         query_length=config.data.seq_length,
         key_length=config.data.seq_length,
         head_width=model.kv_channels,
-        causal=True,
         dropout=model.attention_dropout,
-        segments=config.data.reset_attention_mask,
         softmax_in_fp32=model.attention_softmax_in_fp32,
         needs_grad=not config.training.skip_train,
+        **recipe.attention(config),
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from megatron.core.optimizer.grad_norm import nonfinite_gradients
 from megatron.core.parallel.collectives import all_reduce
@@ -43,6 +44,32 @@ def global_loss(loss: LossSum | None, names: Sequence[str], context: ParallelCon
     return GlobalLoss(means, max(totals[0][1], 1.0))
 
 
+def loss_weights(
+    counts: Sequence[Mapping[str, Tensor]], names: Sequence[str], context: ParallelContext
+) -> dict[str, Tensor]:
+    """What makes each of several losses a mean over its own count when all are divided by the first's.
+
+    ``counts``: of this rank's microbatches. Every count must be known before the first backward pass, so there is one
+    small reduction; none for a single loss. A collective.
+    """
+    if len(names) == 1:
+        return {}
+    dtype = torch.promote_types(context.dtype, torch.float32)
+    here = torch.zeros(len(names), dtype=dtype, device=context.device)
+    for each in counts:
+        if each:
+            here += torch.stack([each[name].to(dtype) for name in names])
+    totals = all_reduce(here, context.mesh, "pp", "dp", "cp").clamp(min=1.0)
+    return dict(zip(names, totals[0] / totals))
+
+
+def ready_to_learn(run: Run, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+    """A global batch with what the gradients of its losses are scaled by. A collective."""
+    counts = [run.recipe.counts(each, run.context) for each in microbatches]
+    weights = loss_weights(counts, run.recipe.loss_names(run.config), run.context)
+    return [replace(each, gradient_seed=run.optimizer.gradient_seed, loss_weights=weights) for each in microbatches]
+
+
 def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepRecord:
     """Forward and backward over this rank's ``microbatches``, gradient sync, update; advances the run's progress.
 
@@ -57,11 +84,10 @@ def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepRecord:
 
     run.grad_sync.zero()
     with timers("forward-backward", level=1):
-        seed = run.optimizer.gradient_seed
-        loss_sum = run.runner.step(plan, [replace(each, gradient_seed=seed) for each in microbatches])
+        loss_sum = run.runner.step(plan, ready_to_learn(run, microbatches))
     with timers("grads-sync", level=1):
         run.grad_sync.finish()
-    loss = global_loss(loss_sum, run.recipe.loss_names, run.context)
+    loss = global_loss(loss_sum, run.recipe.loss_names(run.config), run.context)
     if settings.check_for_nan_in_loss_and_grad:
         check_finite(
             loss.means,

@@ -30,7 +30,7 @@ SHARED_HEADS: dict[str, Layout] = {
 
 
 @pytest.mark.parametrize("layout", SLICED_STAGES)
-@pytest.mark.parametrize("variant", ["gpt2 tied", "llama tied, qk norm, documents"])
+@pytest.mark.parametrize("variant", ["gpt2 tied", "llama tied, qk norm, documents", "bert"])
 def test_stages_of_slices_compute_the_model_of_one_rank(variant: str, layout: str) -> None:
     """Keys that travel between stages' messages could meet the wrong microbatch."""
     check(train_at(settings(variant, layers=6), SLICED_STAGES[layout]), reference(variant, layers=6))

@@ -28,6 +28,7 @@ LLAMA: dict[str, Any] = SMALL | {
     "num_attention_heads": 8,
     "untie_embeddings_and_output_weights": True,
 }
+BERT: dict[str, Any] = SMALL | {"family": "bert"}
 STILL: dict[str, Any] = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -45,6 +46,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "rotary_percent": 0.5,
         "rotary_interleaved": True,
         "apply_layernorm_1p": True,
+    },
+    "bert": BERT | STILL,
+    "bert, residuals behind norms": BERT
+    | STILL
+    | {
+        "apply_residual_connection_post_layernorm": True,
+        "exact_gelu": True,
+        "position_embedding_type": "rope",
+        "untie_embeddings_and_output_weights": True,
     },
     "squared relu, no positions, qkv bias": SMALL
     | STILL
@@ -64,6 +74,7 @@ FEW_GROUPS: dict[str, dict[str, Any]] = {
 DRAWING: dict[str, dict[str, Any]] = {
     "gpt2 with dropout": SMALL | {"attention_dropout": 0.2, "hidden_dropout": 0.2},
     "llama with dropout": LLAMA | {"attention_dropout": 0.2, "hidden_dropout": 0.2},
+    "bert with dropout": BERT | {"attention_dropout": 0.2, "hidden_dropout": 0.2},
 }
 
 EVERY_VARIANT = VARIANTS | THREES | FEW_GROUPS | DRAWING

@@ -20,6 +20,7 @@ FULL, SELECTIVE = RecomputePlan("full"), RecomputePlan("selective")
 VEE: dict[str, Any] = {"pp": 2, "chunks": 2, "schedule": "zb-v"}
 LOOPED: dict[str, Any] = {"pp": 2, "chunks": 2, "schedule": "interleaved"}
 OVERLAPPED: dict[str, Any] = {"overlap": True, "bucket_size": 1000}
+BERT = ("bert", "bert, residuals behind norms")
 
 STAGES: dict[str, Layout] = {
     "pp2 gpipe": Layout(pp=2, schedule="gpipe"),
@@ -81,28 +82,28 @@ def reference(variant: str, *, layers: int) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("layout", STAGES)
-@pytest.mark.parametrize("variant", ["gpt2 tied", "gpt2 untied", "llama", "llama tied, qk norm, documents"])
+@pytest.mark.parametrize("variant", ["gpt2 tied", "gpt2 untied", "llama", "llama tied, qk norm, documents", *BERT])
 def test_stages_compute_the_model_of_one_rank(variant: str, layout: str) -> None:
     """A lost, doubled or late gradient between stages would train another model."""
     check(train_at(settings(variant, layers=5), STAGES[layout]), reference(variant, layers=5))
 
 
 @pytest.mark.parametrize("layout", COMBINED)
-@pytest.mark.parametrize("variant", ["gpt2 tied", "llama"])
+@pytest.mark.parametrize("variant", ["gpt2 tied", "llama", "bert"])
 def test_stages_combine_with_other_ways(variant: str, layout: str) -> None:
     """Each way of dividing work may be right alone and wrong together."""
     check(train_at(settings(variant, layers=5), COMBINED[layout]), reference(variant, layers=5))
 
 
 @pytest.mark.parametrize("layout", EIGHT_RANKS)
-@pytest.mark.parametrize("variant", ["gpt2 tied", "llama tied, qk norm, documents"])
+@pytest.mark.parametrize("variant", ["gpt2 tied", "llama tied, qk norm, documents", *BERT])
 def test_everything_at_once(variant: str, layout: str) -> None:
     """The layouts that large runs use."""
     check(train_at(settings(variant, layers=5), EIGHT_RANKS[layout]), reference(variant, layers=5))
 
 
 @pytest.mark.parametrize("layout", MANY_STAGES)
-@pytest.mark.parametrize("variant", ["gpt2 tied", "llama"])
+@pytest.mark.parametrize("variant", ["gpt2 tied", "llama", "bert"])
 def test_many_stages(variant: str, layout: str) -> None:
     """Chunks of one rank must not be taken for one another."""
     check(train_at(settings(variant, layers=9), MANY_STAGES[layout]), reference(variant, layers=9))

@@ -15,8 +15,9 @@ import torch
 from megatron.config.parallel import CpCommType, head_exchange_size
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.transformer.block import RecomputePlan
+from tests.equivalence.families import GLOBAL_BATCH, LENGTH
 from tests.equivalence.test_equivalence import LLAMA, SMALL, STILL, check, train_at
-from tests.equivalence.training import GLOBAL_BATCH, LENGTH, Layout, train
+from tests.equivalence.training import Layout, train
 
 DRAWS, MOST_RANKS = 6, 8
 

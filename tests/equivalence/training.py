@@ -16,7 +16,6 @@ from megatron.config.pipeline import balanced_sizes
 from megatron.config.precision import PrecisionConfig
 from megatron.core.distributed.buffers import FlatBuffer, build_buffers
 from megatron.core.distributed.grad_sync import GradSync
-from megatron.core.models.gpt import GPTModel
 from megatron.core.models.stage import stages_of
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parallel.collectives import all_gather, all_reduce
@@ -32,12 +31,11 @@ from megatron.core.transformer.block import RecomputePlan
 from megatron.training.data import held_slices
 from megatron.training.pipeline import PipelineSettings, Plans, routes
 from megatron.training.recipe import ModelChunk
-from megatron.training.recipes.gpt import GPTRecipe
+from megatron.training.step import loss_weights
 from megatron.training.trained_model import model_state, named_parameters, share_tied_parameters
+from tests.equivalence.families import FAMILIES, GLOBAL_BATCH, LENGTH, VOCABULARY, Family
 
-STEPS, GLOBAL_BATCH, LENGTH, VOCABULARY = 3, 8, 16, 67
-"""The vocabulary is prime, so that it divides at no layout."""
-
+STEPS = 3
 
 NOTHING_RECOMPUTED = RecomputePlan()
 
@@ -85,26 +83,11 @@ class Outcome:
     weights: dict[str, list[Part]] = field(default_factory=dict)
 
 
-def global_batch(step: int) -> dict[str, Tensor]:
-    """Tokens, labels, a random loss mask with one sample masked out whole, and document segments."""
-    generator = torch.Generator().manual_seed(100 + step)
-    tokens = torch.randint(VOCABULARY, (GLOBAL_BATCH, LENGTH + 1), generator=generator)
-    mask = (torch.rand(GLOBAL_BATCH, LENGTH, generator=generator) > 0.3).double()
-    mask[3] = 0.0
-    if step == 1:  # a context-parallel rank, of two, without a token to learn from
-        mask[:, : LENGTH // 4] = mask[:, -LENGTH // 4 :] = 0.0
-    boundary = torch.rand(GLOBAL_BATCH, LENGTH, generator=generator) < 0.15
-    return {
-        "tokens": tokens[:, :-1],
-        "labels": tokens[:, 1:],
-        "loss_mask": mask,
-        "segments": boundary.int().cumsum(1).int(),
-    }
-
-
-def microbatches(step: int, layout: Layout, mesh: Mesh, *, fields: Sequence[str]) -> list[Microbatch]:
+def microbatches(
+    step: int, layout: Layout, mesh: Mesh, *, fields: Sequence[str], family: Family = FAMILIES["gpt"]
+) -> list[Microbatch]:
     """This rank's microbatches of the global batch; samples keep their global number, whoever gets them."""
-    batch = held_slices(global_batch(step), GPTRecipe.batch_fields, mesh)
+    batch = held_slices(family.batch(step), family.recipe.batch_fields, mesh)
     size = layout.micro_batch_size
     stride = size * mesh.size("dp")
     return [
@@ -117,13 +100,15 @@ def train(context: ParallelContext, settings: Mapping[str, Any], layout: Layout)
     """Three steps of AdamW at ``layout``."""
     context = replace(context, cp_comm_types=layout.cp_comm_types, cp_sizes=layout.cp_sizes)
     settings = dict(settings)
-    fields = ["tokens", "labels", "loss_mask"] + (["segments"] if settings.pop("segments", False) else [])
+    family = FAMILIES[settings.pop("family", "gpt")]
+    unused = [name for name in family.optional if not settings.pop(name, False)]
+    fields = [name for name in family.recipe.batch_fields if name in family.batch(0) and name not in unused]
     config = ModelConfig(max_position_embeddings=LENGTH, vocab_size=VOCABULARY, **settings)
     plans = Plans(
         PipelineSettings(layout.schedule, layout.pp, layout.chunks, None, layout.overlap_p2p), context.mesh.rank("pp")
     )
     context.weight_gradients.may_wait = plans.settings.splits_backward
-    chunks = build_chunks(config, context, layout, plans.settings.placement)
+    chunks = build_chunks(config, context, layout, plans.settings.placement, family)
     models = [chunk.model for chunk in chunks]
     share_tied_parameters(models)
     outcome = Outcome(shapes={name: entry.sharding.shape for name, entry in state_of(models)})
@@ -145,7 +130,9 @@ def train(context: ParallelContext, settings: Mapping[str, Any], layout: Layout)
         weight_gradients=context.weight_gradients,
     )
     for step in range(STEPS):
-        batch = microbatches(step, layout, context.mesh, fields=fields)
+        batch = microbatches(step, layout, context.mesh, fields=fields, family=family)
+        weights = loss_weights([family.recipe.counts(each, context) for each in batch], family.losses, context)
+        batch = [replace(each, loss_weights=weights) for each in batch]
         sync.zero()
         loss = runner.step(plans.training(len(batch)), batch)
         sync.finish()
@@ -167,7 +154,7 @@ def state_of(models: Sequence[nn.Module]) -> Iterator[tuple[str, ShardedState]]:
 
 
 def build_chunks(
-    config: ModelConfig, context: ParallelContext, layout: Layout, placement: Placement
+    config: ModelConfig, context: ParallelContext, layout: Layout, placement: Placement, family: Family
 ) -> list[ModelChunk]:
     """This rank's parts of the model."""
     mesh = context.mesh
@@ -177,8 +164,8 @@ def build_chunks(
     chunks = []
     for number in placement.stages_of(mesh.rank("pp")):
         stage = stages[number]
-        model = GPTModel(config, context, stage=stage, recompute=layout.recompute, seed=7)
-        chunks.append(ModelChunk(GPTRecipe(), model, stage.is_last, {} if stage.is_first else hidden))
+        model = family.build(config, context, stage=stage, recompute=layout.recompute, seed=7)
+        chunks.append(ModelChunk(family.recipe, model, stage.is_last, {} if stage.is_first else hidden))
     return chunks
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from megatron.config.flags import FlagSpec, group_name
 from megatron.config.rules import (
+    bert,
     context,
     inputs,
     layout,
@@ -34,6 +35,7 @@ RULES: tuple[Rule, ...] = (
     *training.RULES,
     *schedule.RULES,
     *inputs.RULES,
+    *bert.RULES,
 )
 
 

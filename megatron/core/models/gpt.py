@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
-from megatron.core.context_parallel.slicing import positions
 from megatron.core.models.stage import Stage
-from megatron.core.ops.rotary import RotaryTable, rotary_frequencies, rotary_table
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.tensor_parallel.initialize import initialize
 from megatron.core.transformer.block import RecomputePlan, TransformerBlock
 from megatron.core.transformer.heads import LanguageModelEmbedding, OutputLayer, VocabularyOutput, vocabulary_output
 from megatron.core.transformer.inputs import LayerInputs
+from megatron.core.transformer.positions import RotaryPositions
 
 
 class GPTModel(nn.Module):
@@ -44,7 +42,7 @@ class GPTModel(nn.Module):
         shares_embedding = stage.is_first and not config.untie_embeddings_and_output_weights
         self.output_layer = OutputLayer(config, context) if stage.is_last and not shares_embedding else None
         self._is_last = stage.is_last
-        self._frequencies = _rotary_frequencies(config)
+        self._rotary = RotaryPositions(config, context)
         if seed is not None:
             initialize(self, context.mesh, seed=seed)
 
@@ -76,30 +74,7 @@ class GPTModel(nn.Module):
         return vocabulary_output(hidden, self._output_weight(), self._config, self._context)
 
     def _output_weight(self) -> Tensor:
-        if self.output_layer is not None:
+        if self.output_layer is not None and self.output_layer.weight is not None:
             return self.output_layer.weight
         assert self.embedding is not None
         return self.embedding.word_embeddings.weight
-
-    def _rotary(self, hidden: Tensor, position_ids: Tensor | None) -> RotaryTable | None:
-        if self._frequencies is None:
-            return None
-        if position_ids is None:
-            mesh = self._context.mesh
-            ranks = mesh.size("cp")
-            held = hidden.shape[0] * (mesh.size("tp") if self._context.sequence_parallel else 1)
-            position_ids = positions(held * ranks, mesh.rank("cp"), ranks, device=hidden.device)
-        wide = torch.float64 if self._context.dtype == torch.float64 else torch.float32
-        return rotary_table(self._frequencies, position_ids, dtype=wide)
-
-
-def _rotary_frequencies(config: ModelConfig) -> Tensor | None:
-    if config.position_embedding_type != "rope":
-        return None
-    return rotary_frequencies(
-        config.kv_channels,
-        percent=config.rotary_percent,
-        base=config.rotary_base,
-        interpolation_factor=config.rotary_seq_len_interpolation_factor,
-        llama3_factor=config.rope_scaling_factor if config.use_rope_scaling else None,
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -36,12 +37,14 @@ class WireSpec:
 class Microbatch:
     """Tensors by field name, and the random streams of the samples they hold.
 
-    ``gradient_seed``: from which the backward pass of its loss starts; the loss scale, with fp16.
+    ``gradient_seed``: from which the backward pass of its loss starts; the loss scale, with fp16. ``loss_weights``: of
+    several losses; see ``LossSum.of``.
     """
 
     tensors: Mapping[str, Tensor]
     key: StreamKey
     gradient_seed: float = 1.0
+    loss_weights: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -68,9 +71,22 @@ class LossSum:
         return LossSum(self.sum + other.sum, self.count + other.count, parts)
 
     @classmethod
+    def of(cls, parts: Mapping[str, tuple[Tensor, Tensor]], *, weights: Mapping[str, Tensor] | None = None) -> LossSum:
+        """Losses by name, each a sum and a count. The count of the first divides all; ``weights`` multiply the sums, so
+        that with quotients of the global counts each becomes a mean over its own.
+        """
+        _, count = next(iter(parts.values()))
+        scaled = [total * weights[name] if weights else total for name, (total, _) in parts.items()]
+        reported = {
+            name: torch.stack((total.detach(), number.detach().to(total.dtype)))
+            for name, (total, number) in parts.items()
+        }
+        return cls(functools.reduce(torch.add, scaled), count, reported)
+
+    @classmethod
     def single(cls, name: str, total: Tensor, count: Tensor) -> LossSum:
         """A loss with one reported part: itself."""
-        return cls(total, count, {name: torch.stack((total.detach(), count.detach().to(total.dtype)))})
+        return cls.of({name: (total, count)})
 
 
 class Chunk(Protocol):

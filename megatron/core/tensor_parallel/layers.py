@@ -79,6 +79,32 @@ class RowParallelLinear(nn.Module):
         return leave(linear(x, self.weight, bias, self._context), self._context)
 
 
+class ReplicatedLinear(nn.Module):
+    """``[…, in] -> […, out]`` outside the regions: every rank holds all of it. For layers too small to be split.
+
+    ``partial_grad``: axes on which ranks apply it to parts of the data; those of the sequence unless given.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        context: ParallelContext,
+        *,
+        init: Initialization,
+        partial_grad: tuple[Axis, ...] | None = None,
+    ) -> None:
+        super().__init__()
+        self._context = context
+        partial = partial_under_sequence_parallel(context) if partial_grad is None else partial_grad
+        self.weight = make_parameter(Sharding((out_features, in_features), partial_grad=partial), init, context)
+        self.bias = make_parameter(Sharding((out_features,), partial_grad=partial), Constant(0.0), context)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply."""
+        return linear(x, self.weight, self.bias, self._context)
+
+
 class VocabParallelEmbedding(nn.Module):
     """Token ids ``[b, S]`` to vectors ``[s, b, h]``; each rank holds a range of the vocabulary.
 

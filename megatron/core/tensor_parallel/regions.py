@@ -52,6 +52,31 @@ class _Leave(torch.autograd.Function):
         return (all_gather(grad, context.mesh, "tp") if context.sequence_parallel else grad), None
 
 
+class _FirstToken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, context: ParallelContext) -> Tensor:
+        ctx.length, ctx.is_mine = x.shape[0], context.mesh.rank("tp") == 0
+        return all_reduce(x[0].detach() * ctx.is_mine, context.mesh, "tp")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad_x = grad.new_zeros(ctx.length, *grad.shape)
+        if ctx.is_mine:
+            grad_x[0] = grad
+        return grad_x, None
+
+
+def first_token(x: Tensor, context: ParallelContext) -> Tensor:
+    """Position 0 of the sequence ``[s, b, h]``, as ``[b, h]``, for all tensor-parallel ranks to compute the same with.
+
+    With sequence parallelism the first rank holds it, and takes its gradient, which is whole on every rank.
+    """
+    if not context.sequence_parallel or context.mesh.size("tp") == 1:
+        return x[0]
+    first: Tensor = _FirstToken.apply(x, context)  # type: ignore[no-untyped-call]
+    return first
+
+
 def enter(x: Tensor, context: ParallelContext) -> Tensor:
     """Before a column-split matmul: ``[s, b, h]`` to ``[S, b, h]``; gradients are summed on the way back.
 

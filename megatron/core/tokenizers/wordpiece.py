@@ -11,6 +11,9 @@ from megatron.core.tokenizers.base import extra_id_tokens, required_file
 from megatron.core.tokenizers.rust import RustTokenizer
 from megatron.errors import DataError
 
+UNKNOWN = "[UNK]"
+BERT_TOKENS = ("[PAD]", UNKNOWN, "[CLS]", "[SEP]", "[MASK]")
+
 _PREFIX = "##"
 _LONGEST_WORD = 200  # characters; longer words are unknown, as in Google's and Megatron-LM's implementations
 
@@ -29,15 +32,13 @@ class WordPieceTokenizer(RustTokenizer):
             pieces = models.WordPiece.read_file(str(path))
         except Exception as error:  # the library raises nothing narrower
             raise DataError(f"--vocab-file {path} is not a vocab.txt: {error}.") from None
-        lacking = [token for token in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]") if token not in pieces]
+        lacking = [token for token in BERT_TOKENS if token not in pieces]
         if lacking:
             raise DataError(f"--vocab-file {path} has no {lacking[0]}: a vocab.txt of BERT has one piece a line.")
-        pipeline = tokenizers.Tokenizer(
-            models.WordPiece(pieces, unk_token="[UNK]", max_input_chars_per_word=_LONGEST_WORD)
+        pipeline = words_pipeline(
+            models.WordPiece(pieces, unk_token=UNKNOWN, max_input_chars_per_word=_LONGEST_WORD),
+            lower_case=lower_case,
         )
-        pipeline.normalizer = normalizers.BertNormalizer(lowercase=lower_case, strip_accents=lower_case)
-        pipeline.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        pipeline.decoder = decoders.WordPiece(prefix=_PREFIX)
         pipeline.add_special_tokens(["[BOS]", "[EOS]"])
         added = pipeline.get_vocab(with_added_tokens=True)
         super().__init__(
@@ -59,3 +60,12 @@ class WordPieceTokenizer(RustTokenizer):
         for piece, number in self._vocabulary.items():
             found[number] = piece.startswith(_PREFIX)
         return found
+
+
+def words_pipeline(model: models.WordPiece, *, lower_case: bool) -> tokenizers.Tokenizer:
+    """BERT's way from text to pieces: words and signs apart; in lower case also without accents."""
+    pipeline = tokenizers.Tokenizer(model)
+    pipeline.normalizer = normalizers.BertNormalizer(lowercase=lower_case, strip_accents=lower_case)
+    pipeline.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    pipeline.decoder = decoders.WordPiece(prefix=_PREFIX)
+    return pipeline

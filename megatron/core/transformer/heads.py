@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.sharding import Sharding
 from megatron.core.tensor_parallel.cross_entropy import linear_cross_entropy, vocab_parallel_token_losses
+from megatron.core.tensor_parallel.initialize import Constant
 from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
     make_parameter,
@@ -49,10 +51,24 @@ class PositionEmbedding(nn.Module):
         return F.embedding(sequence_slice(position_ids.t(), self._context), self.weight)
 
 
-class LanguageModelEmbedding(nn.Module):
-    """Word vectors plus, with learned positions, position vectors; then dropout."""
+class TokenTypeEmbedding(nn.Module):
+    """A learned vector for each kind of token, such as first and second sentence, held whole by every rank."""
 
-    def __init__(self, config: ModelConfig, context: ParallelContext) -> None:
+    def __init__(self, count: int, config: ModelConfig, context: ParallelContext) -> None:
+        super().__init__()
+        self._context = context
+        sharding = Sharding((count, config.hidden_size), partial_grad=partial_under_sequence_parallel(context))
+        self.weight = make_parameter(sharding, input_init(config), context)
+
+    def forward(self, types: Tensor) -> Tensor:
+        """Types ``[b, S]`` to vectors ``[s, b, h]``."""
+        return F.embedding(sequence_slice(types.t(), self._context), self.weight)
+
+
+class LanguageModelEmbedding(nn.Module):
+    """Word vectors plus, with learned positions, position vectors, and with token types theirs; then dropout."""
+
+    def __init__(self, config: ModelConfig, context: ParallelContext, *, token_types: int = 0) -> None:
         super().__init__()
         assert config.vocab_size is not None, "the tokenizer's vocabulary is known before a model is built"
         self._config, self._context = config, context
@@ -66,12 +82,18 @@ class LanguageModelEmbedding(nn.Module):
         )
         learned = config.position_embedding_type == "learned_absolute"
         self.position_embeddings = PositionEmbedding(config, context) if learned else None
+        self.tokentype_embeddings = TokenTypeEmbedding(token_types, config, context) if token_types else None
 
-    def forward(self, tokens: Tensor, position_ids: Tensor | None, key: StreamKey) -> Tensor:
-        """Token ids ``[b, S]`` to hidden states ``[s, b, h]``."""
+    def forward(
+        self, tokens: Tensor, position_ids: Tensor | None, key: StreamKey, *, types: Tensor | None = None
+    ) -> Tensor:
+        """Token ids, and for a model that has them types, ``[b, S]``, to hidden states ``[s, b, h]``."""
         x: Tensor = self.word_embeddings(tokens)
         if self.position_embeddings is not None:
             x = x + self.position_embeddings(tokens.shape[1], position_ids)
+        if self.tokentype_embeddings is not None:
+            assert types is not None, "a model with token types is told them"
+            x = x + self.tokentype_embeddings(types)
         if self._config.fp32_residual_connection:
             x = x.float()
         if not self.training or self._config.hidden_dropout == 0.0:
@@ -84,13 +106,15 @@ class LanguageModelEmbedding(nn.Module):
 class VocabularyOutput:
     """Logits that have not been multiplied out: hidden states ``[S, b, h]`` and this rank's rows of the output matrix.
 
-    Its users ask for a loss, or for a few logits, and the ``[S, b, vocabulary]`` tensor never exists.
+    ``bias``: this rank's part of what is added to the logits. Its users ask for a loss, or for a few logits, and the
+    ``[S, b, vocabulary]`` tensor never exists.
     """
 
     hidden: Tensor
     weight: Tensor
     vocab_size: int
     context: ParallelContext
+    bias: Tensor | None = None
 
     @property
     def _first(self) -> int:
@@ -104,14 +128,33 @@ class VocabularyOutput:
         """Sum over ``[b, S]`` of weight times cross entropy, an fp32 scalar; gradients are made on the way, at the
         scale of the ``gradient_seed`` from which the backward pass will start.
         """
+        rows = (self.hidden.flatten(0, 1), labels.t().reshape(-1), loss_weights.t().reshape(-1))
+        return self._cross_entropy(*rows, gradient_seed)
+
+    def cross_entropy_where_weighted(
+        self, labels: Tensor, loss_weights: Tensor, *, gradient_seed: float = 1.0
+    ) -> Tensor:
+        """``cross_entropy`` that multiplies out only what has a weight: for losses over few of the tokens.
+
+        Where that is must be known to the host, so on a GPU it waits for the device.
+        """
+        weights = loss_weights.t().reshape(-1)
+        weighted = weights.nonzero().squeeze(1)
+        if len(weighted) == 0:  # a row at least, so that every gradient is made
+            weighted = weighted.new_zeros(1)
+        rows = (self.hidden.flatten(0, 1)[weighted], labels.t().reshape(-1)[weighted], weights[weighted])
+        return self._cross_entropy(*rows, gradient_seed)
+
+    def _cross_entropy(self, hidden: Tensor, labels: Tensor, weights: Tensor, gradient_seed: float) -> Tensor:
         return linear_cross_entropy(
-            self.hidden.flatten(0, 1),
+            hidden,
             added_at_once(self.weight),
-            labels.t().reshape(-1),
-            loss_weights.t().reshape(-1),
+            labels,
+            weights,
             mesh=self.context.mesh,
             vocab_start=self._first,
             vocab_valid=self._valid,
+            bias=self.bias,
             gradient_seed=gradient_seed,
         )
 
@@ -126,6 +169,7 @@ class VocabularyOutput:
             mesh=self.context.mesh,
             vocab_start=self._first,
             vocab_valid=self._valid,
+            bias=self.bias,
         )
         return losses.view(length, batch).t()
 
@@ -139,27 +183,33 @@ class VocabularyOutput:
             hidden = hidden[positions, torch.arange(hidden.shape[1], device=hidden.device)]
         elif last_only:
             hidden = hidden[-1]
-        local = F.linear(hidden, self.weight)
+        local = F.linear(hidden, self.weight, self.bias)
         gathered = all_gather(local, self.context.mesh, "tp", dim=local.dim() - 1)[..., : self.vocab_size]
         return gathered if gathered.dim() == 2 else gathered.transpose(0, 1)
 
 
 class OutputLayer(nn.Module):
-    """The output matrix when it isn't the word embedding of the same stage: untied, or a tied copy on a later stage."""
+    """What turns final hidden states into logits.
 
-    def __init__(self, config: ModelConfig, context: ParallelContext) -> None:
+    ``has_weight``: whether it has a matrix of its own, untied or a tied copy on a later stage; else the one of the word
+    embeddings on the same stage serves.
+    """
+
+    def __init__(
+        self, config: ModelConfig, context: ParallelContext, *, has_weight: bool = True, bias: bool = False
+    ) -> None:
         super().__init__()
         assert config.vocab_size is not None
-        sharding = Sharding(
-            (config.vocab_size, config.hidden_size),
-            {0: "tp"},
-            pad_multiple=config.make_vocab_size_divisible_by,
-            tied=None if config.untie_embeddings_and_output_weights else WORD_EMBEDDINGS,
-        )
-        self.weight = make_parameter(sharding, input_init(config), context)
+        split: Any = {"split": {0: "tp"}, "pad_multiple": config.make_vocab_size_divisible_by}
+        tied = None if config.untie_embeddings_and_output_weights else WORD_EMBEDDINGS
+        matrix = Sharding((config.vocab_size, config.hidden_size), tied=tied, **split)
+        self.weight = make_parameter(matrix, input_init(config), context) if has_weight else None
+        self.bias = make_parameter(Sharding((config.vocab_size,), **split), Constant(0.0), context) if bias else None
 
 
-def vocabulary_output(x: Tensor, weight: Tensor, config: ModelConfig, context: ParallelContext) -> VocabularyOutput:
+def vocabulary_output(
+    x: Tensor, weight: Tensor, config: ModelConfig, context: ParallelContext, *, bias: Tensor | None = None
+) -> VocabularyOutput:
     """Final hidden states ``[s, b, h]`` as an output over the whole vocabulary."""
     assert config.vocab_size is not None
-    return VocabularyOutput(enter(x, context), weight, config.vocab_size, context)
+    return VocabularyOutput(enter(x, context), weight, config.vocab_size, context, bias)

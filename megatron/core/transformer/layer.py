@@ -14,7 +14,12 @@ from megatron.core.transformer.norm import Norm
 
 
 class TransformerLayer(nn.Module):
-    """Pre-norm layer: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``, dropout on both branches."""
+    """Pre-norm layer: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``, dropout on both branches.
+
+    With ``--apply-residual-connection-post-layernorm`` each branch is added to ``norm(x)``. The norm at the start of
+    such a layer is as well the norm at the end of the one before, so a stack of them and a final norm are the original
+    post-norm transformer (arXiv:1706.03762; BERT: arXiv:1810.04805), weight for weight.
+    """
 
     def __init__(
         self, config: ModelConfig, context: ParallelContext, *, number: int, causal: bool, recompute_core: bool = False
@@ -23,6 +28,7 @@ class TransformerLayer(nn.Module):
         self._context = context
         self._number = number
         self._dropout = config.hidden_dropout
+        self._residual_behind_norm = config.apply_residual_connection_post_layernorm
         self.input_layernorm = Norm(config.hidden_size, config, context)
         self.self_attention = SelfAttention(
             config, context, number=number, causal=causal, recompute_core=recompute_core
@@ -32,8 +38,14 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """``[s, b, h] -> [s, b, h]``."""
-        x = x + self._drop(self.self_attention(self.input_layernorm(x), inputs), inputs, "attention")
-        return x + self._drop(self.mlp(self.pre_mlp_layernorm(x)), inputs, "mlp")
+        normed = self.input_layernorm(x)
+        x = self._residual(x, normed) + self._drop(self.self_attention(normed, inputs), inputs, "attention")
+        normed = self.pre_mlp_layernorm(x)
+        return self._residual(x, normed) + self._drop(self.mlp(normed), inputs, "mlp")
+
+    def _residual(self, x: Tensor, normed: Tensor) -> Tensor:
+        """What a branch is added to, in the type of the residual stream."""
+        return normed.to(x.dtype) if self._residual_behind_norm else x
 
     def _drop(self, branch: Tensor, inputs: LayerInputs, name: str) -> Tensor:
         if not self.training or self._dropout == 0.0:

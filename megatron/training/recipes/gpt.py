@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.config.pipeline import stage_sizes
 from megatron.config.run import RunConfig
@@ -17,16 +16,16 @@ from megatron.core.models.stage import Stage, stages_of
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, Wires, WireSpec
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.core.transformer.block import RecomputePlan
 from megatron.core.transformer.heads import VocabularyOutput
 from megatron.training.flops import gpt_flops_per_sample
+from megatron.training.recipes.parts import hidden_wires, recompute_plan
 
 
 class GPTRecipe:
     """A causal language model whose loss is the cross entropy of every unmasked token."""
 
     name = "gpt"
-    loss_names: tuple[str, ...] = ("lm loss",)
+    groups: tuple[type, ...] = ()
     batch_fields: Mapping[str, int | None] = {
         "tokens": 1,
         "labels": 1,
@@ -34,6 +33,14 @@ class GPTRecipe:
         "position_ids": 1,
         "segments": None,
     }
+
+    def loss_names(self, run: RunConfig) -> tuple[str, ...]:
+        """One."""
+        return ("lm loss",)
+
+    def attention(self, run: RunConfig) -> dict[str, bool]:
+        """Every token sees those before it, in its document where documents are kept apart."""
+        return {"causal": True, "segments": run.data.reset_attention_mask}
 
     def stages(self, run: RunConfig) -> list[Stage]:
         """Layers divided as the pipeline flags say, by default evenly."""
@@ -53,12 +60,7 @@ class GPTRecipe:
 
     def wires(self, run: RunConfig, stage: Stage, context: ParallelContext) -> dict[str, WireSpec]:
         """Hidden states ``[s, b, h]``."""
-        if stage.is_first:
-            return {}
-        mesh, model = context.mesh, run.model
-        length = run.data.seq_length // mesh.size("cp") // (mesh.size("tp") if context.sequence_parallel else 1)
-        dtype = torch.float32 if model.fp32_residual_connection else context.dtype
-        return {"hidden": WireSpec((length, run.training.micro_batch_size, model.hidden_size), dtype)}
+        return hidden_wires(run, stage, context)
 
     def build_model(self, run: RunConfig, stage: Stage, context: ParallelContext) -> GPTModel:
         """The stage's part of the GPT."""
@@ -83,6 +85,11 @@ class GPTRecipe:
         total = output.cross_entropy(microbatch.tensors["labels"], mask, gradient_seed=seed)
         return LossSum.single("lm loss", total, mask.sum())
 
+    def counts(self, microbatch: Microbatch, context: ParallelContext) -> dict[str, Tensor]:
+        """Tokens that the loss mask keeps."""
+        tensors = microbatch.tensors
+        return {"lm loss": tensors["loss_mask"].sum()} if "loss_mask" in tensors else {}
+
     def build_datasets(self, run: RunConfig, tokenizer: Tokenizer, sizes: SplitSizes) -> DatasetSplits:
         """Packed samples of ``--seq-length`` tokens from ``--data-path`` and its relatives."""
         return build_gpt_splits(
@@ -93,13 +100,3 @@ class GPTRecipe:
         """Megatron's formula."""
         tensor_parallel = run.parallel.tensor_model_parallel_size
         return gpt_flops_per_sample(run.model, run.data.seq_length, tensor_model_parallel_size=tensor_parallel)
-
-
-def recompute_plan(run: RunConfig) -> RecomputePlan:
-    """Which activations ``--recompute-…`` asks to recompute."""
-    training = run.training
-    return RecomputePlan(
-        granularity=training.recompute_granularity,
-        method=training.recompute_method or "uniform",
-        num_layers=training.recompute_num_layers or 1,
-    )

@@ -17,7 +17,7 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RngStreams, StreamKey
 from megatron.core.parallel.sharding import sharding_of
-from megatron.training.recipes.gpt import recompute_plan
+from megatron.training.recipes.parts import recompute_plan
 from tests.unit.config.command_lines import run_of
 
 QUIET = {"attention_dropout": 0.0, "hidden_dropout": 0.0}

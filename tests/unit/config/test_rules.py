@@ -10,9 +10,11 @@ from types import ModuleType
 
 import pytest
 
-from megatron.config import ParallelConfig, rules
+from megatron.config import ParallelConfig, RunConfig, rules
+from megatron.config.bert import BertConfig
 from megatron.config.rules import (
     RULES,
+    bert,
     check,
     context,
     failures,
@@ -52,9 +54,15 @@ def _read_cases() -> list[tuple[str, str, int, str]]:
 BAD = _read_cases()
 
 
+def parsed(changes: str, without: str, ranks: int) -> RunConfig:
+    """The run of a transcript; one that begins with BERT is of pretrain_bert.py."""
+    groups = (BertConfig,) if changes.startswith("BERT") else ()
+    return parse(changes.removeprefix("BERT"), without=without, ranks=ranks, extra_groups=groups)
+
+
 def refusal(changes: str, without: str, ranks: int) -> str:
     with pytest.raises(ConfigError) as caught:
-        parse(changes, without=without, ranks=ranks)
+        parsed(changes, without, ranks)
     assert caught.value.exit_code == 2
     return str(caught.value)
 
@@ -77,14 +85,14 @@ def test_every_rule_has_a_bad_configuration(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(rules, "RULES", ())
     for changes, without, ranks, message in BAD:
         try:
-            run = parse(changes, without=without, ranks=ranks)
+            run = parsed(changes, without, ranks)
         except ConfigError:
             continue
         met |= {rule for rule in RULES if (sentence := rule(run)) and sentence in message}
     assert [rule.__name__ for rule in RULES if rule not in met] == []
 
 
-@pytest.mark.parametrize("module", [layout, pipeline, context, model, training, schedule, inputs, remarking])
+@pytest.mark.parametrize("module", [layout, pipeline, context, model, training, schedule, inputs, bert, remarking])
 def test_every_rule_is_listed(module: ModuleType) -> None:
     """A rule that is written but not listed never runs."""
     written = {

@@ -198,18 +198,18 @@ def request(**changes: Any) -> AttentionRequest:
 def test_auto_takes_the_first_that_supports_the_request_and_says_why() -> None:
     """The start-up report tells which kernel runs, and why not a faster one."""
     assert choose(request()).describe() == "attention: sdpa"
-    choice = choose(request(dropout=0.1, padding_mask=True))
+    choice = choose(request(dropout=0.1, padding_mask=True, segments=True))
     assert choice.name == "reference"
     assert choice.describe() == (
         "attention: reference (sdpa refused: it draws dropout (0.1) from torch's global generator, which cannot be "
-        "replayed; blocked refused: it has no padding mask)"
+        "replayed; blocked refused: it has no padding mask within documents)"
     )
 
 
 def test_bf16_on_a_cpu_prefers_blocks() -> None:
     """Where torch's kernel is the slow one."""
     assert choose(request(dtype=torch.bfloat16)).name == "blocked"
-    assert choose(request(dtype=torch.bfloat16, padding_mask=True)).name == "sdpa"
+    assert choose(request(dtype=torch.bfloat16, softmax_in_fp32=True)).name == "sdpa"
     assert choose(request(dtype=torch.bfloat16, device=torch.device("meta"))).name == "sdpa"
 
 

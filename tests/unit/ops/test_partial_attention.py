@@ -151,7 +151,8 @@ def test_dropout_of_the_gradients_is_that_of_the_result(backend: str) -> None:
         torch.testing.assert_close(slope, (grad * direction).sum(), rtol=1e-6, atol=1e-6)
 
 
-def test_query_without_keys_gets_zeros() -> None:
+@pytest.mark.parametrize("backend", ["blocked", "reference"])
+def test_query_without_keys_gets_zeros(backend: str) -> None:
     """Padding may hide every key of a part, or of all parts: minus infinity must not become NaN."""
     q, k, v = make_qkv()
     padding = torch.ones(3, 10, dtype=torch.bool)
@@ -159,13 +160,13 @@ def test_query_without_keys_gets_zeros() -> None:
     merged = OnlineSoftmax.over_nothing(q, v)
     for keys in (slice(0, 5), slice(5, 10)):
         options = AttentionOptions(causal=False, scale=0.3, padding_mask=padding[:, keys])
-        merged.add(partial_attention(q, k[keys], v[keys], options), ALL, ALL)
+        merged.add(partial_attention(q, k[keys], v[keys], options, backend=backend), ALL, ALL)
     expected = attention(q, k, v, causal=False, scale=0.3, padding_mask=padding, backend="reference")
     torch.testing.assert_close(merged.out.flatten(2), expected)
     assert (merged.out[:, 2] == 0).all()
     whole = merged.result(q.dtype)
     options = AttentionOptions(causal=False, scale=0.3, padding_mask=padding)
-    grads = partial_attention_gradients(torch.ones_like(q), q, k, v, whole, options)
+    grads = partial_attention_gradients(torch.ones_like(q), q, k, v, whole, options, backend=backend)
     assert all(grad.isfinite().all() for grad in (grads.q, grads.k, grads.v))
 
 
@@ -183,8 +184,7 @@ def test_choice_says_what_refuses_a_part() -> None:
         "attention: blocked (sdpa refused: its flash kernel doesn't compute in float32)"
     )
     assert facts("cpu", torch.float32, padding_mask=torch.ones(1, 8, dtype=torch.bool)) == (
-        "attention: reference (sdpa refused: its flash kernel has no padding mask; "
-        "blocked refused: it has no padding mask)"
+        "attention: blocked (sdpa refused: its flash kernel has no padding mask)"
     )
 
 

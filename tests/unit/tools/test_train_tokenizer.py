@@ -114,3 +114,16 @@ def test_vocabulary_file_is_ordered_by_id(tokenizer_folder: Path) -> None:
     """So that a person, or a diff, can read it."""
     ids = list(json.loads((tokenizer_folder / "vocab.json").read_text()).values())
     assert ids == list(range(300))
+
+
+def test_wordpiece_for_bert(tmp_path: Path, corpus: Path) -> None:
+    """A vocab.txt that BertWordPieceLowerCase reads; the same text gives the same file."""
+    texts = []
+    for name in ("one", "two"):
+        flags = ["--kind", "wordpiece", "--input", str(corpus), "--vocab-size", "120"]
+        assert train_tokenizer.main([*flags, "--output-dir", str(tmp_path / name)]) == 0
+        texts.append((tmp_path / name / "vocab.txt").read_text())
+    assert texts[0] == texts[1]
+    assert texts[0].split("\n")[:5] == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    config = TokenizerConfig(tokenizer_type="BertWordPieceLowerCase", vocab_file=str(tmp_path / "one/vocab.txt"))
+    assert build_tokenizer(config).vocab_size == 122

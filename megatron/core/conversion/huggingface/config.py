@@ -231,6 +231,7 @@ def _not_gpt2(model: ModelConfig) -> list[str]:
         "queries and keys are normed": model.qk_layernorm,
         "heads are not hidden size / heads wide": model.kv_channels * model.num_attention_heads != model.hidden_size,
         "norm weights are stored minus one": model.apply_layernorm_1p,
+        "residuals start behind the norms": model.apply_residual_connection_post_layernorm,
     }
     return [reason for reason, holds in wrong.items() if holds]
 
@@ -242,6 +243,7 @@ def _not_llama(model: ModelConfig) -> list[str]:
         "norms are not RMSNorm": model.normalization != "RMSNorm",
         "the MLP is not SwiGLU": not model.swiglu,
         "norm weights are stored minus one": model.apply_layernorm_1p,
+        "residuals start behind the norms": model.apply_residual_connection_post_layernorm,
         "queries and keys are normed and layers have biases": model.qk_layernorm and model.add_qkv_bias,
     }
     return [reason for reason, holds in wrong.items() if holds]

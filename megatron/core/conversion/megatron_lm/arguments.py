@@ -145,6 +145,11 @@ def arguments_of(portable: PortableModel, *, dist: bool) -> Namespace:
         raise CheckpointError(
             "Megatron-LM has no flag for an MLP gated by GELU (--geglu), so it can't be written for it"
         )
+    if model.apply_residual_connection_post_layernorm:
+        raise CheckpointError(
+            "Megatron-LM's core ignores --apply-residual-connection-post-layernorm, so such a model can't be written "
+            "for it"
+        )
     tanh = not model.exact_gelu and not model.swiglu and not model.squared_relu
     rope = model.position_embedding_type == "rope"
     names = (

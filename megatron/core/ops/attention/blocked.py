@@ -21,9 +21,9 @@ _BLOCK = 128  # queries
 
 
 def supports(request: AttentionRequest) -> str | None:
-    """Everything but padding, and a softmax wider than its scores."""
-    if request.padding_mask:
-        return "it has no padding mask"
+    """Everything but padding within documents, and a softmax wider than its scores."""
+    if request.padding_mask and request.segments:
+        return "it has no padding mask within documents"
     if request.softmax_in_fp32 and request.dtype not in (torch.float32, torch.float64):
         return f"its scores and softmax are in {str(request.dtype).removeprefix('torch.')}"
     return None
@@ -52,7 +52,7 @@ class _Blocked(torch.autograd.Function):
         ctx.generator_state = _state(options)
         out = q.new_empty(*q.shape[:3], v.shape[3])
         for block in _blocks(q, k, v, options):
-            probabilities = block.scores().softmax(dim=-1)
+            probabilities = block.probabilities()
             if options.generator is not None and options.dropout > 0.0:
                 kept = draw_kept(probabilities, options.dropout, options.generator)
                 probabilities = scale_kept(probabilities, kept, options.dropout)
@@ -74,7 +74,7 @@ def attend_partly(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) ->
     for block in _blocks(q, k, v, options):
         scores = block.scores().to(lse.dtype)
         sums = scores.logsumexp(dim=-1, keepdim=True)
-        probabilities = scores.sub_(sums).exp_().to(q.dtype)
+        probabilities = scores.sub_(_finite(sums)).exp_().to(q.dtype)
         if options.generator is not None and options.dropout > 0.0:
             kept = draw_kept(probabilities, options.dropout, options.generator)
             probabilities = scale_kept(probabilities, kept, options.dropout)
@@ -127,7 +127,8 @@ class _Block:
     """Some queries and the keys they see, as matrices: ``B`` samples times key heads, each serving ``r`` query heads.
 
     ``q`` [B, r·rows, d]; ``k`` and ``v`` [B, keys, d]; contiguous. ``later`` [rows, rows]: what to add to the scores of
-    the last keys so that no query sees beyond itself; None when all see all.
+    the last keys so that no query sees beyond itself; None when all see all. ``padding`` [B, 1, keys]: True for keys
+    that no query sees; None where there are none.
     """
 
     rows: slice
@@ -136,15 +137,24 @@ class _Block:
     v: Tensor
     scale: float
     later: Tensor | None
+    padding: Tensor | None
 
     def scores(self) -> Tensor:
-        """q·kᵀ·scale, [B, r·rows, keys], minus infinity where a key is later than the query."""
+        """q·kᵀ·scale, [B, r·rows, keys], minus infinity where a key is later than the query, or padding."""
         unused = self.q.new_empty(1, 1, 1)
         scores = torch.baddbmm(unused, self.q, self.k.transpose(1, 2), beta=0.0, alpha=self.scale)
         if self.later is not None:
             length = self.later.shape[0]
             scores.view(scores.shape[0], -1, length, scores.shape[2])[..., -length:].add_(self.later)
-        return scores
+        return scores if self.padding is None else scores.masked_fill_(self.padding, -torch.inf)
+
+    def probabilities(self) -> Tensor:
+        """Softmax of the scores over these keys, [B, r·rows, keys]; zeros for a query that sees none of them."""
+        scores = self.scores()
+        if self.padding is None:
+            return scores.softmax(dim=-1)
+        sees_none = scores.amax(dim=-1, keepdim=True) == -torch.inf
+        return scores.softmax(dim=-1).masked_fill_(sees_none, 0.0)
 
     def put(self, result: Tensor, out: Tensor, *, scale: float) -> None:
         """Write ``result`` [B, r·rows, d] times ``scale`` to its place in ``out`` [sq, b, n, d]."""
@@ -159,7 +169,7 @@ class _Softmax:
 
     def forward(self, block: _Block) -> Tensor:
         """Probabilities, [B, r·rows, keys]."""
-        return block.scores().softmax(dim=-1)
+        return block.probabilities()
 
     def backward(self, grad: Tensor, probabilities: Tensor, block: _Block) -> Tensor:
         """Gradient of the scores."""
@@ -177,7 +187,7 @@ class _PartOfSoftmax(_Softmax):
     def forward(self, block: _Block) -> Tensor:
         """Probabilities, [B, r·rows, keys]."""
         lse = self._lse[:, :, block.rows].flatten(1, 2)
-        return block.scores().to(lse.dtype).sub_(lse).exp_().to(block.q.dtype)
+        return block.scores().to(lse.dtype).sub_(_finite(lse)).exp_().to(block.q.dtype)
 
     def backward(self, grad: Tensor, probabilities: Tensor, block: _Block) -> Tensor:
         """Gradient of the scores."""
@@ -188,6 +198,9 @@ class _PartOfSoftmax(_Softmax):
 def _blocks(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Iterator[_Block]:
     queries, keys, values = _fold_queries(q, k), _fold(k).contiguous(), _fold(v).contiguous()
     sq, sk = q.shape[0], k.shape[0]
+    padding: Tensor | None = None
+    if options.padding_mask is not None:
+        padding = ~options.padding_mask.repeat_interleave(k.shape[2], dim=0).unsqueeze(1)
     for start in range(0, sq, _BLOCK):
         rows = slice(start, min(start + _BLOCK, sq))
         visible, later = sk, None
@@ -201,6 +214,7 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Itera
             v=values[:, :visible].contiguous(),
             scale=options.scale,
             later=later,
+            padding=None if padding is None else padding[:, :, :visible],
         )
 
 
@@ -218,6 +232,11 @@ def _fold_queries(x: Tensor, k: Tensor) -> Tensor:
 def _unfold(grad: Tensor, x: Tensor) -> Tensor:
     """[B, sk, d] -> [sk, b, g, d], in the type of ``x``."""
     return grad.to(x.dtype).transpose(0, 1).view(x.shape)
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """Minus infinity, of a query that sees no key, as a number: scores of minus infinity less it are themselves."""
+    return lse.clamp(min=torch.finfo(lse.dtype).min)
 
 
 def _state(options: AttentionOptions) -> Tensor | None:

@@ -1,0 +1,31 @@
+"""What recipes of models that are one chain of layers have in common."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.config.run import RunConfig
+from megatron.core.models.stage import Stage
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.pipeline_parallel.chunk import WireSpec
+from megatron.core.transformer.block import RecomputePlan
+
+
+def hidden_wires(run: RunConfig, stage: Stage, context: ParallelContext) -> dict[str, WireSpec]:
+    """Hidden states ``[s, b, h]`` between stages."""
+    if stage.is_first:
+        return {}
+    mesh, model = context.mesh, run.model
+    length = run.data.seq_length // mesh.size("cp") // (mesh.size("tp") if context.sequence_parallel else 1)
+    dtype = torch.float32 if model.fp32_residual_connection else context.dtype
+    return {"hidden": WireSpec((length, run.training.micro_batch_size, model.hidden_size), dtype)}
+
+
+def recompute_plan(run: RunConfig) -> RecomputePlan:
+    """Which activations ``--recompute-…`` asks to recompute."""
+    training = run.training
+    return RecomputePlan(
+        granularity=training.recompute_granularity,
+        method=training.recompute_method or "uniform",
+        num_layers=training.recompute_num_layers or 1,
+    )

@@ -1,0 +1,82 @@
+"""pretrain_bert.py as a user runs it: from sentences to updated weights, on several ranks, stopped and resumed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.end_to_end.commands import assert_same_tensors, losses, run, tensors
+
+WORDS = "the cat sat on a mat and dog ran to see what it was about but no one came by night or day so far"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Flags of a data set that tools/preprocess_data.py made of documents of short sentences."""
+    folder = tmp_path_factory.mktemp("bert")
+    (folder / "vocab.txt").write_text(
+        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", *WORDS.split()]) + "\n"
+    )
+    drawn = torch.randint(len(WORDS.split()), (60, 6, 7), generator=torch.Generator().manual_seed(1)).tolist()
+    lines = (" ".join(" ".join(WORDS.split()[i] for i in each).capitalize() + "." for each in text) for text in drawn)
+    (folder / "text.jsonl").write_text("".join(f'{{"text": "{line}"}}\n' for line in lines))
+    tokenizer = f"--tokenizer-type BertWordPieceLowerCase --vocab-file {folder}/vocab.txt"
+    made = f"--input {folder}/text.jsonl --output-prefix {folder}/data --split-sentences --workers 1"
+    run("tools/preprocess_data.py", f"{made} {tokenizer}")
+    return f"--data-path {folder}/data_text_sentence --split 90,10,0 --vocab-file {folder}/vocab.txt"
+
+
+TINY = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
+    "--global-batch-size 8 --lr 1e-2 --log-interval 1 --eval-iters 1 --num-workers 0 --train-iters 6"
+)
+
+
+def test_two_ranks_train_both_losses(data: str, tmp_path: Path) -> None:
+    """Both losses are logged and evaluated, and every weight of the model moves, on two tensor-parallel ranks."""
+    flags = f"{TINY} {data} --tensor-model-parallel-size 2 --sequence-parallel --save-interval 1 --exit-interval 2"
+    log = run("pretrain_bert.py", flags, "--save", str(tmp_path), ranks=2)
+    assert len(losses(log)) == 2
+    assert re.search(r"lm loss: \S+ \| sop loss: \S+ \|", log)
+    one, two = (tensors(tmp_path / f"iter_000000{n}") for n in (1, 2))
+    still = [name for name in one if name.startswith("model.") and torch.equal(one[name], two[name])]
+    assert still == []
+    assert any(name.startswith("model.pooler") for name in one)
+
+
+@pytest.mark.parametrize("layout", ["--pipeline-model-parallel-size 2", "--use-distributed-optimizer"])
+def test_resume_is_bitwise(layout: str, data: str, tmp_path: Path) -> None:
+    """A run that was stopped would go on with other samples, masks or dropout."""
+    flags = f"{TINY} {data} {layout} --save-interval 3"
+    run("pretrain_bert.py", flags, "--save", str(tmp_path / "whole"), ranks=2)
+    halves = ("--save", str(tmp_path / "halves"), "--load", str(tmp_path / "halves"))
+    run("pretrain_bert.py", f"{flags} --exit-interval 3", *halves, ranks=2)
+    log = run("pretrain_bert.py", flags, *halves, ranks=2)
+    assert min(losses(log)) == 4
+    assert_same_tensors(tmp_path / "whole/iter_0000006", tmp_path / "halves/iter_0000006")
+
+
+def test_another_layout_goes_on_from_a_checkpoint(data: str, tmp_path: Path) -> None:
+    """A BERT saved by two stages loads on one rank, without the flags that its checkpoint knows."""
+    flags = f"{TINY} {data} --pipeline-model-parallel-size 2 --save-interval 3 --exit-interval 3"
+    run("pretrain_bert.py", flags, "--save", str(tmp_path), ranks=2)
+    log = run("pretrain_bert.py", f"{TINY} {data}", "--load", str(tmp_path))
+    assert list(losses(log)) == [4, 5, 6]
+    refused = run("pretrain_bert.py", f"{TINY} {data} --bert-no-binary-head", "--load", str(tmp_path), expect=1)
+    assert "--bert-binary-head is True in the checkpoint and False here" in refused
+
+
+def test_without_binary_head(data: str) -> None:
+    """One loss, samples of single texts."""
+    log = run("pretrain_bert.py", f"{TINY} {data} --bert-no-binary-head --train-iters 2")
+    assert len(losses(log)) == 2 and "sop loss" not in log
+
+
+def test_dry_run(data: str) -> None:
+    """A configuration for many GPUs is checked on a laptop, parameters and memory included."""
+    layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --dry-run --world-size 8"
+    report = run("pretrain_bert.py", f"{TINY} {data} {layout}")
+    assert "vocabulary of 33" in report and "on pipeline rank 1" in report

@@ -1,0 +1,80 @@
+"""The families of models in the equivalence table: how each is built and what it learns from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.models.bert import BertModel
+from megatron.core.models.gpt import GPTModel
+from megatron.training.recipe import Recipe
+from megatron.training.recipes.bert import ORDER, WORDS, BertRecipe
+from megatron.training.recipes.gpt import GPTRecipe
+
+GLOBAL_BATCH, LENGTH, VOCABULARY = 8, 16, 67
+"""The vocabulary is prime, so that it divides at no layout."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """``batch``: the global batch of a step. ``losses``: their names; ``optional``: fields that only some variants use.
+
+    ``build``: the model from its config, context, and keywords ``stage``, ``recompute`` and ``seed``.
+    """
+
+    recipe: Recipe
+    build: Callable[..., nn.Module]
+    batch: Callable[[int], dict[str, Tensor]]
+    losses: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+
+
+def causal_batch(step: int) -> dict[str, Tensor]:
+    """Tokens, labels, a random loss mask with one sample masked out whole, and document segments."""
+    generator = torch.Generator().manual_seed(100 + step)
+    tokens = torch.randint(VOCABULARY, (GLOBAL_BATCH, LENGTH + 1), generator=generator)
+    mask = (torch.rand(GLOBAL_BATCH, LENGTH, generator=generator) > 0.3).double()
+    mask[3] = 0.0
+    if step == 1:  # a context-parallel rank, of two, without a token to learn from
+        mask[:, : LENGTH // 4] = mask[:, -LENGTH // 4 :] = 0.0
+    boundary = torch.rand(GLOBAL_BATCH, LENGTH, generator=generator) < 0.15
+    return {
+        "tokens": tokens[:, :-1],
+        "labels": tokens[:, 1:],
+        "loss_mask": mask,
+        "segments": boundary.int().cumsum(1).int(),
+    }
+
+
+def masked_batch(step: int) -> dict[str, Tensor]:
+    """Samples of many lengths, few words of them hidden; one counts for nothing, in text or order.
+
+    Some samples are so short that a context-parallel rank holds nothing of them but padding.
+    """
+    generator = torch.Generator().manual_seed(200 + step)
+    shape = (GLOBAL_BATCH, LENGTH)
+    positions, lengths = torch.arange(LENGTH), torch.tensor([16, 3, 9, 12, 16, 4, 7, 15]).unsqueeze(1)
+    real = positions < lengths
+    hidden = (torch.rand(*shape, generator=generator) < 0.3) & real
+    hidden[3] = False
+    if step == 1:
+        hidden[:, LENGTH // 4 : -LENGTH // 4] = False
+    exchanged = torch.randint(2, (GLOBAL_BATCH,), generator=generator)
+    exchanged[3] = -1
+    return {
+        "text": torch.randint(VOCABULARY, shape, generator=generator) * real,
+        "types": ((positions >= lengths // 2) & real).long(),
+        "labels": torch.where(hidden, torch.randint(VOCABULARY, shape, generator=generator), -1),
+        "loss_mask": hidden.long(),
+        "padding_mask": real.long(),
+        "is_random": exchanged,
+    }
+
+
+FAMILIES = {
+    "gpt": Family(GPTRecipe(), GPTModel, causal_batch, ("lm loss",), optional=("segments",)),
+    "bert": Family(BertRecipe(), BertModel, masked_batch, (WORDS, ORDER)),
+}
