@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# The 340 M model of the BERT paper, on the 8 GPUs of one node.
+#
+# Hardware  8 GPUs of 24 GB or more, bf16.
+# Time      1 M steps of 256 samples are 2.6e20 FLOPs: 3.8 days at 8 x 100 TFLOP/s; not measured here.
+# Memory    16.65 GB a GPU, of which 13.77 GB are activations, by --dry-run.
+# Data      DATA: prefix of a data set that tools/preprocess_data.py --split-sentences made; VOCAB: a vocab.txt.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+exec bash examples/launch.sh pretrain_bert.py @examples/bert/bert_340m.flags \
+    --data-path "${DATA:-data/wikipedia_text_sentence}" --vocab-file "${VOCAB:-data/bert/vocab.txt}" \
+    --save runs/bert_340m --load runs/bert_340m --tensorboard-dir runs/bert_340m/tensorboard "$@"
