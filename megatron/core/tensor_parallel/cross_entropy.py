@@ -17,8 +17,8 @@ from megatron.core.ops.matmul import times_transposed, transposed_times
 from megatron.core.parallel.collectives import all_reduce
 from megatron.core.parallel.mesh import Mesh
 
-# Logits held at a time: on a CPU what its caches hold, elsewhere what keeps the device busy.
-_CPU_CHUNK, _DEVICE_CHUNK = 1 << 23, 1 << 26
+# Bytes of logits held at a time: on a CPU what its caches hold, elsewhere what keeps the device busy.
+_CPU_CHUNK, _DEVICE_CHUNK = 1 << 24, 1 << 27
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ def _chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: _Vo
     Ranges of rows are the same on every rank, since padded parts of the vocabulary are equally large.
     """
     total, columns = hidden.shape[0], weight.shape[0]
-    size = max(1, (_CPU_CHUNK if hidden.device.type == "cpu" else _DEVICE_CHUNK) // columns)
+    size = max(1, (_CPU_CHUNK if hidden.device.type == "cpu" else _DEVICE_CHUNK) // (columns * hidden.element_size()))
     if size > 64:
         size -= size % 64  # whole vectors, and the same kernels for all chunks but the last
     buffer = hidden.new_empty(min(size, total), columns)
