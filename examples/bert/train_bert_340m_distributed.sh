@@ -8,6 +8,6 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-exec bash examples/launch.sh pretrain_bert.py @examples/bert/bert_340m.flags \
+exec bash examples/launch.sh pretrain_bert.py @examples/bert/bert_340m_distributed.flags \
     --data-path "${DATA:-data/wikipedia_text_sentence}" --vocab-file "${VOCAB:-data/bert/vocab.txt}" \
     --save runs/bert_340m --load runs/bert_340m --tensorboard-dir runs/bert_340m/tensorboard "$@"
