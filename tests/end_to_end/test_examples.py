@@ -128,6 +128,6 @@ def test_launch_starts_the_tasks_of_a_slurm_job(tmp_path: Path) -> None:
 
 
 def test_every_example_is_tested() -> None:
-    """A new example brings its flags and its parameter count."""
+    """A new example of a GPT brings its flags and its parameter count; BERT's has tests of its own."""
     assert {script.name for script in SCRIPTS} == set(PARAMETERS)
-    assert {f"train_{path.stem}.sh" for path in FLAG_FILES} == set(PARAMETERS)
+    assert {f"train_{path.stem}.sh" for path in FLAG_FILES if path.parent.name == "gpt"} == set(PARAMETERS)
