@@ -68,8 +68,8 @@ class Liveness:
                 return False
             order = {"rank": self._mesh.world_rank, "reason": reason, "exit_code": exit_code}
             self._store.set(_CALLED_OFF, json.dumps(order))
-        except _STORE_ERRORS:  # the rank that kept the store has left: nobody to tell
-            pass
+        except _STORE_ERRORS:
+            return True  # the rank that kept the store has left: nobody to tell, and nobody else to show a reason
         return True
 
     def linger(self) -> None:

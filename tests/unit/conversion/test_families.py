@@ -128,6 +128,10 @@ def test_names_of_the_bare_model(tmp_path: Path) -> None:
     state |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 64, 64) for layer in range(3)}
     save_file(state, tmp_path / "bare/model.safetensors", metadata={"format": "pt"})
     do("hf", tmp_path / "bare", "megatron", tmp_path / "ours")
+    model.save_pretrained(tmp_path / "whole")
+    do("hf", tmp_path / "whole", "megatron", tmp_path / "of the whole")
+    tokens = fixed_tokens(read_native(tmp_path / "ours").model)
+    assert torch.equal(native_logits(tmp_path / "ours", tokens), native_logits(tmp_path / "of the whole", tokens))
 
 
 def test_settings_of_transformers_4(model_folder: Folder, tmp_path: Path) -> None:

@@ -75,7 +75,11 @@ def test_a_tokenizer_that_is_not_known_may_be_any(tmp_path: Path) -> None:
     write_torch(tmp_path / "theirs", CLASSIC, VALUES, style="core", **flags)
     job = Conversion("megatron-lm", tmp_path / "theirs", "megatron", tmp_path / "ours", true_vocab_size=101)
     convert(job, lambda words: None)
-    started(ParallelContext.single(), tmp_path / "ours", "--finetune")
+    run = started(ParallelContext.single(), tmp_path / "ours", "--finetune")
+    assert run.loaded_from == str(tmp_path / "ours" / "iter_0000500")
+    assert run.config.tokenizer.tokenizer_type == "NullTokenizer"
+    for name, value in VALUES.items():
+        assert torch.equal(run.models[0].get_parameter(name).detach()[: value.shape[0]], value), name
 
 
 def test_a_model_without_its_tokenizer_is_the_same_model(tmp_path: Path) -> None:
