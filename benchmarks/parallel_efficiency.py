@@ -3,22 +3,27 @@
     python -m benchmarks.parallel_efficiency --rounds 3
 
 Contenders take turns, so that other work on the machine hits all alike; the efficiency is the ratio of median steps.
-Beside it stand the bytes that a rank sends in a step and how long gloo takes for them alone.
+Beside it stand how often a rank waits for others in a step and how long (medians as well), the bytes that it sends, and
+how long gloo takes for as many bytes in large messages: what it waits beyond that is latency, and ranks out of step.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from benchmarks.communication import counting
 from megatron.config.run import RunConfig
+from megatron.core.parallel.activity import Activity
 from megatron.core.parallel.collectives import all_reduce, barrier
 from megatron.core.parallel.context import ParallelContext
 from megatron.training.recipes.gpt import GPTRecipe
@@ -43,24 +48,54 @@ CONTENDERS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def time_steps(context: ParallelContext, flags: str, steps: int) -> tuple[list[float], int, float]:
-    """Seconds of each step, bytes this rank sends in one, and gloo's bandwidth in bytes a second at 4 MiB."""
+@dataclass
+class TimedActivity(Activity):
+    """Adds up what the rank waits for others. ``waits``: how often; ``waited``: seconds."""
+
+    waits: int = 0
+    waited: float = 0.0
+
+    @contextlib.contextmanager
+    def waiting(self, collective: str, group: Sequence[int]) -> Iterator[None]:  # type: ignore[override]
+        """Time the block."""
+        start = time.perf_counter()
+        yield
+        self.waits += 1
+        self.waited += time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Of one rank: seconds of each step and those it waited of them, waits and bytes sent in a step, bytes a second."""
+
+    seconds: list[float]
+    waited: list[float]
+    waits: int
+    sent: int
+    bandwidth: float
+
+
+def time_steps(context: ParallelContext, flags: str, steps: int) -> Steps:
+    """Train ``steps`` steps with the clock running, after one that counts bytes."""
     ranks = context.mesh.world_size
     torch.set_num_threads(2 // ranks)
     config = RunConfig.parse([*MODEL.split(), *flags.split()], world_size=ranks)
     context = dataclasses.replace(context, sequence_parallel=config.parallel.sequence_parallel)
+    activity = context.mesh.activity = TimedActivity()
     run = build_run(config, GPTRecipe(), context, started=0.0)
     batches = run.data.training_batches(0)
     with counting(context.mesh) as sent:
         train_step(run, next(batches))
-    seconds = []
+    seconds, waited = [], []
     for _ in range(steps):
         batch = next(batches)
         barrier(context.mesh)
+        activity.waits, activity.waited = 0, 0.0
         start = time.perf_counter()
         train_step(run, batch)
         seconds.append(time.perf_counter() - start)
-    return seconds, sent.total(), bandwidth(context)
+        waited.append(activity.waited)
+    return Steps(seconds, waited, activity.waits, sent.total(), bandwidth(context))
 
 
 def bandwidth(context: ParallelContext, size: int = 1 << 20) -> float:
@@ -82,20 +117,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="in each round")
     options = parser.parse_args()
-    seconds: dict[str, list[float]] = defaultdict(list)
-    facts: dict[str, tuple[int, float]] = {}
+    found: dict[str, list[Steps]] = defaultdict(list)
     for _ in range(options.rounds):
         for name, (sizes, flags) in CONTENDERS.items():
-            found = run_ranks(time_steps, flags, options.steps, timeout=300.0, **sizes)
-            seconds[name] += [max(each) for each in zip(*(times for times, _, _ in found))]
-            facts[name] = (max(sent for _, sent, _ in found), max(found[0][2], facts.get(name, (0, 0.0))[1]))
-    alone = statistics.median(seconds["one rank, 2 threads"])
-    print("| | ms a step | efficiency | MiB sent by a rank | gloo's time for them alone, ms |")
-    print("|---|--:|--:|--:|--:|")
-    for name, times in seconds.items():
-        median, (sent, speed) = statistics.median(times), facts[name]
+            found[name] += run_ranks(time_steps, flags, options.steps, timeout=300.0, **sizes)
+    alone = statistics.median(second for each in found["one rank, 2 threads"] for second in each.seconds)
+    print("| | ms a step | efficiency | waits | ms waited | MiB sent by a rank | gloo's time for them alone, ms |")
+    print("|---|--:|--:|--:|--:|--:|--:|")
+    for name, ranks in found.items():
+        step = statistics.median(second for each in ranks for second in each.seconds)
+        waited = statistics.median(second for each in ranks for second in each.waited)
+        waits, sent = max(each.waits for each in ranks), max(each.sent for each in ranks)
+        fastest = max(each.bandwidth for each in ranks)
         print(
-            f"| {name} | {1000 * median:.0f} | {alone / median:.2f} | {sent / 2**20:.1f} | {1000 * sent / speed:.0f} |"
+            f"| {name} | {1000 * step:.0f} | {alone / step:.2f} | {waits} | {1000 * waited:.0f} | "
+            f"{sent / 2**20:.1f} | {1000 * sent / fastest:.0f} |"
         )
 
 
