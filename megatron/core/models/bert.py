@@ -35,7 +35,47 @@ class BertOutput:
     order: Tensor | None
 
 
-class BertModel(nn.Module):
+class BertBody(nn.Module):
+    """The stage's part of what every BERT has: embeddings and layers. What is behind the last layer, subclasses add."""
+
+    def __init__(
+        self, config: ModelConfig, context: ParallelContext, *, stage: Stage, recompute: RecomputePlan | None
+    ) -> None:
+        super().__init__()
+        self._config, self._context, self._is_last = config, context, stage.is_last
+        self.embedding = LanguageModelEmbedding(config, context, token_types=TOKEN_TYPES) if stage.is_first else None
+        self.encoder = TransformerBlock(
+            config,
+            context,
+            layer_numbers=stage.layers,
+            final_norm=stage.is_last,
+            causal=False,
+            recompute=recompute or RecomputePlan(),
+        )
+        self._rotary = RotaryPositions(config, context)
+
+    def hidden_states(
+        self,
+        tokens: Tensor | None,
+        types: Tensor | None,
+        *,
+        padding_mask: Tensor | None,
+        key: StreamKey,
+        hidden: Tensor | None,
+    ) -> Tensor:
+        """What the stage's last layer, and on the last stage the final norm, make of ids or of the stage before:
+        ``[s, b, h]``. Arguments are those of ``BertModel.forward``.
+        """
+        if self.embedding is not None:
+            assert tokens is not None, "the first stage needs tokens"
+            hidden = self.embedding(tokens, None, key, types=torch.zeros_like(tokens) if types is None else types)
+        assert hidden is not None, "a later stage needs the hidden states of the one before"
+        inputs = LayerInputs(key=key, rotary=self._rotary(hidden, None), padding_mask=padding_mask)
+        out: Tensor = self.encoder(hidden, inputs)
+        return out
+
+
+class BertModel(BertBody):
     """The stage's part of a BERT (Devlin et al. 2018, arXiv:1810.04805). Pre-norm layers unless the config says else;
     with the residuals behind the norms it is the original, and Hugging Face's, weight for weight.
     """
@@ -50,29 +90,16 @@ class BertModel(nn.Module):
         recompute: RecomputePlan | None = None,
         seed: int | None = None,
     ) -> None:
-        super().__init__()
         stage = stage or Stage(range(config.num_layers), is_first=True, is_last=True)
-        self._config, self._context, self._is_last = config, context, stage.is_last
-        self.embedding = LanguageModelEmbedding(config, context, token_types=TOKEN_TYPES) if stage.is_first else None
-        self.encoder = TransformerBlock(
-            config,
-            context,
-            layer_numbers=stage.layers,
-            final_norm=stage.is_last,
-            causal=False,
-            recompute=recompute or RecomputePlan(),
-        )
+        super().__init__(config, context, stage=stage, recompute=recompute)
         shares_embedding = stage.is_first and not config.untie_embeddings_and_output_weights
         self.lm_head = MaskedLMHead(config, context) if stage.is_last else None
         self.output_layer = (
             OutputLayer(config, context, has_weight=not shares_embedding, bias=True) if stage.is_last else None
         )
         has_order = stage.is_last and binary_head
-        whole: tuple[()] = ()  # every rank sees the whole gradient of what it computes from the first token
-        hidden, init = config.hidden_size, input_init(config)
         self.pooler = Pooler(config, context) if has_order else None
-        self.binary_head = ReplicatedLinear(hidden, 2, context, init=init, partial_grad=whole) if has_order else None
-        self._rotary = RotaryPositions(config, context)
+        self.binary_head = head_of_first_token(2, config, context) if has_order else None
         if seed is not None:
             initialize(self, context.mesh, seed=seed)
 
@@ -92,12 +119,7 @@ class BertModel(nn.Module):
         returned. ``key``: the microbatch's random streams, needed only when dropout draws.
         """
         key = key or StreamKey(0)
-        if self.embedding is not None:
-            assert tokens is not None, "the first stage needs tokens"
-            hidden = self.embedding(tokens, None, key, types=torch.zeros_like(tokens) if types is None else types)
-        assert hidden is not None, "a later stage needs the hidden states of the one before"
-        inputs = LayerInputs(key=key, rotary=self._rotary(hidden, None), padding_mask=padding_mask)
-        hidden = self.encoder(hidden, inputs)
+        hidden = self.hidden_states(tokens, types, padding_mask=padding_mask, key=key, hidden=hidden)
         return self._output(hidden) if self._is_last else hidden
 
     def _output(self, hidden: Tensor) -> BertOutput:
@@ -142,3 +164,8 @@ class Pooler(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[s, b, h] -> [b, h]``."""
         return torch.tanh(self.dense(first_token(x, self._context)))
+
+
+def head_of_first_token(outputs: int, config: ModelConfig, context: ParallelContext) -> ReplicatedLinear:
+    """A linear layer on what the pooler made: each rank computes it, and its gradient, whole."""
+    return ReplicatedLinear(config.hidden_size, outputs, context, init=input_init(config), partial_grad=())

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from megatron.config.model import ModelConfig
@@ -18,26 +18,32 @@ transformers = pytest.importorskip("transformers", reason="parity needs the dev 
 LAYERS, HIDDEN, HEADS, LENGTH, VOCABULARY = 2, 48, 4, 24, 101
 
 
-def ours(**settings: Any) -> BertModel:
-    """A BERT of the test's size in fp64, with the original's arrangement of norms."""
-    config = ModelConfig(
+def config_of_the_original(*, dropout: float = 0.0, **settings: Any) -> ModelConfig:
+    """A BERT of the test's size, with the original's arrangement of norms."""
+    return ModelConfig(
         num_layers=LAYERS,
         hidden_size=HIDDEN,
         num_attention_heads=HEADS,
         max_position_embeddings=LENGTH,
         vocab_size=VOCABULARY,
         attention_dropout=0.0,
-        hidden_dropout=0.0,
+        hidden_dropout=dropout,
         norm_epsilon=1e-12,
         exact_gelu=True,
         apply_residual_connection_post_layernorm=True,
         **settings,
     )
-    return BertModel(config, ParallelContext.single(dtype=torch.float64), seed=1)
 
 
-def weights(reference: Any) -> dict[str, Tensor]:
-    """The reference's tensors under our names: a norm at the end of a layer is the norm at the start of the next."""
+def ours(**settings: Any) -> BertModel:
+    """A BERT of the test's size in fp64."""
+    return BertModel(config_of_the_original(**settings), ParallelContext.single(dtype=torch.float64), seed=1)
+
+
+def body_weights(reference: Any) -> dict[str, Tensor]:
+    """The reference's tensors, but for its heads, under our names: a norm at the end of a layer is the norm at the
+    start of the next.
+    """
     source = {name: tensor.detach() for name, tensor in reference.named_parameters()}
     found = {
         f"embedding.{mine}_embeddings.weight": source[f"bert.embeddings.{theirs}_embeddings.weight"]
@@ -59,21 +65,29 @@ def weights(reference: Any) -> dict[str, Tensor]:
                 ("output.dense", "mlp.linear_fc2"),
             ):
                 found[f"{here}.{target}.{kind}"] = source[f"{there}.{name}.{kind}"]
+        found[f"pooler.dense.{kind}"] = source[f"bert.pooler.dense.{kind}"]
+    return found
+
+
+def weights(reference: Any) -> dict[str, Tensor]:
+    """All of the reference's tensors under our names."""
+    source, found = {name: tensor.detach() for name, tensor in reference.named_parameters()}, body_weights(reference)
+    for kind in ("weight", "bias"):
         found[f"lm_head.dense.{kind}"] = source[f"cls.predictions.transform.dense.{kind}"]
         found[f"lm_head.layer_norm.{kind}"] = source[f"cls.predictions.transform.LayerNorm.{kind}"]
-        found[f"pooler.dense.{kind}"] = source[f"bert.pooler.dense.{kind}"]
         found[f"binary_head.{kind}"] = source[f"cls.seq_relationship.{kind}"]
     return found | {"output_layer.bias": source["cls.predictions.bias"]}
 
 
-def reference_model() -> Any:
+def reference_model(kind: str = "BertForPreTraining", **settings: Any) -> Any:
     """A random BERT of transformers, with weights large enough that a mistake shows."""
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
         intermediate_size=4 * HIDDEN, max_position_embeddings=LENGTH, attn_implementation="eager",
+        **settings,
     )  # fmt: skip
-    model = transformers.BertForPreTraining(config).double().eval()
+    model = getattr(transformers, kind)(config).double().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "LayerNorm.weight" in name else 0.0, 0.15)
@@ -92,7 +106,7 @@ def batch() -> dict[str, Tensor]:
     return {"tokens": tokens, "types": types, "real": real, "labels": labels, "order": torch.tensor([0, 1, 1])}
 
 
-def load(model: BertModel, source: dict[str, Tensor]) -> None:
+def load(model: nn.Module, source: dict[str, Tensor]) -> None:
     """Copy logical tensors into the model; every parameter must be named."""
     parameters = dict(model.named_parameters())
     assert parameters.keys() == source.keys()

@@ -1,0 +1,165 @@
+"""Samples with a right answer: pairs of texts as BERT reads them, each once, or in epochs to train on."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.core.datasets.gpt_samples import Sample
+from megatron.core.datasets.index_build import random_state
+from megatron.core.datasets.index_cache import digest_of
+from megatron.core.datasets.labelled_files import LabelledTexts
+from megatron.core.tokenizers.base import MaskingTokenizer
+from megatron.errors import DataError
+
+COUNTS_FOR_NOTHING = -1
+
+
+@dataclass(frozen=True)
+class PairLayout:
+    """``[CLS] A [SEP] B [SEP]`` in ``seq_length`` tokens; what is too long loses its end, before the last [SEP].
+
+    ``longest_first``: tokens of A at most.
+    """
+
+    seq_length: int
+    tokenizer: MaskingTokenizer
+    longest_first: int | None = None
+
+    def sequence(self, first: str, second: str) -> NDArray[np.int64]:
+        """Ids, types (1 for B and its end) and what is no padding (1): [3, S]."""
+        tokenizer, room = self.tokenizer, self.seq_length - 1
+        one = tokenizer.tokenize(first)[: self.longest_first]
+        whole = [tokenizer.cls, *one, tokenizer.sep, *tokenizer.tokenize(second)][:room]
+        found = np.zeros((3, self.seq_length), np.int64)
+        found[0] = tokenizer.pad or 0
+        size = len(whole) + 1
+        found[0, :size] = [*whole, tokenizer.sep]
+        found[1, min(len(one) + 2, room) : size] = 1
+        found[2, :size] = 1
+        return found
+
+
+class LabelledDataset:
+    """The texts of a set, in their order.
+
+    A sample: ``text``, ``types`` and ``padding_mask`` int64 [choices, S], and ``label``, the number of the right class
+    or choice; −1: the sample counts for nothing.
+    """
+
+    def __init__(self, texts: LabelledTexts, layout: PairLayout) -> None:
+        self._texts, self._layout = texts, layout
+
+    @property
+    def prefix(self) -> str:
+        """The source's name for messages."""
+        return self._texts.source
+
+    @property
+    def digest(self) -> str:
+        """Hex digest of the files and of how samples are cut."""
+        return digest_of("labelled", self._texts.digest, self._layout.seq_length, self._layout.longest_first)
+
+    def __len__(self) -> int:
+        return len(self._texts.texts)
+
+    def __getitem__(self, index: int | None) -> Sample:
+        text = self._texts.texts[index or 0]
+        try:
+            sequences = np.stack([self._layout.sequence(*pair) for pair in text.pairs])
+        except DataError as error:
+            raise DataError(f"{text.origin}: {error}") from None
+        label = COUNTS_FOR_NOTHING if index is None else text.label
+        ids, types, padding_mask = sequences.transpose(1, 0, 2)
+        return {"text": ids, "types": types, "padding_mask": padding_mask, "label": np.array(label, np.int64)}
+
+    def origin(self, index: int) -> str:
+        """File and line of a sample."""
+        return self._texts.texts[index].origin
+
+    def describe(self) -> list[str]:
+        """The source, in a line."""
+        return [self._texts.describe()]
+
+    def with_samples(self, num_samples: int) -> LabelledDataset:
+        """The first so many samples, from the first again when there are no more."""
+        texts = list(itertools.islice(itertools.cycle(self._texts.texts), num_samples))
+        return LabelledDataset(replace(self._texts, texts=texts), self._layout)
+
+    def prepare(self) -> None:
+        """There are no indices."""
+
+
+class EpochsDataset:
+    """Every sample once in each epoch, each time in another random order.
+
+    An epoch is a whole number of batches: its last one is filled up with samples that count for nothing. So no sample
+    is dropped, and none of the next epoch is in a batch with one of this.
+    """
+
+    def __init__(self, samples: LabelledDataset, *, epochs: int, batch: int, seed: int) -> None:
+        self._samples, self._epochs, self._batch, self._seed = samples, epochs, batch, seed
+        self._shuffled: tuple[int, NDArray[np.int64]] | None = None
+
+    @property
+    def prefix(self) -> str:
+        """The source's name for messages."""
+        return self._samples.prefix
+
+    @property
+    def digest(self) -> str:
+        """Hex digest of what decides which samples are read, but for how often."""
+        return digest_of("epochs", self._samples.digest, self._batch, self._seed)
+
+    def __len__(self) -> int:
+        return self._epochs * self._stride
+
+    @property
+    def _stride(self) -> int:
+        """Places of an epoch."""
+        return batches_of_an_epoch(len(self._samples), self._batch) * self._batch
+
+    def __getitem__(self, index: int | None) -> Sample:
+        return self._samples[None if index is None else self._find(index)]
+
+    def _find(self, index: int) -> int | None:
+        """The sample at a place of the stream; None where a batch is filled up."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {self._epochs} epochs, which have {len(self)} places")
+        epoch, place = divmod(index, self._stride)
+        if place >= len(self._samples):
+            return None
+        if self._shuffled is None or self._shuffled[0] != epoch:
+            self._shuffled = epoch, random_state(self._seed, epoch).permutation(len(self._samples))
+        return self._shuffled[1].item(place)
+
+    def origin(self, index: int) -> str:
+        """File and line of a sample."""
+        found = self._find(index)
+        return "nothing, to fill a batch" if found is None else self._samples.origin(found)
+
+    def describe(self) -> list[str]:
+        """The source and how often it is read, in a line."""
+        return [f"{line}; {self._epochs} epochs" for line in self._samples.describe()]
+
+    def with_samples(self, num_samples: int) -> EpochsDataset:
+        """What a run asks for that goes on with other data than it began with: its epochs would not be whole.
+
+        Raises DataError.
+        """
+        raise DataError(
+            f"the checkpoint's run trained on other files than {self.prefix}, or with another --seq-length, --seed or "
+            "--global-batch-size, and would go on in the middle of an epoch: give what it was given, or --finetune to "
+            "begin anew from its weights"
+        )
+
+    def prepare(self) -> None:
+        """There are no indices."""
+
+
+def batches_of_an_epoch(samples: int, batch: int) -> int:
+    """Batches in which every sample is once; the last one may be filled up."""
+    return -(-samples // batch)

@@ -1,0 +1,235 @@
+"""Texts with the right answer beside them, read from the files in which RACE, MNLI and QQP are published.
+
+Nothing is guessed: what a file should hold and doesn't ends the reading with its line. Only QQP's own files have rows
+that are cut off; those are left out, and said.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.errors import DataError
+
+MNLI_LABELS = {"contradiction": 0, "entailment": 1, "neutral": 2}
+RACE_CHOICES = 4
+_MNLI_TEST, _QQP_TEST, _QQP = 10, 3, 6  # columns
+_QQP_LABELS = {"0": 0, "1": 1}
+
+
+@dataclass(frozen=True)
+class LabelledText:
+    """A pair of texts, or one pair for each choice, and which class or choice is right; from ``line`` of ``path``."""
+
+    pairs: tuple[tuple[str, str], ...]
+    label: int
+    path: Path
+    line: int
+
+    @property
+    def origin(self) -> str:
+        """File and line."""
+        return f"{self.path}:{self.line}"
+
+
+@dataclass
+class LabelledTexts:
+    """What a path holds: ``name`` in scores, ``texts``, and ``left_out``, places and reasons of rows that are cut off.
+
+    ``digest``: of the bytes of all files.
+    """
+
+    name: str
+    source: str
+    texts: list[LabelledText] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    digest: str = ""
+
+    def describe(self) -> str:
+        """Source, number of samples, and what is missing, in a line."""
+        line = f"{self.source}: {len(self.texts):,} samples"
+        if self.left_out:
+            line += f"; rows left out: {len(self.left_out):,}, the first {self.left_out[0]}"
+        return line
+
+
+def read_labelled(task: str, path: str) -> LabelledTexts:
+    """The texts of a folder of RACE, or of a file of MNLI or QQP.
+
+    Raises DataError that names file and line for anything that the task's files don't hold.
+    """
+    read = _READERS[task]
+    found = LabelledTexts(name_in_scores(task, path), path)
+    digest = hashlib.blake2b(digest_size=16)
+    read(found, Path(path), digest.update)
+    if not found.texts:
+        raise DataError(f"{path} holds no samples of {task}" + (f": {found.left_out[0]}" if found.left_out else ""))
+    found.digest = digest.hexdigest()
+    return found
+
+
+def name_in_scores(task: str, path: str) -> str:
+    """What scores call a set, as in Megatron-LM: the part of its path behind the task's name."""
+    behind = path.split(task)[-1].removesuffix(".tsv").strip("/")
+    name = behind.replace("/", "-")
+    return (name if task == "RACE" else name.replace("_", "-")) or Path(path).stem
+
+
+def _read_race(found: LabelledTexts, folder: Path, note: Callable[[bytes], None]) -> None:
+    """Every ``*.txt`` of a folder: JSON lines of an article and questions about it."""
+    if not folder.is_dir():
+        is_file = folder.exists()
+        raise DataError(
+            f"{folder} {'is a file' if is_file else 'does not exist'}: RACE's data are folders of .txt files, such as "
+            "RACE/dev/high"
+        )
+    files = sorted(folder.glob("*.txt"))
+    if not files:
+        below = sorted(each.name for each in folder.iterdir() if each.is_dir() and any(each.glob("*.txt")))
+        advice = f"; its folders {' and '.join(below)} do: give each" if below else ""
+        raise DataError(f"{folder} holds no .txt files{advice}")
+    for file in files:
+        articles = 0
+        for number, line in _lines(file, note):
+            if line.strip():
+                found.texts += _questions(line, file, number)
+                articles += 1
+        if not articles:
+            raise DataError(f"{file} is empty: each line of RACE's files is JSON with an article and its questions")
+
+
+def _questions(line: str, file: Path, number: int) -> Iterator[LabelledText]:
+    """The samples of one line: each question with its four options."""
+    where = f"{file}:{number}"
+    try:
+        content = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where} is not JSON ({error}): each line of RACE's files holds an article") from None
+    article = _member(content, "article", str, where)
+    questions, options, answers = (_member(content, key, list, where) for key in ("questions", "options", "answers"))
+    if not len(questions) == len(options) == len(answers):
+        raise DataError(
+            f"{where} has {len(questions)} questions, {len(options)} lists of options and {len(answers)} answers; "
+            "there must be one of each"
+        )
+    letters = [chr(ord("A") + each) for each in range(RACE_CHOICES)]
+    for question, choices, answer in zip(questions, options, answers):
+        texts = [question, *choices] if isinstance(choices, list) else [None]
+        if len(texts) != 1 + RACE_CHOICES or not all(isinstance(text, str) for text in texts):
+            raise DataError(f"{where}: the options of {question!r} are {choices!r}, not {RACE_CHOICES} texts")
+        if answer not in letters:
+            raise DataError(f"{where}: the answer to {question!r} is {answer!r}, not one of {', '.join(letters)}")
+        filled = [question.replace("_", each) if "_" in question else f"{question} {each}" for each in choices]
+        yield LabelledText(tuple((each, article) for each in filled), letters.index(answer), file, number)
+
+
+def _member(content: Any, key: str, kind: type, where: str) -> Any:
+    value = content.get(key) if isinstance(content, dict) else None
+    if not isinstance(value, kind):
+        lacks = f"has no {key!r}" if value is None else f"has {value!r} as {key!r}"
+        raise DataError(f"{where} {lacks}: a line of RACE holds article, questions, options and answers")
+    return value
+
+
+def _read_mnli(found: LabelledTexts, file: Path, note: Callable[[bytes], None]) -> None:
+    """Columns 1 (index), 9 and 10 (the sentences), and the last (the label); a test set has ten, and no label."""
+    columns, rows = _table(file, note)
+    if columns == _MNLI_TEST:
+        raise _no_labels(file, columns)
+    if columns < _MNLI_TEST:
+        raise DataError(f"{file}:1 has {columns} columns; MNLI's train and dev files have more than {_MNLI_TEST}")
+    for number, row in rows:
+        where = f"{file}:{number}"
+        if len(row) != columns:
+            raise DataError(f"{where} has {len(row)} columns, but the header {columns}")
+        _check_number(row[0], where)
+        for column in (8, 9):
+            if not row[column].strip():
+                raise DataError(f"{where}: column {column + 1} holds no sentence")
+        label = _label(row[-1], MNLI_LABELS, where)
+        found.texts.append(LabelledText(((row[8].strip(), row[9].strip()),), label, file, number))
+
+
+def _read_qqp(found: LabelledTexts, file: Path, note: Callable[[bytes], None]) -> None:
+    """Columns 1 (index), 4 and 5 (the questions), and 6 (1: duplicates); a test set has three, and no label."""
+    columns, rows = _table(file, note)
+    if columns == _QQP_TEST:
+        raise _no_labels(file, columns)
+    if columns != _QQP:
+        raise DataError(f"{file}:1 has {columns} columns; QQP's train and dev files have {_QQP}")
+    for number, row in rows:
+        where = f"{file}:{number}"
+        if len(row) != _QQP:
+            found.left_out.append(f"{where} with {len(row)} columns instead of {_QQP}")
+        elif not (row[3].strip() and row[4].strip()):
+            found.left_out.append(f"{where} with an empty question")
+        else:
+            _check_number(row[0], where)
+            label = _label(row[5], _QQP_LABELS, where)
+            found.texts.append(LabelledText(((row[3].strip(), row[4].strip()),), label, file, number))
+
+
+def _table(file: Path, note: Callable[[bytes], None]) -> tuple[int, Iterator[tuple[int, list[str]]]]:
+    """Columns of the header, and the numbered rows below it."""
+    if not file.is_file():
+        what = "is a folder" if file.is_dir() else "does not exist"
+        raise DataError(f"{file} {what}: give a .tsv file, such as train.tsv or dev_matched.tsv")
+    lines = _lines(file, note)
+    header = next(lines, None)
+    if header is None:
+        raise DataError(f"{file} is empty: its first line names the columns")
+    return len(header[1].split("\t")), ((number, line.split("\t")) for number, line in lines if line)
+
+
+def _lines(file: Path, note: Callable[[bytes], None]) -> Iterator[tuple[int, str]]:
+    """Numbered lines without their ends. Only a line feed ends one: texts hold other separators."""
+    try:
+        with file.open("rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                note(line)
+                yield number, line.rstrip(b"\r\n").decode("utf-8-sig" if number == 1 else "utf-8")
+    except OSError as error:
+        raise DataError(f"{file} cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}:{number} is not UTF-8 ({error.reason} at byte {error.start} of the line)") from None
+
+
+def _no_labels(file: Path, columns: int) -> DataError:
+    return DataError(
+        f"{file} has {columns} columns, so it is a test set without labels: there is nothing to learn or to score; "
+        "give a train or dev file"
+    )
+
+
+def _check_number(text: str, where: str) -> None:
+    if not text.strip().isdecimal():
+        raise DataError(f"{where}: column 1 is {text!r}, but the index of a row is a number")
+
+
+def _label(text: str, labels: dict[str, int], where: str) -> int:
+    label = labels.get(text.strip())
+    if label is None:
+        raise DataError(f"{where}: the label {text!r} is not one of {', '.join(labels)}")
+    return label
+
+
+_READERS: dict[str, Callable[[LabelledTexts, Path, Callable[[bytes], None]], None]] = {
+    "RACE": _read_race,
+    "MNLI": _read_mnli,
+    "QQP": _read_qqp,
+}
+
+
+def joined(parts: Sequence[LabelledTexts]) -> LabelledTexts:
+    """Several sets as one, in order: training data of more than one file."""
+    return LabelledTexts(
+        name="",
+        source=" ".join(part.source for part in parts),
+        texts=[text for part in parts for text in part.texts],
+        left_out=[each for part in parts for each in part.left_out],
+        digest=" ".join(part.digest for part in parts),
+    )

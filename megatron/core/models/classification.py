@@ -1,0 +1,84 @@
+"""BERT that answers instead of filling in: classes of a text or pair of texts, or the right one of several choices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatron.config.model import ModelConfig
+from megatron.core.models.bert import BertBody, Pooler, head_of_first_token
+from megatron.core.models.stage import Stage
+from megatron.core.ops.dropout import dropout
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.rng import StreamKey
+from megatron.core.tensor_parallel.initialize import initialize
+from megatron.core.transformer.block import RecomputePlan
+
+
+@dataclass(frozen=True)
+class AnswerLogits:
+    """``values`` ``[b, answers]``. Of context-parallel ranks only the first has the token that they are made of."""
+
+    values: Tensor
+    context: ParallelContext
+
+
+class BertClassifier(BertBody):
+    """The stage's part of a BERT with a head on its first token (Devlin et al. 2018, arXiv:1810.04805, section 4).
+
+    ``classes``: what the head gives for one sequence, and an answer is one of. With one, each sequence of a sample is
+    a choice, the head says how good it is, and an answer is one of the sample's choices.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        context: ParallelContext,
+        *,
+        classes: int,
+        stage: Stage | None = None,
+        recompute: RecomputePlan | None = None,
+        seed: int | None = None,
+    ) -> None:
+        stage = stage or Stage(range(config.num_layers), is_first=True, is_last=True)
+        super().__init__(config, context, stage=stage, recompute=recompute)
+        self.pooler = Pooler(config, context) if stage.is_last else None
+        head = head_of_first_token(classes, config, context) if stage.is_last else None
+        self.classification_head = head if classes > 1 else None
+        self.multichoice_head = head if classes == 1 else None
+        if seed is not None:
+            initialize(self, context.mesh, seed=seed)
+
+    def forward(
+        self,
+        tokens: Tensor | None,
+        types: Tensor | None,
+        *,
+        padding_mask: Tensor,
+        key: StreamKey | None = None,
+        hidden: Tensor | None = None,
+    ) -> AnswerLogits | Tensor:
+        """Token ids and types ``[b, choices, S]`` (None after the first stage) to logits ``[b, answers]``, before the
+        last stage to hidden states ``[s, b·choices, h]``; ``padding_mask`` is ``[b, choices, S]``. See BertModel.
+        """
+        key = key or StreamKey(0)
+        hidden = self.hidden_states(
+            None if tokens is None else tokens.flatten(0, 1),
+            None if types is None else types.flatten(0, 1),
+            padding_mask=padding_mask.flatten(0, 1),
+            key=key,
+            hidden=hidden,
+        )
+        head = self.classification_head or self.multichoice_head
+        if self.pooler is None or head is None:
+            return hidden
+        logits: Tensor = head(self._dropped(self.pooler(hidden), key))
+        return AnswerLogits(logits.view(len(padding_mask), -1), self._context)
+
+    def _dropped(self, pooled: Tensor, key: StreamKey) -> Tensor:
+        """Dropout that every tensor-parallel rank draws alike, as all hold the same vectors."""
+        if not self.training or self._config.hidden_dropout == 0.0:
+            return pooled
+        self._context.rng.enter(key, "answer")
+        return dropout(pooled, self._config.hidden_dropout, self._context.rng.replicated)
