@@ -1,8 +1,9 @@
 """Show that a layout computes the model of one rank: equal losses, gradients and weights, in fp64, on this machine.
 
-Takes the flags of a pretraining command and --world-size. Both runs have made-up data and no dropout, and each rank is
-a process on the CPU. With --shrink the model becomes small and keeps its layout and kinds of layers; without it the
-machine must hold the model once for every replica, in fp64 with its optimizer state.
+Takes the flags of a pretraining command, --world-size, and --model-type where it is not GPT. Both runs have made-up
+data and no dropout, and each rank is a process on the CPU. With --shrink the model becomes small and keeps its layout
+and kinds of layers; without it the machine must hold the model once for every replica, in fp64 with its optimizer
+state.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
+from megatron.config.families import family_of
 from megatron.config.flags import check_flags, flag
+from megatron.config.model_type import parse_any_family
 from megatron.config.run import RunConfig
 from megatron.config.shrinking import SMALL_VOCABULARY, on_one_rank, shrunk, without_files
 from megatron.errors import ParallelError, run_command
@@ -36,7 +39,7 @@ class ParityConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Compare and print a table; 1 when anything differs."""
-    config = RunConfig.parse([*argv, "--dry-run"], prog="check_parity.py", extra_groups=(ParityConfig,))
+    config = parse_any_family([*argv, "--dry-run"], ParityConfig, prog="check_parity.py")
     parity = config.group(ParityConfig)
     config = without_files(config, vocab_size=vocabulary(config, parity), steps=parity.steps)
     if parity.shrink:
@@ -128,13 +131,13 @@ def _run_rank(config: RunConfig, steps: int, rank: int, port: int, connection: C
     from megatron.core.parallel.environment import LaunchEnvironment
     from megatron.core.parallel.launch import parallel_context
     from megatron.training.parity import observe
-    from megatron.training.recipes.gpt import GPTRecipe
+    from megatron.training.recipes import recipe_of
 
     torch.set_num_threads(1)
     size = config.world_size
     launch = LaunchEnvironment(rank, size, rank, size, "127.0.0.1" if size > 1 else None, port)
     with parallel_context(config.parallel, launch, params_dtype="fp64", seed=config.training.seed) as context:
-        observed = observe(config, GPTRecipe(), context, steps=steps)
+        observed = observe(config, recipe_of(family_of(config.extra)), context, steps=steps)
     connection.send_bytes(pickle.dumps(observed))  # plainly: torch would share memory with a process that is ending
     return 0
 

@@ -1,8 +1,8 @@
 """Look at data: what token files hold, or what a training run reads.
 
 With --prefix: counts, lengths of documents, and on request a picture of them, a document as text, or a check of every
-token. With --sample and the flags of a training run: one sample, exactly as that run sees it (WORLD_SIZE=8 in front
-stands for its eight ranks, where a layout needs them).
+token. With --sample and the flags of a training run: one sample, exactly as that run sees it (--model-type where it
+is no GPT; WORLD_SIZE=8 in front stands for its eight ranks, where a layout needs them).
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.config.families import family_of
 from megatron.config.flags import check_flags, flag
+from megatron.config.model_type import parse_any_family
 from megatron.config.parse import parse_groups
 from megatron.config.run import RunConfig
 from megatron.config.tokenizer import TokenizerConfig
@@ -55,7 +57,7 @@ class SampleConfig:
 def main(argv: Sequence[str]) -> int:
     """Print what was asked for."""
     if any(word.partition("=")[0] == "--sample" for word in argv):
-        return show_sample(RunConfig.parse(argv, prog="inspect_dataset.py", extra_groups=[SampleConfig]))
+        return show_sample(parse_any_family(argv, SampleConfig, prog="inspect_dataset.py"))
     about = " ".join((__doc__ or "").split())
     config, tokenizer_config = parse_groups(
         argv, InspectConfig, TokenizerConfig, prog="inspect_dataset.py", about=about
@@ -169,10 +171,10 @@ def show_sample(config: RunConfig) -> int:
     """Print a sample as the run reads it."""
     from megatron.core.datasets.sampler import MicrobatchSampler
     from megatron.training.data import offline_splits
-    from megatron.training.recipes.gpt import GPTRecipe
+    from megatron.training.recipes import recipe_of
 
     wanted = config.group(SampleConfig)
-    splits, tokenizer = offline_splits(config, GPTRecipe())
+    splits, tokenizer = offline_splits(config, recipe_of(family_of(config.extra)))
     datasets = list(splits.named(wanted.from_split).values())
     if len(datasets) != 1:
         raise ConfigError(f"--from-split {wanted.from_split}: the run reads {len(datasets)} data sets of that split")

@@ -1,4 +1,5 @@
-"""Build the sample indices of a training run ahead of it, offline: give the flags of the run.
+"""Build the sample indices of a training run ahead of it, offline: give the flags of the run, and --model-type
+where it is not GPT.
 
 The indices go where the run will look: --data-cache-path, or beside the data. They follow from the data, the seed and
 --seq-length alone, so they serve any number of ranks, any batch size, and longer runs up to their further epochs; a
@@ -12,6 +13,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatron.config.families import family_of
+from megatron.config.model_type import parse_any_family
 from megatron.config.run import RunConfig
 from megatron.core.datasets.sources import read_sources
 from megatron.core.datasets.splits import SPLITS
@@ -20,11 +23,11 @@ from megatron.errors import run_command
 
 def main(argv: Sequence[str]) -> int:
     """Build, and say what lies where."""
-    config = RunConfig.parse(argv, prog="prepare_cache.py")
+    config = parse_any_family(argv, prog="prepare_cache.py")
     from megatron.training.data import offline_splits
-    from megatron.training.recipes.gpt import GPTRecipe
+    from megatron.training.recipes import recipe_of
 
-    splits, _ = offline_splits(config, GPTRecipe())
+    splits, _ = offline_splits(config, recipe_of(family_of(config.extra)))
     for split in SPLITS:
         for name, dataset in splits.named(split).items():
             started = time.monotonic()

@@ -31,6 +31,7 @@ class FlagOptions:
     aliases: tuple[str, ...] = ()
     off: str | None = None
     derived: str | None = None
+    choices: tuple[Any, ...] = ()
     renamed_values: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     refused_values: Mapping[str, str] = field(default_factory=dict)
     at_least: float | None = None
@@ -48,6 +49,7 @@ def flag(help: str, *, default: Any = dataclasses.MISSING, **options: Any) -> An
     ``name``: spelling when it is not ``--kebab-case`` of the field. ``aliases``: further spellings that are accepted.
     ``off``: the flag that turns a boolean off whose default is True; ``help`` then describes that flag.
     ``derived``: says what the value becomes when it is not given (``default`` is then None and the annotation plain).
+    ``choices``: the only values, where the annotation can't list them.
     ``renamed_values``: values of Megatron-LM's that mean another one here, each with the word printed about it.
     ``refused_values``: values of Megatron-LM's that cannot be had, each with advice.
     ``at_least``, ``above``, ``at_most``, ``below``: bounds of each number.
@@ -228,6 +230,7 @@ def _spec(group: type, declared: dataclasses.Field[Any], hint: Any) -> FlagSpec:
     kind, choices, count, is_list = _read_type(hint, where)
     if kind is bool and declared.default is True and options.off is None:
         raise TypeError(f"{where} is on by default, so it must name the flag that turns it off")
+    choices = options.choices or choices
     return FlagSpec(group_name(group), declared.name, options, kind, choices, count, is_list, declared.default)
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.config.bert import BertConfig
 from megatron.config.command import CommandConfig
+from megatron.config.families import FAMILIES
 from megatron.config.flags import FlagSpec, flags_of, group_name
 from megatron.config.help import default_text, usage
 from megatron.config.legacy_flags import LEGACY_FLAGS
 from megatron.config.run import CORE_GROUPS
-from megatron.config.unavailable_flags import FAMILIES
+from megatron.config.unavailable_flags import FAMILIES as UNAVAILABLE
 
 REFERENCE, SNAPSHOT = "docs/flags.md", "tests/golden/flags.txt"
+_GROUPS = (*CORE_GROUPS, *(group for family in FAMILIES.values() for group in family.groups), CommandConfig)
 
 _INTRODUCTION = """# Flags
 
@@ -30,12 +31,12 @@ turned off by `--no-x`.
 def reference() -> str:
     """The whole document, in Markdown."""
     lines = [_INTRODUCTION]
-    for group in (*CORE_GROUPS, BertConfig, CommandConfig):
+    for group in _GROUPS:
         lines += [f"## {group_name(group)}", "", (group.__doc__ or "").strip().splitlines()[0], ""]
         lines += ["| flag | meaning | default |", "|---|---|---|", *map(_row, _flags(group)), ""]
     lines += ["## Flags of Megatron-LM that are no settings here", ""]
     lines += ["| flag | what becomes of it | |", "|---|---|---|", *_legacy_rows(), ""]
-    starts = ", ".join(f"`{prefix}…`" for prefix in FAMILIES)
+    starts = ", ".join(f"`{prefix}…`" for prefix in UNAVAILABLE)
     lines += [f"Any other flag that starts with {starts} is refused with the same advice as its family.", ""]
     return "\n".join(lines)
 
@@ -43,7 +44,7 @@ def reference() -> str:
 def snapshot() -> str:
     """One line per flag, for reviewing changes of the command line as a diff."""
     lines = []
-    for group in (*CORE_GROUPS, BertConfig, CommandConfig):
+    for group in _GROUPS:
         for spec in _flags(group):
             spellings = " ".join(spec.spellings())
             lines.append(f"{group_name(group)}.{spec.field}: {spellings} | {spec.noun} | {_default(spec)}")

@@ -15,6 +15,7 @@ from megatron.config.bert import BertConfig
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.command import CommandConfig
 from megatron.config.data import DataConfig
+from megatron.config.families import FAMILIES
 from megatron.config.flags import FlagSpec, flags_of, group_name
 from megatron.config.inference import InferenceConfig
 from megatron.config.model import ModelConfig
@@ -221,13 +222,14 @@ class RunConfig:
         return {"world_size": self.world_size, **groups}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any], *, extra_groups: Sequence[type] = ()) -> RunConfig:
-        """The run that ``to_json`` described: fields it lacks take their defaults, other recipes' groups are left out.
+    def from_json(cls, data: Mapping[str, Any]) -> RunConfig:
+        """The run that ``to_json`` described, with its family's own groups: fields it lacks take their defaults.
 
         Raises ConfigError for settings this version does not know.
         """
         built = {group_name(kind): _group_from_json(kind, data.get(group_name(kind), {})) for kind in CORE_GROUPS}
-        extra = tuple(_group_from_json(kind, data.get(group_name(kind), {})) for kind in extra_groups)
+        known = (kind for family in FAMILIES.values() for kind in family.groups)
+        extra = tuple(_group_from_json(kind, data[group_name(kind)]) for kind in known if group_name(kind) in data)
         return cls(world_size=int(data.get("world_size", 1)), extra=extra, **built)
 
     @cached_property

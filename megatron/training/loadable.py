@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.config.command import CommandConfig
+from megatron.config.families import family_named
 from megatron.config.files import words_of
 from megatron.config.parse import Intake
 from megatron.config.run import CORE_GROUPS, RunConfig
@@ -23,7 +24,7 @@ _MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size",
 def check_loadable(
     path: Path | None, flags: Sequence[str], *, step: int | None = None
 ) -> tuple[CheckpointFolder, RunConfig]:
-    """The checkpoint that would be loaded, and the settings it would be loaded into.
+    """The checkpoint that would be loaded, and the settings it would be loaded into by its family's command.
 
     ``path``: where it is, unless ``flags`` name it with ``--load``. Raises ConfigError for flags that can't work, and
     CheckpointError with the reason when the checkpoint doesn't fit them; on which layout it was saved never matters.
@@ -31,26 +32,39 @@ def check_loadable(
     asked = [*flags, *(["--load", str(path)] if path is not None and "--load" not in flags else [])]
     if step is not None and "--ckpt-step" not in flags:
         asked += ["--ckpt-step", str(step)]
-    config = RunConfig.parse(asked, world_size=_ranks_of(asked), checkpoint_config=saved_config)
-    if config.checkpoint.load is None:
+    intake = _read(asked)
+    if intake.value("load") is None:
         raise ConfigError("name the checkpoint: inspect.py DIR --can-load FLAGS, or --load DIR among the flags")
-    folder = find_checkpoint(config.checkpoint.load, step=config.checkpoint.ckpt_step, verify=False)
+    folder = find_checkpoint(intake.value("load"), step=intake.value("ckpt_step"), verify=False)
     state = read_run_state(folder)
+    family = family_named(state["recipe"], where=str(folder.path))
+    config = RunConfig.parse(
+        asked,
+        prog=f"pretrain_{family.name}.py",
+        world_size=_ranks_of(intake),
+        extra_groups=family.groups,
+        checkpoint_config=saved_config,
+    )
     tokenizer = build_tokenizer(config.tokenizer)
     config = config.with_vocab_size(tokenizer.vocab_size)
-    check_same_model(state, folder, recipe="gpt", config=config, tokenizer=tokenizer)
+    check_same_model(state, folder, recipe=family.name, config=config, tokenizer=tokenizer)
     if loads_optimizer(config, weights_only=config.checkpoint.finetune):
         check_has_optimizer(state, folder)
     _check_tensors(folder, config)
     return folder, config
 
 
-def _ranks_of(flags: Sequence[str]) -> int:
-    """Ranks of one copy of the model: as many as the flags need at least."""
+def _read(flags: Sequence[str]) -> Intake:
+    """What every family's flags say; which are right is found out once the family is known."""
     intake = Intake((*CORE_GROUPS, CommandConfig))
     intake.read_words(list(words_of(flags)))
     for file in intake.value("config"):
         intake.read_file(file)
+    return intake
+
+
+def _ranks_of(intake: Intake) -> int:
+    """Ranks of one copy of the model: as many as the flags need at least."""
     ranks = 1
     for size in _MODEL_PARALLEL:
         ranks *= int(intake.value(size))
@@ -63,7 +77,7 @@ def _check_tensors(folder: CheckpointFolder, config: RunConfig) -> None:
         for name, entry in StoredTensors(folder.path).entries.items()
         if name.startswith("model.")
     }
-    wanted = {name: sharding.shape for name, sharding in parameters_of(config.model).items()}
+    wanted = {name: sharding.shape for name, sharding in parameters_of(config.model, config.extra).items()}
     report_differences(
         str(folder.path),
         missing=sorted(wanted.keys() - stored.keys()),

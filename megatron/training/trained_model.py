@@ -54,7 +54,7 @@ def trained_model(
             raise CheckpointError(
                 f"{folder.path} holds a {state['recipe']} model; this tool works with {', '.join(recipes)}"
             )
-        saved = RunConfig.from_json(state["config"], extra_groups=recipe.groups)
+        saved = RunConfig.from_json(state["config"])
         config = _for_inference(saved, choice, launch.world_size)
         tokenizer = build_tokenizer(config.tokenizer)
         if state["tokenizer"]["fingerprint"] not in (tokenizer.fingerprint, None):  # None: converted without its files

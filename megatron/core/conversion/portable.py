@@ -5,7 +5,7 @@ A format only knows how to give one of these and how to write one, so any format
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.build import build_model
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RngStreams
@@ -62,11 +62,14 @@ class PortableModel:
         return sum(int(torch.Size(tensor.shape).numel()) for tensor in self.tensors.values())
 
 
-def parameters_of(model: ModelConfig) -> dict[str, Sharding]:
-    """Our parameters of a model by name, as the model itself declares them; nothing is allocated."""
+def parameters_of(model: ModelConfig, groups: Sequence[object] = ()) -> dict[str, Sharding]:
+    """Our parameters of a model by name, as the model itself declares them; nothing is allocated.
+
+    ``groups``: settings of its family alone, which tell the family.
+    """
     mesh, cpu = Mesh.single(), torch.device("cpu")
     context = ParallelContext(mesh=mesh, rng=RngStreams(1, mesh, cpu), device=torch.device("meta"), dtype=torch.float32)
-    return {name: sharding for name, _, sharding in sharded_parameters(GPTModel(model, context))}
+    return {name: sharding for name, _, sharding in sharded_parameters(build_model(model, groups, context))}
 
 
 def report_differences(where: str, *, missing: list[str], surplus: list[str], mismatched: list[str]) -> None:

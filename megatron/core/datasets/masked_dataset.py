@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from megatron.config.data import DataConfig
 from megatron.core.datasets.build import DatasetSplits, Part, Source, build_splits
 from megatron.core.datasets.gpt_samples import Documents
-from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.masked_samples import BertMaker, MaskedDataset, SampleMaker, T5Maker
+from megatron.core.datasets.index_cache import IndexCache
+from megatron.core.datasets.masked_samples import (
+    BertMaker,
+    MaskedDataset,
+    SampleMaker,
+    SentenceDocuments,
+    T5Maker,
+)
 from megatron.core.datasets.masking import MaskingRules, MaskingVocabulary
+from megatron.core.datasets.mock import MockSentences
 from megatron.core.datasets.spans import MegatronSpanOrder, Sentences, SpanOrder, SpanRules
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.tokenizers.base import MaskingTokenizer
@@ -35,14 +42,14 @@ def build_bert_splits(
 
     Samples are as BertMaker describes them; ``--split`` counts documents. See ``build_splits`` for the rest.
     """
-    vocabulary = MaskingVocabulary.of(tokenizer)
+    known = tokenizer.vocab_size if vocab_size is None else vocab_size
+    vocabulary = MaskingVocabulary.made_up(known) if data.mock_data else MaskingVocabulary.of(tokenizer)
     maker = BertMaker(data.seq_length, vocabulary, MaskingRules(probability=mask_probability), pairs=binary_head)
     rules = SpanRules(
         max_tokens=data.seq_length - _BERT_SPECIAL,
         min_sentences=2 if binary_head else 1,
         short_probability=short_probability,
     )
-    known = tokenizer.vocab_size if vocab_size is None else vocab_size
     family = MaskedFamily(data, maker, rules, seed=seed, vocab_size=known)
     return build_splits(data, family, sizes=sizes, tokenizer=tokenizer, vocab_size=known)
 
@@ -62,13 +69,13 @@ def build_t5_splits(
 
     Raises ConfigError for a tokenizer without sentinels. See ``build_splits`` for the rest.
     """
-    vocabulary = MaskingVocabulary.of(tokenizer)
+    known = tokenizer.vocab_size if vocab_size is None else vocab_size
+    vocabulary = MaskingVocabulary.made_up(known) if data.mock_data else MaskingVocabulary.of(tokenizer)
     if not vocabulary.sentinels:
         raise ConfigError("T5 replaces hidden spans by sentinels, of which there are none: give --vocab-extra-ids 100")
     rules = MaskingRules(probability=mask_probability, longest=10, geometric=True)
     maker = T5Maker(data.seq_length, decoder_seq_length, vocabulary, rules)
     spans = SpanRules(max_tokens=data.seq_length - _T5_SPECIAL, min_sentences=1, short_probability=short_probability)
-    known = tokenizer.vocab_size if vocab_size is None else vocab_size
     family = MaskedFamily(data, maker, spans, seed=seed, vocab_size=known)
     return build_splits(data, family, sizes=sizes, tokenizer=tokenizer, vocab_size=known)
 
@@ -81,21 +88,16 @@ class MaskedFamily:
         self._seed, self._vocab_size = seed, vocab_size
 
     def mock(self) -> Source:
-        """There are no made-up sentences."""
-        raise ConfigError(
-            "--mock-data counts from 1 up, which teaches BERT and T5 nothing: give --data-path with a data set of "
-            "tools/preprocess_data.py --split-sentences"
-        )
+        """Sentences of made-up words."""
+        return Source(MockSentences(self._maker.vocabulary.words), IndexCache(None), ids_known=True)
 
     def count_units(self, documents: Documents) -> int:
         """Documents."""
-        assert isinstance(documents, IndexedDataset)
-        return documents.num_documents
+        return cast("SentenceDocuments", documents).num_documents
 
     def dataset(self, part: Part, num_samples: int | None, *, remedy: str) -> MaskedDataset:
         """Samples of a part; raises DataError when no document has enough sentences."""
-        documents = part.source.documents
-        assert isinstance(documents, IndexedDataset)
+        documents = cast("SentenceDocuments", part.source.documents)
         boundaries = np.asarray(documents.boundaries[part.units.start : part.units.stop + 1])
         first, stop = (int(boundaries[0]), int(boundaries[-1])) if len(boundaries) else (0, 0)
         sentences = Sentences(documents.lengths[first:stop], boundaries - first)

@@ -9,9 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.gpt_samples import Sample, check_vocabulary
+from megatron.core.datasets.gpt_samples import Documents, Sample, check_vocabulary
 from megatron.core.datasets.index_cache import digest_of
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.masking import MaskingRules, MaskingVocabulary, choose_stretches
 from megatron.core.datasets.spans import MegatronSpanOrder, Span, SpanOrder
 
@@ -20,6 +19,10 @@ _NO_LABEL = -1
 
 class SampleMaker(Protocol):
     """Makes a sample of a family of models from the tokens of some sentences."""
+
+    @property
+    def vocabulary(self) -> MaskingVocabulary:
+        """The ids that it masks with."""
 
     def __call__(
         self, tokens: NDArray[Any], lengths: NDArray[np.int32], target: int, random: np.random.RandomState
@@ -167,6 +170,21 @@ class T5Maker:
         return {**sample, "loss_mask": np.zeros_like(sample["loss_mask"])}
 
 
+class SentenceDocuments(Documents, Protocol):
+    """Documents of sentences, which are numbered through: an IndexedDataset, or made-up ones."""
+
+    @property
+    def boundaries(self) -> NDArray[np.int64]:
+        """Sentences before each document, and all of them, [documents + 1]."""
+
+    @property
+    def num_documents(self) -> int:
+        """Documents."""
+
+    def get_range(self, first: int, stop: int) -> NDArray[Any]:
+        """Tokens of sentences ``first`` to ``stop`` (not included), end to end."""
+
+
 class MaskedDataset:
     """Samples of sentences from ``documents`` in ``order``, made by ``maker``.
 
@@ -175,7 +193,7 @@ class MaskedDataset:
 
     def __init__(
         self,
-        documents: IndexedDataset,
+        documents: SentenceDocuments,
         order: SpanOrder | MegatronSpanOrder,
         maker: SampleMaker,
         *,

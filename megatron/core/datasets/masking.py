@@ -18,6 +18,7 @@ from megatron.core.tokenizers.base import MaskingTokenizer
 from megatron.errors import ConfigError
 
 _GEOMETRIC = 0.2
+_MADE_UP_SPECIAL, _MADE_UP_SENTINELS = 6, 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,20 @@ class MaskingVocabulary:
             tokenizer.sentinels,
             np.array(tokenizer.continuations(), bool),
         )
+
+    @classmethod
+    def made_up(cls, vocab_size: int) -> MaskingVocabulary:
+        """Ids for made-up data: special tokens first, sentinels last; raises ConfigError when nothing is left."""
+        sentinels = range(vocab_size - min(vocab_size // 4, _MADE_UP_SENTINELS), vocab_size)
+        if sentinels.start <= _MADE_UP_SPECIAL:
+            raise ConfigError(f"--vocab-size {vocab_size - 1} leaves no words for --mock-data; give at least 16")
+        cls_id, sep, mask, pad, bos, eos = range(_MADE_UP_SPECIAL)
+        return cls(cls_id, sep, mask, pad, bos, eos, tuple(sentinels), np.zeros(vocab_size, bool))
+
+    @property
+    def words(self) -> range:
+        """The ids between the made-up special tokens and the sentinels."""
+        return range(_MADE_UP_SPECIAL, self.sentinels[0])
 
 
 def choose_stretches(

@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 _NUM_DOCUMENTS = 100_000
 _LENGTHS = (1, 4096)
+_TEXTS, _SENTENCES, _SENTENCE_LENGTHS = 10_000, (2, 25), (3, 60)
+_STRIDE = 7919
 
 
 class MockDocuments:
@@ -32,3 +34,32 @@ class MockDocuments:
         if stop == end:
             tokens[-1:] = self._eod
         return tokens
+
+
+class MockSentences:
+    """10,000 documents of 2 to 24 sentences of 3 to 59 tokens, which run through ``words`` in strides."""
+
+    prefix = fingerprint = "mock data"
+
+    def __init__(self, words: range) -> None:
+        random = np.random.default_rng(0)
+        self.boundaries: NDArray[np.int64] = np.concatenate([[0], random.integers(*_SENTENCES, _TEXTS).cumsum()])
+        lengths = random.integers(*_SENTENCE_LENGTHS, int(self.boundaries[-1]))
+        self.lengths: NDArray[np.int32] = lengths.astype(np.int32)
+        self._ends = np.concatenate([[0], lengths.cumsum()])
+        self._words = words
+
+    @property
+    def num_documents(self) -> int:
+        """Documents."""
+        return len(self.boundaries) - 1
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
+        """Tokens ``[offset, offset + length)`` of a sentence."""
+        tokens = self.get_range(index, index + 1)
+        return tokens[offset:] if length is None else tokens[offset : offset + length]
+
+    def get_range(self, first: int, stop: int) -> NDArray[Any]:
+        """Tokens of sentences ``first`` to ``stop`` (not included), end to end."""
+        counting = np.arange(self._ends.item(first), self._ends.item(stop))
+        return self._words.start + counting * _STRIDE % len(self._words)

@@ -15,13 +15,14 @@ from megatron.config.run import RunConfig
 from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.masked_dataset import build_bert_splits
 from megatron.core.datasets.splits import SplitSizes
-from megatron.core.models.bert import BertModel, BertOutput
+from megatron.core.models.bert import BertOutput
 from megatron.core.models.stage import Stage, stages_of
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, Wires, WireSpec
 from megatron.core.tokenizers.base import MaskingTokenizer, Tokenizer
 from megatron.training.flops import bert_flops_per_sample
-from megatron.training.recipes.parts import hidden_wires, recompute_plan
+from megatron.training.recipe import Recipe
+from megatron.training.recipes.parts import build_part, hidden_wires
 
 WORDS, ORDER = "lm loss", "sop loss"
 
@@ -67,16 +68,9 @@ class BertRecipe:
         """Hidden states ``[s, b, h]``."""
         return hidden_wires(run, stage, context)
 
-    def build_model(self, run: RunConfig, stage: Stage, context: ParallelContext) -> BertModel:
+    def build_model(self, run: RunConfig, stage: Stage, context: ParallelContext) -> nn.Module:
         """The stage's part of the BERT."""
-        return BertModel(
-            run.model,
-            context,
-            stage=stage,
-            binary_head=run.group(BertConfig).bert_binary_head,
-            recompute=recompute_plan(run),
-            seed=run.training.seed,
-        )
+        return build_part(run, stage, context)
 
     def forward(self, model: nn.Module, wires: Wires, microbatch: Microbatch) -> Any:
         """Tokens (or the previous stage's hidden states) through this stage."""
@@ -141,3 +135,6 @@ class BertRecipe:
 def _has_order(exchanged: Tensor, context: ParallelContext) -> Tensor:
     """Samples ``[b]`` whose texts' order counts, on the context-parallel rank that has their first token."""
     return exchanged >= 0 if context.mesh.rank("cp") == 0 else torch.zeros_like(exchanged, dtype=torch.bool)
+
+
+RECIPE: Recipe = BertRecipe()

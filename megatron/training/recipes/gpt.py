@@ -11,14 +11,14 @@ from megatron.config.pipeline import stage_sizes
 from megatron.config.run import RunConfig
 from megatron.core.datasets.gpt_dataset import DatasetSplits, build_gpt_splits
 from megatron.core.datasets.splits import SplitSizes
-from megatron.core.models.gpt import GPTModel
 from megatron.core.models.stage import Stage, stages_of
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, Wires, WireSpec
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.transformer.heads import VocabularyOutput
 from megatron.training.flops import gpt_flops_per_sample
-from megatron.training.recipes.parts import hidden_wires, recompute_plan
+from megatron.training.recipe import Recipe
+from megatron.training.recipes.parts import build_part, hidden_wires
 
 
 class GPTRecipe:
@@ -62,9 +62,9 @@ class GPTRecipe:
         """Hidden states ``[s, b, h]``."""
         return hidden_wires(run, stage, context)
 
-    def build_model(self, run: RunConfig, stage: Stage, context: ParallelContext) -> GPTModel:
+    def build_model(self, run: RunConfig, stage: Stage, context: ParallelContext) -> nn.Module:
         """The stage's part of the GPT."""
-        return GPTModel(run.model, context, stage=stage, recompute=recompute_plan(run), seed=run.training.seed)
+        return build_part(run, stage, context)
 
     def forward(self, model: nn.Module, wires: Wires, microbatch: Microbatch) -> Any:
         """Tokens (or the previous stage's hidden states) through this stage."""
@@ -100,3 +100,6 @@ class GPTRecipe:
         """Megatron's formula."""
         tensor_parallel = run.parallel.tensor_model_parallel_size
         return gpt_flops_per_sample(run.model, run.data.seq_length, tensor_model_parallel_size=tensor_parallel)
+
+
+RECIPE: Recipe = GPTRecipe()

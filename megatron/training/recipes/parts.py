@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from megatron.config.run import RunConfig
+from megatron.core.models.build import build_model
 from megatron.core.models.stage import Stage
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.pipeline_parallel.chunk import WireSpec
@@ -19,6 +21,13 @@ def hidden_wires(run: RunConfig, stage: Stage, context: ParallelContext) -> dict
     length = run.data.seq_length // mesh.size("cp") // (mesh.size("tp") if context.sequence_parallel else 1)
     dtype = torch.float32 if model.fp32_residual_connection else context.dtype
     return {"hidden": WireSpec((length, run.training.micro_batch_size, model.hidden_size), dtype)}
+
+
+def build_part(run: RunConfig, stage: Stage, context: ParallelContext) -> nn.Module:
+    """The part of the run's model that ``stage`` names, with its initial weights."""
+    return build_model(
+        run.model, run.extra, context, stage=stage, recompute=recompute_plan(run), seed=run.training.seed
+    )
 
 
 def recompute_plan(run: RunConfig) -> RecomputePlan:

@@ -309,8 +309,7 @@ def test_groups_of_a_recipe() -> None:
     assert run.group(MaskingConfig).mask_prob == 0.5
     assert run.provenance["mask_prob"] == "flag"
     assert run.to_json()["masking"] == {"mask_prob": 0.5}
-    assert RunConfig.from_json(run.to_json(), extra_groups=(MaskingConfig,)) == run
-    assert RunConfig.from_json(run.to_json()).extra == ()
+    assert RunConfig.from_json(run.to_json()).extra == ()  # a tool's; a family's come back
     assert message_of("--mask-prob 2", extra_groups=(MaskingConfig,)) == "--mask-prob is 2.0; it must be at most 1"
     with pytest.raises(KeyError, match="no MaskingConfig"):
         parse().group(MaskingConfig)

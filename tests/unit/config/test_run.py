@@ -10,6 +10,7 @@ import pytest
 
 from megatron.config import ParallelConfig, PrecisionConfig, RunConfig, TokenizerConfig
 from megatron.config.batch_ramp import BatchRamp
+from megatron.config.bert import BertConfig
 from megatron.errors import ConfigError
 from tests.unit.config.command_lines import parse, run_of
 
@@ -100,6 +101,13 @@ def test_json_round_trip() -> None:
     assert restored.digest == run.digest
     assert restored.training.rampup_batch_size == (4, 4, 8)
     assert restored.data_parallel_size == 2
+
+
+def test_a_familys_own_settings_come_back() -> None:
+    """A BERT without a second head would be loaded, converted and shown as one with it."""
+    bert = dataclasses.replace(run_of(), extra=(BertConfig(bert_binary_head=False, mask_prob=0.2),))
+    assert RunConfig.from_json(json.loads(json.dumps(bert.to_json()))) == bert
+    assert RunConfig.from_json(run_of().to_json()).extra == ()
 
 
 def test_digest_sees_every_setting_and_nothing_else() -> None:

@@ -252,8 +252,24 @@ def test_errors(prefix: str, tmp_path: Any) -> None:
     config = DataConfig(seq_length=64, train_data_path=(str(tmp_path / "documents"),))
     with pytest.raises(DataError, match="has 2 documents, none with 2 sentences: give more data, made with"):
         build_bert_splits(config, tokenizer=TOKENIZER, **arguments)
-    with pytest.raises(ConfigError, match="--mock-data counts from 1 up, which teaches BERT and T5 nothing"):
-        build_bert_splits(DataConfig(seq_length=64, mock_data=True), tokenizer=TOKENIZER, **arguments)
+    with pytest.raises(ConfigError, match="--vocab-size 6 leaves no words for --mock-data; give at least 16"):
+        build_bert_splits(DataConfig(seq_length=64, mock_data=True), tokenizer=TOKENIZER, vocab_size=7, **arguments)
+
+
+def test_made_up_sentences() -> None:
+    """A model is tried without files: samples of every length, of ids that it knows, with words to find."""
+    config = DataConfig(seq_length=64, mock_data=True)
+    arguments: dict[str, Any] = {"seed": 1, "sizes": SplitSizes(200, 20, 0), "tokenizer": TOKENIZER, "vocab_size": 40}
+    bert = build_bert_splits(config, **arguments).train
+    t5 = build_t5_splits(config, decoder_seq_length=32, **arguments).train
+    assert bert is not None and t5 is not None
+    lengths = [int(bert[index]["padding_mask"].sum()) for index in range(200)]
+    assert max(lengths) == 64 and min(lengths) < 40
+    texts = np.concatenate([bert[index]["text"] for index in range(200)])
+    assert texts.min() >= 0 and texts.max() < 40 and len(np.unique(texts)) > 25
+    assert sum(bert[index]["loss_mask"].any() for index in range(200)) > 190
+    sentinels = [int((t5[index]["text_enc"] >= 30).sum()) for index in range(200)]
+    assert np.median(sentinels) >= 1 and max(int(t5[index]["text_dec"].max()) for index in range(200)) < 40
 
 
 def test_blends_and_splits(prefix: str) -> None:

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.config.families import FAMILIES
 from megatron.core.checkpointing import storage
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import CheckpointError, ConfigError
@@ -70,6 +71,23 @@ def test_the_page(root: Path, said: Said) -> None:
     ):
         assert words in text, words
     assert "iteration 1, 8 samples" in said(root, "--ckpt-step", "1")[1]
+
+
+def test_another_family(said: Said, tmp_path: Path) -> None:
+    """The checkpoint says that it is a BERT: its own settings are shown, and whether its own command could load it."""
+    run = tiny_run(
+        ParallelContext.single(),
+        f"--mock-data --bert-no-binary-head --save {tmp_path} --save-interval 1",
+        family=FAMILIES["bert"],
+    )
+    Saver(run).save()
+    _, text = said(tmp_path)
+    assert "model       bert, " in text and "bert_binary_head                   False" in text
+    assert said(tmp_path, "--can-load", *FLAGS.split(), "--bert-no-binary-head")[0] == 0
+    code, text = said(tmp_path, "--can-load", *FLAGS.split())
+    assert (code, text[:3]) == (1, "no:")
+    assert "--bert-binary-head is False in the checkpoint and True here" in text
+    assert "--fim-rate has no meaning for BERT" in said(tmp_path, "--can-load", *FLAGS.split(), "--fim-rate", "0.5")[1]
 
 
 def test_json(root: Path, said: Said) -> None:

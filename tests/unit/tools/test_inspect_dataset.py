@@ -126,6 +126,14 @@ def joined(row: list[int]) -> str:
     return "".join(map(str, row))
 
 
+def test_a_sample_of_bert(capsys: pytest.CaptureFixture[str]) -> None:
+    """The family is asked for by name, and its flags with it."""
+    inspect_dataset.main([*RUN, "--seq-length", "24", "--mock-data", "--model-type", "BERT", "--sample", "0"])
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith("sample 0 of train: mock data, sentences ")
+    assert [line.split()[0] for line in shown[1:]] == ["text", "answers", "is_random", "truncated"]
+
+
 def test_masked_samples_are_shown_as_they_are_read() -> None:
     """What BERT is asked and what it should answer; padding is left out."""
     sample = {

@@ -58,6 +58,21 @@ def test_everything_is_ready(
     assert sorted(cache.glob("*.npy")) == files
 
 
+def test_of_bert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Samples of sentences, whose index is another one than GPT's over the same files."""
+    monkeypatch.setattr(build, "IndexCache", partial(IndexCache, least_rows=1))
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefgh"]) + "\n")
+    with IndexedDatasetWriter(tmp_path / "sentences", np.uint16) as writer:
+        for document in range(30):
+            for _ in range(3):
+                writer.add_sequence([document % 8 + 5] * 4)
+            writer.end_document()
+    run = RUN.replace("--tokenizer-type NullTokenizer --vocab-size 50", f"--vocab-file {tmp_path}/vocab.txt")
+    prepare_cache.main(f"{run} --model-type BERT --data-path {tmp_path}/sentences".split())
+    assert "train: 60 samples, " in capsys.readouterr().out
+    assert list((tmp_path / "sentences_index_cache").glob("*.npy"))
+
+
 def test_beside_the_data(prefixes: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     prepare_cache.main(f"{RUN} --data-path {prefixes[0]}".split())
     assert f"{prefixes[0]}_index_cache: " in capsys.readouterr().out

@@ -1,0 +1,40 @@
+"""``--model-type``: which family's flags a tool is given that serves all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.config.command import CommandConfig
+from megatron.config.families import FAMILIES, Family
+from megatron.config.files import words_of
+from megatron.config.flags import check_flags, flag
+from megatron.config.parse import Intake
+from megatron.config.run import CORE_GROUPS, RunConfig
+
+_TITLES = {family.title: family for family in FAMILIES.values()}
+
+
+@check_flags
+@dataclass(frozen=True, kw_only=True)
+class FamilyConfig:
+    """Whose flags the others are."""
+
+    model_type: str = flag("Family of the model.", default="GPT", choices=tuple(_TITLES))
+
+
+def parse_any_family(argv: Sequence[str], *groups: type, prog: str) -> RunConfig:
+    """The run that flags of a pretraining command describe, of the family that ``--model-type`` names.
+
+    ``groups``: settings of the tool itself. Raises ConfigError with every failure at once.
+    """
+    return RunConfig.parse(argv, prog=prog, extra_groups=(FamilyConfig, *family_asked(argv).groups, *groups))
+
+
+def family_asked(argv: Sequence[str]) -> Family:
+    """The family of ``--model-type``, on the command line or in a file; GPT where it is missing or wrong."""
+    intake = Intake((*CORE_GROUPS, FamilyConfig, CommandConfig))
+    intake.read_words(list(words_of(argv)))
+    for path in intake.value("config"):
+        intake.read_file(path)
+    return _TITLES[intake.value("model_type")]

@@ -1,0 +1,45 @@
+"""--model-type: every family is in the one list, and a tool takes its flags and no others'."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.config.bert import BertConfig
+from megatron.config.families import FAMILIES, Family, family_named, family_of
+from megatron.config.model_type import FamilyConfig, parse_any_family
+from megatron.errors import CheckpointError, ConfigError
+from megatron.training.recipes import recipe_of
+from tests.harness.data import REPOSITORY
+from tests.unit.config.command_lines import words
+
+
+@pytest.mark.parametrize("known", FAMILIES.values(), ids=FAMILIES)
+def test_every_family_has_a_recipe_and_a_command(known: Family) -> None:
+    """A line in the list without the rest would fail at the first user of a tool."""
+    recipe = recipe_of(known)
+    assert (recipe.name, recipe.groups) == (known.name, known.groups)
+    assert (REPOSITORY / f"pretrain_{known.name}.py").exists()
+    assert family_of(group() for group in known.groups) is known
+    config = parse_any_family(words(f"--model-type {known.title}"), prog="tool")
+    assert config.group(FamilyConfig).model_type == known.title
+    assert family_of(config.extra) is known
+
+
+def test_flags_are_those_of_the_family(tmp_path: Path) -> None:
+    """Also where a file names it; GPT where nobody does."""
+    assert parse_any_family(words("--model-type BERT --mask-prob 0.3"), prog="x").group(BertConfig).mask_prob == 0.3
+    (tmp_path / "run.yaml").write_text("model_type: BERT\nmask_prob: 0.2\n")
+    assert parse_any_family(words(f"--config {tmp_path}/run.yaml"), prog="x").group(BertConfig).mask_prob == 0.2
+    assert family_of(parse_any_family(words(""), prog="x").extra).name == "gpt"
+    with pytest.raises(ConfigError, match="--mask-prob 0.3: it belongs to BERT; train one with pretrain_bert.py"):
+        parse_any_family(words("--mask-prob 0.3"), prog="x")
+    with pytest.raises(ConfigError, match=r"--model-type cannot be 'Bert' \(did you mean BERT\?\); choose GPT"):
+        parse_any_family(words("--model-type Bert"), prog="x")
+
+
+def test_a_family_that_is_not_known() -> None:
+    """A checkpoint of a version to come."""
+    with pytest.raises(CheckpointError, match="here holds a mamba model; this version knows gpt, bert"):
+        family_named("mamba", where="here")
