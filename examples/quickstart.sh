@@ -96,7 +96,7 @@ run "${pretrain[@]}"
 
 say "7. Perplexity on documents that were kept out of training"
 keep "$out/perplexity.txt" \
-    $python tools/evaluate_perplexity.py --load "$out/checkpoints" --input "$out/corpus/heldout.jsonl"
+    $python tasks/main.py --task LM --load "$out/checkpoints" --valid-data "$out/corpus/heldout.jsonl"
 
 say "8. Text from the trained model"
 keep "$out/sample.txt" $python tools/text_generation_cli.py --load "$out/checkpoints" --tokens-to-generate 80 \

@@ -17,7 +17,7 @@ from megatron.config.rules import failures, listed, remarks
 from megatron.config.run import CORE_GROUPS, CheckpointReader, RunConfig
 from megatron.errors import ConfigError
 
-FLAG, FILE, CHECKPOINT = 3, 2, 1
+FLAG, FILE, CHECKPOINT, COMMAND = 3, 2, 1, 0
 
 # What --use-mp-args-from-checkpoint-args takes.
 MODEL_PARALLEL_FIELDS = (
@@ -96,6 +96,11 @@ class Intake:
             else:
                 self._take_key(key, value, source=path)
 
+    def read_defaults(self, defaults: Mapping[str, Any], prog: str) -> None:
+        """Take what a command has in place of its flags' own defaults."""
+        for field, value in defaults.items():
+            self._offer(self._by_field[field], Given(value, f"default of {prog}", COMMAND))
+
     def read_checkpoint(self, reader: CheckpointReader | None) -> None:
         """Take the architecture from the settings saved in the checkpoint that ``--load`` names."""
         if not self.value("use_checkpoint_args"):
@@ -103,6 +108,7 @@ class Intake:
         path, step = self.value("load") or self.value("pretrained_checkpoint"), self.value("ckpt_step")
         if path is None:
             self._wrong("--use-checkpoint-args takes the architecture from a checkpoint: name its folder with --load")
+            self.faulted.update(spec.positive for spec in self._checkpoint_fields())
             return
         assert reader is not None, "a command with --use-checkpoint-args passes checkpoint_config"
         saved = reader(path, step)
@@ -235,12 +241,14 @@ def parse_run(
     world_size: int | None,
     extra_groups: Sequence[type],
     checkpoint_config: CheckpointReader | None,
+    defaults: Mapping[str, Any],
 ) -> RunConfig:
     """See ``RunConfig.parse``."""
     groups = (*CORE_GROUPS, *extra_groups, CommandConfig)
     intake = _read_command_line(argv, groups, prog)
     for path in intake.value("config"):
         intake.read_file(path)
+    intake.read_defaults(defaults, prog)
     intake.read_checkpoint(checkpoint_config)
     intake.finish()
     command: CommandConfig = intake.build(CommandConfig)
@@ -259,6 +267,17 @@ def parse_run(
         raise ConfigError(listed(problems))
     object.__setattr__(run, "notes", (*intake.notes, *remarks(run)))
     return run
+
+
+def value_given(argv: Sequence[str], group: type, field: str) -> Any:
+    """One field as flags and files give it, or None, before anything is checked: for a command that must know it to
+    know its other groups.
+    """
+    intake = Intake((*CORE_GROUPS, group, CommandConfig))
+    intake.read_words(list(words_of(argv)))
+    for path in intake.value("config"):
+        intake.read_file(path)
+    return intake.given[field].value if field in intake.given else None
 
 
 def parse_groups(argv: Sequence[str], *groups: type, prog: str, about: str = "") -> tuple[Any, ...]:

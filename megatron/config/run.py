@@ -23,6 +23,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.reporting import ReportingConfig
+from megatron.config.task import TaskConfig
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.training import TrainingConfig
 from megatron.errors import ConfigError
@@ -86,6 +87,9 @@ class RunConfig:
             found["training"]["check_for_nan_in_loss_and_grad"] = (
                 False  # overflows are how the loss scale finds its way
             )
+        task = self.find(TaskConfig)
+        if task is not None and not task.epochs:
+            found["training"]["skip_train"] = True
         kind = tokenizer.tokenizer_type
         if kind is None:
             files = tokenizer.vocab_file or tokenizer.merge_file or tokenizer.tokenizer_model
@@ -107,6 +111,7 @@ class RunConfig:
         world_size: int | None = None,
         extra_groups: Sequence[type] = (),
         checkpoint_config: CheckpointReader | None = None,
+        defaults: Mapping[str, Any] | None = None,
     ) -> RunConfig:
         """The run that a command line describes; precedence: flag > file > checkpoint > default.
 
@@ -114,12 +119,18 @@ class RunConfig:
         and then 1 are taken without it.
         ``checkpoint_config(load, step)`` reads the ``to_json()`` stored in a checkpoint, or returns None when there is
         none; it is called only with ``--use-checkpoint-args``.
+        ``defaults``: values of the command by field, where its flags' own defaults don't suit it.
         Raises ConfigError with every failure at once. ``--help`` prints and leaves with code 0.
         """
         from megatron.config.parse import parse_run
 
         return parse_run(
-            argv, prog=prog, world_size=world_size, extra_groups=extra_groups, checkpoint_config=checkpoint_config
+            argv,
+            prog=prog,
+            world_size=world_size,
+            extra_groups=extra_groups,
+            checkpoint_config=checkpoint_config,
+            defaults=defaults or {},
         )
 
     def group(self, kind: type[Group]) -> Group:

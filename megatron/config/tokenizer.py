@@ -33,8 +33,10 @@ class TokenizerConfig:
         "BertWordPieceLowerCase for BERT",
         from_checkpoint=True,
     )
-    vocab_file: str | None = flag("vocab.json of GPT2BPETokenizer, vocab.txt of BertWordPiece.", default=None)
-    merge_file: str | None = flag("merges.txt of GPT2BPETokenizer.", default=None)
+    vocab_file: str | None = flag(
+        "vocab.json of GPT2BPETokenizer, vocab.txt of BertWordPiece.", default=None, from_checkpoint=True
+    )
+    merge_file: str | None = flag("merges.txt of GPT2BPETokenizer.", default=None, from_checkpoint=True)
     tokenizer_model: str | None = flag(
         "Model file of SentencePiece or tiktoken; folder or tokenizer.json of a Hugging Face tokenizer.",
         default=None,

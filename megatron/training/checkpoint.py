@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from megatron.core.checkpointing.agreement import run_on_first
 from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint, is_unused
 from megatron.core.checkpointing.load import load_checkpoint, read_run_state
 from megatron.core.optimizer.schedule import resumed_schedule
+from megatron.core.parallel.sharding import ShardedState
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.errors import CheckpointError
 from megatron.training.run import Progress, Run
@@ -59,7 +60,10 @@ def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> Non
         check_has_optimizer(state, folder)
     optimizer_state = run.optimizer.entries() if with_optimizer else run.optimizer.master_entries()
     load_checkpoint(
-        folder, chain(run.model_state(), optimizer_state), run.context.mesh, alternatives=where_to_find_weights(run)
+        folder,
+        chain(run.model_state(), optimizer_state),
+        run.context.mesh,
+        alternatives=where_to_find_weights(run.model_state()),
     )
     if with_optimizer:
         run.optimizer.load_state_dict(state["optimizer"])
@@ -80,10 +84,10 @@ def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> Non
     run.reporter.say(f"  successfully loaded checkpoint from {folder.path} at iteration {run.progress.iteration}")
 
 
-def where_to_find_weights(run: Run) -> dict[str, tuple[str, ...]]:
+def where_to_find_weights(weights: Iterable[ShardedState]) -> dict[str, tuple[str, ...]]:
     """Names to look for, best first: fp32 masters are more exact than 16-bit weights, whichever of them a file has."""
     found: dict[str, tuple[str, ...]] = {}
-    for entry in run.model_state():
+    for entry in weights:
         master = f"optimizer.fp32_param.{entry.name.removeprefix('model.')}"
         found[master] = (master, entry.name)
         if entry.tensor.dtype.itemsize >= 4:

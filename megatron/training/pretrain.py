@@ -42,8 +42,10 @@ def pretrain(load_recipe: Callable[[], Recipe], argv: Sequence[str], *, prog: st
     return 0
 
 
-def parse(argv: Sequence[str], *, prog: str, groups: Sequence[type] = ()) -> RunConfig:
-    """The run that ``argv`` describes."""
+def parse(
+    argv: Sequence[str], *, prog: str, groups: Sequence[type] = (), defaults: Mapping[str, Any] | None = None
+) -> RunConfig:
+    """The run that ``argv`` describes. ``defaults``: see ``RunConfig.parse``."""
     from megatron.core.parallel.environment import launched_world_size, told_once_a_node
 
     with told_once_a_node():
@@ -53,6 +55,7 @@ def parse(argv: Sequence[str], *, prog: str, groups: Sequence[type] = ()) -> Run
             world_size=launched_world_size(),
             extra_groups=groups,
             checkpoint_config=_saved_config,
+            defaults=defaults,
         )
 
 

@@ -19,7 +19,7 @@ from tests.harness.ranks import PRELOADED
 KILLS = int(os.environ.get("TEST_KILLS", "12"))
 """Of each kind of save; ``TEST_KILLS=100`` for the long version."""
 ITERATIONS = 12 * KILLS
-FLAGS = f"{TINY} --train-iters {ITERATIONS} --save-interval 1 --keep-last 3"
+FLAGS = f"{TINY} --train-iters {ITERATIONS} --save-interval 1 --keep-last-checkpoints 3"
 
 
 def train(flags: list[str], log: str) -> None:

@@ -73,8 +73,8 @@ def test_the_loss_falls_and_it_says_from_what_to_what(said: str) -> None:
 
 def test_perplexity_and_text_are_reported(said: str, folder: Path) -> None:
     figures = (folder / "run/perplexity.txt").read_text()
-    assert re.search(r"^perplexity: +\d+\.\d\d per token", figures, re.MULTILINE)
-    assert re.search(r"^bits per byte: +[1-9]\.\d+", figures, re.MULTILINE)
+    assert re.search(r"^ validation results on LM \| avg loss: \d\.\d{4}E\+00 \| ppl: ", figures, re.MULTILINE)
+    assert re.search(r" \| bits per byte: [1-9]\.\d+ \| ", figures)
     assert "Return a new" in (folder / "run/sample.txt").read_text()
 
 

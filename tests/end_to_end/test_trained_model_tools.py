@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import DataError, MegatronError
+from tasks import main as tasks
 from tests.end_to_end.commands import TINY, run
-from tools import evaluate_perplexity, text_generation_cli
+from tools import text_generation_cli
 
-GENERATE, EVALUATE = "tools/text_generation_cli.py", "tools/evaluate_perplexity.py"
+GENERATE, EVALUATE = "tools/text_generation_cli.py", "tasks/main.py"
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +41,10 @@ def test_a_prompts_text_does_not_depend_on_the_prompts_after_it(checkpoints: str
 def test_perplexity_is_the_same_on_one_rank_and_on_two(checkpoints: str, tmp_path: Path) -> None:
     text = tmp_path / "held-out.jsonl"
     text.write_text('{"text": "1 2 3 4 5 6 7 8"}\n\n{"text": "' + " ".join(map(str, range(100))) + '"}\n')
-    flags = ["--load", checkpoints, "--input", str(text), "--batch-size", "3"]
-    alone = run(EVALUATE, "", *flags)
-    assert "2 documents, 304 bytes, 108 tokens" in alone
-    wanted = r"perplexity: +(\S+) per token\nbits per byte: +(\S+)"
-    first, second = re.search(wanted, alone), re.search(wanted, run(EVALUATE, "", *flags, ranks=2))
-    assert first is not None
-    assert second is not None
-    assert first.groups() == second.groups()
+    flags = ["--task", "LM", "--load", checkpoints, "--valid-data", str(text), "--micro-batch-size", "3"]
+    (alone,) = re.findall(r"^ validation results.*", run(EVALUATE, "", *flags), re.MULTILINE)
+    assert "documents: 2 | tokens: 108 | bytes: 304" in alone
+    assert alone in run(EVALUATE, "--pipeline-model-parallel-size 2", *flags, ranks=2)
 
 
 @pytest.mark.parametrize(
@@ -97,4 +94,4 @@ def test_bad_lines_are_named(checkpoints: str, tmp_path: Path, line: str, words:
     text = tmp_path / "held-out.jsonl"
     text.write_text('{"text": "1 2"}\n' + line + "\n")
     with pytest.raises(DataError, match=words):
-        evaluate_perplexity.main(["--load", checkpoints, "--input", str(text)])
+        tasks.main(["--task", "LM", "--load", checkpoints, "--valid-data", str(text)])

@@ -20,6 +20,7 @@ from megatron.config.rules import (
     pipeline,
     remarking,
     schedule,
+    task,
     training,
 )
 from megatron.config.run import CORE_GROUPS, RunConfig
@@ -36,6 +37,7 @@ RULES: tuple[Rule, ...] = (
     *schedule.RULES,
     *inputs.RULES,
     *bert.RULES,
+    *task.RULES,
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron.config.rules.sizes import divisors, multiples_near, some
 from megatron.config.run import RunConfig
+from megatron.config.task import TaskConfig
 
 
 def batch_divides(run: RunConfig) -> str | None:
@@ -45,7 +46,7 @@ def length_is_given(run: RunConfig) -> str | None:
     iters, samples = run.training.train_iters, run.training.train_samples
     if iters is not None and samples is not None:
         return f"--train-iters {iters} and --train-samples {samples} exclude each other; keep one"
-    if iters is None and samples is None and not run.training.skip_train:
+    if iters is None and samples is None and not run.training.skip_train and run.find(TaskConfig) is None:
         return "the run has no length: give --train-iters or --train-samples"
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,11 @@ from megatron.core.parallel.collectives import all_gather
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.sharding import Sharding
-from megatron.core.tensor_parallel.cross_entropy import linear_cross_entropy, vocab_parallel_token_losses
+from megatron.core.tensor_parallel.cross_entropy import (
+    linear_cross_entropy,
+    vocab_parallel_argmax,
+    vocab_parallel_token_losses,
+)
 from megatron.core.tensor_parallel.initialize import Constant
 from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
@@ -172,6 +177,24 @@ class VocabularyOutput:
             bias=self.bias,
         )
         return losses.view(length, batch).t()
+
+    @torch.no_grad()
+    def most_likely(self) -> Tensor:
+        """The likeliest id ``[b, S]`` after each token, the lowest of several that are equal."""
+        length, batch, _ = self.hidden.shape
+        ids = vocab_parallel_argmax(
+            self.hidden.flatten(0, 1),
+            self.weight,
+            mesh=self.context.mesh,
+            vocab_start=self._first,
+            vocab_valid=self._valid,
+            bias=self.bias,
+        )
+        return ids.view(length, batch).t()
+
+    def where(self, wanted: Tensor) -> VocabularyOutput:
+        """The output at the positions that the mask ``[b, S]`` keeps, sample by sample, as a batch of one."""
+        return dataclasses.replace(self, hidden=self.hidden.transpose(0, 1)[wanted].unsqueeze(1))
 
     @torch.no_grad()
     def logits(self, *, last_only: bool = False, positions: Tensor | None = None) -> Tensor:

@@ -26,9 +26,11 @@ from megatron.config.rules import (
     remarking,
     remarks,
     schedule,
+    task,
     training,
 )
 from megatron.config.rules.sizes import divisors, divisors_near, multiples_near, some, tensor_parallel_sizes
+from megatron.config.task import TaskConfig
 from megatron.errors import ConfigError
 from tests.unit.config.command_lines import parse, run_of
 
@@ -55,9 +57,11 @@ BAD = _read_cases()
 
 
 def parsed(changes: str, without: str, ranks: int) -> RunConfig:
-    """The run of a transcript; one that begins with BERT is of pretrain_bert.py."""
-    groups = (BertConfig,) if changes.startswith("BERT") else ()
-    return parse(changes.removeprefix("BERT"), without=without, ranks=ranks, extra_groups=groups)
+    """The run of a transcript; one that begins with BERT is of pretrain_bert.py, with TASK of tasks/main.py."""
+    known: dict[str, tuple[type, ...]] = {"BERT": (BertConfig,), "TASK": (TaskConfig,)}
+    name = changes.partition(" ")[0]
+    groups = known.get(name, ())
+    return parse(changes.removeprefix(name) if groups else changes, without=without, ranks=ranks, extra_groups=groups)
 
 
 def refusal(changes: str, without: str, ranks: int) -> str:
@@ -92,7 +96,9 @@ def test_every_rule_has_a_bad_configuration(monkeypatch: pytest.MonkeyPatch) -> 
     assert [rule.__name__ for rule in RULES if rule not in met] == []
 
 
-@pytest.mark.parametrize("module", [layout, pipeline, context, model, training, schedule, inputs, bert, remarking])
+@pytest.mark.parametrize(
+    "module", [layout, pipeline, context, model, training, schedule, inputs, bert, task, remarking]
+)
 def test_every_rule_is_listed(module: ModuleType) -> None:
     """A rule that is written but not listed never runs."""
     written = {

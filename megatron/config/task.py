@@ -1,0 +1,42 @@
+"""Which task tasks/main.py measures a trained model on, and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.config.flags import check_flags, flag
+
+ZERO_SHOT = ("WIKITEXT103", "LAMBADA", "LM")  # tasks that train nothing
+_RETRIEVAL = "retrieval models are outside this project"
+
+
+@check_flags
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """Flags of tasks/main.py alone."""
+
+    task: Literal["WIKITEXT103", "LAMBADA", "LM"] = flag(
+        "What is measured.",
+        refused_values={
+            "ICT-ZEROSHOT-NQ": _RETRIEVAL,
+            "RETRIEVER-EVAL": _RETRIEVAL,
+            "RET-FINETUNE-NQ": _RETRIEVAL,
+        },
+    )
+    train_data: tuple[str, ...] = flag("Files or folders to train on, of tasks that do.", default=())
+    valid_data: tuple[str, ...] = flag("Files or folders to measure on.", default=())
+    epochs: int | None = flag(
+        "Passes over --train-data, of tasks that have one; 0 only evaluates.", default=None, at_least=0
+    )
+    overlapping_eval: int | None = flag(
+        "WIKITEXT103 and LM: tokens by which windows over the text advance, so that all but the first window's scored "
+        "tokens see nearly a whole window; 32 for WIKITEXT103, half of --seq-length for LM unless given.",
+        default=None,
+        at_least=1,
+    )
+    strict_lambada: bool = flag("LAMBADA: the whole last word, not its last token, must be predicted.", default=False)
+    json_key: str = flag("LM: field of a JSON line that holds the text.", default="text")
+    result_file: str | None = flag(
+        "JSON file to write the result into, with what it was measured on and by.", default=None
+    )

@@ -1,0 +1,111 @@
+"""What a task found, and the file that says what it was measured on and by."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import megatron
+from megatron.config.run import RunConfig
+from megatron.config.task import TaskConfig
+from megatron.errors import ConfigError
+
+if TYPE_CHECKING:  # torch is imported when flags are known to be right
+    from megatron.core.checkpointing.find import CheckpointFolder
+    from megatron.core.parallel.context import ParallelContext
+
+_READ_SIZE = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskResult:
+    """``lines``: as they are printed. ``metrics``: the same as numbers. ``data``: every file that was measured on.
+
+    ``checkpoint``: what was measured; None for weights that were trained just now and not saved.
+    """
+
+    lines: tuple[str, ...]
+    metrics: Mapping[str, float]
+    data: tuple[Path, ...]
+    checkpoint: CheckpointFolder | None
+
+
+def framed(line: str) -> tuple[str, ...]:
+    """A line between two of dashes, as Megatron-LM prints results."""
+    return "-" * (len(line) + 1), line, "-" * (len(line) + 1)
+
+
+def check_result_file(path: str | None) -> None:
+    """Raise ConfigError now rather than after hours when ``--result-file`` cannot be written."""
+    if path is None:
+        return
+    if Path(path).is_dir():
+        raise ConfigError(f"--result-file {path} is a folder; name a file in it")
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with Path(path).open("a"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--result-file {path} cannot be written: {error.strerror}; name another file") from None
+
+
+def write_result(result: TaskResult, config: RunConfig, context: ParallelContext, *, seconds: float) -> None:
+    """Write ``--result-file``, if there is one. ``seconds``: wall time since the command began."""
+    path = config.group(TaskConfig).result_file
+    if path is not None:
+        Path(path).write_text(json.dumps(_document(result, config, context, seconds), indent=1) + "\n")
+
+
+def _document(result: TaskResult, config: RunConfig, context: ParallelContext, seconds: float) -> dict[str, Any]:
+    from megatron.training.agreement import code_digest
+
+    mesh = context.mesh
+    axes = {axis: mesh.size(axis) for axis in ("tp", "pp", "cp", "dp")}
+    layout = {
+        **axes,
+        "sequence_parallel": context.sequence_parallel,
+        "micro_batch_size": config.training.micro_batch_size,
+    }
+    return {
+        "task": config.group(TaskConfig).task,
+        "metrics": dict(result.metrics),
+        "data": [_file(path) for path in result.data],
+        "checkpoint": None if result.checkpoint is None else _checkpoint(result.checkpoint),
+        "layout": layout,
+        "versions": _versions(),
+        "code": code_digest(),
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "seconds": round(seconds, 3),
+        "config": config.to_json(),
+    }
+
+
+def _checkpoint(folder: CheckpointFolder) -> dict[str, Any]:
+    """The digest is that of the manifest, which holds size and checksum of every file."""
+    from megatron.core.checkpointing.manifest import MANIFEST
+
+    digest = _file(folder.path / MANIFEST)["sha256"]
+    return {"path": str(folder.path.resolve()), "iteration": folder.iteration, "sha256 of manifest": digest}
+
+
+def _versions() -> dict[str, str]:
+    import numpy
+    import torch
+
+    found = {"megatron": megatron, "torch": torch, "numpy": numpy}
+    return {"python": platform.python_version(), **{name: str(module.__version__) for name, module in found.items()}}
+
+
+def _file(path: Path) -> dict[str, Any]:
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while block := file.read(_READ_SIZE):
+            digest.update(block)
+            size += len(block)
+    return {"path": str(path.resolve()), "bytes": size, "sha256": digest.hexdigest()}

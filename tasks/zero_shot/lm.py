@@ -1,0 +1,56 @@
+"""LM: perplexity and bits per byte of any text, comparable between tokenizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron.config.run import RunConfig
+from megatron.config.task import TaskConfig
+from megatron.core.inference.scoring import passages_of
+from megatron.core.parallel.context import ParallelContext
+from megatron.errors import DataError
+from tasks.result import TaskResult, framed
+from tasks.zero_shot.reading import json_lines, load_gpt, read_text, score
+
+
+def run(config: RunConfig, context: ParallelContext) -> TaskResult:
+    """Score every token of every document, the first one given an end of document, as in training."""
+    task = config.group(TaskConfig)
+    paths = tuple(Path(path) for path in task.valid_data)
+    documents = [text for path in paths for text in read_documents(path, key=task.json_key)]
+    if not any(documents):
+        raise DataError(f"--valid-data {' '.join(task.valid_data)} holds no text")
+    model, length = load_gpt(config, context), config.data.seq_length
+    stride = task.overlapping_eval or max(1, length // 2)
+    tokenizer = model.tokenizer
+    texts = [[tokenizer.eod, *ids] for ids in tokenizer.tokenize_batch(documents)]
+    found = score(model, [each for text in texts for each in passages_of(text, length=length, stride=stride)])
+
+    num_bytes = sum(len(text.encode()) for text in documents)
+    bits = found.bits_per_byte(num_bytes)
+    line = (
+        f" validation results on LM | avg loss: {found.loss:.4E} | ppl: {found.perplexity:.4E} | "
+        f"bits per byte: {bits:.4f} | documents: {len(documents)} | tokens: {found.tokens} | bytes: {num_bytes} |"
+    )
+    return TaskResult(
+        lines=framed(line),
+        metrics={
+            "loss": found.loss,
+            "perplexity": found.perplexity,
+            "bits_per_byte": bits,
+            "documents": len(documents),
+            "tokens": found.tokens,
+            "bytes": num_bytes,
+        },
+        data=paths,
+        checkpoint=model.folder,
+    )
+
+
+def read_documents(path: Path, *, key: str) -> Iterator[str]:
+    """Texts of a file: a line each of .jsonl and .json, the whole of any other."""
+    if path.suffix in (".jsonl", ".json"):
+        yield from (text for _, text in json_lines(path, key=key))
+    else:
+        yield read_text(path)

@@ -1,0 +1,79 @@
+"""What zero-shot tasks share: reading their files, loading the model, and asking it about passages."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from megatron.config.run import RunConfig
+from megatron.core.inference.scoring import Passage, TextScore
+from megatron.core.parallel.context import ParallelContext
+from megatron.errors import DataError
+from megatron.training.reading import Likelihoods, LoadedModel, load_model
+from megatron.training.recipes.gpt import GPTRecipe
+
+_SECONDS_BETWEEN_WORDS = 15.0
+
+
+def read_text(path: Path) -> str:
+    """All of a file of ``--valid-data``; raises DataError for one that cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"--valid-data {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"--valid-data {path} is not UTF-8 (byte {error.start}); convert it first") from None
+
+
+def json_lines(path: Path, *, key: str) -> Iterator[tuple[str, str]]:
+    """Texts under ``key`` of a file's JSON lines, each with where it stands; DataError names file and line."""
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        if line.strip():
+            yield f"{path}:{number}", _text_of(line, key, where=f"{path}:{number}")
+
+
+def _text_of(line: str, key: str, *, where: str) -> str:
+    try:
+        document = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where} is not JSON: {error}") from None
+    if not isinstance(document, dict) or not isinstance(document.get(key), str):
+        raise DataError(f"{where} has no text under {key!r}")
+    return str(document[key])
+
+
+def load_gpt(config: RunConfig, context: ParallelContext) -> LoadedModel:
+    """The causal language model that the settings name. A collective."""
+    return load_model(config, GPTRecipe(), context)
+
+
+def likelihoods(model: LoadedModel, passages: Sequence[Passage], *, compare: bool) -> Tensor:
+    """Of each passage: nats, predictions that another token beats (with ``compare``), predictions. A collective."""
+    table = model.read(passages, Likelihoods(compare), progress=_teller(model.context, len(passages)))
+    wanted = [passage.num_scored for passage in passages]
+    assert table[:, 2].tolist() == wanted, "every prediction is scored once"
+    return table
+
+
+def score(model: LoadedModel, passages: Sequence[Passage]) -> TextScore:
+    """The passages' scores added up. A collective."""
+    nats, _, count = likelihoods(model, passages, compare=False).sum(dim=0).tolist()
+    return TextScore(nats, int(count))
+
+
+def _teller(context: ParallelContext, total: int) -> Callable[[int], None]:
+    """Says now and then on the last rank how far reading has come."""
+    said = time.monotonic()
+
+    def tell(done: int) -> None:
+        nonlocal said
+        is_last = context.mesh.world_rank == context.mesh.world_size - 1
+        if is_last and time.monotonic() - said > _SECONDS_BETWEEN_WORDS:
+            said = time.monotonic()
+            print(f"  {done:,} of {total:,} passages", flush=True)
+
+    return tell

@@ -1,0 +1,80 @@
+"""The command line and the tasks behind it know the same names, and what is wrong is said before torch is loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.config.flags import flags_of
+from megatron.config.task import TaskConfig
+from megatron.errors import ConfigError
+from tasks import main as tasks
+from tasks.registry import TASKS
+from tasks.result import check_result_file
+from tests.end_to_end.commands import ROOT, environment
+
+
+def test_every_name_is_a_task_and_every_task_has_a_name() -> None:
+    """A name without a task would be taken and then fail with a traceback."""
+    (names,) = [spec.choices for spec in flags_of(TaskConfig) if spec.field == "task"]
+    assert set(names) == set(TASKS)
+    for task in TASKS.values():
+        assert importlib.util.find_spec(task.module) is not None
+        assert callable(task.load())
+
+
+def test_help_and_mistakes_take_no_time() -> None:
+    """Somebody who looks up a flag doesn't wait for torch; started from any folder."""
+    quickest = 60.0
+    for _ in range(3):
+        started = time.monotonic()
+        said = subprocess.run(
+            [sys.executable, str(ROOT / "tasks/main.py"), "--help"],
+            env=environment(),
+            cwd="/",
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        quickest = min(quickest, time.monotonic() - started)
+    assert "--overlapping-eval N" in said.stdout
+    assert quickest < 0.5
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("", r"name its folder with --load\n.*missing: --task \(what is measured\)$"),
+        ("--task LM --valid-data a", "takes the architecture from a checkpoint: name its folder with --load$"),
+        ("--task RACEE", r"--task cannot be 'RACEE'"),
+    ],
+    ids=["nothing", "no model", "no such task"],
+)
+def test_mistakes_are_told_without_what_follows_from_them(flags: str, message: str) -> None:
+    """Without a checkpoint nobody knows the architecture; asking for it flag by flag would be the wrong advice."""
+    with pytest.raises(ConfigError, match=message) as caught:
+        tasks.main(flags.split())
+    assert "--num-layers" not in str(caught.value)
+
+
+def test_the_task_may_stand_in_a_file(tmp_path: Path) -> None:
+    """Settings files hold any setting, also the one that decides which others there are."""
+    settings = tmp_path / "settings.json"
+    settings.write_text(json.dumps({"task": "LAMBADA"}))
+    with pytest.raises(ConfigError, match="--task LAMBADA is measured on one file"):
+        tasks.main(["--config", str(settings)])
+
+
+def test_a_result_file_that_cannot_be_written_is_noticed_before_the_work(tmp_path: Path) -> None:
+    """Hours of evaluation end in a file or don't begin."""
+    with pytest.raises(ConfigError, match="is a folder; name a file in it"):
+        check_result_file(str(tmp_path))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written: "):
+        check_result_file(str(tmp_path / "file" / "result.json"))
