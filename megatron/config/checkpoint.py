@@ -12,7 +12,7 @@ from megatron.config.flags import check_flags, flag
 class CheckpointConfig:
     """Saving and loading."""
 
-    save: str | None = flag("Folder to write checkpoints into.", default=None)
+    save: str | None = flag("Folder to write checkpoints into; may be a URL (s3://bucket/run).", default=None)
     save_interval: int | None = flag(
         "Iterations between checkpoints.", default=None, aliases=("--persistent-save-interval",), at_least=1
     )
@@ -25,7 +25,7 @@ class CheckpointConfig:
     )
     save_optim: bool = flag("Leave optimizer state out of checkpoints.", default=True, off="--no-save-optim")
     save_rng: bool = flag("Leave random-number state out of checkpoints.", default=True, off="--no-save-rng")
-    load: str | None = flag("Folder of checkpoints to go on from.", default=None)
+    load: str | None = flag("Folder of checkpoints to go on from; may be a URL.", default=None)
     load_optim: bool = flag("Do not load optimizer state.", default=True, off="--no-load-optim")
     load_rng: bool = flag("Do not load random-number state.", default=True, off="--no-load-rng")
     ckpt_step: int | None = flag("Iteration to load instead of the newest.", default=None, at_least=0)

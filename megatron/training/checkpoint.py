@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from megatron.config.run import RunConfig
 from megatron.core.checkpointing.agreement import run_on_first
 from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint, is_unused
 from megatron.core.checkpointing.load import load_checkpoint, read_run_state
+from megatron.core.files.remote_path import AnyPath, RemotePath, path_of
 from megatron.core.optimizer.schedule import resumed_schedule
 from megatron.core.parallel.sharding import ShardedState
 from megatron.core.tokenizers.base import Tokenizer
@@ -34,7 +34,7 @@ def load(run: Run) -> None:
     if folder is not None:
         _load_from(run, folder, weights_only=settings.finetune)
     elif settings.pretrained_checkpoint is not None:
-        _load_from(run, find_checkpoint(Path(settings.pretrained_checkpoint), mesh=run.context.mesh), weights_only=True)
+        _load_from(run, find_checkpoint(settings.pretrained_checkpoint, mesh=run.context.mesh), weights_only=True)
 
 
 def checkpoint_to_load(run: Run) -> CheckpointFolder | None:
@@ -44,12 +44,17 @@ def checkpoint_to_load(run: Run) -> CheckpointFolder | None:
     settings = run.config.checkpoint
     if settings.load is None:
         return None
-    same_folder = settings.save is not None and Path(settings.save).resolve() == Path(settings.load).resolve()
+    same_folder = settings.save is not None and _resolved(settings.save) == _resolved(settings.load)
     may_be_new = same_folder and settings.ckpt_step is None and not settings.exit_on_missing_checkpoint
     if may_be_new and run_on_first(lambda: is_unused(settings.load or ""), run.context.mesh):
         run.reporter.say(f"no checkpoint in {settings.load} yet: starting a new run, which will save there")
         return None
-    return find_checkpoint(Path(settings.load), step=settings.ckpt_step, mesh=run.context.mesh)
+    return find_checkpoint(settings.load, step=settings.ckpt_step, mesh=run.context.mesh)
+
+
+def _resolved(place: str) -> AnyPath:
+    path = path_of(place)
+    return path if isinstance(path, RemotePath) else path.resolve()
 
 
 def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> None:
@@ -140,5 +145,5 @@ def check_same_model(
 def saved_config(load: str, step: int | None) -> Mapping[str, Any] | None:
     """The settings stored in the checkpoint that ``load`` and ``step`` name, for ``--use-checkpoint-args``."""
     # Loading verifies every file; reading the settings needs no more than to know which checkpoint it will be.
-    state: Mapping[str, Any] = read_run_state(find_checkpoint(Path(load), step=step, verify=False))["config"]
+    state: Mapping[str, Any] = read_run_state(find_checkpoint(load, step=step, verify=False))["config"]
     return state

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from megatron.config.command import CommandConfig
 from megatron.config.families import family_named
@@ -14,6 +13,7 @@ from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint
 from megatron.core.checkpointing.load import read_run_state
 from megatron.core.checkpointing.stored_tensors import StoredTensors
 from megatron.core.conversion.portable import parameters_of, report_differences
+from megatron.core.files.remote_path import AnyPath
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.errors import ConfigError
 from megatron.training.checkpoint import check_has_optimizer, check_same_model, loads_optimizer, saved_config
@@ -22,7 +22,7 @@ _MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size",
 
 
 def check_loadable(
-    path: Path | None, flags: Sequence[str], *, step: int | None = None
+    path: AnyPath | None, flags: Sequence[str], *, step: int | None = None
 ) -> tuple[CheckpointFolder, RunConfig]:
     """The checkpoint that would be loaded, and the settings it would be loaded into by its family's command.
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from megatron.core.checkpointing.agreement import run_on_all
 from megatron.core.checkpointing.retention import Retention, prune
 from megatron.core.checkpointing.save import PendingSave, begin_save
 from megatron.core.checkpointing.sharded_view import Staging
+from megatron.core.files.remote_path import AnyPath, RemotePath, path_of
 from megatron.core.parallel.collectives import all_reduce
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.sharding import ShardedState
@@ -44,7 +44,7 @@ class Saver:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._root = Path(run.config.checkpoint.save or "")
+        self._root = path_of(run.config.checkpoint.save or "")
         self._pending: _Pending | None = None
         self._staging = Staging() if run.config.checkpoint.async_save else None
 
@@ -111,12 +111,17 @@ def check_save_folder(config: RunConfig, context: ParallelContext) -> None:
     """
     if config.checkpoint.save is None:
         return
-    root = Path(config.checkpoint.save)
+    root = path_of(config.checkpoint.save)
 
     def try_to_write() -> None:
         root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=root) as file:
-            file.write(b"writable")
+        if isinstance(root, RemotePath):
+            probe = root / f".writable-{os.urandom(4).hex()}"
+            probe.write_text("writable", encoding="utf-8")
+            probe.unlink()
+        else:
+            with tempfile.TemporaryFile(dir=root) as file:
+                file.write(b"writable")
 
     try:
         run_on_all(try_to_write, context.mesh)
@@ -141,7 +146,7 @@ def run_state(run: Run) -> dict[str, Any]:
     }
 
 
-def note_progress(root: Path, run: Run, samples: int, event: str) -> None:
+def note_progress(root: AnyPath, run: Run, samples: int, event: str) -> None:
     """Append a line to ``progress.txt`` beside the checkpoints: time, job, ranks, event, samples and FLOPs so far."""
     fields = (
         f"{datetime.now():%Y-%m-%d %H:%M:%S}",
@@ -151,8 +156,12 @@ def note_progress(root: Path, run: Run, samples: int, event: str) -> None:
         f"samples: {samples}",
         f"model FLOPs: {samples * run.recipe.flops_per_sample(run.config):.3e}",
     )
+    path, line = root / "progress.txt", "\t".join(fields) + "\n"
     try:
-        with (root / "progress.txt").open("a", encoding="utf-8") as file:
-            file.write("\t".join(fields) + "\n")
+        if isinstance(path, RemotePath):  # object stores can't append
+            path.write_text((path.read_text(encoding="utf-8") if path.exists() else "") + line, encoding="utf-8")
+        else:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(line)
     except OSError as error:  # the checkpoint itself is safe
-        logger.warning("%s could not be written: %s", root / "progress.txt", error.strerror)
+        logger.warning("%s could not be written: %s", path, error.strerror)

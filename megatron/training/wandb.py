@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.core.files.remote_path import is_url
 from megatron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class WandbWriter:
                 "pip install wandb, or leave the flag out"
             ) from None
         self._step = 0
-        folder = Path(config.wandb_save_dir or Path(save or ".", "wandb"))
+        folder = Path(config.wandb_save_dir or Path("." if save is None or is_url(save) else save, "wandb"))
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._run: Any = wandb.init(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.core.checkpointing.load import load_checkpoint
 from megatron.core.checkpointing.storage import CheckpointReader, tensors_in
+from megatron.core.files.remote_path import AnyPath
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState, Sharding
 
@@ -61,7 +62,7 @@ def losses(log: str) -> dict[int, str]:
     return {int(i): loss for i, loss in re.findall(r"iteration +(\d+)/.*?lm loss: (\S+)", log)}
 
 
-def tensors(checkpoint: Path) -> dict[str, Tensor]:
+def tensors(checkpoint: AnyPath) -> dict[str, Tensor]:
     """Every logical tensor of a checkpoint."""
     stored = tensors_in(CheckpointReader(checkpoint).read_metadata())
     state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
@@ -70,7 +71,7 @@ def tensors(checkpoint: Path) -> dict[str, Tensor]:
     return state
 
 
-def assert_same_tensors(first: Path, second: Path, *, names: Sequence[str] | None = None) -> None:
+def assert_same_tensors(first: AnyPath, second: AnyPath, *, names: Sequence[str] | None = None) -> None:
     """Two checkpoints hold the same tensors, bit for bit."""
     one, other = tensors(first), tensors(second)
     assert one.keys() == other.keys()

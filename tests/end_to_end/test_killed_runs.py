@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.checkpointing.find import find_checkpoint
+from megatron.core.files.remote_path import path_of
 from megatron.training.pretrain import pretrain
 from tests.end_to_end.commands import TINY, assert_same_tensors, losses
+from tests.harness import bucket
 from tests.harness.ranks import PRELOADED
 
 KILLS = int(os.environ.get("TEST_KILLS", "12"))
@@ -51,12 +54,14 @@ def wait_for_line(log: Path, pattern: str, process: multiprocessing.context.Fork
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("kind", ["", "--async-save"], ids=["sync", "async"])
+@pytest.mark.parametrize("kind", ["", "--async-save", "object storage"], ids=["sync", "async", "object storage"])
 def test_killed_job_ends_as_one_that_was_left_alone(kind: str, tmp_path: Path) -> None:
     """A run would lose steps it had called saved, or not start again, or go on differently."""
     draw = random.Random(5)
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    flags = [*FLAGS.split(), *kind.split()]
+    whole, killed = str(tmp_path / "whole"), str(tmp_path / "killed")
+    if kind == "object storage":
+        killed = bucket.url(tmp_path / "killed")
+    flags = [*FLAGS.split(), *(["--async-save"] if kind == "--async-save" else [])]
     reference = start([*flags, f"--save={whole}"], tmp_path / "whole.log")
     reference.join(120)
     assert reference.exitcode == 0, (tmp_path / "whole.log").read_text()
@@ -84,5 +89,4 @@ def test_killed_job_ends_as_one_that_was_left_alone(kind: str, tmp_path: Path) -
     assert announced == ITERATIONS
     assert num_killed > KILLS / 2, "most runs ended before they were killed: there is too little to do"
     assert seen == losses((tmp_path / "whole.log").read_text())
-    last = f"iter_{ITERATIONS:07d}"
-    assert_same_tensors(whole / last, killed / last)
+    assert_same_tensors(*(find_checkpoint(path_of(root)).path for root in (whole, killed)))

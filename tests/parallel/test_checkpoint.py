@@ -15,6 +15,7 @@ from megatron.core.checkpointing.find import find_checkpoint
 from megatron.core.checkpointing.load import load_checkpoint, read_run_state
 from megatron.core.checkpointing.save import begin_save, save_checkpoint
 from megatron.core.checkpointing.sharded_view import Staging
+from megatron.core.files.remote_path import AnyPath
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.sharding import ShardedState, Sharding
 from megatron.errors import CheckpointError
@@ -32,7 +33,7 @@ def on_world(layout: Layout, function: Callable[..., Result], *arguments: object
     return run_ranks(function, *arguments, tp=layout.tp, pp=layout.pp, dp=layout.dp, cp=layout.cp)
 
 
-def save(context: ParallelContext, root: Path, layout: Layout, seed: int, background: bool) -> Path:
+def save(context: ParallelContext, root: Path, layout: Layout, seed: int, background: bool) -> AnyPath:
     states = state_of(layout, context.mesh, logical_values(seed))
     pending = begin_save(
         root, 10 * seed, states, {"seed": seed}, context.mesh, background=Staging() if background else None

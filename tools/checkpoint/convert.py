@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Literal
 from megatron.config.flags import check_flags, flag
 from megatron.config.parse import parse_groups
 from megatron.core.checkpointing.manifest import MANIFEST
+from megatron.core.files.remote_path import AnyPath, path_of
 from megatron.errors import ConfigError, run_command
 
 if TYPE_CHECKING:  # torch is imported when flags are known to be right
@@ -95,7 +96,12 @@ def job_of(config: ConvertConfig) -> Conversion:
         raise ConfigError(f"--model-type {config.model_type}: only GPT can be converted; BERT and T5 are not here yet")
     source = config.source or _their_name("--loader", config.loader, LOADERS, "--from")
     target = config.target or _their_name("--saver", config.saver, SAVERS, "--to")
-    load, save = _path("--load", config.load, config.load_dir), _path("--save", config.save, config.save_dir)
+    load = path_of(_given("--load", config.load, config.load_dir))
+    save = path_of(_given("--save", config.save, config.save_dir))
+    if not isinstance(save, Path):
+        raise ConfigError(
+            f"--save {save}: conversions are written to a disk; name a folder here, and copy it when it is done"
+        )
     if config.source is None and source == "megatron-lm" and is_ours(load):
         source = "megatron"
     if source == target:
@@ -116,14 +122,14 @@ def job_of(config: ConvertConfig) -> Conversion:
     )
 
 
-def _path(flag: str, ours: str | None, theirs: str | None) -> Path:
+def _given(flag: str, ours: str | None, theirs: str | None) -> str:
     given = [path for path in (ours, theirs) if path is not None]
     if len(given) != 1:
         raise ConfigError(f"{flag} and {flag}-dir mean the same: give one" if given else f"missing: {flag} (a folder)")
-    return Path(given[0])
+    return given[0]
 
 
-def is_ours(load: Path) -> bool:
+def is_ours(load: AnyPath) -> bool:
     """Whether this project's training saved what is there."""
     return (load / MANIFEST).exists() or any(load.glob(f"iter_*/{MANIFEST}"))
 

@@ -17,12 +17,12 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.run import RunConfig
 from megatron.core.checkpointing.folders import iteration_of
 from megatron.core.checkpointing.manifest import MANIFEST, Manifest
+from megatron.core.files.remote_path import AnyPath, path_of
 from megatron.errors import CheckpointError, ConfigError, MegatronError, run_command
 
 if TYPE_CHECKING:  # torch is imported when the command line is known to be right
@@ -52,11 +52,13 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="inspect.py", description=__doc__, allow_abbrev=False)
-    parser.add_argument("path", type=Path, nargs="?", metavar="DIR", help="a checkpoint, or a folder of them")
+    parser.add_argument(
+        "path", type=path_of, nargs="?", metavar="DIR", help="a checkpoint, or a folder of them, or URL"
+    )
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration, instead of the newest")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--verify", action="store_true", help="read every file and compare sizes and checksums")
-    parser.add_argument("--diff", type=Path, nargs=2, metavar=("A", "B"), help="compare settings and tensors of two")
+    parser.add_argument("--diff", type=path_of, nargs=2, metavar=("A", "B"), help="compare settings and tensors of two")
     parser.add_argument(
         "--can-load",
         metavar="FLAGS ...",
@@ -65,13 +67,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _required(path: Path | None) -> Path:
+def _required(path: AnyPath | None) -> AnyPath:
     if path is None:
         raise ConfigError("name a checkpoint, or a folder of them: inspect.py DIR")
     return path
 
 
-def _find(path: Path, step: int | None) -> CheckpointFolder:
+def _find(path: AnyPath, step: int | None) -> CheckpointFolder:
     from megatron.core.checkpointing.find import find_checkpoint
 
     return find_checkpoint(path, step=step, verify=False)
@@ -121,7 +123,7 @@ def _tensors(summary: Summary) -> Iterator[str]:
         yield f"  {name:<{width}}  {short(entry.dtype)}  {shape}  ({math.prod(entry.shape):,})"
 
 
-def verify(path: Path) -> int:
+def verify(path: AnyPath) -> int:
     """Check the files of every checkpoint in ``path``; names those that are damaged."""
     folders = [path] if (path / MANIFEST).exists() or iteration_of(path) is not None else _complete_in(path)
     damaged = 0
@@ -132,12 +134,12 @@ def verify(path: Path) -> int:
     return 1 if damaged else 0
 
 
-def _complete_in(root: Path) -> list[Path]:
+def _complete_in(root: AnyPath) -> list[AnyPath]:
     _find(root, None)  # says what is there when none is usable
-    return sorted(path for path in root.iterdir() if path.is_dir() and iteration_of(path) is not None)
+    return sorted((path for path in root.iterdir() if path.is_dir() and iteration_of(path) is not None), key=str)
 
 
-def problems_of(folder: Path) -> list[str]:
+def problems_of(folder: AnyPath) -> list[str]:
     """Files that are missing, of another size, or of another content than when they were written."""
     try:
         manifest = Manifest.read(folder)
@@ -146,7 +148,7 @@ def problems_of(folder: Path) -> list[str]:
     return manifest.size_problems(folder) or manifest.checksum_problems(folder, manifest.files)
 
 
-def print_comparison(found: Comparison, paths: Sequence[Path]) -> int:
+def print_comparison(found: Comparison, paths: Sequence[AnyPath]) -> int:
     """Differences of two checkpoints, as text."""
     for name, (mine, theirs) in found.settings.items():
         print(f"setting {name}: {mine} and {theirs}")
@@ -159,7 +161,7 @@ def print_comparison(found: Comparison, paths: Sequence[Path]) -> int:
     return 0 if found.is_empty else 1
 
 
-def can_load(path: Path | None, flags: Sequence[str], *, step: int | None) -> int:
+def can_load(path: AnyPath | None, flags: Sequence[str], *, step: int | None) -> int:
     """Whether a training command with ``flags`` could load the checkpoint; the reason when not."""
     from megatron.training.loadable import check_loadable
 

@@ -9,11 +9,11 @@ import itertools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from megatron.core.checkpointing.agreement import gather_from_all, run_on_first
 from megatron.core.checkpointing.folders import TRACKER, iteration_of
 from megatron.core.checkpointing.manifest import MANIFEST, Manifest
+from megatron.core.files.remote_path import AnyPath, path_of
 from megatron.core.parallel.mesh import Mesh
 from megatron.errors import CheckpointError
 
@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 class CheckpointFolder:
     """A checkpoint whose files are all there; ``passed_over`` names what should have come first, and why it didn't."""
 
-    path: Path
+    path: AnyPath
     iteration: int
     passed_over: tuple[str, ...] = ()
 
 
 def find_checkpoint(
-    root: str | Path, *, step: int | None = None, mesh: Mesh | None = None, verify: bool = True
+    root: str | AnyPath, *, step: int | None = None, mesh: Mesh | None = None, verify: bool = True
 ) -> CheckpointFolder:
     """The checkpoint to load from ``root``, which is a folder of checkpoints or one checkpoint itself.
 
@@ -39,7 +39,7 @@ def find_checkpoint(
     every file and compares checksums; without it only sizes are compared.
     Raises CheckpointError that lists what was found and why each was rejected.
     """
-    root, mesh = Path(root), mesh or Mesh.single()
+    root, mesh = path_of(root), mesh or Mesh.single()
     survey = run_on_first(lambda: _survey(root, step), mesh)
     damaged: list[str] = []
     for found in survey.whole:
@@ -53,21 +53,21 @@ def find_checkpoint(
     raise CheckpointError(_nothing_usable(root, step, survey, damaged))
 
 
-def is_unused(root: str | Path) -> bool:
+def is_unused(root: str | AnyPath) -> bool:
     """Whether ``root`` is missing or holds nothing that anybody could mean by "the checkpoint"."""
-    root = Path(root)
+    root = path_of(root)
     if not root.exists():
         return True
     is_named = (root / TRACKER).exists() or (root / MANIFEST).exists()
     return not (is_named or any(_candidates(root)) or foreign_format(root))
 
 
-def whole_checkpoints(root: Path) -> dict[int, Path]:
+def whole_checkpoints(root: AnyPath) -> dict[int, AnyPath]:
     """Checkpoints in ``root`` whose files are all there with the right size, by iteration."""
     return {found.iteration: found.path for found in reversed(_look(root).whole)}
 
 
-def foreign_format(folder: Path) -> str | None:
+def foreign_format(folder: AnyPath) -> str | None:
     """What to say of a checkpoint that another program wrote: its format and the way in; None when it isn't one."""
     root = folder.parent if iteration_of(folder) is not None or folder.name == "release" else folder
     if any(folder.glob("mp_rank_*/model*rng.pt")):
@@ -79,7 +79,7 @@ def foreign_format(folder: Path) -> str | None:
     return None
 
 
-def _convert(source: str, root: Path) -> str:
+def _convert(source: str, root: AnyPath) -> str:
     return f"convert it with tools/checkpoint/convert.py --from {source} --load {root} --to megatron --save NEW_FOLDER"
 
 
@@ -87,7 +87,7 @@ def _convert(source: str, root: Path) -> str:
 class _Found:
     """A checkpoint whose files have the right sizes."""
 
-    path: Path
+    path: AnyPath
     iteration: int
     saved_at: float
 
@@ -104,7 +104,7 @@ class _Survey:
     has_favourite: bool = True
 
 
-def _survey(root: Path, step: int | None) -> _Survey:
+def _survey(root: AnyPath, step: int | None) -> _Survey:
     if not root.is_dir():
         raise CheckpointError(f"--load {root}: there is no such folder")
     if (root / MANIFEST).exists():
@@ -119,7 +119,7 @@ def _survey(root: Path, step: int | None) -> _Survey:
     return survey
 
 
-def _look(root: Path, step: int | None = None) -> _Survey:
+def _look(root: AnyPath, step: int | None = None) -> _Survey:
     survey = _Survey()
     for path in _candidates(root):
         if step is None or iteration_of(path) == step:
@@ -128,13 +128,14 @@ def _look(root: Path, step: int | None = None) -> _Survey:
     return survey
 
 
-def _candidates(root: Path) -> Iterator[Path]:
-    for path in sorted(root.iterdir()):
-        if path.is_dir() and (iteration_of(path) is not None or path.name == "release"):
+def _candidates(root: AnyPath) -> Iterator[AnyPath]:
+    paths: list[AnyPath] = [*root.iterdir()]
+    for path in sorted(paths, key=str):
+        if (iteration_of(path) is not None or path.name == "release") and path.is_dir():
             yield path
 
 
-def _judge(path: Path, survey: _Survey) -> None:
+def _judge(path: AnyPath, survey: _Survey) -> None:
     try:
         manifest = Manifest.read(path)
         problems = manifest.size_problems(path)
@@ -146,7 +147,7 @@ def _judge(path: Path, survey: _Survey) -> None:
         survey.whole.append(_Found(path, manifest.iteration, manifest.saved_at))
 
 
-def _follow_tracker(root: Path, survey: _Survey) -> None:
+def _follow_tracker(root: AnyPath, survey: _Survey) -> None:
     """Put the iteration that the tracker names first; if it can't be had, that is the first thing to say."""
     named = ""
     try:
@@ -162,7 +163,7 @@ def _follow_tracker(root: Path, survey: _Survey) -> None:
         survey.rejected.insert(0, problem)
 
 
-def _damage(path: Path, mesh: Mesh) -> list[str]:
+def _damage(path: AnyPath, mesh: Mesh) -> list[str]:
     """Files whose checksum is wrong, as found by all ranks together: each reads its share, the largest dealt first."""
 
     def check_share() -> list[str]:
@@ -178,7 +179,7 @@ def _some(problems: list[str], limit: int = 5) -> str:
     return ", ".join(problems[:limit]) + more
 
 
-def _nothing_usable(root: Path, step: int | None, survey: _Survey, damaged: list[str]) -> str:
+def _nothing_usable(root: AnyPath, step: int | None, survey: _Survey, damaged: list[str]) -> str:
     reasons = "; ".join(survey.rejected + damaged) or "there is nothing that looks like one"
     if step is None:
         return f"--load {root} holds no usable checkpoint: {reasons}"

@@ -1,7 +1,9 @@
-"""What a checkpoint root looks like on disk, and the moves that keep it whole when the machine stops at any moment.
+"""What a checkpoint root looks like, and the moves that keep it whole when the machine stops at any moment.
 
-``iter_0001000/`` is a complete checkpoint: it gets that name last, by a rename. Anything under way has a name that
-starts with a dot and that nobody takes for a checkpoint. ``latest_checkpointed_iteration.txt`` names the one to resume.
+On a file system ``iter_0001000/`` is a complete checkpoint: it gets that name last, by a rename. Anything under way
+has a name that starts with a dot and that nobody takes for a checkpoint. Object stores can't rename, so there a save
+writes into ``iter_0001000-5f3a9c1e/``, a name of its own, and its manifest, which is put last, makes it a checkpoint.
+``latest_checkpointed_iteration.txt`` names the one to resume.
 """
 
 from __future__ import annotations
@@ -10,17 +12,18 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import cast
+
+from megatron.core.checkpointing.manifest import MANIFEST, Manifest
+from megatron.core.files.remote_path import AnyPath, RemotePath
+from megatron.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
 _COMPLETE = re.compile(r"iter_(\d{7,})")
+_REMOTE = re.compile(r"iter_(\d{7,})-[0-9a-f]{8}")
 _REPLACED = re.compile(r"\.iter_(\d{7,})\.replaced-\w+")
 _LEFTOVER = re.compile(r"\.iter_\d{7,}\.(partial|removed)-\w+")
-
-
-def checkpoint_path(root: Path, iteration: int) -> Path:
-    """Where the checkpoint of ``iteration`` lies once it is complete; Megatron-LM's name."""
-    return root / f"iter_{iteration:07d}"
 
 
 def aside_path(root: Path, iteration: int, token: str, *, kind: str) -> Path:
@@ -28,48 +31,94 @@ def aside_path(root: Path, iteration: int, token: str, *, kind: str) -> Path:
     return root / f".iter_{iteration:07d}.{kind}-{token}"
 
 
-def iteration_of(path: Path) -> int | None:
+def iteration_of(path: AnyPath) -> int | None:
     """Iteration of a folder that may be a complete checkpoint, by its name.
 
     A ``replaced`` one counts: it is all there is if a save was stopped between its last two renames.
     """
-    match = _COMPLETE.fullmatch(path.name) or _REPLACED.fullmatch(path.name)
+    match = _COMPLETE.fullmatch(path.name) or _REMOTE.fullmatch(path.name) or _REPLACED.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
-def remove_leftovers(root: Path) -> None:
-    """Clear away what saves that never finished have left."""
+def begin(root: AnyPath, iteration: int) -> AnyPath:
+    """Make the folder that a save writes into, and ``root``; clear away what saves that never finished have left."""
+    root.mkdir(parents=True, exist_ok=True)
     for path in root.iterdir():
         if _LEFTOVER.fullmatch(path.name):
-            shutil.rmtree(path)
+            shutil.rmtree(cast(Path, path))
+        elif isinstance(path, RemotePath) and _REMOTE.fullmatch(path.name) and not (path / MANIFEST).exists():
+            path.remove_tree()
+    folder = _fresh_path(root, iteration, os.urandom(4).hex())
+    folder.mkdir()
+    return folder
 
 
-def publish(aside: Path, target: Path, token: str) -> None:
-    """Give a finished checkpoint its name, durably. One of that name makes way, and is removed afterwards."""
-    iteration = iteration_of(target)
-    assert iteration is not None, f"{target} is not a checkpoint's name"
-    sync_folder(aside)
+def _fresh_path(root: AnyPath, iteration: int, token: str) -> AnyPath:
+    if isinstance(root, RemotePath):
+        return root / f"iter_{iteration:07d}-{token}"
+    return aside_path(root, iteration, token, kind="partial")
+
+
+def publish(folder: AnyPath, iteration: int) -> AnyPath:
+    """Make a checkpoint of a folder that lacks nothing, its manifest being written last; where it is from now on.
+
+    Durable when this returns. One of the same iteration makes way, and is removed afterwards.
+    """
+    if isinstance(folder, RemotePath):
+        _publish_remotely(folder, iteration)
+        return folder
+    target = folder.parent / f"iter_{iteration:07d}"
+    sync_folder(folder)
     if target.exists():
-        target.rename(aside_path(target.parent, iteration, token, kind="replaced"))
-    aside.rename(target)
+        target.rename(aside_path(target.parent, iteration, os.urandom(4).hex(), kind="replaced"))
+    folder.rename(target)
     sync_folder(target.parent)
     write_durably(target.parent / TRACKER, f"{iteration}\n")
     for path in target.parent.iterdir():
         if _REPLACED.fullmatch(path.name):
             remove(path)
+    return target
 
 
-def remove(path: Path) -> None:
+def _publish_remotely(folder: RemotePath, iteration: int) -> None:
+    write_durably(folder.parent / TRACKER, f"{iteration}\n")
+    for path in folder.parent.iterdir():
+        if path != folder and iteration_of(path) == iteration and (path / MANIFEST).exists():
+            remove(path)
+
+
+def discard(folder: AnyPath) -> None:
+    """Clear away the folder of a save that failed, as far as it can be."""
+    if isinstance(folder, Path):
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    try:
+        Manifest.read(folder)
+    except CheckpointError:  # what has a manifest is complete, whatever failed afterwards
+        try:
+            folder.remove_tree()
+        except OSError:
+            return  # the next save tries again
+
+
+def remove(path: AnyPath) -> None:
     """Delete a checkpoint so that a half-deleted one is never taken for one."""
     iteration = iteration_of(path)
     assert iteration is not None, f"{path} is not a checkpoint's name"
-    going = aside_path(path.parent, iteration, os.urandom(4).hex(), kind="removed")
-    path.rename(going)
-    shutil.rmtree(going)
+    if isinstance(path, RemotePath):
+        (path / MANIFEST).unlink()
+        path.remove_tree()
+    else:
+        going = aside_path(path.parent, iteration, os.urandom(4).hex(), kind="removed")
+        path.rename(going)
+        shutil.rmtree(going)
 
 
-def write_durably(path: Path, text: str) -> None:
+def write_durably(path: AnyPath, text: str) -> None:
     """Write a small file so that it has the old contents or the new ones after a crash, never a mixture."""
+    if isinstance(path, RemotePath):
+        path.write_text(text, encoding="utf-8")
+        return
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,17 +18,18 @@ from megatron.core.checkpointing.find import CheckpointFolder
 from megatron.core.checkpointing.save import RUN_FILE, RUN_FORMAT
 from megatron.core.checkpointing.sharded_view import ShardedView, sharded_views
 from megatron.core.checkpointing.storage import CheckpointReader, tensors_in
+from megatron.core.files.remote_path import AnyPath, path_of
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState
 from megatron.errors import CheckpointError
 
 
-def read_run_state(folder: CheckpointFolder | Path) -> dict[str, Any]:
+def read_run_state(folder: CheckpointFolder | AnyPath) -> dict[str, Any]:
     """The ``run_state`` that was given to ``save_checkpoint``; raises CheckpointError when ``run.json`` is unusable."""
     return dict(read_run_document(folder)["state"])
 
 
-def read_run_document(folder: CheckpointFolder | Path) -> dict[str, Any]:
+def read_run_document(folder: CheckpointFolder | AnyPath) -> dict[str, Any]:
     """All of ``run.json``: the state, the layout and versions that saved it; CheckpointError when it is unusable."""
     path = _path(folder) / RUN_FILE
     try:
@@ -44,7 +44,7 @@ def read_run_document(folder: CheckpointFolder | Path) -> dict[str, Any]:
 
 
 def load_checkpoint(
-    folder: CheckpointFolder | Path,
+    folder: CheckpointFolder | AnyPath,
     state: Iterable[ShardedState],
     mesh: Mesh,
     *,
@@ -134,7 +134,7 @@ def _kind(dtype: torch.dtype) -> str:
     return "floating" if dtype.is_floating_point else "complex" if dtype.is_complex else "integer"
 
 
-def _explain(path: Path, comparison: _Comparison, surplus: list[str]) -> str:
+def _explain(path: AnyPath, comparison: _Comparison, surplus: list[str]) -> str:
     parts = []
     if comparison.mismatched:
         parts.append("; ".join(_some(sorted(comparison.mismatched))))
@@ -159,5 +159,5 @@ def _some(names: list[str], limit: int = 8) -> list[str]:
     return names[:limit] + ([f"and {len(names) - limit} more"] if len(names) > limit else [])
 
 
-def _path(folder: CheckpointFolder | Path) -> Path:
-    return folder.path if isinstance(folder, CheckpointFolder) else Path(folder)
+def _path(folder: CheckpointFolder | AnyPath) -> AnyPath:
+    return folder.path if isinstance(folder, CheckpointFolder) else path_of(folder)

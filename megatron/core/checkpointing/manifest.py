@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.core.files.remote_path import AnyPath, RemotePath
 from megatron.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -37,7 +38,7 @@ class Manifest:
         return json.dumps({**body, "crc32": _json_checksum(body)}, indent=1) + "\n"
 
     @classmethod
-    def read(cls, folder: Path) -> Manifest:
+    def read(cls, folder: AnyPath) -> Manifest:
         """The manifest in ``folder``; raises CheckpointError when there is none or it is damaged."""
         try:
             body = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -52,12 +53,22 @@ class Manifest:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{MANIFEST} is damaged ({type(error).__name__}: {error})") from error
 
-    def size_problems(self, folder: Path) -> list[str]:
+    def size_problems(self, folder: AnyPath) -> list[str]:
         """Files of ``folder`` that are missing or of another size, each with the reason. Reads no contents."""
+        if isinstance(folder, RemotePath):
+            return self._remote_size_problems(folder)
         problems = (_size_problem(folder / name, record) for name, record in self.files.items())
         return [problem for problem in problems if problem]
 
-    def checksum_problems(self, folder: Path, names: Iterable[str]) -> list[str]:
+    def _remote_size_problems(self, folder: RemotePath) -> list[str]:
+        try:
+            sizes = folder.sizes_below()
+        except OSError as error:
+            return [f"{folder.name} cannot be read ({error.strerror})"]
+        found = ((name, sizes.get(name), record.size) for name, record in self.files.items())
+        return [_size_words(name, size, expected) for name, size, expected in found if size != expected]
+
+    def checksum_problems(self, folder: AnyPath, names: Iterable[str]) -> list[str]:
         """Files among ``names`` whose bytes are not those that were written. Reads them whole."""
         problems = []
         for name in names:
@@ -69,7 +80,7 @@ class Manifest:
         return problems
 
 
-def checksum(path: Path) -> FileRecord:
+def checksum(path: AnyPath) -> FileRecord:
     """Size and CRC-32 of a file, read in bounded memory."""
     buffer = memoryview(bytearray(_READ_SIZE))
     size = crc = 0
@@ -84,10 +95,14 @@ def _size_problem(path: Path, record: FileRecord) -> str | None:
     try:
         size = path.stat().st_size
     except FileNotFoundError:
-        return f"{path.name} is missing"
+        return _size_words(path.name, None, record.size)
     except OSError as error:
         return f"{path.name} cannot be read ({error.strerror})"
-    return None if size == record.size else f"{path.name} holds {size} bytes in place of {record.size}"
+    return None if size == record.size else _size_words(path.name, size, record.size)
+
+
+def _size_words(name: str, size: int | None, expected: int) -> str:
+    return f"{name} is missing" if size is None else f"{name} holds {size} bytes in place of {expected}"
 
 
 def _json_checksum(body: Mapping[str, Any]) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from megatron.core.checkpointing.agreement import run_on_first
 from megatron.core.checkpointing.find import whole_checkpoints
 from megatron.core.checkpointing.folders import remove
+from megatron.core.files.remote_path import AnyPath, path_of
 from megatron.core.parallel.mesh import Mesh
 
 
@@ -39,7 +39,7 @@ class Retention:
         ]
 
 
-def prune(root: str | Path, newest: int, retention: Retention, mesh: Mesh) -> list[int]:
+def prune(root: str | AnyPath, newest: int, retention: Retention, mesh: Mesh) -> list[int]:
     """Delete what ``retention`` gives up in ``root``; call it when ``save_checkpoint`` of ``newest`` has returned.
 
     A collective: rank 0 deletes, all learn which. Only whole checkpoints of ours are counted or deleted. Returns their
@@ -47,7 +47,7 @@ def prune(root: str | Path, newest: int, retention: Retention, mesh: Mesh) -> li
     """
 
     def delete() -> list[int]:
-        whole = whole_checkpoints(Path(root))
+        whole = whole_checkpoints(path_of(root))
         assert newest in whole, f"prune after iteration {newest} is durable"
         surplus = retention.surplus(whole, newest=newest)
         for iteration in surplus:

@@ -2,23 +2,20 @@
 
 A save has three parts. Planning is collective: ranks agree on who writes which box. Writing is local, so it may happen
 in a background thread while training goes on. Publishing is collective again: when every file of every rank is on
-disk, rank 0 writes the manifest, renames the folder and moves the tracker. Until the rename nothing looks like a
-checkpoint; a failure on any rank leaves the older ones as they were.
+disk, rank 0 writes the manifest, renames the folder and moves the tracker. Until the rename (in object storage, until
+the manifest) nothing looks like a checkpoint; a failure on any rank leaves the older ones as they were.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,11 +27,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 import megatron
 from megatron.core.checkpointing.agreement import gather_from_all, run_on_first
-from megatron.core.checkpointing.folders import aside_path, checkpoint_path, publish, remove_leftovers, write_durably
+from megatron.core.checkpointing.folders import begin, discard, publish, write_durably
 from megatron.core.checkpointing.manifest import MANIFEST, FileRecord, Manifest, checksum
 from megatron.core.checkpointing.sharded_view import ShardedView, Staging, sharded_views
 from megatron.core.checkpointing.storage import METADATA, CheckpointWriter
 from megatron.core.checkpointing.streamed import StreamedBox, table_of, write_boxes
+from megatron.core.files.remote_path import AnyPath, path_of
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState
 from megatron.errors import CheckpointError
@@ -44,8 +42,8 @@ RUN_FORMAT = 1
 
 
 def save_checkpoint(
-    root: str | Path, iteration: int, state: Iterable[ShardedState], run_state: Mapping[str, Any], mesh: Mesh
-) -> Path:
+    root: str | AnyPath, iteration: int, state: Iterable[ShardedState], run_state: Mapping[str, Any], mesh: Mesh
+) -> AnyPath:
     """Save ``state`` and the JSON mapping ``run_state`` as ``root/iter_…``; durable when this returns. A collective.
 
     Replicas (data-parallel, tied, tensor-parallel norms) are written once, the writing spread over their ranks.
@@ -56,7 +54,7 @@ def save_checkpoint(
 
 
 def begin_save(
-    root: str | Path,
+    root: str | AnyPath,
     iteration: int,
     state: Iterable[ShardedState],
     run_state: Mapping[str, Any],
@@ -70,7 +68,7 @@ def begin_save(
     of the program, to make the checkpoint durable; at most one save of a root may be pending.
     """
     views = sharded_views(state, mesh)
-    pending = _pending(Path(root), iteration, run_state, mesh)
+    pending = _pending(path_of(root), iteration, run_state, mesh)
     with pending.all_or_nothing():
         pending.plan(views)
         if background is not None:
@@ -78,9 +76,11 @@ def begin_save(
     return pending
 
 
-def save_streamed(root: str | Path, iteration: int, boxes: Sequence[StreamedBox], run_state: Mapping[str, Any]) -> Path:
+def save_streamed(
+    root: str | AnyPath, iteration: int, boxes: Sequence[StreamedBox], run_state: Mapping[str, Any]
+) -> AnyPath:
     """As ``save_checkpoint`` by one process, of tensors that are made one after another while they are written."""
-    pending = _pending(Path(root), iteration, run_state, Mesh.single())
+    pending = _pending(path_of(root), iteration, run_state, Mesh.single())
     pending.stream(boxes)
     return pending.finish()
 
@@ -96,7 +96,7 @@ class _Written:
 class PendingSave:
     """A planned save, written by ``finish`` or, before that, by a background thread."""
 
-    def __init__(self, root: Path, iteration: int, aside: Path, run_file: str, mesh: Mesh) -> None:
+    def __init__(self, root: AnyPath, iteration: int, aside: AnyPath, run_file: str, mesh: Mesh) -> None:
         self._root = root
         self._iteration = iteration
         self._aside = aside
@@ -113,7 +113,7 @@ class PendingSave:
         """Whether this rank's background writing has ended, well or not, so that ``finish`` won't wait for it here."""
         return self._is_written()
 
-    def finish(self) -> Path:
+    def finish(self) -> AnyPath:
         """Wait for all ranks' files, publish the checkpoint and return its folder. A collective.
 
         Raises CheckpointError on all ranks when any rank could not write.
@@ -159,7 +159,7 @@ class PendingSave:
         results = self._writer.write_data(self._planner.finish_plan(self._plan), self._planner).wait()
         return _Written(results, dict(self._writer.files.written))
 
-    def _publish(self, written: list[_Written]) -> Path:
+    def _publish(self, written: list[_Written]) -> AnyPath:
         """Rank 0: everything that makes a folder of files a checkpoint."""
         self._writer.finish(self._metadata, [rank.results for rank in written])
         write_durably(self._aside / RUN_FILE, self._run_file)
@@ -172,9 +172,7 @@ class PendingSave:
                 "--save must be on a file system that all ranks share"
             )
         write_durably(self._aside / MANIFEST, manifest.to_json())
-        target = checkpoint_path(self._root, self._iteration)
-        publish(self._aside, target, token=os.urandom(4).hex())
-        return target
+        return publish(self._aside, self._iteration)
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
@@ -184,7 +182,7 @@ class PendingSave:
                 yield
         except Exception:
             if self._mesh.world_rank == 0:
-                shutil.rmtree(self._aside, ignore_errors=True)
+                discard(self._aside)
             raise
 
 
@@ -227,24 +225,16 @@ def on_first_stages(plans: list[SavePlan], mesh: Mesh) -> list[SavePlan]:
     ]
 
 
-def _pending(root: Path, iteration: int, run_state: Mapping[str, Any], mesh: Mesh) -> PendingSave:
+def _pending(root: AnyPath, iteration: int, run_state: Mapping[str, Any], mesh: Mesh) -> PendingSave:
     """A save with its folder made and nothing planned yet. A collective."""
     run_file = _describe_run(iteration, run_state, mesh)
     with _explained(root, iteration):
-        aside = run_on_first(lambda: _make_room(root, iteration), mesh)
+        aside = run_on_first(lambda: begin(root, iteration), mesh)
     return PendingSave(root, iteration, aside, run_file, mesh)
 
 
-def _make_room(root: Path, iteration: int) -> Path:
-    root.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(root)
-    aside = aside_path(root, iteration, os.urandom(4).hex(), kind="partial")
-    aside.mkdir()
-    return aside
-
-
 @contextmanager
-def _explained(root: Path, iteration: int) -> Iterator[None]:
+def _explained(root: AnyPath, iteration: int) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:

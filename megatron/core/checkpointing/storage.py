@@ -2,7 +2,7 @@
 
 The format is DCP's own, so its tools read our folders. Two things differ from its stock reader: ``.metadata``, a
 pickle, goes through an unpickler that knows only the handful of classes that belong there, and a stored box that
-several requests need is read once.
+several requests need is read once. A folder may be in object storage, too.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from megatron.core.checkpointing.manifest import FileRecord
 from megatron.core.checkpointing.unpickling import STOOD_IN_FOR, RestrictedUnpickler
+from megatron.core.files.remote_path import AnyPath, RemotePath
 from megatron.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -55,9 +56,10 @@ _METADATA_GLOBALS = {
 class _ChecksummedStream:
     """A file open for writing that keeps the CRC-32 of what went through it, and the error that stopped it."""
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: IO[bytes], path: AnyPath) -> None:
         self._file = file
-        self.name: str = file.name
+        self._on_disk = isinstance(path, Path)
+        self.name = str(path)
         self.size = 0
         self.crc32 = 0
         self.error: OSError | None = None
@@ -78,44 +80,68 @@ class _ChecksummedStream:
     def flush(self) -> None:
         self._file.flush()
 
-    def fileno(self) -> int:
-        return self._file.fileno()
-
     def close(self) -> None:
-        self._file.close()
+        """Everything is durable after this: on the disk, or taken by the storage service."""
+        if not self._file.closed:
+            self._file.flush()
+            if self._on_disk:
+                os.fsync(self._file.fileno())
+            self._file.close()
 
 
 class ChecksummedFiles(FileSystem):
-    """DCP's file system, remembering in ``written`` the record of each file written through it."""
+    """DCP's file system, here or in object storage, with the record of each file written through it in ``written``.
+
+    A file is durable when its stream has been closed.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.written: dict[str, FileRecord] = {}
 
     @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+    def create_stream(self, path: AnyPath, mode: str) -> Iterator[io.IOBase]:  # type: ignore[override]
         """Open ``path`` for writing; what stops it comes out as an OSError that names it.
 
         ``torch.save`` answers an error in the middle of a record with a RuntimeError about positions.
         """
         stream: _ChecksummedStream | None = None
         try:
-            with Path(path).open(mode) as file:
-                stream = _ChecksummedStream(file)
+            with path.open(mode) as file:
+                stream = _ChecksummedStream(cast(IO[bytes], file), path)
                 yield stream  # type: ignore[misc]
+                stream.close()
         except (OSError, RuntimeError) as error:
             reason = stream.error if stream is not None and stream.error is not None else error
             if not isinstance(reason, OSError):
                 raise
             raise OSError(reason.errno, reason.strerror, str(path)) from error
-        self.written[Path(path).name] = FileRecord(stream.size, stream.crc32)
+        self.written[path.name] = FileRecord(stream.size, stream.crc32)
+
+    def concat_path(self, path: AnyPath, suffix: str) -> AnyPath:  # type: ignore[override]
+        """The file ``suffix`` of the folder ``path``."""
+        return path / suffix
+
+    def exists(self, path: AnyPath) -> bool:  # type: ignore[override]
+        """Whether there is such a file."""
+        return path.exists()
+
+    def rename(self, path: AnyPath, new_path: AnyPath) -> None:  # type: ignore[override]
+        """Give a file its name; object stores can only put it once more. No checkpoint counts yet in which it is."""
+        if isinstance(path, RemotePath):
+            with new_path.open("wb") as file:
+                file.write(path.read_bytes())
+            path.unlink()
+        else:
+            path.rename(cast(Path, new_path))
 
 
 class CheckpointWriter(FileSystemWriter):
     """DCP's writer: one file a rank, synced to disk, with checksums in ``files.written``."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: AnyPath) -> None:
+        super().__init__("", sync_files=False)  # the streams sync themselves
+        self.path = folder  # type: ignore[assignment]
         self.files = ChecksummedFiles()
         self.fs = self.files
 
@@ -131,8 +157,8 @@ class CheckpointReader(FileSystemReader):
     classes and list pickled objects beside tensors; nothing of either is built.
     """
 
-    def __init__(self, folder: Path, *, foreign: bool = False) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: AnyPath, *, foreign: bool = False) -> None:
+        super().__init__("")
         self._folder = folder
         self._foreign = foreign
 
@@ -142,7 +168,9 @@ class CheckpointReader(FileSystemReader):
         try:
             with path.open("rb") as file:
                 stood_in_for = STOOD_IN_FOR if self._foreign else ()
-                metadata = RestrictedUnpickler(file, allowed=_METADATA_GLOBALS, stood_in_for=stood_in_for).load()
+                metadata = RestrictedUnpickler(
+                    cast(IO[bytes], file), allowed=_METADATA_GLOBALS, stood_in_for=stood_in_for
+                ).load()
         except OSError:
             raise
         except Exception as error:  # a damaged pickle raises almost anything
@@ -174,7 +202,14 @@ class CheckpointReader(FileSystemReader):
         """A file of the checkpoint by its name in the table of contents."""
         if Path(name).name != name:
             raise CheckpointError(f"{self._folder / METADATA} names {name!r}, which is not a file of this checkpoint")
-        return (self._folder / name).open("rb")
+        return cast(IO[bytes], (self._folder / name).open("rb"))
+
+    def _slice_file(self, file: IO[bytes], place: _StorageInfo) -> IO[bytes]:
+        """The bytes of a box. torch.load jumps about in them, which over a network would be a request for each jump."""
+        if isinstance(self._folder, Path):
+            return super()._slice_file(file, place)
+        file.seek(place.offset)
+        return io.BytesIO(file.read(place.length))
 
     def load_box(self, index: MetadataIndex, file: IO[bytes]) -> torch.Tensor:
         """The numbers of one stored box."""

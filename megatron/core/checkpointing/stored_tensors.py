@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex
 
 from megatron.core.checkpointing.storage import CheckpointReader, tensors_in
+from megatron.core.files.remote_path import AnyPath
 from megatron.errors import CheckpointError
 
 
@@ -28,7 +28,7 @@ class StoredTensors:
     ``foreign``: the folder is a torch_dist checkpoint of Megatron-LM's.
     """
 
-    def __init__(self, folder: Path, *, foreign: bool = False) -> None:
+    def __init__(self, folder: AnyPath, *, foreign: bool = False) -> None:
         self._folder = folder
         self._reader = CheckpointReader(folder, foreign=foreign)
         metadata = self._reader.read_metadata()

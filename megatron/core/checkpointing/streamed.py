@@ -6,11 +6,9 @@ torch's own writer keeps every tensor of a file until the file is closed; here e
 from __future__ import annotations
 
 import itertools
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -26,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron.core.checkpointing.storage import CheckpointWriter
+from megatron.core.files.remote_path import AnyPath
 
 FILE_SIZE = 4 << 30  # bytes after which the next box starts another file, so that ranks share reading and checking
 
@@ -63,7 +62,7 @@ def table_of(boxes: Iterable[StreamedBox]) -> Metadata:
 
 
 def write_boxes(
-    writer: CheckpointWriter, folder: Path, boxes: Sequence[StreamedBox], *, file_size: int = FILE_SIZE
+    writer: CheckpointWriter, folder: AnyPath, boxes: Sequence[StreamedBox], *, file_size: int = FILE_SIZE
 ) -> list[WriteResult]:
     """Make and write every box in turn; where each one lies."""
     results: list[WriteResult] = []
@@ -84,12 +83,11 @@ def write_boxes(
                 results.append(WriteResult(index, tensor.nbytes, place))
                 if stream.tell() >= file_size:
                     break
-            os.fsync(stream.fileno())
     raise AssertionError("unreachable")
 
 
 def write_objects(
-    writer: CheckpointWriter, folder: Path, objects: Mapping[str, bytes], table: Metadata
+    writer: CheckpointWriter, folder: AnyPath, objects: Mapping[str, bytes], table: Metadata
 ) -> list[WriteResult]:
     """Write pickled objects, which folders of other programs hold beside tensors, and list them in ``table``."""
     results, name = [], "__0_objects.distcp"
@@ -99,7 +97,6 @@ def write_objects(
             stream.write(data)
             table.state_dict_metadata[key] = BytesStorageMetadata()
             results.append(WriteResult(MetadataIndex(key), len(data), place))
-        os.fsync(stream.fileno())
     return results
 
 

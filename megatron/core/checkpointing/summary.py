@@ -7,7 +7,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from megatron.core.checkpointing.find import CheckpointFolder
 from megatron.core.checkpointing.load import read_run_document
 from megatron.core.checkpointing.manifest import Manifest
 from megatron.core.checkpointing.stored_tensors import StoredTensors, TensorEntry
+from megatron.core.files.remote_path import AnyPath
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 
@@ -29,7 +29,7 @@ class Summary:
     tensors by name. ``optimizer``: number of tensors and of elements by kind of state. ``num_bytes``: of all files.
     """
 
-    path: Path
+    path: AnyPath
     iteration: int
     saved_at: float
     layout: Mapping[str, int]

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron.config.tokenizer import TokenizerConfig
+from megatron.core.files.remote_path import AnyPath, RemotePath
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.errors import CheckpointError, MegatronError
@@ -28,7 +29,7 @@ TOKENIZER_FILES = (
 SETTINGS = ("config.json", "generation_config.json")
 
 
-def companions_in(folder: Path) -> dict[str, Path]:
+def companions_in(folder: AnyPath) -> dict[str, AnyPath]:
     """The files of ``folder`` that travel along, by name."""
     return {name: folder / name for name in (*TOKENIZER_FILES, *SETTINGS) if (folder / name).is_file()}
 
@@ -84,9 +85,9 @@ def tokenizer_of(config: TokenizerConfig) -> Tokenizer | None:
         return None
 
 
-def tokenizer_files(config: TokenizerConfig) -> dict[str, Path]:
+def tokenizer_files(config: TokenizerConfig) -> dict[str, AnyPath]:
     """The files of a tokenizer that are where its settings say, by name; settings beside them go along."""
-    found: dict[str, Path] = {}
+    found: dict[str, AnyPath] = {}
     for name in filter(None, (config.tokenizer_model, config.vocab_file, config.merge_file)):
         path = Path(name)
         beside = companions_in(path if path.is_dir() else path.parent)
@@ -97,8 +98,11 @@ def tokenizer_files(config: TokenizerConfig) -> dict[str, Path]:
     return found
 
 
-def copy_files(files: Mapping[str, Path], folder: Path) -> None:
+def copy_files(files: Mapping[str, AnyPath], folder: Path) -> None:
     """Copy the files into ``folder``, which is made if there are any."""
     for name, path in files.items():
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, folder / name)
+        if isinstance(path, RemotePath):
+            path.copy_to(folder / name)
+        else:
+            shutil.copyfile(path, folder / name)

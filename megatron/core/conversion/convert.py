@@ -20,6 +20,7 @@ from megatron.core.conversion.megatron_lm.reading import read_megatron_lm
 from megatron.core.conversion.megatron_lm.writing import write_megatron_lm
 from megatron.core.conversion.native import read_native, write_native
 from megatron.core.conversion.portable import PortableModel
+from megatron.core.files.remote_path import AnyPath
 from megatron.errors import CheckpointError
 
 Format = Literal["hf", "megatron", "megatron-lm"]
@@ -30,13 +31,14 @@ TITLES = {"hf": "Hugging Face", "megatron": "this project's", "megatron-lm": "Me
 class Conversion:
     """What is converted into what.
 
-    ``step``: iteration of a folder of checkpoints, instead of the newest. ``max_shard_size``: bytes of one weight file
-    of Hugging Face's. ``dist``: write Megatron-LM's torch_dist format, else its torch format. ``true_vocab_size``:
-    words of a Megatron-LM vocabulary before padding, where its tokenizer can't be had.
+    ``load``: this project's may be in object storage. ``step``: iteration of a folder of checkpoints, instead of the
+    newest. ``max_shard_size``: bytes of one weight file of Hugging Face's. ``dist``: write Megatron-LM's torch_dist
+    format, else its torch format. ``true_vocab_size``: words of a Megatron-LM vocabulary before padding, where its
+    tokenizer can't be had.
     """
 
     source: Format
-    load: Path
+    load: AnyPath
     target: Format
     save: Path
     step: int | None = None
@@ -84,12 +86,21 @@ def check_target(save: Path) -> None:
 def _read(job: Conversion) -> PortableModel:
     match job.source:
         case "hf":
-            return read_huggingface(job.load)
+            return read_huggingface(_on_disk(job.load))
         case "megatron":
             return read_native(job.load, step=job.step)
         case "megatron-lm":
-            return read_megatron_lm(job.load, step=job.step, true_vocab_size=job.true_vocab_size)
+            return read_megatron_lm(_on_disk(job.load), step=job.step, true_vocab_size=job.true_vocab_size)
     raise AssertionError(job.source)
+
+
+def _on_disk(place: AnyPath) -> Path:
+    """The place as a folder of this machine; other programs' files are mapped and opened by their libraries."""
+    if isinstance(place, Path):
+        return place
+    raise CheckpointError(
+        f"--load {place}: only this project's own checkpoints are read from object storage; copy the folder to a disk"
+    )
 
 
 def _write(job: Conversion, portable: PortableModel, aside: Path) -> None:
@@ -111,14 +122,14 @@ def _prove(job: Conversion, portable: PortableModel, aside: Path) -> proof.Proof
     return proof.compare(source[..., :words], target[..., :words])
 
 
-def _logits(kind: Format, folder: Path, tokens: Tensor, *, step: int | None) -> Tensor:
+def _logits(kind: Format, folder: AnyPath, tokens: Tensor, *, step: int | None) -> Tensor:
     match kind:
         case "hf":
-            return proof.huggingface_logits(folder, tokens)
+            return proof.huggingface_logits(_on_disk(folder), tokens)
         case "megatron":
             return proof.native_logits(folder, tokens, step=step)
         case "megatron-lm":
-            return megatron_lm_logits(folder, tokens, step=step)
+            return megatron_lm_logits(_on_disk(folder), tokens, step=step)
 
 
 @contextmanager

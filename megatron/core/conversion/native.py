@@ -26,13 +26,14 @@ from megatron.core.conversion.companions import (
     tokenizer_of,
 )
 from megatron.core.conversion.portable import LazyTensor, PortableModel, parameters_of, report_differences
+from megatron.core.files.remote_path import AnyPath
 from megatron.errors import CheckpointError
 
 PREFIX = "model."
 RECIPES = ("gpt",)
 
 
-def read_native(root: Path, *, step: int | None = None) -> PortableModel:
+def read_native(root: AnyPath, *, step: int | None = None) -> PortableModel:
     """The model of a checkpoint; of its tensors only the table of contents is read now.
 
     Raises CheckpointError when nothing usable is there, or a model of a family that can't be converted.
@@ -62,7 +63,7 @@ def _vocabulary_rows(stored: StoredTensors) -> int:
     return stored.entries["model.embedding.word_embeddings.weight"].shape[0]
 
 
-def _tensors(folder: Path, model: ModelConfig) -> dict[str, LazyTensor]:
+def _tensors(folder: AnyPath, model: ModelConfig) -> dict[str, LazyTensor]:
     stored = StoredTensors(folder)
     entries = {name.removeprefix(PREFIX): entry for name, entry in stored.entries.items() if name.startswith(PREFIX)}
     expected = {name: sharding.shape for name, sharding in parameters_of(model).items()}

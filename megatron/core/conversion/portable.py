@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.config.tokenizer import TokenizerConfig
+from megatron.core.files.remote_path import AnyPath
 from megatron.core.models.build import build_model
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
@@ -44,7 +44,7 @@ class PortableModel:
     tensors: Mapping[str, LazyTensor]
     tokenizer: TokenizerConfig
     seq_length: int
-    companions: Mapping[str, Path] = field(default_factory=dict)
+    companions: Mapping[str, AnyPath] = field(default_factory=dict)
     iteration: int = 0
     consumed_samples: int = 0
 

@@ -21,6 +21,7 @@ from megatron.config.run import RunConfig
 from megatron.core.checkpointing.find import find_checkpoint
 from megatron.core.checkpointing.load import load_checkpoint, read_run_state
 from megatron.core.conversion.portable import PortableModel
+from megatron.core.files.remote_path import AnyPath
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.stage import Stage
 from megatron.core.parallel.context import ParallelContext
@@ -68,7 +69,7 @@ def compare(source: Tensor, target: Tensor) -> Proof:
 
 
 @torch.no_grad()
-def native_logits(root: Path, tokens: Tensor, *, step: int | None = None) -> Tensor:
+def native_logits(root: AnyPath, tokens: Tensor, *, step: int | None = None) -> Tensor:
     """Logits of our checkpoint in ``root``, computed by our model with one layer in memory at a time."""
     folder = find_checkpoint(root, step=step, verify=False)
     run = RunConfig.from_json(read_run_state(folder)["config"])

@@ -21,9 +21,9 @@ from megatron.core.datasets.index_cache import IndexCache, digest_of
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.indexed_format import idx_path
 from megatron.core.datasets.metadata import DatasetMetadata, DescribesTokenizer, TokenizerStamp
-from megatron.core.datasets.remote import is_remote
 from megatron.core.datasets.sources import read_sources
 from megatron.core.datasets.splits import MOCK_SPLIT, WHOLE, Share, SplitName, SplitSizes, parse_split
+from megatron.core.files.remote_path import is_url
 from megatron.errors import ConfigError, DataError
 
 _MEGATRON_SURPLUS = 1.005  # Megatron-LM builds each source of a blend a little larger than it should be needed
@@ -219,7 +219,7 @@ class _SplitBuilder:
 def _targets_of(documents: IndexedDataset, *, cache: Path | None) -> IndexedDataset:
     """The mask beside a data set; raises DataError when there is none, or it is another data set's."""
     prefix = targets_prefix(documents.prefix)
-    if not (is_remote(prefix) or idx_path(prefix).is_file()):
+    if not (is_url(prefix) or idx_path(prefix).is_file()):
         raise DataError(
             f"{idx_path(prefix)} is missing: with --sft it says which tokens are to be learned; make the data with "
             "tools/preprocess_sft.py, or leave --sft out"

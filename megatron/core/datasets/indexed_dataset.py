@@ -30,7 +30,8 @@ from megatron.core.datasets.indexed_format import (
     token_dtype,
 )
 from megatron.core.datasets.metadata import DatasetMetadata, TokenizerStamp
-from megatron.core.datasets.remote import RemoteTokens, is_remote
+from megatron.core.datasets.remote import RemoteTokens
+from megatron.core.files.remote_path import is_url
 from megatron.errors import ConfigError, DataError
 
 __all__ = ["IndexedDataset", "IndexedDatasetWriter", "token_dtype"]
@@ -59,7 +60,7 @@ class IndexedDataset:
     ) -> None:
         self.prefix = self.local_prefix = str(prefix)
         self.mmap, self._cache = mmap, cache
-        self._remote = self._open_remote() if is_remote(self.prefix) else None
+        self._remote = self._open_remote() if is_url(self.prefix) else None
         header = read_header(self.local_prefix, multimodal=multimodal)
         self.dtype = header.dtype
         self._map_index(header, multimodal=multimodal)

@@ -11,20 +11,15 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from megatron.core.datasets.files import replaced_file, write_errors
 from megatron.core.datasets.indexed_format import bin_path
-from megatron.errors import ConfigError, DataError
+from megatron.core.files.remote_path import RemotePath
+from megatron.errors import DataError
 
 BLOCK = 4 << 20
-
-
-def is_remote(prefix: str) -> bool:
-    """Whether a prefix is a URL that fsspec opens, as ``s3://bucket/data_text_document``."""
-    return "://" in prefix
 
 
 class RemoteTokens:
@@ -36,26 +31,25 @@ class RemoteTokens:
     """
 
     def __init__(self, prefix: str, cache: Path) -> None:
-        self._url = f"{prefix}.bin"
-        with _fetching(f"{prefix}.idx"):
-            files, path = _open(f"{prefix}.idx")
-            version = hashlib.sha256(f"{prefix} {files.ukey(path)} {files.ukey(f'{path[:-4]}.bin')}".encode())
+        self._tokens, index = RemotePath(f"{prefix}.bin"), RemotePath(f"{prefix}.idx")
+        with _fetching(index):
+            version = hashlib.sha256(f"{prefix} {index.version()} {self._tokens.version()}".encode())
             self.local_prefix = str(cache / f"{Path(prefix).name}-{version.hexdigest()[:16]}")
-            size = int(files.info(f"{path[:-4]}.bin")["size"])
+            size = self._tokens.stat().st_size
             with write_errors(bin_path(self.local_prefix), remedy="free some space, or give another --data-cache-path"):
                 cache.mkdir(parents=True, exist_ok=True)
                 for ending in (".idx", ".meta.json"):
-                    self._copy(files, path[:-4] + ending, Path(self.local_prefix + ending))
+                    self._copy(RemotePath(prefix + ending), Path(self.local_prefix + ending))
                 self._create(bin_path(self.local_prefix), size)
                 self._create(Path(f"{self.local_prefix}.blocks"), -(-size // BLOCK))
         self._size = size
         self._present = np.memmap(f"{self.local_prefix}.blocks", np.uint8, mode="r+") if size else np.zeros(0, np.uint8)
 
     @staticmethod
-    def _copy(files: Any, path: str, local: Path) -> None:
-        if not local.exists() and (path.endswith(".idx") or files.exists(path)):
+    def _copy(remote: RemotePath, local: Path) -> None:
+        if not local.exists() and (remote.name.endswith(".idx") or remote.exists()):
             with replaced_file(local) as aside:
-                files.get_file(path, str(aside))
+                remote.copy_to(aside)
 
     @staticmethod
     def _create(local: Path, size: int) -> None:
@@ -72,13 +66,10 @@ class RemoteTokens:
 
     def _fetch(self, block: int) -> None:
         start, stop = block * BLOCK, min((block + 1) * BLOCK, self._size)
-        with _fetching(self._url):
-            files, path = _open(self._url)  # each process its own connections: workers are forked
-            content = files.cat_file(path, start, stop)
-            if len(content) != stop - start:
-                raise DataError(
-                    f"{self._url} ends at byte {start + len(content)} of {self._size}: it is being replaced"
-                )
+        with _fetching(self._tokens):
+            content = self._tokens.read_range(start, stop)
+        if len(content) != stop - start:
+            raise DataError(f"{self._tokens} ends at byte {start + len(content)} of {self._size}: it is being replaced")
         with write_errors(bin_path(self.local_prefix), remedy="free some space, or give another --data-cache-path"):
             file = os.open(bin_path(self.local_prefix), os.O_WRONLY)
             try:
@@ -89,26 +80,14 @@ class RemoteTokens:
         self._present[block] = 1
 
 
-def _open(url: str) -> tuple[Any, str]:
-    """File system and path of a URL."""
-    try:
-        import fsspec
-    except ImportError:
-        raise ConfigError(f"reading {url} needs the fsspec library: pip install fsspec") from None
-    try:
-        files, path = fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(f"{url} can't be opened: {error}") from None
-    return files, str(path)
-
-
 @contextmanager
-def _fetching(url: str) -> Iterator[None]:
+def _fetching(place: RemotePath) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
         raise DataError(
-            f"{url} does not exist, or its .bin: data paths are the prefix that both files share, without their endings"
+            f"{place} does not exist, or its .bin: data paths are the prefix that both files share, without their "
+            "endings"
         ) from None
-    except (OSError, TimeoutError) as error:
-        raise DataError(f"{url} can't be fetched: {error}") from error
+    except OSError as error:
+        raise DataError(f"{place} can't be fetched: {error.strerror}") from error

@@ -17,6 +17,7 @@ from megatron.core.checkpointing.load import load_checkpoint, read_run_state
 from megatron.core.checkpointing.save import save_checkpoint
 from megatron.core.checkpointing.sharded_view import sharded_views
 from megatron.core.checkpointing.storage import CheckpointReader, tensors_in
+from megatron.core.files.remote_path import AnyPath
 from megatron.core.parallel.mesh import Mesh
 from tests.unit.checkpointing.simulated import Layout, assert_holds, logical_values, on_ranks, state_of
 
@@ -32,8 +33,8 @@ LAYOUTS = [
 PAIRS = [tuple(random.Random(seed).sample(LAYOUTS, 2)) for seed in range(16)]
 
 
-def save(root: Path, layout: Layout, values: dict[str, Tensor], iteration: int = 10) -> Path:
-    def save_rank(mesh: Mesh) -> Path:
+def save(root: Path, layout: Layout, values: dict[str, Tensor], iteration: int = 10) -> AnyPath:
+    def save_rank(mesh: Mesh) -> AnyPath:
         return save_checkpoint(root, iteration, state_of(layout, mesh, values), {"iteration": iteration}, mesh)
 
     return on_ranks(layout.meshes(), save_rank)[0]

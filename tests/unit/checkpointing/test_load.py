@@ -36,7 +36,8 @@ def folder(tmp_path: Path) -> Path:
         part("optimizer.exp_avg.a", (2, 3), 3.0),
         part("optimizer.fp32_param.b", (4,), 4.0),
     ]
-    return save_checkpoint(tmp_path, 10, state, {}, SINGLE)
+    save_checkpoint(tmp_path, 10, state, {}, SINGLE)
+    return tmp_path / "iter_0000010"
 
 
 def refusal(folder: Path, state: list[ShardedState]) -> str:

@@ -119,7 +119,8 @@ def test_one_layer_of_a_stack_is_read_alone(tmp_path: Path) -> None:
 
 def test_a_missing_box_is_noticed(tmp_path: Path) -> None:
     """A table of contents that lacks a box would otherwise give uninitialised numbers."""
-    folder = save_streamed(tmp_path, 0, [whole("model.w", torch.ones(4, 2))], {})
+    save_streamed(tmp_path, 0, [whole("model.w", torch.ones(4, 2))], {})
+    folder = tmp_path / "iter_0000000"
     metadata: Metadata = pickle.loads((folder / ".metadata").read_bytes())
     metadata.state_dict_metadata["model.w"].chunks.clear()  # type: ignore[union-attr]
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))

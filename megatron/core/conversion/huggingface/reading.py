@@ -16,6 +16,7 @@ from megatron.core.conversion.huggingface.config import model_from_config
 from megatron.core.conversion.huggingface.families import IGNORED, PREFIXES, TABLES
 from megatron.core.conversion.portable import LazyTensor, PortableModel
 from megatron.core.conversion.tables import matches, to_ours
+from megatron.core.files.remote_path import AnyPath
 from megatron.errors import CheckpointError
 
 CONFIG = "config.json"
@@ -47,7 +48,7 @@ def read_huggingface(folder: Path) -> PortableModel:
     )
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: AnyPath) -> dict[str, Any]:
     """``config.json`` of a model folder."""
     path = folder / CONFIG
     if not folder.is_dir():

@@ -1,0 +1,255 @@
+"""A place in object storage, used like a ``pathlib.Path``; fsspec knows how to reach it.
+
+Object stores have keys, no folders and no renames: a put is seen whole or not at all, and that is all one may lean on.
+Whatever a storage library raises comes out as an OSError that names the URL, as of a disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+def is_url(place: str) -> bool:
+    """Whether ``place`` is a URL that fsspec opens, as ``s3://bucket/folder``."""
+    return "://" in place
+
+
+def path_of(place: str | Path | RemotePath) -> AnyPath:
+    """The path that a flag names: of this machine's file systems, also as ``file://``, or in object storage."""
+    if isinstance(place, (Path, RemotePath)):
+        return place
+    if place.startswith("file://"):
+        return Path(place.removeprefix("file://"))
+    return RemotePath(place if place.endswith("://") else place.rstrip("/")) if is_url(place) else Path(place)
+
+
+@dataclass(frozen=True)
+class RemoteStat:
+    """What is known of a file; ``st_size`` in bytes."""
+
+    st_size: int
+
+
+@dataclass(frozen=True, order=True)
+class RemotePath:
+    """The place ``url``. Its methods do what those of ``pathlib.Path`` do, as far as checkpoints and data need them.
+
+    They raise ConfigError where the library of the kind of storage is missing, and OSError for everything else.
+    """
+
+    url: str
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __truediv__(self, name: str) -> RemotePath:
+        return RemotePath(f"{self.url}{'' if self.url.endswith('://') else '/'}{name}")
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return self.url.rpartition("/")[2]
+
+    @property
+    def parent(self) -> RemotePath:
+        """The place without its last part."""
+        return RemotePath(self.url.rpartition("/")[0])
+
+    def exists(self) -> bool:
+        """Whether a file or folder is there now, whoever put it there."""
+        files, path = self._found()
+        with self._explained():
+            return bool(files.exists(path))
+
+    def is_dir(self) -> bool:
+        """Whether anything is below it."""
+        files, path = self._found()
+        with self._explained():
+            return bool(files.isdir(path))
+
+    def is_file(self) -> bool:
+        """Whether it is a file."""
+        files, path = self._found()
+        with self._explained():
+            return bool(files.isfile(path))
+
+    def iterdir(self) -> Iterator[RemotePath]:
+        """What is directly below it; nothing where nothing was put, since a folder is only a beginning of names."""
+        entries = [str(entry["name"]).rstrip("/") for entry in self._list()]
+        return iter([self / entry.rpartition("/")[2] for entry in entries])
+
+    def glob(self, pattern: str) -> Iterator[RemotePath]:
+        """What is below it and fits ``pattern``."""
+        files, path = self._found()
+        with self._explained():
+            entries = [str(entry) for entry in files.glob(f"{path.rstrip('/')}/{pattern}")]
+        depth = pattern.count("/") + 1
+        return iter([self / "/".join(entry.rstrip("/").split("/")[-depth:]) for entry in entries])
+
+    def stat(self) -> RemoteStat:
+        """Size of the file."""
+        files, path = self._found()
+        with self._explained():
+            return RemoteStat(int(files.info(path)["size"]))
+
+    def sizes_below(self) -> dict[str, int]:
+        """Sizes of the files directly below it, by name, for one listing in place of a request for each."""
+        found = [entry for entry in self._list() if entry["type"] == "file"]
+        return {str(entry["name"]).rpartition("/")[2]: int(entry["size"]) for entry in found}
+
+    def _list(self) -> list[dict[str, Any]]:
+        files, path = self._found()
+        try:
+            with self._explained():
+                entries: list[dict[str, Any]] = files.ls(path, detail=True)
+        except FileNotFoundError:
+            return []
+        return [entry for entry in entries if str(entry["name"]).strip("/") != path.strip("/")]
+
+    def version(self) -> str:
+        """A text that is another one when the file has been replaced."""
+        files, path = self._found()
+        with self._explained():
+            return str(files.ukey(path))
+
+    def mkdir(self, *, parents: bool = False, exist_ok: bool = False) -> None:
+        """Make the folder and those above it, where the storage has such a thing."""
+        files, path = self._found()
+        with self._explained():
+            files.makedirs(path, exist_ok=True)
+
+    def open(self, mode: str, *, buffering: int = -1) -> io.RawIOBase | io.BufferedReader:
+        """The file, open to be read (``rb``) or written (``wb``); what is written is there once it is closed."""
+        files, path = self._found()
+        with self._explained():
+            file = _RemoteFile(files.open(path, mode), self)
+        return io.BufferedReader(file) if mode == "rb" and buffering else file
+
+    def read_bytes(self) -> bytes:
+        """All of the file."""
+        return self.read_range(None, None)
+
+    def read_range(self, start: int | None, stop: int | None) -> bytes:
+        """Bytes ``[start, stop)`` of the file; fewer where it ends before."""
+        files, path = self._found()
+        with self._explained():
+            return bytes(files.cat_file(path, start, stop))
+
+    def read_text(self, *, encoding: str) -> str:
+        """All of the file as text."""
+        return self.read_bytes().decode(encoding)
+
+    def write_text(self, text: str, *, encoding: str) -> None:
+        """Put the file, in place of one that is there."""
+        files, path = self._found()
+        with self._explained():
+            files.pipe_file(path, text.encode(encoding))
+
+    def copy_to(self, local: Path) -> None:
+        """Copy the file to a disk."""
+        files, path = self._found()
+        with self._explained():
+            files.get_file(path, str(local))
+
+    def unlink(self) -> None:
+        """Delete the file."""
+        files, path = self._found()
+        with self._explained():
+            files.rm_file(path)
+
+    def remove_tree(self) -> None:
+        """Delete everything below it."""
+        files, path = self._found()
+        with self._explained():
+            files.rm(path, recursive=True)
+
+    def _found(self) -> tuple[Any, str]:
+        """File system and path in it. Not kept: each process, forked ones too, needs connections of its own."""
+        try:
+            import fsspec
+        except ImportError:
+            raise ConfigError(f"{self.url} needs the fsspec library: pip install fsspec") from None
+        try:
+            files, path = fsspec.core.url_to_fs(self.url)
+        except ImportError as error:
+            raise ConfigError(f"{self.url} needs another library: {error}") from None
+        except Exception as error:  # credentials that can't be read, options that are missing: each library has its own
+            raise ConfigError(f"{self.url} can't be opened: {error}") from error
+        files.invalidate_cache()  # other ranks write, too
+        return files, str(path)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        with _as_os_error(self.url):
+            yield
+
+
+AnyPath = Path | RemotePath
+
+
+class _RemoteFile(io.RawIOBase):
+    """An open file of fsspec's, whose errors name the place."""
+
+    def __init__(self, file: Any, place: RemotePath) -> None:
+        super().__init__()
+        self._file = file
+        self.name = str(place)
+
+    def readable(self) -> bool:
+        return bool(self._file.readable())
+
+    def writable(self) -> bool:
+        return bool(self._file.writable())
+
+    def seekable(self) -> bool:
+        return bool(self._file.seekable())
+
+    def readinto(self, buffer: Buffer, /) -> int:
+        view = memoryview(buffer).cast("B")
+        with _as_os_error(self.name):
+            data = self._file.read(len(view))
+        view[: len(data)] = data
+        return len(data)
+
+    def write(self, data: Buffer, /) -> int:
+        with _as_os_error(self.name):
+            self._file.write(data)
+        return memoryview(data).nbytes
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        with _as_os_error(self.name):
+            return int(self._file.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._file.tell())
+
+    def close(self) -> None:
+        if not self.closed:
+            try:
+                with _as_os_error(self.name):
+                    self._file.close()
+            finally:
+                super().close()
+
+
+@contextmanager
+def _as_os_error(url: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FileNotFoundError(errno.ENOENT, "there is no such file", url) from error
+    except Exception as error:
+        code = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise OSError(code, reason or type(error).__name__, url) from error
