@@ -1,0 +1,78 @@
+"""A real model's checkpoint through random pairs of layouts: what another layout loads and saves again is the same."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.core.parallel.context import ParallelContext
+from megatron.training.checkpoint import load
+from megatron.training.saving import Saver
+from megatron.training.step import train_step
+from tests.end_to_end.commands import assert_same_tensors
+from tests.harness import run_ranks
+from tests.harness.runs import tiny_run
+
+MOST_RANKS, PAIRS = 8, 8
+MODELS = {
+    "gpt2": "--vocab-size 51",
+    "llama": "--vocab-size 53 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2",
+}
+BASE = (
+    "--mock-data --num-layers 5 --hidden-size 32 --num-attention-heads 4 --micro-batch-size 1 --global-batch-size 12 "
+    "--train-iters 9 --save-interval 100"
+)
+
+
+def draw_layout(rng: random.Random) -> tuple[dict[str, int], str]:
+    """Sizes of the axes and the flags that say so."""
+    while True:
+        tp, pp, cp, dp = (
+            rng.choice([1, 2, 4]),
+            rng.choice([1, 2, 2, 4]),
+            rng.choice([1, 1, 2]),
+            rng.choice([1, 2, 3, 4]),
+        )
+        if tp * pp * cp * dp <= MOST_RANKS:
+            break
+    flags = f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} --context-parallel-size {cp}"
+    if pp == 2:
+        flags += rng.choice(["", " --num-virtual-stages-per-pipeline-rank 2", " --pipeline-schedule zb-v"])
+    flags += rng.choice(["", " --use-distributed-optimizer"])
+    return {"tp": tp, "pp": pp, "cp": cp, "dp": dp}, flags
+
+
+def step_and_save(context: ParallelContext, flags: str) -> None:
+    """A checkpoint whose moments are not zero."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        run = tiny_run(context, flags)
+        batches = run.data.training_batches(0)
+        train_step(run, next(batches))
+        run.progress.iteration = 1
+        Saver(run).save()
+
+
+def load_and_save(context: ParallelContext, flags: str) -> None:
+    """The same checkpoint, as this layout writes it."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        run = tiny_run(context, flags)
+        load(run)
+        Saver(run).save()
+
+
+@pytest.mark.parametrize("number", range(PAIRS))
+def test_what_another_layout_writes_is_the_same(number: int, tmp_path: Path) -> None:
+    """Weights, fp32 masters and moments, element by element, of whatever split into whatever other one."""
+    rng = random.Random(number)
+    model = f"{BASE} {rng.choice(list(MODELS.values()))}"
+    pair: list[tuple[dict[str, Any], str]] = [draw_layout(rng), draw_layout(rng)]
+    (saved, first), (loaded, second) = pair
+    run_ranks(step_and_save, f"{model} {first} --save {tmp_path / 'a'}", **saved)
+    run_ranks(load_and_save, f"{model} {second} --load {tmp_path / 'a'} --save {tmp_path / 'b'}", **loaded)
+    assert_same_tensors(tmp_path / "a" / "iter_0000001", tmp_path / "b" / "iter_0000001")

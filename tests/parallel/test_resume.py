@@ -1,0 +1,229 @@
+"""A run that is cut in two, each half in processes of its own, ends as the run that was left alone, bit for bit.
+
+The scripts as users start them are cut in two in tests/end_to_end; here are the cases that are cheap, in ranks that are
+forked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.config.run import RunConfig
+from megatron.core.checkpointing.find import find_checkpoint
+from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
+from megatron.core.parallel.context import ParallelContext
+from megatron.training.data import TrainingData
+from megatron.training.loop import train_from_start_to_end
+from megatron.training.recipes.gpt import GPTRecipe
+from tests.end_to_end.commands import assert_same_tensors, tensors
+from tests.harness import run_ranks
+
+SAMPLES_AN_EPOCH = 10
+LENGTH = 8  # iterations of eight samples: more than six epochs
+CUT = 3  # 24 samples: in the middle of the third epoch
+TINY = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 "
+    "--global-batch-size 8 --lr 1e-2 --init-method-std 0.2 --tokenizer-type NullTokenizer --vocab-size 50 "
+    "--num-workers 0 --eval-iters 0 --log-interval 1 --split 1,0,0 --save-interval 100"
+)
+
+
+@dataclass(frozen=True)
+class Read:
+    """A microbatch as a rank read it: number of its first sample, tokens."""
+
+    first_sample: int
+    tokens: list[list[int]]
+
+
+@dataclass(frozen=True)
+class Leg:
+    """What the processes of a part of a run have shown: of each iteration what was printed, and samples in order."""
+
+    steps: dict[int, str]
+    log: str
+    reads: list[Read]
+
+
+def train(context: ParallelContext, flags: str) -> tuple[str, list[Read]]:
+    """Run a command's flags on this rank; what it printed and read."""
+    config = RunConfig.parse(flags.split(), world_size=context.mesh.world_size)
+    reads: list[Read] = []
+    make = TrainingData._microbatch
+
+    def noted(data: TrainingData, batch: Any, key: Any) -> Any:
+        reads.append(Read(key.sample, batch["tokens"].tolist()))
+        return make(data, batch, key)
+
+    with contextlib.redirect_stdout(io.StringIO()) as said, mock.patch.object(TrainingData, "_microbatch", noted):
+        train_from_start_to_end(config, GPTRecipe(), context, started=time.monotonic())
+    return said.getvalue(), reads
+
+
+class Runs:
+    """Runs on data of a few samples an epoch, in new processes each time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        generator = np.random.default_rng(5)
+        with IndexedDatasetWriter(str(folder / "data"), np.uint16) as writer:
+            writer.add_document(generator.integers(0, 49, SAMPLES_AN_EPOCH * 16 + 1))
+
+    def run(self, flags: str, *, save: str = "", load: str = "", world: dict[str, Any] | None = None) -> Leg:
+        """Train with ``flags``, saving into and loading from folders of these names."""
+        words = f"{TINY} --data-path {self.folder / 'data'} {flags}"
+        words += f" --save {self.folder / save}" if save else ""
+        words += f" --load {self.folder / load}" if load else ""
+        words += "" if "--train-" in flags else f" --train-iters {LENGTH}"
+        results = run_ranks(train, words, **(world or {}))
+        log = "".join(text for text, _ in results)
+        reads = {read.first_sample: read for _, each in results for read in each}
+        steps = {int(number): line for number, line in re.findall(r"iteration +(\d+)/.*?(learning rate: .*)", log)}
+        return Leg(steps, log, [reads[first] for first in sorted(reads)])
+
+    def last(self, name: str) -> Path:
+        """The checkpoint that a run has left."""
+        return Path(str(find_checkpoint(self.folder / name).path))
+
+    def state(self, name: str) -> dict[str, Any]:
+        """What its checkpoint holds beside tensors and settings."""
+        state: dict[str, Any] = json.loads((self.last(name) / "run.json").read_text())["state"]
+        return {key: value for key, value in state.items() if key != "config"}
+
+    def assert_same_end(self, first: str, second: str) -> None:
+        """Two runs have ended with the same numbers, to the last bit."""
+        assert_same_tensors(self.last(first), self.last(second))
+        assert self.state(first) == self.state(second)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Runs:
+    return Runs(tmp_path)
+
+
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "epochs, dropout, accumulation": ({}, ""),
+    "a random order within epochs": ({}, "--dataloader-type cyclic"),
+    "Megatron's order": ({}, "--data-order megatron"),
+    "packed documents": ({}, "--packing padding-free"),
+    "ZeRO, tensor and data parallel": (
+        {"tp": 2, "dp": 2},
+        "--tensor-model-parallel-size 2 --use-distributed-optimizer",
+    ),
+    "fp16, a loss scale that moves": (
+        {"dtype": torch.float16},
+        "--fp16 --initial-loss-scale 262144 --loss-scale-window 3 --hysteresis 2",
+    ),
+    "fp16, ZeRO": (
+        {"dtype": torch.float16, "dp": 2},
+        "--fp16 --initial-loss-scale 262144 --loss-scale-window 3 --use-distributed-optimizer",
+    ),
+    "ramp-up of the batch, warm-up, cosine, rising weight decay": (
+        {"dp": 2},
+        "--train-samples 60 --rampup-batch-size 4 4 30 --lr-decay-style cosine --lr-warmup-samples 10 "
+        "--start-weight-decay 0.01 --end-weight-decay 0.2 --weight-decay-incr-style cosine",
+    ),
+    "WSD, linear weight decay": (
+        {},
+        "--lr-decay-style WSD --lr-wsd-decay-iters 4 --start-weight-decay 0 --end-weight-decay 0.2 "
+        "--weight-decay-incr-style linear",
+    ),
+    "pipeline, bf16, SGD": (
+        {"dtype": torch.bfloat16, "pp": 2},
+        "--bf16 --pipeline-model-parallel-size 2 --optimizer sgd",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_halves_are_the_whole(name: str, runs: Runs) -> None:
+    """A job that its scheduler ends would otherwise become another run."""
+    world, flags = CASES[name]
+    whole = runs.run(flags, save="whole", world=world)
+    first = runs.run(f"{flags} --exit-interval {CUT}", save="halves", world=world)
+    second = runs.run(flags, save="halves", load="halves", world=world)
+    assert list(first.steps) == [1, 2, 3]
+    assert first.steps | second.steps == whole.steps
+    assert first.reads + second.reads == whole.reads
+    runs.assert_same_end("whole", "halves")
+
+
+def test_the_checkpoints_schedule(runs: Runs) -> None:
+    """--use-checkpoint-opt_param-scheduler: rate and weight decay of the flags are as if they weren't there."""
+    shape = "--lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.2"
+    whole = runs.run(shape, save="whole")
+    runs.run(f"{shape} --exit-interval {CUT}", save="halves")
+    flags = "--lr 3e-3 --lr-decay-style linear --weight-decay 0.01 --use-checkpoint-opt_param-scheduler"
+    second = runs.run(flags, save="halves", load="halves")
+    assert second.steps == {number: whole.steps[number] for number in range(CUT + 1, LENGTH + 1)}
+    runs.assert_same_end("whole", "halves")
+
+
+def test_the_flags_schedule(runs: Runs) -> None:
+    """--override-opt_param-scheduler: rate and weight decay of the flags from there on, as the flags alone then say."""
+    runs.run(f"--lr-decay-style cosine --exit-interval {CUT}", save="first")
+    flags = "--lr 2e-3 --lr-decay-style linear --weight-decay 0.5"
+    override = f"{flags} --override-opt_param-scheduler"
+    without = runs.run(f"{override} --weight-decay 0 --exit-interval {CUT + 1}", save="no-decay", load="first")
+    decayed = runs.run(f"{override} --exit-interval {CUT + 1}", save="changed", load="first")
+    rate = 2e-3 * (1 - CUT / LENGTH)
+    assert without.steps == decayed.steps
+    assert f"learning rate: {2e-3 * (1 - (CUT + 1) / LENGTH):.6E}" in decayed.log  # the next step's, as it is printed
+    before, kept, smaller = (tensors(runs.last(name)) for name in ("first", "no-decay", "changed"))
+    name = "model.decoder.layers.0.mlp.linear_fc1.weight"
+    torch.testing.assert_close(kept[name] - smaller[name], rate * 0.5 * before[name], rtol=1e-3, atol=1e-7)
+
+    runs.run(override, save="at-once", load="first")
+    runs.run(flags, save="changed", load="changed")
+    runs.assert_same_end("at-once", "changed")
+
+
+def test_finetuning_begins_anew(runs: Runs) -> None:
+    """--finetune: weights alone; samples, schedule and moments are those of a new run, whatever the checkpoint says."""
+    runs.run(f"--lr-decay-style cosine --exit-interval {CUT}", save="first")
+    runs.run(f"--lr-decay-style cosine --exit-interval {CUT} --no-save-optim --no-save-rng", save="weights")
+    flags = "--lr 2e-3 --lr-decay-style linear --weight-decay 0.5 --finetune --train-iters 4"
+    tuned = runs.run(flags, save="tuned", load="first")
+    assert runs.run(flags, save="from-weights", load="weights").steps == tuned.steps
+    runs.assert_same_end("tuned", "from-weights")
+    assert list(tuned.steps) == [1, 2, 3, 4]
+    assert [read.first_sample for read in tuned.reads] == list(range(0, 32, 2))
+    assert f"learning rate: {2e-3 * (1 - 1 / 4):.6E}" in tuned.steps[1]
+    assert runs.state("tuned")["progress"] == {"iteration": 4, "consumed_samples": 32, "scheduled_samples": 32}
+    runs.run(f"{flags} --exit-interval 2", save="cut", load="first")
+    runs.run(flags.replace("--finetune", ""), save="cut", load="cut")
+    runs.assert_same_end("tuned", "cut")
+
+
+def test_data_parallel_size_may_change(runs: Runs) -> None:
+    """A cluster grows and shrinks: the same samples in the same order, dropout too, so the same run but for rounding.
+
+    Computed in fp64, where another sample or another mask couldn't hide.
+    """
+    double = {"dtype": torch.float64}
+    whole = runs.run("", save="whole", world=double)
+    legs = [
+        runs.run("--exit-interval 2", save="elastic", world=double | {"dp": 4}),
+        runs.run(
+            "--exit-interval 5 --use-distributed-optimizer", save="elastic", load="elastic", world=double | {"dp": 2}
+        ),
+        runs.run("", save="elastic", load="elastic", world=double | {"dp": 4}),
+    ]
+    assert [number for leg in legs for number in leg.steps] == list(range(1, LENGTH + 1))
+    samples = [sample for leg in legs for read in leg.reads for sample in read.tokens]
+    assert samples == [sample for read in whole.reads for sample in read.tokens]
+    expected, found = tensors(runs.last("whole")), tensors(runs.last("elastic"))
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-11)
