@@ -81,8 +81,7 @@ def report(config: RunConfig, steps: int) -> int:
     from megatron.training.parity import TOLERANCE, compare
 
     ranks = observe_on_ranks(config, steps)
-    (alone,) = observe_on_ranks(on_one_rank(config), steps)
-    comparisons = compare(ranks, alone)
+    comparisons = compare(ranks, observe_on_ranks(on_one_rank(config), steps))
     width = max(len(each.kind) for each in comparisons)
     for each in comparisons:
         verdict = "equal" if each.where is None else f"DIFFERENT, first in {each.where}"

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from megatron.config.run import RunConfig
+from megatron.core.distributed.buffers import FlatBuffer
 from megatron.core.parallel.collectives import all_gather
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.sharding import Sharding
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.sharding import ShardedState, Sharding
 from megatron.errors import ParallelError
 from megatron.training.recipe import Recipe
-from megatron.training.run import Run, build_run
+from megatron.training.run import build_run
 from megatron.training.step import global_loss, ready_to_learn
 
 TOLERANCE = 1e-9
@@ -46,7 +48,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One kind of number at the layout and on one rank. ``where``: the first parameter or step beyond the tolerance."""
+    """One kind of number at both layouts. ``where``: the first parameter or step beyond the tolerance."""
 
     kind: str
     count: int
@@ -58,9 +60,8 @@ def observe(config: RunConfig, recipe: Recipe, context: ParallelContext, *, step
     """Take ``steps`` steps of the run, as training takes them, and note what comes out. A collective."""
     run = build_run(config, recipe, context, started=0.0)
     seen, batches = Observed(), run.data.training_batches(0)
-    for entry in run.model_state():
-        seen.shapes[_name(entry.name)] = entry.sharding.shape
-        seen.initial[_name(entry.name)] = parts(entry.tensor, entry.sharding, context)
+    seen.shapes = {_name(entry): entry.sharding.shape for entry in run.model_state()}
+    seen.initial = parts_of(run.model_state(), context.mesh)
     for step in range(steps):
         microbatches = ready_to_learn(run, next(batches))
         run.grad_sync.zero()
@@ -68,30 +69,37 @@ def observe(config: RunConfig, recipe: Recipe, context: ParallelContext, *, step
         run.grad_sync.finish()
         total = global_loss(loss, recipe.loss_names(run.config), context)
         if step == 0:
-            seen.gradients = dict(whole_gradients(run))
+            seen.gradients = whole_gradients(
+                run.buffers, context.mesh, sharded=run.config.parallel.use_distributed_optimizer
+            )
         update = run.optimizer.update(count=total.count, lr=1e-2, weight_decay=0.1)
         seen.losses.append(sum(total.means.values()))
         seen.grad_norms.append(update.grad_norm)
-    for entry in run.model_state():
-        seen.weights[_name(entry.name)] = parts(entry.tensor, entry.sharding, context)
+    seen.weights = parts_of(run.model_state(), context.mesh)
     return seen
 
 
-def whole_gradients(run: Run) -> Iterator[tuple[str, list[Part]]]:
-    """Gradient sums by parameter; those that data-parallel ranks share between them are gathered. A collective."""
-    mesh = run.context.mesh
-    for buffer in run.buffers:
+def whole_gradients(buffers: Iterable[FlatBuffer], mesh: Mesh, *, sharded: bool) -> dict[str, list[Part]]:
+    """Gradient sums by parameter; those that are ``sharded`` over data-parallel ranks are gathered. A collective."""
+    found = {}
+    for buffer in buffers:
         for bucket in buffer.buckets:
-            if run.config.parallel.use_distributed_optimizer:
+            if sharded:
                 own = buffer.shard(bucket, mesh.rank(*buffer.reduce)).of(buffer.grads).clone()
                 bucket.span.of(buffer.grads).copy_(all_gather(own, mesh, *buffer.reduce))
             for slot in bucket.slots:
-                yield slot.name, parts(slot.main_grad, slot.sharding, run.context)
+                found[slot.name] = parts(slot.main_grad, slot.sharding, mesh)
+    return found
 
 
-def parts(local: Tensor, sharding: Sharding, context: ParallelContext) -> list[Part]:
+def parts_of(state: Iterable[ShardedState], mesh: Mesh) -> dict[str, list[Part]]:
+    """The parts of every parameter that this rank holds."""
+    return {_name(entry): parts(entry.tensor, entry.sharding, mesh) for entry in state}
+
+
+def parts(local: Tensor, sharding: Sharding, mesh: Mesh) -> list[Part]:
     """The parts of the logical tensor that a local one holds."""
-    pieces = sharding.pieces(context.mesh)
+    pieces = sharding.pieces(mesh)
     return [Part(piece.logical, local[piece.slices(of_local=True)].detach().cpu().clone()) for piece in pieces]
 
 
@@ -117,18 +125,21 @@ def logical(ranks: Sequence[Observed], which: str) -> dict[str, Tensor]:
     return found
 
 
-def compare(ranks: Sequence[Observed], alone: Observed) -> list[Comparison]:
-    """Everything that ``ranks`` produced against one rank; initial weights must be equal bit for bit."""
+def compare(ranks: Sequence[Observed], others: Sequence[Observed]) -> list[Comparison]:
+    """Everything that the ranks of a layout produced against those of another, usually one rank alone.
+
+    Initial weights must be equal bit for bit, all else to ``TOLERANCE``. Raises ParallelError as ``logical`` does.
+    """
     found = [
-        _compare_numbers("loss", [rank.losses for rank in ranks], alone.losses),
-        _compare_numbers("gradient norm", [rank.grad_norms for rank in ranks], alone.grad_norms),
+        _compare_numbers("loss", [rank.losses for rank in ranks], others[0].losses),
+        _compare_numbers("gradient norm", [rank.grad_norms for rank in ranks], others[0].grad_norms),
     ]
     for kind, which, tolerance in (
         ("initial weights", "initial", 0.0),
         ("gradients", "gradients", TOLERANCE),
         ("weights after the steps", "weights", TOLERANCE),
     ):
-        here, there = logical(ranks, which), logical([alone], which)
+        here, there = logical(ranks, which), logical(others, which)
         if missing := here.keys() ^ there.keys():
             raise ParallelError(f"{which}: only one of the two has {', '.join(sorted(missing)[:3])}")
         differences = {name: (here[name] - tensor).abs().max().item() for name, tensor in there.items()}
@@ -142,10 +153,10 @@ def _compare_numbers(kind: str, by_rank: Sequence[Sequence[float]], expected: Se
     for step, value in enumerate(expected):
         difference = max(abs(numbers[step] - value) for numbers in by_rank)
         largest = max(largest, difference)
-        if not difference <= TOLERANCE * max(1.0, abs(value)) and where is None:
+        if not difference <= TOLERANCE and where is None:
             where = f"step {step + 1}"
     return Comparison(kind, len(expected), largest, where)
 
 
-def _name(stored: str) -> str:
-    return stored.removeprefix("model.")
+def _name(entry: ShardedState) -> str:
+    return entry.name.removeprefix("model.")

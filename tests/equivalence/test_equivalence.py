@@ -12,10 +12,9 @@ import torch
 from megatron.config.parallel import CpCommType
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.transformer.block import RecomputePlan
-from tests.equivalence.training import Layout, Outcome, logical, train
+from megatron.training.parity import TOLERANCE, Observed, compare
+from tests.equivalence.training import Layout, train
 from tests.harness import run_ranks
-
-TOLERANCE = 1e-9
 
 SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "init_method_std": 0.2}
 LLAMA: dict[str, Any] = SMALL | {
@@ -162,17 +161,17 @@ SAME_DROPOUT_OVER_SLICES = {
 
 
 @functools.cache
-def reference(variant: str) -> Outcome:
+def reference(variant: str) -> Observed:
     """Three steps on one rank."""
     return train(ParallelContext.single(dtype=torch.float64), EVERY_VARIANT[variant], Layout())
 
 
-def ranks_of(variant: str, layout: Layout) -> list[Outcome]:
+def ranks_of(variant: str, layout: Layout) -> list[Observed]:
     """Three steps at a layout, by rank."""
     return train_at(EVERY_VARIANT[variant], layout)
 
 
-def train_at(settings: Mapping[str, Any], layout: Layout) -> list[Outcome]:
+def train_at(settings: Mapping[str, Any], layout: Layout) -> list[Observed]:
     """Three steps of a model with these settings at a layout, by rank."""
     return run_ranks(
         train,
@@ -188,19 +187,11 @@ def train_at(settings: Mapping[str, Any], layout: Layout) -> list[Outcome]:
     )
 
 
-def check(outcomes: list[Outcome], expected: list[Outcome]) -> None:
+def check(outcomes: list[Observed], expected: list[Observed]) -> None:
     """Compare what two layouts computed: initial weights bit for bit, everything else to the tolerance."""
-    for name, tensor in logical(expected, "initial").items():
-        assert torch.equal(logical(outcomes, "initial")[name], tensor), f"initial {name} depends on the layout"
-    for outcome in outcomes:
-        assert outcome.losses == pytest.approx(expected[0].losses, abs=TOLERANCE, rel=0)
-        assert outcome.grad_norms == pytest.approx(expected[0].grad_norms, abs=TOLERANCE, rel=0)
-    for which in ("gradients", "weights"):
-        found, wanted = logical(outcomes, which), logical(expected, which)
-        assert found.keys() == wanted.keys()
-        for name, tensor in wanted.items():
-            difference = (found[name] - tensor).abs().max().item()
-            assert difference <= TOLERANCE, f"{which} of {name} differ by {difference:.2e}"
+    assert TOLERANCE <= 1e-9
+    for each in compare(outcomes, expected):
+        assert each.where is None, f"{each.kind} differ by up to {each.largest:.2e}, first in {each.where}"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())

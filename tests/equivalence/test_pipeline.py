@@ -13,8 +13,9 @@ import torch
 
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.transformer.block import RecomputePlan
+from megatron.training.parity import Observed
 from tests.equivalence.test_equivalence import DRAWING, VARIANTS, check, train_at
-from tests.equivalence.training import Layout, Outcome, train
+from tests.equivalence.training import Layout, train
 
 FULL, SELECTIVE = RecomputePlan("full"), RecomputePlan("selective")
 VEE: dict[str, Any] = {"pp": 2, "chunks": 2, "schedule": "zb-v"}
@@ -76,7 +77,7 @@ def settings(variant: str, *, layers: int) -> dict[str, Any]:
 
 
 @functools.cache
-def reference(variant: str, *, layers: int) -> list[Outcome]:
+def reference(variant: str, *, layers: int) -> list[Observed]:
     """Three steps on one rank."""
     return [train(ParallelContext.single(dtype=torch.float64), settings(variant, layers=layers), Layout())]
 

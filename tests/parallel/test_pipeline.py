@@ -26,10 +26,10 @@ from megatron.core.tensor_parallel.linear import linear
 from megatron.errors import ParallelError
 from megatron.training.agreement import check_parameter_count
 from megatron.training.checkpoint import load
+from megatron.training.parity import Part, parts
 from megatron.training.pipeline import PipelineSettings, Plans, routes
 from megatron.training.saving import Saver
 from megatron.training.step import train_step
-from tests.equivalence.training import Part, parts
 from tests.harness import run_ranks
 from tests.harness.runs import tiny_run
 
