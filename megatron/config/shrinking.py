@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline import chunks_per_rank, num_stages
 from megatron.config.precision import PrecisionConfig
+from megatron.config.reporting import ReportingConfig
 from megatron.config.run import RunConfig
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.training import TrainingConfig
@@ -20,7 +22,7 @@ _HEAD_WIDTH, _BUCKET, _LENGTH = 8, 2000, 16
 
 
 def without_files(run: RunConfig, *, vocab_size: int, steps: int) -> RunConfig:
-    """The run with made-up data and nothing random but its initial weights, ``steps`` long."""
+    """The run with made-up data, nothing random but its initial weights, ``steps`` long; it leaves nothing behind."""
     made_up = DataConfig(
         seq_length=run.data.seq_length,
         mock_data=True,
@@ -36,6 +38,8 @@ def without_files(run: RunConfig, *, vocab_size: int, steps: int) -> RunConfig:
         data=made_up,
         tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=vocab_size - 1),
         precision=PrecisionConfig(),
+        checkpoint=CheckpointConfig(),
+        reporting=ReportingConfig(),
         optimizer=OptimizerConfig(optimizer=run.optimizer.optimizer, lr=1e-2, clip_grad=run.optimizer.clip_grad),
         training=dataclasses.replace(
             run.training,
@@ -134,7 +138,10 @@ def _small_parallel(run: RunConfig, layers: int) -> ParallelConfig:
 def _small_training(run: RunConfig, replicas: int) -> TrainingConfig:
     training = run.training
     micro = min(training.micro_batch_size, 2)
-    count = min(training.global_batch_size // (training.micro_batch_size * run.data_parallel_size), 2 * num_stages(run))
+    accumulated = training.global_batch_size // (training.micro_batch_size * run.data_parallel_size)
+    count = min(
+        accumulated, 2 * run.parallel.pipeline_model_parallel_size
+    )  # more of them than a pipeline takes to fill
     return dataclasses.replace(
         training,
         micro_batch_size=micro,

@@ -6,8 +6,10 @@ A failure names its seed; ``LAYOUT_SEED=seed`` draws the same again.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import random
+import re
 
 import pytest
 import torch
@@ -15,9 +17,10 @@ import torch
 from megatron.config.run import RunConfig
 from megatron.config.shrinking import SMALL_VOCABULARY, on_one_rank, shrunk, without_files
 from megatron.core.parallel.context import ParallelContext
-from megatron.errors import ConfigError
-from megatron.training.parity import Observed, compare, observe
+from megatron.errors import ConfigError, ParallelError
+from megatron.training.parity import Observed, observe
 from megatron.training.recipes.gpt import GPTRecipe
+from tests.equivalence.test_equivalence import check
 from tests.harness import run_ranks
 
 DRAWS, STEPS, MOST_RANKS = 3, 2, 8
@@ -30,9 +33,19 @@ MODELS = {
     "--add-qkv-bias --qk-layernorm --group-query-attention --num-query-groups 2 "
     "--reset-attention-mask --reset-position-ids",
 }
+LAYERS = 7
 BASE = (
-    "--num-layers 7 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --lr 1e-2 --train-iters 2 "
+    f"--num-layers {LAYERS} --hidden-size 64 --num-attention-heads 8 --seq-length 64 --lr 1e-2 --train-iters 2 "
     "--mock-data --vocab-size 100 --eval-iters 0 --dry-run"
+)
+SCHEDULES = ("1f1b", "gpipe", "zb-h1", "zb-v", "interleaved")
+EXCHANGES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+FULL = ("--recompute-method uniform", "--recompute-method uniform --recompute-num-layers 2", "--recompute-method block")
+LAYOUT = "--pipeline-model-parallel-layout"
+DIVISIONS = (
+    "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+    "--decoder-first-pipeline-num-layers 2",
+    "--decoder-last-pipeline-num-layers 2",
 )
 
 
@@ -51,13 +64,12 @@ def draw(rng: random.Random) -> tuple[str, RunConfig]:
             rng.choice(["", "--sequence-parallel"]) if tp > 1 else "",
             rng.choice(["", "", "--use-distributed-optimizer", "--use-distributed-optimizer --overlap-param-gather"]),
             rng.choice(["", "--overlap-grad-reduce"]),
-            rng.choice(["", "--recompute-activations", "--recompute-granularity full --recompute-method uniform"]),
-            f"--cp-comm-type {rng.choice(['p2p', 'all_gather', 'a2a'])}" if cp > 1 else "",
+            rng.choice(["", "--recompute-activations", *(f"--recompute-granularity full {each}" for each in FULL)]),
             rng.choice(["", "--use-tp-pp-dp-mapping"]),
+            rng.choice(["", "", "--bf16 --fp32-residual-connection --attention-softmax-in-fp32"]),
+            draw_exchange(rng, cp) if cp > 1 else "",
+            draw_pipeline(rng, pp) if pp > 1 else "",
         ]
-        if pp > 1:
-            flags.append(rng.choice(["", *(f"--pipeline-schedule {name}" for name in ("gpipe", "zb-h1", "zb-v"))]))
-            flags.append("" if "zb" in flags[-1] or "gpipe" in flags[-1] else rng.choice(["", VIRTUAL]))
         line = " ".join(filter(None, flags))
         try:
             config = RunConfig.parse(f"{BASE} {line}".split(), world_size=tp * pp * cp * dp)
@@ -66,7 +78,29 @@ def draw(rng: random.Random) -> tuple[str, RunConfig]:
             continue
 
 
-VIRTUAL = "--num-virtual-stages-per-pipeline-rank 2"
+def draw_exchange(rng: random.Random, cp: int) -> str:
+    """How context-parallel ranks attend to each other's keys: in all layers, or in each another way."""
+    kinds = " ".join(rng.choice(EXCHANGES) for _ in range(rng.choice([1, 1, LAYERS])))
+    inner = rng.choice([size for size in (1, 2, 4) if cp % size == 0])
+    levels = f" --hierarchical-context-parallel-sizes {inner} {cp // inner}" if "a2a+p2p" in kinds else ""
+    return f"--cp-comm-type {kinds}{levels}"
+
+
+def draw_pipeline(rng: random.Random, pp: int) -> str:
+    """Which schedule, and how layers fall into stages."""
+    schedule = rng.choice(SCHEDULES)
+    chunks = {"zb-v": 2, "interleaved": rng.choice([2, 3])}.get(schedule, 1)
+    flags = [f"--pipeline-schedule {schedule}", rng.choice(["", "--no-overlap-p2p-communication"])]
+    division = rng.choice(["", LAYOUT, *DIVISIONS])
+    if division == LAYOUT:
+        ends = sorted(rng.randint(0, LAYERS) for _ in range(pp * chunks - 1))
+        sizes = [stop - start for start, stop in itertools.pairwise([0, *ends, LAYERS])]
+        division += f" E{'|'.join('t' * size for size in sizes)}L"
+    elif schedule == "interleaved":
+        flags.append(f"--num-virtual-stages-per-pipeline-rank {chunks}")
+    if schedule == "interleaved":
+        flags.append(rng.choice(["", f"--microbatch-group-size-per-virtual-pipeline-stage {rng.randint(1, 5)}"]))
+    return " ".join(filter(None, [*flags, division]))
 
 
 def observed(context: ParallelContext, config: RunConfig) -> Observed:
@@ -83,18 +117,32 @@ def test_drawn_layout_computes_the_model_of_one_rank(number: int) -> None:
     seed = int(os.environ.get("LAYOUT_SEED") or random.SystemRandom().randrange(1 << 32))
     line, config = draw(random.Random(seed + number))
     parallel = config.parallel
-    ranks = run_ranks(
-        observed,
-        config,
-        tp=parallel.tensor_model_parallel_size,
-        pp=parallel.pipeline_model_parallel_size,
-        cp=parallel.context_parallel_size,
-        dp=config.data_parallel_size,
-        pp_before_dp=not parallel.use_tp_pp_dp_mapping,
-        sequence_parallel=parallel.sequence_parallel,
-        dtype=torch.float64,
-        timeout=120.0,
-    )
-    alone = observe(on_one_rank(config), GPTRecipe(), ParallelContext.single(dtype=torch.float64), steps=STEPS)
-    for each in compare(ranks, alone):
-        assert each.where is None, f"LAYOUT_SEED={seed}, draw {number}: {line}: {each}"
+    try:
+        ranks = run_ranks(
+            observed,
+            config,
+            tp=parallel.tensor_model_parallel_size,
+            pp=parallel.pipeline_model_parallel_size,
+            cp=parallel.context_parallel_size,
+            dp=config.data_parallel_size,
+            pp_before_dp=not parallel.use_tp_pp_dp_mapping,
+            sequence_parallel=parallel.sequence_parallel,
+            dtype=torch.float64,
+            timeout=120.0,
+        )
+        alone = observe(on_one_rank(config), GPTRecipe(), ParallelContext.single(dtype=torch.float64), steps=STEPS)
+        check(ranks, [alone])
+    except (AssertionError, ParallelError) as error:
+        raise AssertionError(f"LAYOUT_SEED={seed}, draw {number}: {line}") from error
+
+
+def test_draws_reach_every_way() -> None:
+    """A flag that is never drawn, or never fits, would look proven."""
+    rng = random.Random(0)
+    lines = [draw(rng)[0] for _ in range(400)]
+    drawn = {word for line in lines for word in line.split()}
+    wanted = [*SCHEDULES, *EXCHANGES, LAYOUT, *" ".join(DIVISIONS).split(), "--sequence-parallel"]
+    wanted += ["--microbatch-group-size-per-virtual-pipeline-stage", "--no-overlap-p2p-communication"]
+    assert [word for word in wanted if word not in drawn] == []
+    assert any(re.search(r"cp-comm-type \S+ [^-]", line) for line in lines), "another way in each layer"
+    assert any(re.search(r"layout E\||\|L", line) for line in lines), "ends alone"

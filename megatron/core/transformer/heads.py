@@ -100,7 +100,7 @@ class LanguageModelEmbedding(nn.Module):
             assert types is not None, "a model with token types is told them"
             x = x + self.tokentype_embeddings(types)
         if self._config.fp32_residual_connection:
-            x = x.float()
+            x = x.to(torch.promote_types(x.dtype, torch.float32))
         if not self.training or self._config.hidden_dropout == 0.0:
             return x
         self._context.rng.enter(key, "embedding")

@@ -19,7 +19,8 @@ def hidden_wires(run: RunConfig, stage: Stage, context: ParallelContext) -> dict
         return {}
     mesh, model = context.mesh, run.model
     length = run.data.seq_length // mesh.size("cp") // (mesh.size("tp") if context.sequence_parallel else 1)
-    dtype = torch.float32 if model.fp32_residual_connection else context.dtype
+    wide = torch.promote_types(context.dtype, torch.float32)
+    dtype = wide if model.fp32_residual_connection else context.dtype
     return {"hidden": WireSpec((length, run.training.micro_batch_size, model.hidden_size), dtype)}
 
 

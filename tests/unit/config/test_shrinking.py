@@ -76,3 +76,11 @@ def test_one_rank_has_the_same_model_and_batches() -> None:
     assert alone.world_size == 1 and alone.model == little.model and alone.data == little.data
     assert alone.training.global_batch_size == little.training.global_batch_size
     assert alone.training.recompute_granularity is None
+
+
+def test_nothing_is_left_behind() -> None:
+    """A proof would write its settings and its losses among the curves of the run itself."""
+    flags = "@examples/gpt/llama3_8b.flags --tensorboard-dir a --wandb-project b --save c --save-interval 1 --load c"
+    _, little = small(flags, ranks=8)
+    assert (little.reporting.tensorboard_dir, little.reporting.wandb_project) == (None, None)
+    assert (little.checkpoint.save, little.checkpoint.load) == (None, None)
