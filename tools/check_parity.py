@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 from megatron.config.families import family_of
 from megatron.config.flags import check_flags, flag
-from megatron.config.model_type import parse_any_family
 from megatron.config.run import RunConfig
 from megatron.config.shrinking import SMALL_VOCABULARY, on_one_rank, shrunk, without_files
 from megatron.errors import ParallelError, run_command
+from megatron.training.pretrain import parse_any_family
 
 if TYPE_CHECKING:  # torch is imported when flags are known to be right
     from megatron.training.parity import Observed

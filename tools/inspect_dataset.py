@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from megatron.config.families import family_of
 from megatron.config.flags import check_flags, flag
-from megatron.config.model_type import parse_any_family
 from megatron.config.parse import parse_groups
 from megatron.config.run import RunConfig
 from megatron.config.tokenizer import TokenizerConfig
@@ -27,6 +26,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.metadata import DatasetMetadata, TokenizerStamp
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.errors import ConfigError, DataError, run_command
+from megatron.training.pretrain import parse_any_family
 
 if TYPE_CHECKING:
     from megatron.core.datasets.gpt_samples import Sample

@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron.config.families import family_of
-from megatron.config.model_type import parse_any_family
 from megatron.config.run import RunConfig
 from megatron.core.datasets.sources import read_sources
 from megatron.core.datasets.splits import SPLITS
 from megatron.errors import run_command
+from megatron.training.pretrain import parse_any_family
 
 
 def main(argv: Sequence[str]) -> int:

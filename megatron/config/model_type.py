@@ -10,7 +10,7 @@ from megatron.config.families import FAMILIES, Family
 from megatron.config.files import words_of
 from megatron.config.flags import check_flags, flag
 from megatron.config.parse import Intake
-from megatron.config.run import CORE_GROUPS, RunConfig
+from megatron.config.run import CORE_GROUPS
 
 _TITLES = {family.title: family for family in FAMILIES.values()}
 
@@ -21,14 +21,6 @@ class FamilyConfig:
     """Whose flags the others are."""
 
     model_type: str = flag("Family of the model.", default="GPT", choices=tuple(_TITLES))
-
-
-def parse_any_family(argv: Sequence[str], *groups: type, prog: str) -> RunConfig:
-    """The run that flags of a pretraining command describe, of the family that ``--model-type`` names.
-
-    ``groups``: settings of the tool itself. Raises ConfigError with every failure at once.
-    """
-    return RunConfig.parse(argv, prog=prog, extra_groups=(FamilyConfig, *family_asked(argv).groups, *groups))
 
 
 def family_asked(argv: Sequence[str]) -> Family:

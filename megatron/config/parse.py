@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -238,7 +237,7 @@ def parse_run(
     argv: Sequence[str],
     *,
     prog: str,
-    world_size: int | None,
+    world_size: int,
     extra_groups: Sequence[type],
     checkpoint_config: CheckpointReader | None,
     defaults: Mapping[str, Any],
@@ -254,11 +253,10 @@ def parse_run(
     command: CommandConfig = intake.build(CommandConfig)
     problems = [*intake.problems, *_out_of_bounds(command)]
     asked = command.world_size if command.dry_run else None
-    ranks = max(asked, 1) if asked is not None else world_size
     run = RunConfig(
         **{group_name(group): intake.build(group) for group in CORE_GROUPS},
         extra=tuple(intake.build(group) for group in extra_groups),
-        world_size=ranks if ranks is not None else _world_size_of_environment(),
+        world_size=world_size if asked is None else max(asked, 1),
         command=command,
     )
     object.__setattr__(run, "provenance", {spec.field: intake.source(spec, run.value(spec)) for spec in run.flags()})
@@ -320,13 +318,6 @@ def _grouped(words: Sequence[Word]) -> Iterator[tuple[Word, list[str]]]:
             values.append(words[at].text)
             at += 1
         yield flag, values
-
-
-def _world_size_of_environment() -> int:
-    text = os.environ.get("WORLD_SIZE", "1")
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"the variable WORLD_SIZE is {text!r}; it must be the number of ranks, as torchrun sets it")
-    return int(text)
 
 
 def _flag_text(spec: FlagSpec, value: Any) -> str:

@@ -108,15 +108,14 @@ class RunConfig:
         argv: Sequence[str],
         *,
         prog: str = "pretrain_gpt.py",
-        world_size: int | None = None,
+        world_size: int = 1,
         extra_groups: Sequence[type] = (),
         checkpoint_config: CheckpointReader | None = None,
         defaults: Mapping[str, Any] | None = None,
     ) -> RunConfig:
         """The run that a command line describes; precedence: flag > file > checkpoint > default.
 
-        ``world_size``: ranks that were started; ``--world-size`` of a dry run goes before it, the variable WORLD_SIZE
-        and then 1 are taken without it.
+        ``world_size``: ranks that were started; ``--world-size`` of a dry run goes before it.
         ``checkpoint_config(load, step)`` reads the ``to_json()`` stored in a checkpoint, or returns None when there is
         none; it is called only with ``--use-checkpoint-args``.
         ``defaults``: values of the command by field, where its flags' own defaults don't suit it.

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatron.config.model_type import FamilyConfig, family_asked
 from megatron.config.run import RunConfig
 from megatron.errors import run_command
 
@@ -45,7 +46,10 @@ def pretrain(load_recipe: Callable[[], Recipe], argv: Sequence[str], *, prog: st
 def parse(
     argv: Sequence[str], *, prog: str, groups: Sequence[type] = (), defaults: Mapping[str, Any] | None = None
 ) -> RunConfig:
-    """The run that ``argv`` describes. ``defaults``: see ``RunConfig.parse``."""
+    """The run that ``argv`` describes, on the ranks that a launcher started; also for tools that take a run's flags.
+
+    ``defaults``: see ``RunConfig.parse``.
+    """
     from megatron.core.parallel.environment import launched_world_size, told_once_a_node
 
     with told_once_a_node():
@@ -57,6 +61,14 @@ def parse(
             checkpoint_config=_saved_config,
             defaults=defaults,
         )
+
+
+def parse_any_family(argv: Sequence[str], *groups: type, prog: str) -> RunConfig:
+    """As ``parse``, for tools: the run of a command of the family that ``--model-type`` names; ``groups`` are the tool's.
+
+    Raises ConfigError with every failure at once.
+    """
+    return parse(argv, prog=prog, groups=(FamilyConfig, *family_asked(argv).groups, *groups))
 
 
 def _saved_config(load: str, step: int | None) -> Mapping[str, Any] | None:

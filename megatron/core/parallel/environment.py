@@ -42,13 +42,10 @@ def launch_environment(variables: Mapping[str, str] | None = None) -> LaunchEnvi
     return LaunchEnvironment()
 
 
-def launched_world_size(variables: Mapping[str, str] | None = None) -> int | None:
-    """Number of ranks that a launcher started, or None; for checking settings before anything is launched."""
+def launched_world_size(variables: Mapping[str, str] | None = None) -> int:
+    """Number of ranks that a launcher started, 1 without one; for checking settings before anything is launched."""
     env = os.environ if variables is None else variables
-    if "WORLD_SIZE" in env:
-        return _number(env, "WORLD_SIZE", 1, at_least=1)
-    tasks = _number(env, "SLURM_STEP_NUM_TASKS", 1)
-    return tasks if tasks > 1 else None
+    return _number(env, "WORLD_SIZE" if "WORLD_SIZE" in env else "SLURM_STEP_NUM_TASKS", 1, at_least=1)
 
 
 @contextmanager

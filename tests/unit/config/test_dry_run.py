@@ -36,10 +36,10 @@ def dry_run(arguments: list[str], **environment: str) -> subprocess.CompletedPro
     """Parse and report in a fresh process that fails when torch or numpy gets imported."""
     program = (
         "import sys\n"
-        "from megatron.config import RunConfig\n"
         "from megatron.errors import run_command\n"
+        "from megatron.training.pretrain import parse\n"
         "def main():\n"
-        "    run = RunConfig.parse(sys.argv[1:])\n"
+        "    run = parse(sys.argv[1:], prog='pretrain_gpt.py')\n"
         "    from megatron.config.dry_run import dry_run_report\n"
         "    print(dry_run_report(run))\n"
         "run_command(main)\n"

@@ -8,8 +8,9 @@ import pytest
 
 from megatron.config.bert import BertConfig
 from megatron.config.families import FAMILIES, Family, family_named, family_of
-from megatron.config.model_type import FamilyConfig, parse_any_family
+from megatron.config.model_type import FamilyConfig
 from megatron.errors import CheckpointError, ConfigError
+from megatron.training.pretrain import parse_any_family
 from megatron.training.recipes import recipe_of
 from tests.harness.data import REPOSITORY
 from tests.unit.config.command_lines import words

@@ -282,17 +282,12 @@ def test_a_flag_given_twice_is_noted() -> None:
     assert parse("--seed 2 --seed 2").notes == ()
 
 
-def test_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_world_size() -> None:
     """Ranks come from the launcher, or, for a dry run only, from the flag."""
     assert RunConfig.parse(words()).world_size == 1
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert RunConfig.parse(words()).world_size == 4
-    assert RunConfig.parse(words("--dry-run --world-size 16")).world_size == 16
-    assert RunConfig.parse(words("--dry-run")).world_size == 4
+    assert parse(ranks=4).world_size == 4
+    assert parse("--dry-run", ranks=4).world_size == 4
     assert parse("--dry-run --world-size 16", ranks=2).world_size == 16
-    monkeypatch.setenv("WORLD_SIZE", "many")
-    with pytest.raises(ConfigError, match="the variable WORLD_SIZE is 'many'; it must be the number of ranks"):
-        RunConfig.parse(words())
 
 
 @check_flags

@@ -26,7 +26,7 @@ SLURM = {
 def test_nobody() -> None:
     """Plain python is a world of one."""
     assert launch_environment({}) == LaunchEnvironment()
-    assert launched_world_size({}) is None
+    assert launched_world_size({}) == 1
 
 
 def test_torchrun() -> None:
