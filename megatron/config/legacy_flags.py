@@ -345,6 +345,10 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "it belongs to T5, which is not available yet; leave it out",
     ),
     (
+        "data-parallel-size",
+        "data parallelism takes the ranks that the other sizes leave: start more ranks; for --dry-run say --world-size",
+    ),
+    (
         "encoder-tensor-model-parallel-size",
         "one --tensor-model-parallel-size holds for all layers",
     ),

@@ -20,8 +20,9 @@ def world_divides(run: RunConfig) -> str | None:
     product = " x ".join(f"{flag} {size}" for flag, size in asked.items())
     total = f" = {run.model_parallel_size}" if len(asked) > 1 else ""
     fits = some(divisors(run.world_size), near=run.model_parallel_size)
+    ranks = "1 rank does" if run.world_size == 1 else f"{run.world_size} ranks do"
     return (
-        f"{run.world_size} ranks do not divide by {product}{total}; start a multiple of {run.model_parallel_size} "
+        f"{ranks} not divide by {product}{total}; start a multiple of {run.model_parallel_size} "
         f"ranks, or use {'sizes whose product is' if total else 'a size of'} {fits}"
     )
 
