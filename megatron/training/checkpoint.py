@@ -16,8 +16,8 @@ from megatron.core.parallel.sharding import ShardedState
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.errors import CheckpointError
 from megatron.training.run import Progress, Run
+from megatron.training.trained_model import check_same_tokenizer
 
-UNKNOWN_TOKENIZER = None  # fingerprint in a checkpoint converted without the files of its tokenizer: any will do
 # What a fine-tuning may change in a model whose weights it takes over: no weight means something else by it.
 CHANGEABLE = frozenset(
     ("rotary_base", "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor", "norm_epsilon")
@@ -134,12 +134,7 @@ def check_same_model(
             else "Give the checkpoint's values, or --use-checkpoint-args to take them from it"
         )
         raise CheckpointError(f"{folder.path} is of another architecture: {'; '.join(differences)}. {advice}")
-    if state["tokenizer"]["fingerprint"] not in (tokenizer.fingerprint, UNKNOWN_TOKENIZER):
-        raise CheckpointError(
-            f"{folder.path} was trained with another tokenizer ({state['tokenizer']['name']}, fingerprint "
-            f"{state['tokenizer']['fingerprint'][:12]}) than the one given ({tokenizer.name}, "
-            f"{tokenizer.fingerprint[:12]}): pass the tokenizer files it was trained with"
-        )
+    check_same_tokenizer(state, folder, tokenizer)
 
 
 def saved_config(load: str, step: int | None) -> Mapping[str, Any] | None:

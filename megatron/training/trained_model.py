@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -57,19 +58,25 @@ def trained_model(
         saved = RunConfig.from_json(state["config"])
         config = _for_inference(saved, choice, launch.world_size)
         tokenizer = build_tokenizer(config.tokenizer)
-        if state["tokenizer"]["fingerprint"] not in (tokenizer.fingerprint, None):  # None: converted without its files
-            raise CheckpointError(
-                f"{folder.path} was trained with another tokenizer ({state['tokenizer']['name']}, fingerprint "
-                f"{state['tokenizer']['fingerprint'][:12]}) than the files at hand make ({tokenizer.name}, "
-                f"{tokenizer.fingerprint[:12]}): name the files it was trained with (--vocab-file and --merge-file, or "
-                "--tokenizer-model)"
-            )
+        check_same_tokenizer(state, folder, tokenizer)
     precision, seed = config.precision.params_dtype, config.training.seed
     with parallel_context(config.parallel, launch, params_dtype=precision, seed=seed) as context:
         whole = Stage(range(config.model.num_layers), is_first=True, is_last=True)
         model = recipe.build_model(config, whole, context).eval().requires_grad_(False)
         load_checkpoint(folder, model_state(model), context.mesh)
         yield TrainedModel(config, model, tokenizer, context, folder)
+
+
+def check_same_tokenizer(state: Mapping[str, Any], folder: CheckpointFolder, tokenizer: Tokenizer) -> None:
+    """Raise CheckpointError unless the checkpoint's run had this tokenizer, or doesn't say which one it had."""
+    saved = state["tokenizer"]
+    if saved["fingerprint"] in (tokenizer.fingerprint, None):  # None: converted without the files of its tokenizer
+        return
+    raise CheckpointError(
+        f"{folder.path} was trained with another tokenizer ({saved['name']}, fingerprint {saved['fingerprint'][:12]}) "
+        f"than the one given ({tokenizer.name}, {tokenizer.fingerprint[:12]}): name the files it was trained with "
+        "(--vocab-file and --merge-file, or --tokenizer-model)"
+    )
 
 
 def model_state(*models: nn.Module) -> Iterator[ShardedState]:

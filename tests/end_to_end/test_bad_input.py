@@ -12,7 +12,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.errors import CheckpointError, ConfigError, DataError, MegatronError
 from megatron.training.pretrain import pretrain
 from pretrain_gpt import recipe
-from tests.end_to_end.commands import TINY, run
+from tests.end_to_end.commands import TINY, launch
 
 NO_DATA = TINY.replace("--mock-data ", "")
 
@@ -34,6 +34,14 @@ def dataset(prefix: Path, *, largest: int = 299, documents: int = 50) -> Path:
 def data_flags(prefix: Path) -> list[str]:
     """Flags that train on token files alone."""
     return ["--train-iters=2", "--tokenizer-type=NullTokenizer", f"--train-data-path={prefix}"]
+
+
+def tokenizer_files(folder: Path) -> list[str]:
+    """Flags of a GPT-2 tokenizer of 300 words."""
+    vocabulary = {f"{number}": number for number in range(299)} | {"<|endoftext|>": 299}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    return [f"--vocab-file={folder}/vocab.json", f"--merge-file={folder}/merges.txt"]
 
 
 def test_good_input_trains(tmp_path: Path) -> None:
@@ -80,10 +88,7 @@ def test_data_of_another_tokenizer(tmp_path: Path) -> None:
     facts = json.loads(facts_file.read_text())
     facts["tokenizer"] = {"type": "GPT2BPETokenizer", "vocab_size": 300, "eod": 0, "fingerprint": "0" * 64}
     facts_file.write_text(json.dumps(facts))
-    vocabulary = {f"{number}": number for number in range(299)} | {"<|endoftext|>": 299}
-    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
-    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
-    flags = data_flags(prefix) + [f"--vocab-file={tmp_path}/vocab.json", f"--merge-file={tmp_path}/merges.txt"]
+    flags = data_flags(prefix) + tokenizer_files(tmp_path)
     with pytest.raises(DataError, match="fingerprint 000000000000"):
         train(NO_DATA, *(flag.replace("NullTokenizer", "GPT2BPETokenizer") for flag in flags))
 
@@ -100,6 +105,14 @@ def test_checkpoint_of_another_architecture(tmp_path: Path) -> None:
         train(f"{TINY} --train-iters 2 --use-checkpoint-args --num-layers 3", f"--load={tmp_path}")
     smaller = TINY.replace("--num-layers 2 --hidden-size 32 --num-attention-heads 4", "")
     assert train(f"{smaller} --train-iters 1 --use-checkpoint-args", f"--load={tmp_path}") == 0
+
+
+def test_checkpoint_of_another_tokenizer(tmp_path: Path) -> None:
+    """Of a model as large, whose ids mean other words."""
+    train(f"{TINY} --train-iters 1 --save-interval 1", f"--save={tmp_path}")
+    flags = TINY.replace("--vocab-size 300", "--vocab-size 301 --tokenizer-type GPT2BPETokenizer --train-iters 2")
+    with pytest.raises(CheckpointError, match=r"trained with another tokenizer \(NullTokenizer, .*--vocab-file"):
+        train(flags, f"--load={tmp_path}", *tokenizer_files(tmp_path))
 
 
 def test_load_that_finds_nothing(tmp_path: Path) -> None:
@@ -133,10 +146,10 @@ def test_flags_are_checked_all_at_once() -> None:
 
 def test_message_and_exit_code_of_the_real_command(tmp_path: Path) -> None:
     """No traceback; 2 for settings, 1 for files; on two ranks the sentence is printed once."""
-    log = run("pretrain_gpt.py", TINY + " --train-iters 1 --micro-batch-size 3", expect=2)
+    log = launch("pretrain_gpt.py", TINY + " --train-iters 1 --micro-batch-size 3", expect=2)
     assert log.startswith("error: ") and "Traceback" not in log
-    log = run("pretrain_gpt.py", f"{TINY} --train-iters 1", f"--load={tmp_path}", expect=1)
+    log = launch("pretrain_gpt.py", f"{TINY} --train-iters 1", f"--load={tmp_path}", expect=1)
     assert log.count("error: ") == 1 and "Traceback" not in log
     for when in ("", " --use-checkpoint-args"):  # found when ranks have met, and before
-        log = run("pretrain_gpt.py", f"{TINY} --train-iters 1{when}", f"--load={tmp_path}", ranks=2, expect=1)
+        log = launch("pretrain_gpt.py", f"{TINY} --train-iters 1{when}", f"--load={tmp_path}", ranks=2, expect=1)
         assert log.count("error: ") == 1
