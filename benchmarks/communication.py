@@ -9,6 +9,7 @@ one that is gathered or reduce-scattered, all of a message. The figures follow f
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import itertools
@@ -70,6 +71,7 @@ _GROUPS: dict[str, tuple[Axis, ...]] = {
     "pp, dp": ("pp", "dp", "cp"),
     "pp": ("pp",),
     "dp": ("dp",),
+    "cp": ("cp",),
     "tp": ("tp",),
 }
 """Of several names that mean the same ranks, the last one counts."""
@@ -99,7 +101,7 @@ def counting(mesh: Mesh) -> Iterator[Counter[str]]:
     names = {mesh.members(*axes): name for name, axes in _GROUPS.items()}
 
     def where(group: dist.ProcessGroup) -> str:
-        return names[tuple(dist.get_process_group_ranks(group))]
+        return names.get(tuple(dist.get_process_group_ranks(group)), "neighbours")
 
     def reduce(x: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **options: Any) -> Any:
         sent[f"all-reduce {where(group)}"] += all_reduced(x.nbytes, group.size())
@@ -113,6 +115,10 @@ def counting(mesh: Mesh) -> Iterator[Counter[str]]:
         sent[f"reduce-scatter {where(options['group'])}"] += x.nbytes - out.nbytes
         return original_scatter(out, x, **options)
 
+    def exchange(out: Tensor, x: Tensor, *, group: dist.ProcessGroup) -> Any:
+        sent[f"all-to-all {where(group)}"] += x.nbytes * (group.size() - 1) // group.size()
+        return original_exchange(out, x, group=group)
+
     def send(x: Tensor, *peer: Any, **options: Any) -> Any:
         sent["messages"] += x.nbytes
         return original_send(x, *peer, **options)
@@ -121,10 +127,12 @@ def counting(mesh: Mesh) -> Iterator[Counter[str]]:
         sent["messages"] += x.nbytes * (kind is send)
         return original_operation(original_send if kind is send else kind, x, *peer)
 
-    original_reduce, original_send, original_operation = dist.all_reduce, dist.isend, dist.P2POp
+    original_reduce, original_exchange = dist.all_reduce, dist.all_to_all_single
+    original_send, original_operation = dist.isend, dist.P2POp
     original_gather, original_scatter = collectives._gather_tensor, collectives._scatter_tensor
     with (
         mock.patch.object(dist, "all_reduce", reduce),
+        mock.patch.object(dist, "all_to_all_single", exchange),
         mock.patch.object(dist, "isend", send),
         mock.patch.object(dist, "P2POp", operation),
         mock.patch.object(collectives, "_gather_tensor", gather),
@@ -232,6 +240,7 @@ def _data_parallel(config: RunConfig, mesh: Mesh) -> Counter[str]:
 
 def main() -> None:
     """Print a row a layout, of the rank that sends most, and say whether all ranks agree with the textbook."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print("| layout | KiB | textbook | by call |")
     print("|---|--:|--:|---|")
     for layouts in worlds():

@@ -1,7 +1,7 @@
 """What context parallelism costs and saves: bytes that ranks send, against textbook figures, and memory.
 
-    torchrun --standalone --nproc_per_node 2 benchmarks/context_parallel.py
-    torchrun --standalone --nproc_per_node 4 benchmarks/context_parallel.py --no-memory
+    torchrun --standalone --nproc_per_node 2 -m benchmarks.context_parallel
+    torchrun --standalone --nproc_per_node 4 -m benchmarks.context_parallel --no-memory
 
 Bytes are counted at the calls of torch.distributed, for attention alone, forward and backward. Memory is the growth of
 a rank's peak resident size over a training step; the same ranks run the same model with a sample each (cp 1) and with
@@ -11,26 +11,21 @@ all of them on one sample (cp N).
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ctypes
 import dataclasses
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
+from benchmarks.communication import counting
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import CpCommType, ParallelConfig
 from megatron.core.context_parallel.attention import attention
 from megatron.core.models.gpt import GPTModel
-from megatron.core.parallel import collectives
 from megatron.core.parallel.collectives import gather_objects
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.environment import LaunchEnvironment, launch_environment
@@ -59,41 +54,6 @@ class Way:
         return self.kind if self.kind != "a2a+p2p" else f"a2a+p2p {self.levels[0]} x {self.levels[1]}"
 
 
-@contextlib.contextmanager
-def counting() -> Iterator[Counter[str]]:
-    """Bytes that this rank sends, by kind of call, as an exchange without switches sends them."""
-    sent: Counter[str] = Counter()
-
-    def size(x: Tensor) -> int:
-        return x.numel() * x.element_size()
-
-    def ring(operations: list[dist.P2POp]) -> Any:
-        sent["ring"] += sum(size(each.tensor) for each in operations if each.op is dist.isend)
-        return original_ring(operations)
-
-    def heads(out: Tensor, x: Tensor, *, group: dist.ProcessGroup) -> Any:
-        sent["all-to-all"] += size(x) * (group.size() - 1) // group.size()
-        return original_heads(out, x, group=group)
-
-    def gather(out: Tensor, x: Tensor, **options: Any) -> Any:
-        sent["gather"] += size(out) - size(x)
-        return original_gather(out, x, **options)
-
-    def scatter(out: Tensor, x: Tensor, **options: Any) -> Any:
-        sent["reduce-scatter"] += size(x) - size(out)
-        return original_scatter(out, x, **options)
-
-    original_ring, original_heads = dist.batch_isend_irecv, dist.all_to_all_single
-    original_gather, original_scatter = collectives._gather_tensor, collectives._scatter_tensor
-    with (
-        mock.patch.object(dist, "batch_isend_irecv", ring),
-        mock.patch.object(dist, "all_to_all_single", heads),
-        mock.patch.object(collectives, "_gather_tensor", gather),
-        mock.patch.object(collectives, "_scatter_tensor", scatter),
-    ):
-        yield sent
-
-
 def textbook(shape: Shape, way: Way, ranks: int) -> int:
     """Bytes that a rank sends, forward and backward.
 
@@ -114,7 +74,7 @@ def bytes_sent(context: ParallelContext, shape: Shape, way: Way) -> Counter[str]
     held = shape.length // context.mesh.size("cp")
     sizes = (shape.heads, shape.groups, shape.groups)
     q, k, v = (torch.randn(held, shape.batch, heads, shape.width, requires_grad=True) for heads in sizes)
-    with counting() as sent:
+    with counting(context.mesh) as sent:
         out = attention(q, k, v, context=context, comm_type=way.kind, causal=True)
         out.sum().backward()  # type: ignore[no-untyped-call]
     return sent

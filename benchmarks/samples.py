@@ -9,6 +9,7 @@ time a step waits with two workers should be that of mock data, nothing.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import tempfile
 import time
@@ -91,6 +92,7 @@ def waiting(dataset: Any, *, steps: int = 60) -> float:
 
 def main() -> None:
     """Print a table."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         prefix = str(Path(folder) / "sentences")
         write_sentences(prefix)
