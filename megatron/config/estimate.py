@@ -137,9 +137,7 @@ def _mlp_parameters(model: ModelConfig, ranks: int) -> int:
 
 def memory_estimate(run: RunConfig, *, schedule: ScheduleSimulator = without_pipeline) -> MemoryEstimate:
     """Of the rank that needs most; the vocabulary size must be known."""
-    activations = _Activations(run)
-    kept = [activations.kept(stage) for stage in stage_shapes(run)]
-    peaks = schedule(run, kept).peaks
+    peaks = schedule(run, kept_activations(run)).peaks
     return max((_rank_memory(run, rank, int(peak)) for rank, peak in enumerate(peaks)), key=lambda each: each.total)
 
 
@@ -160,7 +158,8 @@ def _rank_memory(run: RunConfig, pipeline_rank: int, kept: int) -> MemoryEstimat
 
 def kept_activations(run: RunConfig) -> list[int]:
     """Bytes that a rank keeps of each stage from the forward pass of a micro batch to its backward pass."""
-    return [_Activations(run).kept(stage) for stage in stage_shapes(run)]
+    activations = _Activations(run)
+    return [activations.kept(stage) for stage in stage_shapes(run)]
 
 
 def _states(run: RunConfig) -> int:

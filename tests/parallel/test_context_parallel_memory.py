@@ -13,8 +13,8 @@ from megatron.config.estimate import kept_activations
 from megatron.config.run import RunConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.rng import StreamKey
 from tests.harness import run_ranks
+from tests.harness.kept import bytes_kept
 from tests.unit.config.command_lines import run_of
 
 QUIET: dict[str, Any] = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "hidden_size": 128}
@@ -35,23 +35,11 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def kept(context: ParallelContext, run: RunConfig) -> int:
-    """Bytes of all storages, parameters aside, that a forward pass leaves behind for the backward pass."""
+    """Bytes that a forward pass over this rank's slice leaves behind for the backward pass."""
     context = dataclasses.replace(context, cp_comm_types=run.parallel.cp_comm_type)
     model = GPTModel(run.model, context, seed=1)
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    found: dict[int, torch.UntypedStorage] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            found[storage.data_ptr()] = storage
-        return tensor
-
     tokens = torch.zeros(run.training.micro_batch_size, run.data.seq_length // 2, dtype=torch.int64)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = model(tokens, key=StreamKey(0))
-    assert output is not None
-    return sum(storage.nbytes() for storage in found.values())
+    return bytes_kept(model, tokens)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -15,9 +15,10 @@ from megatron.config.fitting import what_fits
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.rng import RngStreams, StreamKey
+from megatron.core.parallel.rng import RngStreams
 from megatron.core.parallel.sharding import sharding_of
 from megatron.training.recipes.parts import recompute_plan
+from tests.harness.kept import bytes_kept
 from tests.unit.config.command_lines import run_of
 
 QUIET = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
@@ -71,20 +72,8 @@ def measured(run: RunConfig) -> int:
     """Bytes of all storages, parameters aside, that a forward pass leaves behind for the backward pass."""
     model = build(run)
     torch.nn.init.normal_(model.get_parameter("embedding.word_embeddings.weight"))
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage
-        return tensor
-
     tokens = torch.zeros(run.training.micro_batch_size, run.data.seq_length, dtype=torch.int64)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = model(tokens, key=StreamKey(0))
-    assert output is not None
-    return sum(storage.nbytes() for storage in kept.values())
+    return bytes_kept(model, tokens)
 
 
 def run_with(model: dict[str, Any], precision: dict[str, Any], training: dict[str, Any] | None = None) -> RunConfig:
