@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from megatron.core.checkpointing.storage import CheckpointReader, tensors_in
 from megatron.core.files.remote_path import AnyPath
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState, Sharding
+from tests.harness.scripts import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,6 +46,14 @@ def command(script: str, flags: str, *more: str, ranks: int = 1) -> list[str]:
 
 def run(script: str, flags: str, *more: str, ranks: int = 1, expect: int = 0) -> str:
     """Run a script to its end and return what it printed, both streams; its exit code must be ``expect``."""
+    with tempfile.TemporaryDirectory() as folder:
+        ended = run_script(script, [*flags.split(), *more], ranks=ranks, log=Path(folder, "log"))
+    assert ended.code == expect, f"exit code {ended.code}, expected {expect}:\n{ended.output}"
+    return ended.output
+
+
+def launch(script: str, flags: str, *more: str, ranks: int = 1, expect: int = 0) -> str:
+    """``run``, started as a user starts it: with Python, or with torchrun for several ranks."""
     done = subprocess.run(
         command(script, flags, *more, ranks=ranks),
         env=environment(),

@@ -17,7 +17,7 @@ from megatron.core.files.remote_path import path_of
 from megatron.training.pretrain import pretrain
 from tests.end_to_end.commands import TINY, assert_same_tensors, losses
 from tests.harness import bucket
-from tests.harness.ranks import PRELOADED
+from tests.harness.ranks import fork_server
 
 KILLS = int(os.environ.get("TEST_KILLS", "12"))
 """Of each kind of save; ``TEST_KILLS=100`` for the long version."""
@@ -41,9 +41,7 @@ def train(flags: list[str], log: str) -> None:
 
 def start(flags: list[str], log: Path) -> multiprocessing.context.ForkServerProcess:
     """Begin a training run in a process forked from one that has loaded torch."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    process = context.Process(target=train, args=(flags, str(log)), daemon=True)
+    process = fork_server().Process(target=train, args=(flags, str(log)), daemon=True)
     process.start()
     return process
 

@@ -19,7 +19,7 @@ from megatron.core.checkpointing.sharded_view import Staging
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState, Sharding
 from megatron.errors import CheckpointError
-from tests.harness.ranks import PRELOADED
+from tests.harness.ranks import fork_server
 
 NUM_TENSORS, SIZE = 4, 1 << 17  # 2 MiB: long enough to be hit in the middle
 
@@ -60,8 +60,7 @@ def last_message(connection: Connection) -> int:
 def test_killed_saves_lose_nothing(background: bool, tmp_path: Path) -> None:
     """SIGKILL at random moments: what was called saved is found, and what is found is whole."""
     draw = random.Random(3)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = fork_server()
     for _ in range(4):
         ours, theirs = context.Pipe()
         process = context.Process(target=save_until_killed, args=(tmp_path, background, theirs), daemon=True)
