@@ -64,7 +64,7 @@ def parse(
 
 
 def parse_any_family(argv: Sequence[str], *groups: type, prog: str) -> RunConfig:
-    """As ``parse``, for tools: the run of a command of the family that ``--model-type`` names; ``groups`` are the tool's.
+    """As ``parse``, for tools: a run of the family ``--model-type`` names. ``groups``: the settings of the tool.
 
     Raises ConfigError with every failure at once.
     """
