@@ -18,6 +18,7 @@ from megatron.errors import ConfigError
 
 if TYPE_CHECKING:  # torch is imported when flags are known to be right
     from megatron.core.checkpointing.find import CheckpointFolder
+    from megatron.core.files.remote_path import AnyPath
     from megatron.core.parallel.context import ParallelContext
 
 _READ_SIZE = 1 << 20
@@ -91,7 +92,7 @@ def _checkpoint(folder: CheckpointFolder) -> dict[str, Any]:
     from megatron.core.checkpointing.manifest import MANIFEST
 
     digest = _file(folder.path / MANIFEST)["sha256"]
-    return {"path": str(folder.path.resolve()), "iteration": folder.iteration, "sha256 of manifest": digest}
+    return {"path": _place(folder.path), "iteration": folder.iteration, "sha256 of manifest": digest}
 
 
 def _versions() -> dict[str, str]:
@@ -102,10 +103,15 @@ def _versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: str(module.__version__) for name, module in found.items()}}
 
 
-def _file(path: Path) -> dict[str, Any]:
+def _file(path: AnyPath) -> dict[str, Any]:
     digest, size = hashlib.sha256(), 0
     with path.open("rb") as file:
         while block := file.read(_READ_SIZE):
             digest.update(block)
             size += len(block)
-    return {"path": str(path.resolve()), "bytes": size, "sha256": digest.hexdigest()}
+    return {"path": _place(path), "bytes": size, "sha256": digest.hexdigest()}
+
+
+def _place(path: AnyPath) -> str:
+    """Whole, so that it means the same from any folder."""
+    return str(path.resolve() if isinstance(path, Path) else path)
