@@ -75,7 +75,8 @@ class SmallGPT2:
         """The model as transformers runs it."""
         import transformers
 
-        return transformers.GPT2LMHeadModel.from_pretrained(self.hf).eval()
+        model: Any = transformers.GPT2LMHeadModel.from_pretrained(self.hf)
+        return model.eval()
 
     def transformers_tokenizer(self) -> Any:
         """The tokenizer as transformers has it."""

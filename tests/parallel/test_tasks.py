@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from megatron.core.parallel.context import ParallelContext
 from tests.harness.evaluation import OPENINGS, WIKITEXT, SmallGPT2, run_task, small_gpt2
 from tests.harness.ranks import run_ranks
 
-LAYOUTS = {
+LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
     "dp3": ({"dp": 3}, "--micro-batch-size 5"),
     "tp2 sp": ({"tp": 2, "sequence_parallel": True}, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "pp4": ({"pp": 4}, "--pipeline-model-parallel-size 4 --micro-batch-size 1"),

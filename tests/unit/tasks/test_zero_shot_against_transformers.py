@@ -17,8 +17,8 @@ from tests.harness.evaluation import OPENINGS, WIKITEXT, WIKITEXT_AS_TEXT, Small
 
 
 def loss_by_transformers(model: Any, ids: list[int], *, length: int, overlap: int, batch: int = 16) -> float:
-    """Mean loss of all tokens but the first, by Megatron-LM's rule to the letter: windows padded to one length, and also
-    those at the end that hold nothing but masked positions.
+    """Mean loss of all tokens but the first, by Megatron-LM's rule to the letter: windows padded to one length, and
+    also those at the end that hold nothing but masked positions.
     """
     targets = len(ids) - 1
     count = max(math.ceil(max(targets - overlap, 0) / overlap) + 1, 1)
