@@ -34,7 +34,9 @@ class TokenizerConfig:
         from_checkpoint=True,
     )
     vocab_file: str | None = flag(
-        "vocab.json of GPT2BPETokenizer, vocab.txt of BertWordPiece.", default=None, from_checkpoint=True
+        "vocab.json of GPT2BPETokenizer, vocab.txt (or tokenizer.json) of BertWordPiece.",
+        default=None,
+        from_checkpoint=True,
     )
     merge_file: str | None = flag("merges.txt of GPT2BPETokenizer.", default=None, from_checkpoint=True)
     tokenizer_model: str | None = flag(
@@ -44,7 +46,7 @@ class TokenizerConfig:
     )
     vocab_size: int | None = flag(
         "Words of the vocabulary, before padding, if more than the tokenizer's; the ids of NullTokenizer, "
-        "which adds one that ends documents.",
+        "which adds one that ends documents; as many as the file has, for BertWordPiece without [BOS] and [EOS].",
         default=None,
         at_least=1,
         from_checkpoint=True,

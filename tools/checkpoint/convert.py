@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from megatron.config.families import FAMILIES
 from megatron.config.flags import check_flags, flag
 from megatron.config.parse import parse_groups
 from megatron.core.checkpointing.manifest import MANIFEST
@@ -73,7 +74,11 @@ class ConvertConfig:
         at_least=1,
     )
     skip_proof: bool = flag("Do not compare logits of source and target: nothing is proven then.", default=False)
-    model_type: str | None = flag("Megatron-LM's spelling; only GPT is there.", default=None)
+    model_type: str | None = flag(
+        "What the model has to be; the source says what it is, so this only checks it.",
+        default=None,
+        choices=tuple(family.title for family in FAMILIES.values()),
+    )
     loader: str | None = flag("Megatron-LM's spelling of --from: mcore, megatron, llama_mistral.", default=None)
     saver: str | None = flag("Megatron-LM's spelling of --to.", default=None)
     load_dir: str | None = flag("Megatron-LM's spelling of --load.", default=None)
@@ -92,8 +97,6 @@ def main(argv: Sequence[str]) -> int:
 
 def job_of(config: ConvertConfig) -> Conversion:
     """The conversion that the flags describe; ConfigError for formats that are missing, unknown or the same."""
-    if config.model_type not in (None, "GPT"):
-        raise ConfigError(f"--model-type {config.model_type}: only GPT can be converted; BERT and T5 are not here yet")
     source = config.source or _their_name("--loader", config.loader, LOADERS, "--from")
     target = config.target or _their_name("--saver", config.saver, SAVERS, "--to")
     load = path_of(_given("--load", config.load, config.load_dir))
@@ -119,6 +122,7 @@ def job_of(config: ConvertConfig) -> Conversion:
         dist=config.ckpt_format == "torch_dist",
         true_vocab_size=config.true_vocab_size,
         skip_proof=config.skip_proof,
+        family=config.model_type,
     )
 
 

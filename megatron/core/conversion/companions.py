@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.files.remote_path import AnyPath, RemotePath
@@ -24,6 +26,7 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "vocab.json",
     "merges.txt",
+    "vocab.txt",
     "chat_template.jinja",
 )
 SETTINGS = ("config.json", "generation_config.json")
@@ -39,7 +42,11 @@ def tokenizer_in(folder: Path, *, rows: int) -> TokenizerConfig:
 
     ``rows``: of the model's embedding, which is often larger than the tokenizer's vocabulary.
     """
-    if (folder / "tokenizer.json").is_file():
+    config: TokenizerConfig
+    if (pieces := _wordpiece_file(folder)) is not None:
+        kind: Any = "BertWordPieceLowerCase" if _is_lower_case(folder) else "BertWordPieceCase"
+        config = TokenizerConfig(tokenizer_type=kind, vocab_file=str(pieces), vocab_size=rows)
+    elif (folder / "tokenizer.json").is_file():
         config = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder), vocab_size=rows)
     elif (folder / "tokenizer.model").is_file():
         model = str(folder / "tokenizer.model")
@@ -60,6 +67,31 @@ def tokenizer_in(folder: Path, *, rows: int) -> TokenizerConfig:
             "tokens out of the tokenizer's files, or the files out of the folder to convert the weights alone"
         )
     return config
+
+
+def _wordpiece_file(folder: Path) -> Path | None:
+    """BERT's vocabulary in a folder: the list of its pieces, or the file that holds it with more."""
+    if (folder / "vocab.txt").is_file():
+        return folder / "vocab.txt"
+    path = folder / "tokenizer.json"
+    return path if path.is_file() and _json(path).get("model", {}).get("type") == "WordPiece" else None
+
+
+def _is_lower_case(folder: Path) -> bool:
+    """Whether the tokenizer lowers letters; BERT's does unless its settings say else."""
+    normalizer = _json(folder / "tokenizer.json").get("normalizer") or {}
+    return bool(_json(folder / "tokenizer_config.json").get("do_lower_case", normalizer.get("lowercase", True)))
+
+
+def _json(path: Path) -> Any:
+    """The file's settings; none where it is missing, and CheckpointError where it is damaged."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from None
+    return found if isinstance(found, dict) else {}
 
 
 def copied_tokenizer(config: TokenizerConfig, folder: Path) -> TokenizerConfig:

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from torch import Tensor
-
+from megatron.config.families import family_of
 from megatron.core.conversion import proof
 from megatron.core.conversion.huggingface.reading import read_huggingface
 from megatron.core.conversion.huggingface.writing import write_huggingface
@@ -20,6 +19,7 @@ from megatron.core.conversion.megatron_lm.reading import read_megatron_lm
 from megatron.core.conversion.megatron_lm.writing import write_megatron_lm
 from megatron.core.conversion.native import read_native, write_native
 from megatron.core.conversion.portable import PortableModel
+from megatron.core.conversion.questions import Answer, CausalQuestion, Question, question_for
 from megatron.core.files.remote_path import AnyPath
 from megatron.errors import CheckpointError
 
@@ -34,7 +34,7 @@ class Conversion:
     ``load``: this project's may be in object storage. ``step``: iteration of a folder of checkpoints, instead of the
     newest. ``max_shard_size``: bytes of one weight file of Hugging Face's. ``dist``: write Megatron-LM's torch_dist
     format, else its torch format. ``true_vocab_size``: words of a Megatron-LM vocabulary before padding, where its
-    tokenizer can't be had.
+    tokenizer can't be had. ``family``: the title of the only one that is wanted.
     """
 
     source: Format
@@ -46,6 +46,7 @@ class Conversion:
     dist: bool = True
     true_vocab_size: int | None = None
     skip_proof: bool = False
+    family: str | None = None
 
 
 def convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
@@ -66,6 +67,9 @@ def _convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
     if not job.skip_proof and "hf" in (job.source, job.target):
         proof.transformers_version()
     portable = _read(job)
+    title = family_of(portable.groups).title
+    if job.family not in (None, title):
+        raise CheckpointError(f"--model-type {job.family}: {job.load} holds a {title}")
     say(f"{job.load}: {portable.num_parameters:,} parameters, mostly {str(portable.dtype).removeprefix('torch.')}")
     if not job.skip_proof:
         proof.check_memory(proof.memory_needed(portable, {job.source, job.target}))
@@ -115,21 +119,24 @@ def _write(job: Conversion, portable: PortableModel, aside: Path) -> None:
 
 def _prove(job: Conversion, portable: PortableModel, aside: Path) -> proof.Proof:
     """Compare the logits of the files read with those of the files written."""
-    tokens = proof.fixed_tokens(portable.model)
-    source = _logits(job.source, job.load, tokens, step=job.step)
-    target = _logits(job.target, aside, tokens, step=None)
+    question = question_for(portable.model, portable.groups)
+    source = _answer(job.source, job.load, question, step=job.step)
+    target = _answer(job.target, aside, question, step=None)
     words = portable.model.vocab_size
-    return proof.compare(source[..., :words], target[..., :words])
+    return proof.compare(
+        {**source, "words": source["words"][..., :words]}, {**target, "words": target["words"][..., :words]}
+    )
 
 
-def _logits(kind: Format, folder: AnyPath, tokens: Tensor, *, step: int | None) -> Tensor:
+def _answer(kind: Format, folder: AnyPath, question: Question, *, step: int | None) -> Answer:
     match kind:
         case "hf":
-            return proof.huggingface_logits(_on_disk(folder), tokens)
+            return proof.huggingface_answer(_on_disk(folder), question)
         case "megatron":
-            return proof.native_logits(folder, tokens, step=step)
+            return proof.native_answer(folder, question, step=step)
         case "megatron-lm":
-            return megatron_lm_logits(_on_disk(folder), tokens, step=step)
+            assert isinstance(question, CausalQuestion), "other families are refused before"
+            return {"words": megatron_lm_logits(_on_disk(folder), question.tokens, step=step)}
 
 
 @contextmanager

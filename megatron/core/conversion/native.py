@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from megatron.config.data import DataConfig
+from megatron.config.families import family_named, family_of
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
@@ -27,30 +29,26 @@ from megatron.core.conversion.companions import (
 )
 from megatron.core.conversion.portable import LazyTensor, PortableModel, parameters_of, report_differences
 from megatron.core.files.remote_path import AnyPath
-from megatron.errors import CheckpointError
 
 PREFIX = "model."
-RECIPES = ("gpt",)
 
 
 def read_native(root: AnyPath, *, step: int | None = None) -> PortableModel:
     """The model of a checkpoint; of its tensors only the table of contents is read now.
 
-    Raises CheckpointError when nothing usable is there, or a model of a family that can't be converted.
+    Raises CheckpointError when nothing usable is there, or a model of a family that isn't known.
     """
     folder = find_checkpoint(root, step=step)
     state = read_run_state(folder)
-    if state["recipe"] not in RECIPES:
-        raise CheckpointError(
-            f"{folder.path} holds a {state['recipe']} model; those that can be converted are {', '.join(RECIPES)}"
-        )
+    family_named(state["recipe"], where=str(folder.path))
     run = RunConfig.from_json(state["config"])
     vocab_size = run.model.vocab_size or _vocabulary_rows(StoredTensors(folder.path))
     model = dataclasses.replace(run.model, vocab_size=vocab_size)
     progress = state.get("progress") or {}
     return PortableModel(
         model=model,
-        tensors=_tensors(folder.path, model),
+        groups=run.extra,
+        tensors=_tensors(folder.path, model, run.extra),
         tokenizer=run.tokenizer,
         seq_length=run.data.seq_length,
         companions={**companions_in(folder.path.parent / FOLDER), **tokenizer_files(run.tokenizer)},
@@ -63,10 +61,10 @@ def _vocabulary_rows(stored: StoredTensors) -> int:
     return stored.entries["model.embedding.word_embeddings.weight"].shape[0]
 
 
-def _tensors(folder: AnyPath, model: ModelConfig) -> dict[str, LazyTensor]:
+def _tensors(folder: AnyPath, model: ModelConfig, groups: Sequence[object]) -> dict[str, LazyTensor]:
     stored = StoredTensors(folder)
     entries = {name.removeprefix(PREFIX): entry for name, entry in stored.entries.items() if name.startswith(PREFIX)}
-    expected = {name: sharding.shape for name, sharding in parameters_of(model).items()}
+    expected = {name: sharding.shape for name, sharding in parameters_of(model, groups).items()}
     report_differences(
         str(folder),
         missing=sorted(expected.keys() - entries.keys()),
@@ -97,9 +95,10 @@ def write_native(portable: PortableModel, root: Path, *, final: Path) -> None:
         data=DataConfig(seq_length=portable.seq_length),
         precision=PrecisionConfig(bf16=portable.dtype == torch.bfloat16, fp16=portable.dtype == torch.float16),
         tokenizer=moved,
+        extra=portable.groups,
     )
     state = {
-        "recipe": "gpt",
+        "recipe": family_of(portable.groups).name,
         "config": run.to_json(),
         "progress": {
             "iteration": portable.iteration,

@@ -35,7 +35,8 @@ class LazyTensor:
 class PortableModel:
     """A model on its way from one format to another.
 
-    ``model``: its architecture, vocabulary size included. ``tensors``: by our parameter names, in logical shape.
+    ``model``: its architecture, vocabulary size included. ``groups``: the settings that its family alone has, which
+    tell the family. ``tensors``: by our parameter names, in logical shape.
     ``tokenizer``: how its tokenizer is built, from the paths where the files are now. ``companions``: files that
     travel along (the tokenizer's, generation settings), by name.
     """
@@ -45,6 +46,7 @@ class PortableModel:
     tokenizer: TokenizerConfig
     seq_length: int
     companions: Mapping[str, AnyPath] = field(default_factory=dict)
+    groups: tuple[object, ...] = ()
     iteration: int = 0
     consumed_samples: int = 0
 

@@ -16,23 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.core.checkpointing.find import find_checkpoint
 from megatron.core.checkpointing.load import load_checkpoint, read_run_state
 from megatron.core.conversion.portable import PortableModel
+from megatron.core.conversion.questions import Answer, Question
 from megatron.core.files.remote_path import AnyPath
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.build import build_model
 from megatron.core.models.stage import Stage
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.sharding import ShardedState, sharded_parameters
-from megatron.core.transformer.heads import VocabularyOutput
 from megatron.errors import CheckpointError, MegatronError
 
 TOLERANCE = 1e-4
 """Largest difference allowed, as a part of the largest logit: fp32 leaves about 1e-6; a mapping that is wrong, 1."""
-
-_SAMPLES, _LENGTH = 2, 48
 
 
 class ProofError(MegatronError):
@@ -50,26 +47,24 @@ class Proof:
         return f"largest difference {self.difference:.3g} between logits of up to {self.largest:.3g}"
 
 
-def fixed_tokens(model: ModelConfig) -> Tensor:
-    """Token ids ``[2, at most 48]`` over the whole vocabulary; the same ones every time."""
-    assert model.vocab_size is not None and model.max_position_embeddings is not None
-    length = min(_LENGTH, model.max_position_embeddings)
-    return (torch.arange(_SAMPLES * length).view(_SAMPLES, length) * 7919 + 13) % model.vocab_size
-
-
-def compare(source: Tensor, target: Tensor) -> Proof:
-    """The proof of two sets of logits ``[b, s, vocabulary]``; ProofError when they differ by more than rounding."""
-    proof = Proof((source - target).abs().max().item(), source.abs().max().item())
-    if not proof.difference <= TOLERANCE * proof.largest:
-        raise ProofError(
-            f"source and target are different models: {proof}, where {TOLERANCE:g} of the largest is allowed. "
-            "Nothing was written; please report the source"
-        )
-    return proof
+def compare(source: Answer, target: Answer) -> Proof:
+    """The proof of two answers to a question; ProofError when logits of any kind differ by more than rounding."""
+    assert source.keys() == target.keys(), "both were asked the same"
+    proofs = {
+        kind: Proof((source[kind] - target[kind]).abs().max().item(), source[kind].abs().max().item())
+        for kind in source
+    }
+    for proof in proofs.values():
+        if not proof.difference <= TOLERANCE * proof.largest:
+            raise ProofError(
+                f"source and target are different models: {proof}, where {TOLERANCE:g} of the largest is allowed. "
+                "Nothing was written; please report the source"
+            )
+    return max(proofs.values(), key=lambda proof: proof.difference / (proof.largest or 1.0))
 
 
 @torch.no_grad()
-def native_logits(root: AnyPath, tokens: Tensor, *, step: int | None = None) -> Tensor:
+def native_answer(root: AnyPath, question: Question, *, step: int | None = None) -> Answer:
     """Logits of our checkpoint in ``root``, computed by our model with one layer in memory at a time."""
     folder = find_checkpoint(root, step=step, verify=False)
     run = RunConfig.from_json(read_run_state(folder)["config"])
@@ -78,26 +73,26 @@ def native_logits(root: AnyPath, tokens: Tensor, *, step: int | None = None) -> 
     hidden: Tensor | None = None
     for number in range(run.model.num_layers):
         stage = Stage(range(number, number + 1), is_first=number == 0, is_last=number == last)
-        model = GPTModel(run.model, context, stage=stage).eval().requires_grad_(False)
+        model = build_model(run.model, run.extra, context, stage=stage).eval().requires_grad_(False)
         state = [
             ShardedState(f"model.{sharding.tied or name}", parameter.detach(), sharding)
             for name, parameter, sharding in sharded_parameters(model)
         ]
         load_checkpoint(folder, state, context.mesh, exhaust=())
-        output = model(tokens, hidden=hidden)
-        if isinstance(output, VocabularyOutput):
-            return output.logits()
+        output = question.ask_ours(model, hidden)
+        if not isinstance(output, Tensor):
+            return output
         hidden = output
     raise AssertionError("a model has layers")
 
 
 @torch.no_grad()
-def huggingface_logits(folder: Path, tokens: Tensor) -> Tensor:
+def huggingface_answer(folder: Path, question: Question) -> Answer:
     """Logits of a Hugging Face folder, computed by transformers with eager attention in fp32."""
     version = transformers_version()
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    load: Any = AutoModelForCausalLM.from_pretrained
+    load: Any = getattr(transformers, question.auto_class).from_pretrained
     try:
         with _quiet_transformers():
             model, report = load(
@@ -113,8 +108,7 @@ def huggingface_logits(folder: Path, tokens: Tensor) -> Tensor:
         raise CheckpointError(f"transformers cannot load {folder}: {type(error).__name__}: {reason}") from error
     if report["missing_keys"] or report["mismatched_keys"]:
         raise CheckpointError(f"transformers misses tensors in {folder}: {sorted(report['missing_keys'])[:5]}")
-    logits: Tensor = model.eval()(tokens, use_cache=False).logits
-    return logits.float()
+    return {kind: logits.float() for kind, logits in question.ask_theirs(model.eval()).items()}
 
 
 def transformers_version() -> str:

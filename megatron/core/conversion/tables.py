@@ -18,12 +18,16 @@ from megatron.core.conversion.portable import LazyTensor, parameters_of, report_
 from megatron.core.conversion.transforms import Same, Transform
 
 SAME = Same()
-LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
+LAYER = re.compile(r"((?:decoder|encoder)\.layers\.)(\d+)(\..*)")
 
 
 @dataclass(frozen=True)
 class Row:
-    """``ours`` is made of ``theirs`` by ``transform``; ``{n}`` stands for the layer's number."""
+    """``ours`` is made of ``theirs`` by ``transform``.
+
+    ``{n}`` stands for the layer's number, in ``theirs`` also ``{before}`` for that of the layer before and ``{last}``
+    for the last one's. A row for one layer, its number written out, goes before the row for all.
+    """
 
     ours: str
     theirs: tuple[str, ...]
@@ -40,17 +44,22 @@ class Match:
     shape: tuple[int, ...]
 
 
-def matches(table: Sequence[Row], model: ModelConfig, *, where: str) -> list[Match]:
-    """The table's rows for the parameters of ``model``, in their order; CheckpointError for one without a row."""
+def matches(table: Sequence[Row], model: ModelConfig, groups: Sequence[object] = (), *, where: str) -> list[Match]:
+    """The table's rows for the parameters of ``model``, in their order; CheckpointError for one without a row.
+
+    ``groups``: settings of its family alone.
+    """
     rows = {row.ours: row for row in table}
     found, unnamed = [], []
-    for name, sharding in parameters_of(model).items():
+    for name, sharding in parameters_of(model, groups).items():
         layer = LAYER.fullmatch(name)
-        row = rows.get(f"{layer[1]}{{n}}{layer[3]}" if layer else name)
+        row = rows.get(name) or rows.get(f"{layer[1]}{{n}}{layer[3]}" if layer else name)
         if row is None:
             unnamed.append(name)
             continue
-        theirs = tuple(their.format(n=layer[2] if layer else "") for their in row.theirs)
+        number = int(layer[2]) if layer else 0
+        numbers = {"n": number, "before": number - 1, "last": model.num_layers - 1}
+        theirs = tuple(their.format(**numbers) for their in row.theirs)
         found.append(Match(name, theirs, row.transform, sharding.shape))
     report_differences(where, missing=[], surplus=unnamed, mismatched=[])
     return found

@@ -71,6 +71,11 @@ def build_t5_splits(
     """
     known = tokenizer.vocab_size if vocab_size is None else vocab_size
     vocabulary = MaskingVocabulary.made_up(known) if data.mock_data else MaskingVocabulary.of(tokenizer)
+    if vocabulary.bos is None or vocabulary.eos is None:
+        raise ConfigError(
+            f"T5 begins with [BOS] and ends with [EOS], which --vocab-size {tokenizer.vocab_size} leaves out of "
+            f"{tokenizer.name}: leave --vocab-size out"
+        )
     if not vocabulary.sentinels:
         raise ConfigError("T5 replaces hidden spans by sentinels, of which there are none: give --vocab-extra-ids 100")
     rules = MaskingRules(probability=mask_probability, longest=10, geometric=True)

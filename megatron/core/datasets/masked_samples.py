@@ -143,6 +143,7 @@ class T5Maker:
             decoder += [sentinel, *tokens[start:stop].tolist()]
             kept_from = stop
         encoder += tokens[kept_from:].tolist()
+        assert self.vocabulary.bos is not None and self.vocabulary.eos is not None, "build_t5_splits asks for both"
         text_enc, enc_mask = self._padded(encoder, self.seq_length, self.vocabulary.pad)
         text_dec, dec_mask = self._padded([self.vocabulary.bos, *decoder], self.decoder_seq_length, self.vocabulary.pad)
         labels, loss_mask = self._padded([*decoder, self.vocabulary.eos], self.decoder_seq_length, _NO_LABEL)

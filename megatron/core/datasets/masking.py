@@ -39,15 +39,15 @@ class MaskingVocabulary:
     sep: int
     mask: int
     pad: int
-    bos: int
-    eos: int
+    bos: int | None
+    eos: int | None
     sentinels: tuple[int, ...]
     continues: NDArray[np.bool_] = field(repr=False)
 
     @classmethod
     def of(cls, tokenizer: MaskingTokenizer) -> MaskingVocabulary:
         """Ids of a tokenizer; raises ConfigError for a kind that has none for masking."""
-        if not hasattr(tokenizer, "mask") or tokenizer.pad is None or tokenizer.bos is None or tokenizer.eos is None:
+        if not hasattr(tokenizer, "mask") or tokenizer.pad is None:
             raise ConfigError(
                 f"--tokenizer-type {tokenizer.name} has no tokens to mask with: BERT and T5 take "
                 "BertWordPieceLowerCase, BertWordPieceCase or SentencePieceTokenizer"

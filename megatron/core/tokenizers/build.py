@@ -23,7 +23,9 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
             return gpt2_bpe.load(config.vocab_file, config.merge_file, extra_ids=extra_ids)
         case "BertWordPieceLowerCase" | "BertWordPieceCase":
             lower = kind == "BertWordPieceLowerCase"
-            return WordPieceTokenizer(config.vocab_file, name=kind, lower_case=lower, extra_ids=extra_ids)
+            return WordPieceTokenizer(
+                config.vocab_file, name=kind, lower_case=lower, extra_ids=extra_ids, vocab_size=config.vocab_size
+            )
         case "HuggingFaceTokenizer":
             return huggingface.load(model, extra_ids=extra_ids)
         case "SentencePieceTokenizer":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
@@ -22,16 +24,17 @@ class WordPieceTokenizer(RustTokenizer):
     """BertWordPieceCase, or BertWordPieceLowerCase, which also strips accents.
 
     The vocabulary grows by ``[BOS]``, ``[EOS]`` and the ``<extra_id_N>`` of ``--vocab-extra-ids``, as Megatron-LM's
-    does. ``[CLS]`` and its like are ordinary characters inside a text. Documents end with ``[SEP]``.
+    does; with a ``vocab_size`` of just the file's pieces, as Hugging Face's models have it, by the latter alone. The
+    pieces are read from a vocab.txt or from Hugging Face's tokenizer.json. ``[CLS]`` and its like are ordinary
+    characters inside a text. Documents end with ``[SEP]``.
     Raises ConfigError when the flag is missing, DataError when the file is missing or lacks one of BERT's tokens.
     """
 
-    def __init__(self, vocab_file: str | None, *, name: str, lower_case: bool, extra_ids: int) -> None:
+    def __init__(
+        self, vocab_file: str | None, *, name: str, lower_case: bool, extra_ids: int, vocab_size: int | None = None
+    ) -> None:
         path = required_file(vocab_file, flag="--vocab-file", kind=name, holds="a vocab.txt")
-        try:
-            pieces = models.WordPiece.read_file(str(path))
-        except Exception as error:  # the library raises nothing narrower
-            raise DataError(f"--vocab-file {path} is not a vocab.txt: {error}.") from None
+        pieces = read_pieces(path)
         lacking = [token for token in BERT_TOKENS if token not in pieces]
         if lacking:
             raise DataError(f"--vocab-file {path} has no {lacking[0]}: a vocab.txt of BERT has one piece a line.")
@@ -39,15 +42,16 @@ class WordPieceTokenizer(RustTokenizer):
             models.WordPiece(pieces, unk_token=UNKNOWN, max_input_chars_per_word=_LONGEST_WORD),
             lower_case=lower_case,
         )
-        pipeline.add_special_tokens(["[BOS]", "[EOS]"])
+        if vocab_size != len(pieces):
+            pipeline.add_special_tokens(["[BOS]", "[EOS]"])
         added = pipeline.get_vocab(with_added_tokens=True)
         super().__init__(
             pipeline,
             name=name,
             eod=pieces["[SEP]"],
             pad=pieces["[PAD]"],
-            bos=added["[BOS]"],
-            eos=added["[EOS]"],
+            bos=added.get("[BOS]"),
+            eos=added.get("[EOS]"),
             extra_ids=extra_ids,
         )
         self.cls, self.sep, self.mask = pieces["[CLS]"], pieces["[SEP]"], pieces["[MASK]"]
@@ -60,6 +64,23 @@ class WordPieceTokenizer(RustTokenizer):
         for piece, number in self._vocabulary.items():
             found[number] = piece.startswith(_PREFIX)
         return found
+
+
+def read_pieces(path: Path) -> dict[str, int]:
+    """Ids of the pieces in a vocab.txt or a tokenizer.json; DataError for another file."""
+    if path.suffix == ".json":
+        try:
+            model = json.loads(path.read_text(encoding="utf-8"))["model"]
+            pieces: dict[str, int] = model["vocab"]
+            if model["type"] == "WordPiece" and sorted(pieces.values()) == list(range(len(pieces))):
+                return pieces
+        except (ValueError, KeyError, TypeError, AttributeError):
+            pass
+        raise DataError(f"--vocab-file {path} is not a tokenizer.json of WordPiece; give a vocab.txt.")
+    try:
+        return models.WordPiece.read_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise DataError(f"--vocab-file {path} is not a vocab.txt: {error}.") from None
 
 
 def words_pipeline(model: models.WordPiece, *, lower_case: bool) -> tokenizers.Tokenizer:

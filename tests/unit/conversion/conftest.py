@@ -63,17 +63,48 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+BERT: dict[str, Any] = {
+    **{name: size for name, size in SIZES.items() if name != "num_key_value_heads"},
+    "hidden_act": "gelu",
+}
+BERTS: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "bert": ("bert", BERT, True),
+    "bert, hidden words only": ("bert", BERT, False),
+    "bert, tanh gelu": ("bert", {**BERT, "hidden_act": "gelu_new", "layer_norm_eps": 1e-5}, True),
+    "bert of one layer": ("bert", {**BERT, "num_hidden_layers": 1}, True),
+    "megatron-bert": ("megatron-bert", BERT, True),
+    "megatron-bert, hidden words only": ("megatron-bert", BERT, False),
+}
+"""Family, settings, and whether there is a head for the order of two texts."""
+
+
+def random_bert(family: str, settings: dict[str, Any], both_heads: bool, *, seed: int = 0) -> Any:
+    """A BERT whose weights are large enough that a mistake shows, and no two equal."""
+    import transformers
+
+    build: Any = transformers.AutoModelForPreTraining if both_heads else transformers.AutoModelForMaskedLM
+    return randomized(build.from_config, family, settings, seed=seed)
+
+
 def random_model(family: str, settings: dict[str, Any], *, seed: int = 0) -> Any:
     """A model with weights large enough that a mistake shows, and no two equal."""
     import transformers
 
-    torch.manual_seed(seed)
     build: Any = transformers.AutoModelForCausalLM.from_config
+    return randomized(build, family, settings, seed=seed)
+
+
+def randomized(build: Callable[[Any], Any], family: str, settings: dict[str, Any], *, seed: int) -> Any:
+    """The model that ``build`` makes of the family's settings, with other weights."""
+    import transformers
+
+    torch.manual_seed(seed)
     model = build(transformers.AutoConfig.for_model(family, **settings))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             std = 0.15 if parameter.dim() > 1 else 0.3
-            parameter.normal_(1.0 if "norm" in name and name.endswith("weight") else 0.0, std)
+            is_scale = name.endswith("weight") and ("norm" in name.lower() or name.split(".")[-2] == "ln")
+            parameter.normal_(1.0 if is_scale else 0.0, std)
     return model
 
 
@@ -85,7 +116,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
     def folder(name: str) -> Path:
         path = base / name.replace(" ", "-").replace(",", "")
         if not path.exists():
-            random_model(*MODELS[name]).save_pretrained(path)
+            model = random_bert(*BERTS[name]) if name in BERTS else random_model(*MODELS[name])
+            model.save_pretrained(path)
         return path
 
     return folder

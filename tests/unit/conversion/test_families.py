@@ -14,8 +14,8 @@ from torch import Tensor
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.convert import Conversion, convert
 from megatron.core.conversion.native import read_native, write_native
-from megatron.core.conversion.proof import fixed_tokens, huggingface_logits, native_logits
 from tests.unit.conversion.conftest import MODELS, SIZES, random_model
+from tests.unit.conversion.logits import fixed_tokens, huggingface_logits, native_logits
 from tests.unit.conversion.megatron_checkpoints import MODERN, portable, random_tensors
 
 Folder = Callable[[str], Path]

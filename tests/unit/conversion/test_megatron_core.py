@@ -20,7 +20,7 @@ from megatron.config.model import ModelConfig
 from megatron.core.conversion.convert import Conversion, convert
 from megatron.core.conversion.megatron_lm.forward import megatron_lm_logits
 from megatron.core.conversion.native import read_native, write_native
-from megatron.core.conversion.proof import native_logits
+from tests.unit.conversion.logits import native_logits
 from tests.unit.conversion.megatron_checkpoints import CLASSIC, MODERN, portable, random_tensors
 
 FOLDER = os.environ.get("MEGATRON_CORE_PATH")

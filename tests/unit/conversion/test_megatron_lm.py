@@ -19,8 +19,8 @@ from megatron.core.conversion.megatron_lm.forward import megatron_lm_logits
 from megatron.core.conversion.megatron_lm.reading import read_megatron_lm
 from megatron.core.conversion.native import read_native, write_native
 from megatron.core.conversion.portable import PortableModel
-from megatron.core.conversion.proof import native_logits
 from megatron.errors import CheckpointError
+from tests.unit.conversion.logits import native_logits
 from tests.unit.conversion.megatron_checkpoints import (
     CLASSIC,
     MODERN,

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
+from megatron.config.bert import BertConfig
 from megatron.config.model import ModelConfig
+from megatron.core.conversion.huggingface import bert
+from megatron.core.conversion.huggingface.known import Json, Known
 from megatron.errors import CheckpointError
 
-Json = Mapping[str, Any]
-
-# BERT and T5 are added here when this project has those models.
-FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", *bert.FAMILIES)
 _CLASSES = {
     "gpt2": "GPT2LMHeadModel",
     "llama": "LlamaForCausalLM",
@@ -45,6 +45,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {**_LLAMA_DEFAULTS, "max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
     "qwen2": {**_LLAMA_DEFAULTS, "max_position_embeddings": 32768},
     "qwen3": {**_LLAMA_DEFAULTS, "max_position_embeddings": 32768, "head_dim": 128},
+    **dict.fromkeys(bert.FAMILIES, bert.DEFAULTS),
 }
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -61,40 +62,14 @@ def model_from_config(config: Json, *, where: str) -> ModelConfig:
         )
     if "quantization_config" in config:
         raise CheckpointError(f"{where} is of quantized weights; convert the model in bf16, fp16 or fp32")
-    known = _Known(config, _DEFAULTS[family], where)
+    known = Known(config, _DEFAULTS[family], where)
+    if family in bert.FAMILIES:
+        return bert.model_from_config(known, family)
     return _gpt2_model(known) if family == "gpt2" else _llama_model(known, family)
 
 
-class _Known:
-    """Settings with their defaults, and errors that name the file."""
-
-    def __init__(self, config: Json, defaults: Json, where: str) -> None:
-        self._values = {**defaults, **config}
-        self._where = where
-
-    def __call__(self, name: str) -> Any:
-        if self._values.get(name) is None:
-            raise CheckpointError(f"{self._where} lacks {name}, which the architecture needs")
-        return self._values[name]
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self._values.get(name, default)
-
-    def refuse(self, name: str, advice: str) -> CheckpointError:
-        return CheckpointError(f"{self._where} says {name} = {self.get(name)!r}: {advice}")
-
-    def expect(self, **values: Any) -> None:
-        """Raise CheckpointError for a setting that is there and is not the one value that can be converted."""
-        for name, value in values.items():
-            if self.get(name, value) not in (value, None):
-                raise self.refuse(name, f"this project has that only as {value!r}")
-
-
-def _gpt2_model(known: _Known) -> ModelConfig:
+def _gpt2_model(known: Known) -> ModelConfig:
     known.expect(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
-    activations = {"gelu_new": False, "gelu_pytorch_tanh": False, "gelu_fast": False, "gelu": True}
-    if known("activation_function") not in activations:
-        raise known.refuse("activation_function", f"this project has {' and '.join(activations)}")
     return ModelConfig(
         num_layers=known("n_layer"),
         hidden_size=known("n_embd"),
@@ -103,7 +78,7 @@ def _gpt2_model(known: _Known) -> ModelConfig:
         max_position_embeddings=known("n_positions"),
         vocab_size=known("vocab_size"),
         norm_epsilon=known("layer_norm_epsilon"),
-        exact_gelu=activations[known("activation_function")],
+        exact_gelu=known.exact_gelu("activation_function"),
         untie_embeddings_and_output_weights=not known("tie_word_embeddings"),
         attention_dropout=known("attn_pdrop"),
         hidden_dropout=known("resid_pdrop"),
@@ -111,7 +86,7 @@ def _gpt2_model(known: _Known) -> ModelConfig:
     )
 
 
-def _llama_model(known: _Known, family: str) -> ModelConfig:
+def _llama_model(known: Known, family: str) -> ModelConfig:
     known.expect(hidden_act="silu")
     _refuse_sliding_window(known, family)
     # Qwen2's query, key and value always have biases and its output never; the others have all four or none.
@@ -146,7 +121,7 @@ def _llama_model(known: _Known, family: str) -> ModelConfig:
     )
 
 
-def _refuse_sliding_window(known: _Known, family: str) -> None:
+def _refuse_sliding_window(known: Known, family: str) -> None:
     """Attention over a window only equals full attention as long as no sequence is longer than the window."""
     window = known.get("sliding_window")
     used = family == "mistral" or bool(known.get("use_sliding_window", False))
@@ -159,7 +134,7 @@ def _refuse_sliding_window(known: _Known, family: str) -> None:
         )
 
 
-def _rotary_settings(known: _Known) -> dict[str, Any]:
+def _rotary_settings(known: Known) -> dict[str, Any]:
     """Rotary flags of ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (4)."""
     rope = {**(known.get("rope_scaling") or {}), **(known.get("rope_parameters") or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -178,24 +153,24 @@ def _rotary_settings(known: _Known) -> dict[str, Any]:
     return settings
 
 
-def config_from_model(model: ModelConfig, *, dtype: str, source: Json, tokens: Json) -> dict[str, Any]:
+def config_from_model(
+    model: ModelConfig, groups: Sequence[object] = (), *, dtype: str, source: Json, tokens: Json
+) -> dict[str, Any]:
     """The config.json of a model, with what else stood in the one it came from (``source``, or empty).
 
-    ``tokens``: ids of special tokens, where the source has none. Raises CheckpointError for an architecture that none
-    of the families has.
+    ``groups``: settings of its family alone. ``tokens``: ids of special tokens, where the source has none. Raises
+    CheckpointError for an architecture that none of the families has.
     """
-    family = family_of(model, source)
-    described = _gpt2_config(model) if family == "gpt2" else _llama_config(model, family)
+    described = _described(model, groups, source)
+    family = described["model_type"]
     kept = dict(source) if source.get("model_type") == family else {}
-    for name in ("rope_parameters", "rope_scaling", "dtype", "torch_dtype", "transformers_version"):
-        kept.pop(name, None)
+    for dropped in ("rope_parameters", "rope_scaling", "dtype", "torch_dtype", "transformers_version"):
+        kept.pop(dropped, None)
     if family == "mistral":
         described["sliding_window"] = None
     return {
         **tokens,
         **kept,
-        "architectures": [_CLASSES[family]],
-        "model_type": family,
         **described,
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         "vocab_size": model.vocab_size,
@@ -204,8 +179,18 @@ def config_from_model(model: ModelConfig, *, dtype: str, source: Json, tokens: J
     }
 
 
+def _described(model: ModelConfig, groups: Sequence[object], source: Json) -> dict[str, Any]:
+    """Family, class and sizes."""
+    for group in groups:
+        if isinstance(group, BertConfig):
+            return bert.config_from_model(model, group)
+    family = family_of(model, source)
+    sizes = _gpt2_config(model) if family == "gpt2" else _llama_config(model, family)
+    return {"architectures": [_CLASSES[family]], "model_type": family, **sizes}
+
+
 def family_of(model: ModelConfig, source: Json) -> str:
-    """The family a model belongs to; ``source``'s own where two have the same architecture."""
+    """The family a GPT belongs to; ``source``'s own where two have the same architecture."""
     faults = {"gpt2": _not_gpt2(model), "llama": _not_llama(model)}
     if not faults["gpt2"]:
         return "gpt2"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron.core.conversion.tables import Row
 from megatron.core.conversion.transforms import PerHead, QueryKeyValue, Same, Stacked, ThirdsOf, Transposed
 
 LAYER = "decoder.layers.{n}"
+_KINDS = ("weight", "bias")
 
 GPT2 = (
     Row("embedding.word_embeddings.weight", ("transformer.wte.weight",)),
@@ -55,8 +58,60 @@ LLAMA = (
     Row("output_layer.weight", ("lm_head.weight",)),
 )
 
-TABLES = {"gpt2": GPT2, "llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwen3": LLAMA}
+BERT_LAYER, THEIR_BERT_LAYER = "encoder.layers.{n}", "bert.encoder.layer.{n}"
 
-# Buffers that older versions of transformers saved, and the copy of a tied embedding.
-IGNORED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-PREFIXES = {"gpt2": "transformer."}  # of the bare model inside the language model; "model." unless named here
+
+def _both(ours: str, theirs: str) -> tuple[Row, Row]:
+    return Row(f"{ours}.weight", (f"{theirs}.weight",)), Row(f"{ours}.bias", (f"{theirs}.bias",))
+
+
+def _bert(norms: Sequence[Row]) -> tuple[Row, ...]:
+    """A BERT's rows; where its ``norms`` are is what tells the two kinds apart."""
+    layer, self_attention = THEIR_BERT_LAYER, f"{THEIR_BERT_LAYER}.attention.self"
+    three = {kind: tuple(f"{self_attention}.{name}.{kind}" for name in ("query", "key", "value")) for kind in _KINDS}
+    return (
+        Row("embedding.word_embeddings.weight", ("bert.embeddings.word_embeddings.weight",)),
+        Row("embedding.position_embeddings.weight", ("bert.embeddings.position_embeddings.weight",)),
+        Row("embedding.tokentype_embeddings.weight", ("bert.embeddings.token_type_embeddings.weight",)),
+        *norms,
+        *(Row(f"{BERT_LAYER}.self_attention.linear_qkv.{kind}", three[kind], QueryKeyValue()) for kind in _KINDS),
+        *_both(f"{BERT_LAYER}.self_attention.linear_proj", f"{layer}.attention.output.dense"),
+        *_both(f"{BERT_LAYER}.mlp.linear_fc1", f"{layer}.intermediate.dense"),
+        *_both(f"{BERT_LAYER}.mlp.linear_fc2", f"{layer}.output.dense"),
+        *_both("lm_head.dense", "cls.predictions.transform.dense"),
+        *_both("lm_head.layer_norm", "cls.predictions.transform.LayerNorm"),
+        Row("output_layer.bias", ("cls.predictions.bias",)),
+        *_both("pooler.dense", "bert.pooler.dense"),
+        *_both("binary_head", "cls.seq_relationship"),
+    )
+
+
+# The norm at the end of a layer of the original is the one at the start of our next.
+BERT = _bert(
+    (
+        *_both("encoder.layers.0.input_layernorm", "bert.embeddings.LayerNorm"),
+        *_both(f"{BERT_LAYER}.input_layernorm", "bert.encoder.layer.{before}.output.LayerNorm"),
+        *_both(f"{BERT_LAYER}.pre_mlp_layernorm", f"{THEIR_BERT_LAYER}.attention.output.LayerNorm"),
+        *_both("encoder.final_layernorm", "bert.encoder.layer.{last}.output.LayerNorm"),
+    )
+)
+MEGATRON_BERT = _bert(
+    (
+        *_both(f"{BERT_LAYER}.input_layernorm", f"{THEIR_BERT_LAYER}.attention.ln"),
+        *_both(f"{BERT_LAYER}.pre_mlp_layernorm", f"{THEIR_BERT_LAYER}.ln"),
+        *_both("encoder.final_layernorm", "bert.encoder.ln"),
+    )
+)
+
+TABLES = {
+    "gpt2": GPT2,
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), LLAMA),
+    "bert": BERT,
+    "megatron-bert": MEGATRON_BERT,
+}
+
+# Buffers that older versions of transformers saved, and copies of tied tensors.
+IGNORED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", ".embeddings.position_ids")
+TIED_COPIES = ("lm_head.weight", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias")
+# Of the bare model inside the language model; "model." unless named here.
+PREFIXES = {"gpt2": "transformer.", "bert": "bert.", "megatron-bert": "bert."}

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.config.bert import BertConfig
 from megatron.core.conversion.companions import companions_in, tokenizer_in
+from megatron.core.conversion.huggingface import bert
 from megatron.core.conversion.huggingface.config import model_from_config
-from megatron.core.conversion.huggingface.families import IGNORED, PREFIXES, TABLES
+from megatron.core.conversion.huggingface.families import IGNORED, PREFIXES, TABLES, TIED_COPIES
 from megatron.core.conversion.portable import LazyTensor, PortableModel
 from megatron.core.conversion.tables import matches, to_ours
 from megatron.core.files.remote_path import AnyPath
@@ -31,21 +33,36 @@ def read_huggingface(folder: Path) -> PortableModel:
     """
     config = read_config(folder)
     model = model_from_config(config, where=str(folder / CONFIG))
-    theirs = _with_prefix(tensors_in(folder), config["model_type"])
-    found = matches(TABLES[config["model_type"]], model, where=str(folder))
+    theirs = _as_today(tensors_in(folder), config["model_type"])
+    groups = groups_of(config["model_type"], theirs, where=str(folder))
+    found = matches(TABLES[config["model_type"]], model, groups, where=str(folder))
     wanted = {name for match in found for name in match.theirs}
 
     def ignored(name: str) -> bool:
-        is_tied_copy = name == "lm_head.weight" and name not in wanted
-        return is_tied_copy or name.endswith(IGNORED)
+        is_tied_copy = name in TIED_COPIES and name not in wanted
+        is_without_use = groups and name.startswith("bert.pooler.")  # what only an order head reads
+        return bool(is_tied_copy or is_without_use or name.endswith(IGNORED))
 
     return PortableModel(
         model=model,
+        groups=groups,
         tensors=to_ours(found, theirs, model, where=str(folder), ignored=ignored),
         tokenizer=tokenizer_in(folder, rows=model.vocab_size or 0),
         seq_length=min(model.max_position_embeddings, 4096),
         companions=companions_in(folder),
     )
+
+
+def groups_of(family: str, theirs: Collection[str], *, where: str) -> tuple[object, ...]:
+    """Settings of one family alone, as its tensors tell them; CheckpointError for a BERT without its first head."""
+    if family not in bert.FAMILIES:
+        return ()
+    if not any(name.startswith("cls.predictions.") for name in theirs):
+        raise CheckpointError(
+            f"{where} holds no head for hidden words (cls.predictions): convert a BertForPreTraining or a "
+            "BertForMaskedLM, of which others are made"
+        )
+    return (BertConfig(bert_binary_head="cls.seq_relationship.weight" in theirs),)
 
 
 def read_config(folder: AnyPath) -> dict[str, Any]:
@@ -142,9 +159,12 @@ def _torch_bin(path: Path) -> Iterator[tuple[str, LazyTensor]]:
         yield str(name), LazyTensor(tuple(tensor.shape), tensor.dtype, tensor.detach)
 
 
-def _with_prefix(tensors: dict[str, LazyTensor], family: str) -> dict[str, LazyTensor]:
-    """Names as the language model has them: the bare model's lack its prefix."""
+def _as_today(tensors: dict[str, LazyTensor], family: str) -> dict[str, LazyTensor]:
+    """Names as today's language model has them: the bare model's lack its prefix, and TensorFlow's norms had others."""
     prefix = PREFIXES.get(family, "model.")
-    if any(name.startswith(prefix) for name in tensors):
-        return tensors
-    return {name if name == "lm_head.weight" else f"{prefix}{name}": tensor for name, tensor in tensors.items()}
+    whole = any(name.startswith(prefix) for name in tensors)
+    renamed: dict[str, LazyTensor] = {}
+    for name, tensor in tensors.items():
+        today = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+        renamed[today if whole or today == "lm_head.weight" else f"{prefix}{today}"] = tensor
+    return renamed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,13 +32,31 @@ def write_huggingface(portable: PortableModel, folder: Path, *, max_shard_size: 
     """
     source = read_config(path.parent) if (path := portable.companions.get(CONFIG)) else {}
     dtype = str(portable.dtype).removeprefix("torch.")
-    config = config_from_model(portable.model, dtype=dtype, source=source, tokens=_special_tokens(portable))
-    found = matches(TABLES[config["model_type"]], portable.model, where=f"a {config['model_type']} model")
+    config = config_from_model(
+        portable.model, portable.groups, dtype=dtype, source=source, tokens=_special_tokens(portable)
+    )
+    family = config["model_type"]
+    found = matches(TABLES[family], portable.model, portable.groups, where=f"a {family} model")
     folder.mkdir(parents=True)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     along = ("generation_config.json", *TOKENIZER_FILES)
     copy_files({name: path for name, path in portable.companions.items() if name in along}, folder)
+    _name_pieces(portable, folder)
     _write_weights(to_theirs(found, portable.tensors, portable.model), folder, max_shard_size)
+
+
+def _name_pieces(portable: PortableModel, folder: Path) -> None:
+    """Give BERT's vocabulary the name under which transformers looks for it, and say how letters are read."""
+    tokenizer = portable.tokenizer
+    if tokenizer.vocab_file is None or not tokenizer.tokenizer_type.startswith("BertWordPiece"):
+        return
+    pieces = Path(tokenizer.vocab_file)
+    if pieces.suffix != ".json" and pieces.is_file():
+        shutil.copyfile(pieces, folder / "vocab.txt")
+    if not (folder / "tokenizer_config.json").exists():
+        lower_case = tokenizer.tokenizer_type == "BertWordPieceLowerCase"
+        settings = {"tokenizer_class": "BertTokenizer", "do_lower_case": lower_case}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def _special_tokens(portable: PortableModel) -> dict[str, Any]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
+from collections.abc import Iterable
 from typing import Any
 
+from megatron.config.families import family_of
 from megatron.config.model import ModelConfig
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.conversion.portable import PortableModel
@@ -20,6 +23,8 @@ _REFUSED = {
     "mtp_num_layers": "multi-token prediction",
     "apply_residual_connection_post_layernorm": "residual connections after the norm",
 }
+# A BERT has kinds of tokens and, in core, an encoder; so has a T5, whose layers are followed by attention to it.
+_OTHER_FAMILIES = re.compile(r"tokentype_embeddings|^encoder\.|(^|\.)(cross|inter)_?attention|(^|\.)binary_head\.")
 _TOKENIZERS = (
     "GPT2BPETokenizer",
     "HuggingFaceTokenizer",
@@ -60,6 +65,16 @@ def check_is_gpt(args: Arguments) -> None:
         raise CheckpointError(
             f"{args.where} has positions of type {args('position_embedding_type')!r}; "
             "those that can be converted are learned_absolute, rope and none"
+        )
+
+
+def check_names(names: Iterable[str], where: str) -> None:
+    """Raise CheckpointError for the tensors of a BERT or T5."""
+    named = [name for name in names if _OTHER_FAMILIES.search(name)]
+    if named:
+        raise CheckpointError(
+            f"{where} holds {named[0]}, so it is a BERT or T5 of Megatron-LM's, of which only GPTs are converted: "
+            "transformers 4's convert_megatron_bert_checkpoint.py makes a BERT a Hugging Face model, which is read"
         )
 
 
@@ -141,6 +156,11 @@ def tokenizer_from_arguments(args: Arguments, *, rows: int) -> TokenizerConfig:
 def arguments_of(portable: PortableModel, *, dist: bool) -> Namespace:
     """The namespace that Megatron-LM's ``--use-checkpoint-args`` reads; CheckpointError for what it doesn't have."""
     model, tokenizer = portable.model, portable.tokenizer
+    if portable.groups:
+        raise CheckpointError(
+            f"only GPTs are converted to Megatron-LM's formats, and this is a {family_of(portable.groups).title}: "
+            "convert it to Hugging Face's"
+        )
     if model.geglu:
         raise CheckpointError(
             "Megatron-LM has no flag for an MLP gated by GELU (--geglu), so it can't be written for it"

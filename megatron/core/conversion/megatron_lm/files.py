@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,10 @@ class ShardFiles:
     version: float
     stages: list[list[Mapping[str, Tensor]]]
 
+    def names(self) -> Iterator[str]:
+        """Of all tensors."""
+        return (name for stage in self.stages for name in stage[0])
+
 
 @dataclass(frozen=True)
 class DistFiles:
@@ -45,6 +49,10 @@ class DistFiles:
     iteration: int
     stored: StoredTensors
     version: float = 3.0
+
+    def names(self) -> Iterator[str]:
+        """Of all tensors, those of the optimizer's state included."""
+        return iter(self.stored.entries)
 
     def reader(self, key: str, *, at: int | None = None) -> Callable[[], Tensor]:
         """What reads a tensor, or one layer of it."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron.core.conversion.companions import tokenizer_files, tokenizer_of
 from megatron.core.conversion.megatron_lm.arguments import (
     check_is_gpt,
+    check_names,
     model_from_arguments,
     tokenizer_from_arguments,
 )
@@ -41,6 +42,7 @@ def read_megatron_lm(root: Path, *, step: int | None = None, true_vocab_size: in
     """
     files = open_checkpoint(root, step=step)
     check_is_gpt(files.args)
+    check_names(files.names(), str(files.folder))
     stored = _parts_of_shards(files) if isinstance(files, ShardFiles) else _parts_of_dist(files)
     if EMBEDDING not in stored:
         raise CheckpointError(f"{files.folder} holds no word embeddings, so it is not a language model's")

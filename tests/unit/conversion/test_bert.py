@@ -1,0 +1,203 @@
+"""BERT converts there and back: logits of both heads equal to fp32 rounding, files equal byte for byte."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.config.bert import BertConfig
+from megatron.config.families import FAMILIES
+from megatron.config.model import ModelConfig
+from megatron.core.conversion import convert as conversion
+from megatron.core.conversion.convert import Conversion, convert
+from megatron.core.conversion.huggingface.config import config_from_model
+from megatron.core.conversion.huggingface.reading import read_huggingface, tensors_in
+from megatron.core.conversion.native import read_native
+from megatron.core.conversion.portable import LazyTensor
+from megatron.core.conversion.proof import ProofError, huggingface_answer, native_answer
+from megatron.core.conversion.questions import question_for
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.tokenizers.build import build_tokenizer
+from megatron.errors import CheckpointError
+from megatron.training.checkpoint import load
+from tests.harness.runs import tiny_run
+from tests.unit.conversion.conftest import BERTS
+from tests.unit.conversion.megatron_checkpoints import CLASSIC, random_tensors, write_torch
+from tests.unit.conversion.test_families import assert_same_bytes, do, weights
+
+Folder = Callable[[str], Path]
+
+
+@pytest.mark.parametrize("name", BERTS)
+def test_there_and_back(name: str, model_folder: Folder, tmp_path: Path) -> None:
+    """A norm that lands in the wrong layer, or a head that is lost, would train on quietly from a worse model."""
+    source = model_folder(name)
+    said = do("hf", source, "megatron", tmp_path / "ours")
+    assert said[1].startswith("proof: largest difference")
+    found = read_native(tmp_path / "ours")
+    assert found.groups == (BertConfig(bert_binary_head=BERTS[name][2]),)
+    question = question_for(found.model, found.groups)
+    theirs, ours = huggingface_answer(source, question), native_answer(tmp_path / "ours", question)
+    assert set(theirs) == {"words"} | ({"order"} if BERTS[name][2] else set())
+    for kind, logits in theirs.items():
+        assert (logits - ours[kind]).abs().max() < 1e-5 * logits.abs().max(), kind
+    do("megatron", tmp_path / "ours", "hf", tmp_path / "back", max_shard_size=40_000)
+    assert_same_bytes(source, tmp_path / "back")
+    for kind, logits in huggingface_answer(tmp_path / "back", question).items():
+        assert torch.equal(logits, theirs[kind])
+    written, original = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "back", source))
+    assert written["architectures"] == original["architectures"]
+
+
+def test_a_wrong_head_is_found(model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The words alone would prove nothing about the order of texts."""
+
+    def slightly_off(folder: Path) -> Any:
+        found = read_huggingface(folder)
+        right = found.tensors["binary_head.weight"]
+        wrong = LazyTensor(right.shape, right.dtype, lambda: right.make() * 1.01)
+        return dataclasses.replace(found, tensors={**found.tensors, "binary_head.weight": wrong})
+
+    monkeypatch.setattr(conversion, "read_huggingface", slightly_off)
+    with pytest.raises(ProofError, match="source and target are different models"):
+        convert(Conversion("hf", model_folder("bert"), "megatron", tmp_path / "ours"), print)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_goes_on_from_it(model_folder: Folder, tmp_path: Path) -> None:
+    """Pretraining takes the weights and the settings, the original's arrangement of norms among them."""
+    do("hf", model_folder("bert"), "megatron", tmp_path / "ours")
+    sizes = "--num-layers 3 --hidden-size 48 --ffn-hidden-size 80 --num-attention-heads 4 --vocab-size 100 --mock-data"
+    norms = "--apply-residual-connection-post-layernorm --norm-epsilon 1e-12 --exact-gelu"
+    flags = f"{sizes} {norms} --max-position-embeddings 64 --finetune --load {tmp_path / 'ours'}"
+    run = tiny_run(ParallelContext.single(), flags, family=FAMILIES["bert"])
+    load(run)
+    assert torch.equal(
+        run.models[0].get_parameter("encoder.final_layernorm.bias").detach(),
+        weights(model_folder("bert"))["bert.encoder.layer.2.output.LayerNorm.bias"],
+    )
+
+
+def test_files_of_other_times(model_folder: Folder, tmp_path: Path) -> None:
+    """BERT's own files on the hub: TensorFlow's names of norms, copies of tied tensors, buffers; one has the second
+    head, and another only the pooler that it would read.
+    """
+    from safetensors.torch import save_file
+
+    source = weights(model_folder("bert"))
+    old = {name.replace("LayerNorm.weight", "LayerNorm.gamma"): tensor for name, tensor in source.items()}
+    old = {name.replace("LayerNorm.bias", "LayerNorm.beta"): tensor for name, tensor in old.items()}
+    old["bert.embeddings.position_ids"] = torch.arange(64)[None].float()
+    old["cls.predictions.decoder.weight"] = source["bert.embeddings.word_embeddings.weight"].clone()
+    old["cls.predictions.decoder.bias"] = source["cls.predictions.bias"].clone()
+    shutil.copytree(model_folder("bert"), tmp_path / "old")
+    save_file(old, tmp_path / "old/model.safetensors", metadata={"format": "pt"})
+    do("hf", tmp_path / "old", "megatron", tmp_path / "ours")
+    do("megatron", tmp_path / "ours", "hf", tmp_path / "back")
+    assert_same_bytes(model_folder("bert"), tmp_path / "back")
+
+    pooled = {name: tensor for name, tensor in source.items() if "seq_relationship" not in name}
+    save_file(pooled, tmp_path / "old/model.safetensors", metadata={"format": "pt"})
+    found = read_huggingface(tmp_path / "old")
+    assert found.groups == (BertConfig(bert_binary_head=False),) and "pooler.dense.weight" not in found.tensors
+
+    body = {name.removeprefix("bert."): tensor for name, tensor in source.items() if not name.startswith("cls.")}
+    save_file(body, tmp_path / "old/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"holds no head for hidden words \(cls\.predictions\): convert a"):
+        read_huggingface(tmp_path / "old")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"type_vocab_size": 3}, "says type_vocab_size = 3: this project has that only as 2"),
+        ({"position_embedding_type": "relative_key"}, "has that only as 'absolute'"),
+        ({"is_decoder": True}, "says is_decoder = True"),
+        ({"tie_word_embeddings": False}, "says tie_word_embeddings = False"),
+        ({"hidden_act": "relu"}, "says hidden_act = 'relu': this project has gelu_new and"),
+        ({"num_hidden_layers": 4}, "missing: bert.encoder.layer.3.attention.output.LayerNorm.bias"),
+    ],
+)
+def test_settings_that_cannot_be_converted(
+    settings: dict[str, Any], words: str, model_folder: Folder, tmp_path: Path
+) -> None:
+    """By name, with the value."""
+    folder = shutil.copytree(model_folder("bert"), tmp_path / "bert")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **settings}))
+    with pytest.raises(CheckpointError) as caught:
+        read_huggingface(folder)
+    assert words in str(caught.value)
+
+
+def test_berts_that_hugging_face_does_not_have() -> None:
+    """Pre-norm or original norms, both have a home; rotary positions have none."""
+    model = ModelConfig(**CLASSIC)
+    known: dict[str, Any] = {"dtype": "float32", "source": {}, "tokens": {}}
+    assert config_from_model(model, (BertConfig(),), **known)["architectures"] == ["MegatronBertForPreTraining"]
+    original = dataclasses.replace(model, apply_residual_connection_post_layernorm=True)
+    bare = (BertConfig(bert_binary_head=False),)
+    assert config_from_model(original, bare, **known)["architectures"] == ["BertForMaskedLM"]
+    rotary = dataclasses.replace(model, position_embedding_type="rope", qk_layernorm=True)
+    with pytest.raises(CheckpointError, match="has no BERT of this architecture: positions are not learned; queries"):
+        config_from_model(rotary, (BertConfig(),), **known)
+
+
+def test_megatron_lms_berts_are_refused_by_name(model_folder: Folder, tmp_path: Path) -> None:
+    """Neither direction is there; what to do is said."""
+    do("hf", model_folder("bert"), "megatron", tmp_path / "ours", skip_proof=True)
+    with pytest.raises(CheckpointError, match="only GPTs are converted to Megatron-LM's formats, and this is a BERT"):
+        convert(Conversion("megatron", tmp_path / "ours", "megatron-lm", tmp_path / "theirs"), print)
+    values = random_tensors(ModelConfig(**CLASSIC))
+    write_torch(tmp_path / "theirs", CLASSIC, values, style="core", tp=1)
+    path = next((tmp_path / "theirs").rglob("*rng.pt"))
+    content = torch.load(path, weights_only=False)
+    content["model"]["embedding.tokentype_embeddings.weight"] = torch.zeros(2, 32)
+    torch.save(content, path)
+    with pytest.raises(CheckpointError, match=r"holds embedding\.tokentype_embeddings\.weight, so it is a BERT or T5"):
+        convert(Conversion("megatron-lm", tmp_path / "theirs", "hf", tmp_path / "theirs in hf"), print)
+    with pytest.raises(CheckpointError, match=r"--model-type GPT: .*ours holds a BERT"):
+        convert(Conversion("megatron", tmp_path / "ours", "hf", tmp_path / "x", family="GPT"), print)
+
+
+PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "##s", "Cat"]
+
+
+@pytest.mark.parametrize("kind", ["vocab.txt", "tokenizer.json"])
+@pytest.mark.parametrize("lower", [True, False])
+def test_the_vocabulary_travels(kind: str, lower: bool, model_folder: Folder, tmp_path: Path) -> None:
+    """With as many ids as the model has rows, letters read as its settings say; back again transformers reads it."""
+    import transformers
+
+    source = shutil.copytree(model_folder("bert"), tmp_path / "source")
+    pieces = [*PIECES, *(f"w{number}" for number in range(101 - len(PIECES)))]
+    (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n")
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    reference: Any = transformers.BertTokenizer(vocabulary, do_lower_case=lower)
+    reference.save_pretrained(source)
+    if kind == "vocab.txt":
+        shutil.copyfile(tmp_path / "vocab.txt", source / "vocab.txt")
+        (source / "tokenizer.json").unlink()
+    do("hf", source, "megatron", tmp_path / "ours")
+    config = read_native(tmp_path / "ours").tokenizer
+    assert config.tokenizer_type == ("BertWordPieceLowerCase" if lower else "BertWordPieceCase")
+    assert config.vocab_file == str(tmp_path / "ours/huggingface" / kind)
+    tokenizer = build_tokenizer(config)
+    assert tokenizer.vocab_size == 101
+    assert tokenizer.tokenize("The Cats sat") == reference("The Cats sat", add_special_tokens=False)["input_ids"]
+    do("megatron", tmp_path / "ours", "hf", tmp_path / "back")
+    again: Any = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+    assert again("The Cats sat")["input_ids"] == reference("The Cats sat")["input_ids"]
+
+
+def test_tensors_come_in_one_file(model_folder: Folder) -> None:
+    """What transformers itself leaves out of its files is what we ignore."""
+    names = tensors_in(model_folder("bert"))
+    assert "cls.predictions.bias" in names and "cls.predictions.decoder.weight" not in names
