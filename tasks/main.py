@@ -60,7 +60,8 @@ def measure(config: RunConfig, task: Task, *, started: float) -> None:
         check_ranks_agree(config, context)
         result = task.load()(config, context)
         if context.mesh.world_rank == context.mesh.world_size - 1:
-            print("\n".join(result.lines), flush=True)
+            for line in result.lines:
+                print(line, flush=True)
             write_result(result, config, context, seconds=time.monotonic() - started)
 
 

@@ -45,7 +45,7 @@ def _section(title: str, lines: Sequence[str]) -> str:
 
 
 def _batch(run: RunConfig) -> list[str]:
-    training, length = run.training, run.data.seq_length
+    training, length = run.training, run.data.seq_length * run.sequences_per_sample
     micro, replicas, full = training.micro_batch_size, run.data_parallel_size, training.global_batch_size
     lines = [
         f"{full:,} samples a step: {replicas:,} data-parallel rank{_s(replicas)} x micro batch {micro} "

@@ -97,27 +97,34 @@ def stages_of(run: RunConfig, pipeline_rank: int) -> list[StageShape]:
 
 
 def _parameters(run: RunConfig, stages: Sequence[StageShape], *, ranks: int, vocabulary: int) -> ParameterCounts:
-    model, bert = run.model, run.find(BertConfig)
-    hidden = model.hidden_size
+    model, hidden = run.model, run.model.hidden_size
     norm = hidden * (2 if model.normalization == "LayerNorm" else 1)
     learned = model.position_embedding_type == "learned_absolute"
     first, last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
-    copied = last and (model.untie_embeddings_and_output_weights or not first)
+    has_words = last and run.answers is None
+    copied = has_words and (model.untie_embeddings_and_output_weights or not first)
     layer = _attention_parameters(model, ranks) + _mlp_parameters(model, ranks) + 2 * norm
-    positions = (model.max_position_embeddings if learned else 0) + (_TOKEN_TYPES if bert else 0)
+    positions = (model.max_position_embeddings if learned else 0) + (_TOKEN_TYPES if run.is_bert else 0)
     return ParameterCounts(
         word_embeddings=vocabulary * hidden * first,
         position_embeddings=positions * hidden * first,
         layers=sum(stage.layers for stage in stages) * layer,
         final_norm=norm * last,
         output_layer=vocabulary * hidden * copied,
-        heads=_head_parameters(bert, hidden, norm, vocabulary) if bert and last else 0,
+        heads=_head_parameters(run, norm, vocabulary) if last else 0,
     )
 
 
-def _head_parameters(bert: BertConfig, hidden: int, norm: int, vocabulary: int) -> int:
-    """A dense layer, norm and bias for the words; a dense layer and two outputs for the order."""
+def _head_parameters(run: RunConfig, norm: int, vocabulary: int) -> int:
+    """Of a BERT: a dense layer, norm and bias for the words, a dense layer and two outputs for the order; of one that
+    answers, the latter with its own number of outputs.
+    """
+    hidden, bert = run.model.hidden_size, run.find(BertConfig)
     dense = hidden * hidden + hidden
+    if run.answers is not None:
+        return dense + run.answers.classes * (hidden + 1)
+    if bert is None:
+        return 0
     return dense + norm + vocabulary + (dense + 2 * hidden + 2 if bert.bert_binary_head else 0)
 
 
@@ -183,7 +190,8 @@ class _Activations:
     def __init__(self, run: RunConfig) -> None:
         model, training, ranks = run.model, run.training, run.parallel.tensor_model_parallel_size
         self._run, self._model, self._training = run, model, training
-        self._tokens = run.data.seq_length // run.parallel.context_parallel_size * training.micro_batch_size
+        sequences = training.micro_batch_size * run.sequences_per_sample
+        self._tokens = run.data.seq_length // run.parallel.context_parallel_size * sequences
         self._rows = self._tokens // (ranks if run.parallel.sequence_parallel else 1)
         self._hidden = model.hidden_size
         self._queries = model.num_attention_heads * model.kv_channels // ranks
@@ -212,6 +220,8 @@ class _Activations:
 
     def of_loss(self) -> int:
         """Hidden states and their gradient, the output weight's gradient, one chunk of logits."""
+        if self._run.answers is not None:  # of the first token alone
+            return 2 * self._rows * self._hidden * self._width
         ranks = self._run.parallel.tensor_model_parallel_size
         vocabulary = self._run.padded_vocab_size // ranks
         chunk = min(_LOSS_CHUNK, vocabulary * self._tokens) * (4 if self._width == 4 else 6)

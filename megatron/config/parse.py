@@ -104,13 +104,16 @@ class Intake:
         """Take the architecture from the settings saved in the checkpoint that ``--load`` names."""
         if not self.value("use_checkpoint_args"):
             return
-        path, step = self.value("load") or self.value("pretrained_checkpoint"), self.value("ckpt_step")
+        load, pretrained = self.value("load"), self.value("pretrained_checkpoint")
+        path = load or pretrained
         if path is None:
             self._wrong("--use-checkpoint-args takes the architecture from a checkpoint: name its folder with --load")
             self.faulted.update(spec.positive for spec in self._checkpoint_fields())
             return
         assert reader is not None, "a command with --use-checkpoint-args passes checkpoint_config"
-        saved = reader(path, step)
+        saved = reader(path, self.value("ckpt_step") if load else None)
+        if saved is None and load and pretrained:  # a run that has saved nothing yet
+            path, saved = pretrained, reader(pretrained, None)
         if saved is None:
             self._wrong(
                 f"--use-checkpoint-args finds no checkpoint in {path}: give another --load or the sizes as flags"

@@ -23,7 +23,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.reporting import ReportingConfig
-from megatron.config.task import TaskConfig
+from megatron.config.task import FINE_TUNING, AnswerShape, TaskConfig
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.training import TrainingConfig
 from megatron.errors import ConfigError
@@ -94,7 +94,7 @@ class RunConfig:
         if kind is None:
             files = tokenizer.vocab_file or tokenizer.merge_file or tokenizer.tokenizer_model
             null = self.data.mock_data and tokenizer.vocab_size is not None and not files
-            usual = "GPT2BPETokenizer" if self.find(BertConfig) is None else "BertWordPieceLowerCase"
+            usual = "BertWordPieceLowerCase" if self.is_bert else "GPT2BPETokenizer"
             kind = found["tokenizer"]["tokenizer_type"] = "NullTokenizer" if null else usual
         if model.vocab_size is None and tokenizer.vocab_size is not None:
             found["model"]["vocab_size"] = tokenizer.vocab_size + (kind == "NullTokenizer")
@@ -146,6 +146,27 @@ class RunConfig:
     def groups(self) -> tuple[Any, ...]:
         """Every group that describes the run, in the order of the help text."""
         return (*(getattr(self, group_name(kind)) for kind in CORE_GROUPS), *self.extra)
+
+    @property
+    def answers(self) -> AnswerShape | None:
+        """What a BERT of this run answers; None for one that doesn't, and for other models."""
+        task = self.find(TaskConfig)
+        return FINE_TUNING.get(task.task) if task is not None else None
+
+    @property
+    def is_bert(self) -> bool:
+        """Whether the model is a BERT, which fills in words or answers."""
+        return self.find(BertConfig) is not None or self.answers is not None
+
+    @property
+    def sequences_per_sample(self) -> int:
+        """Sequences of ``--seq-length`` tokens that the model reads for one sample."""
+        return self.answers.choices if self.answers is not None else 1
+
+    @property
+    def predictions_per_sample(self) -> int:
+        """Predictions that a sample's loss is the sum of, at most."""
+        return 1 if self.answers is not None else self.data.seq_length
 
     @property
     def model_parallel_size(self) -> int:

@@ -7,6 +7,23 @@ from typing import Literal
 
 from megatron.config.flags import check_flags, flag
 
+
+@dataclass(frozen=True)
+class AnswerShape:
+    """What a fine-tuning task asks: which of ``classes`` a pair of texts is of, or, where that is one, which of
+    ``choices`` pairs is right. ``longest_first``: tokens of a first text at most.
+    """
+
+    choices: int
+    classes: int
+    longest_first: int | None = None
+
+
+FINE_TUNING = {
+    "RACE": AnswerShape(choices=4, classes=1, longest_first=128),
+    "MNLI": AnswerShape(choices=1, classes=3),
+    "QQP": AnswerShape(choices=1, classes=2),
+}
 ZERO_SHOT = ("WIKITEXT103", "LAMBADA", "LM")  # tasks that train nothing
 _RETRIEVAL = "retrieval models are outside this project"
 
@@ -16,7 +33,7 @@ _RETRIEVAL = "retrieval models are outside this project"
 class TaskConfig:
     """Flags of tasks/main.py alone."""
 
-    task: Literal["WIKITEXT103", "LAMBADA", "LM"] = flag(
+    task: Literal["WIKITEXT103", "LAMBADA", "LM", "RACE", "MNLI", "QQP"] = flag(
         "What is measured.",
         refused_values={
             "ICT-ZEROSHOT-NQ": _RETRIEVAL,
@@ -28,6 +45,9 @@ class TaskConfig:
     valid_data: tuple[str, ...] = flag("Files or folders to measure on.", default=())
     epochs: int | None = flag(
         "Passes over --train-data, of tasks that have one; 0 only evaluates.", default=None, at_least=0
+    )
+    keep_last: bool = flag(
+        "RACE, MNLI and QQP: train also on the samples that don't fill a batch; always so here.", default=False
     )
     overlapping_eval: int | None = flag(
         "WIKITEXT103 and LM: tokens by which windows over the text advance, so that all but the first window's scored "

@@ -10,8 +10,10 @@ from megatron.config.run import RunConfig
 from megatron.core.checkpointing.agreement import run_on_first
 from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint, is_unused
 from megatron.core.checkpointing.load import load_checkpoint, read_run_state
+from megatron.core.checkpointing.stored_tensors import StoredTensors
 from megatron.core.files.remote_path import AnyPath, RemotePath, path_of
 from megatron.core.optimizer.schedule import resumed_schedule
+from megatron.core.parallel.collectives import gather_objects
 from megatron.core.parallel.sharding import ShardedState
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.errors import CheckpointError
@@ -27,14 +29,24 @@ CHANGEABLE = frozenset(
 def load(run: Run) -> None:
     """Bring the run to where ``--load`` or ``--pretrained-checkpoint`` says, or leave it at the start of a new one.
 
-    Raises CheckpointError when there is nothing usable, and when the checkpoint is of another model.
+    Raises CheckpointError when there is nothing usable, when the checkpoint is of another model, and when nothing is
+    named for a model that is made of a trained one.
     """
     settings = run.config.checkpoint
     folder = checkpoint_to_load(run)
     if folder is not None:
         _load_from(run, folder, weights_only=settings.finetune)
     elif settings.pretrained_checkpoint is not None:
-        _load_from(run, find_checkpoint(settings.pretrained_checkpoint, mesh=run.context.mesh), weights_only=True)
+        pretrained = find_checkpoint(settings.pretrained_checkpoint, mesh=run.context.mesh)
+        if read_run_state(pretrained)["recipe"] in run.recipe.starts_from:
+            load_body(run, pretrained)
+        else:
+            _load_from(run, pretrained, weights_only=True)
+    elif run.recipe.starts_from:
+        raise CheckpointError(
+            f"a {run.recipe.name} model is made of a trained {' or '.join(run.recipe.starts_from)} model, and none is "
+            "named: give --pretrained-checkpoint"
+        )
 
 
 def checkpoint_to_load(run: Run) -> CheckpointFolder | None:
@@ -89,6 +101,33 @@ def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> Non
     run.reporter.say(f"  successfully loaded checkpoint from {folder.path} at iteration {run.progress.iteration}")
 
 
+def load_body(run: Run, folder: CheckpointFolder) -> None:
+    """Take what the run's model shares with the other recipe's in ``folder``; say by name what stays fresh.
+
+    A collective. Raises CheckpointError when more is missing than the recipe allows.
+    """
+    recipe, state = run.recipe, read_run_state(folder)
+    theirs = state["recipe"]
+    check_same_model(state, folder, recipe=theirs, config=run.config, tokenizer=run.tokenizer)
+    stored, names = set(StoredTensors(folder.path).entries), where_to_find_weights(run.model_state())
+    wanted = [*run.model_state(), *run.optimizer.master_entries()]
+    shared = [entry for entry in wanted if stored.intersection(names.get(entry.name, (entry.name,)))]
+    mine = {entry.name.removeprefix("model.") for entry in run.model_state()}
+    held = {entry.name.removeprefix("model.") for entry in shared}
+    everyone = gather_objects((mine, mine - held), run.context.mesh)
+    asked, fresh = (sorted(set().union(*(each[kind] for each in everyone))) for kind in (0, 1))
+    lacking = [name for name in fresh if not name.startswith(recipe.starts_from[theirs])]
+    if lacking:
+        raise CheckpointError(f"{folder.path} lacks {', '.join(lacking)}, which every {theirs} model has")
+    load_checkpoint(folder, shared, run.context.mesh, exhaust=(), alternatives=names)
+    left = {name.removeprefix("model.") for name in stored if name.startswith("model.")}.difference(asked)
+    run.loaded_from = str(folder.path)
+    run.reporter.say(
+        f"  took the body of the {theirs} model in {folder.path}; with fresh weights: {', '.join(fresh)}; left there: "
+        f"{', '.join(sorted({name.partition('.')[0] for name in left})) or 'nothing'}"
+    )
+
+
 def where_to_find_weights(weights: Iterable[ShardedState]) -> dict[str, tuple[str, ...]]:
     """Names to look for, best first: fp32 masters are more exact than 16-bit weights, whichever of them a file has."""
     found: dict[str, tuple[str, ...]] = {}
@@ -138,7 +177,11 @@ def check_same_model(
 
 
 def saved_config(load: str, step: int | None) -> Mapping[str, Any] | None:
-    """The settings stored in the checkpoint that ``load`` and ``step`` name, for ``--use-checkpoint-args``."""
+    """The settings stored in the checkpoint that ``load`` and ``step`` name, for ``--use-checkpoint-args``; None when
+    nothing has been saved there yet.
+    """
+    if is_unused(load):
+        return None
     # Loading verifies every file; reading the settings needs no more than to know which checkpoint it will be.
     state: Mapping[str, Any] = read_run_state(find_checkpoint(load, step=step, verify=False))["config"]
     return state

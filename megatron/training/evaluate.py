@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch
 from megatron.training.run import Run
-from megatron.training.step import evaluation_step, global_loss
+from megatron.training.step import GlobalLoss, evaluation_step, global_loss
 
 
-def evaluate(run: Run, batches: Iterator[list[Microbatch]]) -> dict[str, float]:
-    """Mean losses over ``batches`` of this rank's microbatches, dropout off. A collective."""
+def evaluate(run: Run, batches: Iterator[list[Microbatch]]) -> GlobalLoss:
+    """Losses over ``batches`` of this rank's microbatches, dropout off. A collective."""
     for model in run.models:
         model.eval()
     total: LossSum | None = None
@@ -20,4 +20,4 @@ def evaluate(run: Run, batches: Iterator[list[Microbatch]]) -> dict[str, float]:
             total = loss if total is None else total.plus(loss)
     for model in run.models:
         model.train()
-    return global_loss(total, run.recipe.loss_names(run.config), run.context).means
+    return global_loss(total, run.recipe.loss_names(run.config), run.context)

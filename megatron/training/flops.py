@@ -40,6 +40,14 @@ def bert_flops_per_sample(
     return float(seq_length * (_layers(model, seq_length) + words) + order)
 
 
+def classification_flops_per_sample(model: ModelConfig, seq_length: int, *, choices: int, classes: int) -> float:
+    """Model FLOPs of one sample of ``choices`` sequences, forward and backward: layers over the whole square of
+    attention, and pooler and head on one token of each sequence.
+    """
+    hidden = model.hidden_size
+    return float(choices * (seq_length * _layers(model, seq_length) + 6 * hidden * (hidden + classes)))
+
+
 def _layers(model: ModelConfig, keys: float) -> float:
     """Of all layers for one token that sees ``keys`` others."""
     query_width = model.num_attention_heads * model.kv_channels

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Mapping
+
 from megatron.config.run import RunConfig
 from megatron.core.datasets.splits import SplitName
 from megatron.core.parallel.context import ParallelContext
 from megatron.training.agreement import check_parameter_count, check_ranks_agree, check_replicas_agree
 from megatron.training.checkpoint import load
 from megatron.training.evaluate import evaluate
+from megatron.training.metrics import Evaluation
 from megatron.training.recipe import Recipe
 from megatron.training.run import Run, build_run, startup_facts
 from megatron.training.saving import Saver, check_save_folder, saving
@@ -22,10 +26,18 @@ from megatron.training.upkeep import (
 )
 
 
-def train_from_start_to_end(config: RunConfig, recipe: Recipe, context: ParallelContext, *, started: float) -> None:
-    """Build the run, load what it continues from, train, and evaluate at the end."""
+def train_from_start_to_end(
+    config: RunConfig,
+    recipe: Recipe,
+    context: ParallelContext,
+    *,
+    started: float,
+    evaluated: Callable[[Run, Mapping[str, Evaluation]], None] | None = None,
+) -> Run:
+    """Build the run, load what it continues from, train, and evaluate at the end. ``evaluated``: see ``Run``."""
     check_ranks_agree(config, context)
     run = build_run(config, recipe, context, started=started)
+    run.evaluated = evaluated or run.evaluated
     parameters = check_parameter_count(run.config, list(run.model_state()), context)
     load(run)
     check_save_folder(run.config, context)
@@ -39,6 +51,7 @@ def train_from_start_to_end(config: RunConfig, recipe: Recipe, context: Parallel
             validate(run, "valid", f"iteration {iteration} on validation set", evaluation=regular)
             validate(run, "test", f"iteration {iteration} on test set", evaluation=0)
     run.reporter.close()
+    return run
 
 
 def train_and_save(run: Run) -> bool:
@@ -71,7 +84,8 @@ def train(run: Run, saver: Saver) -> bool:
         if interval is not None and progress.iteration % interval == 0:
             check_replicas_agree(run.model_state(), run.context, iteration=progress.iteration)
 
-        if training.eval_iters and progress.iteration % training.eval_interval == 0:
+        repeated_at_the_end = config.data.full_validation and progress.iteration == config.train_iters
+        if training.eval_iters and progress.iteration % training.eval_interval == 0 and not repeated_at_the_end:
             number = progress.iteration // training.eval_interval - 1
             validate(run, "valid", f"iteration {progress.iteration}", evaluation=number)
         reason = run.exit_watch.reason(progress.iteration)
@@ -89,12 +103,16 @@ def train(run: Run, saver: Saver) -> bool:
 
 def validate(run: Run, split: SplitName, where: str, *, evaluation: int) -> None:
     """Evaluate on the data sets of a split for the ``evaluation``-th time, and report each by itself."""
-    progress = run.progress
+    progress, found = run.progress, dict[str, Evaluation]()
     for name in run.data.evaluated(split):
         collect_garbage_around_evaluation(run.config.training)
+        start = time.perf_counter()
         with run.reporter.aside("evaluate-time"):
-            losses = evaluate(run, run.data.evaluation_batches(split, evaluation=evaluation, name=name))
+            loss = evaluate(run, run.data.evaluation_batches(split, evaluation=evaluation, name=name))
+        found[name] = Evaluation(loss.totals, time.perf_counter() - start)
         collect_garbage_around_evaluation(run.config.training)
         run.reporter.validation(
-            where, losses, iteration=progress.iteration, consumed_samples=progress.consumed_samples, data_set=name
+            where, loss.means, iteration=progress.iteration, consumed_samples=progress.consumed_samples, data_set=name
         )
+    if found:
+        run.evaluated(run, found)

@@ -28,6 +28,14 @@ class StepRecord:
     skipped: bool = False
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """What was found on one data set: sum and count of each loss, and of what else is counted, by name."""
+
+    totals: Mapping[str, tuple[float, float]]
+    seconds: float
+
+
 @dataclass
 class IntervalTotals:
     """Losses and counts since the last log line.
@@ -100,6 +108,11 @@ def perplexity(loss: float) -> float:
     return math.exp(min(20.0, loss))
 
 
+def has_perplexity(name: str) -> bool:
+    """Whether a mean is a loss; an accuracy has no perplexity."""
+    return name.endswith("loss")
+
+
 def validation_block(where: str, losses: Mapping[str, float]) -> str:
     """Validation losses between two rules.
 
@@ -107,6 +120,8 @@ def validation_block(where: str, losses: Mapping[str, float]) -> str:
     """
     line = f" validation loss at {where} | "
     for name, loss in losses.items():
-        line += f"{name} value: {loss:.6E} | {name} PPL: {perplexity(loss):.6E} | "
+        line += f"{name} value: {loss:.6E} | "
+        if has_perplexity(name):
+            line += f"{name} PPL: {perplexity(loss):.6E} | "
     rule = "-" * (len(line) + 1)
     return f"{rule}\n{line}\n{rule}"

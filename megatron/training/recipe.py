@@ -21,17 +21,23 @@ from megatron.training.pipeline import PipelineSettings
 class Recipe(Protocol):
     """One model family. Adding one is writing one of these; loop, runner and optimizer stay as they are.
 
-    ``groups``: settings of this family alone, beside those of every run.
+    ``groups``: settings of this family alone, beside those of every run. ``starts_from``: other recipes whose trained
+    models hold the body of this one's, by name, each with beginnings of the parameters that they may lack; a recipe
+    with any never starts from nothing.
     ``batch_fields``: every tensor of a batch that may have a say in forward or loss, with the dimension in which it
     runs along the sequence: context-parallel ranks keep their slices of it. None: each rank needs all of it.
     """
 
     name: str
     groups: tuple[type, ...]
+    starts_from: Mapping[str, tuple[str, ...]]
     batch_fields: Mapping[str, int | None]
 
     def loss_names(self, run: RunConfig) -> tuple[str, ...]:
-        """The losses that ``loss`` reports, which ranks without the last stage must know, too."""
+        """The losses, and other means such as accuracy, that ``loss`` reports: ranks without the last stage must know.
+
+        A perplexity is told of those whose names end in "loss".
+        """
         ...
 
     def attention(self, run: RunConfig) -> Mapping[str, bool]:

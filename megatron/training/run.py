@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -27,6 +27,7 @@ from megatron.core.tokenizers.build import build_tokenizer
 from megatron.training.agreement import check_stages
 from megatron.training.data import TrainingData
 from megatron.training.flops import SpeedScale, device_peak
+from megatron.training.metrics import Evaluation
 from megatron.training.pipeline import PipelineSettings, Plans, routes
 from megatron.training.recipe import ModelChunk, Recipe, stages_here
 from megatron.training.report import Reporter, Speaker
@@ -49,7 +50,10 @@ class Progress:
 
 @dataclass(kw_only=True)
 class Run:
-    """A run on one rank. ``schedule``: None for a run that only evaluates. ``loaded_from``: its checkpoint, if any."""
+    """A run on one rank. ``schedule``: None for a run that only evaluates. ``loaded_from``: its checkpoint, if any.
+
+    ``evaluated``: called on every rank after each evaluation, with what was found on each data set by its name.
+    """
 
     config: RunConfig
     recipe: Recipe
@@ -67,6 +71,7 @@ class Run:
     data: TrainingData
     progress: Progress = field(default_factory=Progress)
     loaded_from: str | None = None
+    evaluated: Callable[[Run, Mapping[str, Evaluation]], None] = lambda run, found: None
 
     def model_state(self) -> Iterator[ShardedState]:
         """Every parameter under its name in a checkpoint; tied copies share one."""
@@ -105,7 +110,7 @@ def build_run(config: RunConfig, recipe: Recipe, context: ParallelContext, *, st
         context,
         sharded=sharded,
         count_zeros=config.reporting.log_num_zeros_in_grad,
-        tokens_per_microbatch=config.training.micro_batch_size * config.data.seq_length,
+        tokens_per_microbatch=config.training.micro_batch_size * config.predictions_per_sample,
     )
     if config.parallel.overlap_param_gather:
         for model in models:
@@ -175,7 +180,7 @@ def build_reporter(config: RunConfig, recipe: Recipe, context: ParallelContext) 
     )
     scale = SpeedScale(
         flops_per_sample=recipe.flops_per_sample(config),
-        tokens_per_sample=config.data.seq_length,
+        tokens_per_sample=config.data.seq_length * config.sequences_per_sample,
         world_size=mesh.world_size,
         peak=device_peak(context.device, context.dtype) if reporting.log_throughput else None,
     )

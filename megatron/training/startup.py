@@ -89,13 +89,17 @@ def _batch(run: RunConfig) -> str:
     accumulated = full // (micro * replicas)
     ramp = f", from {run.batch_ramp.start} up" if training.rampup_batch_size else ""
     return (
-        f"{full} samples of {run.data.seq_length:,} tokens{ramp}: {replicas} replicas x {micro} a microbatch "
-        f"x {accumulated} accumulated"
+        f"{full} samples of {_sequences(run)}{run.data.seq_length:,} tokens{ramp}: {replicas} replicas x {micro} a "
+        f"microbatch x {accumulated} accumulated"
     )
 
 
+def _sequences(run: RunConfig) -> str:
+    return f"{run.sequences_per_sample} x " if run.sequences_per_sample > 1 else ""
+
+
 def _length(run: RunConfig, facts: StartupFacts) -> str:
-    tokens = run.train_samples * run.data.seq_length
+    tokens = run.train_samples * run.sequences_per_sample * run.data.seq_length
     flops = run.train_samples * facts.flops_per_sample
     start = f", from iteration {facts.start_iteration:,}" if facts.start_iteration else ""
     return (

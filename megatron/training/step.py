@@ -20,14 +20,22 @@ from megatron.training.upkeep import release_memory
 
 @dataclass(frozen=True)
 class GlobalLoss:
-    """The loss of a global batch, the same on every rank: named means, and the count that gradients are divided by."""
+    """The loss of a global batch, the same on every rank, and the count that gradients are divided by.
 
-    means: dict[str, float]
+    ``totals``: the sum and the count of each of its parts, by name.
+    """
+
+    totals: dict[str, tuple[float, float]]
     count: float
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Each part's sum over its count; 0 where nothing counts, never NaN."""
+        return {name: total / max(count, 1.0) for name, (total, count) in self.totals.items()}
 
 
 def global_loss(loss: LossSum | None, names: Sequence[str], context: ParallelContext) -> GlobalLoss:
-    """Add up a loss over all ranks that hold the last stage, for all ranks. A count of zero gives 0, never NaN.
+    """Add up a loss over all ranks that hold the last stage, for all ranks.
 
     ``loss``: None on ranks that don't. ``names``: of its parts.
     """
@@ -40,8 +48,7 @@ def global_loss(loss: LossSum | None, names: Sequence[str], context: ParallelCon
     # On a GPU everything queued so far, collectives of others too, is waited for here.
     with context.mesh.activity.waiting("the device's work", range(context.mesh.world_size)):
         totals = all_reduce(pairs, context.mesh, "pp", "dp", "cp").tolist()
-    means = {name: total / max(count, 1.0) for name, (total, count) in zip(names, totals[1:])}
-    return GlobalLoss(means, max(totals[0][1], 1.0))
+    return GlobalLoss({name: (total, count) for name, (total, count) in zip(names, totals[1:])}, max(totals[0][1], 1.0))
 
 
 def loss_weights(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from megatron.errors import ConfigError
-from megatron.training.metrics import StepRecord, perplexity
+from megatron.training.metrics import StepRecord, has_perplexity, perplexity
 
 if TYPE_CHECKING:
     from megatron.config.reporting import ReportingConfig
@@ -124,7 +124,7 @@ class TensorBoard:
         of = f" {data_set}" if data_set else ""
         for name, loss in losses.items():
             self._both(f"{name} validation{of}", loss, iteration, consumed_samples)
-            if self._config.log_validation_ppl_to_tensorboard:
+            if self._config.log_validation_ppl_to_tensorboard and has_perplexity(name):
                 self._both(f"{name} validation ppl{of}", perplexity(loss), iteration, consumed_samples)
         if self._writer is not None:
             self._writer.flush()

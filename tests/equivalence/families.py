@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.models.bert import BertModel
+from megatron.core.models.classification import BertClassifier
 from megatron.core.models.gpt import GPTModel
 from megatron.training.recipe import Recipe
 from megatron.training.recipes.bert import ORDER, WORDS, BertRecipe
+from megatron.training.recipes.classification import ACCURACY, LOSS, ClassificationRecipe, LabelledData
 from megatron.training.recipes.gpt import GPTRecipe
 
 GLOBAL_BATCH, LENGTH, VOCABULARY = 8, 16, 67
@@ -20,7 +23,8 @@ GLOBAL_BATCH, LENGTH, VOCABULARY = 8, 16, 67
 
 @dataclass(frozen=True)
 class Family:
-    """``batch``: the global batch of a step. ``losses``: their names; ``optional``: fields that only some variants use.
+    """``batch``: the global batch of a step. ``losses``: their names; ``optional``: fields that only some variants use;
+    ``sequences``: of a sample.
 
     ``build``: the model from its config, context, and keywords ``stage``, ``recompute`` and ``seed``.
     """
@@ -30,6 +34,7 @@ class Family:
     batch: Callable[[int], dict[str, Tensor]]
     losses: tuple[str, ...]
     optional: tuple[str, ...] = ()
+    sequences: int = 1
 
 
 def causal_batch(step: int) -> dict[str, Tensor]:
@@ -74,7 +79,36 @@ def masked_batch(step: int) -> dict[str, Tensor]:
     }
 
 
+def labelled_batch(step: int, *, choices: int, answers: int) -> dict[str, Tensor]:
+    """Samples of ``choices`` sequences of many lengths, some of which count for nothing."""
+    generator = torch.Generator().manual_seed(300 + step)
+    shape = (GLOBAL_BATCH, choices, LENGTH)
+    positions, lengths = torch.arange(LENGTH), torch.randint(3, LENGTH + 1, (*shape[:2], 1), generator=generator)
+    real = positions < lengths
+    label = torch.randint(answers, (GLOBAL_BATCH,), generator=generator)
+    label[3] = label[6] = -1
+    return {
+        "text": torch.randint(VOCABULARY, shape, generator=generator) * real,
+        "types": ((positions >= lengths // 2) & real).long(),
+        "padding_mask": real.long(),
+        "label": label,
+    }
+
+
+def answering(*, choices: int, classes: int) -> Family:
+    """A BERT that answers."""
+    return Family(
+        ClassificationRecipe("a task", LabelledData()),
+        functools.partial(BertClassifier, classes=classes),
+        functools.partial(labelled_batch, choices=choices, answers=choices * classes),
+        (LOSS, ACCURACY),
+        sequences=choices,
+    )
+
+
 FAMILIES = {
     "gpt": Family(GPTRecipe(), GPTModel, causal_batch, ("lm loss",), optional=("segments",)),
     "bert": Family(BertRecipe(), BertModel, masked_batch, (WORDS, ORDER)),
+    "classes": answering(choices=1, classes=3),
+    "choices": answering(choices=4, classes=1),
 }

@@ -94,7 +94,7 @@ def train(context: ParallelContext, flags: str) -> tuple[list[StepRecord], float
     run = tiny_run(context, flags)
     batches = run.data.training_batches(0)
     records = [train_step(run, next(batches)) for _ in range(STEPS)]
-    return records, evaluate(run, run.data.evaluation_batches("valid", evaluation=0))["lm loss"]
+    return records, evaluate(run, run.data.evaluation_batches("valid", evaluation=0)).means["lm loss"]
 
 
 @pytest.fixture(scope="module")

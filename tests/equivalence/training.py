@@ -135,7 +135,8 @@ def build_chunks(
     mesh = context.mesh
     stages = stages_of(balanced_sizes(config.num_layers, placement.num_stages))
     length = LENGTH // mesh.size("cp") // (mesh.size("tp") if context.sequence_parallel else 1)
-    hidden = {"hidden": WireSpec((length, layout.micro_batch_size, config.hidden_size), context.dtype)}
+    sequences = layout.micro_batch_size * family.sequences
+    hidden = {"hidden": WireSpec((length, sequences, config.hidden_size), context.dtype)}
     chunks = []
     for number in placement.stages_of(mesh.rank("pp")):
         stage = stages[number]

@@ -14,6 +14,7 @@ from megatron.config.flags import FlagSpec, group_name
 from megatron.config.rules import (
     bert,
     context,
+    fine_tuning,
     inputs,
     layout,
     model,
@@ -38,6 +39,7 @@ RULES: tuple[Rule, ...] = (
     *inputs.RULES,
     *bert.RULES,
     *task.RULES,
+    *fine_tuning.RULES,
 )
 
 

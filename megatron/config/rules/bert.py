@@ -33,7 +33,7 @@ def flags_of_causal_data(run: RunConfig) -> str | None:
 
 def samples_have_room(run: RunConfig) -> str | None:
     """Two texts of one token at least."""
-    if run.find(BertConfig) is None or run.data.seq_length >= _SHORTEST:
+    if not run.is_bert or run.data.seq_length >= _SHORTEST:
         return None
     return (
         f"--seq-length {run.data.seq_length} leaves no room for two texts between [CLS] and [SEP]; use {_SHORTEST} at "
@@ -44,7 +44,7 @@ def samples_have_room(run: RunConfig) -> str | None:
 def tokenizer_can_mask(run: RunConfig) -> str | None:
     """Hidden words need a token in their place."""
     kind = run.tokenizer.tokenizer_type
-    if run.find(BertConfig) is None or kind in _MASKING or (kind == "NullTokenizer" and run.data.mock_data):
+    if not run.is_bert or kind in _MASKING or (kind == "NullTokenizer" and run.data.mock_data):
         return None
     return (
         f"--tokenizer-type {kind} has no tokens to mask with; for BERT use {', '.join(_MASKING[:-1])} or {_MASKING[-1]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron.config.pipeline import schedule_name
 from megatron.config.run import RunConfig
+from megatron.config.task import TaskConfig
 
 
 def sequence_parallel_needs_tensor_ranks(run: RunConfig) -> str | None:
@@ -118,6 +119,21 @@ def microbatch_groups_need_virtual_stages(run: RunConfig) -> str | None:
     return f"--microbatch-group-size-per-virtual-pipeline-stage {size}: no effect without virtual stages"
 
 
+def epochs_set_the_pace(run: RunConfig) -> str | None:
+    """A fine-tuning is evaluated after each epoch, on all data, and drops no sample."""
+    task = run.find(TaskConfig)
+    if task is None or run.answers is None:
+        return None
+    fields = ("eval_interval", "eval_iters")
+    named = [f"--{field.replace('_', '-')}" for field in fields if run.given(field)] + ["--keep-last"] * task.keep_last
+    if not named:
+        return None
+    return (
+        f"{', '.join(named)}: no effect with --task {task.task}: each epoch ends with scores of all --valid-data, and "
+        "no sample is dropped"
+    )
+
+
 RULES = (
     sequence_parallel_needs_tensor_ranks,
     exchange_needs_context_ranks,
@@ -132,4 +148,5 @@ RULES = (
     nan_check_is_off,
     positions_need_to_enter,
     microbatch_groups_need_virtual_stages,
+    epochs_set_the_pace,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.config.run import RunConfig
-from megatron.config.task import ZERO_SHOT, TaskConfig
+from megatron.config.task import FINE_TUNING, ZERO_SHOT, TaskConfig
 
 _ONE_FILE = ("WIKITEXT103", "LAMBADA")
 _WINDOWS = ("WIKITEXT103", "LM")
@@ -49,6 +49,7 @@ def flags_of_other_tasks(run: RunConfig) -> str | None:
         f"--overlapping-eval {task.overlapping_eval}": (task.overlapping_eval is not None, _WINDOWS),
         "--strict-lambada": (task.strict_lambada, ("LAMBADA",)),
         f"--json-key {task.json_key}": (task.json_key != "text", ("LM",)),
+        "--keep-last": (task.keep_last, tuple(FINE_TUNING)),
     }
     for text, (given, tasks) in asked.items():
         if given and task.task not in tasks:

@@ -34,6 +34,7 @@ class BertRecipe:
 
     name = "bert"
     groups: tuple[type, ...] = (BertConfig,)
+    starts_from: Mapping[str, tuple[str, ...]] = {}
     batch_fields: Mapping[str, int | None] = {
         "text": 1,
         "types": 1,

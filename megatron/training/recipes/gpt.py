@@ -26,6 +26,7 @@ class GPTRecipe:
 
     name = "gpt"
     groups: tuple[type, ...] = ()
+    starts_from: Mapping[str, tuple[str, ...]] = {}
     batch_fields: Mapping[str, int | None] = {
         "tokens": 1,
         "labels": 1,

@@ -13,15 +13,15 @@ from megatron.core.pipeline_parallel.chunk import WireSpec
 from megatron.core.transformer.block import RecomputePlan
 
 
-def hidden_wires(run: RunConfig, stage: Stage, context: ParallelContext) -> dict[str, WireSpec]:
-    """Hidden states ``[s, b, h]`` between stages."""
+def hidden_wires(run: RunConfig, stage: Stage, context: ParallelContext, *, sequences: int = 1) -> dict[str, WireSpec]:
+    """Hidden states ``[s, b, h]`` between stages; ``sequences``: of one sample."""
     if stage.is_first:
         return {}
     mesh, model = context.mesh, run.model
     length = run.data.seq_length // mesh.size("cp") // (mesh.size("tp") if context.sequence_parallel else 1)
     wide = torch.promote_types(context.dtype, torch.float32)
     dtype = wide if model.fp32_residual_connection else context.dtype
-    return {"hidden": WireSpec((length, run.training.micro_batch_size, model.hidden_size), dtype)}
+    return {"hidden": WireSpec((length, run.training.micro_batch_size * sequences, model.hidden_size), dtype)}
 
 
 def build_part(run: RunConfig, stage: Stage, context: ParallelContext) -> nn.Module:

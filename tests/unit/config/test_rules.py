@@ -18,6 +18,7 @@ from megatron.config.rules import (
     check,
     context,
     failures,
+    fine_tuning,
     inputs,
     layout,
     listed,
@@ -97,7 +98,7 @@ def test_every_rule_has_a_bad_configuration(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    "module", [layout, pipeline, context, model, training, schedule, inputs, bert, task, remarking]
+    "module", [layout, pipeline, context, model, training, schedule, inputs, bert, task, fine_tuning, remarking]
 )
 def test_every_rule_is_listed(module: ModuleType) -> None:
     """A rule that is written but not listed never runs."""
@@ -203,13 +204,19 @@ REMARKS = [
         "",
         "--no-overlap-p2p-communication: no effect, because --pipeline-model-parallel-size is 1",
     ),
+    (
+        "TASK --task RACE --epochs 1 --train-data a --load x --eval-interval 9 --keep-last --vocab-file v",
+        "--mock-data --train-iters",
+        "--eval-interval, --keep-last: no effect with --task RACE: each epoch ends with scores of all --valid-data, "
+        "and no sample is dropped",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("changes", "without", "remark"), REMARKS)
 def test_remarks(changes: str, without: str, remark: str) -> None:
     """A setting without effect is not refused, but it is not silent either."""
-    assert parse(changes, without=without).notes == (remark,)
+    assert parsed(changes, without, 1).notes == (remark,)
 
 
 def test_every_remark_is_tested() -> None:

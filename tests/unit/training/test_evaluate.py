@@ -14,7 +14,7 @@ from megatron.training import loop
 from megatron.training.evaluate import evaluate
 from megatron.training.recipes.gpt import GPTRecipe
 from megatron.training.run import Run
-from megatron.training.step import train_step
+from megatron.training.step import GlobalLoss, train_step
 from tests.harness.runs import tiny_config, tiny_run
 
 DRAWING = "--mock-data --hidden-dropout 0.5 --attention-dropout 0.5 --eval-iters 2 --eval-interval 1"
@@ -25,7 +25,7 @@ def build(flags: str = DRAWING) -> Run:
 
 
 def valid_loss(run: Run, *, evaluation: int = 0) -> float:
-    return evaluate(run, run.data.evaluation_batches("valid", evaluation=evaluation))["lm loss"]
+    return evaluate(run, run.data.evaluation_batches("valid", evaluation=evaluation)).means["lm loss"]
 
 
 def test_dropout_is_off() -> None:
@@ -40,7 +40,9 @@ def test_dropout_is_off() -> None:
 def test_the_loss_is_the_mean_over_all_batches() -> None:
     """An evaluation that reports only its last batch is as noisy as that."""
     run = build()
-    each = [evaluate(run, iter([batch]))["lm loss"] for batch in run.data.evaluation_batches("valid", evaluation=0)]
+    each = [
+        evaluate(run, iter([batch])).means["lm loss"] for batch in run.data.evaluation_batches("valid", evaluation=0)
+    ]
     assert len(set(each)) == 2
     assert valid_loss(run) == pytest.approx(sum(each) / 2, abs=1e-12)
 
@@ -99,10 +101,10 @@ def test_the_loop_numbers_evaluations_by_iteration(resumed_at: int, monkeypatch:
     """A resumed run evaluates on the samples that the uninterrupted one would have had; the last one reads on, too."""
     seen: list[tuple[str, int]] = []
 
-    def record(run: Run, batches: Iterator[list[Microbatch]]) -> dict[str, float]:
+    def record(run: Run, batches: Iterator[list[Microbatch]]) -> GlobalLoss:
         keys = [microbatch.key for batch in batches for microbatch in batch]
         seen.append((keys[0].phase, keys[0].sample))
-        return {"lm loss": 1.0}
+        return GlobalLoss({"lm loss": (1.0, 1.0)}, 1.0)
 
     def load(run: Run) -> None:
         run.progress.iteration, run.progress.consumed_samples = resumed_at, 8 * resumed_at

@@ -1,0 +1,152 @@
+"""BERT that answers: one of several classes of a pair of texts, or one of several choices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from megatron.config.pipeline import stage_sizes
+from megatron.config.run import RunConfig
+from megatron.config.task import AnswerShape, TaskConfig
+from megatron.core.datasets.build import DatasetSplits
+from megatron.core.datasets.labelled_dataset import EpochsDataset, LabelledDataset, PairLayout
+from megatron.core.datasets.labelled_files import LabelledTexts
+from megatron.core.datasets.splits import SplitSizes
+from megatron.core.models.classification import AnswerLogits, BertClassifier
+from megatron.core.models.stage import Stage, stages_of
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, Wires, WireSpec
+from megatron.core.tokenizers.base import MaskingTokenizer, Tokenizer
+from megatron.training.flops import classification_flops_per_sample
+from megatron.training.recipes.parts import hidden_wires, recompute_plan
+
+LOSS, ACCURACY = "lm loss", "accuracy"  # Megatron-LM's name of every loss, which log parsers know
+
+
+@dataclass(frozen=True)
+class LabelledData:
+    """What a fine-tuning reads: texts to train on, None where nothing is trained, and sets to evaluate on, by name."""
+
+    train: LabelledTexts | None = None
+    valid: Mapping[str, LabelledTexts] = field(default_factory=dict)
+
+
+class ClassificationRecipe:
+    """Cross entropy of the right answer, and how often it is the likeliest one.
+
+    ``task``: part of the name, because a head means nothing to another task.
+    """
+
+    groups: tuple[type, ...] = (TaskConfig,)
+    starts_from: Mapping[str, tuple[str, ...]] = {"bert": ("classification_head.", "multichoice_head.", "pooler.")}
+    batch_fields: Mapping[str, int | None] = {"text": 2, "types": 2, "padding_mask": None, "label": None}
+
+    def __init__(self, task: str, data: LabelledData) -> None:
+        self.name = f"bert-{task.lower()}"
+        self._data = data
+
+    def loss_names(self, run: RunConfig) -> tuple[str, ...]:
+        """One loss, and the accuracy."""
+        return (LOSS, ACCURACY)
+
+    def attention(self, run: RunConfig) -> dict[str, bool]:
+        """Every token sees every other that is no padding."""
+        return {"causal": False, "padding_mask": True}
+
+    def stages(self, run: RunConfig) -> list[Stage]:
+        """Layers divided as the pipeline flags say, by default evenly."""
+        return stages_of(stage_sizes(run))
+
+    def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:
+        """Tokens and types for the embedding, the label for the loss, and what is padding for every layer."""
+        first, last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
+        return frozenset({"padding_mask", *(["text", "types"] if first else []), *(["label"] if last else [])})
+
+    def wires(self, run: RunConfig, stage: Stage, context: ParallelContext) -> dict[str, WireSpec]:
+        """Hidden states ``[s, b·choices, h]``."""
+        return hidden_wires(run, stage, context, sequences=_answers(run).choices)
+
+    def build_model(self, run: RunConfig, stage: Stage, context: ParallelContext) -> BertClassifier:
+        """The stage's part of the BERT."""
+        return BertClassifier(
+            run.model,
+            context,
+            classes=_answers(run).classes,
+            stage=stage,
+            recompute=recompute_plan(run),
+            seed=run.training.seed,
+        )
+
+    def forward(self, model: nn.Module, wires: Wires, microbatch: Microbatch) -> Any:
+        """Tokens (or the previous stage's hidden states) through this stage."""
+        tensors = microbatch.tensors
+        output = model(
+            tensors.get("text"),
+            tensors.get("types"),
+            padding_mask=tensors["padding_mask"].bool(),
+            key=microbatch.key,
+            hidden=wires.get("hidden"),
+        )
+        return output if isinstance(output, AnswerLogits) else {"hidden": output}
+
+    def loss(self, output: Any, microbatch: Microbatch) -> LossSum:
+        """Cross entropy summed over the samples that count, and the number of those answered rightly."""
+        assert isinstance(output, AnswerLogits)
+        label, logits = microbatch.tensors["label"], output.values
+        counted = _counted(label, output.context)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        losses = cross_entropy(wide, label.clamp(min=0), reduction="none")
+        correct = (wide.argmax(dim=1) == label) & counted
+        total, count = (losses * counted).sum(), counted.sum()
+        parts = {LOSS: total.detach(), ACCURACY: correct.sum()}
+        return LossSum(
+            total,
+            count,
+            {name: torch.stack((each.to(total.dtype), count.to(total.dtype))) for name, each in parts.items()},
+        )
+
+    def counts(self, microbatch: Microbatch, context: ParallelContext) -> dict[str, Tensor]:
+        """Samples that count."""
+        if "label" not in microbatch.tensors:
+            return {}
+        return dict.fromkeys((LOSS, ACCURACY), _counted(microbatch.tensors["label"], context).sum())
+
+    def build_datasets(self, run: RunConfig, tokenizer: Tokenizer, sizes: SplitSizes) -> DatasetSplits:
+        """Epochs of the training texts, and each validation set by its name."""
+        layout = PairLayout(
+            run.data.seq_length,
+            cast("MaskingTokenizer", tokenizer),  # a kind that has no [CLS] is refused by a rule
+            longest_first=_answers(run).longest_first,
+        )
+        train = None
+        if self._data.train is not None and not run.training.skip_train:
+            train = EpochsDataset(
+                LabelledDataset(self._data.train, layout),
+                epochs=run.group(TaskConfig).epochs or 0,
+                batch=run.training.global_batch_size,
+                seed=run.training.seed,
+            )
+        valid = {name: LabelledDataset(texts, layout) for name, texts in self._data.valid.items()}
+        return DatasetSplits(train, None, None, valid)
+
+    def flops_per_sample(self, run: RunConfig) -> float:
+        """Layers over the whole square of attention for each choice, and the head on the first token."""
+        answers = _answers(run)
+        return classification_flops_per_sample(
+            run.model, run.data.seq_length, choices=answers.choices, classes=answers.classes
+        )
+
+
+def _answers(run: RunConfig) -> AnswerShape:
+    assert run.answers is not None, "a rule refuses other tasks"
+    return run.answers
+
+
+def _counted(label: Tensor, context: ParallelContext) -> Tensor:
+    """Samples ``[b]`` that count, on the context-parallel rank that has their first token."""
+    return label >= 0 if context.mesh.rank("cp") == 0 else torch.zeros_like(label, dtype=torch.bool)

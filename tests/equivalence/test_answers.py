@@ -1,0 +1,65 @@
+"""The rows of the table for models that answer: heads on the first token, and samples of several sequences."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.parallel.context import ParallelContext
+from megatron.training.parity import Observed
+from tests.equivalence.test_equivalence import FULL, SMALL, STILL, check, train_at
+from tests.equivalence.training import Layout, train
+
+ORIGINAL: dict[str, Any] = {"apply_residual_connection_post_layernorm": True, "exact_gelu": True}
+DEEP: dict[str, Any] = SMALL | {"num_layers": 3}
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "classes": DEEP | STILL | ORIGINAL | {"family": "classes"},
+    "choices": DEEP | STILL | {"family": "choices"},
+}
+DRAWING: dict[str, dict[str, Any]] = {
+    name: variant | {"attention_dropout": 0.2, "hidden_dropout": 0.2} for name, variant in VARIANTS.items()
+}
+
+LAYOUTS: dict[str, Layout] = {
+    "one sample at a time": Layout(micro_batch_size=1),
+    "all at once": Layout(micro_batch_size=8),
+    "tp2": Layout(tp=2),
+    "tp4 sp": Layout(tp=4, sequence_parallel=True),
+    "dp2 zero overlapped": Layout(dp=2, sharded=True, overlap=True, bucket_size=1000),
+    "dp4, microbatches that count for nothing": Layout(dp=4, micro_batch_size=1),
+    "cp2": Layout(cp=2),
+    "cp2 tp2 sp": Layout(cp=2, tp=2, sequence_parallel=True, recompute=FULL),
+    "pp2": Layout(pp=2),
+    "pp3 zb-h1, one sample at a time": Layout(pp=3, schedule="zb-h1", micro_batch_size=1),
+    "pp2 tp2 sp dp2 zero": Layout(pp=2, tp=2, sequence_parallel=True, dp=2, sharded=True),
+    "pp2 cp2, transfers not overlapped": Layout(pp=2, cp=2, overlap_p2p=False),
+}
+
+
+@functools.cache
+def reference(variant: str, *, drawing: bool = False) -> Observed:
+    """Three steps on one rank."""
+    settings = (DRAWING if drawing else VARIANTS)[variant]
+    return train(ParallelContext.single(dtype=torch.float64), settings, Layout())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_layout_computes_the_model_of_one_rank(variant: str, layout: str) -> None:
+    """A head whose gradient is summed twice, or choices that are taken for samples, would train another model."""
+    check(train_at(VARIANTS[variant], LAYOUTS[layout]), [reference(variant)])
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(dp=2), Layout(pp=2), Layout(recompute=FULL), Layout(pp=2, dp=2, schedule="zb-h1")],
+    ids=["dp2", "pp2", "recompute", "pp2 dp2 zb-h1"],
+)
+@pytest.mark.parametrize("variant", DRAWING)
+def test_dropout_is_a_function_of_sample_and_layer(variant: str, layout: Layout) -> None:
+    """Also that before the head, which has no layer."""
+    check(train_at(DRAWING[variant], layout), [reference(variant, drawing=True)])
