@@ -19,8 +19,9 @@ from tests.end_to_end.commands import TINY, assert_same_tensors, losses
 from tests.harness import bucket
 from tests.harness.ranks import fork_server
 
-KILLS = int(os.environ.get("TEST_KILLS", "12"))
-"""Of each kind of save; ``TEST_KILLS=100`` for the long version."""
+KILLS = 12
+"""Of a run. ``TEST_KILLS=100`` asks for as many of each kind of save, in several runs."""
+RUNS = -(-int(os.environ.get("TEST_KILLS", KILLS)) // KILLS)
 ITERATIONS = 12 * KILLS
 FLAGS = f"{TINY} --train-iters {ITERATIONS} --save-interval 1 --keep-last-checkpoints 3"
 
@@ -52,10 +53,11 @@ def wait_for_line(log: Path, pattern: str, process: multiprocessing.context.Fork
         time.sleep(0.01)
 
 
+@pytest.mark.parametrize("seed", range(RUNS))
 @pytest.mark.parametrize("kind", ["", "--async-save", "object storage"], ids=["sync", "async", "object storage"])
-def test_killed_job_ends_as_one_that_was_left_alone(kind: str, tmp_path: Path) -> None:
+def test_killed_job_ends_as_one_that_was_left_alone(kind: str, seed: int, tmp_path: Path) -> None:
     """A run would lose steps it had called saved, or not start again, or go on differently."""
-    draw = random.Random(5)
+    draw = random.Random(seed)
     whole, killed = str(tmp_path / "whole"), str(tmp_path / "killed")
     if kind == "object storage":
         killed = bucket.url(tmp_path / "killed")
