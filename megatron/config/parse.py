@@ -56,8 +56,12 @@ class Intake:
         self._yielding: list[tuple[FlagSpec, Given]] = []
         for spec in (spec for group in groups for spec in flags_of(group)):
             for spelling, value in spec.spellings().items():
-                assert spelling not in self._by_spelling, f"two fields claim {spelling}"
-                self._by_spelling[spelling] = (spec, value)
+                other = self._by_spelling.get(spelling)
+                gives_way = spelling in spec.options.aliases  # to the flag of a task or family with that very name
+                other_gives_way = other is not None and spelling in other[0].options.aliases
+                assert other is None or gives_way != other_gives_way, f"two fields claim {spelling}"
+                if other is None or other_gives_way:
+                    self._by_spelling[spelling] = (spec, value)
                 self._by_field[spec.field] = spec
 
     def value(self, field: str) -> Any:

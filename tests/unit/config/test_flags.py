@@ -174,6 +174,24 @@ def test_boolean_that_is_on_names_what_turns_it_off() -> None:
             x: bool = flag("Something.", default=True)
 
 
+@check_flags
+@dataclass(frozen=True, kw_only=True)
+class WortConfig:
+    """A group whose flag is called what a flag of another group is also called."""
+
+    wort: bool = flag("A switch of that name.", default=False)
+
+
+def test_an_alias_gives_way_to_a_flag_of_that_name() -> None:
+    """``--keep-last`` would be claimed twice where a task has a flag of that name, or one of the two would be lost."""
+    assert parsed("--wort", "x").word == "x"
+    words = ["--size", "3", "--wort", "--word", "x"]
+    for groups in ((ToolConfig, WortConfig), (WortConfig, ToolConfig)):
+        found = {type(group): group for group in parse_groups(words, *groups, prog="tool")}
+        assert found[WortConfig] == WortConfig(wort=True)
+        assert found[ToolConfig] == ToolConfig(size=3, word="x")
+
+
 def test_types_without_a_spelling_are_refused_at_import() -> None:
     """A field that no word on a command line can mean is a programming error."""
     with pytest.raises(TypeError, match="cannot be of type"):

@@ -135,7 +135,7 @@ GOOD = [
     (f"--train-data-path a --valid-data-path 1 b 2 c {FILES}", "--mock-data", 1),
     (f"--valid-data-path b --skip-train {FILES}", "--mock-data", 1),
     (
-        "--save a --save-interval 5 --log-progress --keep-last-checkpoints 3 --save-retain-interval 10",
+        "--save a --save-interval 5 --log-progress --keep-last 3 --save-retain-interval 10",
         "",
         1,
     ),
