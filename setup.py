@@ -16,6 +16,7 @@ GIGATOKEN = ["gigatoken"]  # a faster engine of tools/preprocess_data.py
 ZSTD = ["zstandard"]  # .jsonl.zst input of tools/preprocess_data.py
 TIKTOKEN = ["tiktoken"]  # --tokenizer-type TikTokenizer
 HUGGINGFACE = ["transformers", "safetensors"]  # conversion from and to its format, and the proof; parity tests
+LM_EVAL = ["lm_eval>=0.4.13"]  # tasks/harness.py
 PLOT = ["matplotlib"]  # the picture of a loss curve
 TEST = ["pytest>=9", "pytest-xdist", "hypothesis"]
 CHECK = ["ruff", "mypy", "import-linter", "types-PyYAML"]
@@ -37,6 +38,7 @@ setup(
         "gigatoken": GIGATOKEN,
         "tiktoken": TIKTOKEN,
         "huggingface": HUGGINGFACE,
+        "lm-eval": LM_EVAL,
         "plot": PLOT,
         "dev": ZSTD + TIKTOKEN + HUGGINGFACE + PLOT + TEST + CHECK,
     },

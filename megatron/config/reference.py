@@ -11,12 +11,12 @@ from megatron.config.flags import FlagSpec, flags_of, group_name
 from megatron.config.help import default_text, usage
 from megatron.config.legacy_flags import LEGACY_FLAGS
 from megatron.config.run import CORE_GROUPS
-from megatron.config.task import TaskConfig
+from megatron.config.task import HarnessConfig, TaskConfig
 from megatron.config.unavailable_flags import FAMILIES as UNAVAILABLE
 
 REFERENCE, SNAPSHOT = "docs/flags.md", "tests/golden/flags.txt"
 _OF_FAMILIES = tuple(group for family in FAMILIES.values() for group in family.groups)
-_GROUPS = (*CORE_GROUPS, *_OF_FAMILIES, TaskConfig, CommandConfig)
+_GROUPS = (*CORE_GROUPS, *_OF_FAMILIES, TaskConfig, HarnessConfig, CommandConfig)
 
 _INTRODUCTION = """# Flags
 

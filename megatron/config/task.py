@@ -28,9 +28,22 @@ ZERO_SHOT = ("WIKITEXT103", "LAMBADA", "LM")  # tasks that train nothing
 _RETRIEVAL = "retrieval models are outside this project"
 
 
+class OwnDataConfig:
+    """What commands' groups have in common whose samples don't come from ``--data-path``."""
+
+
 @check_flags
 @dataclass(frozen=True, kw_only=True)
-class TaskConfig:
+class HarnessConfig(OwnDataConfig):
+    """Settings of lm-evaluation-harness's model alone; tasks/harness.py."""
+
+    max_gen_toks: int = flag("Tokens to generate where the harness's task doesn't say.", default=256, at_least=1)
+    add_bos_token: bool = flag("Begin texts with the tokenizer's first token.", default=False)
+
+
+@check_flags
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig(OwnDataConfig):
     """Flags of tasks/main.py alone."""
 
     task: Literal["WIKITEXT103", "LAMBADA", "LM", "RACE", "MNLI", "QQP"] = flag(

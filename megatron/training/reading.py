@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -181,6 +182,21 @@ class LoadedModel:
         unit = mesh.size("tp") if self.context.sequence_parallel else 1
         unit *= 2 * mesh.size("cp") if mesh.size("cp") > 1 else 1
         return -(-length // unit) * unit
+
+
+@dataclass(frozen=True)
+class LogitsAtAnyLayout:
+    """The plainest way to generate: the whole text through the model for every token, at the model's layout."""
+
+    model: LoadedModel
+
+    def __call__(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """Logits ``[b, vocabulary]`` after the first ``lengths`` ``[b]`` of ``tokens`` ``[b, t]``. A collective."""
+        ids = tokens.cpu().numpy()
+        ends = lengths.tolist()
+        # What is predicted is not known: any token will do in its place.
+        passages = [Passage(np.append(ids[row, :end], 0), first_scored=end - 1) for row, end in enumerate(ends)]
+        return self.model.read(passages, Logits())
 
 
 def _tensors(passages: Sequence[Passage], config: RunConfig) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ OPTIONAL_LIBRARIES = {
     "flash_attn",
     "gigatoken",
     "huggingface_hub",
+    "lm_eval",
     "matplotlib",
     "pyarrow",
     "safetensors",

@@ -101,6 +101,8 @@ def small_gpt2(
     words = len(json.loads((hf / "vocab.json").read_text(encoding="utf-8")))
     sizes: dict[str, Any] = {"n_embd": 32, "n_layer": layers, "n_head": 4, "n_positions": positions}
     torch.manual_seed(5)
+    special = json.loads((hf / "vocab.json").read_text(encoding="utf-8"))["<|endoftext|>"]
+    sizes |= {"bos_token_id": special, "eos_token_id": special}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=words, **sizes))
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.config.run import RunConfig
-from megatron.config.task import FINE_TUNING, ZERO_SHOT, TaskConfig
+from megatron.config.task import FINE_TUNING, ZERO_SHOT, OwnDataConfig, TaskConfig
 
 _ONE_FILE = ("WIKITEXT103", "LAMBADA")
 _WINDOWS = ("WIKITEXT103", "LM")
@@ -67,7 +67,7 @@ def windows_overlap(run: RunConfig) -> str | None:
 
 def tasks_read_their_own_data(run: RunConfig) -> str | None:
     """Data sets for training are no data of tasks."""
-    if run.find(TaskConfig) is None:
+    if run.find(OwnDataConfig) is None:
         return None
     data = run.data
     given = {

@@ -13,7 +13,7 @@ from megatron.core.inference.sampling import Sampling, next_tokens
 from megatron.core.parallel.rng import derive_seed
 from megatron.errors import DataError
 
-FinishReason = Literal["end of document", "length"]
+FinishReason = Literal["end of document", "stop", "length"]
 
 
 class NextLogits(Protocol):
@@ -82,11 +82,13 @@ class Engine:
         sampling: Sampling,
         seeds: Sequence[int],
         on_token: Callable[[int, int], None] | None = None,
+        stop: Callable[[Sequence[int]], bool] = lambda generated: False,
     ) -> list[Generation]:
         """Continue every prompt by up to ``tokens_to_generate`` tokens.
 
         ``seeds``: one per prompt; the same prompt, seed and sampling give the same text in any batch. ``on_token`` is
-        called with the prompt's number and the token as soon as it is drawn. Raises DataError for a prompt that is
+        called with the prompt's number and the token as soon as it is drawn. ``stop`` is asked of the generated tokens
+        of each text after each whether the text is complete; the last one stays. Raises DataError for a prompt that is
         empty or too long.
         """
         self._check(prompts, tokens_to_generate)
@@ -104,9 +106,12 @@ class Engine:
                     results[row].finish_reason = "end of document"
                     continue
                 results[row].tokens.append(token)
-                still_running.append(row)
                 if on_token is not None:
                     on_token(row, token)
+                if stop(results[row].generated):
+                    results[row].finish_reason = "stop"
+                else:
+                    still_running.append(row)
             running = still_running
         return results
 

@@ -40,6 +40,15 @@ def test_stops_at_the_end_of_document_while_others_go_on() -> None:
     assert (results[1].generated, results[1].finish_reason) == ([21, 22, 23, 24], "length")
 
 
+def test_stops_where_the_caller_says_while_others_go_on() -> None:
+    """Stop strings end one text of a batch; its last token stays, since only part of it may belong to the string."""
+    results = engine().generate(
+        [[6], [20]], tokens_to_generate=4, sampling=GREEDY, seeds=[0, 1], stop=lambda generated: 8 in generated
+    )
+    assert (results[0].generated, results[0].finish_reason) == ([7, 8], "stop")
+    assert (results[1].generated, results[1].finish_reason) == ([21, 22, 23, 24], "length")
+
+
 def test_a_finished_batch_asks_the_model_no_more() -> None:
     calls = []
 

@@ -1,0 +1,151 @@
+"""lm-evaluation-harness gives a checkpoint the scores that it gives the same weights through transformers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.errors import ConfigError, MegatronError
+from tests.end_to_end.commands import ROOT, environment
+from tests.harness.evaluation import OPENINGS, WIKITEXT_AS_TEXT, SmallGPT2
+
+pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'megatron[lm-eval]'")
+
+TASKS: dict[str, dict[str, Any]] = {
+    "tiny_choice": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{opening}}",
+        "doc_to_choice": "{{endings}}",
+        "doc_to_target": "{{gold}}",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "tiny_rolling": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+    },
+    "tiny_generation": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{opening}}",
+        "doc_to_target": "{{endings[0]}}",
+        "generation_kwargs": {"until": ["a", "\n\n"], "max_gen_toks": 12, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}
+
+
+ENDINGS = [" the sea.", " nobody", " mended by the keeper"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tasks of a few documents, of which one is longer than the model sees."""
+    folder = tmp_path_factory.mktemp("harness")
+    texts = [*WIKITEXT_AS_TEXT.split("\n\n")[1:], WIKITEXT_AS_TEXT, "One", "Two"]
+    openings = [*OPENINGS, " ".join(OPENINGS)]
+    documents = [
+        {"opening": opening, "endings": ENDINGS, "gold": number % 3, "text": text}
+        for number, (opening, text) in enumerate(zip(openings, texts))
+    ]
+    (folder / "documents.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
+    source = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "documents.jsonl")}},
+        "test_split": "test",
+    }
+    for name, task in TASKS.items():
+        (folder / f"{name}.yaml").write_text(json.dumps({"task": name, **source, **task}))
+    return folder
+
+
+def evaluate(folder: Path, module: str, model: str, arguments: str, *more: str, ranks: int = 1) -> dict[str, Any]:
+    """The harness's command in a process of its own, offline: answers of each task by document."""
+    output = folder / re.sub(r"\W+", "-", f"{model}-{arguments}-{more}-{ranks}")[-120:]
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    words = [*launcher, "-m", module, "run", "--model", model, "--model_args", arguments, "--device", "cpu"]
+    words += ["--tasks", *TASKS, "--include_path", str(folder), "--output_path", str(output), "--log_samples", *more]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home")}
+    done = subprocess.run(words, env=environment() | offline, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("|tiny_choice") == 1, "the table of results is shown once"
+    found = {}
+    for task in TASKS:
+        (path,) = output.rglob(f"samples_{task}_*.jsonl")
+        samples = [json.loads(line) for line in path.read_text().splitlines()]
+        found[task] = [sample["resps"] for sample in sorted(samples, key=lambda sample: int(sample["doc_id"]))]
+    return found
+
+
+def numbers_in(answers: Any) -> list[float]:
+    return [float(number) for number in re.findall(r"-?\d+\.\d+(?:e-?\d+)?", json.dumps(answers))]
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Texts exactly, log-likelihoods to 1e-4, and whether they are greedy."""
+    assert found["tiny_generation"] == expected["tiny_generation"]
+    assert len({text for ((text,),) in expected["tiny_generation"]}) > 3
+    for task in ("tiny_choice", "tiny_rolling"):
+        assert numbers_in(found[task]) == pytest.approx(numbers_in(expected[task]), rel=1e-4)
+        assert len(numbers_in(found[task])) >= 6
+    assert re.findall("True|False", json.dumps(found)) == re.findall("True|False", json.dumps(expected))
+
+
+@pytest.fixture(scope="module")
+def ours(folder: Path, gpt2: SmallGPT2) -> dict[str, Any]:
+    return evaluate(folder, "tasks.harness", "megatron", f"load={gpt2.native}", "--batch_size", "3")
+
+
+def test_the_harness_finds_what_it_finds_through_transformers(
+    folder: Path, gpt2: SmallGPT2, ours: dict[str, Any]
+) -> None:
+    """Choices, whole texts and generated ones: the same weights, so the same answers."""
+    if importlib.util.find_spec("accelerate") is None:
+        pytest.skip("the harness runs transformers with accelerate, which is not installed")
+    assert_same(ours, evaluate(folder, "lm_eval", "hf", f"pretrained={gpt2.hf},dtype=float32", "--batch_size", "2"))
+
+
+def test_answers_do_not_depend_on_batch_or_layout(folder: Path, gpt2: SmallGPT2, ours: dict[str, Any]) -> None:
+    """Two ranks, another batch: the same answers, said once."""
+    layout = f"load={gpt2.native},pipeline_model_parallel_size=2"
+    assert_same(evaluate(folder, "tasks.harness", "megatron", layout, "--batch_size", "1", ranks=2), ours)
+
+
+def test_mistakes_are_one_sentence(gpt2: SmallGPT2) -> None:
+    from tasks.harness import Asked, passage_of, settings
+
+    for flags, message in (
+        ({"load": "nowhere"}, "--load nowhere: there is no such folder"),
+        ({"load": str(gpt2.native), "sizes": 3}, "there is no flag --sizes"),
+        ({"load": str(gpt2.native), "data_path": "a"}, "leave --data-path out"),
+    ):
+        with pytest.raises(MegatronError, match=message):
+            settings(flags, batch_size=None, device=None)
+    with pytest.raises(ConfigError, match="--device mps"):
+        settings({"load": str(gpt2.native)}, batch_size=None, device="mps")
+    with pytest.raises(ConfigError, match="num_beams: generation here knows until, max_gen_toks"):
+        Asked.of({"until": ["."], "num_beams": 4}, 16)
+    with pytest.raises(ConfigError, match="a continuation of 5 tokens is to be scored at once, and the model sees 4"):
+        passage_of([1], [1, 2, 3, 4, 5], 4)
+
+
+def test_arguments_are_flags(gpt2: SmallGPT2) -> None:
+    """What the harness calls otherwise means the same thing; a flag of ours goes before it."""
+    from tasks.harness import settings, words_of
+
+    flags = {"load": str(gpt2.native), "bf16": True, "valid": False, "cp_comm_type": ["p2p", "a2a"]}
+    assert words_of(flags)[2:] == ["--bf16", "--no-valid", "--cp-comm-type", "p2p", "a2a"]
+    load = {"load": str(gpt2.native)}
+    assert settings(load, batch_size="5", device="cpu").training.micro_batch_size == 5
+    assert settings({**load, "micro_batch_size": 2}, batch_size=5, device=None).training.micro_batch_size == 2
+    assert settings(load, batch_size="auto:4", device="cuda:0").training.micro_batch_size == 8
+    assert settings(load, batch_size=None, device="cpu").parallel.distributed_backend == "gloo"
