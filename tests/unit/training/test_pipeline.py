@@ -10,6 +10,8 @@ from megatron.config.pipeline import stage_shapes
 from megatron.core.models.stage import Stage
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.pipeline_parallel.actions import Action
+from megatron.core.pipeline_parallel.lower import lower
+from megatron.core.pipeline_parallel.schedules import interleaved
 from megatron.errors import ParallelError
 from megatron.training.agreement import check_stages
 from megatron.training.pipeline import PipelineSettings, Plans, routes, schedule_facts
@@ -32,6 +34,17 @@ def test_settings_and_schedules_agree_on_stages(name: str) -> None:
     assert settings.name == name
     assert [shape.rank for shape in stage_shapes(run)] == [seat.rank for seat in settings.placement.seats]
     assert settings.schedule(4).placement == settings.placement
+
+
+def test_settings_say_how_microbatches_take_turns_and_messages_move() -> None:
+    """Any group and either way compute the same numbers, so nobody would notice a flag that does nothing."""
+    flags = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+    grouped = f"{flags} --microbatch-group-size-per-virtual-pipeline-stage 3"
+    assert PipelineSettings.of(parse(flags, ranks=2)).schedule(6) == interleaved(2, 6, 2, group_size=2)
+    assert PipelineSettings.of(parse(grouped, ranks=2)).schedule(6) == interleaved(2, 6, 2, group_size=3)
+    for more, overlap in (("", True), ("--no-overlap-p2p-communication", False)):
+        settings = PipelineSettings.of(parse(f"{flags} {more}", ranks=2))
+        assert Plans(settings, rank=1).training(4) == lower(settings.schedule(4), overlap=overlap)[1]
 
 
 @pytest.mark.parametrize(

@@ -74,3 +74,35 @@ def test_timing_level_says_how_finely_a_step_is_timed(level: int, names: set[str
     run = tiny_run("--timing-log-level", str(level))
     train_step(run, next(run.data.training_batches(0)))
     assert set(run.reporter.timers.take()) == names
+
+
+def test_figures_of_a_step_are_reported_where_asked_for() -> None:
+    """They cost time, so flags ask for them; one that does nothing would leave out a column of the log."""
+    plain, asked = (
+        tiny_run(),
+        tiny_run(*["--log-params-norm", "--log-num-zeros-in-grad", "--max-position-embeddings", "24"]),
+    )
+    record = train_step(plain, next(plain.data.training_batches(0)))
+    assert (record.params_norm, record.num_zeros) == (None, None)
+    record = train_step(asked, next(asked.data.training_batches(0)))
+    assert record.params_norm == pytest.approx(
+        torch.cat([parameter.detach().flatten() for parameter in asked.models[0].parameters()]).norm().item()
+    )
+    assert record.num_zeros == (24 - 16) * 16  # of positions that no sample has
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype", "expected"),
+    [
+        ("", torch.float32, torch.float32),
+        ("--bf16", torch.bfloat16, torch.float32),
+        ("--fp16", torch.float16, torch.float32),
+        ("--bf16 --grad-reduce-in-bf16", torch.bfloat16, torch.bfloat16),
+        ("", torch.float64, torch.float64),
+    ],
+)
+def test_gradients_are_accumulated_in_the_type_asked_for(flags: str, dtype: torch.dtype, expected: torch.dtype) -> None:
+    """Sums over many microbatches lose their small terms in bf16, which therefore is only on request."""
+    config = RunConfig.parse([*FLAGS.split(), *flags.split()])
+    run = build_run(config, GPTRecipe(), ParallelContext.single(dtype=dtype), started=time.monotonic())
+    assert {buffer.grads.dtype for buffer in run.buffers} == {expected}

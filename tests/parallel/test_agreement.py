@@ -1,0 +1,69 @@
+"""Ranks that don't run the same thing are told apart before they train, and replicas that drift while they do."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron.core.parallel.context import ParallelContext
+from megatron.training import agreement, loop
+from megatron.training.metrics import StepRecord
+from megatron.training.recipes.gpt import GPTRecipe
+from megatron.training.run import Run
+from megatron.training.step import train_step
+from tests.harness import RanksError, run_ranks
+from tests.harness.runs import tiny_config
+
+FLAGS = "--mock-data --tokenizer-type NullTokenizer"
+
+
+def train(context: ParallelContext, flags_by_rank: list[str]) -> None:
+    """A whole run, each rank with flags of its own."""
+    config = tiny_config(f"{FLAGS} {flags_by_rank[context.mesh.world_rank]}", ranks=context.mesh.world_size)
+    loop.train_from_start_to_end(config, GPTRecipe(), context, started=0.0)
+
+
+def train_with_other_code(context: ParallelContext) -> None:
+    """Rank 1 has another version of the package."""
+    digest = {0: "0" * 64, 1: "f" * 64}[context.mesh.world_rank]
+    with mock.patch.object(agreement, "code_digest", return_value=digest):
+        train(context, ["", ""])
+
+
+def train_on_a_broken_device(context: ParallelContext, flags: str) -> None:
+    """Rank 1 changes a weight after the second step."""
+
+    def step(run: Run, *batch: list[object]) -> StepRecord:
+        record = train_step(run, *batch)  # type: ignore[arg-type]
+        if context.mesh.world_rank == 1 and record.iteration == 2:
+            with torch.no_grad():
+                run.models[0].get_parameter("decoder.final_layernorm.weight").mul_(1.5)
+        return record
+
+    with mock.patch.object(loop, "train_step", step):
+        train(context, [flags, flags])
+
+
+def test_ranks_with_other_settings_stop_before_they_train() -> None:
+    """A node that reads an old launch script would train another model with the rest."""
+    wanted = r"ranks disagree on the settings: rank 0 has \w{12}, rank 1 has \w{12} \(other than rank 0: 1\)"
+    with pytest.raises(RanksError, match=wanted):
+        run_ranks(train, ["", "--weight-decay 0.5"], dp=2)
+
+
+def test_ranks_with_other_code_stop_before_they_train() -> None:
+    """A node whose installation was forgotten."""
+    with pytest.raises(
+        RanksError, match="ranks disagree on the code of megatron: rank 0 has 000000000000, rank 1 has ff"
+    ):
+        run_ranks(train_with_other_code, dp=2)
+
+
+def test_replica_that_drifts_is_found() -> None:
+    """Reductions hide a device that computes wrongly: the loss looks fine, and every checkpoint is another model."""
+    flags = "--check-weight-hash-across-dp-replicas-interval 2"
+    wanted = r"after iteration 2 the weights of rank [01] differ .* first in model\.decoder\.final_layernorm\.weight"
+    with pytest.raises(RanksError, match=wanted):
+        run_ranks(train_on_a_broken_device, flags, dp=2)
