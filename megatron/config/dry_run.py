@@ -74,7 +74,7 @@ def _parameters_of(run: RunConfig, pipeline_rank: int, where: str) -> str:
     here, layers = rank_parameters(run, pipeline_rank=pipeline_rank), stages_of(run, pipeline_rank)
     parts = {
         "embeddings and output": here.word_embeddings + here.position_embeddings + here.output_layer + here.heads,
-        f"{sum(stage.layers for stage in layers):,} layers": here.layers,
+        f"{sum(len(stage.layers) for stage in layers):,} layers": here.layers,
         "the final norm": here.final_norm,
     }
     named = ", ".join(f"{number:,} in {part}" for part, number in parts.items() if number)

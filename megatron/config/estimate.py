@@ -13,6 +13,7 @@ from megatron.config.bert import BertConfig
 from megatron.config.model import ModelConfig
 from megatron.config.pipeline import StageShape, stage_shapes
 from megatron.config.run import RunConfig
+from megatron.config.t5 import T5Config, T5Layers
 
 _LOSS_CHUNK = 1 << 24  # logits of the vocabulary loss that exist at a time
 _TOKEN_TYPES = 2
@@ -22,7 +23,7 @@ _STATES = {"adam": 2, "sgd": 1}  # fp32 numbers per weight
 @dataclass(frozen=True)
 class ParameterCounts:
     """Parameters by part; ``output_layer`` is 0 when it shares the word embeddings. ``heads``: what BERT has behind the
-    final norm, the output's bias included; ``position_embeddings`` are those of its token types, too.
+    final norm, the output's bias included; ``position_embeddings`` are those of its token types, too, and T5's tables.
     """
 
     word_embeddings: int
@@ -81,7 +82,7 @@ def without_pipeline(run: RunConfig, stage_bytes: Sequence[float]) -> ScheduleFa
 def model_parameters(run: RunConfig) -> ParameterCounts:
     """Of the whole model, without vocabulary padding."""
     assert run.model.vocab_size is not None, "the vocabulary size must be known"
-    whole = [StageShape(0, run.model.num_layers, is_first=True, is_last=True)]
+    whole = [StageShape(0, range(run.num_layers), is_first=True, is_last=True)]
     return _parameters(run, whole, ranks=1, vocabulary=run.model.vocab_size)
 
 
@@ -97,35 +98,47 @@ def stages_of(run: RunConfig, pipeline_rank: int) -> list[StageShape]:
 
 
 def _parameters(run: RunConfig, stages: Sequence[StageShape], *, ranks: int, vocabulary: int) -> ParameterCounts:
-    model, hidden = run.model, run.model.hidden_size
+    model, t5 = run.model, run.find(T5Config)
+    hidden, tied = model.hidden_size, not model.untie_embeddings_and_output_weights
     norm = hidden * (2 if model.normalization == "LayerNorm" else 1)
     learned = model.position_embedding_type == "learned_absolute"
-    first, last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
-    has_words = last and run.answers is None
-    copied = has_words and (model.untie_embeddings_and_output_weights or not first)
-    layer = _attention_parameters(model, ranks) + _mlp_parameters(model, ranks) + 2 * norm
+    held = [T5Layers.of(stage.layers, model.num_layers) for stage in stages]  # without a decoder all are the encoder's
+    last = any(stage.is_last for stage in stages)
+    embeds = any(stage.is_first for stage in stages) or any(each.opens_decoder for each in held)
+    attention = _attention_parameters(model, ranks)
+    layer, cross = attention + _mlp_parameters(model, ranks) + 2 * norm, attention + norm
     positions = (model.max_position_embeddings if learned else 0) + (_TOKEN_TYPES if run.is_bert else 0)
     return ParameterCounts(
-        word_embeddings=vocabulary * hidden * first,
-        position_embeddings=positions * hidden * first,
-        layers=sum(stage.layers for stage in stages) * layer,
-        final_norm=norm * last,
-        output_layer=vocabulary * hidden * copied,
+        word_embeddings=vocabulary * hidden * embeds,
+        position_embeddings=positions * hidden * embeds + _position_tables(run, held, ranks),
+        layers=sum(len(stage.layers) * layer for stage in stages) + sum(len(each.decoder) * cross for each in held),
+        final_norm=norm * (last + (t5 is not None and any(each.closes_encoder for each in held))),
+        output_layer=vocabulary * hidden * (last and run.answers is None and not (tied and embeds)),
         heads=_head_parameters(run, norm, vocabulary) if last else 0,
     )
 
 
 def _head_parameters(run: RunConfig, norm: int, vocabulary: int) -> int:
     """Of a BERT: a dense layer, norm and bias for the words, a dense layer and two outputs for the order; of one that
-    answers, the latter with its own number of outputs.
+    answers, the latter with its own number of outputs. Of a T5: its output's bias.
     """
-    hidden, bert = run.model.hidden_size, run.find(BertConfig)
+    model, bert = run.model, run.find(BertConfig)
+    hidden, tied = model.hidden_size, not model.untie_embeddings_and_output_weights
     dense = hidden * hidden + hidden
     if run.answers is not None:
         return dense + run.answers.classes * (hidden + 1)
     if bert is None:
-        return 0
+        return vocabulary if run.find(T5Config) and tied and model.add_bias_linear else 0
     return dense + norm + vocabulary + (dense + 2 * hidden + 2 if bert.bert_binary_head else 0)
+
+
+def _position_tables(run: RunConfig, held: Sequence[T5Layers], ranks: int) -> int:
+    """Of relative positions: one for each stack that has layers here."""
+    t5 = run.find(T5Config)
+    if t5 is None or run.model.position_embedding_type != "relative":
+        return 0
+    stacks = any(each.encoder for each in held) + any(each.decoder for each in held)
+    return stacks * t5.relative_attention_num_buckets * run.model.num_attention_heads // ranks
 
 
 def _attention_parameters(model: ModelConfig, ranks: int) -> int:
@@ -152,21 +165,36 @@ def _rank_memory(run: RunConfig, pipeline_rank: int, kept: int) -> MemoryEstimat
     parameters, width = rank_parameters(run, pipeline_rank=pipeline_rank).total, _width(run)
     shards = run.data_parallel_size * run.parallel.context_parallel_size
     owned = -(-parameters // shards) if run.parallel.use_distributed_optimizer else parameters
-    activations, has_loss = _Activations(run), any(stage.is_last for stage in stages_of(run, pipeline_rank))
+    stacks, has_loss = _stacks(run), any(stage.is_last for stage in stages_of(run, pipeline_rank))
     return MemoryEstimate(
         weights=parameters * width,
         gradients=parameters * (2 if run.precision.grad_reduce_in_bf16 else 4),
         masters=owned * 4 if width < 4 else 0,
         moments=owned * 4 * _states(run),
         kept=kept,
-        working=max(activations.of_loss() if has_loss else 0, activations.of_backward()),
+        working=max(stacks[-1].of_loss() if has_loss else 0, *(stack.of_backward() for stack in stacks)),
     )
 
 
 def kept_activations(run: RunConfig) -> list[int]:
     """Bytes that a rank keeps of each stage from the forward pass of a micro batch to its backward pass."""
-    activations = _Activations(run)
-    return [activations.kept(stage) for stage in stage_shapes(run)]
+    stacks, found = _stacks(run), list[int]()
+    for stage in stage_shapes(run):
+        if len(stacks) == 1:
+            found.append(stacks[0].kept(len(stage.layers), opens=stage.is_first, closes=stage.is_last))
+            continue
+        held = T5Layers.of(stage.layers, run.model.num_layers)
+        kept = stacks[0].kept(len(held.encoder), opens=stage.is_first, closes=held.closes_encoder)
+        kept += stacks[1].kept(len(held.decoder), opens=held.opens_decoder, closes=stage.is_last)
+        found.append(kept + (stacks[0].encoded() if held.decoder else 0))
+    return found
+
+
+def _stacks(run: RunConfig) -> list[_Activations]:
+    """The encoder, and the decoder where there is one; a stack by itself is as an encoder here."""
+    length, t5 = run.data.seq_length, run.find(T5Config)
+    encoder = _Activations(run, length)
+    return [encoder] if t5 is None else [encoder, _Activations(run, t5.decoder_seq_length, attends_to=length)]
 
 
 def _states(run: RunConfig) -> int:
@@ -180,20 +208,25 @@ def _width(run: RunConfig) -> int:
 
 
 class _Activations:
-    """Bytes of activations on one rank, for one micro batch.
+    """Bytes of activations of a stack of layers on one rank, for one micro batch of ``length`` tokens.
+
+    ``attends_to``: length of the encoder that its layers attend to as well.
 
     ``_tokens`` pass through the tensor-parallel regions; of them ``_rows`` are held outside, fewer with sequence
     parallelism. ``_queries``, ``_keys`` and ``_inner`` are widths on this rank. With context parallelism, attention has
     ``_exchanged_keys`` of them besides those of its tokens while ranks exchange theirs.
     """
 
-    def __init__(self, run: RunConfig) -> None:
+    def __init__(self, run: RunConfig, length: int, *, attends_to: int = 0) -> None:
         model, training, ranks = run.model, run.training, run.parallel.tensor_model_parallel_size
         self._run, self._model, self._training = run, model, training
-        sequences = training.micro_batch_size * run.sequences_per_sample
-        self._tokens = run.data.seq_length // run.parallel.context_parallel_size * sequences
+        self._length, self._attends_to = length, attends_to
+        share = training.micro_batch_size * run.sequences_per_sample / run.parallel.context_parallel_size
+        self._tokens, self._encoded_tokens = int(length * share), int(attends_to * share)
         self._rows = self._tokens // (ranks if run.parallel.sequence_parallel else 1)
         self._hidden = model.hidden_size
+        self._relative = model.position_embedding_type == "relative"
+        self._is_padded = not attends_to and (run.is_bert or run.find(T5Config) is not None)
         self._queries = model.num_attention_heads * model.kv_channels // ranks
         self._keys = max(model.num_query_groups // ranks, 1) * model.kv_channels
         self._heads = model.num_attention_heads // ranks
@@ -213,10 +246,16 @@ class _Activations:
         cp = parallel.context_parallel_size
         self._exchanged_keys = 2 * cp * ("all_gather" in kinds) or 4 * (not self._whole_sequences)
 
-    def kept(self, stage: StageShape) -> int:
-        """From the end of the forward pass on: embedding, layers and the final norm's input."""
-        embedding = (self._dropped + self._tokens * 9) * stage.is_first  # with ids and where they are looked up
-        return embedding + sum(self._layers_kept(stage.layers)) + self._stream * stage.is_last
+    def kept(self, layers: int, *, opens: bool, closes: bool) -> int:
+        """From the end of the forward pass on: embedding, layers, their relative positions, the final norm's input."""
+        embedding = (self._dropped + self._tokens * 9) * opens  # with ids and where they are looked up
+        pairs = self._length**2 // self._run.parallel.context_parallel_size
+        positions = pairs * (8 + self._heads * self._width) * (layers > 0 and self._relative)  # with the buckets
+        return embedding + positions + sum(self._layers_kept(layers)) + self._stream * closes
+
+    def encoded(self) -> int:
+        """What the encoder made, as all layers of a decoder's stage are given it."""
+        return self._rows * self._hidden * self._width
 
     def of_loss(self) -> int:
         """Hidden states and their gradient, the output weight's gradient, one chunk of logits."""
@@ -260,14 +299,34 @@ class _Activations:
         """Both residual streams, the inputs of four matmuls and of the activation, attention, dropout masks."""
         gated = 2 if self._model.gated else 1
         matmul_inputs = self._tokens * (2 * self._hidden + self._queries + self._inner) * self._width
-        activation_input = self._tokens * gated * self._inner * self._width
-        return 2 * self._stream + matmul_inputs + activation_input + self._attention(selective) + 2 * self._dropped
+        plain_relu = self._model.activation == "relu" and not self._model.gated  # which keeps what it makes
+        activation_input = self._tokens * gated * self._inner * self._width * (not plain_relu)
+        cross = self._cross(selective) if self._attends_to else 0
+        return (
+            2 * self._stream + matmul_inputs + activation_input + self._attention(selective) + 2 * self._dropped + cross
+        )
+
+    def _cross(self, selective: bool) -> int:
+        """The third residual stream, the inputs of the matmuls around cross-attention, queries, keys and values."""
+        inputs = self._tokens * (self._hidden + self._queries) * self._width
+        projected = (self._tokens * self._queries + self._encoded_tokens * 2 * self._keys) * self._width
+        found = self._stream + inputs + projected + self._dropped
+        if self._model.qk_layernorm:
+            found += (self._tokens * self._queries + self._encoded_tokens * self._keys) * self._width
+        if selective:
+            return found
+        return found + (self._pairs(self._attends_to) if self._keeps_scores else self._fused(is_padded=True))
 
     def _attention(self, selective: bool) -> int:
         """What lies between the two matmuls of attention."""
         if not self._keeps_scores and not selective:
-            return self._projected() + self._tokens * self._heads * 4  # and one fp32 number per query
+            return self._projected() + self._fused(is_padded=self._is_padded and not self._relative)
         return self._projected() if selective else self._score_inputs() + self._scores() + self._normed()
+
+    def _fused(self, *, is_padded: bool) -> int:
+        """What fused attention keeps beside its inputs: one fp32 number per query; with padding its result, too."""
+        keeps_result = is_padded and self._model.attention_dropout == 0 and self._whole_sequences
+        return self._tokens * (self._heads * 4 + self._queries * self._width * keeps_result)
 
     def _projected(self) -> int:
         """Query, key and value: the fused projection, and those that rotation, norm or grouping make anew."""
@@ -293,10 +352,16 @@ class _Activations:
         return self._tokens * self._queries * (2 * self._score_width + self._width)
 
     def _scores(self) -> int:
-        """Probabilities of every pair of positions; with dropout also the mask and what it leaves."""
-        length = self._run.data.seq_length  # of keys: slices for heads makes as many pairs as slices for keys
-        pairs = self._tokens * length * self._heads
+        """Those of self-attention, and which pairs are causal."""
+        return self._pairs(self._length) + self._length**2
+
+    def _pairs(self, keys: int) -> int:
+        """Probabilities of every pair with one of ``keys``; with dropout also the mask and what it leaves.
+
+        Of all keys: slices for heads makes as many pairs as slices for keys.
+        """
+        pairs = self._tokens * keys * self._heads
         wide = self._score_width
         rounded = self._width if wide != self._width else 0
         after_softmax = 1 + self._width if self._model.attention_dropout > 0 else rounded
-        return pairs * (wide + after_softmax) + length**2
+        return pairs * (wide + after_softmax)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron.config.bert import BertConfig
+from megatron.config.t5 import T5Config
 from megatron.errors import CheckpointError
 
 
@@ -23,7 +24,8 @@ class Family:
 
 
 _GPT = Family("gpt", "GPT")
-FAMILIES = {family.name: family for family in (_GPT, Family("bert", "BERT", (BertConfig,)))}
+_OTHERS = (Family("bert", "BERT", (BertConfig,)), Family("t5", "T5", (T5Config,)))
+FAMILIES = {family.name: family for family in (_GPT, *_OTHERS)}
 
 
 def family_named(name: str, *, where: str) -> Family:

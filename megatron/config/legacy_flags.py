@@ -260,16 +260,24 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "every sample is used; make a smaller data set or give --train-samples",
     ),
     (
-        "bert-binary-head bert-no-binary-head mask-prob short-seq-prob",
+        "bert-binary-head bert-no-binary-head",
         "it belongs to BERT; train one with pretrain_bert.py",
     ),
     (
+        "mask-prob short-seq-prob",
+        "it belongs to BERT (pretrain_bert.py) and T5 (pretrain_t5.py)",
+    ),
+    (
         "decoder-num-layers",
-        "it belongs to T5, which is not available yet; for GPT say --num-layers",
+        "it belongs to T5 (pretrain_t5.py); for other models say --num-layers",
     ),
     (
         "decoder-seq-length",
-        "it belongs to T5, which is not available yet; for GPT say --seq-length",
+        "it belongs to T5 (pretrain_t5.py); for other models say --seq-length",
+    ),
+    (
+        "relative-attention-num-buckets relative-attention-max-distance",
+        "it belongs to T5; train one with pretrain_t5.py",
     ),
     (
         "data-impl",
@@ -342,7 +350,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ),
     (
         "pipeline-model-parallel-split-rank",
-        "it belongs to T5, which is not available yet; leave it out",
+        "encoder and decoder are one chain of layers; divide it with --pipeline-model-parallel-layout",
     ),
     (
         "data-parallel-size",

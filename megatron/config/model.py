@@ -7,7 +7,7 @@ from typing import Literal
 
 from megatron.config.flags import check_flags, derive, flag
 
-Activation = Literal["gelu_tanh", "gelu", "silu", "squared_relu"]
+Activation = Literal["gelu_tanh", "gelu", "silu", "relu", "squared_relu"]
 
 _FLASH = "auto takes sdpa, PyTorch's fused and flash kernels, wherever they support the request"
 
@@ -47,13 +47,10 @@ class ModelConfig:
         at_least=1,
         from_checkpoint=True,
     )
-    position_embedding_type: Literal["learned_absolute", "rope", "none"] = flag(
-        "How positions enter.",
+    position_embedding_type: Literal["learned_absolute", "rope", "relative", "none"] = flag(
+        "How positions enter; relative: as T5's bias on attention scores.",
         default="learned_absolute",
-        refused_values={
-            "relative": "relative positions come with T5; use rope",
-            "mrope": "positions of images are outside this project; use rope",
-        },
+        refused_values={"mrope": "positions of images are outside this project; use rope"},
         architecture=True,
     )
     rotary_percent: float = flag(
@@ -88,9 +85,16 @@ class ModelConfig:
     )
     swiglu: bool = flag("MLP gated by SiLU.", default=False, architecture=True)
     geglu: bool = flag("MLP gated by GELU.", default=False, architecture=True)
+    relu: bool = flag("ReLU in the MLP, as in the original T5.", default=False, architecture=True)
     squared_relu: bool = flag("Squared ReLU in the MLP.", default=False, architecture=True)
     exact_gelu: bool = flag(
         "GELU by the error function instead of its tanh approximation.", default=False, architecture=True
+    )
+    softmax_scale: float | None = flag(
+        "Factor of attention scores; 1 / sqrt(width of a head) unless given. The original T5 has 1.",
+        default=None,
+        above=0,
+        architecture=True,
     )
     qk_layernorm: bool = flag("Norm queries and keys in each head.", default=False, architecture=True)
     untie_embeddings_and_output_weights: bool = flag(
@@ -139,8 +143,8 @@ class ModelConfig:
         """Non-linearity of the MLP; of its gate when ``gated``."""
         if self.swiglu:
             return "silu"
-        if self.squared_relu:
-            return "squared_relu"
+        if self.relu or self.squared_relu:
+            return "relu" if self.relu else "squared_relu"
         return "gelu" if self.exact_gelu else "gelu_tanh"
 
     @property

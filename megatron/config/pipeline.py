@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,26 +19,33 @@ LAYOUT_EXAMPLE = "'Et*2|t*3|t*2L' for 7 layers in 3 stages"
 
 @dataclass(frozen=True)
 class StageShape:
-    """How large a stage is, and on which pipeline rank."""
+    """Which layers of the whole model a stage has, and on which pipeline rank it is."""
 
     rank: int
-    layers: int
+    layers: range
     is_first: bool
     is_last: bool
+
+
+def layers_asked(run: RunConfig) -> str:
+    """The flags that say how many layers the model has, with their values."""
+    encoder, decoder = run.model.num_layers, run.num_layers - run.model.num_layers
+    return f"--num-layers {encoder}" + (f" + --decoder-num-layers {decoder} = {run.num_layers}" if decoder else "")
 
 
 def stage_shapes(run: RunConfig) -> list[StageShape]:
     """Of every stage, first to last: around the ranks and around again, or with ZB-V down and up."""
     sizes, ranks = stage_sizes(run), run.parallel.pipeline_model_parallel_size
     down_and_up = [*range(ranks), *reversed(range(ranks))]
+    ends = [*itertools.accumulate(sizes)]
     return [
         StageShape(
             down_and_up[stage] if run.parallel.pipeline_schedule == "zb-v" else stage % ranks,
-            layers,
+            range(end - size, end),
             is_first=stage == 0,
             is_last=stage == len(sizes) - 1,
         )
-        for stage, layers in enumerate(sizes)
+        for stage, (size, end) in enumerate(zip(sizes, ends))
     ]
 
 
@@ -57,7 +65,7 @@ def chunks_per_rank(run: RunConfig) -> int:
 
     Raises ConfigError when the flags ask for a number that isn't whole.
     """
-    parallel, layers = run.parallel, run.model.num_layers
+    parallel, layers = run.parallel, run.num_layers
     ranks, per_chunk = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
     if parallel.pipeline_schedule == "zb-v":
         return 2
@@ -79,7 +87,7 @@ def chunks_per_rank(run: RunConfig) -> int:
         )
         advice = f"use {fits}, or " if fits else ""
         raise ConfigError(
-            f"--num-layers {layers} does not divide by --pipeline-model-parallel-size {ranks} x "
+            f"{layers_asked(run)} does not divide by --pipeline-model-parallel-size {ranks} x "
             f"--num-layers-per-virtual-pipeline-stage {per_chunk}; {advice}give "
             "--num-virtual-stages-per-pipeline-rank, which cuts unevenly where it must"
         )
@@ -91,13 +99,13 @@ def stage_sizes(run: RunConfig) -> list[int]:
 
     Raises ConfigError when the flags don't describe such a division.
     """
-    parallel, layers, stages = run.parallel, run.model.num_layers, num_stages(run)
+    parallel, layers, stages = run.parallel, run.num_layers, num_stages(run)
     if parallel.pipeline_model_parallel_layout is not None:
         sizes = [stage.count(_LAYER) for stage in parse_layout(parallel.pipeline_model_parallel_layout)]
         if sum(sizes) != layers:
             raise ConfigError(
-                f"--pipeline-model-parallel-layout holds {sum(sizes)} layers (t) and the model has --num-layers "
-                f"{layers}; write {layers}"
+                f"--pipeline-model-parallel-layout holds {sum(sizes)} layers (t) and the model has "
+                f"{layers_asked(run)}; write {layers}"
             )
         if len(sizes) != stages:
             raise ConfigError(
@@ -110,7 +118,7 @@ def stage_sizes(run: RunConfig) -> list[int]:
     first, last = parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split
     if layers + first + last < stages:
         raise ConfigError(
-            f"--num-layers {layers} is less than the {stages} pipeline stages, {chunks_per_rank(run)} on each of "
+            f"{layers_asked(run)} is less than the {stages} pipeline stages, {chunks_per_rank(run)} on each of "
             f"--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size}; use at least "
             f"{stages - first - last} layers or fewer stages"
         )
@@ -147,16 +155,14 @@ def _sizes_with_given_ends(run: RunConfig) -> list[int]:
             below = layers // chunks * chunks
             fits = " or ".join(str(each) for each in (below, below + chunks) if each)
             raise ConfigError(f"{flag} {layers} does not divide over the {chunks} chunks of a rank; use {fits}")
-    left, others = run.model.num_layers - sum(layers for _, layers in given.values()), ranks - len(given)
+    left, others = run.num_layers - sum(layers for _, layers in given.values()), ranks - len(given)
     asked = " and ".join(f"{flag} {layers}" for flag, layers in given.values())
     if others == 0 and left:
-        raise ConfigError(
-            f"{asked} must together be --num-layers {run.model.num_layers}: there are no other ranks; leave one out"
-        )
+        raise ConfigError(f"{asked} must together be {layers_asked(run)}: there are no other ranks; leave one out")
     if left < others * chunks:
         raise ConfigError(
-            f"{asked} out of --num-layers {run.model.num_layers} leave {max(left, 0)} for the other pipeline ranks, "
-            f"which need at least {others * chunks}; give at most {run.model.num_layers - others * chunks}"
+            f"{asked} out of {layers_asked(run)} leave {max(left, 0)} for the other pipeline ranks, "
+            f"which need at least {others * chunks}; give at most {run.num_layers - others * chunks}"
         )
     middle = iter(balanced_sizes(left, others * chunks) if others else ())
     return [

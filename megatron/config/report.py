@@ -64,13 +64,12 @@ def stages_report(run: RunConfig) -> str:
     if run.parallel.pipeline_model_parallel_size == 1:
         return ""
     shapes = stage_shapes(run)
-    sizes = [str(stage.layers) for stage in shapes]
+    sizes = [str(len(stage.layers)) for stage in shapes]
+    is_even = len(set(sizes)) == 1
     if len(sizes) > _MOST_LISTED:
         runs = [(size, len(list(same))) for size, same in itertools.groupby(sizes)]
         sizes = [f"{size} ({times} times)" if times > 1 else size for size, times in runs]
-    each = (
-        shapes[0].layers if len({stage.layers for stage in shapes}) == 1 else f"{', '.join(sizes[:-1])} and {sizes[-1]}"
-    )
+    each = len(shapes[0].layers) if is_even else f"{', '.join(sizes[:-1])} and {sizes[-1]}"
     return f"{schedule_name(run)}: {len(shapes)} stages of {each} layers"
 
 

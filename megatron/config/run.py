@@ -23,6 +23,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.reporting import ReportingConfig
+from megatron.config.t5 import T5Config
 from megatron.config.task import FINE_TUNING, AnswerShape, TaskConfig
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.training import TrainingConfig
@@ -74,13 +75,17 @@ class RunConfig:
         for name, changes in self._resolved().items():
             if changes:
                 object.__setattr__(self, name, dataclasses.replace(getattr(self, name), **changes))
+        extra = tuple(self._resolved_extra(group) for group in self.extra)
+        object.__setattr__(self, "extra", extra)
 
     def _resolved(self) -> dict[str, dict[str, Any]]:
         """Values that follow from other groups, by group and field."""
         model, training, tokenizer, precision = self.model, self.training, self.tokenizer, self.precision
         found: dict[str, dict[str, Any]] = {"model": {}, "training": {}, "tokenizer": {}, "parallel": {}}
         if model.max_position_embeddings is None:
-            found["model"]["max_position_embeddings"] = self.data.seq_length
+            decoder = self.find(T5Config)
+            longest = (self.data.seq_length, decoder.decoder_seq_length or 1 if decoder else 1)
+            found["model"]["max_position_embeddings"] = max(longest)
         if training.global_batch_size is None:
             found["training"]["global_batch_size"] = training.micro_batch_size * self.data_parallel_size
         if precision.fp16 and precision.loss_scale is None:
@@ -94,13 +99,23 @@ class RunConfig:
         if kind is None:
             files = tokenizer.vocab_file or tokenizer.merge_file or tokenizer.tokenizer_model
             null = self.data.mock_data and tokenizer.vocab_size is not None and not files
-            usual = "BertWordPieceLowerCase" if self.is_bert else "GPT2BPETokenizer"
+            usual = "BertWordPieceLowerCase" if self.is_bert or self.find(T5Config) is not None else "GPT2BPETokenizer"
             kind = found["tokenizer"]["tokenizer_type"] = "NullTokenizer" if null else usual
         if model.vocab_size is None and tokenizer.vocab_size is not None:
             found["model"]["vocab_size"] = tokenizer.vocab_size + (kind == "NullTokenizer")
         if self.parallel.tensor_model_parallel_size == 1:
             found["parallel"]["sequence_parallel"] = False
         return found
+
+    def _resolved_extra(self, group: object) -> object:
+        if not isinstance(group, T5Config):
+            return group
+        layers, length = group.decoder_num_layers, group.decoder_seq_length
+        return dataclasses.replace(
+            group,
+            decoder_num_layers=self.model.num_layers if layers is None else layers,
+            decoder_seq_length=max(self.data.seq_length // 4, 1) if length is None else length,
+        )
 
     @classmethod
     def parse(
@@ -167,6 +182,12 @@ class RunConfig:
     def predictions_per_sample(self) -> int:
         """Predictions that a sample's loss is the sum of, at most."""
         return 1 if self.answers is not None else self.data.seq_length
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the whole model, one after the other: a T5's of the encoder and then of the decoder."""
+        decoder = self.find(T5Config)
+        return self.model.num_layers + (decoder.decoder_num_layers if decoder else 0)
 
     @property
     def model_parallel_size(self) -> int:

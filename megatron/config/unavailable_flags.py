@@ -62,9 +62,9 @@ UNAVAILABLE: tuple[tuple[str, str, str], ...] = (
         "replication-factor",
     ),
     (
-        "relative or multi-modal positions are",
+        "multi-modal positions are",
         " yet; use --position-embedding-type rope",
-        "relative-attention-num-buckets relative-attention-max-distance mrope-section",
+        "mrope-section",
     ),
     (
         "Mamba and hybrid models are",

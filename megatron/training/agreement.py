@@ -49,10 +49,10 @@ def check_stages(config: RunConfig, stages: Sequence[Stage], context: ParallelCo
     held = [stage for rank in context.mesh.members("pp") for stage in everyone[rank]]
     layers = sorted(number for stage in held for number in stage.layers)
     ends = [sum(stage.is_first for stage in held), sum(stage.is_last for stage in held)]
-    if layers != list(range(config.model.num_layers)) or ends != [1, 1]:
+    if layers != list(range(config.num_layers)) or ends != [1, 1]:
         raise ParallelError(
             f"the pipeline's ranks hold layers {layers}, {ends[0]} embeddings and {ends[1]} outputs of a model with "
-            f"{config.model.num_layers} layers; this is a fault of the program, please report it with your settings"
+            f"{config.num_layers} layers; this is a fault of the program, please report it with your settings"
         )
 
 

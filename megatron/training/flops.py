@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 from dataclasses import dataclass
@@ -46,6 +47,30 @@ def classification_flops_per_sample(model: ModelConfig, seq_length: int, *, choi
     """
     hidden = model.hidden_size
     return float(choices * (seq_length * _layers(model, seq_length) + 6 * hidden * (hidden + classes)))
+
+
+def t5_flops_per_sample(
+    model: ModelConfig,
+    seq_length: int,
+    *,
+    decoder_num_layers: int,
+    decoder_seq_length: int,
+    tensor_model_parallel_size: int = 1,
+) -> float:
+    """Model FLOPs of one sample of an encoder and a decoder, forward and backward.
+
+    The encoder with the whole square of attention, the decoder with its causal half; in each of the decoder's layers
+    queries and outputs of cross-attention over its own tokens, keys and values over the encoder's, and the scores of
+    every pair; the vocabulary over the decoder's tokens.
+    """
+    hidden, query_width = model.hidden_size, model.num_attention_heads * model.kv_channels
+    decoder = dataclasses.replace(model, num_layers=decoder_num_layers)
+    shared = model.num_query_groups / model.num_attention_heads
+    queries = decoder_seq_length * (1 + seq_length / hidden)
+    cross = 12 * decoder_num_layers * hidden * query_width * (queries + seq_length * shared)
+    words = 6 * hidden * model.padded_vocab_size(tensor_model_parallel_size)
+    spoken = decoder_seq_length * (_layers(decoder, decoder_seq_length / 2) + words)
+    return float(seq_length * _layers(model, seq_length) + spoken + cross)
 
 
 def _layers(model: ModelConfig, keys: float) -> float:

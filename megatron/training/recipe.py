@@ -40,8 +40,10 @@ class Recipe(Protocol):
         """
         ...
 
-    def attention(self, run: RunConfig) -> Mapping[str, bool]:
-        """What its layers ask of attention, as ``AttentionRequest`` calls it: ``causal``, masks."""
+    def attention(self, run: RunConfig) -> Mapping[str, Mapping[str, Any]]:
+        """What its layers ask of attention, as ``AttentionRequest`` calls it: ``causal``, masks, lengths other than
+        ``--seq-length``; by name for layers of several kinds, which is empty for one.
+        """
         ...
 
     def stages(self, run: RunConfig) -> list[Stage]:

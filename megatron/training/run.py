@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -229,25 +230,28 @@ def startup_facts(run: Run, *, parameters: int) -> StartupFacts:
 
 
 def attention_choices(config: RunConfig, recipe: Recipe, context: ParallelContext) -> str:
-    """The backend that serves the layers' calls, for each way in which context-parallel ranks exchange keys."""
-    asked, backend = attention_request(config, recipe, context), config.model.attention_backend
-    kinds = config.parallel.cp_comm_types
-    served = {kind: choose(actual_request(asked, kind, context), backend) for kind in kinds or ("p2p",)}
-    texts = {kind: choice.describe().removeprefix("attention: ") for kind, choice in served.items()}
-    return "; ".join(f"{kind}: {text}" for kind, text in texts.items()) if kinds else texts["p2p"]
+    """The backends that serve the layers' calls, for each kind of layer and each way in which context-parallel ranks
+    exchange keys.
+    """
+    backend, kinds, texts = config.model.attention_backend, config.parallel.cp_comm_types, list[str]()
+    for name, asked in attention_requests(config, recipe, context).items():
+        for kind in kinds or ("p2p",):
+            served = choose(actual_request(asked, kind, context), backend).describe().removeprefix("attention: ")
+            texts.append(": ".join(filter(None, (name, kind if kinds else "", served))))
+    return "; ".join(texts)
 
 
-def attention_request(config: RunConfig, recipe: Recipe, context: ParallelContext) -> AttentionRequest:
-    """The attention call that every layer of the run makes, over whole sequences."""
+def attention_requests(config: RunConfig, recipe: Recipe, context: ParallelContext) -> dict[str, AttentionRequest]:
+    """The attention calls that layers of the run make, over whole sequences, by kind of layer."""
     model = config.model
-    return AttentionRequest(
-        device=context.device,
-        dtype=context.dtype,
-        query_length=config.data.seq_length,
-        key_length=config.data.seq_length,
-        head_width=model.kv_channels,
-        dropout=model.attention_dropout,
-        softmax_in_fp32=model.attention_softmax_in_fp32,
-        needs_grad=not config.training.skip_train,
-        **recipe.attention(config),
-    )
+    facts: dict[str, Any] = {
+        "device": context.device,
+        "dtype": context.dtype,
+        "query_length": config.data.seq_length,
+        "key_length": config.data.seq_length,
+        "head_width": model.kv_channels,
+        "dropout": model.attention_dropout,
+        "softmax_in_fp32": model.attention_softmax_in_fp32,
+        "needs_grad": not config.training.skip_train,
+    }
+    return {name: AttentionRequest(**(facts | dict(asked))) for name, asked in recipe.attention(config).items()}

@@ -54,8 +54,10 @@ def describe_model(run: RunConfig) -> str:
     if model.num_query_groups != model.num_attention_heads:
         heads += f" ({model.num_query_groups} for keys and values)"
     gate = {"silu": "SwiGLU", "gelu_tanh": "GEGLU", "gelu": "GEGLU"}.get(model.activation, model.activation)
+    decoder = run.num_layers - model.num_layers
+    layers = f"{model.num_layers} encoder and {decoder} decoder" if decoder else f"{model.num_layers}"
     parts = [
-        f"{model.num_layers} layers of {model.hidden_size}",
+        f"{layers} layers of {model.hidden_size}",
         heads,
         f"{gate if model.gated else model.activation} MLP of {model.ffn_hidden_size}",
         model.normalization,

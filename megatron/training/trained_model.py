@@ -16,7 +16,6 @@ from megatron.config.run import RunConfig
 from megatron.config.trained_model import TrainedModelConfig
 from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint
 from megatron.core.checkpointing.load import load_checkpoint, read_run_state
-from megatron.core.models.stage import Stage
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.environment import LaunchEnvironment, told_once_a_node
 from megatron.core.parallel.launch import parallel_context
@@ -61,7 +60,7 @@ def trained_model(
         check_same_tokenizer(state, folder, tokenizer)
     precision, seed = config.precision.params_dtype, config.training.seed
     with parallel_context(config.parallel, launch, params_dtype=precision, seed=seed) as context:
-        whole = Stage(range(config.model.num_layers), is_first=True, is_last=True)
+        (whole,) = recipe.stages(config)
         model = recipe.build_model(config, whole, context).eval().requires_grad_(False)
         load_checkpoint(folder, model_state(model), context.mesh)
         yield TrainedModel(config, model, tokenizer, context, folder)

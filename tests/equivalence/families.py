@@ -5,17 +5,25 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megatron.config.model import ModelConfig
+from megatron.config.t5 import T5Config
 from megatron.core.models.bert import BertModel
 from megatron.core.models.classification import BertClassifier
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.stage import Stage
+from megatron.core.models.t5 import T5Model
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.pipeline_parallel.chunk import WireSpec
 from megatron.training.recipe import Recipe
 from megatron.training.recipes.bert import ORDER, WORDS, BertRecipe
 from megatron.training.recipes.classification import ACCURACY, LOSS, ClassificationRecipe, LabelledData
 from megatron.training.recipes.gpt import GPTRecipe
+from megatron.training.recipes.t5 import T5Recipe
 
 GLOBAL_BATCH, LENGTH, VOCABULARY = 8, 16, 67
 """The vocabulary is prime, so that it divides at no layout."""
@@ -26,7 +34,9 @@ class Family:
     """``batch``: the global batch of a step. ``losses``: their names; ``optional``: fields that only some variants use;
     ``sequences``: of a sample.
 
-    ``build``: the model from its config, context, and keywords ``stage``, ``recompute`` and ``seed``.
+    ``build``: the model from its config, context, and keywords ``stage``, ``recompute`` and ``seed``. ``wires``: what a
+    stage that isn't the first is handed, for a function from length to hidden states. ``more_layers``: those that the
+    model has besides its config's.
     """
 
     recipe: Recipe
@@ -35,6 +45,10 @@ class Family:
     losses: tuple[str, ...]
     optional: tuple[str, ...] = ()
     sequences: int = 1
+    wires: Callable[[ModelConfig, Stage, Callable[[int], WireSpec]], dict[str, WireSpec]] = (
+        lambda config, stage, hidden: {"hidden": hidden(LENGTH)}
+    )
+    more_layers: int = 0
 
 
 def causal_batch(step: int) -> dict[str, Tensor]:
@@ -106,9 +120,54 @@ def answering(*, choices: int, classes: int) -> Family:
     )
 
 
+T5_SETTINGS: dict[str, Any] = {"decoder_seq_length": LENGTH // 2, "relative_attention_max_distance": 12}
+T5_SETTINGS |= {"relative_attention_num_buckets": 8, "decoder_num_layers": 3}
+
+
+def span_batch(step: int) -> dict[str, Tensor]:
+    """Texts of many lengths, and answers, half as long; one sample counts for nothing."""
+    generator = torch.Generator().manual_seed(300 + step)
+    shape, answers = (GLOBAL_BATCH, LENGTH), (GLOBAL_BATCH, LENGTH // 2)
+    real = torch.arange(LENGTH) < torch.tensor([16, 3, 9, 12, 16, 4, 7, 15]).unsqueeze(1)
+    spoken = torch.arange(LENGTH // 2) < torch.tensor([8, 2, 6, 8, 5, 3, 4, 7]).unsqueeze(1)
+    mask = spoken.clone()
+    mask[3] = False
+    if step == 1:  # a context-parallel rank, of two, without a token to learn from
+        mask[:, : LENGTH // 8] = mask[:, -LENGTH // 8 :] = False
+    return {
+        "text_enc": torch.randint(VOCABULARY, shape, generator=generator) * real,
+        "enc_mask": real.long(),
+        "text_dec": torch.randint(VOCABULARY, answers, generator=generator) * spoken,
+        "labels": torch.where(spoken, torch.randint(VOCABULARY, answers, generator=generator), -1),
+        "loss_mask": mask.long(),
+    }
+
+
+def t5_model(config: ModelConfig, context: ParallelContext, **options: Any) -> T5Model:
+    """A decoder of three layers; with relative positions its output is scaled where it is tied, as the original's."""
+    tied = not config.untie_embeddings_and_output_weights
+    scale = tied and config.position_embedding_type == "relative"
+    return T5Model(config, T5Config(**T5_SETTINGS, scale_output=scale), context, **options)
+
+
+def t5_wires(config: ModelConfig, stage: Stage, hidden: Callable[[int], WireSpec]) -> dict[str, WireSpec]:
+    """Hidden states of the encoder, or those of the decoder and what the encoder made."""
+    if stage.layers.start <= config.num_layers:
+        return {"hidden": hidden(LENGTH)}
+    return {"hidden": hidden(LENGTH // 2), "encoded": hidden(LENGTH)}
+
+
 FAMILIES = {
     "gpt": Family(GPTRecipe(), GPTModel, causal_batch, ("lm loss",), optional=("segments",)),
     "bert": Family(BertRecipe(), BertModel, masked_batch, (WORDS, ORDER)),
     "classes": answering(choices=1, classes=3),
     "choices": answering(choices=4, classes=1),
+    "t5": Family(
+        T5Recipe(),
+        t5_model,
+        span_batch,
+        ("lm loss",),
+        wires=t5_wires,
+        more_layers=T5_SETTINGS["decoder_num_layers"],
+    ),
 }

@@ -41,7 +41,7 @@ NOTHING_RECOMPUTED = RecomputePlan()
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks divide the work. Sizes of axes are the harness's keywords."""
+    """How ranks divide the work. Sizes of axes are the harness's keywords. ``stage_sizes``: evenly, unless given."""
 
     tp: int = 1
     cp: int = 1
@@ -59,6 +59,7 @@ class Layout:
     schedule: str = "1f1b"
     overlap_p2p: bool = True
     pp_before_dp: bool = True
+    stage_sizes: tuple[int, ...] = ()
 
 
 def microbatches(
@@ -133,13 +134,19 @@ def build_chunks(
 ) -> list[ModelChunk]:
     """This rank's parts of the model."""
     mesh = context.mesh
-    stages = stages_of(balanced_sizes(config.num_layers, placement.num_stages))
-    length = LENGTH // mesh.size("cp") // (mesh.size("tp") if context.sequence_parallel else 1)
-    sequences = layout.micro_batch_size * family.sequences
-    hidden = {"hidden": WireSpec((length, sequences, config.hidden_size), context.dtype)}
+    sizes = layout.stage_sizes or balanced_sizes(config.num_layers + family.more_layers, placement.num_stages)
+    stages = stages_of(sizes)
+    share = mesh.size("cp") * (mesh.size("tp") if context.sequence_parallel else 1)
+
+    def hidden(length: int) -> WireSpec:
+        return WireSpec(
+            (length // share, layout.micro_batch_size * family.sequences, config.hidden_size), context.dtype
+        )
+
     chunks = []
     for number in placement.stages_of(mesh.rank("pp")):
         stage = stages[number]
         model = family.build(config, context, stage=stage, recompute=layout.recompute, seed=7)
-        chunks.append(ModelChunk(family.recipe, model, stage.is_last, {} if stage.is_first else hidden))
+        wires = {} if stage.is_first else family.wires(config, stage, hidden)
+        chunks.append(ModelChunk(family.recipe, model, stage.is_last, wires))
     return chunks

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.rng import StreamKey
 
 
-def bytes_kept(model: GPTModel, tokens: Tensor) -> int:
+def bytes_kept(model: nn.Module, *tokens: Tensor, **inputs: Tensor) -> int:
     """Bytes of all storages, parameters aside, that a forward pass over ``tokens`` leaves behind."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
@@ -21,6 +20,6 @@ def bytes_kept(model: GPTModel, tokens: Tensor) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = model(tokens, key=StreamKey(0))
+        output = model(*tokens, key=StreamKey(0), **inputs)
     assert output is not None  # alive until here, with all that it refers to
     return sum(storage.nbytes() for storage in kept.values())

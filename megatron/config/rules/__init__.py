@@ -21,6 +21,8 @@ from megatron.config.rules import (
     pipeline,
     remarking,
     schedule,
+    sentences,
+    t5,
     task,
     training,
 )
@@ -37,7 +39,9 @@ RULES: tuple[Rule, ...] = (
     *training.RULES,
     *schedule.RULES,
     *inputs.RULES,
+    *sentences.RULES,
     *bert.RULES,
+    *t5.RULES,
     *task.RULES,
     *fine_tuning.RULES,
 )

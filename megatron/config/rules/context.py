@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import lcm
 
 from megatron.config.flags import one_of
+from megatron.config.pipeline import layers_asked
 from megatron.config.rules.sizes import divide, divisors, multiples_near
 from megatron.config.run import RunConfig
 
@@ -29,10 +30,10 @@ def sequence_divides_over_context_ranks(run: RunConfig) -> str | None:
 
 def exchanges_are_one_or_one_per_layer(run: RunConfig) -> str | None:
     """The way of exchange is the same in all layers, or named for each."""
-    given, layers = len(run.parallel.cp_comm_type), run.model.num_layers
+    given, layers = len(run.parallel.cp_comm_type), run.num_layers
     if given in (1, layers):
         return None
-    return f"--cp-comm-type names {given} ways for --num-layers {layers}; name one for all layers, or {layers}"
+    return f"--cp-comm-type names {given} ways for {layers_asked(run)}; name one for all layers, or {layers}"
 
 
 def two_levels_have_sizes(run: RunConfig) -> str | None:

@@ -56,12 +56,13 @@ def one_activation(run: RunConfig) -> str | None:
     asked = {
         "--swiglu": model.swiglu,
         "--geglu": model.geglu,
+        "--relu": model.relu,
         "--squared-relu": model.squared_relu,
     }
     named = [flag for flag, given in asked.items() if given]
     if len(named) > 1:
         return f"{' and '.join(named)} exclude each other; keep one"
-    if model.exact_gelu and (model.swiglu or model.squared_relu):
+    if model.exact_gelu and (model.swiglu or model.relu or model.squared_relu):
         return f"--exact-gelu has no effect with {named[0]}; keep one"
     return None
 

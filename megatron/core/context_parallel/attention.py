@@ -45,13 +45,16 @@ def attention(
     segments: Tensor | None = None,
     documents: Documents | None = None,
     padding_mask: Tensor | None = None,
+    bias: Tensor | None = None,
     softmax_in_fp32: bool = False,
     backend: str = "auto",
 ) -> Tensor:
     """``ops.attention`` of queries and keys that each context-parallel rank holds a slice of (see ``slicing``).
 
     Shapes are those of the slices: ``q`` [s, b, n, d], ``k`` and ``v`` [s, b, g, d] -> [s, b, n·d]; only ``segments``
-    and ``padding_mask`` [b, S] are whole. Causal attention has as many queries as keys. With one rank, a plain call.
+    and ``padding_mask`` [b, S] are whole, and ``bias`` [n, s, S] has all keys in
+    order; with it ranks can't exchange heads. Causal attention has as many
+    queries as keys. With one rank, a plain call.
     ``documents``: those of ``segments``, where a caller of many layers has found them already.
     """
     options = AttentionOptions(
@@ -61,6 +64,7 @@ def attention(
         generator=generator,
         segments=segments,
         padding_mask=padding_mask,
+        bias=bias,
         softmax_in_fp32=softmax_in_fp32,
     )
 
@@ -70,6 +74,7 @@ def attention(
     everyone = Team.of(context.mesh, "cp")
     if everyone.size == 1:
         return plain(q, k, v)
+    assert bias is None or "a2a" not in comm_type, "a bias of a slice's queries has no rows for those of other ranks"
     if comm_type == "a2a":
         return with_heads_split(plain, q, k, v, everyone)
     neighbours = everyone.neighbours(_heads_split_over(comm_type, context))

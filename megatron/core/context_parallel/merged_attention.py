@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.context_parallel.key_exchange import KeyExchange
-from megatron.core.context_parallel.slicing import take
+from megatron.core.context_parallel.slicing import positions, take
 from megatron.core.context_parallel.visible import Documents, Visible, visible
 from megatron.core.ops.attention.partial import OnlineSoftmax, partial_attention, partial_attention_gradients
 from megatron.core.ops.attention.request import AttentionOptions, PartialResult
@@ -23,12 +23,16 @@ from megatron.core.ops.attention.request import AttentionOptions, PartialResult
 
 @dataclass(frozen=True)
 class _Call:
-    """What all parts have in common. ``options`` speak of the whole sequence."""
+    """What all parts have in common. ``options`` speak of the whole sequence, but for a bias of the rank's queries."""
 
     exchange: KeyExchange
     options: AttentionOptions
     backend: str
     documents: Documents | None
+
+    def with_options(self, **changes: Any) -> _Call:
+        """The same call with other options."""
+        return dataclasses.replace(self, options=dataclasses.replace(self.options, **changes))
 
     def parts(self, owner: int, q: Tensor, k: Tensor) -> Iterator[tuple[Visible, AttentionOptions]]:
         """The calls that this rank's queries make to the keys ``k`` of ``owner``."""
@@ -37,9 +41,17 @@ class _Call:
         cut = [whole] if self.documents is None else self.documents.cut(whole, team.rank, owner, team.size)
         padding = self.options.padding_mask
         held = None if padding is None else take(padding, owner, team.size, dim=1)
+        bias = None if self.options.bias is None else take(self.options.bias, owner, team.size, dim=2)
         for part in cut:
             mask = None if held is None else held[part.samples, part.keys]
-            yield part, dataclasses.replace(self.options, causal=part.causal, padding_mask=mask)
+            added = None if bias is None else bias[:, part.rows, part.keys]
+            yield part, dataclasses.replace(self.options, causal=part.causal, padding_mask=mask, bias=added)
+
+    def add_bias_gradient(self, whole: Tensor, part: Visible, owner: int, grad: Tensor) -> None:
+        """Put what a part contributes at its place in the gradient [n, s, S] of the bias."""
+        team = self.exchange.team
+        columns = positions(whole.shape[2], owner, team.size, device=whole.device)[part.keys]
+        whole[:, part.rows].index_add_(2, columns, grad.to(whole.dtype))
 
 
 def merged_attention(
@@ -57,15 +69,15 @@ def merged_attention(
     ``options.padding_mask`` and ``documents`` are those of the whole sequence. Returns [s, b, n·d].
     """
     call = _Call(exchange, dataclasses.replace(options, segments=None), backend, documents)
-    out: Tensor = _MergedAttention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
+    out: Tensor = _MergedAttention.apply(q, k, v, options.bias, call)  # type: ignore[no-untyped-call]
     return out.flatten(2)
 
 
 class _MergedAttention(torch.autograd.Function):
-    """Keeps q, k, v, the result, its log-sum-exp, and where the generator stood."""
+    """Keeps q, k, v, the bias, the result, its log-sum-exp, and where the generator stood."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
         generator = call.options.generator
         ctx.generator_state = generator.get_state() if generator is not None and call.options.dropout > 0.0 else None
         merged = OnlineSoftmax.over_nothing(q, v)
@@ -76,15 +88,16 @@ class _MergedAttention(torch.autograd.Function):
                 found = partial_attention(q[asked], keys[at], values[at], options, backend=call.backend)
                 merged.add(found, *asked)
         whole = merged.result(q.dtype)
-        ctx.save_for_backward(q, k, v, whole.out, whole.lse)
-        ctx.call = call
+        ctx.save_for_backward(q, k, v, whole.out, whole.lse, bias)
+        ctx.call = call.with_options(bias=None)
         return whole.out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, out, lse = ctx.saved_tensors
-        call = _replaying(ctx.call, ctx.generator_state, q.device)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
+        q, k, v, out, lse, bias = ctx.saved_tensors
+        call = _replaying(ctx.call.with_options(bias=bias), ctx.generator_state, q.device)
         grad_q = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+        grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=lse.dtype, device=q.device)
         packed_keys = _pack(k, v)
         returning = call.exchange.returning(packed_keys)
         for owner, packed in call.exchange.visit(packed_keys):
@@ -100,9 +113,11 @@ class _MergedAttention(torch.autograd.Function):
                 grad_q[asked] += found.q
                 grad_k[at] += found.k
                 grad_v[at] += found.v
+                if grad_bias is not None and found.bias is not None:
+                    call.add_bias_gradient(grad_bias, part, owner, found.bias)
             returning.add(owner, contribution)
         grad_k, grad_v = _unpack(returning.own(), k, v)
-        return grad_q.to(q.dtype), grad_k, grad_v, None
+        return grad_q.to(q.dtype), grad_k, grad_v, None if grad_bias is None else grad_bias.to(q.dtype), None
 
 
 def _replaying(call: _Call, state: Tensor | None, device: torch.device) -> _Call:
@@ -111,7 +126,7 @@ def _replaying(call: _Call, state: Tensor | None, device: torch.device) -> _Call
         return call
     generator = torch.Generator(device)
     generator.set_state(state)
-    return dataclasses.replace(call, options=dataclasses.replace(call.options, generator=generator))
+    return call.with_options(generator=generator)
 
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:

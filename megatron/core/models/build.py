@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 from megatron.config.bert import BertConfig
 from megatron.config.model import ModelConfig
+from megatron.config.t5 import T5Config
 from megatron.core.models.bert import BertModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.stage import Stage
+from megatron.core.models.t5 import T5Model
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.transformer.block import RecomputePlan
 
@@ -21,7 +23,7 @@ def build_model(
     stage: Stage | None = None,
     recompute: RecomputePlan | None = None,
     seed: int | None = None,
-) -> GPTModel | BertModel:
+) -> GPTModel | BertModel | T5Model:
     """The stage's part of the model (all of it without ``stage``), whose family and its own settings ``groups`` tell.
 
     ``seed``: of the initial weights; without it they are whatever memory holds.
@@ -30,4 +32,6 @@ def build_model(
         if isinstance(group, BertConfig):
             binary_head = group.bert_binary_head
             return BertModel(model, context, binary_head=binary_head, stage=stage, recompute=recompute, seed=seed)
+        if isinstance(group, T5Config):
+            return T5Model(model, group, context, stage=stage, recompute=recompute, seed=seed)
     return GPTModel(model, context, stage=stage, recompute=recompute, seed=seed)

@@ -8,15 +8,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-Activation = Literal["gelu_tanh", "gelu", "silu", "squared_relu"]
+Activation = Literal["gelu_tanh", "gelu", "silu", "relu", "squared_relu"]
 
 _APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
 def activation(x: Tensor, kind: Activation) -> Tensor:
-    """``kind`` applied to every element: tanh-approximated or exact GELU, SiLU, or ReLU squared."""
+    """``kind`` applied to every element: tanh-approximated or exact GELU, SiLU, ReLU, or ReLU squared."""
     if kind == "silu":
         return functional.silu(x)
+    if kind == "relu":
+        return functional.relu(x)
     if kind == "squared_relu":
         return functional.relu(x).square()
     return functional.gelu(x, approximate=_APPROXIMATE[kind])
@@ -31,6 +33,8 @@ def gated_activation(x: Tensor, kind: Activation) -> Tensor:
 def _activation_gradient(grad: Tensor, x: Tensor, kind: Activation) -> Tensor:
     if kind == "silu":
         return torch.ops.aten.silu_backward(grad, x)  # type: ignore[no-any-return]
+    if kind == "relu":
+        return grad * (x > 0)
     if kind == "squared_relu":
         return functional.relu(x).mul_(grad).mul_(2)
     return torch.ops.aten.gelu_backward(grad, x, approximate=_APPROXIMATE[kind])  # type: ignore[no-any-return]

@@ -106,7 +106,7 @@ class Sharding:
         """Rectangles of the logical tensor that this rank holds; vocabulary padding is left out."""
         local_shape = self.local_shape(mesh)
         if self.shared is not None and self.sharers(mesh) > 1:
-            return self._pieces_of_group(self.shared, local_shape, mesh)
+            return tuple(each for each in self._pieces_of_group(self.shared, local_shape, mesh) if 0 not in each.sizes)
         starts, sizes = [0] * len(self.shape), list(self.shape)
         for dim, axis in self.split.items():
             width = local_shape[dim] // self.blocks
@@ -121,7 +121,7 @@ class Sharding:
         if not self.gradient_owner(mesh):
             return ()
         pieces, sharers = self.pieces(mesh), self.sharers(mesh)
-        return pieces if sharers == 1 or mesh.rank(self.split[0]) % sharers == 0 else pieces[:1]
+        return pieces if sharers == 1 or mesh.rank(self.split[0]) % sharers == 0 else pieces[:-1]
 
     def local_elements(self, mesh: Mesh) -> int:
         """Elements of the logical tensor that this rank holds."""

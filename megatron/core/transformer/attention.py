@@ -1,14 +1,18 @@
-"""Self-attention with heads split over tensor-parallel ranks."""
+"""Attention with heads split over tensor-parallel ranks: of a sequence to itself, and of a decoder to its encoder."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.core.context_parallel.attention import attention
+from megatron.core.context_parallel.visible import Documents
 from megatron.core.ops.rotary import apply_rotary
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.recompute import recomputed
+from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.sharding import SharedRows
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.initialization import input_init, output_init
@@ -16,55 +20,127 @@ from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.norm import Norm
 
 
-class SelfAttention(nn.Module):
-    """Query, key and value from one column-split matmul, attention over this rank's heads, one row-split matmul.
+@dataclass(frozen=True)
+class Seen:
+    """What decides which keys a query sees, and how much, besides their product; as in ``attention``."""
 
-    The fused weight is grouped by key/value head, ``[q … q, k, v]`` for each, so that a rank's part is contiguous
-    (grouped-query attention: arXiv:2305.13245). With fewer key/value heads than ranks, those that share one divide its
-    query heads, and each computes its key and value.
+    segments: Tensor | None = None
+    documents: Documents | None = None
+    padding_mask: Tensor | None = None
+    bias: Tensor | None = None
+
+
+class Attention(nn.Module):
+    """Attention over this rank's heads and one row-split matmul, for queries, keys and values of a subclass's matmuls.
+
+    Key and value weights are fused and grouped by key/value head, ``[k, v]`` for each, so that a rank's part is
+    contiguous (grouped-query attention: arXiv:2305.13245). With fewer key/value heads than ranks, those that share one
+    divide its query heads, and each computes its key and value. ``purpose``: in the names of random streams.
+
+    A subclass makes its matmuls and then calls ``_add_output``, so that parameters come in the order of their use.
     """
 
     def __init__(
-        self, config: ModelConfig, context: ParallelContext, *, number: int, causal: bool, recompute_core: bool = False
+        self,
+        config: ModelConfig,
+        context: ParallelContext,
+        *,
+        number: int,
+        causal: bool,
+        recompute_core: bool,
+        purpose: str,
     ) -> None:
         super().__init__()
         self._config, self._context = config, context
         self._number, self._causal, self._recompute_core = number, causal, recompute_core
+        self._purpose = purpose
         ranks = context.mesh.size("tp")
         self._groups = max(1, config.num_query_groups // ranks)
         self._queries_per_group = config.num_attention_heads // ranks // self._groups
         self._head_dim = config.kv_channels
-        width = config.num_attention_heads * config.kv_channels
-        self.linear_qkv = ColumnParallelLinear(
-            config.hidden_size,
-            width + 2 * config.num_query_groups * config.kv_channels,
-            context,
-            init=input_init(config),
-            bias=config.add_bias_linear or config.add_qkv_bias,
-            shared=SharedRows(groups=config.num_query_groups, rows=2 * config.kv_channels),
-        )
+        self._width = config.num_attention_heads * config.kv_channels
+
+    def _add_output(self, config: ModelConfig, context: ParallelContext) -> None:
+        """Norms of query and key heads, where the model has them, and the last matmul."""
         # Each rank normalizes its own heads only, with or without sequence parallelism.
         self.q_layernorm = Norm(self._head_dim, config, context, partial_grad=("tp",)) if config.qk_layernorm else None
         self.k_layernorm = Norm(self._head_dim, config, context, partial_grad=("tp",)) if config.qk_layernorm else None
         self.linear_proj = RowParallelLinear(
-            width, config.hidden_size, context, init=output_init(config), bias=config.add_bias_linear
+            self._width, config.hidden_size, context, init=output_init(config), bias=config.add_bias_linear
         )
+
+    def _columns(self, outputs: int, *, shared_rows: int = 0) -> ColumnParallelLinear:
+        """A matmul to ``outputs``, of which the last ``shared_rows`` of each key/value head serve all its queries."""
+        config = self._config
+        return ColumnParallelLinear(
+            config.hidden_size,
+            outputs,
+            self._context,
+            init=input_init(config),
+            bias=config.add_bias_linear or config.add_qkv_bias,
+            shared=SharedRows(groups=config.num_query_groups, rows=shared_rows) if shared_rows else None,
+        )
+
+    def _normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        if self.q_layernorm is None or self.k_layernorm is None:
+            return query, key
+        return self.q_layernorm(query), self.k_layernorm(key)
+
+    def _mix(self, query: Tensor, key: Tensor, value: Tensor, stream: StreamKey, seen: Seen) -> Tensor:
+        """``[S, b, n, d]``, keys and values ``[T, b, g, d]``, to ``[s, b, h]``."""
+        if self._recompute_core and self.training:
+            mixed = recomputed(self._attend, query, key, value, stream, seen)
+        else:
+            mixed = self._attend(query, key, value, stream, seen)
+        out: Tensor = self.linear_proj(mixed)
+        return out
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, stream: StreamKey, seen: Seen) -> Tensor:
+        config = self._config
+        drop = config.attention_dropout if self.training else 0.0
+        if drop:  # seeded here, so that recomputing the scores alone draws the same mask
+            self._context.rng.enter(stream, f"layer {self._number} {self._purpose}")
+        return attention(
+            query,
+            key,
+            value,
+            context=self._context,
+            comm_type=self._context.cp_comm_type(self._number),
+            causal=self._causal,
+            scale=config.softmax_scale,
+            dropout=drop,
+            generator=self._context.rng.split,
+            segments=seen.segments,
+            documents=seen.documents,
+            padding_mask=seen.padding_mask,
+            bias=seen.bias,
+            softmax_in_fp32=config.attention_softmax_in_fp32,
+            backend=config.attention_backend,
+        )
+
+
+class SelfAttention(Attention):
+    """Query, key and value from one matmul, whose weight has ``[q … q, k, v]`` for each key/value head."""
+
+    def __init__(
+        self, config: ModelConfig, context: ParallelContext, *, number: int, causal: bool, recompute_core: bool = False
+    ) -> None:
+        super().__init__(config, context, number=number, causal=causal, recompute_core=recompute_core, purpose="scores")
+        rows = 2 * config.kv_channels
+        self.linear_qkv = self._columns(self._width + config.num_query_groups * rows, shared_rows=rows)
+        self._add_output(config, context)
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """``[s, b, h] -> [s, b, h]``."""
         query, key, value = self._project(x)
-        if self.q_layernorm is not None and self.k_layernorm is not None:
-            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        query, key = self._normed(query, key)
         if inputs.rotary is not None:
             interleaved = self._config.rotary_interleaved
             query = apply_rotary(query, inputs.rotary, interleaved=interleaved)
             key = apply_rotary(key, inputs.rotary, interleaved=interleaved)
-        if self._recompute_core and self.training:
-            mixed = recomputed(self._attend, query, key, value, inputs)
-        else:
-            mixed = self._attend(query, key, value, inputs)
-        out: Tensor = self.linear_proj(mixed)
-        return out
+        documents = inputs.documents if self._context.mesh.size("cp") > 1 else None
+        seen = Seen(inputs.segments, documents, inputs.padding_mask, inputs.bias)
+        return self._mix(query, key, value, inputs.key, seen)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``[s, b, h]`` to query ``[S, b, n, d]`` and key, value ``[S, b, g, d]``."""
@@ -75,24 +151,27 @@ class SelfAttention(nn.Module):
         query = fused[..., :per_group, :].reshape(length, batch, self._groups * per_group, self._head_dim)
         return query, fused[..., per_group, :], fused[..., per_group + 1, :]
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs) -> Tensor:
-        config = self._config
-        drop = config.attention_dropout if self.training else 0.0
-        if drop:  # seeded here, so that recomputing the scores alone draws the same mask
-            self._context.rng.enter(inputs.key, f"layer {self._number} scores")
-        return attention(
-            query,
-            key,
-            value,
-            context=self._context,
-            comm_type=self._context.cp_comm_type(self._number),
-            causal=self._causal,
-            scale=None,
-            dropout=drop,
-            generator=self._context.rng.split,
-            segments=inputs.segments,
-            documents=inputs.documents if self._context.mesh.size("cp") > 1 else None,
-            padding_mask=inputs.padding_mask,
-            softmax_in_fp32=config.attention_softmax_in_fp32,
-            backend=config.attention_backend,
+
+class CrossAttention(Attention):
+    """Queries of the decoder, keys and values of what the encoder made; neither has positions here."""
+
+    def __init__(
+        self, config: ModelConfig, context: ParallelContext, *, number: int, recompute_core: bool = False
+    ) -> None:
+        super().__init__(
+            config, context, number=number, causal=False, recompute_core=recompute_core, purpose="cross scores"
         )
+        rows = 2 * config.kv_channels
+        self.linear_q = self._columns(self._width)
+        self.linear_kv = self._columns(config.num_query_groups * rows, shared_rows=rows)
+        self._add_output(config, context)
+
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """``[s, b, h] -> [s, b, h]``."""
+        assert inputs.encoded is not None, "a decoder that attends to an encoder is given what that made"
+        query, fused = self.linear_q(x), self.linear_kv(inputs.encoded)
+        query = query.view(*query.shape[:2], -1, self._head_dim)
+        fused = fused.view(*fused.shape[:2], self._groups, 2, self._head_dim)
+        query, key = self._normed(query, fused[..., 0, :])
+        seen = Seen(padding_mask=inputs.encoded_padding_mask)
+        return self._mix(query, key, fused[..., 1, :], inputs.key, seen)

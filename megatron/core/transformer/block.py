@@ -39,7 +39,11 @@ class RecomputePlan:
 
 
 class TransformerBlock(nn.Module):
-    """The layers of one stage, named by their number in the whole model, and the final norm on the last stage."""
+    """The layers of one stage, named by their number in the whole stack, and the final norm of the stack on its last.
+
+    ``first``: number in the whole model of the stack's first layer, for a model of more stacks than one. ``cross``:
+    whether layers attend to what an encoder made, too.
+    """
 
     def __init__(
         self,
@@ -50,13 +54,17 @@ class TransformerBlock(nn.Module):
         final_norm: bool,
         causal: bool,
         recompute: RecomputePlan,
+        first: int = 0,
+        cross: bool = False,
     ) -> None:
         super().__init__()
         self._recompute = recompute
         selective = recompute.granularity == "selective"
         self.layers = nn.ModuleDict(
             {
-                str(number): TransformerLayer(config, context, number=number, causal=causal, recompute_core=selective)
+                str(number): TransformerLayer(
+                    config, context, number=first + number, causal=causal, cross=cross, recompute_core=selective
+                )
                 for number in layer_numbers
             }
         )

@@ -33,17 +33,20 @@ from megatron.core.tensor_parallel.regions import enter, sequence_slice
 from megatron.core.transformer.initialization import input_init
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+POSITION_EMBEDDINGS = "embedding.position_embeddings.weight"
 
 
 class PositionEmbedding(nn.Module):
     """A learned vector for each position, held whole by every rank."""
 
-    def __init__(self, config: ModelConfig, context: ParallelContext) -> None:
+    def __init__(self, config: ModelConfig, context: ParallelContext, *, tied: str | None = None) -> None:
         super().__init__()
         assert config.max_position_embeddings is not None
         self._context = context
         sharding = Sharding(
-            (config.max_position_embeddings, config.hidden_size), partial_grad=partial_under_sequence_parallel(context)
+            (config.max_position_embeddings, config.hidden_size),
+            partial_grad=partial_under_sequence_parallel(context),
+            tied=tied,
         )
         self.weight = make_parameter(sharding, input_init(config), context)
 
@@ -71,9 +74,14 @@ class TokenTypeEmbedding(nn.Module):
 
 
 class LanguageModelEmbedding(nn.Module):
-    """Word vectors plus, with learned positions, position vectors, and with token types theirs; then dropout."""
+    """Word vectors plus, with learned positions, position vectors, and with token types theirs; then dropout.
 
-    def __init__(self, config: ModelConfig, context: ParallelContext, *, token_types: int = 0) -> None:
+    ``copied``: another stage of the model has such an embedding as well, with the same words and positions.
+    """
+
+    def __init__(
+        self, config: ModelConfig, context: ParallelContext, *, token_types: int = 0, copied: bool = False
+    ) -> None:
         super().__init__()
         assert config.vocab_size is not None, "the tokenizer's vocabulary is known before a model is built"
         self._config, self._context = config, context
@@ -83,16 +91,25 @@ class LanguageModelEmbedding(nn.Module):
             context,
             init=input_init(config),
             pad_multiple=config.make_vocab_size_divisible_by,
-            tied=None if config.untie_embeddings_and_output_weights else WORD_EMBEDDINGS,
+            tied=WORD_EMBEDDINGS if copied or not config.untie_embeddings_and_output_weights else None,
         )
-        learned = config.position_embedding_type == "learned_absolute"
-        self.position_embeddings = PositionEmbedding(config, context) if learned else None
+        learned, tied = config.position_embedding_type == "learned_absolute", POSITION_EMBEDDINGS if copied else None
+        self.position_embeddings = PositionEmbedding(config, context, tied=tied) if learned else None
         self.tokentype_embeddings = TokenTypeEmbedding(token_types, config, context) if token_types else None
 
     def forward(
-        self, tokens: Tensor, position_ids: Tensor | None, key: StreamKey, *, types: Tensor | None = None
+        self,
+        tokens: Tensor,
+        position_ids: Tensor | None,
+        key: StreamKey,
+        *,
+        types: Tensor | None = None,
+        stream: str = "embedding",
     ) -> Tensor:
-        """Token ids, and for a model that has them types, ``[b, S]``, to hidden states ``[s, b, h]``."""
+        """Token ids, and for a model that has them types, ``[b, S]``, to hidden states ``[s, b, h]``.
+
+        ``stream``: name of the random stream of its dropout.
+        """
         x: Tensor = self.word_embeddings(tokens)
         if self.position_embeddings is not None:
             x = x + self.position_embeddings(tokens.shape[1], position_ids)
@@ -103,7 +120,7 @@ class LanguageModelEmbedding(nn.Module):
             x = x.to(torch.promote_types(x.dtype, torch.float32))
         if not self.training or self._config.hidden_dropout == 0.0:
             return x
-        self._context.rng.enter(key, "embedding")
+        self._context.rng.enter(key, stream)
         return dropout(x, self._config.hidden_dropout, self._context.hidden_generator)
 
 

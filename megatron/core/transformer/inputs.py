@@ -16,12 +16,19 @@ from megatron.core.parallel.rng import StreamKey
 class LayerInputs:
     """``key``: the microbatch's random streams. ``rotary``: cos and sin for the positions, or None. ``segments``:
     ``[b, S]`` document numbers; attention stays within a document. ``padding_mask``: ``[b, S]``, True where real.
+    ``bias``: ``[n, s, S]``, added to the scores of self-attention.
+
+    For cross-attention: ``encoded`` ``[t, b, h]``, what the encoder made, and its own ``encoded_padding_mask``
+    ``[b, T]``.
     """
 
     key: StreamKey
     rotary: RotaryTable | None = None
     segments: Tensor | None = None
     padding_mask: Tensor | None = None
+    bias: Tensor | None = None
+    encoded: Tensor | None = None
+    encoded_padding_mask: Tensor | None = None
 
     @cached_property
     def documents(self) -> Documents | None:

@@ -1,4 +1,6 @@
-"""One transformer layer: attention and MLP, each behind a norm and added to the residual stream."""
+"""One transformer layer: attention, of a decoder also to its encoder, and MLP, each behind a norm and added to the
+residual stream.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,15 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.core.ops.dropout import dropout
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.attention import CrossAttention, SelfAttention
 from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norm import Norm
 
 
 class TransformerLayer(nn.Module):
-    """Pre-norm layer: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``, dropout on both branches.
+    """Pre-norm layer: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``, dropout on both branches. With ``cross``
+    attention to what an encoder made comes between them.
 
     With ``--apply-residual-connection-post-layernorm`` each branch is added to ``norm(x)``. The norm at the start of
     such a layer is as well the norm at the end of the one before, so a stack of them and a final norm are the original
@@ -22,7 +25,14 @@ class TransformerLayer(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, context: ParallelContext, *, number: int, causal: bool, recompute_core: bool = False
+        self,
+        config: ModelConfig,
+        context: ParallelContext,
+        *,
+        number: int,
+        causal: bool,
+        cross: bool = False,
+        recompute_core: bool = False,
     ) -> None:
         super().__init__()
         self._context = context
@@ -33,6 +43,10 @@ class TransformerLayer(nn.Module):
         self.self_attention = SelfAttention(
             config, context, number=number, causal=causal, recompute_core=recompute_core
         )
+        self.pre_cross_attn_layernorm = Norm(config.hidden_size, config, context) if cross else None
+        self.cross_attention = (
+            CrossAttention(config, context, number=number, recompute_core=recompute_core) if cross else None
+        )
         self.pre_mlp_layernorm = Norm(config.hidden_size, config, context)
         self.mlp = MLP(config, context)
 
@@ -40,6 +54,9 @@ class TransformerLayer(nn.Module):
         """``[s, b, h] -> [s, b, h]``."""
         normed = self.input_layernorm(x)
         x = self._residual(x, normed) + self._drop(self.self_attention(normed, inputs), inputs, "attention")
+        if self.cross_attention is not None and self.pre_cross_attn_layernorm is not None:
+            normed = self.pre_cross_attn_layernorm(x)
+            x = self._residual(x, normed) + self._drop(self.cross_attention(normed, inputs), inputs, "cross attention")
         normed = self.pre_mlp_layernorm(x)
         return self._residual(x, normed) + self._drop(self.mlp(normed), inputs, "mlp")
 

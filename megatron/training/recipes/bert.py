@@ -48,9 +48,9 @@ class BertRecipe:
         """The order of texts only with a head for it."""
         return (WORDS, ORDER) if run.group(BertConfig).bert_binary_head else (WORDS,)
 
-    def attention(self, run: RunConfig) -> dict[str, bool]:
+    def attention(self, run: RunConfig) -> dict[str, dict[str, Any]]:
         """Every token sees every other that is no padding."""
-        return {"causal": False, "padding_mask": True}
+        return {"": {"causal": False, "padding_mask": True}}
 
     def stages(self, run: RunConfig) -> list[Stage]:
         """Layers divided as the pipeline flags say, by default evenly."""

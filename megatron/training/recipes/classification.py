@@ -54,9 +54,9 @@ class ClassificationRecipe:
         """One loss, and the accuracy."""
         return (LOSS, ACCURACY)
 
-    def attention(self, run: RunConfig) -> dict[str, bool]:
+    def attention(self, run: RunConfig) -> dict[str, dict[str, Any]]:
         """Every token sees every other that is no padding."""
-        return {"causal": False, "padding_mask": True}
+        return {"": {"causal": False, "padding_mask": True}}
 
     def stages(self, run: RunConfig) -> list[Stage]:
         """Layers divided as the pipeline flags say, by default evenly."""

@@ -39,9 +39,9 @@ class GPTRecipe:
         """One."""
         return ("lm loss",)
 
-    def attention(self, run: RunConfig) -> dict[str, bool]:
+    def attention(self, run: RunConfig) -> dict[str, dict[str, Any]]:
         """Every token sees those before it, in its document where documents are kept apart."""
-        return {"causal": True, "segments": run.data.reset_attention_mask}
+        return {"": {"causal": True, "segments": run.data.reset_attention_mask}}
 
     def stages(self, run: RunConfig) -> list[Stage]:
         """Layers divided as the pipeline flags say, by default evenly."""

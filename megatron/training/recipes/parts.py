@@ -17,11 +17,18 @@ def hidden_wires(run: RunConfig, stage: Stage, context: ParallelContext, *, sequ
     """Hidden states ``[s, b, h]`` between stages; ``sequences``: of one sample."""
     if stage.is_first:
         return {}
+    return {"hidden": hidden_wire(run, context, length=run.data.seq_length, sequences=sequences)}
+
+
+def hidden_wire(
+    run: RunConfig, context: ParallelContext, *, length: int, sequences: int = 1, normed: bool = False
+) -> WireSpec:
+    """This rank's part of the hidden states of ``length`` tokens, on the residual stream or, ``normed``, behind it."""
     mesh, model = context.mesh, run.model
-    length = run.data.seq_length // mesh.size("cp") // (mesh.size("tp") if context.sequence_parallel else 1)
-    wide = torch.promote_types(context.dtype, torch.float32)
-    dtype = wide if model.fp32_residual_connection else context.dtype
-    return {"hidden": WireSpec((length, run.training.micro_batch_size * sequences, model.hidden_size), dtype)}
+    held = length // mesh.size("cp") // (mesh.size("tp") if context.sequence_parallel else 1)
+    wide = model.fp32_residual_connection and not normed
+    dtype = torch.promote_types(context.dtype, torch.float32) if wide else context.dtype
+    return WireSpec((held, run.training.micro_batch_size * sequences, model.hidden_size), dtype)
 
 
 def build_part(run: RunConfig, stage: Stage, context: ParallelContext) -> nn.Module:

@@ -27,10 +27,13 @@ from megatron.config.rules import (
     remarking,
     remarks,
     schedule,
+    sentences,
+    t5,
     task,
     training,
 )
 from megatron.config.rules.sizes import divisors, divisors_near, multiples_near, some, tensor_parallel_sizes
+from megatron.config.t5 import T5Config
 from megatron.config.task import TaskConfig
 from megatron.errors import ConfigError
 from tests.unit.config.command_lines import parse, run_of
@@ -58,8 +61,8 @@ BAD = _read_cases()
 
 
 def parsed(changes: str, without: str, ranks: int) -> RunConfig:
-    """The run of a transcript; one that begins with BERT is of pretrain_bert.py, with TASK of tasks/main.py."""
-    known: dict[str, tuple[type, ...]] = {"BERT": (BertConfig,), "TASK": (TaskConfig,)}
+    """The run of a transcript; one that begins with BERT or T5 is of that family's script, TASK of tasks/main.py."""
+    known: dict[str, tuple[type, ...]] = {"BERT": (BertConfig,), "T5": (T5Config,), "TASK": (TaskConfig,)}
     name = changes.partition(" ")[0]
     groups = known.get(name, ())
     return parse(changes.removeprefix(name) if groups else changes, without=without, ranks=ranks, extra_groups=groups)
@@ -97,9 +100,10 @@ def test_every_rule_has_a_bad_configuration(monkeypatch: pytest.MonkeyPatch) -> 
     assert [rule.__name__ for rule in RULES if rule not in met] == []
 
 
-@pytest.mark.parametrize(
-    "module", [layout, pipeline, context, model, training, schedule, inputs, bert, task, fine_tuning, remarking]
-)
+MODULES = [layout, pipeline, context, model, training, schedule, inputs, sentences, bert, t5, task, fine_tuning]
+
+
+@pytest.mark.parametrize("module", [*MODULES, remarking])
 def test_every_rule_is_listed(module: ModuleType) -> None:
     """A rule that is written but not listed never runs."""
     written = {

@@ -15,6 +15,7 @@ FORMULAS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: x * 0.5 * (1 + torch.erf(x / math.sqrt(2))),
     "gelu_tanh": lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "silu": lambda x: x * torch.sigmoid(x),
+    "relu": lambda x: x.clamp(min=0),
     "squared_relu": lambda x: x.clamp(min=0) ** 2,
 }
 

@@ -64,12 +64,20 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "padding_causal": ({}, {"causal": True, "padding_mask": PADDING}),
     "padding_documents": ({}, {"causal": True, "padding_mask": PADDING, "segments": SEGMENTS}),
     "softmax_in_fp32": ({}, {"causal": True, "softmax_in_fp32": True}),
+    "bias": ({}, {"causal": False, "bias": True}),
+    "bias_causal_grouped": ({"g": 2}, {"causal": True, "bias": True}),
+    "bias_padding": ({"sq": 5, "sk": 9, "g": 2}, {"causal": False, "bias": True, "padding_mask": PADDING}),
 }
 
 
 def run(inputs: list[Tensor], **options: Any) -> list[Tensor]:
-    """Result and the three gradients."""
-    out = attention(*inputs, **options)
+    """Result and the gradients; ``bias=True`` stands for one of any numbers."""
+    if options.get("bias"):
+        generator, (q, k) = torch.Generator().manual_seed(4), inputs[:2]
+        bias = torch.randn(q.shape[2], q.shape[0], k.shape[0], dtype=torch.float64, generator=generator)
+        options["bias"] = bias.to(q.dtype).requires_grad_()
+        inputs = [*inputs, options["bias"]]
+    out = attention(*inputs[:3], **options)
     upstream = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
     return [out, *torch.autograd.grad(out, inputs, upstream)]
 
@@ -82,6 +90,16 @@ def test_reference_is_attention(causal: bool, shape: dict[str, Any]) -> None:
     torch.testing.assert_close(attention(*inputs, causal=causal, backend="reference"), by_loops(*inputs, causal=causal))
 
 
+def test_bias_is_added_to_scaled_scores() -> None:
+    """Scaled with the scores, positions would count less the wider heads are."""
+    q, k, v = make_qkv(sq=3, sk=5, b=1, n=2, g=2)
+    bias = torch.randn(2, 3, 5, dtype=torch.float64)
+    weights = [(k[:, 0, head] @ q[:, 0, head].T * 0.5 + bias[head].T).softmax(0) for head in range(2)]
+    expected = torch.cat([weights[head].T @ v[:, 0, head] for head in range(2)], dim=1).unsqueeze(1)
+    found = attention(q, k, v, causal=False, scale=0.5, bias=bias, backend="reference")
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks of queries and a shorter last one."""
@@ -91,7 +109,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def skip_refused(backend: str, case: str) -> None:
     """Skip a case that the backend refuses."""
     options = CASES[case][1]
-    facts = request(padding_mask="padding_mask" in options, segments="segments" in options)
+    facts = request(**{name: name in options for name in ("padding_mask", "segments", "bias")})
     reason = BACKENDS[backend].supports(facts)
     if reason is not None:
         pytest.skip(f"{backend} refuses {case}: {reason}")
@@ -110,7 +128,7 @@ def test_backend_equals_reference(backend: str, case: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", ["causal", "documents", "padding_causal"])
+@pytest.mark.parametrize("case", ["causal", "documents", "padding_causal", "bias_padding"])
 def test_backend_in_low_precision_stays_near_fp64(backend: str, dtype: torch.dtype, case: str) -> None:
     """Kernels differ by type; none may lose more than rounding."""
     skip_refused(backend, case)

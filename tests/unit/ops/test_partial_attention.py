@@ -112,6 +112,26 @@ def test_merged_parts_are_attention(cut: str, backend: str) -> None:
         torch.testing.assert_close(actual, wish, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("backend", ["blocked", "reference"])
+def test_merged_parts_have_the_gradient_of_a_bias(backend: str) -> None:
+    """Tables of positions would learn from a context-parallel rank's own keys alone, or from the wrong ones."""
+    inputs = [x.requires_grad_() for x in make_qkv(sq=6, g=2)]
+    bias = torch.randn(4, 6, 10, dtype=torch.float64, requires_grad=True)
+    expected = attention(*inputs, causal=False, scale=0.3, bias=bias, backend="reference").view_as(inputs[0])
+    upstream = torch.linspace(-1, 1, expected.numel(), dtype=expected.dtype).view_as(expected)
+    (wanted,) = torch.autograd.grad(expected, [bias], upstream)
+    q, k, v = (x.detach() for x in inputs)
+    merged, parts = OnlineSoftmax.over_nothing(q, v), (slice(4, 10), slice(0, 4))
+    asked = [AttentionOptions(causal=False, scale=0.3, bias=bias.detach()[:, :, keys]) for keys in parts]
+    for keys, options in zip(parts, asked):
+        merged.add(partial_attention(q, k[keys], v[keys], options, backend=backend), ALL, ALL)
+    whole = merged.result(q.dtype)
+    torch.testing.assert_close(whole.out, expected)
+    for keys, options in zip(parts, asked):
+        found = partial_attention_gradients(upstream, q, k[keys], v[keys], whole, options, backend=backend)
+        torch.testing.assert_close(found.bias, wanted[:, :, keys])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_parts_in_low_precision_stay_near_fp64(backend: str, dtype: torch.dtype) -> None:

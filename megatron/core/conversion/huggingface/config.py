@@ -210,10 +210,11 @@ def _not_gpt2(model: ModelConfig) -> list[str]:
     wrong = {
         "positions are not learned": model.position_embedding_type != "learned_absolute",
         "norms are not LayerNorm": model.normalization != "LayerNorm",
-        "the MLP is not plain GELU": model.gated or model.squared_relu,
+        "the MLP is not plain GELU": model.gated or model.relu or model.squared_relu,
         "linear layers have no biases": not model.add_bias_linear,
         "keys and values are shared by heads": model.num_query_groups != model.num_attention_heads,
         "queries and keys are normed": model.qk_layernorm,
+        "scores have a scale of their own": model.softmax_scale is not None,
         "heads are not hidden size / heads wide": model.kv_channels * model.num_attention_heads != model.hidden_size,
         "norm weights are stored minus one": model.apply_layernorm_1p,
         "residuals start behind the norms": model.apply_residual_connection_post_layernorm,
@@ -229,6 +230,7 @@ def _not_llama(model: ModelConfig) -> list[str]:
         "the MLP is not SwiGLU": not model.swiglu,
         "norm weights are stored minus one": model.apply_layernorm_1p,
         "residuals start behind the norms": model.apply_residual_connection_post_layernorm,
+        "scores have a scale of their own": model.softmax_scale is not None,
         "queries and keys are normed and layers have biases": model.qk_layernorm and model.add_qkv_bias,
     }
     return [reason for reason, holds in wrong.items() if holds]

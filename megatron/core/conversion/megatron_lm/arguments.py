@@ -161,10 +161,14 @@ def arguments_of(portable: PortableModel, *, dist: bool) -> Namespace:
             f"only GPTs are converted to Megatron-LM's formats, and this is a {family_of(portable.groups).title}: "
             "convert it to Hugging Face's"
         )
-    if model.geglu:
-        raise CheckpointError(
-            "Megatron-LM has no flag for an MLP gated by GELU (--geglu), so it can't be written for it"
-        )
+    unknown = {
+        "no flag for an MLP gated by GELU (--geglu)": model.geglu,
+        "no flag for ReLU (--relu)": model.relu,
+        "no flag for the scale of attention scores (--softmax-scale)": model.softmax_scale is not None,
+    }
+    for what, asked in unknown.items():
+        if asked:
+            raise CheckpointError(f"Megatron-LM has {what}, so it can't be written for it")
     if model.apply_residual_connection_post_layernorm:
         raise CheckpointError(
             "Megatron-LM's core ignores --apply-residual-connection-post-layernorm, so such a model can't be written "

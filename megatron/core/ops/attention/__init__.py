@@ -24,10 +24,11 @@ def attention(
     generator: torch.Generator | None = None,
     segments: Tensor | None = None,
     padding_mask: Tensor | None = None,
+    bias: Tensor | None = None,
     softmax_in_fp32: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """softmax(q·kᵀ·scale)·v for ``n`` query heads over ``g`` key and value heads, n a multiple of g.
+    """softmax(q·kᵀ·scale + bias)·v for ``n`` query heads over ``g`` key and value heads, n a multiple of g.
 
     Shapes: ``q`` [sq, b, n, d], ``k`` [sk, b, g, d], ``v`` [sk, b, g, d] -> [sq, b, n·d].
     ``causal``: a query sees keys up to its own position; the last query stands at the last key, so a cache may precede.
@@ -35,6 +36,7 @@ def attention(
     ``segments`` [b, s] int: document of each position; a query sees keys of its own document only. A document is
     one run of positions; queries and keys are the same positions.
     ``padding_mask`` [b, sk] bool: True for real keys; a query that sees no key gets zeros.
+    ``bias`` [n, sq, sk]: added to the scores of every sample, in the type of ``q``; it may want a gradient.
     ``softmax_in_fp32``: for backends that would otherwise compute it in the type of ``q``.
 
     Raises ConfigError when the ``backend`` asked for cannot serve the call.
@@ -49,6 +51,7 @@ def attention(
         dropout=dropout,
         segments=segments is not None,
         padding_mask=padding_mask is not None,
+        bias=bias is not None,
         softmax_in_fp32=softmax_in_fp32,
         needs_grad=q.requires_grad,
     )
@@ -59,6 +62,7 @@ def attention(
         generator=generator,
         segments=segments,
         padding_mask=padding_mask,
+        bias=bias,
         softmax_in_fp32=softmax_in_fp32,
     )
     return choose(request, backend).backend.attend(q, k, v, options)

@@ -6,6 +6,7 @@ more than twice as fast as torch's kernel, because all its matrix products go th
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,9 +22,9 @@ _BLOCK = 128  # queries
 
 
 def supports(request: AttentionRequest) -> str | None:
-    """Everything but padding within documents, and a softmax wider than its scores."""
-    if request.padding_mask and request.segments:
-        return "it has no padding mask within documents"
+    """Everything but padding or a bias within documents, and a softmax wider than its scores."""
+    if request.segments and (request.padding_mask or request.bias):
+        return f"it has no {'padding mask' if request.padding_mask else 'bias'} within documents"
     if request.softmax_in_fp32 and request.dtype not in (torch.float32, torch.float64):
         return f"its scores and softmax are in {str(request.dtype).removeprefix('torch.')}"
     return None
@@ -33,22 +34,23 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor
     """See ``attention``."""
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = _Blocked.apply(q, k, v, options)  # type: ignore[no-untyped-call]
+        out: Tensor = _Blocked.apply(q, k, v, options.bias, options)  # type: ignore[no-untyped-call]
         return out
 
     return call(q, k, v) if options.segments is None else each_document(call, q, k, v, options.segments)
 
 
 class _Blocked(torch.autograd.Function):
-    """P = softmax(q·kᵀ·scale), out = drop(P)·v. Keeps q, k, v and the state of the generator.
+    """P = softmax(q·kᵀ·scale + bias), out = drop(P)·v. Keeps q, k, v, bias and the state of the generator.
 
-    dv = drop(P)ᵀ·dout;  dP = drop(dout·vᵀ);  dS = P∘(dP - rowsum(dP∘P));  dq = dS·k·scale;  dk = dSᵀ·q·scale.
+    dv = drop(P)ᵀ·dout;  dP = drop(dout·vᵀ);  dS = P∘(dP - rowsum(dP∘P));  dq = dS·k·scale;  dk = dSᵀ·q·scale;
+    dbias = Σ dS over samples.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        ctx.save_for_backward(q, k, v)
-        ctx.options = options
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: AttentionOptions) -> Tensor:
+        ctx.save_for_backward(q, k, v, bias)
+        ctx.options = dataclasses.replace(options, bias=None)
         ctx.generator_state = _state(options)
         out = q.new_empty(*q.shape[:3], v.shape[3])
         for block in _blocks(q, k, v, options):
@@ -60,11 +62,12 @@ class _Blocked(torch.autograd.Function):
         return out.flatten(2)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
+        q, k, v, bias = ctx.saved_tensors
+        options = dataclasses.replace(ctx.options, bias=bias)
         generator = _restored(ctx.generator_state, q.device)
-        grads = _gradients(grad.view(*q.shape[:3], v.shape[3]), q, k, v, ctx.options, generator, whole=None)
-        return grads.q, grads.k, grads.v, None
+        grads = _gradients(grad.view(*q.shape[:3], v.shape[3]), q, k, v, options, generator, whole=None)
+        return grads.q, grads.k, grads.v, grads.bias, None
 
 
 def attend_partly(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> PartialResult:
@@ -106,6 +109,7 @@ def _gradients(
     grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
     wide = torch.promote_types(q.dtype, torch.float32)  # to add up blocks
     grad_k, grad_v = (torch.zeros_like(_fold(x), dtype=wide, memory_format=torch.contiguous_format) for x in (k, v))
+    grad_bias = None if options.bias is None else torch.zeros_like(options.bias)
     for block in _blocks(q, k, v, options):
         grad_out = upstream[:, :, block.rows].flatten(1, 2).contiguous()
         used = probabilities = softmax.forward(block)
@@ -117,9 +121,12 @@ def _gradients(
         visible = slice(0, block.k.shape[1])
         grad_v[:, visible] += torch.bmm(used.transpose(1, 2), grad_out)
         grad_scores = softmax.backward(grad_probabilities, probabilities, block)
+        if grad_bias is not None:
+            by_head = grad_scores.view(q.shape[1], q.shape[2], -1, grad_scores.shape[2])
+            grad_bias[:, block.rows, visible] = by_head.sum(0)
         block.put(torch.bmm(grad_scores, block.k), grad_q, scale=options.scale)
         grad_k[:, visible] += torch.bmm(grad_scores.transpose(1, 2), block.q)
-    return Gradients(grad_q, _unfold(grad_k.mul_(options.scale), k), _unfold(grad_v, v))
+    return Gradients(grad_q, _unfold(grad_k.mul_(options.scale), k), _unfold(grad_v, v), grad_bias)
 
 
 @dataclass(frozen=True)
@@ -128,7 +135,7 @@ class _Block:
 
     ``q`` [B, r·rows, d]; ``k`` and ``v`` [B, keys, d]; contiguous. ``later`` [rows, rows]: what to add to the scores of
     the last keys so that no query sees beyond itself; None when all see all. ``padding`` [B, 1, keys]: True for keys
-    that no query sees; None where there are none.
+    that no query sees; None where there are none. ``bias`` [g, r·rows, keys]: added to the scores of every sample.
     """
 
     rows: slice
@@ -138,11 +145,14 @@ class _Block:
     scale: float
     later: Tensor | None
     padding: Tensor | None
+    bias: Tensor | None
 
     def scores(self) -> Tensor:
-        """q·kᵀ·scale, [B, r·rows, keys], minus infinity where a key is later than the query, or padding."""
+        """q·kᵀ·scale + bias, [B, r·rows, keys], minus infinity where a key is later than the query, or padding."""
         unused = self.q.new_empty(1, 1, 1)
         scores = torch.baddbmm(unused, self.q, self.k.transpose(1, 2), beta=0.0, alpha=self.scale)
+        if self.bias is not None:
+            scores.view(-1, *self.bias.shape).add_(self.bias)
         if self.later is not None:
             length = self.later.shape[0]
             scores.view(scores.shape[0], -1, length, scores.shape[2])[..., -length:].add_(self.later)
@@ -215,6 +225,7 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Itera
             scale=options.scale,
             later=later,
             padding=None if padding is None else padding[:, :, :visible],
+            bias=None if options.bias is None else _bias_of(options.bias[:, rows, :visible], k),
         )
 
 
@@ -227,6 +238,11 @@ def _fold_queries(x: Tensor, k: Tensor) -> Tensor:
     """[sq, b, n, d] -> [B, r, sq, d], for the key heads of ``k``."""
     groups = x.shape[1] * k.shape[2]
     return x.reshape(x.shape[0], groups, -1, x.shape[3]).permute(1, 2, 0, 3).contiguous()
+
+
+def _bias_of(bias: Tensor, k: Tensor) -> Tensor:
+    """[n, rows, keys] -> [g, r·rows, keys], for the g key heads of ``k``."""
+    return bias.reshape(k.shape[2], -1, bias.shape[2])
 
 
 def _unfold(grad: Tensor, x: Tensor) -> Tensor:

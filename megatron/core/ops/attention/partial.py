@@ -55,6 +55,7 @@ def partial_request(q: Tensor, k: Tensor, options: AttentionOptions) -> Attentio
         causal=options.causal,
         dropout=options.dropout,
         padding_mask=options.padding_mask is not None,
+        bias=options.bias is not None,
         softmax_in_fp32=options.softmax_in_fp32,
         partial=True,
     )

@@ -16,7 +16,7 @@ def supports(request: AttentionRequest) -> str | None:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-    """softmax(q·kᵀ·scale)·v with what may not be attended left out; see ``attention`` for shapes."""
+    """softmax(q·kᵀ·scale + bias)·v with what may not be attended left out; see ``attention`` for shapes."""
     wide = torch.promote_types(q.dtype, torch.float32) if options.softmax_in_fp32 else q.dtype
     scores = _scores(q, k, options, wide)
     allowed = allowed_keys(q, k, options)
@@ -57,10 +57,12 @@ def gradients_of_part(
         kept = draw_kept(probabilities, options.dropout, options.generator)
         used = scale_kept(probabilities, kept, options.dropout)
         grad_probabilities = scale_kept(grad_probabilities, kept, options.dropout)
-    grad_scores = probabilities * (grad_probabilities - (upstream * out).sum(-1, keepdim=True)) * options.scale
+    grad_scores = probabilities * (grad_probabilities - (upstream * out).sum(-1, keepdim=True))
+    grad_bias = None if options.bias is None else grad_scores.sum(0).to(options.bias.dtype)
+    grad_scores = grad_scores * options.scale
     grad_q, grad_k = torch.matmul(grad_scores, key), torch.matmul(grad_scores.transpose(2, 3), query)
     grad_v = torch.matmul(used.transpose(2, 3), upstream)
-    return Gradients(_by_position(grad_q).to(q.dtype), _summed(grad_k, k), _summed(grad_v, v))
+    return Gradients(_by_position(grad_q).to(q.dtype), _summed(grad_k, k), _summed(grad_v, v), grad_bias)
 
 
 def _by_head(x: Tensor) -> Tensor:
@@ -86,7 +88,8 @@ def _summed(grad: Tensor, x: Tensor) -> Tensor:
 
 def _scores(q: Tensor, k: Tensor, options: AttentionOptions, dtype: torch.dtype) -> Tensor:
     """[b, n, sq, sk]."""
-    return torch.matmul(_by_head(q).to(dtype) * options.scale, _repeated(k, q).to(dtype).transpose(2, 3))
+    scores = torch.matmul(_by_head(q).to(dtype) * options.scale, _repeated(k, q).to(dtype).transpose(2, 3))
+    return scores if options.bias is None else scores + options.bias
 
 
 def _visible_scores(q: Tensor, k: Tensor, options: AttentionOptions) -> Tensor:

@@ -24,6 +24,7 @@ class AttentionRequest:
     dropout: float = 0.0
     segments: bool = False
     padding_mask: bool = False
+    bias: bool = False
     softmax_in_fp32: bool = False
     needs_grad: bool = True
     partial: bool = False
@@ -39,6 +40,7 @@ class AttentionOptions:
     generator: torch.Generator | None = None
     segments: Tensor | None = None
     padding_mask: Tensor | None = None
+    bias: Tensor | None = None
     softmax_in_fp32: bool = False
 
 
@@ -56,8 +58,9 @@ class PartialResult:
 
 @dataclass(frozen=True)
 class Gradients:
-    """With respect to the three inputs of attention, each shaped like its input."""
+    """With respect to the three inputs of attention and its bias, each shaped like its input."""
 
     q: Tensor
     k: Tensor
     v: Tensor
+    bias: Tensor | None = None

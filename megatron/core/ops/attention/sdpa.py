@@ -14,7 +14,11 @@ from megatron.core.ops.attention.request import AttentionOptions, AttentionReque
 
 
 def supports(request: AttentionRequest) -> str | None:
-    """Everything but dropout, which torch would draw from its global generator, so that no layer could be replayed."""
+    """Everything but a bias, which the fast kernels don't learn, and dropout, which torch would draw from its global
+    generator, so that no layer could be replayed.
+    """
+    if request.bias:
+        return "its flash kernel has no bias"
     if request.dropout > 0.0:
         return f"it draws dropout ({request.dropout}) from torch's global generator, which cannot be replayed"
     if request.partial and request.padding_mask:

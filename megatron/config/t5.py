@@ -1,0 +1,60 @@
+"""What only T5 has: a decoder beside the encoder that the other settings describe, and relative positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.flags import check_flags, flag
+from megatron.config.sentences import SentenceConfig
+
+
+@check_flags
+@dataclass(frozen=True, kw_only=True)
+class T5Config(SentenceConfig):
+    """Flags of pretrain_t5.py alone. ``--num-layers`` and ``--seq-length`` are the encoder's."""
+
+    decoder_seq_length: int = flag(
+        "Tokens of a sample's decoder.",
+        default=None,
+        derived="a quarter of --seq-length",
+        at_least=1,
+        from_checkpoint=True,
+    )
+    decoder_num_layers: int = flag(
+        "Layers of the decoder.", default=None, derived="as many as the encoder's", at_least=1, architecture=True
+    )
+    relative_attention_num_buckets: int = flag(
+        "Distances that relative positions tell apart.", default=32, at_least=4, architecture=True
+    )
+    relative_attention_max_distance: int = flag(
+        "Distance from which on relative positions are all the same.", default=128, at_least=2, architecture=True
+    )
+    scale_output: bool = flag(
+        "Multiply what the output layer is given by 1 / sqrt(hidden size), as the original T5 with its tied output.",
+        default=False,
+        architecture=True,
+    )
+
+
+@dataclass(frozen=True)
+class T5Layers:
+    """Layers of a chain that is the encoder's and then the decoder's, told apart and each numbered from 0.
+
+    ``closes_encoder``, ``opens_decoder``: whether the encoder's last and the decoder's first layer are among them.
+    """
+
+    encoder: range
+    decoder: range
+    closes_encoder: bool
+    opens_decoder: bool
+
+    @classmethod
+    def of(cls, layers: range, encoder_layers: int) -> T5Layers:
+        """Consecutive ``layers`` of the chain, of which those before ``encoder_layers`` are the encoder's."""
+        start, stop = layers.start, layers.stop
+        return cls(
+            encoder=range(min(start, encoder_layers), min(stop, encoder_layers)),
+            decoder=range(max(start - encoder_layers, 0), max(stop - encoder_layers, 0)),
+            closes_encoder=start < encoder_layers <= stop,
+            opens_decoder=start <= encoder_layers < stop,
+        )
