@@ -14,16 +14,17 @@ import re
 import pytest
 import torch
 
+from megatron.config.families import FAMILIES, family_of
 from megatron.config.run import RunConfig
 from megatron.config.shrinking import SMALL_VOCABULARY, on_one_rank, shrunk, without_files
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import ConfigError, ParallelError
 from megatron.training.parity import Observed, observe
-from megatron.training.recipes.gpt import GPTRecipe
+from megatron.training.recipes import recipe_of
 from tests.equivalence.test_equivalence import check
 from tests.harness import run_ranks
 
-DRAWS, STEPS, MOST_RANKS = 3, 2, 8
+DRAWS, STEPS, MOST_RANKS = 4, 2, 8
 MODELS = {
     "gpt2": "--init-method-std 0.2",
     "gpt2 untied": "--init-method-std 0.2 --untie-embeddings-and-output-weights",
@@ -32,6 +33,7 @@ MODELS = {
     "qwen, tied": "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
     "--add-qkv-bias --qk-layernorm --group-query-attention --num-query-groups 2 "
     "--reset-attention-mask --reset-position-ids",
+    "bert": "--init-method-std 0.2",
 }
 LAYERS = 7
 BASE = (
@@ -57,8 +59,9 @@ def draw(rng: random.Random) -> tuple[str, RunConfig]:
         if not 1 < tp * pp * cp * dp <= MOST_RANKS:
             continue
         micro = rng.choice([1, 2])
+        model = rng.choice(list(MODELS))
         flags = [
-            rng.choice(list(MODELS.values())),
+            MODELS[model],
             f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} --context-parallel-size {cp}",
             f"--micro-batch-size {micro} --global-batch-size {micro * dp * rng.choice([1, 2, 3, 5])}",
             rng.choice(["", "--sequence-parallel"]) if tp > 1 else "",
@@ -72,8 +75,9 @@ def draw(rng: random.Random) -> tuple[str, RunConfig]:
         ]
         line = " ".join(filter(None, flags))
         try:
-            config = RunConfig.parse(f"{BASE} {line}".split(), world_size=tp * pp * cp * dp)
-            return line, shrunk(without_files(config, vocab_size=SMALL_VOCABULARY, steps=STEPS))
+            groups = FAMILIES["bert" if model == "bert" else "gpt"].groups
+            config = RunConfig.parse(f"{BASE} {line}".split(), world_size=tp * pp * cp * dp, extra_groups=groups)
+            return f"{model}: {line}", shrunk(without_files(config, vocab_size=SMALL_VOCABULARY, steps=STEPS))
         except ConfigError:
             continue
 
@@ -108,7 +112,7 @@ def observed(context: ParallelContext, config: RunConfig) -> Observed:
     parallel = config.parallel
     sizes = parallel.hierarchical_context_parallel_sizes or ()
     context = dataclasses.replace(context, cp_comm_types=parallel.cp_comm_type, cp_sizes=tuple(sizes))
-    return observe(config, GPTRecipe(), context, steps=STEPS)
+    return observe(config, recipe_of(family_of(config.extra)), context, steps=STEPS)
 
 
 @pytest.mark.parametrize("number", range(DRAWS))
@@ -130,7 +134,7 @@ def test_drawn_layout_computes_the_model_of_one_rank(number: int) -> None:
             dtype=torch.float64,
             timeout=120.0,
         )
-        alone = observe(on_one_rank(config), GPTRecipe(), ParallelContext.single(dtype=torch.float64), steps=STEPS)
+        alone = observed(ParallelContext.single(dtype=torch.float64), on_one_rank(config))
         check(ranks, [alone])
     except (AssertionError, ParallelError) as error:
         raise AssertionError(f"LAYOUT_SEED={seed}, draw {number}: {line}") from error
@@ -140,6 +144,7 @@ def test_draws_reach_every_way() -> None:
     """A flag that is never drawn, or never fits, would look proven."""
     rng = random.Random(0)
     lines = [draw(rng)[0] for _ in range(400)]
+    assert {line.partition(":")[0] for line in lines} == set(MODELS)
     drawn = {word for line in lines for word in line.split()}
     wanted = [*SCHEDULES, *EXCHANGES, LAYOUT, *" ".join(DIVISIONS).split(), "--sequence-parallel"]
     wanted += ["--microbatch-group-size-per-virtual-pipeline-stage", "--no-overlap-p2p-communication"]
