@@ -1,6 +1,7 @@
 """Turn conversations into token files for fine-tuning with --sft: loss on the answers only.
 
-Reads JSON lines of {"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ..., "completion": ...}. Writes
+Reads JSON lines of {"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ..., "completion": ...}. Turns are
+written as --turn-start and --turn-end say, or by a Jinja template (--chat-template). Writes
 PREFIX.bin, .idx and .meta.json, a document a line, and PREFIX_targets.bin and .idx, which say token for token what is
 learned: the turns of the assistant with their ends, and completions. Train with --data-path PREFIX --sft --packing
 best-fit, so that each conversation stands by itself.
@@ -10,10 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,9 +25,11 @@ from megatron.core.datasets.build import targets_prefix
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter, token_dtype
 from megatron.core.datasets.metadata import TokenizerStamp
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
+from megatron.core.tokenizers.chat_template import ChatTemplate, encode_spans, load_template
 from megatron.core.tokenizers.conversations import ChatFormat, encode
+from megatron.core.tokenizers.rust import RustTokenizer
 from megatron.core.tokenizers.text_files import BadLine, find_inputs, read_batches, read_record
-from megatron.errors import DataError, run_command
+from megatron.errors import ConfigError, DataError, run_command
 
 
 @check_flags
@@ -38,6 +41,9 @@ class SftConfig:
     output_prefix: str = flag("Start of the names of all files written.")
     turn_start: str = flag("What begins a turn; {role} stands for who speaks.", default="<|im_start|>{role}\\n")
     turn_end: str = flag("What ends a turn.", default="<|im_end|>\\n")
+    chat_template: str | None = flag(
+        "Jinja template that writes conversations: a file, or the word tokenizer for the tokenizer's own.", default=None
+    )
     learned_role: str = flag("Whose turns are learned.", default="assistant")
     on_bad_line: Literal["error", "skip"] = flag(
         "What to do about a line that holds no conversation: stop at the first, or report, count and leave them out.",
@@ -61,14 +67,23 @@ def main(argv: Sequence[str]) -> int:
     config, tokenizer_config = parse_groups(argv, SftConfig, TokenizerConfig, prog="preprocess_sft.py", about=about)
     if tokenizer_config.tokenizer_type is None:
         tokenizer_config = dataclasses.replace(tokenizer_config, tokenizer_type="GPT2BPETokenizer")
-    counts = convert(config, build_tokenizer(tokenizer_config))
+    counts = convert(config, build_tokenizer(tokenizer_config), _template(config, tokenizer_config.tokenizer_model))
     print(f"conversations  {counts.conversations:,}" + (f" ({counts.bad:,} bad lines left out)" if counts.bad else ""))
     print(f"tokens         {counts.tokens:,}, of which {counts.targets:,} are learned")
     print(f"wrote          {config.output_prefix}.{{bin,idx,meta.json}} and {targets_prefix(config.output_prefix)}.*")
     return 0
 
 
-def convert(config: SftConfig, tokenizer: Tokenizer) -> Counts:
+def _template(config: SftConfig, tokenizer_model: str | None) -> ChatTemplate | None:
+    if config.chat_template is None:
+        return None
+    both = [name for name in ("turn_start", "turn_end") if getattr(config, name) != getattr(SftConfig, name)]
+    if both:
+        raise ConfigError(f"--{both[0].replace('_', '-')} and --chat-template both say how turns are written; give one")
+    return load_template(config.chat_template, tokenizer_model, learned=config.learned_role)
+
+
+def convert(config: SftConfig, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> Counts:
     """Write the files; raises DataError for bad lines, unless they are to be left out, and when nothing is left."""
     counts, stamp = Counts(), TokenizerStamp.of(tokenizer)
     with ExitStack() as stack:
@@ -76,7 +91,7 @@ def convert(config: SftConfig, tokenizer: Tokenizer) -> Counts:
             IndexedDatasetWriter(config.output_prefix, token_dtype(tokenizer.vocab_size), tokenizer=stamp)
         )
         targets = stack.enter_context(IndexedDatasetWriter(targets_prefix(config.output_prefix), np.uint8))
-        for ids, learned in _encoded(config, tokenizer, counts):
+        for ids, learned in _encoded(config, tokenizer, template, counts):
             documents.add_document(ids)
             targets.add_document(np.array(learned, np.uint8))
             counts.conversations += 1
@@ -87,12 +102,14 @@ def convert(config: SftConfig, tokenizer: Tokenizer) -> Counts:
     return counts
 
 
-def _encoded(config: SftConfig, tokenizer: Tokenizer, counts: Counts) -> Iterator[tuple[list[int], list[bool]]]:
-    chat = ChatFormat(_unescaped(config.turn_start), _unescaped(config.turn_end), config.learned_role)
+def _encoded(
+    config: SftConfig, tokenizer: Tokenizer, template: ChatTemplate | None, counts: Counts
+) -> Iterator[tuple[list[int], list[bool]]]:
+    encode_record = _encoder(config, tokenizer, template)
     for batch in read_batches(find_inputs(config.input, endings=(".jsonl", ".json"))):
         for number, line in enumerate(batch.data.removesuffix(b"\n").split(b"\n"), batch.first_line):
             try:
-                encoded = encode(chat.parts(read_record(line)), tokenizer)
+                encoded = encode_record(read_record(line))
             except DataError as error:
                 bad = BadLine(batch.path, number, str(error))
                 if config.on_bad_line == "error":
@@ -101,6 +118,24 @@ def _encoded(config: SftConfig, tokenizer: Tokenizer, counts: Counts) -> Iterato
                 counts.bad += 1
             else:
                 yield encoded
+
+
+def _encoder(
+    config: SftConfig, tokenizer: Tokenizer, template: ChatTemplate | None
+) -> Callable[[dict[str, Any]], tuple[list[int], list[bool]]]:
+    """What makes ids of a record, and says which are learned."""
+    chat = ChatFormat(_unescaped(config.turn_start), _unescaped(config.turn_end), config.learned_role)
+    if template is None:
+        return lambda record: encode(chat.parts(record), tokenizer)
+    if not isinstance(tokenizer, RustTokenizer):
+        raise ConfigError(f"--chat-template needs a tokenizer that tells places in the text: {tokenizer.name} doesn't")
+
+    def by_template(record: dict[str, Any]) -> tuple[list[int], list[bool]]:
+        if "messages" in record:
+            return encode_spans(*template.render(record), tokenizer)
+        return encode(chat.parts(record), tokenizer)
+
+    return by_template
 
 
 def _unescaped(text: str) -> str:

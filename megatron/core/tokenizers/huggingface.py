@@ -27,7 +27,7 @@ def load(tokenizer_model: str | None, *, extra_ids: int) -> RustTokenizer:
         pipeline = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
         raise DataError(f"--tokenizer-model {path} is not a tokenizer.json: {error}.") from None
-    roles = _special_tokens(path.parent)
+    roles = special_tokens(path.parent)
 
     def token_id(role: str, fallbacks: Sequence[str] = ()) -> int | None:
         names = [roles[role]] if role in roles else fallbacks
@@ -69,7 +69,7 @@ def _find(tokenizer_model: str | None) -> Path:
     raise DataError(f"--tokenizer-model {path} holds no tokenizer.json; use --tokenizer-type {advice}.")
 
 
-def _special_tokens(folder: Path) -> dict[str, str]:
+def special_tokens(folder: Path) -> dict[str, str]:
     """Role -> spelling, e.g. ``eos_token`` -> ``</s>``; tokenizer_config.json has the last word."""
     roles: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):

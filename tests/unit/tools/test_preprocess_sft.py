@@ -14,7 +14,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.tokenizers.huggingface import load
 from megatron.core.tokenizers.rust import RustTokenizer
-from megatron.errors import DataError
+from megatron.errors import ConfigError, DataError
 from tests.unit.tools.conftest import write_lines
 from tools import preprocess_sft
 
@@ -138,3 +138,21 @@ def test_data_without_targets(tmp_path: Path, flags: list[str], tokenizer: RustT
     Path(f"{prefix}_targets.idx").unlink()
     with pytest.raises(DataError, match="_targets.idx is missing: with --sft it says which tokens are to be learned"):
         build_gpt_splits(config, seed=1, sizes=SplitSizes(1, 0, 0), tokenizer=tokenizer)
+
+
+def test_chat_templates(tmp_path: Path, flags: list[str], tokenizer: RustTokenizer) -> None:
+    """Nothing is added to what the template writes; pairs are written as without one."""
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}")
+    prefix = convert(tmp_path, [CHAT, PAIR], flags, "--chat-template", str(template))
+    assert learned_texts(prefix, tokenizer) == [
+        ["[assistant]brown, lazy\n", "[assistant]over\n"],
+        [" fox jumps<|endoftext|>"],
+    ]
+    assert tokenizer.detokenize(IndexedDataset(prefix)[0].tolist()).startswith("[system]the fox\n[user]quick?\n")
+    for more, reason in (
+        (("--turn-end", "x"), "--turn-end and --chat-template both say how turns are written"),
+        (("--tokenizer-type", "NullTokenizer", "--vocab-size", "9"), "needs a tokenizer that tells places in the text"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            convert(tmp_path, [CHAT], flags if len(more) == 2 else [], "--chat-template", str(template), *more)

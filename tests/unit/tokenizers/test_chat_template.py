@@ -1,0 +1,151 @@
+"""Chat templates: the tokens and the mask of transformers, and answers told apart where nothing marks them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from megatron.core.tokenizers.chat_template import ChatTemplate, encode_spans, load_template
+from megatron.core.tokenizers.huggingface import load
+from megatron.errors import ConfigError, DataError
+
+CHATML = """{% for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}
+    {%- else %}
+        {{- message.content + '<|im_end|>' }}
+    {%- endif %}
+    {{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+LLAMA = """{{ bos_token }}{% for message in messages %}
+{% if message['role'] == 'user' %} [INST] {{ message['content'] | trim }} [/INST]
+{%- elif message['role'] == 'assistant' %}{% generation %} {{ message['content'] }} {{ eos_token }}{% endgeneration %}
+{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"""
+TOOLS = """{% if tools %}{{ tools | tojson }}{{ '\\n' }}{% endif %}{% for message in messages %}
+{% if message.content is none %}{% continue %}{% endif %}
+{{ message.role }}: {% if loop.last %}{% generation %}{{ message.content }}{% endgeneration %}{% else %}...
+{% endif %}{% endfor %}"""
+MESSAGES = [
+    {"role": "user", "content": "quick  fox? é "},
+    {"role": "assistant", "content": "brown, \U0001f98a lazy\nover"},
+    {"role": "user", "content": '<dog> & "fox"'},
+    {"role": "assistant", "content": "jumps"},
+]
+
+
+def unmarked(template: str) -> str:
+    return template.replace("endgeneration", "endif").replace("generation %}", "if true %}")
+
+
+@pytest.fixture
+def folder(bpe_folder: Path, tmp_path: Path) -> Path:
+    """A tokenizer with the special tokens of chats."""
+    pipeline = tokenizers.Tokenizer.from_file(str(bpe_folder / "tokenizer.json"))
+    pipeline.add_special_tokens(["<|im_start|>", "<|im_end|>", "<s>", "</s>"])
+    pipeline.save(str(tmp_path / "tokenizer.json"))
+    settings = {"eos_token": "</s>", "bos_token": "<s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return tmp_path
+
+
+def encoded(folder: Path, template: str, record: dict[str, Any]) -> tuple[list[int], list[bool]]:
+    (folder / "chat_template.jinja").write_text(template)
+    chosen = load_template("tokenizer", str(folder), learned="assistant")
+    return encode_spans(*chosen.render(record), load(str(folder), extra_ids=0))
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA, TOOLS], ids=["chatml", "llama", "tools"])
+def test_tokens_and_mask_of_transformers(folder: Path, template: str) -> None:
+    """What is trained on must be what the model is asked with, token for token."""
+    transformers = pytest.importorskip("transformers", reason="transformers, the reference, is not installed")
+    tools = [{"type": "function", "function": {"name": "größe", "parameters": {}}}] if template == TOOLS else None
+    ids, learned = encoded(folder, template, {"messages": MESSAGES, "tools": tools})
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(folder))
+    expected = theirs.apply_chat_template(
+        MESSAGES, tools=tools, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert ids == expected["input_ids"]
+    assert learned == [bool(each) for each in expected["assistant_masks"]]
+    assert any(learned) and not all(learned)
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA], ids=["chatml", "llama"])
+def test_answers_without_marks(folder: Path, template: str) -> None:
+    """What an answer adds to the conversation before it and its generation prompt; with ChatML, the line end, too."""
+    marked, learned = encoded(folder, template, {"messages": MESSAGES})
+    plain, found = encoded(folder, unmarked(template), {"messages": MESSAGES})
+    assert plain == marked
+    tokenizer = load(str(folder), extra_ids=0)
+    masks = {"marked": learned, "plain": found}
+    texts = {
+        name: tokenizer.detokenize([each for each, is_learned in zip(plain, mask) if is_learned])
+        for name, mask in masks.items()
+    }
+    end = "<|im_end|>\n" if template == CHATML else "<|im_end|>"
+    assert texts["plain"] == texts["marked"].replace("<|im_end|>", end)
+
+
+def test_a_template_that_rewrites_the_past_is_refused() -> None:
+    """Some drop the thoughts of earlier turns: comparing would mark the wrong characters."""
+    rewriting = "{% for m in messages %}{{ m.role }}:{{ m.content if loop.last else m.content[:2] }}|{% endfor %}"
+    template = ChatTemplate(rewriting, tokens={})
+    with pytest.raises(DataError, match="writes message 1 otherwise once others follow.*{% generation %}"):
+        template.render({"messages": MESSAGES})
+    assert template.render({"messages": MESSAGES[1:2]})[1] == [(0, len("assistant:" + MESSAGES[1]["content"] + "|"))]
+
+
+def test_what_a_template_refuses_is_a_bad_line(folder: Path) -> None:
+    with pytest.raises(DataError, match="the chat template refuses it: only user and assistant"):
+        encoded(folder, LLAMA, {"messages": [{"role": "system", "content": "x"}]})
+    with pytest.raises(DataError, match="nothing to learn: the chat template writes no answer"):
+        encoded(folder, CHATML, {"messages": MESSAGES[:1]})
+    with pytest.raises(DataError, match='"messages" is no list of objects'):
+        encoded(folder, CHATML, {"messages": ["hello"]})
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{% include '/etc/passwd' %}",
+    ],
+)
+def test_templates_are_not_trusted(attack: str) -> None:
+    """A template is a program by whoever published the tokenizer."""
+    with pytest.raises(DataError, match="the chat template refuses it"):
+        ChatTemplate(attack, tokens={}).render({"messages": [{"role": "assistant", "content": "x"}]})
+
+
+def test_where_the_template_comes_from(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file, the file beside the tokenizer, or its settings; else a sentence that says what to do."""
+    with pytest.raises(ConfigError, match="no chat_template.jinja and no chat_template in tokenizer_config.json"):
+        load_template("tokenizer", str(folder), learned="assistant")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    for found in (LLAMA, [{"name": "rag", "template": "no"}, {"name": "default", "template": LLAMA}]):
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": found}))
+        template = load_template("tokenizer", str(folder / "tokenizer.json"), learned="assistant")
+        assert template.render({"messages": MESSAGES[:1]})[0].startswith("<s> [INST] quick")
+    (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}")
+    assert load_template(str(tmp_path / "mine.jinja"), None, learned="user").render({"messages": MESSAGES[:1]}) == (
+        MESSAGES[0]["content"],
+        [(0, len(MESSAGES[0]["content"]))],
+    )
+    with pytest.raises(ConfigError, match="--learned-role user: the chat template says itself what is learned"):
+        load_template("tokenizer", str(folder), learned="user")
+    with pytest.raises(ConfigError, match="nothing.jinja: No such file or directory; name a file of Jinja"):
+        load_template("nothing.jinja", None, learned="assistant")
+    with pytest.raises(DataError, match="--chat-template is no Jinja template"):
+        ChatTemplate("{% if %}", tokens={})
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ConfigError, match="needs the jinja2 library: pip install jinja2"):
+        ChatTemplate("x", tokens={})
