@@ -13,6 +13,8 @@ assert VERSION is not None, "megatron/__init__.py holds the version"
 
 PARQUET = ["pyarrow"]  # .parquet input of tools/preprocess_data.py
 GIGATOKEN = ["gigatoken"]  # a faster engine of tools/preprocess_data.py
+STORAGE = ["fsspec"]  # --save, --load and data at URLs; each kind of storage needs a library of its own, too
+CHAT = ["jinja2"]  # --chat-template of tools/preprocess_sft.py
 ZSTD = ["zstandard"]  # .jsonl.zst input of tools/preprocess_data.py
 TIKTOKEN = ["tiktoken"]  # --tokenizer-type TikTokenizer
 HUGGINGFACE = ["transformers", "safetensors"]  # conversion from and to its format, and the proof; parity tests
@@ -39,7 +41,9 @@ setup(
         "tiktoken": TIKTOKEN,
         "huggingface": HUGGINGFACE,
         "lm-eval": LM_EVAL,
+        "storage": STORAGE,
+        "chat": CHAT,
         "plot": PLOT,
-        "dev": ZSTD + TIKTOKEN + HUGGINGFACE + PLOT + TEST + CHECK,
+        "dev": ZSTD + PARQUET + GIGATOKEN + TIKTOKEN + HUGGINGFACE + STORAGE + CHAT + PLOT + TEST + CHECK,
     },
 )

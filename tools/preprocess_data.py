@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,10 +179,13 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> T
     _check(config)
     paths = find_inputs(config.input)
     tokenizer = shared_tokenizer(tokenizer_config)
-    stamp, dtype = TokenizerStamp.of(tokenizer), token_dtype(tokenizer.vocab_size)
+    dtype = token_dtype(tokenizer.vocab_size)
     head, batches = _head(read_batches(paths, keys=config.json_keys), config)
     rules = sentence_rules(config, head) if config.split_sentences else None
-    engine = choose_engine(tokenizer, list(itertools.islice(_texts(head, config.json_keys), 1000)), dtype.name)
+    with ThreadPoolExecutor(1) as pool:  # the probe's encoding and the fingerprint take about as long as each other
+        probe = list(itertools.islice(_texts(head, config.json_keys), 1000))
+        choosing = pool.submit(choose_engine, tokenizer, probe, dtype.name)
+        stamp, engine = TokenizerStamp.of(tokenizer), choosing.result()
     encoding = Encoding(tokenizer_config, config.json_keys, config.append_eod, dtype.name, rules, engine.name)
     journal = Journal(
         Path(f"{config.output_prefix}_unfinished.json"), settings=_settings(config, stamp, rules), inputs=paths

@@ -80,9 +80,13 @@ class MaskingTokenizer(Tokenizer, Protocol):
 
 def check_encodable(texts: Iterable[str]) -> None:
     """Raise DataError when a text holds half of a surrogate pair, which JSON can spell but no vocabulary knows."""
+    encoded_texts(texts)
+
+
+def encoded_texts(texts: Iterable[str]) -> list[bytes]:
+    """Each text as UTF-8; raises DataError for half of a surrogate pair."""
     try:
-        for text in texts:
-            text.encode()
+        return [text.encode() for text in texts]
     except UnicodeEncodeError as error:
         half = ord(error.object[error.start])
         raise DataError(rf"the text holds \u{half:04x}, half of a surrogate pair, which is no character") from None

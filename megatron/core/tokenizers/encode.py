@@ -8,7 +8,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,29 +75,81 @@ class EncodedBatch:
 def encode_in_order(
     batches: Iterable[LineBatch], encoding: Encoding, *, workers: int
 ) -> Generator[EncodedBatch, None, None]:
-    """Encode with ``workers`` processes (one: a thread of this process), yielding in the order of ``batches``.
+    """Encode with ``workers``, a thread of this process and further processes, in the order of ``batches``.
 
     What is yielded does not depend on ``workers``. At most ``BATCHES_AHEAD`` batches per worker are in memory.
     Raises DataError when a worker dies. No process outlives the generator: use it up or close it.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker is one core
     running: deque[Future[EncodedBatch]] = deque()
-    executor = _executor(workers)
+    crew = _Crew(workers, encoding)
     try:
         for batch in batches:
-            with _interrupts_held():  # a worker starts here, and can't ignore Ctrl-C before it has imported anything
-                running.append(executor.submit(encode_batch, batch, encoding))
-            if len(running) >= BATCHES_AHEAD * workers:
+            running.append(crew.submit(batch))
+            if len(running) >= crew.most_ahead:
                 yield running.popleft().result()
         while running:
             yield running.popleft().result()
     except BrokenProcessPool:
         raise DataError(
-            f"one of the {workers} worker processes was killed, by hand or by the system for want of memory; "
+            f"one of the {workers - 1} worker processes was killed, by hand or by the system for want of memory; "
             "run again, with fewer --workers if memory is short."
         ) from None
     finally:
-        executor.shutdown(wait=True, cancel_futures=True)
+        crew.dismiss()
+
+
+class _Crew:
+    """A thread, which works at once, and ``workers`` - 1 processes, which join it when they have started.
+
+    The libraries encode without Python's lock, or so fast that the lock is no matter, so the thread is a worker while
+    this process reads and writes.
+    """
+
+    def __init__(self, workers: int, encoding: Encoding) -> None:
+        self._encoding = encoding
+        self._thread = ThreadPoolExecutor(1)
+        self._in_thread: deque[Future[EncodedBatch]] = deque()
+        self._in_processes: deque[Future[EncodedBatch]] = deque()
+        self._processes: ProcessPoolExecutor | None = None
+        self._num_processes = workers - 1
+        self._starting: list[Future[None]] = []
+        if workers > 1:
+            # Not forked: a fork copies the locks of other threads, and the tokenizers library has threads.
+            spawn = multiprocessing.get_context("spawn")
+            self._processes = ProcessPoolExecutor(self._num_processes, spawn, initializer=_start_worker)
+            with _interrupts_held():  # they can't ignore Ctrl-C before they have imported anything
+                self._starting = [self._processes.submit(_get_ready, encoding) for _ in range(self._num_processes)]
+
+    @property
+    def most_ahead(self) -> int:
+        """Batches that may be under way."""
+        return BATCHES_AHEAD * (1 + self._num_processes * self._have_started())
+
+    def submit(self, batch: LineBatch) -> Future[EncodedBatch]:
+        """Give the batch to whoever has least to do."""
+        for queue in (self._in_thread, self._in_processes):
+            while queue and queue[0].done():
+                queue.popleft()
+        room = self._num_processes * max(len(self._in_thread), 1) - len(self._in_processes)
+        if self._processes is not None and room > 0 and self._have_started():
+            self._in_processes.append(self._processes.submit(encode_batch, batch, self._encoding))
+            return self._in_processes[-1]
+        self._in_thread.append(self._thread.submit(encode_batch, batch, self._encoding))
+        return self._in_thread[-1]
+
+    def _have_started(self) -> bool:
+        if self._starting and all(future.done() for future in self._starting):
+            for future in self._starting:
+                future.result()
+            self._starting = []
+        return not self._starting
+
+    def dismiss(self) -> None:
+        """End all workers; what has not begun is left undone."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        if self._processes is not None:
+            self._processes.shutdown(wait=True, cancel_futures=True)
 
 
 @lru_cache(maxsize=1)
@@ -106,9 +158,8 @@ def shared_tokenizer(config: TokenizerConfig) -> Tokenizer:
     return build_tokenizer(config)
 
 
-@lru_cache(maxsize=1)
-def _shared_engine(name: str, config: TokenizerConfig, dtype: str) -> Engine:
-    return build_engine(name, shared_tokenizer(config), dtype)
+def _engine_of(encoding: Encoding) -> Engine:
+    return build_engine(encoding.engine, shared_tokenizer(encoding.tokenizer), encoding.dtype)
 
 
 def encode_batch(batch: LineBatch, encoding: Encoding) -> EncodedBatch:
@@ -129,7 +180,7 @@ def _encode_keys(documents: Documents, encoding: Encoding) -> dict[str, EncodedT
 
 def _encode_texts(texts: Sequence[str], encoding: Encoding) -> EncodedTexts:
     """Ids of documents; a sequence without ids is left out, and the last one of a document gets its end."""
-    engine = _shared_engine(encoding.engine, encoding.tokenizer, encoding.dtype)
+    engine = _engine_of(encoding)
     pieces, counts = split_all(texts, encoding.sentences)
     ids = engine.encode(pieces)
     kept = ids.lengths > 0
@@ -142,13 +193,6 @@ def _encode_texts(texts: Sequence[str], encoding: Encoding) -> EncodedTexts:
     return EncodedTexts(tokens, lengths.astype(np.int32), sequences)
 
 
-def _executor(workers: int) -> Executor:
-    if workers == 1:  # the libraries encode without Python's lock, so reading and writing go on meanwhile
-        return ThreadPoolExecutor(1)
-    # Not forked: a fork copies the locks of other threads, and the tokenizers library has threads.
-    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_start_worker)
-
-
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
     """Put off Ctrl-C; processes started meanwhile never see it."""
@@ -157,6 +201,11 @@ def _interrupts_held() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _get_ready(encoding: Encoding) -> None:
+    """In a worker: build what every batch needs."""
+    _engine_of(encoding)
 
 
 def _start_worker() -> None:

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.tokenizers.base import Tokenizer, check_encodable
+from megatron.core.tokenizers.base import Tokenizer, encoded_texts
 from megatron.core.tokenizers.rust import RustTokenizer
 
 OWN, GIGATOKEN = "the tokenizer's own library", "gigatoken"
-PROBE_BYTES = 1 << 20
+PROBE_BYTES = 1 << 19
 
 
 @dataclass(frozen=True)
@@ -56,25 +57,29 @@ class GigatokenEngine:
     def __init__(self, tokenizer: RustTokenizer, dtype: str) -> None:
         import gigatoken
 
-        self._encoder = gigatoken.Tokenizer(tokenizer.pipeline)
+        self._encode = gigatoken.Tokenizer(tokenizer.pipeline).backend.encode
         self._dtype = dtype
 
     def encode(self, texts: Sequence[str]) -> Ids:
         """Ids of each text."""
-        import awkward
-
-        check_encodable(texts)
-        ids = self._encoder.encode_batch(list(texts), parallel=False)  # a worker is one core
-        lengths = awkward.to_numpy(awkward.num(ids)).astype(np.int64)
-        return Ids(awkward.to_numpy(awkward.flatten(ids)).astype(self._dtype), lengths)
+        # One by one: batches come as arrays of the awkward library, which takes longer to import than most texts take.
+        ids = list(map(self._encode, encoded_texts(texts)))
+        lengths = np.fromiter(map(len, ids), np.int64, count=len(ids))
+        flat = np.concatenate(ids, dtype=self._dtype, casting="unsafe") if ids else np.zeros(0, self._dtype)
+        return Ids(flat, lengths)
 
 
 def build_engine(name: str, tokenizer: Tokenizer, dtype: str) -> Engine:
     """The engine that ``choose_engine`` named."""
     if name == GIGATOKEN:
         assert isinstance(tokenizer, RustTokenizer), "gigatoken takes over the library's pipeline"
-        return GigatokenEngine(tokenizer, dtype)
+        return _gigatoken(tokenizer, dtype)
     return OwnEngine(tokenizer, dtype)
+
+
+@lru_cache(maxsize=1)
+def _gigatoken(tokenizer: RustTokenizer, dtype: str) -> GigatokenEngine:
+    return GigatokenEngine(tokenizer, dtype)  # takes over the vocabulary, which takes long enough to do it once
 
 
 @dataclass(frozen=True)
@@ -90,12 +95,12 @@ def choose_engine(tokenizer: Tokenizer, probe: Sequence[str], dtype: str) -> Eng
     if not isinstance(tokenizer, RustTokenizer):
         return EngineChoice(OWN, f"gigatoken does not know {tokenizer.name}")
     try:
-        found = GigatokenEngine(tokenizer, dtype).encode(probe)
+        found = build_engine(GIGATOKEN, tokenizer, dtype).encode(probe)
     except ImportError:
         return EngineChoice(OWN, "gigatoken is not installed")
     except Exception as error:  # whatever keeps an optional library from working, the other one works
         return EngineChoice(OWN, f"gigatoken failed on a probe of the text: {error}")
-    expected = OwnEngine(tokenizer, dtype).encode(probe)
+    expected = build_engine(OWN, tokenizer, dtype).encode(probe)
     if not (np.array_equal(found.lengths, expected.lengths) and np.array_equal(found.flat, expected.flat)):
         return EngineChoice(OWN, "gigatoken gave other ids on a probe of the text")
     return EngineChoice(GIGATOKEN, f"identical on a probe of {len(probe):,} documents")

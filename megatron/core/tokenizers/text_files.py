@@ -28,6 +28,8 @@ TEXT_ENDINGS = (".txt",)
 COMPRESSED_ENDINGS = (".gz", ".bz2", ".zst")
 BATCH_BYTES = 1 << 19
 
+_scan: Callable[[str, int], tuple[Any, int]] = vars(json.JSONDecoder())["scan_once"]
+
 
 @dataclass(frozen=True)
 class Position:
@@ -291,6 +293,12 @@ def _texts_of(line: bytes, keys: Sequence[str]) -> list[str]:
 def read_record(line: bytes) -> dict[str, Any]:
     """The JSON object of one line; raises DataError with the reason."""
     text = _decode(line)
+    try:
+        record, end = _scan(text, 0)  # what json.loads does for a text without space around it, in half the time
+        if end == len(text) and isinstance(record, dict):
+            return record
+    except (ValueError, StopIteration, RecursionError):
+        pass  # json.loads says what is wrong
     try:
         record = json.loads(text)
     except json.JSONDecodeError as error:

@@ -1,21 +1,23 @@
-"""The optional gigatoken engine, played by a stand-in: used only where it gives the very same ids."""
+"""The optional gigatoken engine, real where it is installed, else a stand-in: used only where it gives the same ids."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from megatron.core.tokenizers import gpt2_bpe
 from megatron.core.tokenizers.engine import GIGATOKEN, OWN, build_engine, choose_engine
 from megatron.core.tokenizers.huggingface import load
 from megatron.core.tokenizers.null import NullTokenizer
 from megatron.core.tokenizers.rust import RustTokenizer
 from megatron.errors import DataError
+from tests.harness.data import shared_data
 from tests.unit.tokenizers.conftest import TEXTS
 
 
@@ -25,31 +27,21 @@ def tokenizer(bpe_folder: Path) -> RustTokenizer:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *, wrong_id: bool = False, broken: bool = False) -> None:
-    """Modules with the two functions of gigatoken's and awkward's that are used; ragged arrays are lists of lists."""
+    """A module with the class of gigatoken's that is used."""
 
     class Encoder:
         def __init__(self, pipeline: Any) -> None:
             if broken:
                 raise ValueError("no such model")
-            self._pipeline = pipeline
+            self._pipeline, self.backend = pipeline, self
 
-        def encode_batch(self, texts: Sequence[str], *, parallel: bool) -> list[list[int]]:
-            assert not parallel, "a worker is one core"
-            ids = [encoding.ids for encoding in self._pipeline.encode_batch(texts)]
-            return [[each + (wrong_id and text == 1) for each in row] for text, row in enumerate(ids)]
+        def encode(self, text: bytes) -> NDArray[np.uint32]:
+            ids = np.array(self._pipeline.encode(text.decode()).ids, np.uint32)
+            return ids + np.uint32(wrong_id and text.decode() == TEXTS[1])
 
-    gigatoken, awkward = ModuleType("gigatoken"), ModuleType("awkward")
-    parts: dict[ModuleType, dict[str, Any]] = {
-        gigatoken: {"Tokenizer": Encoder},
-        awkward: {
-            "num": lambda rows: [len(row) for row in rows],
-            "flatten": lambda rows: [each for row in rows for each in row],
-            "to_numpy": lambda values: np.array(values, np.uint32),
-        },
-    }
-    for module, functions in parts.items():
-        vars(module).update(functions)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    gigatoken = ModuleType("gigatoken")
+    vars(gigatoken).update(Tokenizer=Encoder)
+    monkeypatch.setitem(sys.modules, "gigatoken", gigatoken)
 
 
 def test_it_is_the_engine_where_it_is_identical(tokenizer: RustTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,3 +77,32 @@ def test_lone_surrogates_are_refused_by_both(tokenizer: RustTokenizer, monkeypat
     for name in (GIGATOKEN, OWN):
         with pytest.raises(DataError, match="half of a surrogate pair"):
             build_engine(name, tokenizer, "uint16").encode(["\ud83d"])
+
+
+HARD = [
+    "The cat's 12345 hats; it'll cost \u20ac3.50\n\n\n  \t end  ",
+    "na\u00efve \u0928\u092e\u0938\u094d\u0924\u0947 \u4f60\u597d\u4e16\u754c \U0001f469\u200d\U0001f680\u200b\u00a0x",
+    "<|endoftext|> spelled out, \x00\x07 and \r\n",
+    "".join(map(chr, range(32, 700))),
+    "a" * 5000 + " " * 300 + "!?" * 400,
+]
+
+
+@pytest.mark.parametrize("texts", [TEXTS, HARD, [], [""]], ids=["plain", "hard", "none", "empty"])
+def test_the_real_library_gives_the_same_ids(tokenizer: RustTokenizer, texts: list[str]) -> None:
+    """A release that cuts text otherwise must be found out by the probe, and here."""
+    pytest.importorskip("gigatoken", reason="gigatoken is not installed")
+    fast, own = (build_engine(name, tokenizer, "uint16").encode(texts) for name in (GIGATOKEN, OWN))
+    assert (fast.flat.tolist(), fast.lengths.tolist()) == (own.flat.tolist(), own.lengths.tolist())
+    assert fast.flat.dtype == own.flat.dtype
+    assert choose_engine(tokenizer, texts, "uint16").name == GIGATOKEN
+
+
+def test_the_real_library_on_gpt2s_vocabulary() -> None:
+    """The vocabulary of most runs, on real English."""
+    pytest.importorskip("gigatoken", reason="gigatoken is not installed")
+    folder = shared_data("gpt2")
+    tokenizer = gpt2_bpe.load(str(folder / "gpt2-vocab.json"), str(folder / "gpt2-merges.txt"), extra_ids=0)
+    text = shared_data("wikitext-2", "wiki.test.tokens").read_text()
+    texts = [*HARD, *(text[start : start + 997] for start in range(0, 300_000, 997))]
+    assert choose_engine(tokenizer, texts, "uint16").name == GIGATOKEN

@@ -311,11 +311,15 @@ def test_full_disk(tmp_path: Path, corpus: Path, flags: tuple[str, ...]) -> None
     assert_nothing_left(tmp_path)
 
 
+LINE = json.dumps({"text": TEXTS[0] * 50}).encode() + b"\n"
+MEGABYTE = LINE * ((1 << 20) // len(LINE) + 1)
+
+
 @pytest.fixture
 def waiting(tmp_path: Path, flags: tuple[str, ...]) -> Iterator[subprocess.Popen[bytes]]:
-    """A run with two workers that has had some input and waits for more."""
+    """A run with a thread and two processes at work that has had some input and waits for more."""
     arguments = command(
-        "preprocess_data.py", "--input", "-", "--output-prefix", tmp_path / "out", "--workers", "2", *flags
+        "preprocess_data.py", "--input", "-", "--output-prefix", tmp_path / "out", "--workers", "3", *flags
     )
     pipe: Any = subprocess.PIPE
     process = subprocess.Popen(
@@ -329,9 +333,7 @@ def waiting(tmp_path: Path, flags: tuple[str, ...]) -> Iterator[subprocess.Popen
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdin is not None
-    line = json.dumps({"text": TEXTS[0] * 50}).encode() + b"\n"
-    for _ in range(3):
-        process.stdin.write(line * ((1 << 19) // len(line) + 1))
+    process.stdin.write(MEGABYTE * 2)
     process.stdin.flush()
     wait_for(lambda: len(workers_of(process.pid)) == 2)
     workers = workers_of(process.pid)
@@ -371,7 +373,7 @@ def test_killed_worker(tmp_path: Path, waiting: subprocess.Popen[bytes]) -> None
     """The system kills a worker when memory runs out: one sentence, nothing written, no process left."""
     workers = workers_of(waiting.pid)
     os.kill(workers[0], signal.SIGKILL)
-    _, errors = waiting.communicate(timeout=30)
+    _, errors = waiting.communicate(MEGABYTE * 8, timeout=30)
     assert waiting.returncode == 1
     assert errors.decode().startswith("error: one of the 2 worker processes was killed")
     assert errors.count(b"\n") == 1
