@@ -30,7 +30,8 @@ def main(argv: Sequence[str]) -> int:
     with told_once_a_node():
         task = TASKS.get(value_given(argv, TaskConfig, "task") or "")
         config = settings(argv, task)
-        check_result_file(config.group(TaskConfig).result_file)
+        if not config.command.dry_run:
+            check_result_file(config.group(TaskConfig).result_file)
     assert task is not None, "without a known task there are no settings"
     if config.command.dry_run:
         from megatron.config.dry_run import dry_run_report

@@ -17,6 +17,7 @@ from megatron.config.fitting import what_fits
 from megatron.config.pipeline import num_stages
 from megatron.config.report import count, gigabytes, layout_report, settings_report, stages_report
 from megatron.config.run import RunConfig
+from megatron.config.task import TaskConfig
 from megatron.config.vocabulary import vocabulary_size
 
 
@@ -54,7 +55,10 @@ def _batch(run: RunConfig) -> list[str]:
     if training.rampup_batch_size:
         start, increment, samples = training.rampup_batch_size
         lines.append(f"from {start:,} samples a step, {increment:,} more at a time, over the first {samples:,} samples")
-    if not training.skip_train:
+    task = run.find(TaskConfig)
+    if task is not None and task.epochs:
+        lines.append(f"epochs of --train-data: {task.epochs}; how many steps each is, the data will tell")
+    elif not training.skip_train:
         lines.append(
             f"{run.train_iters:,} steps, {run.train_samples:,} samples, {count(run.train_samples * length)} tokens"
         )

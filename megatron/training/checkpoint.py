@@ -38,7 +38,8 @@ def load(run: Run) -> None:
         _load_from(run, folder, weights_only=settings.finetune)
     elif settings.pretrained_checkpoint is not None:
         pretrained = find_checkpoint(settings.pretrained_checkpoint, mesh=run.context.mesh)
-        if read_run_state(pretrained)["recipe"] in run.recipe.starts_from:
+        is_body = read_run_state(pretrained)["recipe"] in run.recipe.starts_from
+        if is_body and not run.config.training.skip_train:  # nobody wants to know how well a fresh head does
             load_body(run, pretrained)
         else:
             _load_from(run, pretrained, weights_only=True)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import random
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.end_to_end.commands import assert_same_tensors, run
+from megatron.core.checkpointing.find import find_checkpoint
+from tests.end_to_end.commands import ROOT, assert_same_tensors, run, tensors
 
 TEXT = "the a cat sat on mat and dog ran to see what it was about but no one came by night or day so far"
 WORDS = TEXT.split()
@@ -147,9 +150,46 @@ def test_what_cannot_be_loaded(folder: Path, tmp_path: Path) -> None:
     resumed = start.replace(train, f"--train-data {folder}/MNLI/dev_matched.tsv").replace("--epochs 1", "--epochs 9")
     expected = "the checkpoint's run trained on other files than"
     assert expected in run("tasks/main.py", f"{resumed} --load {tmp_path}", expect=1)
+    unused = f"--task MNLI --epochs 0 --load {tmp_path}/new --save {tmp_path}/new {dev} --micro-batch-size 2"
+    found = run("tasks/main.py", f"{unused} --pretrained-checkpoint {folder}/bert", expect=1)
+    assert "holds a bert model; this command trains bert-mnli models" in found, "a fresh head would be scored"
     nothing = f"--task MNLI --epochs 1 {train} --save {tmp_path}/new --load {tmp_path}/new {TUNE} {MODEL}"
     found = run("tasks/main.py", f"{nothing} --no-use-checkpoint-args --vocab-file {folder}/vocab.txt", expect=1)
     assert "a bert-mnli model is made of a trained bert model, and none is named: give --pretrained-checkpoint" in found
+
+
+@pytest.mark.parametrize("precision", ["", "--bf16"])
+def test_the_body_is_the_pretrained_one(precision: str, folder: Path, tmp_path: Path) -> None:
+    """A weight that was not taken over would be random, and nobody see it but in the scores; also fp32 masters'."""
+    data = f"--data-path {folder}/data_text_sentence --split 100,0,0 --vocab-file {folder}/vocab.txt --eval-iters 0"
+    length = f"--micro-batch-size 4 --train-iters 2 --save {tmp_path}/bert --save-interval 2 --bert-no-binary-head"
+    run("pretrain_bert.py", f"{MODEL} {data} {length}")
+    start = f"--task QQP --epochs 1 --train-data {qqp(tmp_path)} --pretrained-checkpoint {tmp_path}/bert"
+    layout = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
+    still = f"{TUNE} {precision} {layout} --lr 1e-30 --save {tmp_path}/qqp"
+    log = run("tasks/main.py", f"{start} {still}", ranks=4)
+    fresh = [f"{name}.{kind}" for name in ("classification_head", "pooler.dense") for kind in ("bias", "weight")]
+    assert f"with fresh weights: {', '.join(fresh)}; left there: lm_head, output_layer" in log
+    before, after = (tensors(find_checkpoint(tmp_path / name).path) for name in ("bert", "qqp"))
+    prefix = "optimizer.fp32_param." if precision else "model."
+    mine = {name.removeprefix(prefix): tensor for name, tensor in after.items() if name.startswith(prefix)}
+    assert mine.keys() - set(fresh) == {name for name in mine if f"model.{name}" in before}
+    for name in mine.keys() - set(fresh):
+        assert torch.equal(mine[name], before[f"model.{name}"]), name
+
+
+def test_example_is_sound_at_two_layouts() -> None:
+    """The script for 8 GPUs is checked where there are none; its head promises what that prints."""
+    script = ROOT / "examples/evaluate/race.sh"
+    head = re.search(
+        r"# Memory +(\S+ GB) a GPU, by --dry-run; with (.*): (\S+ GB)\.", script.read_text(encoding="utf-8")
+    )
+    assert head is not None
+    for flags, promised in (([], head[1]), (head[2].split(), head[3])):
+        words = ["bash", str(script), "--dry-run", *flags]
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
+        assert "335,144,961 in the model" in done.stdout and "epochs of --train-data: 3; how many steps" in done.stdout
+        assert re.search(rf"^   together +{promised}$", done.stdout, re.MULTILINE)
 
 
 def qqp(folder: Path) -> Path:

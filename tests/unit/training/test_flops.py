@@ -11,6 +11,7 @@ from megatron.config.model import ModelConfig
 from megatron.training.flops import (
     Peak,
     SpeedScale,
+    classification_flops_per_sample,
     data_sheet_peak,
     device_peak,
     gpt_flops_per_sample,
@@ -71,7 +72,7 @@ class Reference(nn.Module):
         self.attention = nn.ModuleList(Attention(config) for _ in range(config.num_layers))
         self.up = nn.ModuleList(nn.Linear(h, f * (2 if self.gated else 1), bias=False) for _ in self.attention)
         self.down = nn.ModuleList(nn.Linear(f, h, bias=False) for _ in self.attention)
-        self.output = nn.Linear(h, config.padded_vocab_size(1), bias=False)
+        self.output: nn.Module = nn.Linear(h, config.padded_vocab_size(1), bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for attention, up, down in zip(self.attention, self.up, self.down):
@@ -105,6 +106,18 @@ def test_within_one_percent_of_a_counter(changes: dict[str, object]) -> None:
     query_width = config.num_attention_heads * config.kv_channels
     other_half = 6 * s * s * query_width * config.num_layers
     assert gpt_flops_per_sample(config, s) + other_half == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_answers_are_layers_for_each_choice_and_a_head_on_one_token() -> None:
+    """Counted: what torch counts of the layers, with the whole square of attention."""
+    config, s, choices = model(), 128, 4
+    counter, layers = FlopCounterMode(display=False), Reference(config)
+    layers.output = nn.Identity()
+    head = nn.Sequential(nn.Linear(config.hidden_size, config.hidden_size), nn.Linear(config.hidden_size, 3))
+    with counter:
+        head(layers(torch.randn(choices, s, config.hidden_size, requires_grad=True))[:, 0]).sum().backward()
+    counted = classification_flops_per_sample(config, s, choices=choices, classes=3)
+    assert counted == pytest.approx(counter.get_total_flops(), rel=1e-3)
 
 
 def test_vocabulary_is_counted_as_padded_for_the_layout() -> None:

@@ -111,5 +111,9 @@ def test_validation_block_to_the_letter() -> None:
     assert rule == again == "-" * (len(text) + 1)
 
 
+def test_an_accuracy_has_no_perplexity() -> None:
+    assert " | accuracy value: 5.000000E-01 | \n" in validation_block("iteration 5", {"lm loss": 2.0, "accuracy": 0.5})
+
+
 def test_perplexity_is_capped() -> None:
     assert perplexity(1e6) == math.exp(20)

@@ -1,0 +1,83 @@
+"""Between the command line and the run: what is read, how long the run is, and how scores are told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from megatron.config.run import RunConfig
+from megatron.config.task import TaskConfig
+from megatron.core.datasets.labelled_files import LabelledText, LabelledTexts
+from megatron.errors import DataError
+from megatron.training.metrics import Evaluation
+from tasks.fine_tuning import Scores, in_iterations, read
+from tests.unit.config.command_lines import words
+
+ROWS = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n0\t1\t2\ta\tb\t0\n"
+
+
+def config_of(flags: str) -> RunConfig:
+    given = words(f"--load x --vocab-file v {flags}", without="--mock-data --train-iters")
+    return RunConfig.parse(given, world_size=1, extra_groups=(TaskConfig,))
+
+
+def texts(count: int) -> LabelledTexts:
+    return LabelledTexts("x", "x", [LabelledText((("a", "b"),), 0, Path("x"), line) for line in range(count)])
+
+
+@pytest.mark.parametrize(("samples", "iterations"), [(1, 1), (4, 1), (5, 2), (10, 3)])
+def test_epochs_are_iterations(samples: int, iterations: int) -> None:
+    """Samples of the last batch of an epoch would be dropped, or an evaluation fall inside an epoch."""
+    flags = "--task QQP --epochs 3 --train-data a --global-batch-size 4 --save y"
+    config = in_iterations(config_of(flags), texts(samples))
+    training = config.training
+    assert (training.train_iters, training.eval_interval) == (3 * iterations, iterations)
+    assert config.checkpoint.save_interval == iterations
+    assert config.data.full_validation
+    asked = in_iterations(config_of(f"{flags} --save-interval 7"), texts(samples))
+    assert asked.checkpoint.save_interval == 7
+
+
+def test_a_score_alone_needs_no_length() -> None:
+    config = in_iterations(config_of("--task QQP --epochs 0 --valid-data a"), None)
+    assert config.training.skip_train and config.training.train_iters is None
+    assert config.data.full_validation
+
+
+def test_what_is_read(tmp_path: Path) -> None:
+    """Training files are one set, read only to train; validation sets of one name would hide each other."""
+    paths = tuple(str(tmp_path / name) for name in ("one.tsv", "two.tsv"))
+    for path in paths:
+        Path(path).write_text(ROWS)
+    task = TaskConfig(task="QQP", train_data=paths, valid_data=paths[:1], epochs=2)
+    data = read(task)
+    assert data.train is not None and len(data.train.texts) == 2
+    assert [len(each.texts) for each in data.valid.values()] == [1]
+    assert read(replace(task, epochs=0, train_data=("none",))).train is None
+    with pytest.raises(DataError, match=r"one\.tsv and .*one\.tsv would both be called"):
+        read(replace(task, valid_data=(paths[0], paths[0])))
+
+
+def test_scores_are_told_as_megatron_tells_them() -> None:
+    """Scripts look for these lines; epochs count from 0, and −1 is a score without training."""
+    found = {
+        "dev-high": Evaluation({"lm loss": (6.0, 8.0), "accuracy": (6.0, 8.0)}, seconds=1.23456),
+        "dev-middle": Evaluation({"lm loss": (1.0, 2.0), "accuracy": (1.0, 2.0)}, seconds=0.5),
+    }
+    for epoch, iteration, number in ((5, 5, 0), (5, 15, 2), (None, 15, -1)):
+        scores, run = Scores(epoch), mock.Mock()
+        run.progress.iteration = iteration
+        scores.report(run, found)
+        assert run.reporter.say.call_args.args[0].splitlines() == [
+            f" > |epoch: {number}| metrics for dev-high: correct / total = 6 / 8 = 75.0000 %, "
+            "elapsed time (sec): 1.235",
+            f" > |epoch: {number}| metrics for dev-middle: correct / total = 1 / 2 = 50.0000 %, "
+            "elapsed time (sec): 0.500",
+            f" >> |epoch: {number}| overall: correct / total = 7 / 10 = 70.0000 %",
+        ]
+        assert scores.metrics["accuracy"] == 0.7
+        assert scores.metrics["loss"] == 0.7
+        assert scores.metrics["dev-high accuracy"] == 0.75
