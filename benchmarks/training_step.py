@@ -1,6 +1,7 @@
-"""A GPT training step (forward, backward, AdamW) against transformers and plain PyTorch, on the CPU.
+"""A training step (forward, backward, AdamW) against transformers and, of GPT, plain PyTorch, on the CPU.
 
-    python benchmarks/training_step.py --dtype bf16
+    python -m benchmarks.training_step --dtype bf16
+    python -m benchmarks.training_step --dtype bf16 --model-type BERT
 
 Every contender lives in a process of its own, so that peak memory is its own, and they take turns for a few steps at a
 time, so that whatever else the machine does falls on all of them. Printed are medians over turns, as ratios to the best
@@ -23,35 +24,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.training_families import CASES, Case, Shape
+
 Step = Callable[[], float]
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Size of the model and of a step."""
-
-    layers: int = 6
-    hidden: int = 512
-    heads: int = 8
-    sequence: int = 512
-    batch: int = 4
-    vocabulary: int = 32000
-
-    @property
-    def tokens(self) -> int:
-        return self.batch * self.sequence
-
-
-def random_batch(shape: Shape) -> tuple[Any, Any]:
-    """Tokens and labels [b, s]."""
-    import torch
-
-    ids = torch.randint(shape.vocabulary, (shape.batch, shape.sequence + 1), generator=torch.Generator().manual_seed(1))
-    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-
-
-def megatron_step(shape: Shape, dtype: str) -> Step:
-    """This library: GPTModel, flat buffers, its optimizer."""
+def megatron_step(shape: Shape, dtype: str, case: Case) -> Step:
+    """This library: the family's model, flat buffers, its optimizer."""
     import torch
 
     from megatron.config.model import ModelConfig
@@ -59,7 +38,6 @@ def megatron_step(shape: Shape, dtype: str) -> Step:
     from megatron.config.precision import PrecisionConfig
     from megatron.core.distributed.buffers import build_buffers
     from megatron.core.distributed.grad_sync import GradSync
-    from megatron.core.models.gpt import GPTModel
     from megatron.core.optimizer.optimizer import Optimizer
     from megatron.core.parallel.context import ParallelContext
 
@@ -72,24 +50,23 @@ def megatron_step(shape: Shape, dtype: str) -> Step:
         attention_dropout=0.0,
         hidden_dropout=0.0,
         exact_gelu=True,
+        **case.settings,
     )
     context = ParallelContext.single(dtype=torch.bfloat16 if dtype == "bf16" else torch.float32)
-    model = GPTModel(config, context, seed=1)
+    model, compute_loss = case.ours(shape, config, context)
     buffers = build_buffers(model.named_parameters(), context, grad_dtype=torch.float32)
     grad_sync = GradSync(buffers, context, sharded=False, overlap=False)
     optimizer = Optimizer(
         buffers, OptimizerConfig(lr=1e-4, clip_grad=0.0), PrecisionConfig(bf16=dtype == "bf16"), context, sharded=False
     )
-    tokens, labels = random_batch(shape)
-    weights = torch.ones(labels.shape)
 
     def step() -> float:
         grad_sync.zero()
-        loss = model(tokens).cross_entropy(labels, weights)
+        loss = compute_loss()
         loss.backward()
         grad_sync.finish()
-        optimizer.update(count=float(shape.tokens), lr=1e-4, weight_decay=0.1)
-        return float(loss.detach()) / shape.tokens
+        optimizer.update(count=1.0, lr=1e-4, weight_decay=0.1)
+        return float(loss.detach())
 
     return step
 
@@ -113,85 +90,28 @@ def peer_step(model: Any, compute_loss: Callable[[], Any], dtype: str, *, autoca
     return step
 
 
-def transformers_step(shape: Shape, dtype: str, *, autocast: bool) -> Step:
-    """GPT2LMHeadModel with torch's scaled dot product attention."""
-    import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    torch.manual_seed(1)
-    config = GPT2Config(
-        vocab_size=shape.vocabulary, n_positions=shape.sequence, n_embd=shape.hidden, n_layer=shape.layers,
-        n_head=shape.heads, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        use_cache=False, attn_implementation="sdpa", activation_function="gelu",
-    )  # fmt: skip
-    model = GPT2LMHeadModel(config).train()
-    tokens, _ = random_batch(shape)
-    return peer_step(model, lambda: model(tokens, labels=tokens).loss, dtype, autocast=autocast)
-
-
-def plain_step(shape: Shape, dtype: str, *, autocast: bool) -> Step:
-    """A GPT as one would write it in plain PyTorch, after the manner of nanoGPT."""
-    import torch
-    import torch.nn.functional as F
-    from torch import Tensor, nn
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            h = shape.hidden
-            self.norm_1, self.norm_2 = nn.LayerNorm(h), nn.LayerNorm(h)
-            self.qkv, self.out = nn.Linear(h, 3 * h), nn.Linear(h, h)
-            self.up, self.down = nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
-
-        def forward(self, x: Tensor) -> Tensor:
-            b, s, h = x.shape
-            q, k, v = (
-                part.view(b, s, shape.heads, -1).transpose(1, 2) for part in self.qkv(self.norm_1(x)).split(h, dim=2)
-            )
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + self.out(mixed.transpose(1, 2).reshape(b, s, h))
-            return x + self.down(F.gelu(self.up(self.norm_2(x))))
-
-    class GPT(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words = nn.Embedding(shape.vocabulary, shape.hidden)
-            self.positions = nn.Embedding(shape.sequence, shape.hidden)
-            self.blocks = nn.ModuleList(Block() for _ in range(shape.layers))
-            self.norm = nn.LayerNorm(shape.hidden)
-            self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
-            self.words.weight = self.head.weight
-            nn.init.normal_(self.head.weight, std=0.02)
-
-        def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-            x = self.words(tokens) + self.positions(torch.arange(tokens.shape[1]))
-            for block in self.blocks:
-                x = block(x)
-            logits = self.head(self.norm(x))
-            return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
-
-    torch.manual_seed(1)
-    model = GPT()
-    tokens, labels = random_batch(shape)
-    return peer_step(model, lambda: model(tokens, labels), dtype, autocast=autocast)
-
-
-def build_step(name: str, shape: Shape, dtype: str) -> Step:
+def build_step(name: str, shape: Shape, dtype: str, case: Case) -> Step:
     """The step of the contender called ``name``."""
+    import torch
+
     if name == "megatron":
-        return megatron_step(shape, dtype)
-    build = transformers_step if name.startswith("transformers") else plain_step
-    return build(shape, dtype, autocast=name.endswith("autocast"))
+        return megatron_step(shape, dtype, case)
+    peer, _, variant = name.partition(" ")
+    if peer == "transformers":
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+    torch.manual_seed(1)
+    model, compute_loss = case.peers[peer](shape)
+    return peer_step(model, compute_loss, dtype, autocast=variant == "autocast")
 
 
-def serve(name: str, shape: Shape, dtype: str, threads: int) -> None:
+def serve(name: str, shape: Shape, dtype: str, *, case: Case, threads: int) -> None:
     """A contender's process: for each line ``N`` on stdin run N steps, and answer with time, loss and memory."""
     import torch
 
     torch.set_num_threads(threads)
-    step = build_step(name, shape, dtype)
+    step = build_step(name, shape, dtype, case)
     for line in sys.stdin:
         loss, began = 0.0, time.perf_counter()
         for _ in range(int(line)):
@@ -214,6 +134,7 @@ class Contender:
     @classmethod
     def start(cls, name: str, options: argparse.Namespace) -> Contender:
         command = [sys.executable, __file__, "--serve", name, "--dtype", options.dtype, "--shape", options.shape]
+        command += ["--model-type", options.model_type]
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": str(options.threads),
@@ -257,6 +178,7 @@ def report(contenders: list[Contender], shape: Shape) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-type", choices=list(CASES), default="GPT", help="family of the model (default GPT)")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each contender (default 7)")
     parser.add_argument("--steps", type=int, default=2, help="steps a turn (default 2)")
@@ -265,13 +187,13 @@ def main() -> None:
     parser.add_argument("--shape", default=json.dumps(asdict(Shape())), help="JSON with layers, hidden, heads, …")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    shape = Shape(**json.loads(options.shape))
+    shape, case = Shape(**json.loads(options.shape)), CASES[options.model_type]
     if options.serve:
-        serve(options.serve, shape, options.dtype, options.threads)
+        serve(options.serve, shape, options.dtype, case=case, threads=options.threads)
         return
     variants = ["autocast", "weights"] if options.dtype == "bf16" else [""]
     names = options.only or [
-        "megatron", *(f"{peer} {variant}".strip() for peer in ("transformers", "plain") for variant in variants)
+        "megatron", *(f"{peer} {variant}".strip() for peer in case.peers for variant in variants)
     ]  # fmt: skip
     contenders = [Contender.start(name, options) for name in names]
     try:

@@ -13,52 +13,14 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${QUICKSTART_DIR:-runs/quickstart}
 iterations=${QUICKSTART_ITERATIONS:-1600}
 half=$((iterations / 2))
-cores=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores >= 4 ? cores / 2 : 1))} # two ranks share the cores
+source examples/quickstart_steps.sh
 
-say() { # a heading
-    printf '\n\033[1m== %s\033[0m\n' "$*"
-}
-
-show() { # a command as one would type it
-    local word line='$' indent='' plain='^[A-Za-z0-9_./:=,@%+|-]+$'
-    for word in "$@"; do
-        [[ $word =~ $plain ]] || word="'$word'"
-        if [[ $word == --* && ${#line} -gt 60 ]]; then
-            printf '%s \\\n' "$indent$line"
-            line=$word indent='      '
-        else
-            line="$line $word"
-        fi
-    done
-    printf '%s\n' "$indent$line"
-}
-
-run() { # show a command, then run it
-    show "$@"
-    "$@"
-}
-
-keep() { # keep FILE COMMAND...: run, and keep what it prints
-    local file=$1
-    shift
-    show "$@" "|" tee "$file"
-    "$@" | tee "$file"
-}
-
-say "1. Environment: .venv with this project"
-python=.venv/bin/python
-if $python -c 'import matplotlib, megatron, tensorboard, tokenizers, torch' 2>/dev/null; then
-    echo ".venv is there and has everything"
-else
-    run bash tools/make_venv.sh plot
-fi
+environment
 
 mkdir -p "$out"
 rm -rf "$out"/{corpus,tokenizer,data,checkpoints,tensorboard} "$out"/{perplexity.txt,sample.txt,loss.txt,loss.png}
 
-say "2. Corpus: documentation, docstrings and comments of the standard library, as JSON lines"
-run $python tools/make_stdlib_corpus.py --output-dir "$out/corpus"
+corpus
 
 say "3. Tokenizer: a byte-level BPE of 8,192 tokens"
 run $python tools/train_tokenizer.py --input "$out/corpus/train.jsonl" --vocab-size 8192 --output-dir "$out/tokenizer"
@@ -103,8 +65,7 @@ keep "$out/sample.txt" $python tools/text_generation_cli.py --load "$out/checkpo
     --temperature 0.8 --top-p 0.9 --prompt "Return a new" "The following example" "Raises an exception if"
 
 say "9. The loss as a picture"
-keep "$out/loss.txt" $python tools/plot_loss.py "$out/tensorboard" --output "$out/loss.png" \
-    --title "GPT on the documentation of Python"
+picture "GPT on the documentation of Python"
 
 say "Done in $((SECONDS / 60)) min $((SECONDS % 60)) s"
 sed -n '1s/^[^:]*: /The loss fell: /p' "$out/loss.txt"

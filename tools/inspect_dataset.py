@@ -42,6 +42,7 @@ class InspectConfig:
     prefix: tuple[str, ...] = flag("Prefixes of PREFIX.bin and PREFIX.idx.")
     document: int | None = flag("Show this document, as text if the tokenizer is given.", default=None, at_least=0)
     histogram: str | None = flag("Picture of the documents' lengths to write: .png, .svg or .pdf.", default=None)
+    unigrams: bool = flag("Entropy of the tokens: the loss of guessing each by how often it occurs.", default=False)
     verify: bool = flag("Read every token, and check it against the metadata and the tokenizer.", default=False)
 
 
@@ -66,6 +67,8 @@ def main(argv: Sequence[str]) -> int:
     datasets = [IndexedDataset(prefix) for prefix in config.prefix]
     for dataset in datasets:
         print("\n".join(describe(dataset)))
+        if config.unigrams:
+            print(f"unigrams     {unigram_entropy(dataset):.3f} nats a token, guessed by how often each occurs")
         if config.verify:
             print(f"verified     {verify(dataset, tokenizer)}")
         if config.document is not None:
@@ -124,6 +127,17 @@ def verify(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> str:
         metadata.check_tokenizer(dataset.prefix, TokenizerStamp.of(tokenizer))
         checked.append("tokenizer")
     return ", ".join(checked)
+
+
+def unigram_entropy(dataset: IndexedDataset) -> float:
+    """Entropy in nats of the tokens by themselves; what a model learns of their neighbours lies below it."""
+    counts = np.zeros(0, np.int64)
+    for block in dataset.blocks():
+        found = np.bincount(block)
+        counts = np.pad(counts, (0, max(0, len(found) - len(counts))))
+        counts[: len(found)] += found
+    shares = counts[counts > 0] / max(counts.sum(), 1)
+    return float(-(shares * np.log(shares)).sum())
 
 
 def _place(dataset: IndexedDataset, at: int) -> str:

@@ -247,11 +247,11 @@ class _Activations:
         self._exchanged_keys = 2 * cp * ("all_gather" in kinds) or 4 * (not self._whole_sequences)
 
     def kept(self, layers: int, *, opens: bool, closes: bool) -> int:
-        """From the end of the forward pass on: embedding, layers, their relative positions, the final norm's input."""
+        """From the end of the forward pass on: embedding, layers, relative positions, last norm, first head."""
         embedding = (self._dropped + self._tokens * 9) * opens  # with ids and where they are looked up
         pairs = self._length**2 // self._run.parallel.context_parallel_size
         positions = pairs * (8 + self._heads * self._width) * (layers > 0 and self._relative)  # with the buckets
-        return embedding + positions + sum(self._layers_kept(layers)) + self._stream * closes
+        return embedding + positions + sum(self._layers_kept(layers)) + (self._stream + self._head()) * closes
 
     def encoded(self) -> int:
         """What the encoder made, as all layers of a decoder's stage are given it."""
@@ -264,8 +264,12 @@ class _Activations:
         ranks = self._run.parallel.tensor_model_parallel_size
         vocabulary = self._run.padded_vocab_size // ranks
         chunk = min(_LOSS_CHUNK, vocabulary * self._tokens) * (4 if self._width == 4 else 6)
-        head = 4 * self._rows * self._hidden * self._width if self._run.find(BertConfig) else 0  # dense, GELU, norm
-        return 2 * self._tokens * self._hidden * self._width + vocabulary * self._hidden * self._width + chunk + head
+        return 2 * self._tokens * self._hidden * self._width + vocabulary * self._hidden * self._width + chunk
+
+    def _head(self) -> int:
+        """BERT's for words: inputs of dense layer, GELU and norm; what the output keeps is the loss's."""
+        has_head = self._run.find(BertConfig) is not None and self._run.answers is None
+        return 3 * self._rows * self._hidden * self._width * has_head
 
     def of_backward(self) -> int:
         """Gradients inside one layer, and what is recomputed for it."""

@@ -21,12 +21,19 @@ RECIPES = {
         "--num-query-groups 2 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
         "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0"
     ),
+    "bert": f"{COMMON} --num-layers 2 --hidden-size 64 --num-attention-heads 4 --lr 1e-2",
+    "bert, original": (
+        f"{COMMON} --num-layers 2 --hidden-size 64 --num-attention-heads 4 --lr 1e-2 --exact-gelu "
+        "--apply-residual-connection-post-layernorm --bert-no-binary-head --attention-dropout 0 --hidden-dropout 0 "
+        "--init-method-std 0.05"
+    ),
 }
 
 
 def curve(name: str) -> list[float]:
-    """Loss of every iteration of a recipe, from the log of the real command."""
-    return [float(loss) for loss in losses(run("pretrain_gpt.py", RECIPES[name])).values()]
+    """Loss of every iteration of a recipe, from the log of its family's command."""
+    family, _, _ = name.partition(",")
+    return [float(loss) for loss in losses(run(f"pretrain_{family}.py", RECIPES[name])).values()]
 
 
 if __name__ == "__main__":

@@ -84,6 +84,7 @@ def rotary_settings_need_rope(run: RunConfig) -> str | None:
     model = run.model
     asked = {
         "--rotary-percent": model.rotary_percent != 1.0,
+        "--rotary-base": model.rotary_base != 10000.0,
         "--rotary-interleaved": model.rotary_interleaved,
         "--rotary-seq-len-interpolation-factor": model.rotary_seq_len_interpolation_factor is not None,
         "--use-rope-scaling": model.use_rope_scaling,

@@ -37,7 +37,10 @@ class MockDocuments:
 
 
 class MockSentences:
-    """10,000 documents of 2 to 24 sentences of 3 to 59 tokens, which run through ``words`` in strides."""
+    """10,000 documents of 2 to 24 sentences of 3 to 59 tokens, which run through ``words`` in strides.
+
+    As in text, few words make up most of it: each is the third power of a number that takes all values equally often.
+    """
 
     prefix = fingerprint = "mock data"
 
@@ -62,4 +65,5 @@ class MockSentences:
     def get_range(self, first: int, stop: int) -> NDArray[Any]:
         """Tokens of sentences ``first`` to ``stop`` (not included), end to end."""
         counting = np.arange(self._ends.item(first), self._ends.item(stop))
-        return self._words.start + counting * _STRIDE % len(self._words)
+        evenly, count = counting * _STRIDE % len(self._words), len(self._words)
+        return self._words.start + evenly**3 // count**2

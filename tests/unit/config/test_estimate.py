@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from megatron.config import ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from megatron.config.bert import BertConfig
 from megatron.config.estimate import kept_activations, memory_estimate, model_parameters, rank_parameters
 from megatron.config.fitting import what_fits
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.build import build_model
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RngStreams
@@ -63,9 +65,9 @@ def context(dtype: torch.dtype, mesh: Mesh | None = None) -> ParallelContext:
     return ParallelContext(mesh=mesh, rng=rng, device=device, dtype=dtype, sequence_parallel=False)
 
 
-def build(run: RunConfig, mesh: Mesh | None = None) -> GPTModel:
+def build(run: RunConfig, mesh: Mesh | None = None) -> nn.Module:
     dtype = torch.bfloat16 if run.precision.bf16 else torch.float32
-    return GPTModel(run.model, context(dtype, mesh), recompute=recompute_plan(run)).train()
+    return build_model(run.model, run.extra, context(dtype, mesh), recompute=recompute_plan(run)).train()
 
 
 def measured(run: RunConfig) -> int:
@@ -73,7 +75,8 @@ def measured(run: RunConfig) -> int:
     model = build(run)
     torch.nn.init.normal_(model.get_parameter("embedding.word_embeddings.weight"))
     tokens = torch.zeros(run.training.micro_batch_size, run.data.seq_length, dtype=torch.int64)
-    return bytes_kept(model, tokens)
+    mask = {"padding_mask": torch.ones_like(tokens, dtype=torch.bool)} if run.extra else {}
+    return bytes_kept(model, tokens, **mask)
 
 
 def run_with(model: dict[str, Any], precision: dict[str, Any], training: dict[str, Any] | None = None) -> RunConfig:
@@ -112,6 +115,31 @@ def test_parameters_of_ranks_that_share_key_heads(groups: int) -> None:
 def test_activations(name: str, precision: dict[str, Any]) -> None:
     """The estimate is within 3 % of what torch keeps."""
     run = run_with(ARCHITECTURES[name], precision)
+    assert kept_activations(run) == [pytest.approx(measured(run), rel=0.03)]
+
+
+@pytest.mark.parametrize("binary_head", [True, False])
+@pytest.mark.parametrize("more", [{}, {"add_bias_linear": False, "normalization": "RMSNorm"}], ids=["biases", "none"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_parameters_of_bert(ranks: int, more: dict[str, Any], binary_head: bool) -> None:
+    """Kinds of tokens and both heads are counted as they are built."""
+    run = dataclasses.replace(
+        run_of(ranks=ranks, model={**QUIET, **more}),
+        parallel=ParallelConfig(tensor_model_parallel_size=ranks),
+        extra=(BertConfig(bert_binary_head=binary_head),),
+    )
+    model = build(run, Mesh.of(tp=ranks))
+    assert rank_parameters(run).total == sum(parameter.numel() for parameter in model.parameters())
+    assert model_parameters(run).total == sum(math.prod(sharding_of(each).shape) for each in model.parameters())
+
+
+@pytest.mark.parametrize("model", [QUIET, {}, LLAMA], ids=["plain", "dropout", "rotary"])
+@pytest.mark.parametrize("original", [False, True], ids=["norms first", "original"])
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
+def test_activations_of_bert(precision: dict[str, Any], original: bool, model: dict[str, Any]) -> None:
+    """Padding and the first head included, the estimate is within 3 % of what torch keeps."""
+    arranged = {**model, "apply_residual_connection_post_layernorm": original}
+    run = dataclasses.replace(run_with(arranged, precision), extra=(BertConfig(),))
     assert kept_activations(run) == [pytest.approx(measured(run), rel=0.03)]
 
 

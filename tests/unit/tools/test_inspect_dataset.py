@@ -55,6 +55,15 @@ def test_counts_and_document(prefix: str, capsys: pytest.CaptureFixture[str]) ->
         inspect_dataset.main(["--prefix", prefix, "--document", "20"])
 
 
+def test_unigrams(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A loss below it shows that a model has learned what words have to do with each other."""
+    with IndexedDatasetWriter(tmp_path / "even", np.uint16) as writer:
+        for token in (5, 6, 7, 8):
+            writer.add_document([token] * 10)
+    inspect_dataset.main(["--prefix", str(tmp_path / "even"), "--unigrams"])
+    assert "unigrams     1.386 nats a token" in capsys.readouterr().out
+
+
 def test_verify(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A flipped bit in a copied file is found, with its place, before it trains an unknown row of the embeddings."""
     inspect_dataset.main(["--prefix", prefix, "--verify"])

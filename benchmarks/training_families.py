@@ -1,0 +1,185 @@
+"""The models whose training steps are timed: for each family ours and its peers, with equal input and equal losses.
+
+A family is a ``Case``: one entry of ``CASES``, by its ``--model-type``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Loss = Callable[[], Any]
+"""One forward pass: the mean loss, ready for ``backward``."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Size of the model and of a step."""
+
+    layers: int = 6
+    hidden: int = 512
+    heads: int = 8
+    sequence: int = 512
+    batch: int = 4
+    vocabulary: int = 32000
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.sequence
+
+
+@dataclass(frozen=True)
+class Case:
+    """``ours``: of shape, settings of the model and context, the model and its loss. ``settings``: beyond the shape's.
+
+    ``peers``: by name, of a shape the model and its loss.
+    """
+
+    ours: Callable[[Shape, Any, Any], tuple[Any, Loss]]
+    peers: Mapping[str, Callable[[Shape], tuple[Any, Loss]]]
+    settings: Mapping[str, Any]
+
+
+def random_batch(shape: Shape) -> tuple[Any, Any]:
+    """Tokens and labels [b, s]."""
+    import torch
+
+    ids = torch.randint(shape.vocabulary, (shape.batch, shape.sequence + 1), generator=torch.Generator().manual_seed(1))
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def our_gpt(shape: Shape, config: Any, context: Any) -> tuple[Any, Loss]:
+    """GPTModel."""
+    import torch
+
+    from megatron.core.models.gpt import GPTModel
+
+    model = GPTModel(config, context, seed=1)
+    tokens, labels = random_batch(shape)
+    weights = torch.full(labels.shape, 1 / shape.tokens)
+    return model, lambda: model(tokens).cross_entropy(labels, weights)
+
+
+def transformers_gpt(shape: Shape) -> tuple[Any, Loss]:
+    """GPT2LMHeadModel with torch's scaled dot product attention."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=shape.vocabulary, n_positions=shape.sequence, n_embd=shape.hidden, n_layer=shape.layers,
+        n_head=shape.heads, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        use_cache=False, attn_implementation="sdpa", activation_function="gelu",
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config).train()
+    tokens, _ = random_batch(shape)
+    return model, lambda: model(tokens, labels=tokens).loss
+
+
+def plain_gpt(shape: Shape) -> tuple[Any, Loss]:
+    """A GPT as one would write it in plain PyTorch, after the manner of nanoGPT."""
+    import torch
+    import torch.nn.functional as F
+    from torch import Tensor, nn
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            h = shape.hidden
+            self.norm_1, self.norm_2 = nn.LayerNorm(h), nn.LayerNorm(h)
+            self.qkv, self.out = nn.Linear(h, 3 * h), nn.Linear(h, h)
+            self.up, self.down = nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
+
+        def forward(self, x: Tensor) -> Tensor:
+            b, s, h = x.shape
+            q, k, v = (
+                part.view(b, s, shape.heads, -1).transpose(1, 2) for part in self.qkv(self.norm_1(x)).split(h, dim=2)
+            )
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.out(mixed.transpose(1, 2).reshape(b, s, h))
+            return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+    class GPT(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(shape.vocabulary, shape.hidden)
+            self.positions = nn.Embedding(shape.sequence, shape.hidden)
+            self.blocks = nn.ModuleList(Block() for _ in range(shape.layers))
+            self.norm = nn.LayerNorm(shape.hidden)
+            self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
+            self.words.weight = self.head.weight
+            nn.init.normal_(self.head.weight, std=0.02)
+
+        def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+            x = self.words(tokens) + self.positions(torch.arange(tokens.shape[1]))
+            for block in self.blocks:
+                x = block(x)
+            logits = self.head(self.norm(x))
+            return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
+
+    model = GPT()
+    tokens, labels = random_batch(shape)
+    return model, lambda: model(tokens, labels)
+
+
+@dataclass(frozen=True)
+class MaskedBatch:
+    """BERT's input: 15 % of the words hidden, and every other sample a quarter shorter than the longest."""
+
+    tokens: Any
+    types: Any
+    real: Any
+    labels: Any
+    order: Any
+
+
+def masked_batch(shape: Shape) -> MaskedBatch:
+    """All [b, s]; ``labels`` −100 where no word is hidden, ``order`` [b]."""
+    import torch
+
+    tokens, labels = random_batch(shape)
+    generator, positions = torch.Generator().manual_seed(2), torch.arange(shape.sequence)
+    lengths = torch.where(torch.arange(shape.batch) % 2 == 0, shape.sequence, shape.sequence * 3 // 4)[:, None]
+    real = positions < lengths
+    hidden = (torch.rand(tokens.shape, generator=generator) < 0.15) & real
+    types = ((positions >= lengths // 2) & real).long()
+    return MaskedBatch(tokens, types, real, torch.where(hidden, labels, -100), torch.arange(shape.batch) % 2)
+
+
+def our_bert(shape: Shape, config: Any, context: Any) -> tuple[Any, Loss]:
+    """BertModel with both heads."""
+    import torch.nn.functional as F
+
+    from megatron.core.models.bert import BertModel
+
+    model, batch = BertModel(config, context, seed=1), masked_batch(shape)
+    hidden = (batch.labels >= 0).float()
+    weights, labels = hidden / hidden.sum(), batch.labels.clamp(min=-1)
+
+    def loss() -> Any:
+        output: Any = model(batch.tokens, batch.types, padding_mask=batch.real)
+        words = output.words.cross_entropy_where_weighted(labels, weights)
+        return words + F.cross_entropy(output.order.float(), batch.order)
+
+    return model, loss
+
+
+def transformers_bert(shape: Shape) -> tuple[Any, Loss]:
+    """BertForPreTraining with torch's scaled dot product attention."""
+    from transformers import BertConfig, BertForPreTraining
+
+    config = BertConfig(
+        vocab_size=shape.vocabulary, max_position_embeddings=shape.sequence, hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, intermediate_size=4 * shape.hidden,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, attn_implementation="sdpa", hidden_act="gelu",
+    )  # fmt: skip
+    model, batch = BertForPreTraining(config).train(), masked_batch(shape)
+    return model, lambda: model(
+        batch.tokens, attention_mask=batch.real.long(), token_type_ids=batch.types,
+        labels=batch.labels, next_sentence_label=batch.order,
+    ).loss  # fmt: skip
+
+
+CASES = {
+    "GPT": Case(our_gpt, {"transformers": transformers_gpt, "plain": plain_gpt}, {}),
+    "BERT": Case(our_bert, {"transformers": transformers_bert}, {"apply_residual_connection_post_layernorm": True}),
+}

@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# What the quickstarts have in common, sourced by them with the run's folder in $out: commands that are shown as they run,
+# an environment, a corpus, a picture.
+set -euo pipefail
+cores=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores >= 4 ? cores / 2 : 1))} # two ranks share the cores
+python=.venv/bin/python
+
+say() { # a heading
+    printf '\n\033[1m== %s\033[0m\n' "$*"
+}
+
+show() { # a command as one would type it
+    local word line='$' indent='' plain='^[A-Za-z0-9_./:=,@%+|-]+$'
+    for word in "$@"; do
+        [[ $word =~ $plain ]] || word="'$word'"
+        if [[ $word == --* && ${#line} -gt 60 ]]; then
+            printf '%s \\\n' "$indent$line"
+            line=$word indent='      '
+        else
+            line="$line $word"
+        fi
+    done
+    printf '%s\n' "$indent$line"
+}
+
+run() { # show a command, then run it
+    show "$@"
+    "$@"
+}
+
+keep() { # keep FILE COMMAND...: run, and keep what it prints
+    local file=$1
+    shift
+    show "$@" "|" tee "$file"
+    "$@" | tee "$file"
+}
+
+environment() { # .venv with everything that a quickstart needs
+    say "1. Environment: .venv with this project"
+    if $python -c "import matplotlib, megatron, tensorboard, tokenizers, torch" 2>/dev/null; then
+        echo ".venv is there and has everything"
+    else
+        run bash tools/make_venv.sh plot
+    fi
+}
+
+corpus() { # text in $out/corpus
+    say "2. Corpus: documentation, docstrings and comments of the standard library, as JSON lines"
+    run $python tools/make_stdlib_corpus.py --output-dir "$out/corpus"
+}
+
+picture() { # the loss curve of $out/tensorboard, with the title that is given
+    keep "$out/loss.txt" $python tools/plot_loss.py "$out/tensorboard" --output "$out/loss.png" --title "$1"
+}

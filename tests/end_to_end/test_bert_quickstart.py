@@ -1,0 +1,45 @@
+"""BERT's quickstart: its commands work in any folder, and its model fills gaps at the end."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.commands import ROOT, environment
+
+pytest.importorskip("matplotlib", reason="the quickstart's last step draws a picture")
+
+
+def test_quickstart(tmp_path: Path) -> None:
+    """Run for a few iterations without a home, in a folder with a space: loss, entropy, words and picture are there."""
+    if not (ROOT / ".venv/bin/python").exists():
+        pytest.skip("the quickstart runs in .venv, and making one is tests/run.sh's first step")
+    kept = {name: value for name, value in environment().items() if not name.startswith(("XDG_", "MPL", "HOME"))}
+    out = tmp_path / "quick start"
+    variables = kept | {"HOME": str(tmp_path), "QUICKSTART_DIR": str(out), "QUICKSTART_ITERATIONS": "20"}
+    done = subprocess.run(
+        ["bash", str(ROOT / "examples/bert/quickstart.sh")],
+        cwd=tmp_path,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    said = done.stdout
+    assert [int(number) for number in re.findall(r"\] iteration +(\d+)/ *20 \|", said)] == list(range(1, 21))
+    found = re.search(r"The loss fell: training lm loss from (\S+) \(iteration 1\) to (\S+) \(20\)", said)
+    assert found is not None
+    assert 7.4 < float(found[1]) < 8.0  # guessing among 2,048 pieces costs ln 2048 = 7.6
+    assert float(found[2]) < float(found[1])
+    entropy = re.search(r"Guessing words by how often they occur costs (\d\.\d+)\.", said)
+    assert entropy is not None and 5.5 < float(entropy[1]) < 7.0
+    assert re.findall(r"^  => .* exist, an exception is raised", (out / "filled.txt").read_text(), re.MULTILINE)
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("checkpoints", "tensorboard", "loss.png", "filled.txt"):
+        assert f"{out}/{name}" in said[said.index("== Done in") :]

@@ -1,0 +1,107 @@
+"""See what a trained BERT puts where words are missing: texts with [MASK] in, its likeliest words out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from megatron.config.flags import check_flags, flag
+from megatron.config.parse import parse_groups
+from megatron.config.trained_model import TrainedModelConfig
+from megatron.core.parallel.environment import launch_environment, told_once_a_node
+from megatron.errors import ConfigError, run_command
+
+if TYPE_CHECKING:  # torch is imported when flags are known to be right
+    from megatron.core.inference.filling import Candidate
+    from megatron.core.models.bert import BertModel
+    from megatron.core.tokenizers.base import MaskingTokenizer
+    from megatron.training.trained_model import TrainedModel
+
+MASK = "[MASK]"
+
+
+@check_flags
+@dataclass(frozen=True, kw_only=True)
+class FillConfig:
+    """What is filled in, and how much is shown."""
+
+    text: tuple[str, ...] = flag(f"Texts with {MASK} where a word is missing.")
+    top_k: int = flag("Candidates shown for each missing word.", default=5, at_least=1)
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """A text as the model reads it, and the places of its missing words."""
+
+    tokens: list[int]
+    places: list[int]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Load the model and fill every text."""
+    with told_once_a_node():
+        config, choice = parse_groups(argv, FillConfig, TrainedModelConfig, prog="fill_mask.py", about=__doc__ or "")
+        for text in config.text:
+            if MASK not in text:
+                raise ConfigError(f"--text {text!r} has no {MASK}: write it where a word is missing")
+    from megatron.training.recipes.bert import RECIPE
+    from megatron.training.trained_model import trained_model
+
+    with trained_model(choice, {RECIPE.name: RECIPE}, launch_environment()) as trained:
+        for text in config.text:
+            lines = list(filled(text, trained, count=config.top_k))
+            if trained.context.mesh.world_rank == 0:
+                print("\n".join([text, *lines]), flush=True)
+    return 0
+
+
+def filled(text: str, trained: TrainedModel, *, count: int) -> Iterator[str]:
+    """The candidates of each missing word, and the text with the best of them."""
+    from megatron.core.inference.filling import likeliest
+
+    tokenizer = masking(trained)
+    gaps = with_gaps(text, tokenizer)
+    longest = trained.config.model.max_position_embeddings
+    if len(gaps.tokens) > longest:
+        raise ConfigError(
+            f"--text {text[:40]!r}... has {len(gaps.tokens)} tokens, and this model sees {longest} at most: shorten it"
+        )
+    model, device = cast("BertModel", trained.model), trained.context.device
+    found = likeliest(model, gaps.tokens, gaps.places, count=count, device=device)
+    for number, candidates in enumerate(found, start=1):
+        yield f"  {number}  {', '.join(shown(candidate, tokenizer) for candidate in candidates)}"
+    tokens = list(gaps.tokens)
+    for place, candidates in zip(gaps.places, found):
+        tokens[place] = candidates[0].token
+    yield f"  => {tokenizer.detokenize(tokens[1:-1])}"
+
+
+def masking(trained: TrainedModel) -> MaskingTokenizer:
+    """The model's tokenizer; ConfigError for one that knows no words, such as that of made-up data."""
+    if not hasattr(trained.tokenizer, "mask"):
+        raise ConfigError(
+            f"{trained.folder.path} was trained with {trained.tokenizer.name}, which has no {MASK}: name a checkpoint "
+            "of a BERT that was trained on text"
+        )
+    return cast("MaskingTokenizer", trained.tokenizer)
+
+
+def with_gaps(text: str, tokenizer: MaskingTokenizer) -> Gaps:
+    """``[CLS]``, the text's tokens with a mask for each missing word, ``[SEP]``."""
+    first, *rest = tokenizer.tokenize_batch(text.split(MASK))
+    tokens, places = [tokenizer.cls, *first], []
+    for part in rest:
+        places.append(len(tokens))
+        tokens += [tokenizer.mask, *part]
+    return Gaps([*tokens, tokenizer.sep], places)
+
+
+def shown(candidate: Candidate, tokenizer: MaskingTokenizer) -> str:
+    """A token and its probability."""
+    return f"{tokenizer.detokenize([candidate.token])} {candidate.probability:.1%}"
+
+
+if __name__ == "__main__":
+    run_command(lambda: main(sys.argv[1:]))
