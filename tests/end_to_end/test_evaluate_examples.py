@@ -1,0 +1,85 @@
+"""The commands of examples/evaluate check and run, on one rank and on four, with the same score."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tasks import main as tasks
+from tests.end_to_end.commands import ROOT, environment
+from tests.harness.evaluation import OPENINGS, WIKITEXT, small_gpt2
+
+
+@pytest.fixture(scope="module")
+def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """What each script is told: a small model, small data, where the result goes."""
+    pytest.importorskip("transformers", reason="converts a model of transformers")
+    folder = tmp_path_factory.mktemp("evaluate")
+    gpt = str(small_gpt2(folder / "gpt").native)
+    (folder / "wiki.test.tokens").write_text(WIKITEXT)
+    (folder / "lambada.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in OPENINGS))
+    return {
+        "wikitext": {"LOAD": gpt, "DATA": f"{folder}/wiki.test.tokens", "RESULT": f"{folder}/wikitext.json"},
+        "lambada": {"LOAD": gpt, "DATA": f"{folder}/lambada.jsonl", "RESULT": f"{folder}/lambada.json"},
+    }
+
+
+def arguments(name: str, folder: Path, **variables: str) -> list[str]:
+    """What a script hands tasks/main.py: a launcher that prints its command stands in for Slurm's."""
+    srun = folder / "srun"
+    srun.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    srun.chmod(0o755)
+    said = script(name, LAUNCH="srun", PATH=f"{folder}:{os.environ['PATH']}", **variables)
+    words = said.splitlines()
+    return words[words.index("tasks/main.py") + 1 :]
+
+
+def script(name: str, *more: str, **variables: str) -> str:
+    """A script as a user starts it, from elsewhere."""
+    words = ["bash", str(ROOT / "examples/evaluate" / f"{name}.sh"), *more]
+    kept = environment() | variables
+    done = subprocess.run(words, cwd="/", env=kept, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(("tp", "pp"), [("1", "1"), ("2", "2")])
+@pytest.mark.parametrize("name", ["wikitext", "lambada"])
+def test_checks_at_each_layout(
+    name: str,
+    tp: str,
+    pp: str,
+    variables: dict[str, dict[str, str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The first thing to do with an example, before a machine is reserved for it."""
+    flags = arguments(name, tmp_path, TP=tp, PP=pp, **variables[name])
+    ranks = int(tp) * int(pp)
+    assert tasks.main([*flags, "--dry-run", "--world-size", str(ranks)]) == 0
+    said = capsys.readouterr().out
+    assert f"{ranks} rank{'s' if ranks > 1 else ''}" in said
+    assert "== parameters" in said
+
+
+def test_the_score_is_the_same_on_four_ranks(
+    variables: dict[str, dict[str, str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the head of the script promises, from its first line to the file with the result."""
+    path = Path(variables["lambada"]["RESULT"])
+    tasks.main(arguments("lambada", tmp_path, **variables["lambada"]))
+    alone = json.loads(path.read_text())
+    line = next(line for line in capsys.readouterr().out.splitlines() if "validation results" in line)
+    said = script("lambada", "--distributed-backend", "gloo", TP="2", PP="2", **variables["lambada"])
+    together = json.loads(path.read_text())
+    assert said.count(line) == 1
+    assert together["metrics"] == pytest.approx(alone["metrics"], rel=1e-6)
+    assert [alone["layout"]["tp"], together["layout"]["tp"], together["layout"]["pp"]] == [1, 2, 2]
+    for same in ("checkpoint", "data", "code"):
+        assert alone[same] == together[same]
+    assert alone["data"][0]["path"] == variables["lambada"]["DATA"]
+    assert len(alone["checkpoint"]["sha256 of manifest"]) == 64
