@@ -27,9 +27,8 @@ def draw(
 ) -> str:
     """One line a rank, ``0F3`` for chunk 0, forward, microbatch 3; chunks are left out where a rank has one.
 
-    ``unit``: time of a cell. ``stuck``: actions that follow and never run, shown as
-    ``0F3?``. Beyond ``max_cells`` cells a line ends
-    in an ellipsis.
+    ``unit``: time of a cell. ``stuck``: actions that follow and never run, shown as ``0F3?``. A line ends in an
+    ellipsis beyond ``max_cells`` cells.
     """
     actions = [*(interval.action for row in rows for interval in row), *(stuck or {}).values()]
     single = all(action.chunk == 0 for action in actions)
