@@ -136,10 +136,13 @@ def test_a_tokenizer_that_is_larger_than_the_model(llama: Path, tmp_path: Path) 
 
 
 def test_models_of_other_recipes(tmp_path: Path) -> None:
-    """A family that a later version may have is named."""
-    save_streamed(tmp_path, 0, [], {"recipe": "mamba", "config": {}})
+    """A family that isn't converted yet is named, and one that a later version may have."""
+    save_streamed(tmp_path / "t5", 0, [], {"recipe": "t5", "config": {}})
+    with pytest.raises(CheckpointError, match="holds a T5; those that can be converted are GPT, BERT"):
+        read_native(tmp_path / "t5")
+    save_streamed(tmp_path / "later", 0, [], {"recipe": "mamba", "config": {}})
     with pytest.raises(CheckpointError, match="holds a mamba model; this version knows gpt, bert"):
-        read_native(tmp_path)
+        read_native(tmp_path / "later")
 
 
 def test_quantized_tensors_are_refused(llama: Path) -> None:
