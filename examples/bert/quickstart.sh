@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
 # From text files to a trained BERT that fills in missing words, on two CPU cores: bash examples/bert/quickstart.sh
 #
-# About two minutes of training after a minute of preparation. Nothing is downloaded but packages: the corpus is the
+# Two to three minutes of training after half a minute of preparation. Nothing is downloaded but packages: the corpus is the
 # English that every Python carries. What it runs is printed as the commands you would type, from the repository's root.
 # Everything it makes lies in runs/quickstart_bert and .venv; a second run keeps .venv and trains anew.
 #
 # Expect the loss of hidden words to fall from 7.7 (guessing among 2,048 pieces costs 7.6) below the 6.2 of guessing each
-# by how often it occurs, where it rests for a while, to about 5.2: what a model knows beyond that, it has learned from
+# by how often it occurs, where it rests for a while, to about 5.0: what a model knows beyond that, it has learned from
 # the words around the gap.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 out=${QUICKSTART_DIR:-runs/quickstart_bert}
-iterations=${QUICKSTART_ITERATIONS:-800}
+iterations=${QUICKSTART_ITERATIONS:-1000}
 source examples/quickstart_steps.sh
 
 environment
