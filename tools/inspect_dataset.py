@@ -1,8 +1,10 @@
 """Look at data: what token files hold, or what a training run reads.
 
-With --prefix: counts, lengths of documents, and on request a picture of them, a document as text, or a check of every
-token. With --sample and the flags of a training run: one sample, exactly as that run sees it (--model-type where it
-is no GPT; WORLD_SIZE=8 in front stands for its eight ranks, where a layout needs them).
+    tools/inspect_dataset.py PREFIX ...
+
+With prefixes alone: counts, lengths of documents, and on request a picture of them, a document as text, or a check of
+every token. With --sample and the flags of a training run: one sample, exactly as that run sees it (--model-type where
+it is no GPT; WORLD_SIZE=8 in front stands for its eight ranks, where a layout needs them).
 """
 
 from __future__ import annotations
@@ -55,8 +57,15 @@ class SampleConfig:
     from_split: Literal["train", "valid", "test"] = flag("The split it is taken from.", default="train")
 
 
+def with_flag(argv: Sequence[str]) -> list[str]:
+    """The command line with prefixes that stand first as values of --prefix."""
+    first_flag = next((number for number, word in enumerate(argv) if word.startswith("-")), len(argv))
+    return [*(["--prefix"] if first_flag else []), *argv]
+
+
 def main(argv: Sequence[str]) -> int:
     """Print what was asked for."""
+    argv = with_flag(argv)
     if any(word.partition("=")[0] == "--sample" for word in argv):
         return show_sample(parse_any_family(argv, SampleConfig, prog="inspect_dataset.py"))
     about = " ".join((__doc__ or "").split())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -28,6 +29,24 @@ from megatron.errors import DataError, ParallelError
 from megatron.training.recipe import Recipe, stages_here
 
 
+@dataclass
+class _Stream:
+    """Samples that are being read: what comes next, and after how many samples that is."""
+
+    position: int
+    microbatches: Iterator[Microbatch]
+
+
+@dataclass(frozen=True)
+class _Counting:
+    """Batches for a stage in the middle, which reads nothing."""
+
+    sampler: MicrobatchSampler
+
+    def __iter__(self) -> Iterator[Batch]:
+        return ({} for _ in self.sampler)
+
+
 class TrainingData:
     """The three splits of a run, read by this rank at its data-parallel coordinate.
 
@@ -38,6 +57,8 @@ class TrainingData:
         self._config, self._recipe, self._context = config, recipe, context
         self._fields = recipe.fields(config, stages_here(config, recipe, context))
         self._splits = build_splits(config, recipe, context, tokenizer)
+        self._loaders: dict[tuple[SplitName, str], Iterable[Batch]] = {}
+        self._streams: dict[tuple[SplitName, str], _Stream] = {}
         self._phases = [Phase(0, tuple(mix_of(self._splits.train)))] if self._splits.train is not None else []
 
     def evaluated(self, split: SplitName) -> list[str]:
@@ -79,7 +100,7 @@ class TrainingData:
     def training_batches(self, consumed_samples: int) -> Iterator[list[Microbatch]]:
         """This rank's microbatches of each global batch after ``consumed_samples`` samples, as long as data last."""
         config = self._config
-        stream = self._stream("train", consumed_samples)
+        stream = self._read("train", consumed_samples)
         while True:
             count = config.num_microbatches(consumed_samples)
             batch = list(itertools.islice(stream, count))
@@ -94,28 +115,40 @@ class TrainingData:
     def evaluation_batches(self, split: SplitName, *, evaluation: int, name: str = "") -> Iterator[list[Microbatch]]:
         """This rank's microbatches of evaluation number ``evaluation``, which goes on where the one before ended.
 
-        With ``--full-validation`` each evaluation reads all validation samples, and fills the last batch up.
+        With ``--full-validation`` each evaluation reads all validation samples, and fills the last batch up. Workers
+        that read ahead are kept for the next evaluation.
         """
         training = self._config.training
         per_rank = training.global_batch_size // (training.micro_batch_size * self._config.data_parallel_size)
         if split == "valid" and self._config.data.full_validation:
-            stream = self._stream(split, 0, name=name, pad_to=training.global_batch_size)
-            while batch := list(itertools.islice(stream, per_rank)):
+            if (split, name) not in self._loaders:
+                pad_to = training.global_batch_size
+                self._loaders[split, name] = self._loader(split, 0, name=name, pad_to=pad_to)
+            microbatches = self._microbatches(self._loaders[split, name], split, 0)
+            while batch := list(itertools.islice(microbatches, per_rank)):
                 yield batch
             return
-        stream = self._stream(split, evaluation * training.eval_iters * training.global_batch_size, name=name)
+        start = evaluation * training.eval_iters * training.global_batch_size
+        stream = self._streams.get((split, name))
+        if stream is None or stream.position != start:
+            stream = self._streams[split, name] = _Stream(start, self._read(split, start, name=name))
         for _ in range(training.eval_iters):
-            yield list(itertools.islice(stream, per_rank))
+            batch = list(itertools.islice(stream.microbatches, per_rank))
+            stream.position += training.global_batch_size
+            yield batch
 
-    def _stream(self, split: SplitName, consumed: int, *, name: str = "", pad_to: int = 1) -> Iterator[Microbatch]:
+    def _read(self, split: SplitName, consumed: int, *, name: str = "") -> Iterator[Microbatch]:
+        return self._microbatches(self._loader(split, consumed, name=name), split, consumed)
+
+    def _loader(self, split: SplitName, consumed: int, *, name: str = "", pad_to: int = 1) -> Iterable[Batch]:
+        """This rank's batches after ``consumed`` samples; only what this rank's stage reads, so maybe nothing."""
         dataset, config, mesh = self._splits.named(split).get(name), self._config, self._context.mesh
         if dataset is None:
             raise DataError(f"the run needs {split} samples, but the data flags leave that split empty")
         cyclic = split == "train" and config.data.dataloader_type == "cyclic"
-        size = config.training.micro_batch_size
         order: dict[str, Any] = {
             "consumed": consumed,
-            "micro_batch_size": size,
+            "micro_batch_size": config.training.micro_batch_size,
             "data_parallel_rank": mesh.rank("dp"),
             "data_parallel_size": mesh.size("dp"),
             "shuffle_seed": config.training.seed if cyclic else None,
@@ -123,11 +156,11 @@ class TrainingData:
         }
         if self._fields:
             pin_memory = self._context.device.type != "cpu"
-            loader: Iterable[Batch] = build_loader(
-                dataset, **order, num_workers=config.data.num_workers, pin_memory=pin_memory
-            )
-        else:  # a stage in the middle reads nothing, and only counts
-            loader = ({} for _ in MicrobatchSampler(num_samples=len(dataset), **order))
+            return build_loader(dataset, **order, num_workers=config.data.num_workers, pin_memory=pin_memory)
+        return _Counting(MicrobatchSampler(num_samples=len(dataset), **order))
+
+    def _microbatches(self, loader: Iterable[Batch], split: SplitName, consumed: int) -> Iterator[Microbatch]:
+        mesh, size = self._context.mesh, self._config.training.micro_batch_size
         first = consumed + mesh.rank("dp") * size
         for number, batch in enumerate(loader):
             yield self._microbatch(batch, StreamKey(first + number * size * mesh.size("dp"), split))

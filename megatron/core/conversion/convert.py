@@ -77,7 +77,9 @@ def _convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
         _write(job, portable, aside)
         found = None if job.skip_proof else _prove(job, portable, aside)
     say(f"proof: {found}" if found else "NOT PROVEN: --skip-proof left out the comparison of logits")
-    say(f"wrote {job.save} in {TITLES[job.target]} format")
+    say(f"wrote {job.save} in {TITLES[job.target]} format: weights only, no optimizer state, no schedule")
+    if job.target == "megatron":
+        say("a run starts from it with --finetune, or, to count iterations on, with --no-load-optim")
     return found
 
 

@@ -186,7 +186,9 @@ class _SplitBuilder:
 
     def _dataset(self, part: Part, num_samples: int | None) -> SourceDataset:
         shared = not self._data.mock_data and self._given[part.split].shared
-        remedy = "a larger share in --split" if shared else "more data"
+        remedy = f"a larger share in --split (which is {self._data.split})" if shared else "more data"
+        if shared and part.split != "train":
+            remedy += ", or --split 1,0,0 to train on all there is and evaluate nothing"
         return self._family.dataset(part, num_samples, remedy=remedy)
 
     def _blend(self, spec: BlendSpec, parts: Sequence[Part], num_samples: int | None) -> BlendedDataset:

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -41,11 +42,14 @@ class BatchLoader:
             prefetch_factor=_PREFETCHED if num_workers else None,
             pin_memory=pin_memory,
             worker_init_fn=_leave_signals_to_the_trainer,
+            persistent_workers=num_workers > 0,  # whoever iterates again needn't wait for new ones
             generator=torch.Generator(),  # its own: loading must not move the run's random numbers
         )
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch in self._loader:
+        with _no_signal_yet():
+            batches = iter(self._loader)
+        for batch in batches:
             if isinstance(batch, DataError):
                 raise batch
             yield batch
@@ -95,6 +99,19 @@ class _Batches(Dataset[Any]):
 
 def _unchanged(batch: Any) -> Any:
     return batch
+
+
+@contextmanager
+def _no_signal_yet() -> Iterator[None]:
+    """Workers begin with SIGTERM blocked: torch's loop would die of one before ``_leave_signals_to_the_trainer``."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _leave_signals_to_the_trainer(_: int) -> None:

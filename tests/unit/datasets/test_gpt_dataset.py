@@ -129,6 +129,9 @@ def test_splits_that_nobody_needs(write_documents: WriteDocuments) -> None:
     splits = build(data_path=(prefix,), split="1,1,0")
     assert splits.valid is not None
     assert splits.test is None
+    splits = build(data_path=(prefix,), split="1,0,0")  # what the sentence for short data says works
+    assert splits.train is not None
+    assert splits.valid is splits.test is None
 
 
 def test_short_data_say_how_short(write_documents: WriteDocuments) -> None:
@@ -138,7 +141,8 @@ def test_short_data_say_how_short(write_documents: WriteDocuments) -> None:
         build(data_path=(prefix,), split="80,10,10")
     assert str(caught.value) == (
         f"{prefix}: the valid split has 3 tokens in 1 documents, but a sample takes 9 (--seq-length and one label): "
-        "give a larger share in --split, or a smaller --seq-length"
+        "give a larger share in --split (which is 80,10,10), or --split 1,0,0 to train on all there is and evaluate "
+        "nothing, or a smaller --seq-length"
     )
     with pytest.raises(
         DataError, match=r"the train split has 30 tokens in 10 documents, but a sample takes 65 .* more data"

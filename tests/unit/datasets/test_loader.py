@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from megatron.core.datasets import loader as module
 from megatron.core.datasets.gpt_samples import Sample
 from megatron.core.datasets.loader import Batch, build_loader
 from megatron.errors import DataError
@@ -98,3 +101,17 @@ def test_shuffled_loading_goes_on_for_ever() -> None:
     batches = first_tokens(itertools.islice(loader, 6))
     for one_pass in (batches[:3], batches[3:]):
         assert sorted(itertools.chain(*one_pass)) == list(range(12))
+
+
+def test_a_worker_that_has_just_started_survives_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job is told to end while an evaluation starts its workers: torch's loop died of it, and the run with it."""
+    prepare = module._leave_signals_to_the_trainer
+
+    def told_to_end_at_once(number: int) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        prepare(number)
+
+    monkeypatch.setattr(module, "_leave_signals_to_the_trainer", told_to_end_at_once)
+    batches = build_loader(Numbers(8), consumed=0, micro_batch_size=4, num_workers=2)
+    assert first_tokens(batches) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

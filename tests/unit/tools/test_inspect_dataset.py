@@ -39,7 +39,7 @@ def prefix(tmp_path: Path) -> str:
 
 
 def test_counts_and_document(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
-    inspect_dataset.main(["--prefix", prefix, "--document", "2", *NULL])
+    inspect_dataset.main([prefix, "--document", "2", *NULL])
     assert capsys.readouterr().out == (
         f"{prefix}\n"
         "documents    20 (1 empty)\n"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from megatron.core.datasets import loader
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.tokenizers.build import build_tokenizer
@@ -107,3 +109,27 @@ def test_full_validation_reads_every_sample_once(prefixes: list[str]) -> None:
     samples = (30 * 5 - 1) // 4
     assert len(masks) == -(-samples // 8) * 8
     assert masks.any(dim=1).tolist() == [True] * samples + [False] * (len(masks) - samples)
+
+
+@pytest.mark.parametrize("flags", ["--eval-iters 2", "--eval-iters 1 --full-validation"])
+def test_evaluations_keep_their_workers(flags: str, prefixes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """New processes at every evaluation cost more than many evaluations take."""
+    loaders: list[int] = []
+    build = loader.build_loader
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        loaders.append(options["consumed"])
+        return build(*arguments, **options)
+
+    monkeypatch.setattr("megatron.training.data.build_loader", counted)
+    flags += f" --train-data-path {prefixes[0]} --valid-data-path {prefixes[1]} --eval-interval 1"
+
+    def evaluated(number: int, data: TrainingData) -> list[tuple[int, list[list[int]]]]:
+        batches = data.evaluation_batches("valid", evaluation=number)
+        return [(each.key.sample, each.tensors["tokens"].tolist()) for batch in batches for each in batch]
+
+    kept = data_of(flags)
+    found = [evaluated(number, kept) for number in range(3)]
+    assert loaders == [0]
+    assert found == [evaluated(number, data_of(flags)) for number in range(3)]
+    assert evaluated(1, kept) == found[1]  # out of turn, as after a resume
