@@ -5,7 +5,7 @@
 # English that every Python carries. What it runs is printed as the commands you would type, from the repository's root.
 # Everything it makes lies in runs/quickstart_bert and .venv; a second run keeps .venv and trains anew.
 #
-# Expect the loss of hidden words to fall from 7.7 (guessing among 2,048 pieces costs 7.6) below the 6.2 of guessing each
+# Expect the loss of hidden words to fall from 7.8 (guessing among 2,048 pieces costs 7.6) below the 6.2 of guessing each
 # by how often it occurs, where it rests for a while, to about 5.0: what a model knows beyond that, it has learned from
 # the words around the gap.
 set -euo pipefail
@@ -50,9 +50,8 @@ run .venv/bin/torchrun --standalone --nproc_per_node=2 pretrain_bert.py --distri
 
 say "6. What it puts where words are missing"
 keep "$out/filled.txt" $python tools/fill_mask.py --load "$out/checkpoints" --top-k 5 \
-    --text "If the file does [MASK] exist, an exception is raised." \
-    "Return a list [MASK] all the names in the module." \
-    "This function is used to [MASK] the value of the object."
+    --text "Return a list [MASK] all the names in the module." "This module [MASK] be used by other programs." \
+    "It can be used [MASK] create a new object." "This function should [MASK] be called directly."
 
 say "7. The loss as a picture"
 picture "BERT on the documentation of Python"
