@@ -14,6 +14,7 @@ from megatron.config.pipeline import chunks_per_rank, num_stages
 from megatron.config.precision import PrecisionConfig
 from megatron.config.reporting import ReportingConfig
 from megatron.config.run import RunConfig
+from megatron.config.t5 import T5Config
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.training import TrainingConfig
 
@@ -63,19 +64,21 @@ def on_one_rank(run: RunConfig) -> RunConfig:
 def shrunk(run: RunConfig) -> RunConfig:
     """The run with few narrow layers, short sequences and two data-parallel replicas at most."""
     replicas = min(run.data_parallel_size, 2)
-    model = _small_model(run)
+    depth = _small_depth(run)
+    model, extra = _small_model(run, depth), tuple(_small_decoder(group, run, depth) for group in run.extra)
     return dataclasses.replace(
         run,
         world_size=replicas * run.model_parallel_size,
         model=model,
+        extra=extra,
         tokenizer=dataclasses.replace(run.tokenizer, vocab_size=SMALL_VOCABULARY - 1),
-        parallel=_small_parallel(run, model.num_layers),
+        parallel=_small_parallel(run, depth),
         data=dataclasses.replace(run.data, seq_length=model.max_position_embeddings),
         training=_small_training(run, replicas),
     )
 
 
-def _small_model(run: RunConfig) -> ModelConfig:
+def _small_model(run: RunConfig, depth: int) -> ModelConfig:
     model, unit = run.model, _ranks_among_heads(run)
     groups = math.gcd(model.num_query_groups, unit)
     heads = groups * min(model.num_attention_heads // model.num_query_groups, 2)
@@ -83,7 +86,7 @@ def _small_model(run: RunConfig) -> ModelConfig:
         heads = math.lcm(groups, unit)
     return dataclasses.replace(
         model,
-        num_layers=_small_depth(run),
+        num_layers=_encoder_depth(run, depth),
         hidden_size=heads * _HEAD_WIDTH,
         ffn_hidden_size=2 * heads * _HEAD_WIDTH,
         kv_channels=_HEAD_WIDTH,
@@ -105,7 +108,7 @@ def _ranks_among_heads(run: RunConfig) -> int:
 
 def _small_depth(run: RunConfig) -> int:
     """A layer more than stages, so that they divide unevenly; as many as flags give each stage, where they do."""
-    parallel, layers = run.parallel, run.model.num_layers
+    parallel, layers = run.parallel, run.num_layers
     given = (
         parallel.pipeline_model_parallel_layout
         or parallel.decoder_first_pipeline_num_layers
@@ -114,10 +117,25 @@ def _small_depth(run: RunConfig) -> int:
     return layers if given else min(layers, num_stages(run) + 1)
 
 
-def _small_length(run: RunConfig) -> int:
+def _encoder_depth(run: RunConfig, depth: int) -> int:
+    """Of a chain of ``depth`` layers; all of them where there is no decoder."""
+    if run.find(T5Config) is None or depth == run.num_layers:
+        return min(run.model.num_layers, depth)
+    return min(run.model.num_layers, depth // 2)
+
+
+def _small_decoder(group: object, run: RunConfig, depth: int) -> object:
+    """The rest of the layers, half as many tokens."""
+    if not isinstance(group, T5Config):
+        return group
+    layers, length = depth - _encoder_depth(run, depth), _small_length(run, at_least=_LENGTH // 2)
+    return dataclasses.replace(group, decoder_num_layers=layers, decoder_seq_length=length)
+
+
+def _small_length(run: RunConfig, *, at_least: int = _LENGTH) -> int:
     parallel = run.parallel
     multiple = 2 * parallel.context_parallel_size * parallel.tensor_model_parallel_size
-    return multiple * -(-_LENGTH // multiple)
+    return multiple * -(-at_least // multiple)
 
 
 def _small_parallel(run: RunConfig, layers: int) -> ParallelConfig:

@@ -41,6 +41,8 @@ run_command(lambda: check_parity.main(sys.argv[1:]))
         "--tensor-model-parallel-size 2 --fp32-residual-connection --attention-softmax-in-fp32",
         "@examples/bert/bert_340m_distributed.flags --model-type BERT --world-size 4 --tensor-model-parallel-size 2 "
         "--pipeline-model-parallel-size 2",
+        "@examples/t5/t5_220m_distributed.flags --model-type T5 --world-size 4 --tensor-model-parallel-size 2 "
+        "--pipeline-model-parallel-size 2 --sequence-parallel",
     ],
 )
 def test_layouts_of_the_examples_are_equal_to_one_rank(flags: str) -> None:

@@ -27,6 +27,10 @@ RECIPES = {
         "--apply-residual-connection-post-layernorm --bert-no-binary-head --attention-dropout 0 --hidden-dropout 0 "
         "--init-method-std 0.05"
     ),
+    "t5": (
+        f"{COMMON} --num-layers 2 --hidden-size 64 --num-attention-heads 4 --decoder-seq-length 32 "
+        "--position-embedding-type relative --relu --disable-bias-linear"
+    ),
 }
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megatron.config.families import FAMILIES
 from megatron.config.run import RunConfig
 
 GOLDEN = Path(__file__).with_name("examples.json")
@@ -15,8 +16,9 @@ FILES = ["--data-path", "data", "--vocab-file", "vocab", "--merge-file", "merges
 
 
 def example(flag_file: Path) -> RunConfig:
-    """An example on the ranks it is meant for."""
-    return RunConfig.parse([f"@{flag_file}", *FILES], world_size=WORLD_SIZES.get(flag_file.stem, 8))
+    """An example on the ranks it is meant for, of the family that its folder is named after."""
+    groups, ranks = FAMILIES[flag_file.parent.name].groups, WORLD_SIZES.get(flag_file.stem, 8)
+    return RunConfig.parse([f"@{flag_file}", *FILES], world_size=ranks, extra_groups=groups)
 
 
 def resolved(flag_file: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from megatron.config.pipeline import num_stages
 from megatron.config.rules import failures
 from megatron.config.run import RunConfig
 from megatron.config.shrinking import SMALL_VOCABULARY, on_one_rank, shrunk, without_files
+from megatron.config.t5 import T5Config
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples" / "gpt").glob("*.flags"))
 FILES = ["--tokenizer-model", "x", "--vocab-file", "x", "--merge-file", "x"]  # named, not read
@@ -51,6 +52,18 @@ def test_layout_and_kinds_of_layers_stay(example: Path, layout: str) -> None:
         run.model.num_query_groups < run.model.num_attention_heads
     )
     assert little.parallel.use_distributed_optimizer == run.parallel.use_distributed_optimizer
+
+
+@pytest.mark.parametrize("layout", ["", "--pipeline-model-parallel-size 8", "--context-parallel-size 4"])
+def test_both_stacks_of_a_t5_shrink(layout: str) -> None:
+    """A decoder left as long as it was would not fit the positions, and one without layers is none."""
+    flags = f"@{EXAMPLES[0].parents[1]}/t5/t5_220m_distributed.flags {layout}"
+    argv = [*flags.split(), "--mock-data", "--dry-run", *FILES]
+    run = RunConfig.parse(argv, world_size=8, extra_groups=(T5Config,))
+    little = shrunk(without_files(run, vocab_size=SMALL_VOCABULARY, steps=3))
+    assert failures(little) == []
+    assert num_stages(little) == num_stages(run) and little.num_layers <= num_stages(run) + 1
+    assert min(little.model.num_layers, little.group(T5Config).decoder_num_layers) > 0
 
 
 def test_it_is_small() -> None:

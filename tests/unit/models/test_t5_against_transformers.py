@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config.model import ModelConfig
 from megatron.config.t5 import T5Config
@@ -14,6 +16,7 @@ from megatron.core.models.t5 import T5Model
 from megatron.core.ops.relative_positions import relative_buckets
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.transformer.heads import VocabularyOutput
+from megatron.training.flops import t5_flops_per_sample
 
 transformers = pytest.importorskip("transformers", reason="parity needs the dev extra's transformers")
 
@@ -29,9 +32,9 @@ THEIRS: dict[str, dict[str, Any]] = {
 }
 
 
-def ours(kind: str) -> T5Model:
-    """A T5 of the test's size in fp64."""
-    config = ModelConfig(
+def architecture(kind: str) -> ModelConfig:
+    """A T5's of the test's size."""
+    return ModelConfig(
         num_layers=LAYERS,
         hidden_size=HIDDEN,
         num_attention_heads=HEADS,
@@ -48,6 +51,10 @@ def ours(kind: str) -> T5Model:
         hidden_dropout=0.0,
         **(ORIGINAL if kind == "original" else VERSION_1_1),
     )
+
+
+def ours(kind: str) -> T5Model:
+    """A T5 of the test's size in fp64."""
     t5 = T5Config(
         decoder_seq_length=DECODER_LENGTH,
         decoder_num_layers=DECODER_LAYERS,
@@ -55,7 +62,7 @@ def ours(kind: str) -> T5Model:
         relative_attention_max_distance=DISTANCE,
         scale_output=kind == "original",
     )
-    return T5Model(config, t5, ParallelContext.single(dtype=torch.float64), seed=1)
+    return T5Model(architecture(kind), t5, ParallelContext.single(dtype=torch.float64), seed=1)
 
 
 def norm_in_fp64(self: Any, x: Tensor) -> Tensor:
@@ -77,6 +84,7 @@ def reference_model(kind: str) -> Any:
         vocab_size=VOCABULARY, d_model=HIDDEN, d_kv=HEAD_WIDTH, d_ff=INNER, num_layers=LAYERS, num_heads=HEADS,
         num_decoder_layers=DECODER_LAYERS, relative_attention_num_buckets=BUCKETS,
         relative_attention_max_distance=DISTANCE, dropout_rate=0.0, pad_token_id=0, decoder_start_token_id=1,
+        attn_implementation="eager",
         **THEIRS[kind],
     )  # fmt: skip
     model = transformers.T5ForConditionalGeneration(config).double().eval()
@@ -169,6 +177,17 @@ def test_forward_loss_and_gradients(kind: str) -> None:
         found = parameters[name].grad
         assert found is not None
         torch.testing.assert_close(found[: gradient.shape[0]], gradient, rtol=0, atol=1e-9, msg=name)
+
+
+def test_flops() -> None:
+    """What transformers' products come to, but for the half of the decoder's square that nobody needs."""
+    reference, given = reference_model("v1.1"), batch()
+    with FlopCounterMode(display=False) as counter:
+        reference(input_ids=given["encoder"][:1], decoder_input_ids=given["decoder"][:1])
+    config = dataclasses.replace(architecture("v1.1"), make_vocab_size_divisible_by=1)
+    found = t5_flops_per_sample(config, LENGTH, decoder_num_layers=DECODER_LAYERS, decoder_seq_length=DECODER_LENGTH)
+    unneeded = 3 * 2 * DECODER_LAYERS * HEADS * HEAD_WIDTH * DECODER_LENGTH**2
+    assert found == 3 * counter.get_total_flops() - unneeded
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])

@@ -1,0 +1,93 @@
+"""pretrain_t5.py as a user runs it: from sentences to updated weights, on several ranks, stopped and resumed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.end_to_end.commands import ROOT, assert_same_tensors, losses, run, tensors
+
+WORDS = "the cat sat on a mat and dog ran to see what it was about but no one came by night or day so far"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Flags of a data set that tools/preprocess_data.py made of documents of short sentences."""
+    folder = tmp_path_factory.mktemp("t5")
+    (folder / "vocab.txt").write_text(
+        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", *WORDS.split()]) + "\n"
+    )
+    drawn = torch.randint(len(WORDS.split()), (60, 6, 7), generator=torch.Generator().manual_seed(1)).tolist()
+    lines = (" ".join(" ".join(WORDS.split()[i] for i in each).capitalize() + "." for each in text) for text in drawn)
+    (folder / "text.jsonl").write_text("".join(f'{{"text": "{line}"}}\n' for line in lines))
+    tokenizer = f"--tokenizer-type BertWordPieceLowerCase --vocab-file {folder}/vocab.txt --vocab-extra-ids 10"
+    made = f"--input {folder}/text.jsonl --output-prefix {folder}/data --split-sentences --workers 1"
+    run("tools/preprocess_data.py", f"{made} {tokenizer}")
+    return f"--data-path {folder}/data_text_sentence --split 90,10,0 --vocab-file {folder}/vocab.txt"
+
+
+TINY = (
+    "--num-layers 2 --decoder-num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
+    "--decoder-seq-length 16 --position-embedding-type relative --micro-batch-size 2 --global-batch-size 8 --lr 1e-2 "
+    "--log-interval 1 --eval-iters 1 --num-workers 0 --train-iters 6 --vocab-extra-ids 10"
+)
+
+
+def test_every_weight_learns(data: str, tmp_path: Path) -> None:
+    """Also the tables of positions and what cross-attention multiplies with, on two tensor-parallel ranks."""
+    flags = f"{TINY} {data} --tensor-model-parallel-size 2 --sequence-parallel --save-interval 1 --exit-interval 2"
+    log = run("pretrain_t5.py", flags, "--save", str(tmp_path), ranks=2)
+    assert len(losses(log)) == 2
+    assert re.search(r"attention +encoder: blocked .*; decoder: blocked .*; decoder to encoder: blocked", log)
+    one, two = (tensors(tmp_path / f"iter_000000{n}") for n in (1, 2))
+    still = [name for name in one if name.startswith("model.") and torch.equal(one[name], two[name])]
+    assert still == []
+    assert {"model.encoder_positions.weight", "model.decoder_positions.weight"} <= one.keys()
+
+
+@pytest.mark.parametrize("layout", ["--pipeline-model-parallel-size 2", "--use-distributed-optimizer"])
+def test_resume_is_bitwise(layout: str, data: str, tmp_path: Path) -> None:
+    """A run that was stopped would go on with other samples, spans or dropout."""
+    flags = f"{TINY} {data} {layout} --save-interval 3"
+    run("pretrain_t5.py", flags, "--save", str(tmp_path / "whole"), ranks=2)
+    halves = ("--save", str(tmp_path / "halves"), "--load", str(tmp_path / "halves"))
+    run("pretrain_t5.py", f"{flags} --exit-interval 3", *halves, ranks=2)
+    log = run("pretrain_t5.py", flags, *halves, ranks=2)
+    assert min(losses(log)) == 4
+    assert_same_tensors(tmp_path / "whole/iter_0000006", tmp_path / "halves/iter_0000006")
+
+
+def test_other_layouts_go_on_from_a_checkpoint(data: str, tmp_path: Path) -> None:
+    """A T5 cut inside its decoder loads on one rank, and, with its sequences cut as well, on two."""
+    still = f"{TINY} {data} --attention-dropout 0 --hidden-dropout 0"
+    cut = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|ttL --save-interval 3"
+    run("pretrain_t5.py", f"{still} {cut} --exit-interval 3", "--save", str(tmp_path), ranks=2)
+    alone = losses(run("pretrain_t5.py", still, "--load", str(tmp_path)))
+    sliced = f"{still} --context-parallel-size 2 --cp-comm-type all_gather"
+    together = losses(run("pretrain_t5.py", sliced, "--load", str(tmp_path), ranks=2))
+    assert list(alone) == list(together) == [4, 5, 6]
+    for iteration, loss in alone.items():
+        assert float(loss) == pytest.approx(float(together[iteration]), rel=1e-4)
+    refused = run("pretrain_t5.py", f"{still} --decoder-num-layers 2", "--load", str(tmp_path), expect=1)
+    assert "--decoder-num-layers is 3 in the checkpoint and 2 here" in refused
+
+
+def test_flags_of_megatron_lm(data: str) -> None:
+    """Its T5 scripts name the encoder's layers and length."""
+    theirs = TINY.replace("--num-layers", "--encoder-num-layers", 1).replace("--seq-length", "--encoder-seq-length", 1)
+    report = run("pretrain_t5.py", f"{theirs} {data} --dry-run --world-size 8 --pipeline-model-parallel-size 2")
+    assert "--encoder-num-layers 2: taken as --num-layers 2" in report and "2 stages of 3 and 2 layers" in report
+    assert "--encoder-seq-length 32: taken as --seq-length 32" in report
+
+
+def test_example_is_sound_on_eight_ranks() -> None:
+    """The script for 8 GPUs is checked where there are none; its head promises what that prints."""
+    script = ROOT / "examples/t5/train_t5_220m_distributed.sh"
+    done = subprocess.run(["bash", str(script), "--dry-run"], capture_output=True, text=True, check=True)
+    assert "221,748,480 in the model" in done.stdout and "8 ranks on one node" in done.stdout
+    promised = re.search(r"# Memory +(\S+ GB)", script.read_text(encoding="utf-8"))
+    assert promised is not None and promised[1] in done.stdout
