@@ -16,6 +16,8 @@ from tests.equivalence.training import Layout, train
 ORIGINAL: dict[str, Any] = {"apply_residual_connection_post_layernorm": True, "exact_gelu": True}
 DEEP: dict[str, Any] = SMALL | {"num_layers": 3}
 
+HEADS = ("classification_head", "multichoice_head")
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "classes": DEEP | STILL | ORIGINAL | {"family": "classes"},
     "choices": DEEP | STILL | {"family": "choices"},
@@ -63,3 +65,13 @@ def test_layout_computes_the_model_of_one_rank(variant: str, layout: str) -> Non
 def test_dropout_is_a_function_of_sample_and_layer(variant: str, layout: Layout) -> None:
     """Also that before the head, which has no layer."""
     check(train_at(DRAWING[variant], layout), [reference(variant, drawing=True)])
+
+
+@pytest.mark.parametrize("variant", DRAWING)
+def test_tensor_ranks_drop_the_same_before_the_head(variant: str) -> None:
+    """Each holds the whole head: with masks of their own they would train heads that drift apart."""
+    one, other = train_at(DRAWING[variant], Layout(tp=2, sequence_parallel=True))
+    heads = [name for name in one.weights if name.partition(".")[0] in ("pooler", *HEADS)]
+    assert len(heads) == 4
+    for name in heads:
+        assert torch.equal(one.weights[name][0].values, other.weights[name][0].values), name
