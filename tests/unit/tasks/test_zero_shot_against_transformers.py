@@ -26,13 +26,14 @@ def loss_by_transformers(model: Any, ids: list[int], *, length: int, overlap: in
     for first in range(0, count, batch):
         rows = [ids[n * overlap : n * overlap + length + 1] for n in range(first, min(first + batch, count))]
         padded = torch.tensor([row + [0] * (length + 1 - len(row)) for row in rows])
+        skipped = length - overlap if first else 0  # what none of these windows scores needs no logits
         with torch.no_grad():
-            logprobs = model(padded[:, :-1]).logits.double().log_softmax(-1)
-        picked = logprobs.gather(-1, padded[:, 1:, None])[..., 0]
+            logprobs = model(padded[:, :-1], logits_to_keep=length - skipped).logits.log_softmax(-1)
+        picked = logprobs.gather(-1, padded[:, 1 + skipped :, None])[..., 0].double()
         for number, row in enumerate(rows):
             begin = 0 if first + number == 0 else length - overlap
             end = len(row) - 1
-            total -= picked[number, begin:end].sum().item() if end > begin else 0.0
+            total -= picked[number, begin - skipped : end - skipped].sum().item() if end > begin else 0.0
             scored += max(0, end - begin)
     assert scored == targets
     return total / targets

@@ -1,0 +1,169 @@
+"""Evaluation against transformers doing the same windows, in one process that gives both the same threads.
+
+    python benchmarks/evaluation.py
+
+A random GPT-2 with the usual vocabulary scores a text in WikiText's overlapping windows, and predicts the last tokens
+of passages of LAMBADA's lengths. Transformers enters twice: as one would write it (batches as they come, all logits),
+and at its best (batches sorted by length, logits of the asked positions alone). Contenders take turns; printed are
+medians of tokens read a second, and of the ratios of turns that followed each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Score = Callable[[Sequence[Any]], float]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Size of the model and of a batch."""
+
+    layers: int
+    hidden: int
+    length: int
+    batch: int
+    threads: int
+
+
+def models(shape: Shape, folder: Path) -> tuple[Any, Any]:
+    """The same weights as transformers has them and as ours, from one conversion."""
+    import transformers
+
+    from megatron.config.run import RunConfig
+    from megatron.config.task import TaskConfig
+    from megatron.core.conversion.convert import Conversion, convert
+    from megatron.core.parallel.context import ParallelContext
+    from megatron.training.checkpoint import saved_config
+    from megatron.training.reading import load_model
+    from megatron.training.recipes.gpt import GPTRecipe
+
+    transformers.utils.logging.set_verbosity_error()
+    sizes: dict[str, Any] = {"n_embd": shape.hidden, "n_layer": shape.layers, "n_head": shape.hidden // 64}
+    theirs: Any = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_positions=shape.length, **sizes)).eval()
+    theirs.save_pretrained(folder / "hf")
+    convert(Conversion("hf", folder / "hf", "megatron", folder / "native", skip_proof=True), say=lambda line: None)
+    flags = f"--task LM --valid-data none --load {folder}/native --micro-batch-size {shape.batch}"
+    config = RunConfig.parse(
+        flags.split(),
+        extra_groups=(TaskConfig,),
+        checkpoint_config=saved_config,
+        defaults={"use_checkpoint_args": True},
+        world_size=1,
+    )
+    return theirs, load_model(config, GPTRecipe(), ParallelContext.single())
+
+
+def passages_of_work(kind: str, shape: Shape, count: int) -> list[Any]:
+    """``count`` windows of WikiText's rule over one text, or as many passages of LAMBADA's lengths; ids at random."""
+    import numpy as np
+
+    from megatron.core.inference.scoring import Passage, passages_of
+
+    random = np.random.RandomState(1)
+    if kind == "wikitext":
+        ids = random.randint(50_000, size=shape.length + 32 * (count - 1) + 1).tolist()
+        return list(passages_of(ids, length=shape.length, stride=32))
+    # A log-normal with LAMBADA's mean of 86 tokens and tail up to 200 and more.
+    lengths = np.clip(random.lognormal(4.4, 0.3, size=count).astype(int), 24, shape.length)
+    return [Passage(random.randint(50_000, size=length + 1), first_scored=length - 1) for length in lengths.tolist()]
+
+
+def by_us(model: Any, *, compare: bool) -> Score:
+    """``LoadedModel.read``."""
+    from megatron.training.reading import Likelihoods
+
+    return lambda passages: float(model.read(passages, Likelihoods(compare))[:, 0].sum())
+
+
+def by_transformers(model: Any, shape: Shape, *, at_its_best: bool, compare: bool) -> Score:
+    """Batches padded on the right, and log-probabilities picked from the logits."""
+    import torch
+
+    @torch.inference_mode()
+    def score(passages: Sequence[Any]) -> float:
+        total = 0.0
+        order = sorted(passages, key=lambda passage: -passage.length) if at_its_best else passages
+        for start in range(0, len(order), shape.batch):
+            batch = order[start : start + shape.batch]
+            longest = max(passage.length for passage in batch)
+            tokens = torch.zeros(len(batch), longest + 1, dtype=torch.int64)
+            wanted = torch.zeros(len(batch), longest, dtype=torch.bool)
+            for row, passage in enumerate(batch):
+                tokens[row, : passage.length + 1] = torch.from_numpy(passage.tokens)
+                wanted[row, passage.first_scored : passage.length] = True
+            first = int(wanted.any(dim=0).nonzero()[0]) if at_its_best else 0
+            keep = torch.arange(first, longest)
+            logits = model(tokens[:, :-1], logits_to_keep=keep, use_cache=False).logits[wanted[:, first:]]
+            labels = tokens[:, 1:][wanted]
+            if compare:
+                (logits.argmax(-1) == labels).tolist()
+            total -= logits.log_softmax(-1).gather(-1, labels[:, None]).double().sum().item()
+        return total
+
+    return score
+
+
+def race(contenders: dict[str, Score], passages: Sequence[Any], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each turn; raises when two contenders find another sum."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    found: dict[str, float] = {}
+    for turn in range(rounds + 1):
+        for name, score in contenders.items():
+            began = time.perf_counter()
+            found[name] = score(passages)
+            if turn:  # the first warms up
+                seconds[name].append(time.perf_counter() - began)
+    first = next(iter(found.values()))
+    if any(abs(total - first) > 1e-4 * abs(first) for total in found.values()):
+        raise SystemExit(f"the contenders disagree: {found}")
+    return seconds
+
+
+def report(kind: str, tokens: int, seconds: dict[str, list[float]]) -> None:
+    """A line for each contender."""
+    ours = seconds["megatron"]
+    print(f"{kind}, {tokens:,} tokens read a turn")
+    for name, times in seconds.items():
+        ratio = statistics.median(theirs / mine for theirs, mine in zip(times, ours))
+        print(f"  {name:<28} {tokens / statistics.median(times):>10,.0f} tokens/s   {ratio:5.2f} x our time")
+
+
+def main() -> None:
+    """Both kinds of work, all contenders."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--hidden", type=int, default=384)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--passages", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=2)
+    asked = parser.parse_args()
+    shape = Shape(asked.layers, asked.hidden, asked.length, asked.batch, asked.threads)
+
+    import torch
+
+    torch.set_num_threads(shape.threads)
+    torch.manual_seed(1)
+    with tempfile.TemporaryDirectory() as folder:
+        theirs, ours = models(shape, Path(folder))
+    for kind, compare in (("wikitext", False), ("lambada", True)):
+        passages = passages_of_work(kind, shape, asked.passages)
+        contenders = {
+            "megatron": by_us(ours, compare=compare),
+            "transformers": by_transformers(theirs, shape, at_its_best=False, compare=compare),
+            "transformers at its best": by_transformers(theirs, shape, at_its_best=True, compare=compare),
+        }
+        report(kind, sum(passage.length for passage in passages), race(contenders, passages, asked.rounds))
+
+
+if __name__ == "__main__":
+    main()
