@@ -27,6 +27,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+GIGATOKEN = ("gigatoken", "gigatoken one by one")
 BATCH = 1000  # documents the bare loop hands over at once
 TARGETS = (
     "targets: at least 0.95 of the bare loop of the engine used (gigatoken where it is installed) at one and two "
@@ -54,12 +55,17 @@ def bare_loop(source: str, folder: str, output: str, function: str) -> None:
         import gigatoken
 
         encode = gigatoken.Tokenizer(tokenizer).encode_batch_list
+    elif function == "gigatoken one by one":  # the fastest way to call it, found by trying: arrays, no lists
+        import gigatoken
+
+        one = gigatoken.Tokenizer(tokenizer).encode
+        encode = lambda texts: map(one, texts)  # noqa: E731
     else:
         encode = lambda texts: [each.ids for each in getattr(tokenizer, function)(texts)]  # noqa: E731
     with open(source, encoding="utf-8") as lines, open(output, "wb") as file:
         while batch := list(islice(lines, BATCH)):
             for ids in encode([json.loads(line)["text"] for line in batch]):
-                file.write(np.array([*ids, end], dtype=np.uint16).tobytes())
+                file.write(np.append(ids, end).astype(np.uint16).tobytes())
 
 
 def commands(source: Path, folder: Path, workers: int) -> dict[str, tuple[list[str], dict[str, str]]]:
@@ -67,7 +73,7 @@ def commands(source: Path, folder: Path, workers: int) -> dict[str, tuple[list[s
     threads = {"TOKENIZERS_PARALLELISM": "true" if workers > 1 else "false", "RAYON_NUM_THREADS": str(workers)}
     bare = {
         name: [sys.executable, __file__, "--bare", str(source), str(folder), f"{folder}/{name}_text_document.bin", name]
-        for name in ("encode_batch", "encode_batch_fast", *(["gigatoken"] if find_spec("gigatoken") else []))
+        for name in ("encode_batch", "encode_batch_fast", *(GIGATOKEN if find_spec("gigatoken") else []))
     }
     ours = [sys.executable, str(REPOSITORY / "tools" / "preprocess_data.py"), "--input", str(source)]
     ours += [

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron.config.tokenizer import TokenizerConfig
+from megatron.core.tokenizers import encode as module
 from megatron.core.tokenizers.encode import EncodedBatch, Encoding, encode_batch, encode_in_order, shared_tokenizer
 from megatron.core.tokenizers.text_files import LineBatch, read_batches
 from megatron.errors import DataError
@@ -108,3 +111,33 @@ def test_errors_of_the_reader_pass_through() -> None:
 
     with pytest.raises(DataError, match="the disk is gone"):
         list(encode_in_order(broken(), encoding(), workers=1))
+
+
+def test_processes_that_have_started_share_the_work(
+    bpe_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they give back has its place in the order, and they get their share: else more workers would do nothing."""
+    config = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(bpe_folder))
+    texts = [f"{TEXTS[number % len(TEXTS)]} {number}" for number in range(200)]
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    have_started, submit = module._Crew._have_started, ProcessPoolExecutor.submit
+    handed_over = list[str]()
+
+    def once_started(crew: module._Crew) -> bool:
+        for future in crew._starting:
+            future.result()
+        return have_started(crew)
+
+    def counted(pool: ProcessPoolExecutor, function: Any, *arguments: Any) -> Any:
+        handed_over.append(function.__name__)
+        return submit(pool, function, *arguments)
+
+    monkeypatch.setattr(module._Crew, "_have_started", once_started)
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", counted)
+    batches = list(read_batches([str(path)], batch_bytes=200))
+    encoded = encode_in_order(batches, encoding(config), workers=2)
+    found = [each for batch in encoded for each in documents(batch)]
+    tokenizer = shared_tokenizer(config)
+    assert found == [[*ids, tokenizer.eod] for ids in tokenizer.tokenize_batch(texts)]
+    assert handed_over.count("encode_batch") > len(batches) / 4

@@ -281,6 +281,17 @@ def test_same_bytes_for_any_number_of_workers(tmp_path: Path, flags: tuple[str, 
     assert files(tmp_path / "three") == files(tmp_path / "one")
 
 
+def test_standard_input(tmp_path: Path, corpus: Path, flags: tuple[str, ...]) -> None:
+    """What a pipe brings, which can be read only once and has no size, gives the bytes of the file."""
+    preprocess(corpus, tmp_path / "file", flags)
+    arguments = command("preprocess_data.py", "--input", "-", "--output-prefix", tmp_path / "pipe", *flags)
+    done = subprocess.run(arguments, env=environment(), input=corpus.read_bytes(), capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for ending in ("bin", "idx"):
+        names = [tmp_path / f"{name}_text_document.{ending}" for name in ("file", "pipe")]
+        assert names[0].read_bytes() == names[1].read_bytes()
+
+
 def test_script_reports_a_bad_line(tmp_path: Path, flags: tuple[str, ...]) -> None:
     """Across process borders still one sentence, no traceback."""
     source = write_lines(tmp_path / "in.jsonl", [{"text": "fox"}, {"txt": "dog"}])
