@@ -203,6 +203,8 @@ def test_a_malicious_checkpoint_of_ours(tmp_path: Path) -> None:
         ({"geglu": True}, "it is no GPT-2 (the MLP is not plain GELU) and no Llama, Mistral or Qwen"),
         ({"normalization": "RMSNorm"}, "it is no GPT-2 (norms are not LayerNorm)"),
         ({"apply_layernorm_1p": True}, "norm weights are stored minus one"),
+        ({"relu": True}, "it is no GPT-2 (the MLP is not plain GELU)"),
+        ({**MODERN, "softmax_scale": 1.0}, "scores have a scale of their own"),
         ({**MODERN, "rotary_percent": 0.5}, "only a part of each head is rotated"),
         ({**MODERN, "qk_layernorm": True, "add_qkv_bias": True}, "queries and keys are normed and layers have biases"),
     ],

@@ -79,10 +79,11 @@ def family_of(model: ModelConfig) -> str:
         "positions are not learned": model.position_embedding_type != "learned_absolute",
         "norms are not LayerNorm": model.normalization != "LayerNorm",
         "norm weights are stored minus one": model.apply_layernorm_1p,
-        "the MLP is not plain GELU": model.gated or model.squared_relu,
+        "the MLP is not plain GELU": model.gated or model.relu or model.squared_relu,
         "linear layers have no biases": not model.add_bias_linear,
         "keys and values are shared by heads": model.num_query_groups != model.num_attention_heads,
         "queries and keys are normed": model.qk_layernorm,
+        "scores have a scale of their own": model.softmax_scale is not None,
         "heads are not hidden size / heads wide": model.kv_channels * model.num_attention_heads != model.hidden_size,
         "the output weights are not the word embeddings'": model.untie_embeddings_and_output_weights,
     }
