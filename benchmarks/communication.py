@@ -191,7 +191,7 @@ def _tensor_parallel(config: RunConfig, mesh: Mesh) -> Counter[str]:
     if ranks == 1:
         return Counter()
     stages = stages_of(config, mesh.rank("pp"))
-    layers = sum(stage.layers for stage in stages)
+    layers = sum(len(stage.layers) for stage in stages)
     ends = sum(stage.is_first + stage.is_last for stage in stages)
     tokens = config.data.seq_length * config.training.micro_batch_size
     hidden, microbatches = tokens * model.hidden_size * 4, config.num_microbatches()

@@ -63,14 +63,14 @@ def our_gpt(shape: Shape, config: Any, context: Any) -> tuple[Any, Loss]:
 
 def transformers_gpt(shape: Shape) -> tuple[Any, Loss]:
     """GPT2LMHeadModel with torch's scaled dot product attention."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import AutoModelForCausalLM, GPT2Config
 
     config = GPT2Config(
         vocab_size=shape.vocabulary, n_positions=shape.sequence, n_embd=shape.hidden, n_layer=shape.layers,
         n_head=shape.heads, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        use_cache=False, attn_implementation="sdpa", activation_function="gelu",
+        use_cache=False, activation_function="gelu",
     )  # fmt: skip
-    model = GPT2LMHeadModel(config).train()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()  # type: ignore[no-untyped-call]
     tokens, _ = random_batch(shape)
     return model, lambda: model(tokens, labels=tokens).loss
 
@@ -96,7 +96,8 @@ def plain_gpt(shape: Shape) -> tuple[Any, Loss]:
             )
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             x = x + self.out(mixed.transpose(1, 2).reshape(b, s, h))
-            return x + self.down(F.gelu(self.up(self.norm_2(x))))
+            out: Tensor = x + self.down(F.gelu(self.up(self.norm_2(x))))
+            return out
 
     class GPT(nn.Module):
         def __init__(self) -> None:
@@ -165,14 +166,15 @@ def our_bert(shape: Shape, config: Any, context: Any) -> tuple[Any, Loss]:
 
 def transformers_bert(shape: Shape) -> tuple[Any, Loss]:
     """BertForPreTraining with torch's scaled dot product attention."""
-    from transformers import BertConfig, BertForPreTraining
+    from transformers import AutoModelForPreTraining, BertConfig
 
     config = BertConfig(
         vocab_size=shape.vocabulary, max_position_embeddings=shape.sequence, hidden_size=shape.hidden,
         num_hidden_layers=shape.layers, num_attention_heads=shape.heads, intermediate_size=4 * shape.hidden,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, attn_implementation="sdpa", hidden_act="gelu",
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, hidden_act="gelu",
     )  # fmt: skip
-    model, batch = BertForPreTraining(config).train(), masked_batch(shape)
+    model = AutoModelForPreTraining.from_config(config, attn_implementation="sdpa").train()  # type: ignore[no-untyped-call]
+    batch = masked_batch(shape)
     return model, lambda: model(
         batch.tokens, attention_mask=batch.real.long(), token_type_ids=batch.types,
         labels=batch.labels, next_sentence_label=batch.order,

@@ -100,7 +100,7 @@ def build_step(name: str, shape: Shape, dtype: str, case: Case) -> Step:
     if peer == "transformers":
         from transformers.utils import logging
 
-        logging.set_verbosity_error()
+        logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     torch.manual_seed(1)
     model, compute_loss = case.peers[peer](shape)
     return peer_step(model, compute_loss, dtype, autocast=variant == "autocast")
