@@ -124,7 +124,7 @@ def test_mistakes_are_one_sentence(gpt2: SmallGPT2) -> None:
     from tasks.harness import Asked, passage_of, settings
 
     for flags, message in (
-        ({"load": "nowhere"}, "--load nowhere: there is no such folder"),
+        ({"load": "nowhere"}, "--use-checkpoint-args finds no checkpoint in nowhere: give another --load"),
         ({"load": str(gpt2.native), "sizes": 3}, "there is no flag --sizes"),
         ({"load": str(gpt2.native), "data_path": "a"}, "leave --data-path out"),
     ):
