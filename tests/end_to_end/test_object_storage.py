@@ -1,0 +1,65 @@
+"""The commands at URLs: a run that saves, goes on, is looked at and converted, without a file on a disk."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from megatron.core.checkpointing.find import find_checkpoint
+from megatron.core.files.remote_path import path_of
+from megatron.errors import ConfigError
+from megatron.training.pretrain import pretrain
+from megatron.training.recipes.gpt import GPTRecipe
+from tests.end_to_end.commands import TINY, assert_same_tensors, losses
+
+convert, inspect = (import_module(f"tools.checkpoint.{name}") for name in ("convert", "inspect"))
+ROOT = "memory://bucket/run"
+
+
+@pytest.fixture(autouse=True)
+def _empty_afterwards() -> Iterator[None]:
+    yield
+    fsspec.filesystem("memory").store.clear()
+
+
+def train(capsys: pytest.CaptureFixture[str], flags: str) -> str:
+    """What the command printed."""
+    assert pretrain(GPTRecipe, f"{TINY} --train-iters 4 {flags}".split(), prog="pretrain_gpt.py") == 0
+    return capsys.readouterr().out
+
+
+def test_a_run_saves_and_goes_on_at_a_url(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in a folder: resumed bitwise, the last one kept, progress noted, read by the tools."""
+    flags = f"--save {ROOT} --load {ROOT} --save-interval 1 --keep-last 1 --log-progress"
+    whole = train(capsys, f"--save {tmp_path / 'whole'} --save-interval 4")
+    first = train(capsys, f"{flags} --exit-interval 2")
+    second = train(capsys, f"{flags} --async-save")
+    assert losses(first) | losses(second) == losses(whole)
+    folders = [path.name for path in path_of(ROOT).iterdir() if path.name.startswith("iter_")]
+    assert len(folders) == 1
+    assert folders[0].startswith("iter_0000004-")
+    assert_same_tensors(find_checkpoint(tmp_path / "whole").path, find_checkpoint(ROOT).path)
+    assert (path_of(ROOT) / "progress.txt").read_text(encoding="utf-8").count("saved checkpoint") == 4
+
+    assert inspect.main([ROOT, "--verify"]) == 0
+    assert capsys.readouterr().out == f"{ROOT}/{folders[0]}: whole\n"
+    assert inspect.main(["--diff", ROOT, f"{ROOT}/{folders[0]}"]) == 0
+    words = f"--from megatron --load {ROOT} --to megatron-lm --save {tmp_path / 'theirs'}"
+    assert convert.main(words.split()) == 0
+    assert (tmp_path / "theirs" / "latest_checkpointed_iteration.txt").exists()
+
+
+@pytest.mark.parametrize("flag", ["--save", "--load"])
+def test_a_missing_library_is_named(
+    flag: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is trained."""
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(ConfigError, match="s3://bucket/run needs another library: Install s3fs to access S3"):
+        train(capsys, f"{flag} s3://bucket/run --save-interval 5" if flag == "--save" else f"{flag} s3://bucket/run")
+    assert "iteration" not in capsys.readouterr().out
