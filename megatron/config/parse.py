@@ -122,6 +122,7 @@ class Intake:
             self._wrong(
                 f"--use-checkpoint-args finds no checkpoint in {path}: give another --load or the sizes as flags"
             )
+            self.faulted.update(spec.positive for spec in self._checkpoint_fields())
             return
         for spec in self._checkpoint_fields():
             value = spec.restore(saved.get(spec.group, {}).get(spec.field))

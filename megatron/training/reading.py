@@ -138,25 +138,35 @@ class LoadedModel:
         Passages are read with others of about their length, so that little is padding; each once, by one data-parallel
         replica. ``progress`` is told how many have been read.
         """
-        mesh, size = self.context.mesh, self.config.training.micro_batch_size
+        mesh = self.context.mesh
         order = sorted(range(len(passages)), key=lambda number: -passages[number].length)
         # Several microbatches keep a pipeline busy; without one, short steps need the least padding.
         replicas, count = mesh.size("dp"), 1 if mesh.size("pp") == 1 else 2 * mesh.size("pp")
-        portion = count * replicas * size
+        portion = count * replicas * self.config.training.micro_batch_size
         table = torch.zeros(len(passages), readout.width(self.config), dtype=torch.float64)
         for first in range(0, len(order), portion):
             step = order[first : first + portion]
-            mine = [step[start : start + size] for start in range(mesh.rank("dp") * size, portion, replicas * size)]
+            size = -(-len(step) // (count * replicas))  # a rest is shared out, too
+            mine = [
+                step[start : start + size]
+                for start in range(mesh.rank("dp") * size, count * replicas * size, replicas * size)
+            ]
             batches = [[passages[number] for number in numbers] for numbers in mine]
-            for number, rows in self._step(batches, passages[step[0]].length, readout).items():
+            for number, rows in self._step(batches, passages[step[0]].length, size, readout).items():
                 table[mine[number]] = rows[: len(mine[number])].cpu()
             progress(first + len(step))
         return all_reduce(table.to(self.context.device), mesh, "pp", "dp", "cp").cpu()
 
-    def _step(self, batches: Sequence[Sequence[Passage]], longest: int, readout: Readout) -> dict[int, Tensor]:
-        """Rows ``[micro_batch_size, width]`` by number of the microbatch; none on ranks without the last stage."""
-        length, context = self._divisible(longest), self.context
-        config = replace(self.config, data=replace(self.config.data, seq_length=length))
+    def _step(
+        self, batches: Sequence[Sequence[Passage]], longest: int, size: int, readout: Readout
+    ) -> dict[int, Tensor]:
+        """Rows ``[size, width]`` by number of the microbatch; none on ranks without the last stage."""
+        context = self.context
+        config = replace(
+            self.config,
+            data=replace(self.config.data, seq_length=self._divisible(longest)),
+            training=replace(self.config.training, micro_batch_size=size),
+        )
         chunks = [
             _ReadingChunk(self.recipe, model, stage.is_last, self.recipe.wires(config, stage, context), readout, config)
             for model, stage in zip(self.models, self.stages)
