@@ -24,6 +24,7 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "tokenizer.model",
+    "spiece.model",
     "vocab.json",
     "merges.txt",
     "vocab.txt",
@@ -51,6 +52,9 @@ def tokenizer_in(folder: Path, *, rows: int) -> TokenizerConfig:
     elif (folder / "tokenizer.model").is_file():
         model = str(folder / "tokenizer.model")
         config = TokenizerConfig(tokenizer_type="Llama2Tokenizer", tokenizer_model=model, vocab_size=rows)
+    elif (folder / "spiece.model").is_file():
+        model = str(folder / "spiece.model")
+        config = TokenizerConfig(tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model=model, vocab_size=rows)
     elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         config = TokenizerConfig(
             tokenizer_type="GPT2BPETokenizer",

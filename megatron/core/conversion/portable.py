@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
+from megatron.config.t5 import T5Config
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.files.remote_path import AnyPath
 from megatron.core.models.build import build_model
@@ -57,6 +58,12 @@ class PortableModel:
         for tensor in self.tensors.values():
             sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + int(torch.Size(tensor.shape).numel())
         return max(sizes, key=lambda dtype: sizes[dtype])
+
+    @property
+    def num_layers(self) -> int:
+        """Layers one after the other: a T5's of the encoder and then of the decoder."""
+        decoders = [group.decoder_num_layers for group in self.groups if isinstance(group, T5Config)]
+        return self.model.num_layers + sum(decoders)
 
     @property
     def num_parameters(self) -> int:

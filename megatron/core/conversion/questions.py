@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron.config.bert import BertConfig
 from megatron.config.model import ModelConfig
+from megatron.config.t5 import T5Config
 from megatron.core.models.bert import TOKEN_TYPES, BertOutput
 from megatron.core.transformer.heads import VocabularyOutput
 
@@ -18,6 +19,7 @@ Answer = Mapping[str, Tensor]
 """Logits by what they are of; those of the vocabulary are called ``words``."""
 
 _SAMPLES, _LENGTH = 2, 48
+_LENGTH_OF_T5 = 160  # reaches, in the decoder too, the distance from which on its relative positions are all the same
 
 
 class Question(Protocol):
@@ -30,8 +32,10 @@ class Question(Protocol):
     def ask_theirs(self, model: Any) -> Answer:
         """What transformers' model answers."""
 
-    def ask_ours(self, stage: nn.Module, hidden: Tensor | None) -> Answer | Tensor:
-        """What a stage of our model makes of the one before: hidden states, or on the last one the answer."""
+    def ask_ours(self, stage: nn.Module, handed: Mapping[str, Tensor]) -> Answer:
+        """What a stage of our model makes of what it is ``handed`` by the one before (nothing to the first), by name:
+        what the next is handed, or on the last one the answer.
+        """
 
 
 @dataclass(frozen=True)
@@ -45,10 +49,10 @@ class CausalQuestion:
         """Logits of every position."""
         return {"words": model(self.tokens, use_cache=False).logits}
 
-    def ask_ours(self, stage: nn.Module, hidden: Tensor | None) -> Answer | Tensor:
+    def ask_ours(self, stage: nn.Module, handed: Mapping[str, Tensor]) -> Answer:
         """The same."""
-        output: VocabularyOutput | Tensor = stage(self.tokens, hidden=hidden)
-        return {"words": output.logits()} if isinstance(output, VocabularyOutput) else output
+        output: VocabularyOutput | Tensor = stage(self.tokens, **handed)
+        return {"words": output.logits()} if isinstance(output, VocabularyOutput) else {"hidden": output}
 
 
 @dataclass(frozen=True)
@@ -75,24 +79,61 @@ class MaskedQuestion:
             return {"words": output.logits[self.real]}
         return {"words": output.prediction_logits[self.real], "order": output.seq_relationship_logits}
 
-    def ask_ours(self, stage: nn.Module, hidden: Tensor | None) -> Answer | Tensor:
+    def ask_ours(self, stage: nn.Module, handed: Mapping[str, Tensor]) -> Answer:
         """The same."""
-        output: BertOutput | Tensor = stage(self.tokens, self.types, padding_mask=self.real, hidden=hidden)
+        output: BertOutput | Tensor = stage(self.tokens, self.types, padding_mask=self.real, **handed)
         if not isinstance(output, BertOutput):
-            return output
+            return {"hidden": output}
         words = {"words": output.words.logits()[self.real]}
         return words if output.order is None else {**words, "order": output.order}
 
 
+@dataclass(frozen=True)
+class DecoderQuestion:
+    """What follows each of ``decoder_tokens`` ``[b, d]`` where the encoder reads ``tokens`` ``[b, s]``?
+
+    ``real``: False for the encoder's padding.
+    """
+
+    tokens: Tensor
+    decoder_tokens: Tensor
+    real: Tensor
+    auto_class = "AutoModelForSeq2SeqLM"
+
+    def ask_theirs(self, model: Any) -> Answer:
+        """Logits of every position of the decoder."""
+        asked = {"input_ids": self.tokens, "attention_mask": self.real.long(), "decoder_input_ids": self.decoder_tokens}
+        return {"words": model(**asked, use_cache=False).logits}
+
+    def ask_ours(self, stage: nn.Module, handed: Mapping[str, Tensor]) -> Answer:
+        """The same."""
+        output: VocabularyOutput | dict[str, Tensor] = stage(
+            self.tokens, self.decoder_tokens, padding_mask=self.real, **handed
+        )
+        return {"words": output.logits()} if isinstance(output, VocabularyOutput) else output
+
+
 def question_for(model: ModelConfig, groups: Sequence[object] = ()) -> Question:
     """The question for a model, over its whole vocabulary; the same one every time. ``groups`` tell its family."""
-    assert model.vocab_size is not None and model.max_position_embeddings is not None
-    length = min(_LENGTH, model.max_position_embeddings)
-    tokens = (torch.arange(_SAMPLES * length).view(_SAMPLES, length) * 7919 + 13) % model.vocab_size
     for group in groups:
         if isinstance(group, BertConfig):
-            positions = torch.arange(length)
-            types = (positions * TOKEN_TYPES // length).expand(_SAMPLES, length)
-            real = positions < torch.tensor([[length], [length * 3 // 4]])
-            return MaskedQuestion(tokens, types, real, group.bert_binary_head)
-    return CausalQuestion(tokens)
+            tokens = _tokens(model, _LENGTH)
+            length = tokens.shape[1]
+            types = (torch.arange(length) * TOKEN_TYPES // length).expand(_SAMPLES, length)
+            return MaskedQuestion(tokens, types, _real(length), group.bert_binary_head)
+        if isinstance(group, T5Config):
+            tokens = _tokens(model, _LENGTH_OF_T5)
+            length = tokens.shape[1]
+            return DecoderQuestion(tokens, tokens.flip(0, 1)[:, : length * 7 // 8], _real(length))
+    return CausalQuestion(_tokens(model, _LENGTH))
+
+
+def _tokens(model: ModelConfig, longest: int) -> Tensor:
+    assert model.vocab_size is not None and model.max_position_embeddings is not None
+    length = min(longest, model.max_position_embeddings)
+    return (torch.arange(_SAMPLES * length).view(_SAMPLES, length) * 7919 + 13) % model.vocab_size
+
+
+def _real(length: int) -> Tensor:
+    """``[b, s]``: the second sample's last quarter is padding."""
+    return torch.arange(length) < torch.tensor([[length], [length * 3 // 4]])

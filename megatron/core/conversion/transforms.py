@@ -92,6 +92,24 @@ class QueryKeyValue:
 
 
 @dataclass(frozen=True)
+class KeyValue:
+    """Separate key and value, ``[heads·d, …]``, in one tensor of ``[k, v]`` for each head: cross-attention's.
+
+    Neither has positions, so their order within a head is the same everywhere.
+    """
+
+    def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
+        """Key and value to the grouped tensor."""
+        rest = parts[0].shape[1:]
+        return torch.cat([part.reshape(model.num_query_groups, -1, *rest) for part in parts], dim=1).flatten(0, 1)
+
+    def split(self, tensor: Tensor, model: ModelConfig) -> list[Tensor]:
+        """The grouped tensor to key and value."""
+        grouped = tensor.reshape(model.num_query_groups, -1, *tensor.shape[1:])
+        return [part.flatten(0, 1).contiguous() for part in grouped.chunk(2, dim=1)]
+
+
+@dataclass(frozen=True)
 class PerHead:
     """A vector for the channels of a head: follows the order of a head's rotary pairs."""
 

@@ -78,6 +78,57 @@ BERTS: dict[str, tuple[str, dict[str, Any], bool]] = {
 """Family, settings, and whether there is a head for the order of two texts."""
 
 
+T5: dict[str, Any] = {
+    "vocab_size": 101,
+    "d_model": 48,
+    "d_kv": 10,
+    "d_ff": 80,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 20,
+    "decoder_start_token_id": 0,
+}
+V1_1: dict[str, Any] = {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+T5S: dict[str, tuple[dict[str, Any], bool]] = {
+    "t5": (T5, False),
+    "t5 of as many layers, far positions": (
+        {
+            **T5,
+            "num_decoder_layers": None,
+            "relative_attention_num_buckets": 32,
+            "relative_attention_max_distance": 128,
+        },
+        False,
+    ),
+    "t5 v1.1": (V1_1, True),
+    "t5 v1.1 that transformers ties": (V1_1, False),
+    "t5 gated by silu": ({**V1_1, "feed_forward_proj": "gated-silu"}, True),
+    "t5 gated by exact gelu": ({**V1_1, "dense_act_fn": "gelu"}, True),
+    "t5, exact gelu": ({**T5, "feed_forward_proj": "gelu"}, False),
+    "t5, tanh gelu, one layer": (
+        {**T5, "feed_forward_proj": "gelu_new", "num_layers": 1, "num_decoder_layers": 1},
+        False,
+    ),
+}
+"""Settings, and whether the output has weights of its own."""
+
+
+def random_t5(settings: dict[str, Any], untied: bool, *, seed: int = 0) -> Any:
+    """A T5 whose weights are large enough that a mistake shows, and no two equal."""
+    import transformers
+
+    def build(config: Any) -> Any:
+        build_from: Any = transformers.AutoModelForSeq2SeqLM.from_config
+        model = build_from(config)
+        if untied:  # as real files of v1.1 are; in a new model transformers 5 ties, whatever the settings say
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+        return model
+
+    return randomized(build, "t5", settings, seed=seed)
+
+
 def random_bert(family: str, settings: dict[str, Any], both_heads: bool, *, seed: int = 0) -> Any:
     """A BERT whose weights are large enough that a mistake shows, and no two equal."""
     import transformers
@@ -116,7 +167,10 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
     def folder(name: str) -> Path:
         path = base / name.replace(" ", "-").replace(",", "")
         if not path.exists():
-            model = random_bert(*BERTS[name]) if name in BERTS else random_model(*MODELS[name])
+            if name in T5S:
+                model = random_t5(*T5S[name])
+            else:
+                model = random_bert(*BERTS[name]) if name in BERTS else random_model(*MODELS[name])
             model.save_pretrained(path)
         return path
 

@@ -7,11 +7,12 @@ from typing import Any
 
 from megatron.config.bert import BertConfig
 from megatron.config.model import ModelConfig
-from megatron.core.conversion.huggingface import bert
+from megatron.config.t5 import T5Config
+from megatron.core.conversion.huggingface import bert, t5
 from megatron.core.conversion.huggingface.known import Json, Known
 from megatron.errors import CheckpointError
 
-FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", *bert.FAMILIES)
+FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", *bert.FAMILIES, t5.FAMILY)
 _CLASSES = {
     "gpt2": "GPT2LMHeadModel",
     "llama": "LlamaForCausalLM",
@@ -46,6 +47,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": {**_LLAMA_DEFAULTS, "max_position_embeddings": 32768},
     "qwen3": {**_LLAMA_DEFAULTS, "max_position_embeddings": 32768, "head_dim": 128},
     **dict.fromkeys(bert.FAMILIES, bert.DEFAULTS),
+    t5.FAMILY: t5.DEFAULTS,
 }
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -65,6 +67,8 @@ def model_from_config(config: Json, *, where: str) -> ModelConfig:
     known = Known(config, _DEFAULTS[family], where)
     if family in bert.FAMILIES:
         return bert.model_from_config(known, family)
+    if family == t5.FAMILY:
+        return t5.model_from_config(known)
     return _gpt2_model(known) if family == "gpt2" else _llama_model(known, family)
 
 
@@ -168,13 +172,14 @@ def config_from_model(
         kept.pop(dropped, None)
     if family == "mistral":
         described["sliding_window"] = None
+    if family != t5.FAMILY:  # whose setting is a factor on numbers of its own
+        described["initializer_range"] = model.init_method_std
     return {
         **tokens,
         **kept,
         **described,
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         "vocab_size": model.vocab_size,
-        "initializer_range": model.init_method_std,
         "torch_dtype": dtype,
     }
 
@@ -184,6 +189,8 @@ def _described(model: ModelConfig, groups: Sequence[object], source: Json) -> di
     for group in groups:
         if isinstance(group, BertConfig):
             return bert.config_from_model(model, group)
+        if isinstance(group, T5Config):
+            return t5.config_from_model(model, group)
     family = family_of(model, source)
     sizes = _gpt2_config(model) if family == "gpt2" else _llama_config(model, family)
     return {"architectures": [_CLASSES[family]], "model_type": family, **sizes}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron.config.model import ModelConfig
 from megatron.core.conversion.tables import Row
-from megatron.core.conversion.transforms import PerHead, QueryKeyValue, Same, Stacked, ThirdsOf, Transposed
+from megatron.core.conversion.transforms import KeyValue, PerHead, QueryKeyValue, Same, Stacked, ThirdsOf, Transposed
 
 LAYER = "decoder.layers.{n}"
 _KINDS = ("weight", "bias")
@@ -103,15 +104,74 @@ MEGATRON_BERT = _bert(
     )
 )
 
-TABLES = {
+
+def _t5_stack(stack: str, *, gated: bool) -> tuple[Row, ...]:
+    """Rows of the encoder or the decoder; of its layers' parts the MLP is the last, cross-attention between."""
+    ours, theirs = f"{stack}.layers.{{n}}", f"{stack}.block.{{n}}.layer"
+    attention, cross, mlp = f"{theirs}.0.SelfAttention", f"{theirs}.1.EncDecAttention", 1 + (stack == "decoder")
+    first = tuple(f"{theirs}.{mlp}.DenseReluDense.{name}.weight" for name in (("wi_0", "wi_1") if gated else ("wi",)))
+    crossing = (
+        Row(f"{ours}.pre_cross_attn_layernorm.weight", (f"{theirs}.1.layer_norm.weight",)),
+        Row(f"{ours}.cross_attention.linear_q.weight", (f"{cross}.q.weight",)),
+        Row(f"{ours}.cross_attention.linear_kv.weight", (f"{cross}.k.weight", f"{cross}.v.weight"), KeyValue()),
+        Row(f"{ours}.cross_attention.linear_proj.weight", (f"{cross}.o.weight",)),
+    )
+    return (
+        Row(f"{stack}_positions.weight", (f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",)),
+        Row(f"{ours}.input_layernorm.weight", (f"{theirs}.0.layer_norm.weight",)),
+        Row(
+            f"{ours}.self_attention.linear_qkv.weight",
+            tuple(f"{attention}.{letter}.weight" for letter in "qkv"),
+            QueryKeyValue(),
+        ),
+        Row(f"{ours}.self_attention.linear_proj.weight", (f"{attention}.o.weight",)),
+        *(crossing if stack == "decoder" else ()),
+        Row(f"{ours}.pre_mlp_layernorm.weight", (f"{theirs}.{mlp}.layer_norm.weight",)),
+        Row(f"{ours}.mlp.linear_fc1.weight", first, Stacked(2) if gated else Same()),
+        Row(f"{ours}.mlp.linear_fc2.weight", (f"{theirs}.{mlp}.DenseReluDense.wo.weight",)),
+        Row(f"{stack}.final_layernorm.weight", (f"{stack}.final_layer_norm.weight",)),
+    )
+
+
+def _t5(*, gated: bool) -> tuple[Row, ...]:
+    return (
+        Row("embedding.word_embeddings.weight", ("shared.weight",)),
+        *_t5_stack("encoder", gated=gated),
+        *_t5_stack("decoder", gated=gated),
+        Row("output_layer.weight", ("lm_head.weight",)),
+    )
+
+
+T5, GATED_T5 = _t5(gated=False), _t5(gated=True)
+_TABLES = {
     "gpt2": GPT2,
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), LLAMA),
     "bert": BERT,
     "megatron-bert": MEGATRON_BERT,
 }
 
-# Buffers that older versions of transformers saved, and copies of tied tensors.
-IGNORED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", ".embeddings.position_ids")
-TIED_COPIES = ("lm_head.weight", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias")
+
+def table_of(family: str, model: ModelConfig) -> tuple[Row, ...]:
+    """The rows of a family, for its member ``model``."""
+    if family == "t5":
+        return GATED_T5 if model.gated else T5
+    return _TABLES[family]
+
+
+# Buffers that older versions of transformers saved, a table that T5 never read, and copies of tied tensors.
+IGNORED = (
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".rotary_emb.inv_freq",
+    ".embeddings.position_ids",
+    ".EncDecAttention.relative_attention_bias.weight",
+)
+TIED_COPIES = (
+    "lm_head.weight",
+    "cls.predictions.decoder.weight",
+    "cls.predictions.decoder.bias",
+    "encoder.embed_tokens.weight",
+    "decoder.embed_tokens.weight",
+)
 # Of the bare model inside the language model; "model." unless named here.
-PREFIXES = {"gpt2": "transformer.", "bert": "bert.", "megatron-bert": "bert."}
+PREFIXES = {"gpt2": "transformer.", "bert": "bert.", "megatron-bert": "bert.", "t5": ""}

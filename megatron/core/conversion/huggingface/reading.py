@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 from collections.abc import Callable, Collection, Iterator
@@ -13,9 +14,10 @@ from torch import Tensor
 
 from megatron.config.bert import BertConfig
 from megatron.core.conversion.companions import companions_in, tokenizer_in
-from megatron.core.conversion.huggingface import bert
+from megatron.core.conversion.huggingface import bert, t5
 from megatron.core.conversion.huggingface.config import model_from_config
-from megatron.core.conversion.huggingface.families import IGNORED, PREFIXES, TABLES, TIED_COPIES
+from megatron.core.conversion.huggingface.families import IGNORED, PREFIXES, TIED_COPIES, table_of
+from megatron.core.conversion.huggingface.known import Json, Known
 from megatron.core.conversion.portable import LazyTensor, PortableModel
 from megatron.core.conversion.tables import matches, to_ours
 from megatron.core.files.remote_path import AnyPath
@@ -34,14 +36,16 @@ def read_huggingface(folder: Path) -> PortableModel:
     config = read_config(folder)
     model = model_from_config(config, where=str(folder / CONFIG))
     theirs = _as_today(tensors_in(folder), config["model_type"])
-    groups = groups_of(config["model_type"], theirs, where=str(folder))
-    found = matches(TABLES[config["model_type"]], model, groups, where=str(folder))
+    groups = groups_of(config, theirs, where=str(folder))
+    if config["model_type"] == t5.FAMILY and "lm_head.weight" not in theirs:  # a v1.1 that transformers 5 made anew
+        model = dataclasses.replace(model, untie_embeddings_and_output_weights=False)
+    found = matches(table_of(config["model_type"], model), model, groups, where=str(folder))
     wanted = {name for match in found for name in match.theirs}
 
     def ignored(name: str) -> bool:
         is_tied_copy = name in TIED_COPIES and name not in wanted
-        is_without_use = groups and name.startswith("bert.pooler.")  # what only an order head reads
-        return bool(is_tied_copy or is_without_use or name.endswith(IGNORED))
+        is_without_use = name.startswith("bert.pooler.")  # what only an order head reads
+        return is_tied_copy or is_without_use or name.endswith(IGNORED)
 
     return PortableModel(
         model=model,
@@ -53,9 +57,13 @@ def read_huggingface(folder: Path) -> PortableModel:
     )
 
 
-def groups_of(family: str, theirs: Collection[str], *, where: str) -> tuple[object, ...]:
-    """Settings of one family alone, as its tensors tell them; CheckpointError for a BERT without its first head."""
-    if family not in bert.FAMILIES:
+def groups_of(config: Json, theirs: Collection[str], *, where: str) -> tuple[object, ...]:
+    """Settings of one family alone, as settings and tensors tell them; CheckpointError for a BERT without its first
+    head.
+    """
+    if config["model_type"] == t5.FAMILY:
+        return (t5.group_from_config(Known(config, t5.DEFAULTS, where)),)
+    if config["model_type"] not in bert.FAMILIES:
         return ()
     if not any(name.startswith("cls.predictions.") for name in theirs):
         raise CheckpointError(
@@ -164,6 +172,8 @@ def _as_today(tensors: dict[str, LazyTensor], family: str) -> dict[str, LazyTens
     prefix = PREFIXES.get(family, "model.")
     whole = any(name.startswith(prefix) for name in tensors)
     renamed: dict[str, LazyTensor] = {}
+    if family == t5.FAMILY and "shared.weight" not in tensors and "encoder.embed_tokens.weight" in tensors:
+        tensors = {**tensors, "shared.weight": tensors["encoder.embed_tokens.weight"]}  # one matrix, saved by this name
     for name, tensor in tensors.items():
         today = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
         renamed[today if whole or today == "lm_head.weight" else f"{prefix}{today}"] = tensor

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.config.t5 import T5Config
 from megatron.core.conversion.companions import TOKENIZER_FILES, copy_files, tokenizer_of
 from megatron.core.conversion.huggingface.config import config_from_model
-from megatron.core.conversion.huggingface.families import TABLES
+from megatron.core.conversion.huggingface.families import table_of
 from megatron.core.conversion.huggingface.reading import CONFIG, read_config
 from megatron.core.conversion.portable import LazyTensor, PortableModel
 from megatron.core.conversion.tables import matches, to_theirs
@@ -36,7 +37,7 @@ def write_huggingface(portable: PortableModel, folder: Path, *, max_shard_size: 
         portable.model, portable.groups, dtype=dtype, source=source, tokens=_special_tokens(portable)
     )
     family = config["model_type"]
-    found = matches(TABLES[family], portable.model, portable.groups, where=f"a {family} model")
+    found = matches(table_of(family, portable.model), portable.model, portable.groups, where=f"a {family} model")
     folder.mkdir(parents=True)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     along = ("generation_config.json", *TOKENIZER_FILES)
@@ -63,7 +64,11 @@ def _special_tokens(portable: PortableModel) -> dict[str, Any]:
     tokenizer = tokenizer_of(portable.tokenizer)
     if tokenizer is None:
         return {}
-    return {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod, "pad_token_id": tokenizer.pad}
+    found = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod, "pad_token_id": tokenizer.pad}
+    if not any(isinstance(group, T5Config) for group in portable.groups):
+        return found
+    begin = tokenizer.pad if tokenizer.bos is None else tokenizer.bos  # which the original's decoder begins with
+    return {**found, "eos_token_id": tokenizer.eos, "decoder_start_token_id": begin}
 
 
 def _write_weights(tensors: Mapping[str, LazyTensor], folder: Path, max_shard_size: int) -> None:
