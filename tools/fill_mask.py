@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 from megatron.config.flags import check_flags, flag
 from megatron.config.parse import parse_groups
 from megatron.config.trained_model import TrainedModelConfig
+from megatron.core.inference.gaps import MASK, around_gaps, check_gaps, check_length
 from megatron.core.parallel.environment import launch_environment, told_once_a_node
 from megatron.errors import ConfigError, run_command
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:  # torch is imported when flags are known to be right
     from megatron.core.models.bert import BertModel
     from megatron.core.tokenizers.base import MaskingTokenizer
     from megatron.training.trained_model import TrainedModel
-
-MASK = "[MASK]"
 
 
 @check_flags
@@ -43,9 +42,7 @@ def main(argv: Sequence[str]) -> int:
     """Load the model and fill every text."""
     with told_once_a_node():
         config, choice = parse_groups(argv, FillConfig, TrainedModelConfig, prog="fill_mask.py", about=__doc__ or "")
-        for text in config.text:
-            if MASK not in text:
-                raise ConfigError(f"--text {text!r} has no {MASK}: write it where a word is missing")
+        check_gaps(config.text)
     from megatron.training.recipes.bert import RECIPE
     from megatron.training.trained_model import trained_model
 
@@ -63,11 +60,7 @@ def filled(text: str, trained: TrainedModel, *, count: int) -> Iterator[str]:
 
     tokenizer = masking(trained)
     gaps = with_gaps(text, tokenizer)
-    longest = trained.config.model.max_position_embeddings
-    if len(gaps.tokens) > longest:
-        raise ConfigError(
-            f"--text {text[:40]!r}... has {len(gaps.tokens)} tokens, and this model sees {longest} at most: shorten it"
-        )
+    check_length(text, gaps.tokens, trained.config.model)
     model, device = cast("BertModel", trained.model), trained.context.device
     found = likeliest(model, gaps.tokens, gaps.places, count=count, device=device)
     for number, candidates in enumerate(found, start=1):
@@ -90,7 +83,7 @@ def masking(trained: TrainedModel) -> MaskingTokenizer:
 
 def with_gaps(text: str, tokenizer: MaskingTokenizer) -> Gaps:
     """``[CLS]``, the text's tokens with a mask for each missing word, ``[SEP]``."""
-    first, *rest = tokenizer.tokenize_batch(text.split(MASK))
+    first, *rest = around_gaps(text, tokenizer)
     tokens, places = [tokenizer.cls, *first], []
     for part in rest:
         places.append(len(tokens))

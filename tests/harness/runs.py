@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from megatron.config.families import FAMILIES, Family
 from megatron.config.run import RunConfig
 from megatron.core.parallel.context import ParallelContext
 from megatron.training.recipes import recipe_of
 from megatron.training.run import Run, build_run
+from megatron.training.saving import Saver
 
 GPT = FAMILIES["gpt"]
 TINY_RUN = (
@@ -14,6 +17,8 @@ TINY_RUN = (
     "--global-batch-size 8 --lr 1e-2 --init-method-std 0.2 --vocab-size 50 --num-workers 0 "
     "--eval-iters 0"
 )
+PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "dog", "sat", "on", "a", "mat", "##s", "."]
+"""A vocabulary of words for those who look at what a model says."""
 
 
 def tiny_config(flags: str, *, ranks: int = 1, family: Family = GPT) -> RunConfig:
@@ -26,3 +31,18 @@ def tiny_run(context: ParallelContext, flags: str, *, family: Family = GPT) -> R
     """A run on this rank, ready for its first step."""
     config = tiny_config(flags, ranks=context.mesh.world_size, family=family)
     return build_run(config, recipe_of(family), context, started=0.0)
+
+
+def saved_model(folder: Path, family: str, words: str | None = None, *, flags: str = "") -> Run:
+    """A tiny model of random weights, which are large, and its checkpoint in ``folder/saved``.
+
+    It knows ``PIECES``, with ``words`` as further flags of its vocabulary, or numbers alone.
+    """
+    folder.mkdir(exist_ok=True)
+    vocabulary = folder / "vocab.txt"
+    vocabulary.write_text("\n".join(PIECES) + "\n")
+    known = "" if words is None else f"--tokenizer-type BertWordPieceLowerCase --vocab-file {vocabulary} {words}"
+    saving = f"--mock-data --save {folder}/saved --save-interval 1"
+    run = tiny_run(ParallelContext.single(), f"{saving} {known} {flags}", family=FAMILIES[family])
+    Saver(run).save()
+    return run

@@ -7,29 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.config.families import FAMILIES
 from megatron.core.models.bert import BertModel, BertOutput
-from megatron.core.parallel.context import ParallelContext
 from megatron.core.tokenizers.wordpiece import WordPieceTokenizer
 from megatron.errors import CheckpointError, ConfigError
 from megatron.training.run import Run
-from megatron.training.saving import Saver
-from tests.harness.runs import tiny_run
+from tests.harness.runs import PIECES, saved_model
 from tests.harness.scripts import run_script
 from tools import fill_mask
 
-PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "dog", "sat", "on", "a", "mat", "##s", "."]
 TEXT = "The [MASK] sat on a [MASK]."
-
-
-def saved(folder: Path, *, family: str = "bert", words: bool = True) -> Run:
-    """A small model of random weights, which are large, and its checkpoint."""
-    (folder / "vocab.txt").write_text("\n".join(PIECES) + "\n")
-    known = f"--tokenizer-type BertWordPieceLowerCase --vocab-file {folder}/vocab.txt --vocab-size {len(PIECES)}"
-    flags = f"--mock-data --save {folder}/saved --save-interval 1 {known if words else ''}"
-    run = tiny_run(ParallelContext.single(), flags, family=FAMILIES[family])
-    Saver(run).save()
-    return run
+WORDS = f"--vocab-size {len(PIECES)}"
 
 
 def best(run: Run, text: str) -> list[tuple[str, float]]:
@@ -46,7 +33,7 @@ def best(run: Run, text: str) -> list[tuple[str, float]]:
 
 def test_words_are_found_where_they_are_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """At another place, or without [CLS], another word would be the likeliest."""
-    run = saved(tmp_path)
+    run = saved_model(tmp_path, "bert", WORDS)
     (first, sure), (second, _) = best(run, "the [MASK] sat on a [MASK] .")
     capsys.readouterr()
     assert fill_mask.main(["--load", str(tmp_path / "saved"), "--text", TEXT, "A [MASK]", "--top-k", "3"]) == 0
@@ -60,7 +47,7 @@ def test_words_are_found_where_they_are_missing(tmp_path: Path, capsys: pytest.C
 
 def test_two_ranks_say_it_once(tmp_path: Path) -> None:
     """Each has half of the vocabulary, and one speaks."""
-    run = saved(tmp_path)
+    run = saved_model(tmp_path, "bert", WORDS)
     flags = ["--load", str(tmp_path / "saved"), "--text", TEXT, "--top-k", "2"]
     ended = run_script("tools/fill_mask.py", flags, ranks=2, log=tmp_path / "log")
     assert ended.code == 0, ended.output
@@ -70,9 +57,9 @@ def test_two_ranks_say_it_once(tmp_path: Path) -> None:
 
 def test_mistakes(tmp_path: Path) -> None:
     """What is asked of it, what it knows, and what it is."""
-    saved(tmp_path)
+    saved_model(tmp_path, "bert", WORDS)
     load = ["--load", str(tmp_path / "saved"), "--text"]
-    with pytest.raises(ConfigError, match=r"--text 'the cat' has no \[MASK\]: write it where a word is missing"):
+    with pytest.raises(ConfigError, match=r"--text 'the cat' has no \[MASK\]: write it where words are missing"):
         fill_mask.main([*load, "the cat"])
     with pytest.raises(ConfigError, match=r"has 19 tokens, and this model sees 16 at most: shorten it"):
         fill_mask.main([*load, "[MASK] " + "the " * 16])
@@ -82,11 +69,9 @@ def test_mistakes(tmp_path: Path) -> None:
 
 def test_other_models_are_refused(tmp_path: Path) -> None:
     """A GPT looks one way only; a model of made-up data knows no words."""
-    (tmp_path / "gpt").mkdir()
-    saved(tmp_path / "gpt", family="gpt", words=False)
+    saved_model(tmp_path / "gpt", "gpt")
     with pytest.raises(CheckpointError, match="holds a gpt model; this tool works with bert"):
         fill_mask.main(["--load", str(tmp_path / "gpt/saved"), "--text", "a [MASK]"])
-    (tmp_path / "bert").mkdir()
-    saved(tmp_path / "bert", words=False)
+    saved_model(tmp_path / "bert", "bert")
     with pytest.raises(ConfigError, match=r"was trained with NullTokenizer, which has no \[MASK\]"):
         fill_mask.main(["--load", str(tmp_path / "bert/saved"), "--text", "a [MASK]"])
