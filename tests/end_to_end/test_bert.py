@@ -9,25 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.end_to_end.commands import ROOT, assert_same_tensors, losses, run, tensors
-
-WORDS = "the cat sat on a mat and dog ran to see what it was about but no one came by night or day so far"
+from tests.end_to_end.commands import ROOT, losses, run, tensors
+from tests.end_to_end.sentences import assert_two_halves_are_the_whole, make_sentences
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Flags of a data set that tools/preprocess_data.py made of documents of short sentences."""
-    folder = tmp_path_factory.mktemp("bert")
-    (folder / "vocab.txt").write_text(
-        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", *WORDS.split()]) + "\n"
-    )
-    drawn = torch.randint(len(WORDS.split()), (60, 6, 7), generator=torch.Generator().manual_seed(1)).tolist()
-    lines = (" ".join(" ".join(WORDS.split()[i] for i in each).capitalize() + "." for each in text) for text in drawn)
-    (folder / "text.jsonl").write_text("".join(f'{{"text": "{line}"}}\n' for line in lines))
-    tokenizer = f"--tokenizer-type BertWordPieceLowerCase --vocab-file {folder}/vocab.txt"
-    made = f"--input {folder}/text.jsonl --output-prefix {folder}/data --split-sentences --workers 1"
-    run("tools/preprocess_data.py", f"{made} {tokenizer}")
-    return f"--data-path {folder}/data_text_sentence --split 90,10,0 --vocab-file {folder}/vocab.txt"
+    return make_sentences(tmp_path_factory.mktemp("bert"))
 
 
 TINY = (
@@ -51,13 +40,7 @@ def test_two_ranks_train_both_losses(data: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", ["--pipeline-model-parallel-size 2", "--use-distributed-optimizer"])
 def test_resume_is_bitwise(layout: str, data: str, tmp_path: Path) -> None:
     """A run that was stopped would go on with other samples, masks or dropout."""
-    flags = f"{TINY} {data} {layout} --save-interval 3"
-    run("pretrain_bert.py", flags, "--save", str(tmp_path / "whole"), ranks=2)
-    halves = ("--save", str(tmp_path / "halves"), "--load", str(tmp_path / "halves"))
-    run("pretrain_bert.py", f"{flags} --exit-interval 3", *halves, ranks=2)
-    log = run("pretrain_bert.py", flags, *halves, ranks=2)
-    assert min(losses(log)) == 4
-    assert_same_tensors(tmp_path / "whole/iter_0000006", tmp_path / "halves/iter_0000006")
+    assert_two_halves_are_the_whole("pretrain_bert.py", f"{TINY} {data} {layout}", tmp_path)
 
 
 def test_another_layout_goes_on_from_a_checkpoint(data: str, tmp_path: Path) -> None:

@@ -72,11 +72,12 @@ def read_pieces(path: Path) -> dict[str, int]:
         try:
             model = json.loads(path.read_text(encoding="utf-8"))["model"]
             pieces: dict[str, int] = model["vocab"]
-            if model["type"] == "WordPiece" and sorted(pieces.values()) == list(range(len(pieces))):
-                return pieces
+            is_wordpiece = model["type"] == "WordPiece" and sorted(pieces.values()) == list(range(len(pieces)))
         except (ValueError, KeyError, TypeError, AttributeError):
-            pass
-        raise DataError(f"--vocab-file {path} is not a tokenizer.json of WordPiece; give a vocab.txt.")
+            is_wordpiece = False  # JSON of another kind, or none
+        if not is_wordpiece:
+            raise DataError(f"--vocab-file {path} is not a tokenizer.json of WordPiece; give a vocab.txt.")
+        return pieces
     try:
         return models.WordPiece.read_file(str(path))
     except Exception as error:  # the library raises nothing narrower

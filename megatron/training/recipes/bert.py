@@ -22,7 +22,7 @@ from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, Wires, Wi
 from megatron.core.tokenizers.base import MaskingTokenizer, Tokenizer
 from megatron.training.flops import bert_flops_per_sample
 from megatron.training.recipe import Recipe
-from megatron.training.recipes.parts import build_part, hidden_wires
+from megatron.training.recipes.parts import build_part, hidden_wires, run_bert
 
 WORDS, ORDER = "lm loss", "sop loss"
 
@@ -75,15 +75,7 @@ class BertRecipe:
 
     def forward(self, model: nn.Module, wires: Wires, microbatch: Microbatch) -> Any:
         """Tokens (or the previous stage's hidden states) through this stage."""
-        tensors = microbatch.tensors
-        output = model(
-            tensors.get("text"),
-            tensors.get("types"),
-            padding_mask=tensors["padding_mask"].bool(),
-            key=microbatch.key,
-            hidden=wires.get("hidden"),
-        )
-        return output if isinstance(output, BertOutput) else {"hidden": output}
+        return run_bert(model, wires, microbatch)
 
     def loss(self, output: Any, microbatch: Microbatch) -> LossSum:
         """Cross entropy summed over hidden words, and over the samples whose texts have an order."""

@@ -23,7 +23,7 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, Wires, WireSpec
 from megatron.core.tokenizers.base import MaskingTokenizer, Tokenizer
 from megatron.training.flops import classification_flops_per_sample
-from megatron.training.recipes.parts import hidden_wires, recompute_plan
+from megatron.training.recipes.parts import hidden_wires, recompute_plan, run_bert
 
 LOSS, ACCURACY = "lm loss", "accuracy"  # Megatron-LM's name of every loss, which log parsers know
 
@@ -84,15 +84,7 @@ class ClassificationRecipe:
 
     def forward(self, model: nn.Module, wires: Wires, microbatch: Microbatch) -> Any:
         """Tokens (or the previous stage's hidden states) through this stage."""
-        tensors = microbatch.tensors
-        output = model(
-            tensors.get("text"),
-            tensors.get("types"),
-            padding_mask=tensors["padding_mask"].bool(),
-            key=microbatch.key,
-            hidden=wires.get("hidden"),
-        )
-        return output if isinstance(output, AnswerLogits) else {"hidden": output}
+        return run_bert(model, wires, microbatch)
 
     def loss(self, output: Any, microbatch: Microbatch) -> LossSum:
         """Cross entropy summed over the samples that count, and the number of those answered rightly."""
@@ -143,8 +135,9 @@ class ClassificationRecipe:
 
 
 def _answers(run: RunConfig) -> AnswerShape:
-    assert run.answers is not None, "a rule refuses other tasks"
-    return run.answers
+    answers = run.group(TaskConfig).answers
+    assert answers is not None, "a rule refuses other tasks"
+    return answers
 
 
 def _counted(label: Tensor, context: ParallelContext) -> Tensor:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.config.run import RunConfig
 from megatron.core.models.build import build_model
 from megatron.core.models.stage import Stage
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.pipeline_parallel.chunk import WireSpec
+from megatron.core.pipeline_parallel.chunk import Microbatch, Wires, WireSpec
 from megatron.core.transformer.block import RecomputePlan
 
 
@@ -29,6 +31,19 @@ def hidden_wire(
     wide = model.fp32_residual_connection and not normed
     dtype = torch.promote_types(context.dtype, torch.float32) if wide else context.dtype
     return WireSpec((held, run.training.micro_batch_size * sequences, model.hidden_size), dtype)
+
+
+def run_bert(model: nn.Module, wires: Wires, microbatch: Microbatch) -> Any:
+    """Tokens of sentences (or the previous stage's hidden states) through a stage of a BERT, whatever its head."""
+    tensors = microbatch.tensors
+    output = model(
+        tensors.get("text"),
+        tensors.get("types"),
+        padding_mask=tensors["padding_mask"].bool(),
+        key=microbatch.key,
+        hidden=wires.get("hidden"),
+    )
+    return {"hidden": output} if isinstance(output, Tensor) else output
 
 
 def build_part(run: RunConfig, stage: Stage, context: ParallelContext) -> nn.Module:

@@ -48,11 +48,11 @@ def save_until_killed(root: Path, background: bool, report: Connection) -> None:
 def last_message(connection: Connection) -> int:
     """The last iteration that the killed process had called saved."""
     last = 0
-    try:
-        while connection.poll():
+    while connection.poll():
+        try:
             last = connection.recv()
-    except EOFError:
-        pass
+        except EOFError:  # everything was read; only the killed process held the other end
+            break
     return last
 
 

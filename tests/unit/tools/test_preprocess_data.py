@@ -396,9 +396,11 @@ def test_killed_worker(tmp_path: Path, waiting: subprocess.Popen[bytes]) -> None
 def test_killed_run_leaves_no_workers(waiting: subprocess.Popen[bytes]) -> None:
     """Nobody is left to tell the workers to stop."""
     workers = workers_of(waiting.pid)
+    assert len(workers) == 2
     waiting.kill()
     waiting.wait()
     wait_for(lambda: all(map(is_gone, workers)))
+    assert all(map(is_gone, workers))
 
 
 @needs_proc

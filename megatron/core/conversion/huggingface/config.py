@@ -9,7 +9,7 @@ from megatron.config.bert import BertConfig
 from megatron.config.model import ModelConfig
 from megatron.config.t5 import T5Config
 from megatron.core.conversion.huggingface import bert, t5
-from megatron.core.conversion.huggingface.known import Json, Known
+from megatron.core.conversion.huggingface.known import Json, Known, not_original
 from megatron.errors import CheckpointError
 
 FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", *bert.FAMILIES, t5.FAMILY)
@@ -214,19 +214,8 @@ def family_of(model: ModelConfig, source: Json) -> str:
 
 
 def _not_gpt2(model: ModelConfig) -> list[str]:
-    wrong = {
-        "positions are not learned": model.position_embedding_type != "learned_absolute",
-        "norms are not LayerNorm": model.normalization != "LayerNorm",
-        "the MLP is not plain GELU": model.gated or model.relu or model.squared_relu,
-        "linear layers have no biases": not model.add_bias_linear,
-        "keys and values are shared by heads": model.num_query_groups != model.num_attention_heads,
-        "queries and keys are normed": model.qk_layernorm,
-        "scores have a scale of their own": model.softmax_scale is not None,
-        "heads are not hidden size / heads wide": model.kv_channels * model.num_attention_heads != model.hidden_size,
-        "norm weights are stored minus one": model.apply_layernorm_1p,
-        "residuals start behind the norms": model.apply_residual_connection_post_layernorm,
-    }
-    return [reason for reason, holds in wrong.items() if holds]
+    moved = ["residuals start behind the norms"] if model.apply_residual_connection_post_layernorm else []
+    return not_original(model) + moved
 
 
 def _not_llama(model: ModelConfig) -> list[str]:

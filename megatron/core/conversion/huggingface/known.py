@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError
 
 Json = Mapping[str, Any]
@@ -44,3 +45,19 @@ class Known:
         if self(name) not in ACTIVATIONS:
             raise self.refuse(name, f"this project has {' and '.join(ACTIVATIONS)}")
         return ACTIVATIONS[self(name)]
+
+
+def not_original(model: ModelConfig) -> list[str]:
+    """What keeps a model from having the layers that GPT-2 and BERT share."""
+    wrong = {
+        "positions are not learned": model.position_embedding_type != "learned_absolute",
+        "norms are not LayerNorm": model.normalization != "LayerNorm",
+        "norm weights are stored minus one": model.apply_layernorm_1p,
+        "the MLP is not plain GELU": model.gated or model.relu or model.squared_relu,
+        "linear layers have no biases": not model.add_bias_linear,
+        "keys and values are shared by heads": model.num_query_groups != model.num_attention_heads,
+        "queries and keys are normed": model.qk_layernorm,
+        "scores have a scale of their own": model.softmax_scale is not None,
+        "heads are not hidden size / heads wide": model.kv_channels * model.num_attention_heads != model.hidden_size,
+    }
+    return [reason for reason, holds in wrong.items() if holds]
