@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config.flags import check_flags, flag
+from megatron.config.model import ModelConfig
+from megatron.config.recipe import Outline
 from megatron.config.sentences import SentenceConfig
+
+TOKEN_TYPES = 2
+"""Embeddings that tell the first text of a sample from the second."""
 
 
 @check_flags
@@ -19,3 +24,13 @@ class BertConfig(SentenceConfig):
         off="--bert-no-binary-head",
         architecture=True,
     )
+
+    def outline(self, model: ModelConfig) -> Outline:
+        """A head for hidden words, and one for the order of two texts."""
+        return Outline(
+            title="BERT",
+            token_types=TOKEN_TYPES,
+            has_padding=True,
+            has_word_head=True,
+            pooled_outputs=2 if self.bert_binary_head else 0,
+        )

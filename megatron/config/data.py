@@ -83,3 +83,15 @@ class DataConfig:
         if self.packing != "stream":
             for field in ("reset_position_ids", "reset_attention_mask"):
                 object.__setattr__(self, field, True)
+
+    def given_document_flags(self) -> list[str]:
+        """The flags among those given that say how a stream of documents becomes samples."""
+        given = {
+            "--packing": self.packing != "stream",
+            "--reset-position-ids": self.reset_position_ids and self.packing == "stream",
+            "--reset-attention-mask": self.reset_attention_mask and self.packing == "stream",
+            "--eod-mask-loss": self.eod_mask_loss,
+            "--sft": self.sft,
+            "--fim-rate": self.fim_rate > 0,
+        }
+        return [flag for flag, value in given.items() if value]

@@ -46,7 +46,7 @@ def _section(title: str, lines: Sequence[str]) -> str:
 
 
 def _batch(run: RunConfig) -> list[str]:
-    training, length = run.training, run.data.seq_length * run.sequences_per_sample
+    training, length = run.training, run.data.seq_length * run.outline.sequences_per_sample
     micro, replicas, full = training.micro_batch_size, run.data_parallel_size, training.global_batch_size
     lines = [
         f"{full:,} samples a step: {replicas:,} data-parallel rank{_s(replicas)} x micro batch {micro} "
@@ -55,10 +55,12 @@ def _batch(run: RunConfig) -> list[str]:
     if training.rampup_batch_size:
         start, increment, samples = training.rampup_batch_size
         lines.append(f"from {start:,} samples a step, {increment:,} more at a time, over the first {samples:,} samples")
+    if training.skip_train:
+        return lines
     task = run.find(TaskConfig)
-    if task is not None and task.epochs:
+    if task is not None:
         lines.append(f"epochs of --train-data: {task.epochs}; how many steps each is, the data will tell")
-    elif not training.skip_train:
+    else:
         lines.append(
             f"{run.train_iters:,} steps, {run.train_samples:,} samples, {count(run.train_samples * length)} tokens"
         )

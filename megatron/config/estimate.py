@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron.config.bert import BertConfig
 from megatron.config.model import ModelConfig
 from megatron.config.pipeline import StageShape, stage_shapes
+from megatron.config.recipe import Outline
 from megatron.config.run import RunConfig
-from megatron.config.t5 import T5Config, T5Layers
+from megatron.config.t5 import T5Layers
 
 _LOSS_CHUNK = 1 << 24  # logits of the vocabulary loss that exist at a time
-_TOKEN_TYPES = 2
 _STATES = {"adam": 2, "sgd": 1}  # fp32 numbers per weight
 
 
@@ -98,7 +97,7 @@ def stages_of(run: RunConfig, pipeline_rank: int) -> list[StageShape]:
 
 
 def _parameters(run: RunConfig, stages: Sequence[StageShape], *, ranks: int, vocabulary: int) -> ParameterCounts:
-    model, t5 = run.model, run.find(T5Config)
+    model, outline = run.model, run.outline
     hidden, tied = model.hidden_size, not model.untie_embeddings_and_output_weights
     norm = hidden * (2 if model.normalization == "LayerNorm" else 1)
     learned = model.position_embedding_type == "learned_absolute"
@@ -107,38 +106,30 @@ def _parameters(run: RunConfig, stages: Sequence[StageShape], *, ranks: int, voc
     embeds = any(stage.is_first for stage in stages) or any(each.opens_decoder for each in held)
     attention = _attention_parameters(model, ranks)
     layer, cross = attention + _mlp_parameters(model, ranks) + 2 * norm, attention + norm
-    positions = (model.max_position_embeddings if learned else 0) + (_TOKEN_TYPES if run.is_bert else 0)
+    positions = (model.max_position_embeddings if learned else 0) + outline.token_types
     return ParameterCounts(
         word_embeddings=vocabulary * hidden * embeds,
         position_embeddings=positions * hidden * embeds + _position_tables(run, held, ranks),
         layers=sum(len(stage.layers) * layer for stage in stages) + sum(len(each.decoder) * cross for each in held),
-        final_norm=norm * (last + (t5 is not None and any(each.closes_encoder for each in held))),
-        output_layer=vocabulary * hidden * (last and run.answers is None and not (tied and embeds)),
-        heads=_head_parameters(run, norm, vocabulary) if last else 0,
+        final_norm=norm * (last + (outline.decoder_layers > 0 and any(each.closes_encoder for each in held))),
+        output_layer=vocabulary * hidden * (last and outline.predicts_words and not (tied and embeds)),
+        heads=_head_parameters(outline, hidden=hidden, norm=norm, vocabulary=vocabulary) if last else 0,
     )
 
 
-def _head_parameters(run: RunConfig, norm: int, vocabulary: int) -> int:
-    """Of a BERT: a dense layer, norm and bias for the words, a dense layer and two outputs for the order; of one that
-    answers, the latter with its own number of outputs. Of a T5: its output's bias.
-    """
-    model, bert = run.model, run.find(BertConfig)
-    hidden, tied = model.hidden_size, not model.untie_embeddings_and_output_weights
+def _head_parameters(outline: Outline, *, hidden: int, norm: int, vocabulary: int) -> int:
+    """What is behind the last layer beside its norm and the output weights."""
     dense = hidden * hidden + hidden
-    if run.answers is not None:
-        return dense + run.answers.classes * (hidden + 1)
-    if bert is None:
-        return vocabulary if run.find(T5Config) and tied and model.add_bias_linear else 0
-    return dense + norm + vocabulary + (dense + 2 * hidden + 2 if bert.bert_binary_head else 0)
+    words = dense + norm if outline.has_word_head else 0
+    biases = vocabulary if outline.has_word_head or outline.has_output_bias else 0
+    pooled = dense + outline.pooled_outputs * (hidden + 1) if outline.pooled_outputs else 0
+    return words + biases + pooled
 
 
 def _position_tables(run: RunConfig, held: Sequence[T5Layers], ranks: int) -> int:
     """Of relative positions: one for each stack that has layers here."""
-    t5 = run.find(T5Config)
-    if t5 is None or run.model.position_embedding_type != "relative":
-        return 0
     stacks = any(each.encoder for each in held) + any(each.decoder for each in held)
-    return stacks * t5.relative_attention_num_buckets * run.model.num_attention_heads // ranks
+    return stacks * run.outline.position_buckets * run.model.num_attention_heads // ranks
 
 
 def _attention_parameters(model: ModelConfig, ranks: int) -> int:
@@ -192,9 +183,11 @@ def kept_activations(run: RunConfig) -> list[int]:
 
 def _stacks(run: RunConfig) -> list[_Activations]:
     """The encoder, and the decoder where there is one; a stack by itself is as an encoder here."""
-    length, t5 = run.data.seq_length, run.find(T5Config)
+    length, outline = run.data.seq_length, run.outline
     encoder = _Activations(run, length)
-    return [encoder] if t5 is None else [encoder, _Activations(run, t5.decoder_seq_length, attends_to=length)]
+    if not outline.decoder_layers:
+        return [encoder]
+    return [encoder, _Activations(run, outline.decoder_length, attends_to=length)]
 
 
 def _states(run: RunConfig) -> int:
@@ -221,12 +214,12 @@ class _Activations:
         model, training, ranks = run.model, run.training, run.parallel.tensor_model_parallel_size
         self._run, self._model, self._training = run, model, training
         self._length, self._attends_to = length, attends_to
-        share = training.micro_batch_size * run.sequences_per_sample / run.parallel.context_parallel_size
+        share = training.micro_batch_size * run.outline.sequences_per_sample / run.parallel.context_parallel_size
         self._tokens, self._encoded_tokens = int(length * share), int(attends_to * share)
         self._rows = self._tokens // (ranks if run.parallel.sequence_parallel else 1)
         self._hidden = model.hidden_size
         self._relative = model.position_embedding_type == "relative"
-        self._is_padded = not attends_to and (run.is_bert or run.find(T5Config) is not None)
+        self._is_padded = run.outline.has_padding and not attends_to
         self._queries = model.num_attention_heads * model.kv_channels // ranks
         self._keys = max(model.num_query_groups // ranks, 1) * model.kv_channels
         self._heads = model.num_attention_heads // ranks
@@ -259,7 +252,7 @@ class _Activations:
 
     def of_loss(self) -> int:
         """Hidden states and their gradient, the output weight's gradient, one chunk of logits."""
-        if self._run.answers is not None:  # of the first token alone
+        if not self._run.outline.predicts_words:  # of the first token alone
             return 2 * self._rows * self._hidden * self._width
         ranks = self._run.parallel.tensor_model_parallel_size
         vocabulary = self._run.padded_vocab_size // ranks
@@ -268,8 +261,7 @@ class _Activations:
 
     def _head(self) -> int:
         """BERT's for words: inputs of dense layer, GELU and norm; what the output keeps is the loss's."""
-        has_head = self._run.find(BertConfig) is not None and self._run.answers is None
-        return 3 * self._rows * self._hidden * self._width * has_head
+        return 3 * self._rows * self._hidden * self._width * self._run.outline.has_word_head
 
     def of_backward(self) -> int:
         """Gradients inside one layer, and what is recomputed for it."""

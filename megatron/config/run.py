@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from megatron.config.batch_ramp import BatchRamp
-from megatron.config.bert import BertConfig
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.command import CommandConfig
 from megatron.config.data import DataConfig
@@ -22,9 +21,8 @@ from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
+from megatron.config.recipe import Outline, RecipeConfig
 from megatron.config.reporting import ReportingConfig
-from megatron.config.t5 import T5Config
-from megatron.config.task import FINE_TUNING, AnswerShape, TaskConfig
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.training import TrainingConfig
 from megatron.errors import ConfigError
@@ -72,50 +70,36 @@ class RunConfig:
     notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        extra = (g.resolved(self.model, self.data) if isinstance(g, RecipeConfig) else g for g in self.extra)
+        object.__setattr__(self, "extra", tuple(extra))
         for name, changes in self._resolved().items():
             if changes:
                 object.__setattr__(self, name, dataclasses.replace(getattr(self, name), **changes))
-        extra = tuple(self._resolved_extra(group) for group in self.extra)
-        object.__setattr__(self, "extra", extra)
 
     def _resolved(self) -> dict[str, dict[str, Any]]:
         """Values that follow from other groups, by group and field."""
         model, training, tokenizer, precision = self.model, self.training, self.tokenizer, self.precision
         found: dict[str, dict[str, Any]] = {"model": {}, "training": {}, "tokenizer": {}, "parallel": {}}
         if model.max_position_embeddings is None:
-            decoder = self.find(T5Config)
-            longest = (self.data.seq_length, decoder.decoder_seq_length or 1 if decoder else 1)
-            found["model"]["max_position_embeddings"] = max(longest)
+            found["model"]["max_position_embeddings"] = max(self.data.seq_length, self.outline.decoder_length)
         if training.global_batch_size is None:
             found["training"]["global_batch_size"] = training.micro_batch_size * self.data_parallel_size
         if precision.fp16 and precision.loss_scale is None:
             found["training"]["check_for_nan_in_loss_and_grad"] = (
                 False  # overflows are how the loss scale finds its way
             )
-        task = self.find(TaskConfig)
-        if task is not None and not task.epochs:
+        if self.recipe.only_evaluates:
             found["training"]["skip_train"] = True
         kind = tokenizer.tokenizer_type
         if kind is None:
             files = tokenizer.vocab_file or tokenizer.merge_file or tokenizer.tokenizer_model
             null = self.data.mock_data and tokenizer.vocab_size is not None and not files
-            usual = "BertWordPieceLowerCase" if self.is_bert or self.find(T5Config) is not None else "GPT2BPETokenizer"
-            kind = found["tokenizer"]["tokenizer_type"] = "NullTokenizer" if null else usual
+            kind = found["tokenizer"]["tokenizer_type"] = "NullTokenizer" if null else self.outline.usual_tokenizer
         if model.vocab_size is None and tokenizer.vocab_size is not None:
             found["model"]["vocab_size"] = tokenizer.vocab_size + (kind == "NullTokenizer")
         if self.parallel.tensor_model_parallel_size == 1:
             found["parallel"]["sequence_parallel"] = False
         return found
-
-    def _resolved_extra(self, group: object) -> object:
-        if not isinstance(group, T5Config):
-            return group
-        layers, length = group.decoder_num_layers, group.decoder_seq_length
-        return dataclasses.replace(
-            group,
-            decoder_num_layers=self.model.num_layers if layers is None else layers,
-            decoder_seq_length=max(self.data.seq_length // 4, 1) if length is None else length,
-        )
 
     @classmethod
     def parse(
@@ -163,31 +147,24 @@ class RunConfig:
         return (*(getattr(self, group_name(kind)) for kind in CORE_GROUPS), *self.extra)
 
     @property
-    def answers(self) -> AnswerShape | None:
-        """What a BERT of this run answers; None for one that doesn't, and for other models."""
-        task = self.find(TaskConfig)
-        return FINE_TUNING.get(task.task) if task is not None else None
+    def recipe(self) -> RecipeConfig:
+        """The settings of this run's recipe alone."""
+        return self.find(RecipeConfig) or RecipeConfig()
 
     @property
-    def is_bert(self) -> bool:
-        """Whether the model is a BERT, which fills in words or answers."""
-        return self.find(BertConfig) is not None or self.answers is not None
-
-    @property
-    def sequences_per_sample(self) -> int:
-        """Sequences of ``--seq-length`` tokens that the model reads for one sample."""
-        return self.answers.choices if self.answers is not None else 1
-
-    @property
-    def predictions_per_sample(self) -> int:
-        """Predictions that a sample's loss is the sum of, at most."""
-        return 1 if self.answers is not None else self.data.seq_length
+    def outline(self) -> Outline:
+        """What is the model family's own in the model and in its samples."""
+        return self.recipe.outline(self.model)
 
     @property
     def num_layers(self) -> int:
         """Layers of the whole model, one after the other: a T5's of the encoder and then of the decoder."""
-        decoder = self.find(T5Config)
-        return self.model.num_layers + (decoder.decoder_num_layers if decoder else 0)
+        return self.model.num_layers + self.outline.decoder_layers
+
+    @property
+    def predictions_per_sample(self) -> int:
+        """Predictions that a sample's loss is the sum of, at most."""
+        return self.data.seq_length if self.outline.predicts_words else 1
 
     @property
     def model_parallel_size(self) -> int:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config.flags import flag
+from megatron.config.recipe import RecipeConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class SentenceConfig:
+class SentenceConfig(RecipeConfig):
     """Fields of the families that learn from sentences."""
 
     mask_prob: float = flag("Share of the tokens that are hidden.", default=0.15, above=0, below=1)

@@ -12,9 +12,9 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline import chunks_per_rank, num_stages
 from megatron.config.precision import PrecisionConfig
+from megatron.config.recipe import RecipeConfig
 from megatron.config.reporting import ReportingConfig
 from megatron.config.run import RunConfig
-from megatron.config.t5 import T5Config
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.training import TrainingConfig
 
@@ -65,7 +65,7 @@ def shrunk(run: RunConfig) -> RunConfig:
     """The run with few narrow layers, short sequences and two data-parallel replicas at most."""
     replicas = min(run.data_parallel_size, 2)
     depth = _small_depth(run)
-    model, extra = _small_model(run, depth), tuple(_small_decoder(group, run, depth) for group in run.extra)
+    model, extra = _small_model(run, depth), tuple(_small_group(group, run, depth) for group in run.extra)
     return dataclasses.replace(
         run,
         world_size=replicas * run.model_parallel_size,
@@ -119,17 +119,17 @@ def _small_depth(run: RunConfig) -> int:
 
 def _encoder_depth(run: RunConfig, depth: int) -> int:
     """Of a chain of ``depth`` layers; all of them where there is no decoder."""
-    if run.find(T5Config) is None or depth == run.num_layers:
+    if not run.outline.decoder_layers or depth == run.num_layers:
         return min(run.model.num_layers, depth)
     return min(run.model.num_layers, depth // 2)
 
 
-def _small_decoder(group: object, run: RunConfig, depth: int) -> object:
-    """The rest of the layers, half as many tokens."""
-    if not isinstance(group, T5Config):
+def _small_group(group: object, run: RunConfig, depth: int) -> object:
+    """A decoder has the rest of the layers, and half as many tokens."""
+    if not isinstance(group, RecipeConfig):
         return group
     layers, length = depth - _encoder_depth(run, depth), _small_length(run, at_least=_LENGTH // 2)
-    return dataclasses.replace(group, decoder_num_layers=layers, decoder_seq_length=length)
+    return group.shrunk(decoder_layers=layers, decoder_length=length)
 
 
 def _small_length(run: RunConfig, *, at_least: int = _LENGTH) -> int:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from megatron.config.data import DataConfig
 from megatron.config.flags import check_flags, flag
+from megatron.config.model import ModelConfig
+from megatron.config.recipe import Outline
 from megatron.config.sentences import SentenceConfig
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @check_flags
@@ -34,6 +42,31 @@ class T5Config(SentenceConfig):
         default=False,
         architecture=True,
     )
+
+    def resolved(self, model: ModelConfig, data: DataConfig) -> Self:
+        """With a decoder as deep as the encoder, and a quarter as long, unless its own flags say otherwise."""
+        layers, length = self.decoder_num_layers, self.decoder_seq_length
+        return dataclasses.replace(
+            self,
+            decoder_num_layers=model.num_layers if layers is None else layers,
+            decoder_seq_length=max(data.seq_length // 4, 1) if length is None else length,
+        )
+
+    def outline(self, model: ModelConfig) -> Outline:
+        """Two stacks; a tied output has a bias of its own where linear layers have one."""
+        relative, tied = model.position_embedding_type == "relative", not model.untie_embeddings_and_output_weights
+        return Outline(
+            title="T5",
+            decoder_layers=self.decoder_num_layers,
+            decoder_length=self.decoder_seq_length,
+            position_buckets=self.relative_attention_num_buckets if relative else 0,
+            has_padding=True,
+            has_output_bias=tied and model.add_bias_linear,
+        )
+
+    def shrunk(self, *, decoder_layers: int, decoder_length: int) -> Self:
+        """With a decoder of this size."""
+        return dataclasses.replace(self, decoder_num_layers=decoder_layers, decoder_seq_length=decoder_length)
 
 
 @dataclass(frozen=True)

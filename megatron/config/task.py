@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron.config.bert import TOKEN_TYPES
 from megatron.config.flags import check_flags, flag
+from megatron.config.model import ModelConfig
+from megatron.config.recipe import Outline, RecipeConfig
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class HarnessConfig(OwnDataConfig):
 
 @check_flags
 @dataclass(frozen=True, kw_only=True)
-class TaskConfig(OwnDataConfig):
+class TaskConfig(OwnDataConfig, RecipeConfig):
     """Flags of tasks/main.py alone."""
 
     task: Literal["WIKITEXT103", "LAMBADA", "LM", "RACE", "MNLI", "QQP"] = flag(
@@ -73,3 +76,32 @@ class TaskConfig(OwnDataConfig):
     result_file: str | None = flag(
         "JSON file to write the result into, with what it was measured on and by.", default=None
     )
+
+    @property
+    def answers(self) -> AnswerShape | None:
+        """What a BERT is fine-tuned to answer; None for a task that trains nothing."""
+        return FINE_TUNING.get(self.task)
+
+    @property
+    def only_evaluates(self) -> bool:
+        """Without epochs of training."""
+        return not self.epochs
+
+    @property
+    def trains_in_epochs(self) -> bool:
+        """As all fine-tuning does."""
+        return self.answers is not None
+
+    def outline(self, model: ModelConfig) -> Outline:
+        """A BERT with a head for answers; a GPT where nothing is fine-tuned."""
+        answers = self.answers
+        if answers is None:
+            return Outline()
+        return Outline(
+            title="BERT",
+            token_types=TOKEN_TYPES,
+            has_padding=True,
+            sequences_per_sample=answers.choices,
+            predicts_words=False,
+            pooled_outputs=answers.classes,
+        )

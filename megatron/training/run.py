@@ -181,7 +181,7 @@ def build_reporter(config: RunConfig, recipe: Recipe, context: ParallelContext) 
     )
     scale = SpeedScale(
         flops_per_sample=recipe.flops_per_sample(config),
-        tokens_per_sample=config.data.seq_length * config.sequences_per_sample,
+        tokens_per_sample=config.data.seq_length * config.outline.sequences_per_sample,
         world_size=mesh.world_size,
         peak=device_peak(context.device, context.dtype) if reporting.log_throughput else None,
     )

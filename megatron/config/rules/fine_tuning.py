@@ -9,7 +9,7 @@ from megatron.config.task import TaskConfig
 def epochs_are_given(run: RunConfig) -> str | None:
     """How often the training data are read, or that nothing is trained."""
     task = run.find(TaskConfig)
-    if task is None or run.answers is None or task.epochs is not None:
+    if task is None or task.answers is None or task.epochs is not None:
         return None
     return f"--task {task.task} needs --epochs: how often to read --train-data, or 0 to score --valid-data alone"
 
@@ -17,7 +17,7 @@ def epochs_are_given(run: RunConfig) -> str | None:
 def data_are_given(run: RunConfig) -> str | None:
     """Something to train on, or something to score."""
     task = run.find(TaskConfig)
-    if task is None or run.answers is None:
+    if task is None or task.answers is None:
         return None
     if task.epochs and not task.train_data:
         return f"--task {task.task} with --epochs {task.epochs} needs --train-data"
@@ -29,7 +29,7 @@ def data_are_given(run: RunConfig) -> str | None:
 def a_trained_model_is_named(run: RunConfig) -> str | None:
     """Nothing is fine-tuned, and nothing scored, that starts from random weights."""
     task, checkpoint = run.find(TaskConfig), run.checkpoint
-    if task is None or run.answers is None or checkpoint.load is not None:
+    if task is None or task.answers is None or checkpoint.load is not None:
         return None
     if task.epochs == 0:
         return (
@@ -46,7 +46,7 @@ def a_trained_model_is_named(run: RunConfig) -> str | None:
 def epochs_are_the_length(run: RunConfig) -> str | None:
     """Whole epochs of a fixed batch size are iterations enough, in an order of their own."""
     task, training = run.find(TaskConfig), run.training
-    if task is None or run.answers is None:
+    if task is None or task.answers is None:
         return None
     given = {
         "--train-iters": training.train_iters is not None,

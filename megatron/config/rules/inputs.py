@@ -128,7 +128,7 @@ def tokenizer_has_files(run: RunConfig) -> str | None:
 def saving_needs_an_interval(run: RunConfig) -> str | None:
     """Checkpoints are written somewhere and at some time."""
     checkpoint = run.checkpoint
-    if checkpoint.save is not None and checkpoint.save_interval is None and run.answers is None:
+    if checkpoint.save is not None and checkpoint.save_interval is None and not run.recipe.trains_in_epochs:
         return f"--save {checkpoint.save} needs --save-interval: the iterations between checkpoints"
     if checkpoint.save is None and checkpoint.keep_last_checkpoints is not None:
         return f"--keep-last-checkpoints {checkpoint.keep_last_checkpoints} needs --save"

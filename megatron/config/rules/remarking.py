@@ -122,7 +122,7 @@ def microbatch_groups_need_virtual_stages(run: RunConfig) -> str | None:
 def epochs_set_the_pace(run: RunConfig) -> str | None:
     """A fine-tuning is evaluated after each epoch, on all data, and drops no sample."""
     task = run.find(TaskConfig)
-    if task is None or run.answers is None:
+    if task is None or task.answers is None:
         return None
     fields = ("eval_interval", "eval_iters")
     named = [f"--{field.replace('_', '-')}" for field in fields if run.given(field)] + ["--keep-last"] * task.keep_last

@@ -78,14 +78,8 @@ def tasks_read_their_own_data(run: RunConfig) -> str | None:
         "--data-args-path": data.data_args_path,
         "--per-split-data-args-path": data.per_split_data_args_path,
         "--mock-data": data.mock_data,
-        "--packing": data.packing != "stream",
-        "--reset-position-ids": data.reset_position_ids and data.packing == "stream",
-        "--reset-attention-mask": data.reset_attention_mask and data.packing == "stream",
-        "--eod-mask-loss": data.eod_mask_loss,
-        "--sft": data.sft,
-        "--fim-rate": data.fim_rate > 0,
     }
-    named = [flag for flag, value in given.items() if value]
+    named = [*(flag for flag, value in given.items() if value), *data.given_document_flags()]
     return (
         f"tasks make their samples of --valid-data and --train-data; leave {' and '.join(named)} out" if named else None
     )

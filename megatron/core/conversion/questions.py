@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from megatron.config.bert import BertConfig
+from megatron.config.bert import TOKEN_TYPES, BertConfig
 from megatron.config.model import ModelConfig
 from megatron.config.t5 import T5Config
-from megatron.core.models.bert import TOKEN_TYPES, BertOutput
+from megatron.core.models.bert import BertOutput
 from megatron.core.transformer.heads import VocabularyOutput
 
 Answer = Mapping[str, Tensor]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megatron.config.bert import TOKEN_TYPES
 from megatron.config.model import ModelConfig
 from megatron.core.models.stage import Stage
 from megatron.core.ops.activation import activation
@@ -21,8 +22,6 @@ from megatron.core.transformer.initialization import input_init
 from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.positions import RotaryPositions
-
-TOKEN_TYPES = 2
 
 
 @dataclass(frozen=True)

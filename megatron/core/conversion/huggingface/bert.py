@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.config.bert import BertConfig
+from megatron.config.bert import TOKEN_TYPES, BertConfig
 from megatron.config.model import ModelConfig
-from megatron.core.conversion.huggingface.known import Known
-from megatron.core.models.bert import TOKEN_TYPES
+from megatron.core.conversion.huggingface.known import Known, not_original
 from megatron.errors import CheckpointError
 
 ORIGINAL, PRE_NORM = "bert", "megatron-bert"
@@ -75,19 +74,8 @@ def config_from_model(model: ModelConfig, group: BertConfig) -> dict[str, Any]:
 
 def family_of(model: ModelConfig) -> str:
     """The family a BERT belongs to; CheckpointError when it is one of its own."""
-    wrong = {
-        "positions are not learned": model.position_embedding_type != "learned_absolute",
-        "norms are not LayerNorm": model.normalization != "LayerNorm",
-        "norm weights are stored minus one": model.apply_layernorm_1p,
-        "the MLP is not plain GELU": model.gated or model.relu or model.squared_relu,
-        "linear layers have no biases": not model.add_bias_linear,
-        "keys and values are shared by heads": model.num_query_groups != model.num_attention_heads,
-        "queries and keys are normed": model.qk_layernorm,
-        "scores have a scale of their own": model.softmax_scale is not None,
-        "heads are not hidden size / heads wide": model.kv_channels * model.num_attention_heads != model.hidden_size,
-        "the output weights are not the word embeddings'": model.untie_embeddings_and_output_weights,
-    }
-    reasons = [reason for reason, holds in wrong.items() if holds]
+    untied = ["the output weights are not the word embeddings'"] if model.untie_embeddings_and_output_weights else []
+    reasons = not_original(model) + untied
     if reasons:
         raise CheckpointError(f"Hugging Face has no BERT of this architecture: {'; '.join(reasons)}")
     return ORIGINAL if model.apply_residual_connection_post_layernorm else PRE_NORM

@@ -1,0 +1,68 @@
+"""What the settings of one recipe alone tell the rest of a run about its model; by default, what is true of GPT."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from megatron.config.data import DataConfig
+    from megatron.config.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class Outline:
+    """The parts of a model, and of the samples it reads, that differ from family to family.
+
+    ``decoder_layers``, ``decoder_length``: layers of a decoder that attends to all the others, and tokens of a sample
+    there. ``position_buckets``: rows of the table that each stack has for relative positions. ``token_types``: kinds
+    of token with an embedding of their own. ``has_padding``: samples are whole texts, which padding makes as long as
+    the longest may be. ``sequences_per_sample``: of ``--seq-length`` tokens. ``predicts_words``: there is an output
+    layer for the vocabulary; ``has_word_head``: with a dense layer, a norm and a bias before it;
+    ``has_output_bias``: with a bias alone. ``pooled_outputs``: of a head on each sequence's first token.
+    """
+
+    title: str = "GPT"
+    decoder_layers: int = 0
+    decoder_length: int = 0
+    position_buckets: int = 0
+    token_types: int = 0
+    has_padding: bool = False
+    sequences_per_sample: int = 1
+    predicts_words: bool = True
+    has_word_head: bool = False
+    has_output_bias: bool = False
+    pooled_outputs: int = 0
+
+    @property
+    def usual_tokenizer(self) -> str:
+        """Whole texts need tokens that begin and end them."""
+        return "BertWordPieceLowerCase" if self.has_padding else "GPT2BPETokenizer"
+
+
+class RecipeConfig:
+    """Base of the groups of flags that one recipe adds to those of every model."""
+
+    def resolved(self, model: ModelConfig, data: DataConfig) -> Self:
+        """This group with the values that follow from other groups."""
+        return self
+
+    def outline(self, model: ModelConfig) -> Outline:
+        """The model that these settings and ``model`` describe."""
+        return Outline()
+
+    def shrunk(self, *, decoder_layers: int, decoder_length: int) -> Self:
+        """This group for a small model of the same structure."""
+        return self
+
+    @property
+    def only_evaluates(self) -> bool:
+        """Whether nothing is trained."""
+        return False
+
+    @property
+    def trains_in_epochs(self) -> bool:
+        """Whether epochs of the data, not iterations, say how long training is, and when it saves and evaluates."""
+        return False
