@@ -26,6 +26,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import CpCommType, ParallelConfig
 from megatron.core.context_parallel.attention import attention
 from megatron.core.models.gpt import GPTModel
+from megatron.core.ops.attention import AttentionOptions
 from megatron.core.parallel.collectives import gather_objects
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.environment import LaunchEnvironment, launch_environment
@@ -74,8 +75,9 @@ def bytes_sent(context: ParallelContext, shape: Shape, way: Way) -> Counter[str]
     held = shape.length // context.mesh.size("cp")
     sizes = (shape.heads, shape.groups, shape.groups)
     q, k, v = (torch.randn(held, shape.batch, heads, shape.width, requires_grad=True) for heads in sizes)
+    options = AttentionOptions(causal=True, scale=shape.width**-0.5)
     with counting(context.mesh) as sent:
-        out = attention(q, k, v, context=context, comm_type=way.kind, causal=True)
+        out = attention(q, k, v, options, context=context, comm_type=way.kind)
         out.sum().backward()  # type: ignore[no-untyped-call]
     return sent
 

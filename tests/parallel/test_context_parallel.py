@@ -14,8 +14,8 @@ from torch import Tensor
 from megatron.core.context_parallel import key_exchange, merged_attention
 from megatron.core.context_parallel.attention import attention
 from megatron.core.context_parallel.slicing import take
+from megatron.core.ops.attention import AttentionOptions, blocked
 from megatron.core.ops.attention import attention as attention_of_one_rank
-from megatron.core.ops.attention import blocked
 from megatron.core.ops.attention.partial import partial_attention, partial_attention_gradients
 from megatron.core.parallel import exchange
 from megatron.core.parallel.context import ParallelContext
@@ -23,6 +23,7 @@ from megatron.core.parallel.exchange import Shift, Team, all_to_all, circulate
 from tests.harness import run_ranks
 
 LENGTH, BATCH, HEADS, WIDTH = 24, 2, 12, 4
+CAUSAL = AttentionOptions(causal=True, scale=WIDTH**-0.5)
 
 WAYS: dict[str, dict[str, Any]] = {
     "p2p": {"cp_comm_types": ("p2p",)},
@@ -56,16 +57,18 @@ def inputs(*, groups: int, keys: int) -> tuple[list[Tensor], Tensor]:
 
 def options(
     *, causal: bool = True, keys: int = LENGTH, documents: bool = False, padding: bool = False, backend: str = "auto"
-) -> dict[str, Any]:
+) -> tuple[AttentionOptions, str]:
+    """Of a call over the whole sequence, and its backend."""
     segments = (torch.rand(BATCH, LENGTH, generator=torch.Generator().manual_seed(2)) < 0.2).cumsum(1)
     real = torch.ones(BATCH, keys, dtype=torch.bool)
     real[0, 17:], real[1, :9] = False, False
-    return {
-        "causal": causal,
-        "segments": segments if documents else None,
-        "padding_mask": real if padding else None,
-        "backend": backend,
-    }
+    asked = AttentionOptions(
+        causal=causal,
+        scale=WIDTH**-0.5,
+        segments=segments if documents else None,
+        padding_mask=real if padding else None,
+    )
+    return asked, backend
 
 
 def on_slices(context: ParallelContext, way: dict[str, Any], call: dict[str, Any]) -> list[float]:
@@ -74,18 +77,20 @@ def on_slices(context: ParallelContext, way: dict[str, Any], call: dict[str, Any
     call = dict(call)
     groups, keys = call.pop("groups", HEADS), call.get("keys", LENGTH)
     whole, upstream = inputs(groups=groups, keys=keys)
-    chosen = options(**call)
+    asked, backend = options(**call)
     context = dataclasses.replace(context, **way)
 
     def held(x: Tensor) -> Tensor:
         return take(x, context.mesh.rank("cp"), context.mesh.size("cp"), dim=0)
 
     slices = [held(x).requires_grad_() for x in whole]
-    out = attention(*slices, context=context, comm_type=context.cp_comm_type(0), **chosen)
+    q, k, v = slices
+    out = attention(q, k, v, asked, context=context, comm_type=context.cp_comm_type(0), backend=backend)
     found = [out, *torch.autograd.grad(out, slices, held(upstream))]
 
     leaves = [x.requires_grad_() for x in whole]
-    reference = attention_of_one_rank(*leaves, **(chosen | {"backend": "reference"}))
+    q, k, v = leaves
+    reference = attention_of_one_rank(q, k, v, asked, backend="reference")
     expected = [reference, *torch.autograd.grad(reference, leaves, upstream)]
     assert out.shape == held(reference).shape
     return [(actual - held(wanted)).abs().max().item() for actual, wanted in zip(found, expected)]
@@ -106,10 +111,12 @@ def errors_in_bf16(context: ParallelContext, way: dict[str, Any]) -> list[float]
     context = dataclasses.replace(context, **way)
     rank, ranks = context.mesh.rank("cp"), context.mesh.size("cp")
     slices = [take(x, rank, ranks, dim=0).requires_grad_() for x in rounded]
-    out = attention(*slices, context=context, comm_type=context.cp_comm_type(0), causal=True)
+    q, k, v = slices
+    out = attention(q, k, v, CAUSAL, context=context, comm_type=context.cp_comm_type(0))
     found = [out, *torch.autograd.grad(out, slices, take(upstream, rank, ranks, dim=0).bfloat16())]
     exact = [x.double().requires_grad_() for x in rounded]
-    reference = attention_of_one_rank(*exact, causal=True, backend="reference")
+    q, k, v = exact
+    reference = attention_of_one_rank(q, k, v, CAUSAL, backend="reference")
     expected = [reference, *torch.autograd.grad(reference, exact, upstream)]
     return [
         ((actual.double() - take(wish, rank, ranks, dim=0)).abs().max() / wish.abs().max()).item()
@@ -140,7 +147,7 @@ def order_of_events(context: ParallelContext) -> list[str]:
         return mock.Mock(wait=noted("wait", Shift(*arguments, **options).wait))
 
     (q, k, v), upstream = inputs(groups=HEADS, keys=LENGTH)
-    held = [take(x, context.mesh.rank("cp"), 3, dim=0).requires_grad_() for x in (q, k, v)]
+    q, k, v = (take(x, context.mesh.rank("cp"), 3, dim=0).requires_grad_() for x in (q, k, v))
     with (
         mock.patch.object(exchange, "Shift", start),
         mock.patch.object(key_exchange, "Shift", start),
@@ -149,7 +156,7 @@ def order_of_events(context: ParallelContext) -> list[str]:
             merged_attention, "partial_attention_gradients", noted("compute", partial_attention_gradients)
         ),
     ):
-        out = attention(*held, context=context, comm_type="p2p", causal=True)
+        out = attention(q, k, v, CAUSAL, context=context, comm_type="p2p")
         seen.append("|")
         out.backward(take(upstream, context.mesh.rank("cp"), 3, dim=0))  # type: ignore[no-untyped-call]
     return seen

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 
-import torch
 from torch import Tensor
 
 from megatron.config.parallel import CpCommType, head_exchange_size
@@ -24,9 +22,8 @@ from megatron.core.context_parallel.head_exchange import with_heads_split
 from megatron.core.context_parallel.key_exchange import Gather, KeyExchange, Ring
 from megatron.core.context_parallel.merged_attention import merged_attention
 from megatron.core.context_parallel.visible import Documents
-from megatron.core.ops.attention import AttentionRequest
+from megatron.core.ops.attention import AttentionOptions, AttentionRequest
 from megatron.core.ops.attention import attention as attention_of_one_rank
-from megatron.core.ops.attention.request import AttentionOptions
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.exchange import Team
 
@@ -35,52 +32,34 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    options: AttentionOptions,
     *,
     context: ParallelContext,
     comm_type: CpCommType,
-    causal: bool,
-    scale: float | None = None,
-    dropout: float = 0.0,
-    generator: torch.Generator | None = None,
-    segments: Tensor | None = None,
     documents: Documents | None = None,
-    padding_mask: Tensor | None = None,
-    bias: Tensor | None = None,
-    softmax_in_fp32: bool = False,
     backend: str = "auto",
 ) -> Tensor:
     """``ops.attention`` of queries and keys that each context-parallel rank holds a slice of (see ``slicing``).
 
-    Shapes are those of the slices: ``q`` [s, b, n, d], ``k`` and ``v`` [s, b, g, d] -> [s, b, n·d]; only ``segments``
-    and ``padding_mask`` [b, S] are whole, and ``bias`` [n, s, S] has all keys in
-    order; with it ranks can't exchange heads. Causal attention has as many
-    queries as keys. With one rank, a plain call.
+    Shapes are those of the slices: ``q`` [s, b, n, d], ``k`` and ``v`` [s, b, g, d] -> [s, b, n·d]. Of the options,
+    ``segments`` and ``padding_mask`` [b, S] are of the whole sequence, and ``bias`` [n, s, S] has all keys in order;
+    with it ranks can't exchange heads. Causal attention has as many queries as keys. With one rank, a plain call.
     ``documents``: those of ``segments``, where a caller of many layers has found them already.
     """
-    options = AttentionOptions(
-        causal=causal,
-        scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else scale,
-        dropout=dropout,
-        generator=generator,
-        segments=segments,
-        padding_mask=padding_mask,
-        bias=bias,
-        softmax_in_fp32=softmax_in_fp32,
-    )
 
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention_of_one_rank(q, k, v, **vars(options), backend=backend)
+        return attention_of_one_rank(q, k, v, options, backend=backend)
 
     everyone = Team.of(context.mesh, "cp")
     if everyone.size == 1:
         return plain(q, k, v)
-    assert bias is None or "a2a" not in comm_type, "a bias of a slice's queries has no rows for those of other ranks"
+    assert options.bias is None or "a2a" not in comm_type, "a bias has no rows for queries of other ranks"
     if comm_type == "a2a":
         return with_heads_split(plain, q, k, v, everyone)
     neighbours = everyone.neighbours(_heads_split_over(comm_type, context))
     exchange = _key_exchange(comm_type, context)
-    if segments is not None and documents is None:
-        documents = Documents(segments)
+    if options.segments is not None and documents is None:
+        documents = Documents(options.segments)
     merged = functools.partial(
         merged_attention, exchange=exchange, options=options, backend=backend, documents=documents
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.core.context_parallel.attention import attention
 from megatron.core.context_parallel.visible import Documents
+from megatron.core.ops.attention import AttentionOptions
 from megatron.core.ops.rotary import apply_rotary
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.recompute import recomputed
@@ -22,7 +24,7 @@ from megatron.core.transformer.norm import Norm
 
 @dataclass(frozen=True)
 class Seen:
-    """What decides which keys a query sees, and how much, besides their product; as in ``attention``."""
+    """What decides which keys a query sees, and how much, besides their product; as in ``AttentionOptions``."""
 
     segments: Tensor | None = None
     documents: Documents | None = None
@@ -100,21 +102,24 @@ class Attention(nn.Module):
         drop = config.attention_dropout if self.training else 0.0
         if drop:  # seeded here, so that recomputing the scores alone draws the same mask
             self._context.rng.enter(stream, f"layer {self._number} {self._purpose}")
+        options = AttentionOptions(
+            causal=self._causal,
+            scale=1.0 / math.sqrt(self._head_dim) if config.softmax_scale is None else config.softmax_scale,
+            dropout=drop,
+            generator=self._context.rng.split,
+            segments=seen.segments,
+            padding_mask=seen.padding_mask,
+            bias=seen.bias,
+            softmax_in_fp32=config.attention_softmax_in_fp32,
+        )
         return attention(
             query,
             key,
             value,
+            options,
             context=self._context,
             comm_type=self._context.cp_comm_type(self._number),
-            causal=self._causal,
-            scale=config.softmax_scale,
-            dropout=drop,
-            generator=self._context.rng.split,
-            segments=seen.segments,
             documents=seen.documents,
-            padding_mask=seen.padding_mask,
-            bias=seen.bias,
-            softmax_in_fp32=config.attention_softmax_in_fp32,
             backend=config.attention_backend,
         )
 

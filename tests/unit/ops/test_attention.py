@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.ops.attention import AttentionRequest, attention, blocked, choose
+from megatron.core.ops.attention import AttentionOptions, AttentionRequest, blocked, choose
+from megatron.core.ops.attention import attention as attention_with
 from megatron.core.ops.attention.registry import BACKENDS
 from megatron.errors import ConfigError
 
@@ -29,6 +30,11 @@ def make_qkv(
     torch.manual_seed(0)
     shapes = ((sq, b, n, d), (sk or sq, b, g, d), (sk or sq, b, g, d))
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto", **options: Any) -> Tensor:
+    """With scores scaled as usual unless ``options`` have a scale."""
+    return attention_with(q, k, v, AttentionOptions(**{"scale": q.shape[-1] ** -0.5} | options), backend=backend)
 
 
 def by_loops(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:

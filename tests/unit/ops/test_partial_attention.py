@@ -104,7 +104,9 @@ def test_merged_parts_are_attention(cut: str, backend: str) -> None:
     """Every context-parallel rank computes its result and its gradients this way."""
     shape, causal, calls = CUTS[cut]
     inputs = [x.requires_grad_() for x in make_qkv(**shape)]
-    expected = attention(*inputs, causal=causal, scale=0.3, backend="reference").view_as(inputs[0])
+    q, k, v = inputs
+    options = AttentionOptions(causal=causal, scale=0.3)
+    expected = attention(q, k, v, options, backend="reference").view_as(q)
     upstream = torch.linspace(-1, 1, expected.numel(), dtype=expected.dtype).view_as(expected)
     wanted = [expected, *torch.autograd.grad(expected, inputs, upstream)]
     found = by_parts([x.detach() for x in inputs], upstream, calls, backend)
@@ -117,7 +119,9 @@ def test_merged_parts_have_the_gradient_of_a_bias(backend: str) -> None:
     """Tables of positions would learn from a context-parallel rank's own keys alone, or from the wrong ones."""
     inputs = [x.requires_grad_() for x in make_qkv(sq=6, g=2)]
     bias = torch.randn(4, 6, 10, dtype=torch.float64, requires_grad=True)
-    expected = attention(*inputs, causal=False, scale=0.3, bias=bias, backend="reference").view_as(inputs[0])
+    q, k, v = inputs
+    options = AttentionOptions(causal=False, scale=0.3, bias=bias)
+    expected = attention(q, k, v, options, backend="reference").view_as(q)
     upstream = torch.linspace(-1, 1, expected.numel(), dtype=expected.dtype).view_as(expected)
     (wanted,) = torch.autograd.grad(expected, [bias], upstream)
     q, k, v = (x.detach() for x in inputs)
@@ -181,7 +185,7 @@ def test_query_without_keys_gets_zeros(backend: str) -> None:
     for keys in (slice(0, 5), slice(5, 10)):
         options = AttentionOptions(causal=False, scale=0.3, padding_mask=padding[:, keys])
         merged.add(partial_attention(q, k[keys], v[keys], options, backend=backend), ALL, ALL)
-    expected = attention(q, k, v, causal=False, scale=0.3, padding_mask=padding, backend="reference")
+    expected = attention(q, k, v, AttentionOptions(causal=False, scale=0.3, padding_mask=padding), backend="reference")
     torch.testing.assert_close(merged.out.flatten(2), expected)
     assert (merged.out[:, 2] == 0).all()
     whole = merged.result(q.dtype)

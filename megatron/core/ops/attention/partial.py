@@ -46,19 +46,7 @@ def partial_attention_gradients(
 def partial_request(q: Tensor, k: Tensor, options: AttentionOptions) -> AttentionRequest:
     """The facts of a partial call."""
     assert options.segments is None, "documents are cut into calls of their own"
-    return AttentionRequest(
-        device=q.device,
-        dtype=q.dtype,
-        query_length=q.shape[0],
-        key_length=k.shape[0],
-        head_width=q.shape[-1],
-        causal=options.causal,
-        dropout=options.dropout,
-        padding_mask=options.padding_mask is not None,
-        bias=options.bias is not None,
-        softmax_in_fp32=options.softmax_in_fp32,
-        partial=True,
-    )
+    return AttentionRequest.of(q, k, options, partial=True)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,29 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    """Everything about a call but its three tensors.
+
+    ``causal``: a query sees keys up to its own position; the last query stands at the last key, so a cache may precede.
+    ``scale``: of the scores; usually 1 / sqrt(d).  ``dropout``: on the probabilities, drawn from ``generator``.
+    ``segments`` [b, s] int: document of each position; a query sees keys of its own document only. A document is
+    one run of positions; queries and keys are the same positions.
+    ``padding_mask`` [b, sk] bool: True for real keys; a query that sees no key gets zeros.
+    ``bias`` [n, sq, sk]: added to the scores of every sample, in the type of the queries; it may want a gradient.
+    ``softmax_in_fp32``: for backends that would otherwise compute it in the type of the queries.
+    """
+
+    causal: bool
+    scale: float
+    dropout: float = 0.0
+    generator: torch.Generator | None = None
+    segments: Tensor | None = None
+    padding_mask: Tensor | None = None
+    bias: Tensor | None = None
+    softmax_in_fp32: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionRequest:
     """What a backend needs to accept or refuse a call; can be made before any tensor, to report the choice.
 
@@ -29,19 +52,24 @@ class AttentionRequest:
     needs_grad: bool = True
     partial: bool = False
 
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionOptions:
-    """Everything about a call but its three tensors; meanings as in ``attention``."""
-
-    causal: bool
-    scale: float
-    dropout: float = 0.0
-    generator: torch.Generator | None = None
-    segments: Tensor | None = None
-    padding_mask: Tensor | None = None
-    bias: Tensor | None = None
-    softmax_in_fp32: bool = False
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, options: AttentionOptions, *, partial: bool = False) -> AttentionRequest:
+        """The facts of a call. Parts are computed without autograd, but their gradients are asked for later."""
+        return cls(
+            device=q.device,
+            dtype=q.dtype,
+            query_length=q.shape[0],
+            key_length=k.shape[0],
+            head_width=q.shape[-1],
+            causal=options.causal,
+            dropout=options.dropout,
+            segments=options.segments is not None,
+            padding_mask=options.padding_mask is not None,
+            bias=options.bias is not None,
+            softmax_in_fp32=options.softmax_in_fp32,
+            needs_grad=partial or q.requires_grad,
+            partial=partial,
+        )
 
 
 @dataclass(frozen=True)
