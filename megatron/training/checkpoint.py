@@ -37,7 +37,8 @@ def load(run: Run) -> None:
     if folder is not None:
         _load_from(run, folder, weights_only=settings.finetune)
     elif settings.pretrained_checkpoint is not None:
-        pretrained = find_checkpoint(settings.pretrained_checkpoint, mesh=run.context.mesh)
+        named, mesh = settings.pretrained_checkpoint, run.context.mesh
+        pretrained = find_checkpoint(named, mesh=mesh, flag="--pretrained-checkpoint")
         is_body = read_run_state(pretrained)["recipe"] in run.recipe.starts_from
         if is_body and not run.config.training.skip_train:  # nobody wants to know how well a fresh head does
             load_body(run, pretrained)

@@ -232,7 +232,10 @@ def load_model(config: RunConfig, recipe: Recipe, context: ParallelContext) -> L
     settings, mesh = config.checkpoint, context.mesh
     root = settings.load or settings.pretrained_checkpoint
     assert root is not None, "rules let no task begin without a checkpoint"
-    folder = find_checkpoint(root, step=settings.ckpt_step if settings.load else None, mesh=mesh)
+    if settings.load:
+        folder = find_checkpoint(root, step=settings.ckpt_step, mesh=mesh)
+    else:
+        folder = find_checkpoint(root, mesh=mesh, flag="--pretrained-checkpoint")
     check_same_model(read_run_state(folder), folder, recipe=recipe.name, config=config, tokenizer=tokenizer)
     stages = stages_here(config, recipe, context)
     check_stages(config, stages, context)

@@ -30,17 +30,24 @@ class CheckpointFolder:
 
 
 def find_checkpoint(
-    root: str | AnyPath, *, step: int | None = None, mesh: Mesh | None = None, verify: bool = True
+    root: str | AnyPath,
+    *,
+    step: int | None = None,
+    mesh: Mesh | None = None,
+    verify: bool = True,
+    flag: str = "--load",
 ) -> CheckpointFolder:
     """The checkpoint to load from ``root``, which is a folder of checkpoints or one checkpoint itself.
 
     With ``mesh`` a collective that gives every rank the same answer; without, this process decides alone (tools, and
     reading settings before process groups exist). ``step`` asks for that iteration and no other. ``verify`` reads
-    every file and compares checksums; without it only sizes are compared.
+    every file and compares checksums; without it only sizes are compared. ``flag``: what the user named ``root`` by;
+    empty where it stands alone on the command line.
     Raises CheckpointError that lists what was found and why each was rejected.
     """
     root, mesh = path_of(root), mesh or Mesh.single()
-    survey = run_on_first(lambda: _survey(root, step), mesh)
+    named = f"{flag} {root}".lstrip()
+    survey = run_on_first(lambda: _survey(root, step, named), mesh)
     damaged: list[str] = []
     for found in survey.whole:
         if problems := _damage(found.path, mesh) if verify else []:
@@ -50,7 +57,7 @@ def find_checkpoint(
         if passed_over and mesh.world_rank == 0:
             logger.warning("loading %s in place of what was asked for: %s", found.path, "; ".join(passed_over))
         return CheckpointFolder(found.path, found.iteration, tuple(passed_over))
-    raise CheckpointError(_nothing_usable(root, step, survey, damaged))
+    raise CheckpointError(_nothing_usable(named, root, step, survey, damaged))
 
 
 def is_unused(root: str | AnyPath) -> bool:
@@ -104,12 +111,14 @@ class _Survey:
     has_favourite: bool = True
 
 
-def _survey(root: AnyPath, step: int | None) -> _Survey:
+def _survey(root: AnyPath, step: int | None, named: str) -> _Survey:
     if not root.is_dir():
-        raise CheckpointError(f"--load {root}: there is no such folder")
+        raise CheckpointError(f"{named}: there is no such folder")
     if (root / MANIFEST).exists():
         survey = _Survey()
         _judge(root, survey)
+        if survey.whole and step not in (None, survey.whole[0].iteration):
+            raise CheckpointError(f"{named} is the checkpoint of iteration {survey.whole[0].iteration}, not of {step}")
         return survey
     survey = _look(root, step)
     if step is None:
@@ -179,9 +188,9 @@ def _some(problems: list[str], limit: int = 5) -> str:
     return ", ".join(problems[:limit]) + more
 
 
-def _nothing_usable(root: AnyPath, step: int | None, survey: _Survey, damaged: list[str]) -> str:
+def _nothing_usable(named: str, root: AnyPath, step: int | None, survey: _Survey, damaged: list[str]) -> str:
     reasons = "; ".join(survey.rejected + damaged) or "there is nothing that looks like one"
     if step is None:
-        return f"--load {root} holds no usable checkpoint: {reasons}"
+        return f"{named} holds no usable checkpoint: {reasons}"
     others = ", ".join(map(str, sorted(whole_checkpoints(root)))) or "none"
-    return f"--load {root} holds no usable checkpoint of --ckpt-step {step}: {reasons}; complete iterations: {others}"
+    return f"{named} holds no usable checkpoint of --ckpt-step {step}: {reasons}; complete iterations: {others}"

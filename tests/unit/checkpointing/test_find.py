@@ -133,8 +133,11 @@ def test_a_given_step_is_taken_or_refused(root: Path) -> None:
 
 
 def test_one_checkpoint_may_be_named_itself(root: Path) -> None:
-    """--load root/iter_0000020 works."""
+    """--load root/iter_0000020 works; with another --ckpt-step it is a contradiction, not a choice."""
     assert find_checkpoint(root / "iter_0000020") == CheckpointFolder(root / "iter_0000020", 20)
+    assert find_checkpoint(root / "iter_0000020", step=20).iteration == 20
+    with pytest.raises(CheckpointError, match="iter_0000020 is the checkpoint of iteration 20, not of 30"):
+        find_checkpoint(root / "iter_0000020", step=30)
     damage(root / "iter_0000020" / "run.json", "flip")
     with pytest.raises(CheckpointError, match=r"run.json is damaged"):
         find_checkpoint(root / "iter_0000020")
@@ -160,6 +163,10 @@ def test_missing_and_empty_folders(tmp_path: Path) -> None:
         find_checkpoint(tmp_path / "absent")
     with pytest.raises(CheckpointError, match="nothing that looks like one"):
         find_checkpoint(tmp_path)
+    for flag, said in (("--pretrained-checkpoint", f"--pretrained-checkpoint {tmp_path}"), ("", str(tmp_path))):
+        with pytest.raises(CheckpointError) as caught:
+            find_checkpoint(tmp_path, flag=flag)
+        assert str(caught.value).startswith(f"{said} holds no usable checkpoint")
     assert is_unused(tmp_path / "absent")
     assert is_unused(tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
