@@ -12,7 +12,7 @@ from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint, 
 from megatron.core.checkpointing.load import load_checkpoint, read_run_state
 from megatron.core.checkpointing.stored_tensors import StoredTensors
 from megatron.core.files.remote_path import AnyPath, RemotePath, path_of
-from megatron.core.optimizer.schedule import resumed_schedule
+from megatron.core.optimizer.schedule import Schedule, resumed_schedule
 from megatron.core.parallel.collectives import gather_objects
 from megatron.core.parallel.sharding import ShardedState
 from megatron.core.tokenizers.base import Tokenizer
@@ -90,13 +90,7 @@ def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> Non
         run.progress = Progress(**state["progress"])
         run.data.resume(state.get("data_phases", ()), run.progress.consumed_samples)
     if not weights_only and run.schedule is not None and state["schedule"] is not None:
-        optimizer = run.config.optimizer
-        run.schedule = resumed_schedule(
-            run.schedule,
-            state["schedule"],
-            override=optimizer.override_opt_param_scheduler,
-            use_checkpoint=optimizer.use_checkpoint_opt_param_scheduler,
-        )
+        run.schedule = schedule_to_follow(run.config, run.schedule, state["schedule"])
         if settings.load_rng and state["random_seed"] is not None:
             run.context.rng.reseed(state["random_seed"])
     run.loaded_from = str(folder.path)
@@ -144,6 +138,16 @@ def where_to_find_weights(weights: Iterable[ShardedState]) -> dict[str, tuple[st
 def loads_optimizer(config: RunConfig, *, weights_only: bool) -> bool:
     """Whether a run takes optimizer state from the checkpoint, too."""
     return config.checkpoint.load_optim and not weights_only and not config.training.skip_train
+
+
+def schedule_to_follow(config: RunConfig, schedule: Schedule, saved: Mapping[str, Any]) -> Schedule:
+    """The flags' ``schedule`` or the ``saved`` one; ConfigError where they differ and no flag says which counts."""
+    return resumed_schedule(
+        schedule,
+        saved,
+        override=config.optimizer.override_opt_param_scheduler,
+        use_checkpoint=config.optimizer.use_checkpoint_opt_param_scheduler,
+    )
 
 
 def check_has_optimizer(state: Mapping[str, Any], folder: CheckpointFolder) -> None:

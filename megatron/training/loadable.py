@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from megatron.config.command import CommandConfig
 from megatron.config.families import family_named
@@ -14,9 +15,17 @@ from megatron.core.checkpointing.load import read_run_state
 from megatron.core.checkpointing.stored_tensors import StoredTensors
 from megatron.core.conversion.portable import parameters_of, report_differences
 from megatron.core.files.remote_path import AnyPath
+from megatron.core.optimizer.update_rules import build_update_rule
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.errors import ConfigError
-from megatron.training.checkpoint import check_has_optimizer, check_same_model, loads_optimizer, saved_config
+from megatron.errors import CheckpointError, ConfigError
+from megatron.training.checkpoint import (
+    check_has_optimizer,
+    check_same_model,
+    loads_optimizer,
+    saved_config,
+    schedule_to_follow,
+)
+from megatron.training.run import build_schedule
 
 _MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
@@ -28,6 +37,7 @@ def check_loadable(
 
     ``path``: where it is, unless ``flags`` name it with ``--load``. Raises ConfigError for flags that can't work, and
     CheckpointError with the reason when the checkpoint doesn't fit them; on which layout it was saved never matters.
+    Without ``--world-size`` among ``flags`` there are as many ranks as one copy of the model needs.
     """
     asked = [*flags, *(["--load", str(path)] if path is not None and "--load" not in flags else [])]
     if step is not None and "--ckpt-step" not in flags:
@@ -35,7 +45,10 @@ def check_loadable(
     intake = _read(asked)
     if intake.value("load") is None:
         raise ConfigError("name the checkpoint: inspect.py DIR --can-load FLAGS, or --load DIR among the flags")
-    folder = find_checkpoint(intake.value("load"), step=intake.value("ckpt_step"), verify=False)
+    if intake.value("world_size") is not None:
+        asked += ["--dry-run"]
+    flag = "" if path is not None else "--load"
+    folder = find_checkpoint(intake.value("load"), step=intake.value("ckpt_step"), verify=False, flag=flag)
     state = read_run_state(folder)
     family = family_named(state["recipe"], where=str(folder.path))
     config = RunConfig.parse(
@@ -48,9 +61,13 @@ def check_loadable(
     tokenizer = build_tokenizer(config.tokenizer)
     config = config.with_vocab_size(tokenizer.vocab_size)
     check_same_model(state, folder, recipe=family.name, config=config, tokenizer=tokenizer)
+    stored = StoredTensors(folder.path)
+    _check_tensors(folder, stored, config)
     if loads_optimizer(config, weights_only=config.checkpoint.finetune):
         check_has_optimizer(state, folder)
-    _check_tensors(folder, config)
+        _check_optimizer(folder, stored, config)
+    if not config.checkpoint.finetune and state["schedule"] is not None:
+        _check_schedule(config, state["schedule"], is_known=intake.value("world_size") is not None)
     return folder, config
 
 
@@ -71,20 +88,45 @@ def _ranks_of(intake: Intake) -> int:
     return ranks
 
 
-def _check_tensors(folder: CheckpointFolder, config: RunConfig) -> None:
-    stored = {
-        name.removeprefix("model."): entry.shape
-        for name, entry in StoredTensors(folder.path).entries.items()
-        if name.startswith("model.")
+def _check_tensors(folder: CheckpointFolder, stored: StoredTensors, config: RunConfig) -> None:
+    shapes = {
+        name.removeprefix("model."): entry.shape for name, entry in stored.entries.items() if name.startswith("model.")
     }
     wanted = {name: sharding.shape for name, sharding in parameters_of(config.model, config.extra).items()}
     report_differences(
         str(folder.path),
-        missing=sorted(wanted.keys() - stored.keys()),
-        surplus=sorted(stored.keys() - wanted.keys()),
+        missing=sorted(wanted.keys() - shapes.keys()),
+        surplus=sorted(shapes.keys() - wanted.keys()),
         mismatched=[
-            f"{name} is {list(stored[name])} and should be {list(shape)}"
+            f"{name} is {list(shapes[name])} and should be {list(shape)}"
             for name, shape in wanted.items()
-            if name in stored and stored[name] != shape
+            if name in shapes and shapes[name] != shape
         ],
     )
+
+
+def _check_optimizer(folder: CheckpointFolder, stored: StoredTensors, config: RunConfig) -> None:
+    """Raise CheckpointError when the optimizer that saved kept other numbers than the flags' does."""
+    kept = {name.split(".")[1] for name in stored.entries if name.startswith("optimizer.")}
+    lacking = [name for name in build_update_rule(config.optimizer).state_names if name not in kept]
+    if lacking:
+        raise CheckpointError(
+            f"{folder.path} lacks {', '.join(f'optimizer.{name}' for name in lacking)}, which --optimizer "
+            f"{config.optimizer.optimizer} continues from: give the optimizer that saved it, or load the weights alone "
+            "with --no-load-optim or --finetune"
+        )
+
+
+def _check_schedule(config: RunConfig, saved: Mapping[str, Any], *, is_known: bool) -> None:
+    """Raise ConfigError for a schedule that isn't the checkpoint's. ``is_known``: the number of ranks was given."""
+    schedule = build_schedule(config)
+    if schedule is None:
+        return
+    try:
+        schedule_to_follow(config, schedule, saved)
+    except ConfigError as error:
+        ranks = f"{config.world_size} rank{'' if config.world_size == 1 else 's'}"
+        basis = (
+            f"\n(for {ranks} and batches of {config.training.global_batch_size}; --world-size says how many there are)"
+        )
+        raise ConfigError(f"{error}{'' if is_known else basis}") from None

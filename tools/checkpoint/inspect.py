@@ -37,6 +37,7 @@ def main(argv: Sequence[str]) -> int:
         at = words.index("--can-load")
         words, flags = words[:at], words[at + 1 :]
     options = _parser().parse_args(words)
+    _check_together(options, can_load=flags is not None)
     if flags is not None:
         return can_load(options.path, flags, step=options.ckpt_step)
     from megatron.core.checkpointing.summary import compare, summarize
@@ -44,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     if options.diff:
         return print_comparison(compare(*(_find(path, None) for path in options.diff)), options.diff)
     if options.verify:
-        return verify(_required(options.path))
+        return verify(_required(options.path), step=options.ckpt_step)
     summary = summarize(_find(_required(options.path), options.ckpt_step))
     print(json.dumps(summary.to_json(), indent=1) if options.json else describe(summary))
     return 0
@@ -67,6 +68,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _check_together(options: argparse.Namespace, *, can_load: bool) -> None:
+    """Raise ConfigError for what would have no effect on the one thing that is asked."""
+    asked = [f"--{name}" for name in ("json", "verify", "diff") if getattr(options, name)]
+    asked += ["--can-load"] if can_load else []
+    if len(asked) > 1:
+        raise ConfigError(f"{' and '.join(asked)} are different questions: ask one at a time")
+    if options.diff and (options.path or options.ckpt_step is not None):
+        what = options.path or f"--ckpt-step {options.ckpt_step}"
+        raise ConfigError(f"--diff A B compares two, and {what} is neither: name the folders of two checkpoints")
+
+
 def _required(path: AnyPath | None) -> AnyPath:
     if path is None:
         raise ConfigError("name a checkpoint, or a folder of them: inspect.py DIR")
@@ -76,7 +88,7 @@ def _required(path: AnyPath | None) -> AnyPath:
 def _find(path: AnyPath, step: int | None) -> CheckpointFolder:
     from megatron.core.checkpointing.find import find_checkpoint
 
-    return find_checkpoint(path, step=step, verify=False)
+    return find_checkpoint(path, step=step, verify=False, flag="")
 
 
 def describe(summary: Summary) -> str:
@@ -123,20 +135,22 @@ def _tensors(summary: Summary) -> Iterator[str]:
         yield f"  {name:<{width}}  {short(entry.dtype)}  {shape}  ({math.prod(entry.shape):,})"
 
 
-def verify(path: AnyPath) -> int:
-    """Check the files of every checkpoint in ``path``; names those that are damaged."""
-    folders = [path] if (path / MANIFEST).exists() or iteration_of(path) is not None else _complete_in(path)
+def verify(path: AnyPath, *, step: int | None) -> int:
+    """Check the files of every checkpoint in ``path``, or of iteration ``step`` alone; names those that are damaged."""
+    is_one = (path / MANIFEST).exists() or iteration_of(path) is not None
+    if step is not None or not is_one:
+        _find(path, step)  # says what is there when none is usable
     damaged = 0
-    for folder in folders:
+    for folder in [path] if is_one else _checkpoints_in(path, step):
         problems = problems_of(folder)
         damaged += bool(problems)
         print(f"{folder}: {'; '.join(problems) if problems else 'whole'}")
     return 1 if damaged else 0
 
 
-def _complete_in(root: AnyPath) -> list[AnyPath]:
-    _find(root, None)  # says what is there when none is usable
-    return sorted((path for path in root.iterdir() if path.is_dir() and iteration_of(path) is not None), key=str)
+def _checkpoints_in(root: AnyPath, step: int | None) -> list[AnyPath]:
+    folders = [path for path in root.iterdir() if path.is_dir() and iteration_of(path) is not None]
+    return sorted((path for path in folders if step in (None, iteration_of(path))), key=str)
 
 
 def problems_of(folder: AnyPath) -> list[str]:

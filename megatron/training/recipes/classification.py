@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from megatron.config.families import fine_tuned_name
 from megatron.config.pipeline import stage_sizes
 from megatron.config.run import RunConfig
 from megatron.config.task import AnswerShape, TaskConfig
@@ -47,7 +48,7 @@ class ClassificationRecipe:
     batch_fields: Mapping[str, int | None] = {"text": 2, "types": 2, "padding_mask": None, "label": None}
 
     def __init__(self, task: str, data: LabelledData) -> None:
-        self.name = f"bert-{task.lower()}"
+        self.name = fine_tuned_name(task)
         self._data = data
 
     def loss_names(self, run: RunConfig) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -16,6 +17,7 @@ import torch
 
 from megatron.config.families import FAMILIES
 from megatron.core.checkpointing import storage
+from megatron.core.checkpointing.manifest import MANIFEST, Manifest, checksum
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import CheckpointError, ConfigError
 from megatron.training.saving import Saver
@@ -102,6 +104,9 @@ def test_json(root: Path, said: Said) -> None:
 def test_verify_names_the_damaged_file(root: Path, said: Said, tmp_path: Path) -> None:
     """And leaves with an exit code that a script sees."""
     assert said(root, "--verify") == (0, f"{root}/iter_0000001: whole\n{root}/iter_0000002: whole\n")
+    assert said(root, "--verify", "--ckpt-step", "1") == (0, f"{root}/iter_0000001: whole\n")
+    with pytest.raises(CheckpointError, match="is the checkpoint of iteration 1, not of 2"):
+        said(root / "iter_0000001", "--verify", "--ckpt-step", "2")
     shutil.copytree(root, tmp_path / "copy")
     data = tmp_path / "copy/iter_0000002/__0_0.distcp"
     content = bytearray(data.read_bytes())
@@ -151,11 +156,15 @@ def test_diff_of_other_shapes_and_names(root: Path, said: Said, tmp_path: Path) 
         "--swiglu --bf16 --micro-batch-size 8",
         "--use-checkpoint-args --finetune",
         "--swiglu --no-load-optim",
-        "--swiglu --vocab-size 50 --train-iters 99 --lr 3",
+        "--swiglu --vocab-size 50 --train-iters 99 --lr 3 --override-opt_param-scheduler",
+        "--swiglu --train-iters 99 --lr 3 --use-checkpoint-opt_param-scheduler",
+        "--swiglu --lr 3 --finetune",
+        "--swiglu --optimizer sgd --no-load-optim",
+        "--swiglu --micro-batch-size 1 --world-size 8",
     ],
 )
 def test_what_can_load(more: str, root: Path, said: Said) -> None:
-    """Layout, precision, batch and schedule never stand in the way."""
+    """Layout, precision and batch never stand in the way, nor a schedule or optimizer where flags say what counts."""
     code, text = said(root, "--can-load", *FLAGS.split(), *more.split())
     assert (code, text[:5]) == (0, "yes: ")
 
@@ -169,6 +178,10 @@ def test_what_can_load(more: str, root: Path, said: Said) -> None:
         ("--swiglu --vocab-size 77", "is 51 in the checkpoint and 78 here"),
         ("--swiglu --ckpt-step 7", "holds no usable checkpoint of --ckpt-step 7"),
         ("--swiglu --num-attention-heads 3", "does not divide"),
+        ("--swiglu --lr 3", "max_lr: 3.0 from the flags (--lr), 0.01 in the checkpoint"),
+        ("--swiglu --train-iters 9", "(for 1 rank and batches of 8; --world-size says how many there are)"),
+        ("--swiglu --train-iters 9 --world-size 4", "72 from the flags"),
+        ("--swiglu --optimizer sgd", "lacks optimizer.momentum, which --optimizer sgd continues from"),
         ("--swigloo", "there is no flag --swigloo (did you mean --swiglu?)"),
     ],
 )
@@ -191,12 +204,34 @@ def test_weights_alone_need_to_be_asked_for(said: Said, tmp_path: Path) -> None:
 
 def test_mistakes(tmp_path: Path) -> None:
     """Nothing there, nothing named."""
-    with pytest.raises(CheckpointError, match="there is no such folder"):
+    with pytest.raises(CheckpointError, match=f"^{tmp_path}/nowhere: there is no such folder"):
         tool.main([str(tmp_path / "nowhere")])
     with pytest.raises(CheckpointError, match="there is nothing that looks like one"):
         tool.main([str(tmp_path), "--verify"])
     with pytest.raises(ConfigError, match="name a checkpoint"):
         tool.main([])
+    for words, message in (
+        ("x --json --verify", "--json and --verify are different questions"),
+        ("--diff x y --can-load --lr 1", "--diff and --can-load are different questions"),
+        ("x --diff y z", "--diff A B compares two, and x is neither"),
+        ("--diff y z --ckpt-step 3", "--diff A B compares two, and --ckpt-step 3 is neither"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            tool.main(words.split())
+
+
+def test_a_fine_tuned_model_has_a_command_of_its_own(root: Path, said: Said, tmp_path: Path) -> None:
+    """No command that pretrains loads it; "unknown model" would send its owner looking for a newer version."""
+    shutil.copytree(root / "iter_0000002", tmp_path / "iter_0000002")
+    run = tmp_path / "iter_0000002" / "run.json"
+    text = run.read_text()
+    run.write_text(text.replace('"recipe": "gpt"', '"recipe": "bert-mnli"'))
+    manifest = Manifest.read(tmp_path / "iter_0000002")
+    files = {**manifest.files, "run.json": checksum(run)}
+    (tmp_path / "iter_0000002" / MANIFEST).write_text(dataclasses.replace(manifest, files=files).to_json())
+    code, answer = said(tmp_path, "--can-load", *FLAGS.split())
+    assert code == 1
+    assert "holds a BERT that was fine-tuned on MNLI, which only tasks/main.py --task MNLI loads" in answer
 
 
 @pytest.mark.parametrize("name", ["inspect.py", "convert.py"])
