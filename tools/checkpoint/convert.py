@@ -41,7 +41,14 @@ SAVERS |= dict.fromkeys(("megatron", "legacy", "core", "mcore"), "megatron")
 WITHOUT_EFFECT = {
     "--target-tensor-parallel-size": "checkpoints load at any layout",
     "--target-pipeline-parallel-size": "checkpoints load at any layout",
+    "--target-expert-parallel-size": "checkpoints load at any layout",
+    "--loader-transformer-impl": "both kinds of names are read",
+    "--saver-transformer-impl": "checkpoints are the same for all",
     "--megatron-path": "the formats are read without Megatron-LM",
+    "--position-embedding-type": "the architecture comes from the source",
+    "--tokenizer-model": "the tokenizer of the source travels along",
+    "--vocab-file": "the tokenizer of the source travels along; --true-vocab-size says where padding begins",
+    "--make-vocab-size-divisible-by": "padding is never saved",
     "--model-size": "the architecture comes from the source",
     "--max-queue-size": "tensors pass one at a time",
     "--no-checking": "what is checked costs nothing",
@@ -64,9 +71,12 @@ class ConvertConfig:
     target: Literal["hf", "megatron", "megatron-lm"] | None = flag("Format of --save.", name="--to", default=None)
     save: str | None = flag("New folder for the converted model.", default=None)
     ckpt_step: int | None = flag("Iteration to convert instead of the newest.", default=None, at_least=0)
-    max_shard_size: str = flag("Largest weight file of a Hugging Face target: 5GB, 200MB.", default="5GB")
-    ckpt_format: Literal["torch_dist", "torch"] = flag(
-        "Format of a Megatron-LM target: torch_dist loads there at any layout, torch on one rank.", default="torch_dist"
+    max_shard_size: str | None = flag(
+        "Largest weight file of a Hugging Face target, as 200MB; 5GB unless given.", default=None
+    )
+    ckpt_format: Literal["torch_dist", "torch"] | None = flag(
+        "Format of a Megatron-LM target: torch_dist (unless given) loads there at any layout, torch on one rank.",
+        default=None,
     )
     true_vocab_size: int | None = flag(
         "Words of a Megatron-LM source before padding, where its tokenizer's files are not at hand.",
@@ -83,6 +93,11 @@ class ConvertConfig:
     saver: str | None = flag("Megatron-LM's spelling of --to.", default=None)
     load_dir: str | None = flag("Megatron-LM's spelling of --load.", default=None)
     save_dir: str | None = flag("Megatron-LM's spelling of --save.", default=None)
+    checkpoint_type: Literal["hf"] | None = flag(
+        "What --loader llama_mistral finds.",
+        default=None,
+        refused_values={"meta": "only hf is read; convert Meta's files to Hugging Face's first"},
+    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -105,11 +120,14 @@ def job_of(config: ConvertConfig) -> Conversion:
         raise ConfigError(
             f"--save {save}: conversions are written to a disk; name a folder here, and copy it when it is done"
         )
-    if config.source is None and source == "megatron-lm" and is_ours(load):
+    if source == "megatron-lm" and is_ours(load):
+        if config.source is not None:
+            raise ConfigError(f"--from megatron-lm: {load} is this project's own; its checkpoints are --from megatron")
         source = "megatron"
     if source == target:
         raise ConfigError(f"--from {source} --to {target}: there is nothing to convert")
-    max_shard_size = bytes_of(config.max_shard_size)
+    _check_effect(config, source, target)
+    max_shard_size = bytes_of(config.max_shard_size or "5GB")
     from megatron.core.conversion.convert import Conversion
 
     return Conversion(
@@ -119,11 +137,24 @@ def job_of(config: ConvertConfig) -> Conversion:
         save=save,
         step=config.ckpt_step,
         max_shard_size=max_shard_size,
-        dist=config.ckpt_format == "torch_dist",
+        dist=config.ckpt_format != "torch",
         true_vocab_size=config.true_vocab_size,
         skip_proof=config.skip_proof,
         family=config.model_type,
     )
+
+
+def _check_effect(config: ConvertConfig, source: Format, target: Format) -> None:
+    """Raise ConfigError for a flag that has no effect on this pair of formats."""
+    effects = (
+        ("--ckpt-step", config.ckpt_step, source != "hf", "chooses among checkpoints; a Hugging Face model is one"),
+        ("--true-vocab-size", config.true_vocab_size, source == "megatron-lm", "is for --from megatron-lm"),
+        ("--max-shard-size", config.max_shard_size, target == "hf", "is for --to hf"),
+        ("--ckpt-format", config.ckpt_format, target == "megatron-lm", "is for --to megatron-lm"),
+    )
+    for name, value, has_effect, why in effects:
+        if value is not None and not has_effect:
+            raise ConfigError(f"{name} {value} has no effect: it {why}; leave it out")
 
 
 def _given(flag: str, ours: str | None, theirs: str | None) -> str:
@@ -162,10 +193,8 @@ def with_effect(argv: Sequence[str]) -> list[str]:
     for word in argv:
         if word.startswith("--"):
             name = word.partition("=")[0]
-            if name == "--checkpoint-type" and "hf" not in argv:
-                raise ConfigError("--checkpoint-type: only hf is read; convert Meta's files to Hugging Face's first")
-            dropping = name in WITHOUT_EFFECT or name == "--checkpoint-type"
-            if name in WITHOUT_EFFECT:
+            dropping = name in WITHOUT_EFFECT
+            if dropping:
                 print(f"note: {name} has no effect: {WITHOUT_EFFECT[name]}")
         if not dropping:
             kept.append(word)
