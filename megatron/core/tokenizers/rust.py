@@ -31,7 +31,8 @@ class RustTokenizer:
     ) -> None:
         pipeline.no_truncation()  # a tokenizer.json may carry settings that cut or fill documents
         pipeline.no_padding()
-        pipeline.add_special_tokens(list(extra_id_tokens(extra_ids)))
+        self._appended = [token for token in extra_id_tokens(extra_ids) if pipeline.token_to_id(token) is None]
+        pipeline.add_special_tokens(self._appended)
         self.name, self.eod, self.pad, self.bos, self.eos = name, eod, pad, bos, eos
         self.pipeline = pipeline
         # Not the number of tokens: some vocabularies have holes, and embeddings are looked up by id.
@@ -42,13 +43,17 @@ class RustTokenizer:
         """SHA-256 of the vocabulary, the merges and how text is cut.
 
         Whether a special token that is spelled out in the text is recognised does not enter: it changes the meaning of
-        no id, and so vocab.json with merges.txt and the tokenizer.json of the same training have one fingerprint.
+        no id, and so vocab.json with merges.txt and the tokenizer.json of the same training have one fingerprint. Nor
+        do sentinels that ``--vocab-extra-ids`` appends, so a T5 can read what was preprocessed without them.
         """
         spec = json.loads(self.pipeline.to_str())
         parts = {part: _essence(spec[part]) for part in ("normalizer", "pre_tokenizer", "post_processor", "model")}
         if self.pipeline.num_special_tokens_to_add(is_pair=False) == 0:  # it only adjusts character offsets
             parts["post_processor"] = None
-        return fingerprint_of({**parts, "vocab": self.pipeline.get_vocab(with_added_tokens=True)})
+        vocabulary = self.pipeline.get_vocab(with_added_tokens=True)
+        for token in self._appended:
+            del vocabulary[token]
+        return fingerprint_of({**parts, "vocab": vocabulary})
 
     def tokenize(self, text: str) -> list[int]:
         """Ids of one text."""

@@ -87,8 +87,9 @@ class SentencePieceTokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the model and the appended tokens."""
-        return fingerprint_of([_digest(self._model), self._special])
+        """SHA-256 of the model and the appended tokens, without the sentinels of ``--vocab-extra-ids``."""
+        special = {token: number for token, number in self._special.items() if number not in self.sentinels}
+        return fingerprint_of([_digest(self._model), special])
 
     def tokenize(self, text: str) -> list[int]:
         """Ids of one text; what lies between special tokens is encoded by itself."""

@@ -85,11 +85,11 @@ def test_end_of_text_inside_a_document_is_text(tiny: Tokenizer) -> None:
 
 
 def test_extra_ids_come_last(bpe_folder: Path, tiny: Tokenizer) -> None:
-    """``--vocab-extra-ids`` leaves every other id alone and is recognised in text."""
+    """``--vocab-extra-ids`` leaves every other id alone, so data fit any number; they are recognised in text."""
     tokenizer = build(bpe_folder / "vocab.json", bpe_folder / "merges.txt", extra_ids=3)
     assert tokenizer.vocab_size == tiny.vocab_size + 3
     assert tokenizer.tokenize("the<extra_id_2>") == [*tiny.tokenize("the"), tiny.vocab_size + 2]
-    assert tokenizer.fingerprint != tiny.fingerprint
+    assert tokenizer.fingerprint == tiny.fingerprint
 
 
 def test_lone_surrogate_is_refused(tiny: Tokenizer) -> None:

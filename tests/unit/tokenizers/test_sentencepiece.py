@@ -57,6 +57,10 @@ def test_special_tokens_follow_the_model_in_megatrons_order(
     assert (full.eod, full.pad, full.bos, full.eos) == (size + 2, size + 4, 1, 2)
 
 
+def test_a_t5_reads_data_made_without_sentinels(full: Tokenizer, sentencepiece_model: Path) -> None:
+    assert build("SentencePieceTokenizer", sentencepiece_model).fingerprint == full.fingerprint
+
+
 def test_text_around_special_tokens_is_encoded_by_itself(
     full: Tokenizer, reference: sentencepiece.SentencePieceProcessor
 ) -> None:

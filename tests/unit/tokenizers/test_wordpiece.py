@@ -54,6 +54,16 @@ def test_vocabulary_grows_as_megatrons(vocabulary: str) -> None:
     assert len(masking.continuations()) == tokenizer.vocab_size
 
 
+def test_a_t5_reads_data_made_without_sentinels(vocabulary: str) -> None:
+    """Megatron-LM preprocesses without them, whatever the flags say; [BOS] and [EOS] do move ids of a run."""
+    kinds = [(0, None), (100, None), (0, len(SPECIAL + WORDS))]
+    without, sentinels, bare = (
+        WordPieceTokenizer(vocabulary, name="BertWordPieceCase", lower_case=False, extra_ids=extra, vocab_size=size)
+        for extra, size in kinds
+    )
+    assert sentinels.fingerprint == without.fingerprint != bare.fingerprint
+
+
 def test_text_comes_back(vocabulary: str) -> None:
     tokenizer = WordPieceTokenizer(vocabulary, name="BertWordPieceLowerCase", lower_case=True, extra_ids=0)
     assert tokenizer.detokenize(tokenizer.tokenize("The cats, unaffable!")) == "the cats, unaffable!"
