@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -45,6 +45,7 @@ class InspectConfig:
     document: int | None = flag("Show this document, as text if the tokenizer is given.", default=None, at_least=0)
     histogram: str | None = flag("Picture of the documents' lengths to write: .png, .svg or .pdf.", default=None)
     unigrams: bool = flag("Entropy of the tokens: the loss of guessing each by how often it occurs.", default=False)
+    data_cache_path: str | None = flag("Folder into which data at a URL are fetched.", default=None)
     verify: bool = flag("Read every token, and check it against the metadata and the tokenizer.", default=False)
 
 
@@ -72,8 +73,9 @@ def main(argv: Sequence[str]) -> int:
     config, tokenizer_config = parse_groups(
         argv, InspectConfig, TokenizerConfig, prog="inspect_dataset.py", about=about
     )
-    tokenizer = build_tokenizer(tokenizer_config) if tokenizer_config.tokenizer_type else None
-    datasets = [IndexedDataset(prefix) for prefix in config.prefix]
+    tokenizer = tokenizer_of(tokenizer_config)
+    cache = Path(config.data_cache_path) if config.data_cache_path else None
+    datasets = [IndexedDataset(prefix, cache=cache) for prefix in config.prefix]
     for dataset in datasets:
         print("\n".join(describe(dataset)))
         if config.unigrams:
@@ -88,6 +90,14 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def tokenizer_of(config: TokenizerConfig) -> Tokenizer | None:
+    """The tokenizer that the flags name, GPT-2's when they name only files; None when they name nothing."""
+    files = config.vocab_file or config.merge_file or config.tokenizer_model
+    if config.tokenizer_type is None and files:
+        config = replace(config, tokenizer_type="GPT2BPETokenizer")
+    return build_tokenizer(config) if config.tokenizer_type else None
+
+
 def document_lengths(dataset: IndexedDataset) -> NDArray[np.int64]:
     """Tokens of each document, [documents]."""
     ends = np.concatenate([[0], np.cumsum(dataset.lengths, dtype=np.int64)])[dataset.boundaries]
@@ -97,7 +107,7 @@ def document_lengths(dataset: IndexedDataset) -> NDArray[np.int64]:
 
 def describe(dataset: IndexedDataset) -> Iterator[str]:
     """Counts, a line each."""
-    metadata, lengths = DatasetMetadata.read(dataset.prefix), document_lengths(dataset)
+    metadata, lengths = DatasetMetadata.read(dataset.local_prefix), document_lengths(dataset)
     yield dataset.prefix
     yield f"documents    {dataset.num_documents:,} ({int(np.count_nonzero(lengths == 0)):,} empty)"
     yield f"sequences    {len(dataset):,}"
@@ -112,9 +122,12 @@ def describe(dataset: IndexedDataset) -> Iterator[str]:
 
 def verify(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> str:
     """Read all tokens; raises DataError for metadata, ids or a tokenizer that don't fit, else says what was checked."""
-    metadata, checked = DatasetMetadata.read(dataset.prefix), ["index", "sizes"]
+    metadata, checked = DatasetMetadata.read(dataset.local_prefix), ["index", "sizes"]
     stamp = metadata.tokenizer if metadata else None
     vocab_size = tokenizer.vocab_size if tokenizer else stamp.vocab_size if stamp else None
+    if metadata and tokenizer:
+        metadata.check_tokenizer(dataset.prefix, TokenizerStamp.of(tokenizer))
+        checked.append("tokenizer")
     largest, start = None, 0
     for block in dataset.blocks():
         low, high = int(block.min()), int(block.max())
@@ -132,9 +145,6 @@ def verify(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> str:
                 f"{metadata.max_token_id}, the data hold {dataset.num_documents} and {largest}: it is not theirs"
             )
         checked.append("metadata")
-    if metadata and tokenizer:
-        metadata.check_tokenizer(dataset.prefix, TokenizerStamp.of(tokenizer))
-        checked.append("tokenizer")
     return ", ".join(checked)
 
 
@@ -178,13 +188,18 @@ def draw_histogram(datasets: Sequence[IndexedDataset], output: Path) -> None:
 
     axes = new_axes()
     lengths = [np.maximum(document_lengths(dataset), 1) for dataset in datasets]
-    longest = max((int(each.max()) for each in lengths if len(each)), default=1)
-    bins = np.geomspace(1, longest + 1, 60)
+    every = np.concatenate([*lengths, [1]] if not any(map(len, lengths)) else lengths)
+    bins = np.geomspace(every.min(), every.max() + 1, 60).tolist()
     for number, (dataset, each) in enumerate(zip(datasets, lengths)):
-        name, median = Path(dataset.prefix).name, int(np.median(each)) if len(each) else 0
-        label = f"{name}: {len(each):,} documents, median {median:,}"
-        axes.hist(each, bins=bins.tolist(), color=COLORS[number % len(COLORS)], alpha=0.6, label=label)
+        median = int(np.percentile(each, 50, method="inverted_cdf")) if len(each) else 0
+        label = f"{Path(dataset.prefix).name}: {len(each):,} documents, median {median:,}"
+        color = COLORS[number % len(COLORS)]
+        axes.hist(each, bins=bins, color=color, alpha=0.15)
+        axes.hist(each, bins=bins, color=color, histtype="step", linewidth=1.6, label=label)
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.tick_params(which="minor", length=0)
     axes.legend(frameon=False, labelcolor=INK, fontsize=11)
     style(axes, x="tokens of a document", y="documents")
     save(axes, output, flag="--histogram")
@@ -215,27 +230,49 @@ def show_sample(config: RunConfig) -> int:
             f"--sample {wanted.sample} is beyond the {len(dataset)} {wanted.from_split} samples of the run"
         )
     print(f"sample {wanted.sample} of {wanted.from_split}: {dataset.origin(index)}")
-    print("\n".join(sample_lines(dataset[index], tokenizer)))
+    print("\n".join(sample_lines(dataset[index], tokenizer, apart=config.data.packing != "stream")))
     return 0
 
 
-def sample_lines(sample: Sample, tokenizer: Tokenizer) -> Iterator[str]:
-    """The text of a sample, and a line on each of its arrays; text without loss stands in ⟦brackets⟧."""
+def sample_lines(sample: Sample, tokenizer: Tokenizer, *, apart: bool = False) -> Iterator[str]:
+    """The text of a sample, and a line on each of its arrays; text without loss stands in ⟦brackets⟧.
+
+    ``apart``: segments don't predict each other, so that each has a first token of its own, and a line.
+    """
     if "tokens" not in sample:
         yield from masked_sample_lines(sample, tokenizer)
         return
-    tokens, labels, mask = (sample[name] for name in ("tokens", "labels", "loss_mask"))
-    borders = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
-    yield tokenizer.detokenize(tokens[:1].tolist()) + "".join(
-        text if mask[start] else f"⟦{text}⟧"
-        for start, stop in pairwise(borders)
-        if (text := tokenizer.detokenize(labels[start:stop].tolist()))
-    )
+    tokens, labels, mask, positions = (sample[name] for name in ("tokens", "labels", "loss_mask", "position_ids"))
+    segments = sample.get("segments", np.zeros_like(tokens))
+    padding = 0
+    for start, stop in _runs(segments if apart else np.zeros_like(tokens)):
+        if apart and not (labels[start:stop].any() or positions[start:stop].any() or mask[start:stop].any()):
+            padding = stop - start
+        else:
+            ids = np.append(tokens[start], labels[start:stop])
+            yield _bracketed(ids, np.append(0, mask[start:stop]), tokenizer)
     yield f"loss on      {int(mask.sum()):,} of {len(mask):,} labels"
-    yield f"positions    0 to {int(sample['position_ids'].max())}"
+    yield f"positions    0 to {int(positions.max())}"
     if "segments" in sample:
-        sizes = np.bincount(sample["segments"])
-        yield f"segments     {' '.join(map(str, sizes.tolist()))} tokens, each attended to by itself"
+        sizes = [stop - start for start, stop in _runs(segments[: len(segments) - padding])]
+        yield f"segments     {' '.join(map(str, sizes))} tokens, each attended to by itself"
+    if padding:
+        yield f"padding      {padding} tokens"
+
+
+def _runs(values: NDArray[Any]) -> Iterator[tuple[int, int]]:
+    """Start and end of every stretch of equal values."""
+    return pairwise([0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)])
+
+
+def _bracketed(ids: NDArray[Any], learned: NDArray[Any], tokenizer: Tokenizer) -> str:
+    """Text of the ids; decoded from the start each time, since the space before a word belongs to both its sides."""
+    shown, before = "", ""
+    for start, stop in _runs(learned):
+        text = tokenizer.detokenize(ids[:stop].tolist())
+        shown += text[len(before) :] if learned[start] else f"⟦{text[len(before) :]}⟧"
+        before = text
+    return shown
 
 
 def masked_sample_lines(sample: Sample, tokenizer: Tokenizer) -> Iterator[str]:
