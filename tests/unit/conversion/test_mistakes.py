@@ -162,11 +162,13 @@ class Attack:
 
 @pytest.mark.parametrize("zipped", [True, False])
 def test_malicious_pytorch_bin(zipped: bool, llama: Path, tmp_path: Path) -> None:
-    """The most common malicious download of all."""
+    """The most common malicious download of all; torch's own words would say how to let it run all the same."""
     (llama / "model.safetensors").unlink()
     content = {"model.norm.weight": Attack(tmp_path / "pwned")}
     torch.save(content, llama / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin cannot be read as tensors only"):
+    with pytest.raises(
+        CheckpointError, match=r"bin is refused: it names io\.open, which has no business there$"
+    ):
         read_huggingface(llama)
     assert not (tmp_path / "pwned").exists()
 

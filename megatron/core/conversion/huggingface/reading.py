@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import pickle
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.bert import BertConfig
+from megatron.core.checkpointing.unpickling import load_torch_file
 from megatron.core.conversion.companions import companions_in, tokenizer_in
 from megatron.core.conversion.huggingface import bert, t5
 from megatron.core.conversion.huggingface.config import model_from_config
@@ -152,13 +152,7 @@ def _reader(path: Path, name: str) -> Callable[[], Tensor]:
 
 
 def _torch_bin(path: Path) -> Iterator[tuple[str, LazyTensor]]:
-    with path.open("rb") as file:
-        is_zip = file.read(2) == b"PK"
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        reason = str(error).partition("\n")[0]
-        raise CheckpointError(f"{path} cannot be read as tensors only: {reason}") from None
+    content = load_torch_file(path)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not named tensors")
     for name, tensor in content.items():
