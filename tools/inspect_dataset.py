@@ -198,7 +198,7 @@ def draw_histogram(datasets: Sequence[IndexedDataset], output: Path) -> None:
         axes.hist(each, bins=bins, color=color, histtype="step", linewidth=1.6, label=label)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params(axis="y", integer=True)
     axes.tick_params(which="minor", length=0)
     axes.legend(frameon=False, labelcolor=INK, fontsize=11)
     style(axes, x="tokens of a document", y="documents")
