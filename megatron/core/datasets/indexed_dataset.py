@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -159,7 +160,8 @@ class IndexedDatasetWriter:
     The files appear under their names only when ``finish`` is through (at the end of a ``with`` block without error);
     until then everything is in ``.part`` files beside them. A failure removes those, unless ``sync`` has made some of
     it lasting: then a writer that is given the counts of that time, ``resume``, goes on from there.
-    Raises DataError for a full disk or for ids that don't fit ``dtype``.
+    Raises DataError for a full disk, for ids that don't fit ``dtype`` and while another writer has the same ``prefix``,
+    ConfigError for a URL.
 
     ``tokenizer``: whose ids they are, for the metadata. ``multimodal``: store a mode per sequence.
     """
@@ -176,20 +178,36 @@ class IndexedDatasetWriter:
         self.prefix, self.dtype, self.tokenizer = str(prefix), np.dtype(dtype), tokenizer
         if self.dtype not in TOKEN_DTYPES.values():
             raise ValueError(f"the format has no code for {self.dtype}")
+        if is_url(self.prefix):
+            raise ConfigError(f"{self.prefix} is a URL, but data sets are written to a folder: give one, and copy them")
         self.num_tokens, self.num_sequences, self.num_documents = resume.counts if resume else (0, 0, 0)
         self.max_token_id = resume.max_token_id if resume else None
         # In the order in which they get their names: the index last, so that it never describes other tokens.
         finals = (bin_path(self.prefix), DatasetMetadata.path(self.prefix), idx_path(self.prefix))
         self._aside = {path: path.with_name(path.name + ".part") for path in finals}
         self._tables: list[Path] = []
-        self._open = ExitStack()
-        self._lasting = resume is not None
+        self._open, self._alone = ExitStack(), ExitStack()
+        self._lasting = True  # until the files are known to be ours
         with self._writing():
             bin_path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
+            self._lock(self._aside[bin_path(self.prefix)])
+            self._lasting = resume is not None
             self._bin = self._part(self._aside[bin_path(self.prefix)], size=self.num_tokens * self.dtype.itemsize)
             self._lengths = self._table("lengths", size=self.num_sequences * LENGTH_DTYPE.itemsize)
             self._boundaries = self._table("documents", size=self.num_documents * OFFSET_DTYPE.itemsize)
             self._modes = self._table("modes", size=self.num_sequences) if multimodal else None
+
+    def _lock(self, path: Path) -> None:
+        """Keep other writers off until the files have their names; a killed one keeps nobody off."""
+        file = self._alone.enter_context(path.open("ab"))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(
+                f"another process is writing {bin_path(self.prefix)}: wait for it, or give another prefix"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
 
     def _table(self, name: str, *, size: int) -> IO[bytes]:
         self._tables.append(Path(f"{self.prefix}.{name}.part"))
@@ -316,6 +334,7 @@ class IndexedDatasetWriter:
                 aside.replace(path)
             for table in self._tables:
                 table.unlink()
+        self._alone.close()
 
     def _write_index(self, index: IO[bytes]) -> None:
         header = IndexHeader(self.dtype, self.num_sequences, self.num_documents + 1)
@@ -342,6 +361,7 @@ class IndexedDatasetWriter:
         for path in () if self._lasting else (*self._aside.values(), *self._tables):
             with suppress(OSError):
                 path.unlink()
+        self._alone.close()
 
     def __enter__(self) -> IndexedDatasetWriter:
         return self

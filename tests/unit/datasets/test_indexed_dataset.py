@@ -19,7 +19,7 @@ import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron.core.datasets.metadata import DatasetMetadata
-from megatron.errors import DataError
+from megatron.errors import ConfigError, DataError
 
 SEQUENCES = [[1, 2], [3, 4, 5], [], [6], list(range(7, 40))]
 
@@ -189,6 +189,25 @@ def test_an_old_index_never_describes_new_tokens(tmp_path: Path, monkeypatch: py
         write(tmp_path / "x", [[9] * count for count in range(8)])
     with pytest.raises(DataError, match=r"x\.idx is missing beside x\.bin"):
         IndexedDataset(tmp_path / "x")
+
+
+def test_two_writers_of_one_data_set(tmp_path: Path) -> None:
+    """A command started twice would mix its tokens with the other's; the second one stops, and takes nothing away."""
+    with IndexedDatasetWriter(tmp_path / "data", np.uint16) as writer:
+        writer.add_document([1, 2, 3])
+        with pytest.raises(DataError, match="another process is writing"):
+            IndexedDatasetWriter(tmp_path / "data", np.uint16)
+        writer.add_document([4])
+    assert [sequence.tolist() for sequence in IndexedDataset(tmp_path / "data")[:]] == [[1, 2, 3], [4]]
+    with IndexedDatasetWriter(tmp_path / "data", np.uint16) as writer:
+        writer.add_document([5])
+    assert [sequence.tolist() for sequence in IndexedDataset(tmp_path / "data")[:]] == [[5]]
+
+
+def test_data_sets_are_not_written_to_urls() -> None:
+    """Taken as a path it would become a folder named s3:."""
+    with pytest.raises(ConfigError, match="s3://bucket/data is a URL"):
+        IndexedDatasetWriter("s3://bucket/data", np.uint16)
 
 
 def test_killed_writer_leaves_no_data_set_behind(tmp_path: Path) -> None:
