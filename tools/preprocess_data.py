@@ -312,8 +312,9 @@ def _is_unicode(text: str) -> bool:
 
 def sentence_rules(config: PreprocessConfig, head: Sequence[LineBatch]) -> SentenceRules:
     """NLTK's rules of the language where they are installed, else those that punkt learns from the first batches."""
-    installed = installed_rules(config.lang, keep_whitespace=config.keep_newlines)
-    return installed or learned_rules(_texts(head, config.json_keys), keep_whitespace=config.keep_newlines)
+    texts, keep_whitespace = _texts(head, config.json_keys), config.keep_newlines
+    installed = installed_rules(config.lang, keep_whitespace=keep_whitespace)
+    return installed or learned_rules(texts, language=config.lang, keep_whitespace=keep_whitespace)
 
 
 def _settings(config: PreprocessConfig, stamp: TokenizerStamp, rules: SentenceRules | None) -> dict[str, Any]:

@@ -15,12 +15,17 @@ _EXACT_BITS = 12
 
 @dataclass
 class LengthHistogram:
-    """How many documents have how many tokens: exact up to 4,095, longer ones to 12 binary digits."""
+    """How many documents have how many tokens: exact up to 4,095, longer ones to 12 binary digits.
+
+    ``longest`` is exact.
+    """
 
     counts: dict[int, int] = field(default_factory=dict)
+    longest: int = 0
 
     def add(self, lengths: NDArray[np.int64]) -> None:
         """Count documents."""
+        self.longest = max(self.longest, int(lengths.max(initial=0)))
         values, times = np.unique(_rounded(lengths), return_counts=True)
         for value, count in zip(values.tolist(), times.tolist()):
             self.counts[value] = self.counts.get(value, 0) + count
@@ -31,7 +36,8 @@ class LengthHistogram:
         reached = np.cumsum([self.counts[value] for value in values.tolist()])
         if not len(values):
             return []
-        return [int(values[np.searchsorted(reached, share / 100 * reached[-1])]) for share in shares]
+        places = np.searchsorted(reached, np.array(shares) / 100 * reached[-1])
+        return [self.longest if share == 100 else int(values[place]) for share, place in zip(shares, places)]
 
 
 def _rounded(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -66,7 +72,7 @@ class Tally:
     def from_json(cls, saved: Mapping[str, Any]) -> Tally:
         """What ``to_json`` described."""
         lengths = {
-            key: LengthHistogram({int(value): count for value, count in each["counts"].items()})
+            key: LengthHistogram({int(value): count for value, count in each["counts"].items()}, each["longest"])
             for key, each in saved["lengths"].items()
         }
         return cls(**{**saved, "lengths": lengths})

@@ -99,7 +99,8 @@ def choose_engine(tokenizer: Tokenizer, probe: Sequence[str], dtype: str) -> Eng
     except ImportError:
         return EngineChoice(OWN, "gigatoken is not installed")
     except Exception as error:  # whatever keeps an optional library from working, the other one works
-        return EngineChoice(OWN, f"gigatoken failed on a probe of the text: {error}")
+        said = str(error).partition("\n")[0]  # below it the library names lines of its own source
+        return EngineChoice(OWN, f"gigatoken failed on a probe of the text: {said}")
     expected = build_engine(OWN, tokenizer, dtype).encode(probe)
     if not (np.array_equal(found.lengths, expected.lengths) and np.array_equal(found.flat, expected.flat)):
         return EngineChoice(OWN, "gigatoken gave other ids on a probe of the text")

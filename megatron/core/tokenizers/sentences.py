@@ -52,8 +52,8 @@ def installed_rules(language: str, *, keep_whitespace: bool = False) -> Sentence
     return SentenceRules(_to_json(parameters), f"NLTK's punkt_tab, {language}", keep_whitespace)
 
 
-def learned_rules(texts: Iterable[str], *, keep_whitespace: bool = False) -> SentenceRules:
-    """Rules that punkt learns from ``texts``; the same texts give the same rules."""
+def learned_rules(texts: Iterable[str], *, language: str, keep_whitespace: bool = False) -> SentenceRules:
+    """Rules that punkt learns from ``texts``, for want of those of ``language``; the same texts give the same rules."""
     from nltk.tokenize.punkt import PunktTrainer
 
     trainer, size = PunktTrainer(), 0
@@ -62,6 +62,7 @@ def learned_rules(texts: Iterable[str], *, keep_whitespace: bool = False) -> Sen
         size += len(text)
     trainer.finalize_training()
     origin = f"punkt trained on the first {size / 1e6:.1f} MB of the text itself"
+    origin += f", as NLTK_DATA holds no punkt_tab for {language}"
     return SentenceRules(_to_json(trainer.get_params()), origin, keep_whitespace)
 
 

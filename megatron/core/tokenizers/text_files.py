@@ -211,6 +211,8 @@ def _matches(pattern: str, endings: Sequence[str]) -> list[str]:
         return inside
     if path.exists():
         return [pattern]
+    if "://" in pattern:
+        raise DataError(f"--input {pattern} is a URL; fetch the files first, or pipe them in with --input {STDIN}.")
     matches = sorted(each for each in glob.glob(pattern, recursive=True) if Path(each).is_file())
     if not matches:
         problem = "matches no file" if glob.has_magic(pattern) else "does not exist"

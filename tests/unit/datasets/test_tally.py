@@ -22,6 +22,7 @@ def test_percentiles(longest: int) -> None:
     for found, value in zip(histogram.percentiles(*shares), expected.tolist()):
         assert value * (1 - 2**-11) <= found <= value
         assert found == value or value > 4095
+    assert histogram.percentiles(100) == [lengths.max()]
     assert len(histogram.counts) < 30_000
 
 

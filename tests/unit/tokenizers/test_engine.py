@@ -32,7 +32,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, wrong_id: bool = False, broken: 
     class Encoder:
         def __init__(self, pipeline: Any) -> None:
             if broken:
-                raise ValueError("no such model")
+                raise ValueError("no such model\n\nLocation:\n    src/load.rs:241:24")
             self._pipeline, self.backend = pipeline, self
 
         def encode(self, text: bytes) -> NDArray[np.uint32]:

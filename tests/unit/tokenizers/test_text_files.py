@@ -212,6 +212,11 @@ def test_inputs_that_are_not_there(tmp_path: Path, pattern: str, message: str) -
         find_inputs([str(tmp_path / pattern)])
 
 
+def test_inputs_at_a_url() -> None:
+    with pytest.raises(DataError, match=r"s3://bucket/a.jsonl is a URL; fetch the files first, or pipe them in"):
+        find_inputs(["s3://bucket/a.jsonl"])
+
+
 def test_a_file_named_twice_is_refused(tmp_path: Path) -> None:
     """Overlapping globs would train twice on some documents without a word."""
     (tmp_path / "a.jsonl").touch()

@@ -67,13 +67,13 @@ def test_each_sentence_is_a_sequence(
 ) -> None:
     """BERT pairs sentences: a cut after an abbreviation, or documents that run together, would pair the wrong ones."""
     monkeypatch.setenv("NLTK_DATA", str(tmp_path))
-    prefix = preprocess(tmp_path, vocabulary, "--split-sentences")
+    prefix = preprocess(tmp_path, vocabulary, "--split-sentences", "--lang", "german")
     assert sentences(f"{prefix}_text_sentence") == [
         ["he slept .", "dr . smith woke .", "he slept ."],
         [],
         ["he woke"],
     ]
-    assert "sentences    by punkt trained on the first" in capsys.readouterr().out
+    assert "of the text itself, as NLTK_DATA holds no punkt_tab for german\n" in capsys.readouterr().out
 
 
 def test_the_document_ends_once(tmp_path: Path, vocabulary: Path) -> None:
@@ -86,7 +86,7 @@ def test_the_document_ends_once(tmp_path: Path, vocabulary: Path) -> None:
 
 def test_keep_newlines() -> None:
     """Whitespace stays with the sentence before it, so nothing of the text is lost."""
-    rules = learned_rules(LEARNED, keep_whitespace=True)
+    rules = learned_rules(LEARNED, language="english", keep_whitespace=True)
     for text in ["  He slept.\n\nDr. Smith woke. ", "", " ", "one", *TEXTS]:
         assert "".join(rules.split(text)) == text
     assert rules.split("He slept.\n\nHe woke.") == ["He slept.\n\n", "He woke."]
@@ -94,7 +94,7 @@ def test_keep_newlines() -> None:
 
 def test_rules_do_not_depend_on_the_process() -> None:
     """Sets of words come in another order in each process; the rules, and with them the files, must not."""
-    first, second = learned_rules(LEARNED), learned_rules(LEARNED)
+    first, second = learned_rules(LEARNED, language="english"), learned_rules(LEARNED, language="english")
     assert first == second
     abbreviations, *_ = json.loads(first.parameters)
     assert abbreviations == sorted(abbreviations)
