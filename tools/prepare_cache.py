@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.config.families import family_of
@@ -36,17 +36,25 @@ def main(argv: Sequence[str]) -> int:
             print(f"{label}: {len(dataset):,} samples, {time.monotonic() - started:.1f} s")
     for folder in cache_folders(config):
         files = list(folder.glob("*.npy"))
-        print(f"{folder}: {len(files)} files, {sum(file.stat().st_size for file in files) / 1e6:,.1f} MB")
+        size = sum(file.stat().st_size for file in files) / 1e6
+        stored = (
+            f"{len(files)} files, {size:,.1f} MB" if files else "nothing, as small indices are built faster than read"
+        )
+        print(f"{folder}: {stored}")
     return 0
 
 
-def cache_folders(config: RunConfig) -> Iterator[Path]:
+def cache_folders(config: RunConfig) -> list[Path]:
     """Where the run's indices lie."""
-    if config.data.data_cache_path:
-        yield Path(config.data.data_cache_path)
-        return
-    for sources in read_sources(config.data).values():
-        yield from (Path(f"{prefix}_index_cache") for prefix in sources.blend().prefixes)
+    data = config.data
+    if data.data_cache_path:
+        return [Path(data.data_cache_path)]
+    prefixes = list[str]()
+    for split, sources in read_sources(data).items():
+        by_name = split == "valid" and data.multiple_validation_sets
+        blends = sources.named().values() if by_name else [sources.blend()]
+        prefixes += [prefix for blend in blends for prefix in blend.prefixes]
+    return [Path(f"{prefix}_index_cache") for prefix in dict.fromkeys(prefixes)]
 
 
 if __name__ == "__main__":

@@ -115,8 +115,8 @@ class MaskedFamily:
         if not order.samples_per_epoch:
             raise DataError(
                 f"{documents.prefix}: the {part.split} split has {len(part.units)} documents, none with "
-                f"{self._rules.min_sentences} sentences: give {remedy}, made with tools/preprocess_data.py "
-                "--split-sentences"
+                f"{self._rules.min_sentences} sentences: make the data with tools/preprocess_data.py --split-sentences "
+                f"if they were made without, else give {remedy}"
             )
         vocab_size = None if part.source.ids_known else self._vocab_size
         return MaskedDataset(documents, order, self._maker, first=first, vocab_size=vocab_size)

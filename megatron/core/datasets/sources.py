@@ -91,5 +91,7 @@ def _per_split(path: str, flag: str) -> dict[SplitName, tuple[str, ...]]:
 def _content(path: str, flag: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{flag} {path} cannot be read ({error}): give a text file of data paths") from None
+    except OSError as error:
+        raise DataError(f"{flag} {path} cannot be read: {error.strerror}; give a text file of data paths") from None
+    except UnicodeDecodeError:
+        raise DataError(f"{flag} {path} is not UTF-8: give a text file of data paths") from None

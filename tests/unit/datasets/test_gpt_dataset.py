@@ -90,7 +90,7 @@ def test_damaged_path_files(tmp_path: Path, content: str, message: str) -> None:
     listed.write_text(content)
     with pytest.raises(DataError, match=message):
         build(per_split_data_args_path=str(listed))
-    with pytest.raises(DataError, match="--data-args-path nowhere cannot be read"):
+    with pytest.raises(DataError, match="--data-args-path nowhere cannot be read: No such file or directory; give"):
         build(data_args_path="nowhere")
     listed.write_text(" \n")
     with pytest.raises(DataError, match="holds no data paths"):

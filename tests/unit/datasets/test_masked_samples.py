@@ -250,7 +250,7 @@ def test_errors(prefix: str, tmp_path: Any) -> None:
     with IndexedDatasetWriter(tmp_path / "documents", np.uint16) as writer:
         writer.add_documents([1, 2, 3, 4], [2, 2])
     config = DataConfig(seq_length=64, train_data_path=(str(tmp_path / "documents"),))
-    with pytest.raises(DataError, match="has 2 documents, none with 2 sentences: give more data, made with"):
+    with pytest.raises(DataError, match="has 2 documents, none with 2 sentences: make the data with"):
         build_bert_splits(config, tokenizer=TOKENIZER, **arguments)
     with pytest.raises(ConfigError, match="--vocab-size 6 leaves no words for --mock-data; give at least 16"):
         build_bert_splits(DataConfig(seq_length=64, mock_data=True), tokenizer=TOKENIZER, vocab_size=7, **arguments)

@@ -74,6 +74,23 @@ def test_of_bert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 def test_beside_the_data(prefixes: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Each folder is named once, though three splits share it."""
     prepare_cache.main(f"{RUN} --data-path {prefixes[0]}".split())
-    assert f"{prefixes[0]}_index_cache: " in capsys.readouterr().out
+    assert capsys.readouterr().out.count(f"{prefixes[0]}_index_cache: ") == 1
     assert list(Path(f"{prefixes[0]}_index_cache").glob("*.npy"))
+
+
+def test_validation_sets_with_names(prefixes: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """NAME= is no part of a path."""
+    flags = f"{RUN} --train-data-path {prefixes[0]} --valid-data-path b={prefixes[1]} --multiple-validation-sets"
+    prepare_cache.main(flags.replace("--split 8,2,0 ", "").split())
+    printed = capsys.readouterr().out
+    assert "valid (b): " in printed
+    assert f"\n{prefixes[1]}_index_cache: 2 files" in printed
+
+
+def test_small_data(prefixes: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """An empty folder after a tool that builds indices wants a word."""
+    monkeypatch.setattr(build, "IndexCache", IndexCache)
+    prepare_cache.main(f"{RUN} --data-path {prefixes[0]}".split())
+    assert f"{prefixes[0]}_index_cache: nothing, as small indices are built faster than read" in capsys.readouterr().out
