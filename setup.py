@@ -18,7 +18,7 @@ CHAT = ["jinja2"]  # --chat-template of tools/preprocess_sft.py
 ZSTD = ["zstandard"]  # .jsonl.zst input of tools/preprocess_data.py
 TIKTOKEN = ["tiktoken"]  # --tokenizer-type TikTokenizer
 HUGGINGFACE = ["transformers", "safetensors"]  # conversion from and to its format, and the proof; parity tests
-LM_EVAL = ["lm_eval>=0.4.13"]  # tasks/harness.py
+LM_EVAL = ["lm_eval>=0.4.13"]  # tasks/lm_eval.py
 PLOT = ["matplotlib"]  # the picture of a loss curve
 TEST = ["pytest>=9", "pytest-xdist", "hypothesis"]
 CHECK = ["ruff", "mypy", "import-linter", "types-PyYAML"]

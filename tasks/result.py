@@ -77,7 +77,7 @@ def _document(result: TaskResult, config: RunConfig, context: ParallelContext, s
         "task": config.group(TaskConfig).task,
         "metrics": dict(result.metrics),
         "data": [_file(path) for path in result.data],
-        "checkpoint": None if result.checkpoint is None else _checkpoint(result.checkpoint),
+        "checkpoint": None if result.checkpoint is None else checkpoint_facts(result.checkpoint),
         "layout": layout,
         "versions": _versions(),
         "code": code_digest(),
@@ -87,8 +87,8 @@ def _document(result: TaskResult, config: RunConfig, context: ParallelContext, s
     }
 
 
-def _checkpoint(folder: CheckpointFolder) -> dict[str, Any]:
-    """The digest is that of the manifest, which holds size and checksum of every file."""
+def checkpoint_facts(folder: CheckpointFolder) -> dict[str, Any]:
+    """Which one it is; the digest is that of the manifest, which holds size and checksum of every file."""
     from megatron.core.checkpointing.manifest import MANIFEST
 
     digest = _file(folder.path / MANIFEST)["sha256"]

@@ -38,7 +38,7 @@ class OwnDataConfig:
 @check_flags
 @dataclass(frozen=True, kw_only=True)
 class HarnessConfig(OwnDataConfig):
-    """Settings of lm-evaluation-harness's model alone; tasks/harness.py."""
+    """Settings of lm-evaluation-harness's model alone; tasks/lm_eval.py."""
 
     max_gen_toks: int = flag("Tokens to generate where the harness's task doesn't say.", default=256, at_least=1)
     add_bos_token: bool = flag("Begin texts with the tokenizer's first token.", default=False)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from megatron.errors import ConfigError, MegatronError
 from tests.end_to_end.commands import ROOT, environment
 from tests.harness.evaluation import OPENINGS, WIKITEXT_AS_TEXT, SmallGPT2
 
@@ -72,7 +71,7 @@ def evaluate(folder: Path, module: str, model: str, arguments: str, *more: str, 
     launcher = [sys.executable]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    words = [*launcher, "-m", module, "run", "--model", model, "--model_args", arguments, "--device", "cpu"]
+    words = [*launcher, *module.split(), "--model", model, "--model_args", arguments, "--device", "cpu"]
     words += ["--tasks", *TASKS, "--include_path", str(folder), "--output_path", str(output), "--log_samples", *more]
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home")}
     done = subprocess.run(words, env=environment() | offline, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -102,7 +101,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def ours(folder: Path, gpt2: SmallGPT2) -> dict[str, Any]:
-    return evaluate(folder, "tasks.harness", "megatron", f"load={gpt2.native}", "--batch_size", "3")
+    return evaluate(folder, "tasks/lm_eval.py", "megatron", f"load={gpt2.native}", "--batch_size", "3")
 
 
 def test_the_harness_finds_what_it_finds_through_transformers(
@@ -111,41 +110,12 @@ def test_the_harness_finds_what_it_finds_through_transformers(
     """Choices, whole texts and generated ones: the same weights, so the same answers."""
     if importlib.util.find_spec("accelerate") is None:
         pytest.skip("the harness runs transformers with accelerate, which is not installed")
-    assert_same(ours, evaluate(folder, "lm_eval", "hf", f"pretrained={gpt2.hf},dtype=float32", "--batch_size", "2"))
+    assert_same(
+        ours, evaluate(folder, "-m lm_eval run", "hf", f"pretrained={gpt2.hf},dtype=float32", "--batch_size", "2")
+    )
 
 
 def test_answers_do_not_depend_on_batch_or_layout(folder: Path, gpt2: SmallGPT2, ours: dict[str, Any]) -> None:
     """Two ranks, another batch: the same answers, said once."""
     layout = f"load={gpt2.native},pipeline_model_parallel_size=2"
-    assert_same(evaluate(folder, "tasks.harness", "megatron", layout, "--batch_size", "1", ranks=2), ours)
-
-
-def test_mistakes_are_one_sentence(gpt2: SmallGPT2) -> None:
-    from tasks.harness import Asked, passage_of, settings
-
-    for flags, message in (
-        ({"load": "nowhere"}, "--use-checkpoint-args finds no checkpoint in nowhere: give another --load"),
-        ({"load": str(gpt2.native), "sizes": 3}, "there is no flag --sizes"),
-        ({"load": str(gpt2.native), "data_path": "a"}, "leave --data-path out"),
-    ):
-        with pytest.raises(MegatronError, match=message):
-            settings(flags, batch_size=None, device=None)
-    with pytest.raises(ConfigError, match="--device mps"):
-        settings({"load": str(gpt2.native)}, batch_size=None, device="mps")
-    with pytest.raises(ConfigError, match="num_beams: generation here knows until, max_gen_toks"):
-        Asked.of({"until": ["."], "num_beams": 4}, 16)
-    with pytest.raises(ConfigError, match="a continuation of 5 tokens is to be scored at once, and the model sees 4"):
-        passage_of([1], [1, 2, 3, 4, 5], 4)
-
-
-def test_arguments_are_flags(gpt2: SmallGPT2) -> None:
-    """What the harness calls otherwise means the same thing; a flag of ours goes before it."""
-    from tasks.harness import settings, words_of
-
-    flags = {"load": str(gpt2.native), "bf16": True, "valid": False, "cp_comm_type": ["p2p", "a2a"]}
-    assert words_of(flags)[2:] == ["--bf16", "--no-valid", "--cp-comm-type", "p2p", "a2a"]
-    load = {"load": str(gpt2.native)}
-    assert settings(load, batch_size="5", device="cpu").training.micro_batch_size == 5
-    assert settings({**load, "micro_batch_size": 2}, batch_size=5, device=None).training.micro_batch_size == 2
-    assert settings(load, batch_size="auto:4", device="cuda:0").training.micro_batch_size == 8
-    assert settings(load, batch_size=None, device="cpu").parallel.distributed_backend == "gloo"
+    assert_same(evaluate(folder, "tasks/lm_eval.py", "megatron", layout, "--batch_size", "1", ranks=2), ours)

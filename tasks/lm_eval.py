@@ -1,0 +1,152 @@
+"""lm-evaluation-harness on this project's checkpoints: ``python tasks/lm_eval.py --model megatron --model_args …``.
+
+The harness has no place where other packages announce models, so this is its command with one model more. Model
+arguments are the flags of any run without their dashes: ``load=runs/mine,tensor_model_parallel_size=2``.
+"""
+
+from __future__ import annotations
+
+# Started as a script, Python looks for modules beside it, where it would find this file under the harness's name.
+import os
+import sys
+
+sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from megatron.config.task import HarnessConfig
+from megatron.core.parallel.environment import launch_environment
+from megatron.core.parallel.launch import parallel_context
+from megatron.errors import run_command
+from megatron.training.agreement import check_ranks_agree
+from megatron.training.reading import LoadedModel, load_model
+from megatron.training.recipes.gpt import GPTRecipe
+from tasks.model_args import run_of
+from tasks.result import checkpoint_facts
+from tasks.zero_shot.questions import Asked, Questions, passage_of
+
+try:
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import normalize_gen_kwargs
+    from lm_eval.utils import simple_parse_args_string
+except ImportError as error:
+    raise SystemExit(
+        f"error: lm-evaluation-harness is not installed ({error}); pip install 'megatron[lm-eval]'"
+    ) from None
+
+TextAndIds = tuple[tuple[str, str], list[int], list[int]]
+"""Context and continuation as texts, and each as ids."""
+
+
+@register_model("megatron")
+class MegatronLM(TemplateLM):  # type: ignore[misc]
+    """A checkpoint of this project as the harness sees it, at any layout: every rank is asked everything.
+
+    ``opened``: the ranks' meeting, which whoever runs the harness ends, with its error if there is one.
+    """
+
+    opened = ExitStack()
+
+    def __init__(self, model: LoadedModel) -> None:
+        super().__init__()
+        self._model, self._ours, self._questions = model, model.tokenizer, Questions(model)
+        self._settings = model.config.group(HarnessConfig)
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> MegatronLM:
+        """From ``--model_args``."""
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
+
+    @classmethod
+    def create_from_arg_obj(
+        cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
+    ) -> MegatronLM:
+        """From model arguments; ``additional_config`` is what the harness's own flags say."""
+        more = additional_config or {}
+        config = run_of(arg_dict, batch_size=more.get("batch_size"), device=more.get("device"))
+        precision, seed = config.precision.params_dtype, config.training.seed
+        context = cls.opened.enter_context(
+            parallel_context(config.parallel, launch_environment(), params_dtype=precision, seed=seed)
+        )
+        check_ranks_agree(config, context)
+        return cls(load_model(config, GPTRecipe(), context))
+
+    @property
+    def eot_token_id(self) -> int:
+        """What ends a text."""
+        return self._ours.eod
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text without context."""
+        return self._ours.eod if self._ours.bos is None else self._ours.bos
+
+    @property
+    def tokenizer_name(self) -> str:
+        """By which the harness keeps requests."""
+        return f"{self._ours.name}-{self._ours.fingerprint[:12]}"
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Ids of a text."""
+        begins = self._settings.add_bos_token and add_special_tokens is not False
+        return [self.prefix_token_id] * begins + self._ours.tokenize(string)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[TextAndIds], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        """Log-likelihood of each continuation, and whether it is what greedy generation would give."""
+        length = self._questions.length
+        answers = self._questions.likelihoods(
+            [passage_of(context, continuation, length=length) for _, context, continuation in requests]
+        )
+        for request, answer in zip(requests, answers):
+            self.cache_hook.add_partial("loglikelihood", request[0], answer)
+        return answers
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of whole texts."""
+        texts = [request.args[0] for request in requests]
+        totals = self._questions.of_whole_texts([self.tok_encode(text) for text in texts], prefix=self.prefix_token_id)
+        for text, total in zip(texts, totals):
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
+        return totals
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Each text's continuation up to the first of its stop strings; requests with equal settings run together."""
+        answers = [""] * len(requests)
+        groups: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(repr(request.args[1]), []).append(number)
+        for numbers in groups.values():
+            words = normalize_gen_kwargs(requests[numbers[0]].args[1], self._settings.max_gen_toks)
+            prompts = [self.tok_encode(requests[number].args[0]) or [self.prefix_token_id] for number in numbers]
+            for number, text in zip(numbers, self._questions.continuations(prompts, numbers, Asked.of(words))):
+                answers[number] = text
+                self.cache_hook.add_partial("generate_until", requests[number].args, text)
+        return answers
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the harness writes into its results about the model: which checkpoint it was."""
+        return {"checkpoint": checkpoint_facts(self._model.folder)}
+
+
+def main() -> int:
+    """The harness's command; only the first rank speaks."""
+    with ExitStack() as quiet:
+        if launch_environment().rank > 0:
+            os.environ["TQDM_DISABLE"] = "1"
+            logging.disable(logging.WARNING)
+            quiet.enter_context(contextlib.redirect_stdout(quiet.enter_context(open(os.devnull, "w"))))
+        with MegatronLM.opened:
+            cli_evaluate()
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,39 @@
+"""Model arguments of lm-evaluation-harness as the run that they describe: flags without their dashes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.config.run import RunConfig
+from megatron.config.task import HarnessConfig
+from megatron.errors import ConfigError
+from megatron.training.pretrain import parse
+from tasks.registry import DEFAULTS
+
+
+def run_of(flags: dict[str, Any], *, batch_size: int | str | None, device: str | None) -> RunConfig:
+    """The run that the harness's arguments describe; raises ConfigError for flags that don't exist.
+
+    ``batch_size``: samples of a forward pass, unless ``micro_batch_size`` says it; ``auto`` is the default. ``device``:
+    where a rank computes is its launcher's to say, but ``cpu`` keeps it off a GPU.
+    """
+    defaults: dict[str, Any] = {**DEFAULTS, "skip_train": True}
+    if device == "cpu":
+        defaults["distributed_backend"] = "gloo"
+    elif device is not None and not device.startswith("cuda"):
+        raise ConfigError(f"--device {device}: ranks compute on the GPUs that are there, or on cpu; leave it out")
+    if batch_size is not None and str(batch_size).partition(":")[0] != "auto":
+        defaults["micro_batch_size"] = int(batch_size)
+    return parse(words_of(flags), prog="tasks/lm_eval.py", groups=(HarnessConfig,), defaults=defaults)
+
+
+def words_of(flags: dict[str, Any]) -> list[str]:
+    """A command line of the arguments: ``x=True`` is ``--x``, ``x=False`` is ``--no-x``, a list is several values."""
+    words: list[str] = []
+    for name, value in flags.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", *map(str, value if isinstance(value, (list, tuple)) else [value])]
+    return words

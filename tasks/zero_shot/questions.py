@@ -1,0 +1,124 @@
+"""What programs that evaluate models ask of one: how likely a continuation or a whole text is, and what comes next.
+
+No answer depends on what else is asked, on the batch size or on the layout. Every rank asks the same and is told the
+same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron.core.inference.engine import Engine, GenerationLimits
+from megatron.core.inference.sampling import Sampling
+from megatron.core.inference.scoring import Passage
+from megatron.errors import ConfigError
+from megatron.training.reading import Likelihoods, LoadedModel, LogitsAtAnyLayout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """How a text is to be continued: at most ``tokens`` tokens, up to the first string of ``until``."""
+
+    tokens: int
+    until: tuple[str, ...]
+    sampling: Sampling
+
+    @classmethod
+    def of(cls, words: Mapping[str, Any]) -> Asked:
+        """From the harness's words for it, normalized; ConfigError for those that mean nothing here."""
+        rest = dict(words)
+        until = tuple(end for end in rest.pop("until", ()) if end)
+        tokens, samples = rest.pop("max_gen_toks"), rest.pop("do_sample", False)
+        chosen = {name: rest.pop(name) for name in ("temperature", "top_k", "top_p") if name in rest}
+        if rest:
+            raise ConfigError(
+                f"--gen_kwargs {', '.join(rest)}: generation here knows until, max_gen_toks, do_sample, temperature, "
+                "top_k and top_p; leave the others out"
+            )
+        return cls(tokens=tokens, until=until, sampling=Sampling(**chosen) if samples else Sampling(temperature=0.0))
+
+
+class Questions:
+    """Answers of a loaded model; texts are ids when they come, and generated ones strings."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self.model, self.tokenizer, self.length = model, model.tokenizer, model.config.data.seq_length
+        self._engine = Engine(LogitsAtAnyLayout(model), GenerationLimits(self.tokenizer.eod, self.length))
+
+    def likelihoods(self, passages: Sequence[Passage]) -> list[tuple[float, bool]]:
+        """Log-likelihood of what is asked about in each, and whether greedy generation would give it. A collective."""
+        rows = self.model.read(passages, Likelihoods(compare=True)).tolist()
+        return [(-nats, missed == 0) for nats, missed, _ in rows]
+
+    def of_whole_texts(self, texts: Sequence[list[int]], *, prefix: int) -> list[float]:
+        """Log-likelihood of all tokens of each text, the first one given ``prefix``. A collective."""
+        passages: list[Passage] = []
+        owners: list[int] = []
+        for owner, ids in enumerate(texts):
+            cut = list(disjoint_windows(ids, prefix=prefix, length=self.length))
+            passages += cut
+            owners += [owner] * len(cut)
+        totals = [0.0] * len(texts)
+        for owner, (likelihood, _) in zip(owners, self.likelihoods(passages)):
+            totals[owner] += likelihood
+        return totals
+
+    def continuations(self, prompts: Sequence[list[int]], numbers: Sequence[int], asked: Asked) -> list[str]:
+        """Each prompt's continuation up to the first of its stop strings. A collective.
+
+        ``numbers``: of the questions, from which each gets random numbers of its own. Prompts lose their beginning
+        where it and what is asked for don't fit into the model's length; ConfigError when nothing of them would fit.
+        """
+        room = self.length - asked.tokens
+        if room < 1:
+            raise ConfigError(
+                f"{asked.tokens} tokens to generate leave no room for a text in the model's {self.length}: "
+                "give fewer with --gen_kwargs max_gen_toks=N"
+            )
+        texts, training = [""] * len(prompts), self.model.config.training
+        size = training.micro_batch_size * self.model.context.mesh.size("dp")
+        order = sorted(range(len(prompts)), key=lambda which: -min(len(prompts[which]), room))
+        for first in range(0, len(order), size):
+            batch = order[first : first + size]
+            results = self._engine.generate(
+                [prompts[which][-room:] for which in batch],
+                tokens_to_generate=asked.tokens,
+                sampling=asked.sampling,
+                seeds=[training.seed + numbers[which] for which in batch],
+                stop=lambda ids: any(end in self.tokenizer.detokenize(ids) for end in asked.until),
+            )
+            for which, result in zip(batch, results):
+                texts[which] = cut_at(self.tokenizer.detokenize(result.generated), asked.until)
+        return texts
+
+
+def passage_of(context: list[int], continuation: list[int], *, length: int) -> Passage:
+    """A continuation to score after as much of its context as fits into ``length`` tokens."""
+    if len(continuation) > length:
+        raise ConfigError(
+            f"a continuation of {len(continuation)} tokens is to be scored at once, and the model sees {length}: "
+            "leave the task out"
+        )
+    ids = (context + continuation)[-(length + 1) :]
+    return Passage(np.array(ids), first_scored=len(ids) - 1 - len(continuation))
+
+
+def disjoint_windows(ids: list[int], *, prefix: int, length: int) -> Iterator[Passage]:
+    """Passages that score each token of a text once, ``length`` at a time; the last one reaches back to be as long.
+
+    lm-evaluation-harness's windows of texts: the second and later ones have one token of context, the last has more.
+    """
+    tokens = np.array([prefix, *ids])
+    for scored in range(0, len(ids), length):
+        stop = min(scored + length, len(ids))
+        start = max(0, stop - length)
+        yield Passage(tokens[start : stop + 1], first_scored=scored - start)
+
+
+def cut_at(text: str, ends: Sequence[str]) -> str:
+    """What stands before the first of ``ends``."""
+    return min((text.partition(end)[0] for end in ends), key=len, default=text)
