@@ -164,7 +164,10 @@ def check_same_model(
 ) -> None:
     """Raise CheckpointError that lists every difference between the checkpoint's model and the run's."""
     if state["recipe"] != recipe:
-        raise CheckpointError(f"{folder.path} holds a {state['recipe']} model; this command trains {recipe} models")
+        raise CheckpointError(
+            f"{folder.path} holds a {state['recipe']} model, and what was asked for takes a {recipe} model: name a folder "
+            "with one"
+        )
     differences = []
     for spec in config.flags():
         asked = config.value(spec)
