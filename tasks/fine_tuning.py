@@ -17,6 +17,7 @@ from megatron.training.loop import train_from_start_to_end
 from megatron.training.metrics import Evaluation
 from megatron.training.recipes.classification import ACCURACY, LOSS, ClassificationRecipe, LabelledData
 from megatron.training.run import Run
+from tasks.predictions import Predictions
 from tasks.result import TaskResult
 
 
@@ -26,12 +27,14 @@ def run(config: RunConfig, context: ParallelContext) -> TaskResult:
     data = read(task)
     config = in_iterations(config, data.train)
     scores = Scores(config.training.eval_interval if task.epochs else None)
-    recipe = ClassificationRecipe(task.task, data)
+    predictions = None if task.predictions_dir is None else Predictions(task, data.valid, context.device)
+    recipe = ClassificationRecipe(task.task, data, note=None if predictions is None else predictions.note)
     finished = train_from_start_to_end(config, recipe, context, started=started, evaluated=scores.report)
+    lines = () if predictions is None else predictions.write(context)
     saved = config.checkpoint.save if task.epochs else finished.loaded_from
     files = {text.path: None for texts in data.valid.values() for text in texts.texts}
     return TaskResult(
-        lines=(),  # they were printed after each epoch
+        lines=lines,  # scores were printed after each epoch
         metrics=scores.metrics,
         data=tuple(files),
         checkpoint=None if saved is None else find_checkpoint(saved, mesh=context.mesh, verify=False),
@@ -46,7 +49,7 @@ def read(task: TaskConfig) -> LabelledData:
     train = joined([read_labelled(task.task, path) for path in task.train_data]) if task.epochs else None
     valid: dict[str, LabelledTexts] = {}
     for path in task.valid_data:
-        texts = read_labelled(task.task, path)
+        texts = read_labelled(task.task, path, needs_labels=task.predictions_dir is None)
         if texts.name in valid:
             raise DataError(f"--valid-data {valid[texts.name].source} and {path} would both be called {texts.name}")
         valid[texts.name] = texts
@@ -80,11 +83,13 @@ class Scores:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def report(self, run: Run, found: Mapping[str, Evaluation]) -> None:
-        """Correct answers of each set, and of all together."""
+        """Correct answers of each set that has labels, and of all together."""
         number = -1 if self.epoch is None else run.progress.iteration // self.epoch - 1
         lines, correct, total, loss = [], 0, 0, 0.0
         self.metrics = {}
         for name, evaluation in found.items():
+            if not evaluation.totals[ACCURACY][1]:
+                continue
             right, count = (round(each) for each in evaluation.totals[ACCURACY])
             lines.append(
                 f" > |epoch: {number}| metrics for {name}: {_share(right, count)}, "
@@ -92,9 +97,10 @@ class Scores:
             )
             self.metrics |= {f"{name} correct": right, f"{name} total": count, f"{name} accuracy": right / count}
             correct, total, loss = correct + right, total + count, loss + evaluation.totals[LOSS][0]
-        lines.append(f" >> |epoch: {number}| overall: {_share(correct, total)}")
-        self.metrics |= {"correct": correct, "total": total, "accuracy": correct / total, "loss": loss / total}
-        run.reporter.say("\n".join(lines))
+        if total:
+            lines.append(f" >> |epoch: {number}| overall: {_share(correct, total)}")
+            self.metrics |= {"correct": correct, "total": total, "accuracy": correct / total, "loss": loss / total}
+            run.reporter.say("\n".join(lines))
 
 
 def _share(correct: int, total: int) -> str:

@@ -19,7 +19,7 @@ from megatron.core.parallel.environment import launch_environment, told_once_a_n
 from megatron.errors import run_command
 from megatron.training.pretrain import parse
 from tasks.registry import DEFAULTS, TASKS, Task
-from tasks.result import check_result_file
+from tasks.result import check_predictions_dir, check_result_file
 
 PROG = "tasks/main.py"
 
@@ -32,6 +32,7 @@ def main(argv: Sequence[str]) -> int:
         config = settings(argv, task)
         if not config.command.dry_run:
             check_result_file(config.group(TaskConfig).result_file)
+            check_predictions_dir(config.group(TaskConfig).predictions_dir)
     assert task is not None, "without a known task there are no settings"
     if config.command.dry_run:
         from megatron.config.dry_run import dry_run_report
@@ -47,6 +48,8 @@ def main(argv: Sequence[str]) -> int:
 def settings(argv: Sequence[str], task: Task | None) -> RunConfig:
     """The run that ``argv`` describes; raises ConfigError for an unknown task."""
     groups, defaults = (task.groups, task.defaults) if task is not None else ((), DEFAULTS)
+    if value_given(argv, TaskConfig, "epochs") == 0:
+        defaults = DEFAULTS
     return parse(argv, prog=PROG, groups=(TaskConfig, *groups), defaults=defaults)
 
 

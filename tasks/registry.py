@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # torch is imported when flags are known to be right
 
 
 DEFAULTS: Mapping[str, Any] = {"use_checkpoint_args": True, "micro_batch_size": 8}
-"""Of any task: the model is the checkpoint's, whatever flags leave open."""
+"""Where nothing is trained: the model is the checkpoint's, whatever flags leave open, and any batch gives the same."""
 
 
 class RunTask(Protocol):

@@ -56,6 +56,16 @@ def check_result_file(path: str | None) -> None:
         raise ConfigError(f"--result-file {path} cannot be written: {error.strerror}; name another file") from None
 
 
+def check_predictions_dir(path: str | None) -> None:
+    """Raise ConfigError now when ``--predictions-dir`` cannot be a folder."""
+    if path is None:
+        return
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--predictions-dir {path} cannot be made: {error.strerror}; name another folder") from None
+
+
 def write_result(result: TaskResult, config: RunConfig, context: ParallelContext, *, seconds: float) -> None:
     """Write ``--result-file``, if there is one. ``seconds``: wall time since the command began."""
     path = config.group(TaskConfig).result_file

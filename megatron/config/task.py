@@ -73,6 +73,11 @@ class TaskConfig(OwnDataConfig, RecipeConfig):
     )
     strict_lambada: bool = flag("LAMBADA: the whole last word, not its last token, must be predicted.", default=False)
     json_key: str = flag("LM: field of a JSON line that holds the text.", default="text")
+    predictions_dir: str | None = flag(
+        "RACE, MNLI and QQP with --epochs 0: folder to write what the model answers into, a NAME.tsv for each set of "
+        "--valid-data, as GLUE takes them; the sets may be test sets without labels.",
+        default=None,
+    )
     result_file: str | None = flag(
         "JSON file to write the result into, with what it was measured on and by.", default=None
     )

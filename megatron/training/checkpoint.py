@@ -165,8 +165,7 @@ def check_same_model(
     """Raise CheckpointError that lists every difference between the checkpoint's model and the run's."""
     if state["recipe"] != recipe:
         raise CheckpointError(
-            f"{folder.path} holds a {state['recipe']} model, and what was asked for takes a {recipe} model: name a folder "
-            "with one"
+            f"{folder.path} holds a {state['recipe']} model, where a {recipe} model is wanted; name another folder"
         )
     differences = []
     for spec in config.flags():

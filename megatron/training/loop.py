@@ -111,8 +111,13 @@ def validate(run: Run, split: SplitName, where: str, *, evaluation: int) -> None
             loss = evaluate(run, run.data.evaluation_batches(split, evaluation=evaluation, name=name))
         found[name] = Evaluation(loss.totals, time.perf_counter() - start)
         collect_garbage_around_evaluation(run.config.training)
-        run.reporter.validation(
-            where, loss.means, iteration=progress.iteration, consumed_samples=progress.consumed_samples, data_set=name
-        )
+        if any(count for _, count in loss.totals.values()):  # a test set without labels has no loss
+            run.reporter.validation(
+                where,
+                loss.means,
+                iteration=progress.iteration,
+                consumed_samples=progress.consumed_samples,
+                data_set=name,
+            )
     if found:
         run.evaluated(run, found)

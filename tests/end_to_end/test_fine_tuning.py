@@ -71,10 +71,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "MNLI/train.tsv").write_text(mnli(rng, 163))
     (folder / "MNLI/dev_matched.tsv").write_text(mnli(rng, 37, wrong=0.3))
     (folder / "MNLI/dev_mismatched.tsv").write_text(mnli(rng, 21, wrong=0.3))
+    unlabelled = [row.split("\t")[:10] for row in mnli(rng, 14).splitlines()]
+    (folder / "MNLI/test_matched.tsv").write_text("".join("\t".join(row) + "\n" for row in unlabelled))
     for name, count in (("train", 61), ("dev/high", 19), ("dev/middle", 9)):
         (folder / "RACE" / name).mkdir(parents=True)
         (folder / "RACE" / name / "1.txt").write_text(race(rng, count))
     return folder
+
+
+def tsv(path: Path) -> list[list[str]]:
+    return [line.split("\t") for line in path.read_text().splitlines()]
 
 
 def scores(log: str) -> dict[str, list[str]]:
@@ -103,23 +109,40 @@ def test_mnli_is_learned_and_scored_alike_everywhere(folder: Path, tmp_path: Pat
     assert re.search(r"^ >> \|epoch: 3\| overall: correct / total = \d+ / 58 = \d+\.\d{4} %$", log, re.MULTILINE)
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == [f"iter_{n:07}" for n in (21, 42, 63, 84)]
     last = {name: shares[-1:] for name, shares in found.items()}
+    predicted: dict[str, list[list[str]]] = {}
     for ranks, layout in (
-        (1, "--micro-batch-size 5"),
+        (1, ""),
         (2, "--micro-batch-size 3 --pipeline-model-parallel-size 2 --global-batch-size 6"),
         (2, "--micro-batch-size 4"),
         (2, "--micro-batch-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
         (2, "--micro-batch-size 2 --context-parallel-size 2"),
     ):
-        flags = f"--task MNLI --epochs 0 --load {tmp_path} {dev} --num-workers 0 {layout}"
-        log = run("tasks/main.py", flags, "--result-file", f"{tmp_path}/result.json", ranks=ranks)
+        flags = (
+            f"--task MNLI --epochs 0 --load {tmp_path} {dev} {folder}/MNLI/test_matched.tsv --num-workers 0 {layout}"
+        )
+        written = f"--result-file {tmp_path}/result.json --predictions-dir {tmp_path}/answers"
+        log = run("tasks/main.py", f"{flags} {written}", ranks=ranks)
         assert scores(log) == last
         assert " >> |epoch: -1| overall: " in log
+        assert f" > predictions for test-matched: 14 in {tmp_path}/answers/test-matched.tsv" in log
+        assert "test-matched) | lm loss" not in log, "without labels there is no loss"
+        answers = {path.stem: tsv(path) for path in (tmp_path / "answers").iterdir()}
+        predicted = predicted or answers
+        assert answers == predicted, "no layout changes an answer"
+    assert [len(predicted[name]) for name in ("dev-matched", "dev-mismatched", "test-matched")] == [38, 22, 15]
+    right = [
+        row[-1] == answer for row, (_, answer) in zip(tsv(folder / "MNLI/dev_matched.tsv"), predicted["dev-matched"])
+    ]
+    assert f"{sum(right)} / 37" == last["dev-matched"][0]
+    assert predicted["test-matched"][0] == ["index", "prediction"]
+    assert [index for index, _ in predicted["test-matched"][1:]] == [str(number) for number in range(14)]
     result = json.loads((tmp_path / "result.json").read_text())
     metrics = result["metrics"]
     assert f"{metrics['correct']} / {metrics['total']}" == last["overall"][0]
     assert metrics["dev-matched total"] == 37
     assert result["checkpoint"]["iteration"] == 84
-    assert [Path(each["path"]).name for each in result["data"]] == ["dev_matched.tsv", "dev_mismatched.tsv"]
+    files = ["dev_matched.tsv", "dev_mismatched.tsv", "test_matched.tsv"]
+    assert [Path(each["path"]).name for each in result["data"]] == files
 
 
 @pytest.mark.parametrize("layout", ["--pipeline-model-parallel-size 2", "--use-distributed-optimizer"])
@@ -145,15 +168,15 @@ def test_what_cannot_be_loaded(folder: Path, tmp_path: Path) -> None:
     run("tasks/main.py", start)
     flags = f"--task QQP --epochs 0 --load {tmp_path} --valid-data {qqp(tmp_path)} --micro-batch-size 2"
     found = run("tasks/main.py", flags, expect=1)
-    assert "holds a bert-mnli model, and what was asked for takes a bert-qqp model" in found
+    assert "holds a bert-mnli model, where a bert-qqp model is wanted" in found
     flags = f"--task MNLI --epochs 0 --load {folder}/bert {dev} --micro-batch-size 2"
-    assert "holds a bert model, and what was asked for takes a bert-mnli model" in run("tasks/main.py", flags, expect=1)
+    assert "holds a bert model, where a bert-mnli model is wanted" in run("tasks/main.py", flags, expect=1)
     resumed = start.replace(train, f"--train-data {folder}/MNLI/dev_matched.tsv").replace("--epochs 1", "--epochs 9")
     expected = "the checkpoint's run trained on other files than"
     assert expected in run("tasks/main.py", f"{resumed} --load {tmp_path}", expect=1)
     unused = f"--task MNLI --epochs 0 --load {tmp_path}/new --save {tmp_path}/new {dev} --micro-batch-size 2"
     found = run("tasks/main.py", f"{unused} --pretrained-checkpoint {folder}/bert", expect=1)
-    assert "holds a bert model, and what was asked for takes a bert-mnli model" in found, "a fresh head would be scored"
+    assert "holds a bert model, where a bert-mnli model is wanted" in found, "a fresh head would be scored"
     nothing = f"--task MNLI --epochs 1 {train} --save {tmp_path}/new --load {tmp_path}/new {TUNE} {MODEL}"
     found = run("tasks/main.py", f"{nothing} --no-use-checkpoint-args --vocab-file {folder}/vocab.txt", expect=1)
     assert "a bert-mnli model is made of a trained bert model, and none is named: give --pretrained-checkpoint" in found

@@ -26,6 +26,17 @@ def data_are_given(run: RunConfig) -> str | None:
     return None
 
 
+def predictions_are_of_a_finished_model(run: RunConfig) -> str | None:
+    """What is written down is what the model answers that the scores are of."""
+    task = run.find(TaskConfig)
+    if task is None or task.answers is None or task.predictions_dir is None or not task.epochs:
+        return None
+    return (
+        f"--predictions-dir {task.predictions_dir} is for the answers of a model that was fine-tuned: give it with "
+        f"--epochs 0 once --epochs {task.epochs} are over"
+    )
+
+
 def a_trained_model_is_named(run: RunConfig) -> str | None:
     """Nothing is fine-tuned, and nothing scored, that starts from random weights."""
     task, checkpoint = run.find(TaskConfig), run.checkpoint
@@ -61,4 +72,10 @@ def epochs_are_the_length(run: RunConfig) -> str | None:
     return f"--task {task.task} trains for --epochs, each in an order of its own; leave {' and '.join(named)} out"
 
 
-RULES = (epochs_are_given, data_are_given, a_trained_model_is_named, epochs_are_the_length)
+RULES = (
+    epochs_are_given,
+    data_are_given,
+    predictions_are_of_a_finished_model,
+    a_trained_model_is_named,
+    epochs_are_the_length,
+)

@@ -50,6 +50,7 @@ def flags_of_other_tasks(run: RunConfig) -> str | None:
         "--strict-lambada": (task.strict_lambada, ("LAMBADA",)),
         f"--json-key {task.json_key}": (task.json_key != "text", ("LM",)),
         "--keep-last": (task.keep_last, tuple(FINE_TUNING)),
+        f"--predictions-dir {task.predictions_dir}": (task.predictions_dir is not None, tuple(FINE_TUNING)),
     }
     for text, (given, tasks) in asked.items():
         if given and task.task not in tasks:

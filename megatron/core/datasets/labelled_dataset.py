@@ -46,12 +46,13 @@ class PairLayout:
 class LabelledDataset:
     """The texts of a set, in their order.
 
-    A sample: ``text``, ``types`` and ``padding_mask`` int64 [choices, S], and ``label``, the number of the right class
-    or choice; −1: the sample counts for nothing.
+    A sample: ``text``, ``types`` and ``padding_mask`` int64 [choices, S]; ``label``, the number of the right class or
+    choice, −1: the sample counts for nothing; and ``number``, its own, counted from ``first_number``, −1: it only fills
+    a batch.
     """
 
-    def __init__(self, texts: LabelledTexts, layout: PairLayout) -> None:
-        self._texts, self._layout = texts, layout
+    def __init__(self, texts: LabelledTexts, layout: PairLayout, *, first_number: int = 0) -> None:
+        self._texts, self._layout, self._first_number = texts, layout, first_number
 
     @property
     def prefix(self) -> str:
@@ -72,9 +73,16 @@ class LabelledDataset:
             sequences = np.stack([self._layout.sequence(*pair) for pair in text.pairs])
         except DataError as error:
             raise DataError(f"{text.origin}: {error}") from None
-        label = COUNTS_FOR_NOTHING if index is None else text.label
+        label = COUNTS_FOR_NOTHING if index is None or text.label is None else text.label
+        number = COUNTS_FOR_NOTHING if index is None else self._first_number + index
         ids, types, padding_mask = sequences.transpose(1, 0, 2)
-        return {"text": ids, "types": types, "padding_mask": padding_mask, "label": np.array(label, np.int64)}
+        return {
+            "text": ids,
+            "types": types,
+            "padding_mask": padding_mask,
+            "label": np.array(label, np.int64),
+            "number": np.array(number, np.int64),
+        }
 
     def origin(self, index: int) -> str:
         """File and line of a sample."""

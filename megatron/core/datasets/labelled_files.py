@@ -1,7 +1,7 @@
 """Texts with the right answer beside them, read from the files in which RACE, MNLI and QQP are published.
 
 Nothing is guessed: what a file should hold and doesn't ends the reading with its line. Only QQP's own files have rows
-that are cut off; those are left out, and said.
+that are cut off; those are left out, and said. GLUE keeps the labels of its test sets to itself.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,22 @@ MNLI_LABELS = {"contradiction": 0, "entailment": 1, "neutral": 2}
 RACE_CHOICES = 4
 _MNLI_TEST, _QQP_TEST, _QQP = 10, 3, 6  # columns
 _QQP_LABELS = {"0": 0, "1": 1}
+ANSWERS = {"RACE": ("A", "B", "C", "D"), "MNLI": tuple(MNLI_LABELS), "QQP": tuple(_QQP_LABELS)}
+"""What a label is called in the files, by its number."""
 
 
 @dataclass(frozen=True)
 class LabelledText:
-    """A pair of texts, or one pair for each choice, and which class or choice is right; from ``line`` of ``path``."""
+    """A pair of texts, or one pair for each choice, and which class or choice is right; from ``line`` of ``path``.
+
+    ``label``: None in a test set without. ``index``: what predictions are listed under.
+    """
 
     pairs: tuple[tuple[str, str], ...]
-    label: int
+    label: int | None
     path: Path
     line: int
+    index: str = ""
 
     @property
     def origin(self) -> str:
@@ -49,18 +55,24 @@ class LabelledTexts:
     left_out: list[str] = field(default_factory=list)
     digest: str = ""
 
+    @property
+    def has_labels(self) -> bool:
+        """Whether there is something to learn or to score: a file has labels, or has none."""
+        return self.texts[0].label is not None
+
     def describe(self) -> str:
         """Source, number of samples, and what is missing, in a line."""
-        line = f"{self.source}: {len(self.texts):,} samples"
+        line = f"{self.source}: {len(self.texts):,} samples{'' if self.has_labels else ' without labels'}"
         if self.left_out:
             line += f"; rows left out: {len(self.left_out):,}, the first {self.left_out[0]}"
         return line
 
 
-def read_labelled(task: str, path: str) -> LabelledTexts:
+def read_labelled(task: str, path: str, *, needs_labels: bool = True) -> LabelledTexts:
     """The texts of a folder of RACE, or of a file of MNLI or QQP.
 
-    Raises DataError that names file and line for anything that the task's files don't hold.
+    Raises DataError that names file and line for anything that the task's files don't hold, and where labels are needed
+    for a file that is a test set without.
     """
     read = _READERS[task]
     found = LabelledTexts(name_in_scores(task, path), path)
@@ -68,6 +80,11 @@ def read_labelled(task: str, path: str) -> LabelledTexts:
     read(found, Path(path), digest.update)
     if not found.texts:
         raise DataError(f"{path} holds no samples of {task}" + (f": {found.left_out[0]}" if found.left_out else ""))
+    if needs_labels and not found.has_labels:
+        raise DataError(
+            f"{path} has the columns of {task}'s test set, so no labels to learn or to score: give a train or dev "
+            "file, or a folder for what the model answers, --epochs 0 --predictions-dir FOLDER"
+        )
     found.digest = digest.hexdigest()
     return found
 
@@ -93,12 +110,12 @@ def _read_race(found: LabelledTexts, folder: Path, note: Callable[[bytes], None]
         advice = f"; its folders {' and '.join(below)} do: give each" if below else ""
         raise DataError(f"{folder} holds no .txt files{advice}")
     for file in files:
-        articles = 0
+        of_file: list[LabelledText] = []
         for number, line in _lines(file, note):
             if line.strip():
-                found.texts += _questions(line, file, number)
-                articles += 1
-        if not articles:
+                of_file += _questions(line, file, number)
+        found.texts += [replace(each, index=f"{file.name}:{place}") for place, each in enumerate(of_file)]
+        if not of_file:
             raise DataError(f"{file} is empty: each line of RACE's files is JSON with an article and its questions")
 
 
@@ -116,7 +133,7 @@ def _questions(line: str, file: Path, number: int) -> Iterator[LabelledText]:
             f"{where} has {len(questions)} questions, {len(options)} lists of options and {len(answers)} answers; "
             "there must be one of each"
         )
-    letters = [chr(ord("A") + each) for each in range(RACE_CHOICES)]
+    letters = ANSWERS["RACE"]
     for question, choices, answer in zip(questions, options, answers):
         texts = [question, *choices] if isinstance(choices, list) else [None]
         if len(texts) != 1 + RACE_CHOICES or not all(isinstance(text, str) for text in texts):
@@ -138,10 +155,10 @@ def _member(content: Any, key: str, kind: type, where: str) -> Any:
 def _read_mnli(found: LabelledTexts, file: Path, note: Callable[[bytes], None]) -> None:
     """Columns 1 (index), 9 and 10 (the sentences), and the last (the label); a test set has ten, and no label."""
     columns, rows = _table(file, note)
-    if columns == _MNLI_TEST:
-        raise _no_labels(file, columns)
     if columns < _MNLI_TEST:
-        raise DataError(f"{file}:1 has {columns} columns; MNLI's train and dev files have more than {_MNLI_TEST}")
+        raise DataError(
+            f"{file}:1 has {columns} columns; MNLI's test files have {_MNLI_TEST}, its train and dev files more"
+        )
     for number, row in rows:
         where = f"{file}:{number}"
         if len(row) != columns:
@@ -150,27 +167,29 @@ def _read_mnli(found: LabelledTexts, file: Path, note: Callable[[bytes], None]) 
         for column in (8, 9):
             if not row[column].strip():
                 raise DataError(f"{where}: column {column + 1} holds no sentence")
-        label = _label(row[-1], MNLI_LABELS, where)
-        found.texts.append(LabelledText(((row[8].strip(), row[9].strip()),), label, file, number))
+        label = None if columns == _MNLI_TEST else _label(row[-1], MNLI_LABELS, where)
+        found.texts.append(LabelledText(((row[8].strip(), row[9].strip()),), label, file, number, row[0].strip()))
 
 
 def _read_qqp(found: LabelledTexts, file: Path, note: Callable[[bytes], None]) -> None:
-    """Columns 1 (index), 4 and 5 (the questions), and 6 (1: duplicates); a test set has three, and no label."""
+    """Columns 1 (index), 4 and 5 (the questions), and 6 (1: duplicates); a test set has index and questions alone."""
     columns, rows = _table(file, note)
-    if columns == _QQP_TEST:
-        raise _no_labels(file, columns)
-    if columns != _QQP:
-        raise DataError(f"{file}:1 has {columns} columns; QQP's train and dev files have {_QQP}")
+    if columns not in (_QQP, _QQP_TEST):
+        raise DataError(
+            f"{file}:1 has {columns} columns; QQP's train and dev files have {_QQP}, its test file {_QQP_TEST}"
+        )
     for number, row in rows:
         where = f"{file}:{number}"
-        if len(row) != _QQP:
-            found.left_out.append(f"{where} with {len(row)} columns instead of {_QQP}")
-        elif not (row[3].strip() and row[4].strip()):
+        if len(row) != columns:
+            found.left_out.append(f"{where} with {len(row)} columns instead of {columns}")
+            continue
+        first, second = (text.strip() for text in (row[3:5] if columns == _QQP else row[1:3]))
+        if not (first and second):
             found.left_out.append(f"{where} with an empty question")
-        else:
-            _check_number(row[0], where)
-            label = _label(row[5], _QQP_LABELS, where)
-            found.texts.append(LabelledText(((row[3].strip(), row[4].strip()),), label, file, number))
+            continue
+        _check_number(row[0], where)
+        label = _label(row[5], _QQP_LABELS, where) if columns == _QQP else None
+        found.texts.append(LabelledText(((first, second),), label, file, number, row[0].strip()))
 
 
 def _table(file: Path, note: Callable[[bytes], None]) -> tuple[int, Iterator[tuple[int, list[str]]]]:
@@ -196,13 +215,6 @@ def _lines(file: Path, note: Callable[[bytes], None]) -> Iterator[tuple[int, str
         raise DataError(f"{file} cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{file}:{number} is not UTF-8 ({error.reason} at byte {error.start} of the line)") from None
-
-
-def _no_labels(file: Path, columns: int) -> DataError:
-    return DataError(
-        f"{file} has {columns} columns, so it is a test set without labels: there is nothing to learn or to score; "
-        "give a train or dev file"
-    )
 
 
 def _check_number(text: str, where: str) -> None:

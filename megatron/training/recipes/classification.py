@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -31,7 +31,10 @@ LOSS, ACCURACY = "lm loss", "accuracy"  # Megatron-LM's name of every loss, whic
 
 @dataclass(frozen=True)
 class LabelledData:
-    """What a fine-tuning reads: texts to train on, None where nothing is trained, and sets to evaluate on, by name."""
+    """What a fine-tuning reads: texts to train on, None where nothing is trained, and sets to evaluate on, by name.
+
+    Samples of the latter are numbered through, one set after the other.
+    """
 
     train: LabelledTexts | None = None
     valid: Mapping[str, LabelledTexts] = field(default_factory=dict)
@@ -40,16 +43,23 @@ class LabelledData:
 class ClassificationRecipe:
     """Cross entropy of the right answer, and how often it is the likeliest one.
 
-    ``task``: part of the name, because a head means nothing to another task.
+    ``task``: part of the name, because a head means nothing to another task. ``note``: told the numbers of samples, −1
+    for those that only fill a batch, and their logits ``[b, answers]``, on the ranks that know them.
     """
 
     groups: tuple[type, ...] = (TaskConfig,)
     starts_from: Mapping[str, tuple[str, ...]] = {"bert": ("classification_head.", "multichoice_head.", "pooler.")}
-    batch_fields: Mapping[str, int | None] = {"text": 2, "types": 2, "padding_mask": None, "label": None}
+    batch_fields: Mapping[str, int | None] = {
+        "text": 2,
+        "types": 2,
+        "padding_mask": None,
+        "label": None,
+        "number": None,
+    }
 
-    def __init__(self, task: str, data: LabelledData) -> None:
+    def __init__(self, task: str, data: LabelledData, *, note: Callable[[Tensor, Tensor], None] | None = None) -> None:
         self.name = fine_tuned_name(task)
-        self._data = data
+        self._data, self._note = data, note
 
     def loss_names(self, run: RunConfig) -> tuple[str, ...]:
         """One loss, and the accuracy."""
@@ -64,9 +74,11 @@ class ClassificationRecipe:
         return stages_of(stage_sizes(run))
 
     def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:
-        """Tokens and types for the embedding, the label for the loss, and what is padding for every layer."""
+        """Tokens and types for the embedding, label and number for the answer, and what is padding for every layer."""
         first, last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
-        return frozenset({"padding_mask", *(["text", "types"] if first else []), *(["label"] if last else [])})
+        return frozenset(
+            {"padding_mask", *(["text", "types"] if first else []), *(["label", "number"] if last else [])}
+        )
 
     def wires(self, run: RunConfig, stage: Stage, context: ParallelContext) -> dict[str, WireSpec]:
         """Hidden states ``[s, b·choices, h]``."""
@@ -93,6 +105,8 @@ class ClassificationRecipe:
         label, logits = microbatch.tensors["label"], output.values
         counted = _counted(label, output.context)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self._note is not None and output.context.mesh.rank("cp") == 0:
+            self._note(microbatch.tensors["number"], wide)
         losses = cross_entropy(wide, label.clamp(min=0), reduction="none")
         correct = (wide.argmax(dim=1) == label) & counted
         total, count = (losses * counted).sum(), counted.sum()
@@ -124,7 +138,10 @@ class ClassificationRecipe:
                 batch=run.training.global_batch_size,
                 seed=run.training.seed,
             )
-        valid = {name: LabelledDataset(texts, layout) for name, texts in self._data.valid.items()}
+        valid, number = {}, 0
+        for name, texts in self._data.valid.items():
+            valid[name] = LabelledDataset(texts, layout, first_number=number)
+            number += len(texts.texts)
         return DatasetSplits(train, None, None, valid)
 
     def flops_per_sample(self, run: RunConfig) -> float:

@@ -87,8 +87,16 @@ def test_choices_and_a_limit_of_the_first_text(tokenizer: WordPieceTokenizer) ->
 def test_a_sample_to_fill_a_batch_counts_for_nothing(tokenizer: WordPieceTokenizer) -> None:
     """It would be scored, and the accuracy be of more samples than there are."""
     sample = numbered(3, tokenizer)[None]
-    assert sample["label"] == -1
+    assert [int(sample["label"]), int(sample["number"])] == [-1, -1]
     assert sample["text"].tolist() == numbered(3, tokenizer)[0]["text"].tolist()
+
+
+def test_samples_are_numbered_through_several_sets(tokenizer: WordPieceTokenizer) -> None:
+    """Predictions are listed by these numbers; a text without a label is read, and counts for no score."""
+    unlabelled = LabelledTexts("x", "x.tsv", [LabelledText((("cat", "dog"),), None, Path("x.tsv"), 2)], digest="d")
+    sample = LabelledDataset(unlabelled, PairLayout(8, tokenizer), first_number=5)[0]
+    assert [int(sample["label"]), int(sample["number"])] == [-1, 5]
+    assert [int(numbered(3, tokenizer)[place]["number"]) for place in range(3)] == [0, 1, 2]
 
 
 def test_a_text_without_tokens_is_named(tokenizer: WordPieceTokenizer) -> None:

@@ -75,6 +75,7 @@ def test_race(tmp_path: Path) -> None:
         f"How old is it? {each}" for each in ("New", "Young", "Old", "Unborn")
     ]
     assert {article for _, article in found.texts[0].pairs} == {ARTICLE["article"]}
+    assert [text.index for text in found.texts] == ["1.txt:0", "1.txt:1", "1.txt:2", "2.txt:0"]
 
 
 @pytest.mark.parametrize("labels", [["neutral"], ["entailment", "neutral", "neutral", "x", "y", "neutral"]])
@@ -115,6 +116,25 @@ def test_qqp_leaves_out_what_its_own_files_have_cut_off(tmp_path: Path) -> None:
     ]
     assert found.left_out == [f"{path}:3 with 4 columns instead of 6", f"{path}:5 with an empty question"]
     assert found.describe() == f"{path}: 2 samples; rows left out: 2, the first {found.left_out[0]}"
+
+
+def test_test_sets_without_labels(tmp_path: Path) -> None:
+    """GLUE scores predictions by the index of their rows; the sentences are found in the columns of a test set."""
+    file = write(tmp_path / "MNLI/test_matched.tsv", table(MNLI_HEADER, mnli_row(7, "a", "b"), mnli_row(3, "c", "d")))
+    found = read_labelled("MNLI", file, needs_labels=False)
+    assert [(text.index, text.pairs, text.label) for text in found.texts] == [
+        ("7", (("a", "b"),), None),
+        ("3", (("c", "d"),), None),
+    ]
+    assert found.describe() == f"{file}: 2 samples without labels"
+    rows = [["0", "How?", "Why?"], ["1", "cut off"], ["5", "Who?", "What?"]]
+    file = write(tmp_path / "QQP/test.tsv", table(["id", "question1", "question2"], *rows))
+    found = read_labelled("QQP", file, needs_labels=False)
+    assert [(text.index, text.pairs, text.label) for text in found.texts] == [
+        ("0", (("How?", "Why?"),), None),
+        ("5", (("Who?", "What?"),), None),
+    ]
+    assert found.left_out == [f"{file}:3 with 2 columns instead of 3"]
 
 
 @pytest.mark.parametrize(
@@ -199,8 +219,8 @@ MNLI_TRAIN = [*MNLI_HEADER, "label1", "gold_label"]
     [
         ("MNLI", "", " is empty: its first line names the columns"),
         ("MNLI", table(MNLI_TRAIN), " holds no samples of MNLI"),
-        ("MNLI", table(MNLI_HEADER, mnli_row(0, "a", "b")), " has 10 columns, so it is a test set without labels"),
-        ("MNLI", table(QQP_HEADER), ":1 has 6 columns; MNLI's train and dev files have more than 10"),
+        ("MNLI", table(MNLI_HEADER, mnli_row(0, "a", "b")), " has the columns of MNLI's test set, so no labels"),
+        ("MNLI", table(QQP_HEADER), ":1 has 6 columns; MNLI's test files have 10, its train and dev files more"),
         ("MNLI", table(MNLI_TRAIN, mnli_row(0, "a", "b", "neutral")), ":2 has 11 columns, but the header 12"),
         ("MNLI", table(MNLI_TRAIN, mnli_row(0, "a", "", "x", "neutral")), ":2: column 10 holds no sentence"),
         (
@@ -218,9 +238,9 @@ MNLI_TRAIN = [*MNLI_HEADER, "label1", "gold_label"]
         (
             "QQP",
             table(["id", "question1", "question2"], ["0", "a", "b"]),
-            " has 3 columns, so it is a test set without",
+            " has the columns of QQP's test set, so no labels to learn or to score: give a train or dev file",
         ),
-        ("QQP", table(MNLI_TRAIN), ":1 has 12 columns; QQP's train and dev files have 6"),
+        ("QQP", table(MNLI_TRAIN), ":1 has 12 columns; QQP's train and dev files have 6, its test file 3"),
         ("QQP", table(QQP_HEADER, ["0", "1", "2", "a", "b", "2"]), ":2: the label '2' is not one of 0, 1"),
         ("QQP", table(QQP_HEADER, ["0", "1", "2", "a", "b", ""]), ":2: the label '' is not one of 0, 1"),
         ("QQP", table(QQP_HEADER, ["0", "1"]), " holds no samples of QQP: {file}:2 with 2 columns instead of 6"),

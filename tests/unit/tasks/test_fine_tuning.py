@@ -57,8 +57,27 @@ def test_what_is_read(tmp_path: Path) -> None:
     assert data.train is not None and len(data.train.texts) == 2
     assert [len(each.texts) for each in data.valid.values()] == [1]
     assert read(replace(task, epochs=0, train_data=("none",))).train is None
+    Path(paths[0]).write_text("id\tquestion1\tquestion2\n0\ta\tb\n")
+    with pytest.raises(DataError, match="one.tsv has the columns of QQP's test set, so no labels"):
+        read(task)
+    scored = replace(task, train_data=(), valid_data=paths, epochs=0, predictions_dir="p")
+    assert [each.has_labels for each in read(scored).valid.values()] == [False, True]
     with pytest.raises(DataError, match=r"one\.tsv and .*one\.tsv would both be called"):
-        read(replace(task, valid_data=(paths[0], paths[0])))
+        read(replace(scored, valid_data=(paths[0], paths[0])))
+
+
+def test_a_set_without_labels_has_no_score() -> None:
+    """Zero of zero would be a division by zero, or a score that isn't one."""
+    unscored = Evaluation({"lm loss": (0.0, 0.0), "accuracy": (0.0, 0.0)}, seconds=1.0)
+    scored = Evaluation({"lm loss": (1.0, 2.0), "accuracy": (1.0, 2.0)}, seconds=1.0)
+    scores, run = Scores(None), mock.Mock()
+    run.progress.iteration = 3
+    scores.report(run, {"test": unscored})
+    assert not run.reporter.say.called
+    assert scores.metrics == {}
+    scores.report(run, {"test": unscored, "dev": scored})
+    assert scores.metrics["total"] == 2
+    assert "test" not in run.reporter.say.call_args.args[0]
 
 
 def test_scores_are_told_as_megatron_tells_them() -> None:

@@ -1,0 +1,42 @@
+"""What a fine-tuned model answers to every text, in the files that GLUE takes: of test sets, too, without labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.config.task import TaskConfig
+from megatron.core.datasets.labelled_files import ANSWERS, LabelledTexts
+from megatron.core.parallel.collectives import all_reduce
+from megatron.core.parallel.context import ParallelContext
+
+
+class Predictions:
+    """Answers by the number of the text in all sets; ranks know those that they have computed, and 0 of others."""
+
+    def __init__(self, task: TaskConfig, sets: Mapping[str, LabelledTexts], device: torch.device) -> None:
+        assert task.predictions_dir is not None
+        self._folder, self._answers, self._sets = Path(task.predictions_dir), ANSWERS[task.task], sets
+        self._found = torch.zeros(sum(len(texts.texts) for texts in sets.values()), dtype=torch.int64, device=device)
+
+    def note(self, numbers: Tensor, logits: Tensor) -> None:
+        """The likeliest answer of each sample, one more than its number; those that only fill a batch have none."""
+        self._found[numbers[numbers >= 0]] = logits.argmax(dim=1)[numbers >= 0] + 1
+
+    def write(self, context: ParallelContext) -> tuple[str, ...]:
+        """Write ``NAME.tsv`` of each set on the last rank, and say so. A collective."""
+        mesh = context.mesh
+        found = (all_reduce(self._found, mesh, "pp", "dp", "cp") - 1).tolist()
+        assert all(0 <= each < len(self._answers) for each in found), "every text is answered once"
+        lines, begin = [], 0
+        for name, texts in self._sets.items():
+            path, end = self._folder / f"{name}.tsv", begin + len(texts.texts)
+            if mesh.world_rank == mesh.world_size - 1:
+                rows = (f"{text.index}\t{self._answers[each]}\n" for text, each in zip(texts.texts, found[begin:end]))
+                path.write_text("".join(["index\tprediction\n", *rows]), encoding="utf-8")
+            lines.append(f" > predictions for {name}: {end - begin} in {path}")
+            begin = end
+        return tuple(lines)
