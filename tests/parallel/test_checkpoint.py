@@ -7,19 +7,22 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
+from unittest import mock
 
 import pytest
 import torch
 
 from megatron.core.checkpointing.find import find_checkpoint
 from megatron.core.checkpointing.load import load_checkpoint, read_run_state
-from megatron.core.checkpointing.save import begin_save, save_checkpoint
+from megatron.core.checkpointing.save import PendingSave, begin_save, save_checkpoint
 from megatron.core.checkpointing.sharded_view import Staging
 from megatron.core.files.remote_path import AnyPath
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.sharding import ShardedState, Sharding
 from megatron.errors import CheckpointError
+from megatron.training.saving import saving
 from tests.harness import run_ranks
+from tests.harness.runs import tiny_run
 from tests.unit.checkpointing.simulated import Layout, assert_holds, logical_values, state_of
 
 Result = TypeVar("Result")
@@ -93,3 +96,18 @@ def test_a_full_disk_on_one_rank_stops_all_with_one_sentence(tmp_path: Path) -> 
     assert "rank 1 (pp=0 dp=0 cp=0 tp=1)" in messages[0]
     assert "__1_0.distcp: File too large" in messages[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", "latest_checkpointed_iteration.txt"]
+
+
+def settle_beside_a_slow_rank(context: ParallelContext, root: Path) -> None:
+    run = tiny_run(context, f"--mock-data --save {root} --save-interval 1 --async-save")
+    is_slow = context.mesh.world_rank == 1
+    with mock.patch.object(PendingSave, "is_written", return_value=not is_slow), saving(run) as saver:
+        saver.save()
+        with mock.patch.object(PendingSave, "finish", side_effect=AssertionError("waits for a rank that is writing")):
+            saver.settle()
+
+
+def test_a_rank_that_is_still_writing_holds_nobody_up(tmp_path: Path) -> None:
+    """With --async-save, one slow disk among many would stop the training of all at every save."""
+    run_ranks(settle_beside_a_slow_rank, tmp_path, dp=2)
+    assert find_checkpoint(tmp_path).iteration == 0

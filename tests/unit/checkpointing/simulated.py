@@ -40,13 +40,17 @@ LAYER = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the axes, and whether each data-parallel rank owns a range of the optimizer's state (ZeRO-1)."""
+    """Sizes of the axes, and whether each data-parallel rank owns a range of the optimizer's state (ZeRO-1).
+
+    ``vpp``: parts of the model on each pipeline rank, dealt out in turn.
+    """
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
     cp: int = 1
     zero: bool = False
+    vpp: int = 1
 
     def meshes(self) -> list[Mesh]:
         """Every rank's mesh."""
@@ -54,14 +58,14 @@ class Layout:
         return [Mesh.of(tp=self.tp, pp=self.pp, dp=self.dp, cp=self.cp, rank=rank) for rank in range(world_size)]
 
 
-def parameters_on(mesh: Mesh) -> dict[str, Sharding]:
-    """The parameters of this rank's stage; first and last stage both hold the tied embedding, in another order."""
+def parameters_on(mesh: Mesh, *, vpp: int = 1) -> dict[str, Sharding]:
+    """The parameters of this rank's stages; first and last stage both hold the tied embedding, in another order."""
     stages, stage = mesh.size("pp"), mesh.rank("pp")
     here: dict[str, Sharding] = {}
     if stage == 0:
         here["embedding.weight"] = EMBEDDING
     for layer in range(NUM_LAYERS):
-        if layer * stages // NUM_LAYERS == stage:
+        if layer * stages * vpp // NUM_LAYERS % stages == stage:
             here.update({f"layers.{layer}.{name}": sharding for name, sharding in LAYER.items()})
     if stage == stages - 1:
         here.update(OTHER_ENDS)
@@ -93,7 +97,7 @@ def state_of(
     """Weights and optimizer state of one rank, filled from ``values``, or with NaN to be loaded into."""
     dtype = options.get("model_dtype", torch.float32)
     filled = values or {name: torch.full_like(value, math.nan) for name, value in logical_values(0).items()}
-    here = parameters_on(mesh)
+    here = parameters_on(mesh, vpp=layout.vpp)
     states = []
     for name, sharding in here.items():
         states.append(

@@ -22,12 +22,13 @@ from megatron.core.parallel.mesh import Mesh
 from tests.unit.checkpointing.simulated import Layout, assert_holds, logical_values, on_ranks, state_of
 
 LAYOUTS = [
-    Layout(tp=tp, pp=pp, dp=dp, cp=cp, zero=zero)
+    Layout(tp=tp, pp=pp, dp=dp, cp=cp, zero=zero, vpp=vpp)
     for tp in (1, 2, 3, 4)
     for pp in (1, 2, 4)
     for dp in (1, 2, 3, 4)
     for cp in (1, 2)
     for zero in (False, True)
+    for vpp in ((1, 2) if pp == 2 else (1,))
     if tp * pp * dp * cp <= 8
 ]
 PAIRS = [tuple(random.Random(seed).sample(LAYOUTS, 2)) for seed in range(16)]

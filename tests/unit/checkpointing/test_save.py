@@ -239,3 +239,32 @@ def test_the_tracker_moves_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(Path, name, noted)
     save_checkpoint(tmp_path, 20, state(1.0), {}, SINGLE)
     assert order[-3:] == ["manifest.json", "iter_0000020", "latest_checkpointed_iteration.txt"]
+
+
+def test_everything_is_on_the_disk_before_it_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power failure after the rename would leave a checkpoint of empty files, and a tracker that names it."""
+    synced: set[int] = set()
+    fsync, rename, replace = os.fsync, Path.rename, Path.replace
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.add(os.fstat(descriptor).st_ino)
+
+    def named(path: Path, target: Path) -> Path:
+        if target.parent == tmp_path:
+            unsynced = [part.name for part in (path, *path.iterdir()) if part.stat().st_ino not in synced]
+            assert not unsynced, f"{target.name} gets its name before {unsynced} are on the disk"
+            synced.clear()
+        return rename(path, target)
+
+    def replaced(path: Path, target: Path) -> Path:
+        if target.parent == tmp_path:
+            assert tmp_path.stat().st_ino in synced, "the tracker names a folder whose name may not survive"
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(Path, "rename", named)
+    monkeypatch.setattr(Path, "replace", replaced)
+    for background in (None, Staging()):
+        begin_save(tmp_path, 10 if background is None else 20, state(1.0), {}, SINGLE, background=background).finish()
+    assert find_checkpoint(tmp_path).iteration == 20

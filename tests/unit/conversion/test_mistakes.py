@@ -166,9 +166,7 @@ def test_malicious_pytorch_bin(zipped: bool, llama: Path, tmp_path: Path) -> Non
     (llama / "model.safetensors").unlink()
     content = {"model.norm.weight": Attack(tmp_path / "pwned")}
     torch.save(content, llama / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
-    with pytest.raises(
-        CheckpointError, match=r"bin is refused: it names io\.open, which has no business there$"
-    ):
+    with pytest.raises(CheckpointError, match=r"bin is refused: it names io\.open, which has no business there$"):
         read_huggingface(llama)
     assert not (tmp_path / "pwned").exists()
 
