@@ -17,7 +17,7 @@ from megatron.errors import ConfigError, run_command
 
 if TYPE_CHECKING:  # torch is imported when flags are known to be right
     from megatron.core.models.t5 import T5Model
-    from megatron.core.tokenizers.base import MaskingTokenizer
+    from megatron.core.tokenizers.base import SpanTokenizer
     from megatron.training.trained_model import TrainedModel
 
 
@@ -62,7 +62,7 @@ def filled(text: str, trained: TrainedModel) -> Iterator[str]:
     answer = likeliest_answer(
         cast("T5Model", trained.model),
         tokens,
-        begin=cast("int", tokenizer.bos),
+        begin=cast("int", tokenizer.decoder_start),
         end=cast("int", tokenizer.eos),
         most=trained.config.group(T5Config).decoder_seq_length - 1,  # the end takes a place, too
         device=trained.context.device,
@@ -73,7 +73,7 @@ def filled(text: str, trained: TrainedModel) -> Iterator[str]:
     yield f"  => {tokenizer.detokenize(joined(first, spans, rest))}"
 
 
-def naming(trained: TrainedModel) -> MaskingTokenizer:
+def naming(trained: TrainedModel) -> SpanTokenizer:
     """The model's tokenizer; ConfigError for one without names of spans, such as that of made-up data."""
     tokenizer = trained.tokenizer
     if not getattr(tokenizer, "sentinels", ()):
@@ -81,7 +81,7 @@ def naming(trained: TrainedModel) -> MaskingTokenizer:
             f"{trained.folder.path} was trained with {tokenizer.name}, which has no tokens that name missing spans: "
             "name a checkpoint of a T5 that was trained on text"
         )
-    return cast("MaskingTokenizer", tokenizer)
+    return cast("SpanTokenizer", tokenizer)
 
 
 def joined(first: Sequence[int], spans: Sequence[Sequence[int]], rest: Sequence[Sequence[int]]) -> list[int]:

@@ -184,7 +184,7 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> T
     rules = sentence_rules(config, head) if config.split_sentences else None
     with ThreadPoolExecutor(1) as pool:  # the probe's encoding and the fingerprint take about as long as each other
         probe = list(itertools.islice(_texts(head, config.json_keys), 1000))
-        choosing = pool.submit(choose_engine, tokenizer, probe, dtype.name)
+        choosing = pool.submit(choose_engine, tokenizer, probe, dtype.name, parts=config.split_sentences)
         stamp, engine = TokenizerStamp.of(tokenizer), choosing.result()
     encoding = Encoding(tokenizer_config, config.json_keys, config.append_eod, dtype.name, rules, engine.name)
     journal = Journal(

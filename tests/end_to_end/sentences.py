@@ -13,17 +13,22 @@ DOCUMENTS, SENTENCES, LENGTH = 60, 6, 7
 
 
 def make_sentences(folder: Path, tokenizer_flags: str = "") -> str:
-    """Flags of a data set in ``folder``: what tools/preprocess_data.py makes of documents of random sentences."""
-    vocabulary, text = folder / "vocab.txt", folder / "text.jsonl"
+    """Flags of a data set in ``folder``, of the pieces of a BERT's vocabulary."""
+    vocabulary = folder / "vocab.txt"
     vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", *WORDS.split()]) + "\n")
-    words, shape = WORDS.split(), (DOCUMENTS, SENTENCES, LENGTH)
+    data = preprocess(folder, f"--tokenizer-type BertWordPieceLowerCase --vocab-file {vocabulary} {tokenizer_flags}")
+    return f"{data} --vocab-file {vocabulary}"
+
+
+def preprocess(folder: Path, tokenizer: str) -> str:
+    """Flags of what tools/preprocess_data.py makes of documents of random sentences, but the tokenizer's."""
+    text, words, shape = folder / "text.jsonl", WORDS.split(), (DOCUMENTS, SENTENCES, LENGTH)
     drawn = torch.randint(len(words), shape, generator=torch.Generator().manual_seed(1)).tolist()
     lines = (" ".join(" ".join(words[i] for i in each).capitalize() + "." for each in document) for document in drawn)
     text.write_text("".join(f'{{"text": "{line}"}}\n' for line in lines))
-    tokenizer = f"--tokenizer-type BertWordPieceLowerCase --vocab-file {vocabulary} {tokenizer_flags}"
     made = f"--input {text} --output-prefix {folder}/data --split-sentences --workers 1"
     run("tools/preprocess_data.py", f"{made} {tokenizer}")
-    return f"--data-path {folder}/data_text_sentence --split 90,10,0 --vocab-file {vocabulary}"
+    return f"--data-path {folder}/data_text_sentence --split 90,10,0"
 
 
 def assert_two_halves_are_the_whole(script: str, flags: str, folder: Path) -> None:

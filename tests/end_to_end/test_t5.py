@@ -7,10 +7,15 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
+from tokenizers.models import WordLevel
+from tokenizers.normalizers import Lowercase
+from tokenizers.pre_tokenizers import Metaspace, Sequence, Split
+from tokenizers.processors import TemplateProcessing
 
 from tests.end_to_end.commands import ROOT, losses, run, tensors
-from tests.end_to_end.sentences import assert_two_halves_are_the_whole, make_sentences
+from tests.end_to_end.sentences import WORDS, assert_two_halves_are_the_whole, make_sentences, preprocess
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +79,28 @@ def test_example_is_sound_on_eight_ranks() -> None:
     assert "221,748,480 in the model" in done.stdout and "8 ranks on one node" in done.stdout
     promised = re.search(r"# Memory +(\S+ GB)", script.read_text(encoding="utf-8"))
     assert promised is not None and promised[1] in done.stdout
+
+
+def test_a_published_t5_goes_on_training(tmp_path: Path) -> None:
+    """Hugging Face's model and tokenizer: text becomes data, weights are converted, and training begins with both."""
+    transformers = pytest.importorskip("transformers", reason="models to convert are made with it")
+    pieces = ["<pad>", "</s>", "<unk>", *(f"\u2581{word}" for word in WORDS.split()), "."]
+    pipeline = tokenizers.Tokenizer(WordLevel({piece: n for n, piece in enumerate(pieces)}, unk_token="<unk>"))
+    pipeline.normalizer = Lowercase()
+    pipeline.pre_tokenizer = Sequence([Split(".", "isolated"), Metaspace()])
+    pipeline.add_special_tokens([*pieces[:3], *(f"<extra_id_{number}>" for number in range(9, -1, -1))])
+    pipeline.post_processor = TemplateProcessing("$A </s>", "$A </s> $B </s>", [("</s>", 1)])
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=pipeline, eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
+    )
+    tokenizer.save_pretrained(tmp_path / "hf")
+    sizes = {"num_layers": 2, "d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64, "vocab_size": len(tokenizer)}
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0)
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "hf")
+    ours = tmp_path / "ours"
+    run("tools/checkpoint/convert.py", f"--from hf --load {tmp_path}/hf --to megatron --save {ours}")
+    made = preprocess(tmp_path, f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}/hf")
+    taken = "--use-checkpoint-args --finetune --seq-length 32 --micro-batch-size 2 --train-iters 2 --lr 1e-2"
+    log = run("pretrain_t5.py", f"{made} --load {ours} {taken} --log-interval 1 --eval-iters 0 --num-workers 0")
+    assert list(losses(log)) == [1, 2]
+    assert "HuggingFaceTokenizer" in log

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.config.run import RunConfig
 from megatron.config.sentences import SentenceConfig
 
-_MASKING = ("BertWordPieceLowerCase", "BertWordPieceCase", "SentencePieceTokenizer")
+_MASKING = ("BertWordPieceLowerCase", "BertWordPieceCase", "SentencePieceTokenizer", "HuggingFaceTokenizer")
 
 
 def flags_of_causal_data(run: RunConfig) -> str | None:

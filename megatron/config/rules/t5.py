@@ -57,6 +57,8 @@ def spans_have_sentinels(run: RunConfig) -> str | None:
     """Hidden spans leave a token of their own in the text."""
     if run.find(T5Config) is None or run.tokenizer.vocab_extra_ids > 0 or run.data.mock_data:
         return None
+    if run.tokenizer.tokenizer_type == "HuggingFaceTokenizer":  # which may have its own
+        return None
     return "T5 replaces hidden spans by sentinels, of which there are none: give --vocab-extra-ids 100"
 
 

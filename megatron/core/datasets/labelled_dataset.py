@@ -32,8 +32,9 @@ class PairLayout:
     def sequence(self, first: str, second: str) -> NDArray[np.int64]:
         """Ids, types (1 for B and its end) and what is no padding (1): [3, S]."""
         tokenizer, room = self.tokenizer, self.seq_length - 1
-        one = tokenizer.tokenize(first)[: self.longest_first]
-        whole = [tokenizer.cls, *one, tokenizer.sep, *tokenizer.tokenize(second)][:room]
+        one, two = tokenizer.tokenize_parts([first, second])
+        one = one[: self.longest_first]
+        whole = [tokenizer.cls, *one, tokenizer.sep, *two][:room]
         found = np.zeros((3, self.seq_length), np.int64)
         found[0] = tokenizer.pad or 0
         size = len(whole) + 1

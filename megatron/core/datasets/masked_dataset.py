@@ -17,11 +17,11 @@ from megatron.core.datasets.masked_samples import (
     SentenceDocuments,
     T5Maker,
 )
-from megatron.core.datasets.masking import MaskingRules, MaskingVocabulary
+from megatron.core.datasets.masking import MaskingRules, MaskingVocabulary, check_marks_texts
 from megatron.core.datasets.mock import MockSentences
 from megatron.core.datasets.spans import MegatronSpanOrder, Sentences, SpanOrder, SpanRules
 from megatron.core.datasets.splits import SplitSizes
-from megatron.core.tokenizers.base import MaskingTokenizer
+from megatron.core.tokenizers.base import MaskingTokenizer, SpanTokenizer
 from megatron.errors import ConfigError, DataError
 
 _BERT_SPECIAL, _T5_SPECIAL = 3, 2  # tokens that a sample holds beside its sentences
@@ -43,6 +43,8 @@ def build_bert_splits(
     Samples are as BertMaker describes them; ``--split`` counts documents. See ``build_splits`` for the rest.
     """
     known = tokenizer.vocab_size if vocab_size is None else vocab_size
+    if not data.mock_data:
+        check_marks_texts(tokenizer)
     vocabulary = MaskingVocabulary.made_up(known) if data.mock_data else MaskingVocabulary.of(tokenizer)
     maker = BertMaker(data.seq_length, vocabulary, MaskingRules(probability=mask_probability), pairs=binary_head)
     rules = SpanRules(
@@ -59,7 +61,7 @@ def build_t5_splits(
     *,
     seed: int,
     sizes: SplitSizes,
-    tokenizer: MaskingTokenizer,
+    tokenizer: SpanTokenizer,
     decoder_seq_length: int,
     vocab_size: int | None = None,
     mask_probability: float = 0.15,

@@ -14,11 +14,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.tokenizers.base import MaskingTokenizer
+from megatron.core.tokenizers.base import SpanTokenizer, Tokenizer
 from megatron.errors import ConfigError
 
+_NO_TOKEN = -1
 _GEOMETRIC = 0.2
 _MADE_UP_SPECIAL, _MADE_UP_SENTINELS = 6, 100
+
+
+def check_marks_texts(tokenizer: Tokenizer) -> None:
+    """Raise ConfigError for a tokenizer without the tokens that begin, part and mask BERT's texts."""
+    if not hasattr(tokenizer, "cls"):
+        raise ConfigError(
+            f"BERT needs tokens that begin, part and mask texts, and {tokenizer.name} names no cls_token, "
+            "sep_token and mask_token in its tokenizer_config.json: give the tokenizer of a BERT"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +43,10 @@ class MaskingRules:
 
 @dataclass(frozen=True)
 class MaskingVocabulary:
-    """The ids that masking needs. ``continues`` [vocabulary]: whether an id goes on with the word before."""
+    """The ids that masking needs, the first three −1 where a vocabulary has them not.
+
+    ``bos``: what a decoder begins with. ``continues`` [vocabulary]: whether an id goes on with the word before.
+    """
 
     cls: int
     sep: int
@@ -45,19 +58,20 @@ class MaskingVocabulary:
     continues: NDArray[np.bool_] = field(repr=False)
 
     @classmethod
-    def of(cls, tokenizer: MaskingTokenizer) -> MaskingVocabulary:
+    def of(cls, tokenizer: SpanTokenizer) -> MaskingVocabulary:
         """Ids of a tokenizer; raises ConfigError for a kind that has none for masking."""
-        if not hasattr(tokenizer, "mask") or tokenizer.pad is None:
+        if not hasattr(tokenizer, "sentinels") or tokenizer.pad is None:
+            lacking = "names no padding" if hasattr(tokenizer, "sentinels") else "has no tokens to mask with"
             raise ConfigError(
-                f"--tokenizer-type {tokenizer.name} has no tokens to mask with: BERT and T5 take "
-                "BertWordPieceLowerCase, BertWordPieceCase or SentencePieceTokenizer"
+                f"--tokenizer-type {tokenizer.name} {lacking}: BERT and T5 take BertWordPieceLowerCase, "
+                "BertWordPieceCase, SentencePieceTokenizer, or a HuggingFaceTokenizer of one of theirs"
             )
         return cls(
-            tokenizer.cls,
-            tokenizer.sep,
-            tokenizer.mask,
+            getattr(tokenizer, "cls", _NO_TOKEN),
+            getattr(tokenizer, "sep", _NO_TOKEN),
+            getattr(tokenizer, "mask", _NO_TOKEN),
             tokenizer.pad,
-            tokenizer.bos,
+            tokenizer.decoder_start,
             tokenizer.eos,
             tokenizer.sentinels,
             np.array(tokenizer.continuations(), bool),

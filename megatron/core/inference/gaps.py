@@ -23,7 +23,7 @@ def check_gaps(texts: Iterable[str]) -> None:
 
 def around_gaps(text: str, tokenizer: Tokenizer) -> list[list[int]]:
     """Tokens of what stands before, between and behind the gaps: a list more than there are gaps."""
-    return tokenizer.tokenize_batch(text.split(MASK))
+    return tokenizer.tokenize_parts(text.split(MASK))
 
 
 def check_length(text: str, tokens: Sequence[int], config: ModelConfig) -> None:

@@ -51,12 +51,30 @@ class Tokenizer(Protocol):
         Raises DataError when a text cannot be expressed: a lone surrogate, or a word that is no id for NullTokenizer.
         """
 
+    def tokenize_parts(self, texts: Sequence[str]) -> list[list[int]]:
+        """As ``tokenize_batch``, without ids that some kinds put before or behind a whole text."""
+
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of the ids, special tokens included."""
 
 
-class MaskingTokenizer(Tokenizer, Protocol):
-    """A tokenizer whose vocabulary can mask: what BERT and T5 need beside text and ids."""
+class SpanTokenizer(Tokenizer, Protocol):
+    """A tokenizer whose vocabulary names hidden spans: what T5 needs beside text and ids."""
+
+    @property
+    def sentinels(self) -> tuple[int, ...]:
+        """The ids that stand for hidden spans, ``--vocab-extra-ids`` of them or the vocabulary's own."""
+
+    @property
+    def decoder_start(self) -> int | None:
+        """The id that a decoder begins with."""
+
+    def continuations(self) -> Sequence[bool]:
+        """For each id whether it goes on with the word before."""
+
+
+class MaskingTokenizer(SpanTokenizer, Protocol):
+    """A tokenizer whose vocabulary can mask: what BERT needs."""
 
     @property
     def cls(self) -> int:
@@ -69,13 +87,6 @@ class MaskingTokenizer(Tokenizer, Protocol):
     @property
     def mask(self) -> int:
         """The id that hides another."""
-
-    @property
-    def sentinels(self) -> tuple[int, ...]:
-        """The ids that stand for hidden spans, ``--vocab-extra-ids`` of them."""
-
-    def continuations(self) -> Sequence[bool]:
-        """For each id whether it goes on with the word before."""
 
 
 def check_encodable(texts: Iterable[str]) -> None:

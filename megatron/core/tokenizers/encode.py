@@ -159,7 +159,8 @@ def shared_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 def _engine_of(encoding: Encoding) -> Engine:
-    return build_engine(encoding.engine, shared_tokenizer(encoding.tokenizer), encoding.dtype)
+    tokenizer, parts = shared_tokenizer(encoding.tokenizer), encoding.sentences is not None
+    return build_engine(encoding.engine, tokenizer, encoding.dtype, parts=parts)
 
 
 def encode_batch(batch: LineBatch, encoding: Encoding) -> EncodedBatch:

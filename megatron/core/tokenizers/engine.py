@@ -39,14 +39,15 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class OwnEngine:
-    """The tokenizer itself; ``dtype`` holds its ids."""
+    """The tokenizer itself; ``dtype`` holds its ids. ``parts``: what is encoded are parts of texts."""
 
     tokenizer: Tokenizer
     dtype: str
+    parts: bool
 
     def encode(self, texts: Sequence[str]) -> Ids:
         """Ids of each text."""
-        ids = self.tokenizer.tokenize_batch(texts)
+        ids = (self.tokenizer.tokenize_parts if self.parts else self.tokenizer.tokenize_batch)(texts)
         lengths = np.fromiter(map(len, ids), np.int64, count=len(ids))
         return Ids(np.fromiter(chain.from_iterable(ids), self.dtype, count=int(lengths.sum())), lengths)
 
@@ -69,12 +70,12 @@ class GigatokenEngine:
         return Ids(flat, lengths)
 
 
-def build_engine(name: str, tokenizer: Tokenizer, dtype: str) -> Engine:
+def build_engine(name: str, tokenizer: Tokenizer, dtype: str, *, parts: bool = False) -> Engine:
     """The engine that ``choose_engine`` named."""
     if name == GIGATOKEN:
         assert isinstance(tokenizer, RustTokenizer), "gigatoken takes over the library's pipeline"
         return _gigatoken(tokenizer, dtype)
-    return OwnEngine(tokenizer, dtype)
+    return OwnEngine(tokenizer, dtype, parts)
 
 
 @lru_cache(maxsize=1)
@@ -90,7 +91,7 @@ class EngineChoice:
     reason: str
 
 
-def choose_engine(tokenizer: Tokenizer, probe: Sequence[str], dtype: str) -> EngineChoice:
+def choose_engine(tokenizer: Tokenizer, probe: Sequence[str], dtype: str, *, parts: bool = False) -> EngineChoice:
     """gigatoken where it is installed and encodes ``probe`` exactly as the tokenizer does, else the tokenizer."""
     if not isinstance(tokenizer, RustTokenizer):
         return EngineChoice(OWN, f"gigatoken does not know {tokenizer.name}")
@@ -101,7 +102,7 @@ def choose_engine(tokenizer: Tokenizer, probe: Sequence[str], dtype: str) -> Eng
     except Exception as error:  # whatever keeps an optional library from working, the other one works
         said = str(error).partition("\n")[0]  # below it the library names lines of its own source
         return EngineChoice(OWN, f"gigatoken failed on a probe of the text: {said}")
-    expected = build_engine(OWN, tokenizer, dtype).encode(probe)
+    expected = build_engine(OWN, tokenizer, dtype, parts=parts).encode(probe)
     if not (np.array_equal(found.lengths, expected.lengths) and np.array_equal(found.flat, expected.flat)):
         return EngineChoice(OWN, "gigatoken gave other ids on a probe of the text")
     return EngineChoice(GIGATOKEN, f"identical on a probe of {len(probe):,} documents")

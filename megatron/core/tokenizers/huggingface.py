@@ -3,20 +3,59 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+from megatron.core.tokenizers.base import extra_id_tokens
 from megatron.core.tokenizers.rust import RustTokenizer
 from megatron.errors import ConfigError, DataError
 
 KIND = "HuggingFaceTokenizer"
+_SPACES = ("\u2581", "\u0120")  # how a space before a word is spelled by SentencePiece's models and by byte-level BPE
 KNOWN_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 
 
-def load(tokenizer_model: str | None, *, extra_ids: int) -> RustTokenizer:
+class HuggingFaceTokenizer(RustTokenizer):
+    """The pipeline of a tokenizer.json, and what its vocabulary has for BERT and T5.
+
+    ``cls``, ``sep`` and ``mask`` are there where all three are named. ``<extra_id_N>`` of its own are sentinels as
+    those of ``--vocab-extra-ids`` are; T5's decoder begins with padding where nothing begins a sequence.
+    """
+
+    cls: int
+    sep: int
+    mask: int
+
+    def __init__(
+        self, pipeline: tokenizers.Tokenizer, *, roles: Mapping[str, int], eod: int, bos: int | None, extra_ids: int
+    ) -> None:
+        pad = roles.get("pad_token")
+        super().__init__(pipeline, name=KIND, eod=eod, pad=pad, bos=bos, eos=eod, extra_ids=extra_ids)
+        self.decoder_start = pad if bos is None else bos
+        if roles.keys() >= {"cls_token", "sep_token", "mask_token"}:
+            self.cls, self.sep, self.mask = (roles[f"{name}_token"] for name in ("cls", "sep", "mask"))
+        self._vocabulary = pipeline.get_vocab(with_added_tokens=True)
+        names = takewhile(self._vocabulary.__contains__, extra_id_tokens(len(self._vocabulary)))
+        self.sentinels = tuple(self._vocabulary[name] for name in names)
+
+    def continuations(self) -> Sequence[bool]:
+        """For each id whether it goes on with the word before: as its spelling says; added tokens never do."""
+        own = self.pipeline.get_vocab(with_added_tokens=False)
+        added = self.pipeline.get_added_tokens_decoder()
+        prefix = json.loads(self.pipeline.to_str())["model"].get("continuing_subword_prefix")
+        space = next((mark for mark in _SPACES if any(piece.startswith(mark) for piece in own)), None)
+        found = [False] * self.vocab_size
+        for piece, number in own.items():
+            if number not in added:
+                found[number] = piece.startswith(prefix) if prefix else space is not None and piece[0] != space
+        return found
+
+
+def load(tokenizer_model: str | None, *, extra_ids: int) -> HuggingFaceTokenizer:
     """Ids as the tokenizer's own pipeline computes them, with the tokens its post-processor adds.
 
     The roles of special tokens come from the tokenizer_config.json or special_tokens_map.json beside it.
@@ -34,6 +73,8 @@ def load(tokenizer_model: str | None, *, extra_ids: int) -> RustTokenizer:
         return next((found for name in names if (found := pipeline.token_to_id(name)) is not None), None)
 
     eos = token_id("eos_token", KNOWN_ENDS)
+    if eos is None and "eos_token" not in roles:  # a BERT's ends documents as it ends texts
+        eos = token_id("sep_token")
     if eos is None:
         named = (
             f"eos_token {roles['eos_token']!r} is not one of its tokens" if "eos_token" in roles else "none is named"
@@ -42,8 +83,8 @@ def load(tokenizer_model: str | None, *, extra_ids: int) -> RustTokenizer:
             f"--tokenizer-model {path} needs a token that ends documents, but {named}: give one of its tokens as "
             f'"eos_token" in {path.with_name("tokenizer_config.json")}.'
         )
-    pad, bos = token_id("pad_token"), token_id("bos_token")
-    return RustTokenizer(pipeline, name=KIND, eod=eos, pad=pad, bos=bos, eos=eos, extra_ids=extra_ids)
+    known = {role: number for role in roles if (number := token_id(role)) is not None}
+    return HuggingFaceTokenizer(pipeline, roles=known, eod=eos, bos=known.get("bos_token"), extra_ids=extra_ids)
 
 
 def _find(tokenizer_model: str | None) -> Path:

@@ -47,6 +47,10 @@ class NullTokenizer:
         """The numbers in each text."""
         return [self.tokenize(text) for text in texts]
 
+    def tokenize_parts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of many texts, to which nothing is ever added."""
+        return self.tokenize_batch(texts)
+
     def detokenize(self, ids: Sequence[int]) -> str:
         """The numbers, separated by spaces."""
         return " ".join(map(str, ids))

@@ -61,8 +61,16 @@ class RustTokenizer:
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of many texts; the library runs threads when ``TOKENIZERS_PARALLELISM`` allows."""
+        return self._encode(texts, whole=True)
+
+    def tokenize_parts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of many texts, without those that the post-processor adds."""
+        return self._encode(texts, whole=False)
+
+    def _encode(self, texts: Sequence[str], *, whole: bool) -> list[list[int]]:
         try:
-            return [encoding.ids for encoding in self.pipeline.encode_batch_fast(list(texts))]
+            found = self.pipeline.encode_batch_fast(list(texts), add_special_tokens=whole)
+            return [encoding.ids for encoding in found]
         except TypeError:  # the library's word for a str that has no UTF-8 form
             check_encodable(texts)
             raise

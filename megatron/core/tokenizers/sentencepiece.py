@@ -53,6 +53,10 @@ class PlainSentencePiece:
         """Ids of many texts."""
         return _encode(self._model, texts, begin=self._begin)
 
+    def tokenize_parts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of many texts, without BOS."""
+        return _encode(self._model, texts)
+
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of the ids."""
         return str(self._model.decode(list(ids)))
@@ -84,6 +88,7 @@ class SentencePieceTokenizer:
         self.cls, self.sep, self.mask = (self._special[token] for token in ("<CLS>", "<SEP>", "<MASK>"))
         self.sentinels = tuple(self._special[token] for token in extra_id_tokens(extra_ids))
         self.pad, self.bos, self.eos = (self._special[roles[role]] for role in ("<PAD>", "<BOS>", "<EOS>"))
+        self.decoder_start = self.bos
 
     @cached_property
     def fingerprint(self) -> str:
@@ -103,6 +108,10 @@ class SentencePieceTokenizer:
         plain = [text for text in texts if not self._cut.search(text)]
         encoded = iter(_encode(self._model, plain))
         return [self.tokenize(text) if self._cut.search(text) else next(encoded) for text in texts]
+
+    def tokenize_parts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of many texts, to which nothing is ever added."""
+        return self.tokenize_batch(texts)
 
     def continuations(self) -> Sequence[bool]:
         """For each id whether it goes on with the word before: pieces that begin a word begin with a space."""

@@ -85,6 +85,10 @@ class TikTokenizer:
         check_encodable(texts)  # the library would replace what has no UTF-8 form without a word
         return [self._encoding.encode_ordinary(text) for text in texts]
 
+    def tokenize_parts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of many texts, to which nothing is ever added."""
+        return self.tokenize_batch(texts)
+
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of the ids; bytes that end inside a character come back as U+FFFD."""
         return self._encoding.decode(list(ids))

@@ -57,6 +57,7 @@ class WordPieceTokenizer(RustTokenizer):
         self.cls, self.sep, self.mask = pieces["[CLS]"], pieces["[SEP]"], pieces["[MASK]"]
         self._vocabulary = pipeline.get_vocab(with_added_tokens=True)
         self.sentinels = tuple(self._vocabulary[token] for token in extra_id_tokens(extra_ids))
+        self.decoder_start = self.bos
 
     def continuations(self) -> Sequence[bool]:
         """For each id whether it goes on with the word before."""

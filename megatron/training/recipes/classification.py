@@ -17,6 +17,7 @@ from megatron.config.task import AnswerShape, TaskConfig
 from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.labelled_dataset import EpochsDataset, LabelledDataset, PairLayout
 from megatron.core.datasets.labelled_files import LabelledTexts
+from megatron.core.datasets.masking import check_marks_texts
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.classification import AnswerLogits, BertClassifier
 from megatron.core.models.stage import Stage, stages_of
@@ -125,9 +126,10 @@ class ClassificationRecipe:
 
     def build_datasets(self, run: RunConfig, tokenizer: Tokenizer, sizes: SplitSizes) -> DatasetSplits:
         """Epochs of the training texts, and each validation set by its name."""
+        check_marks_texts(tokenizer)
         layout = PairLayout(
             run.data.seq_length,
-            cast("MaskingTokenizer", tokenizer),  # a kind that has no [CLS] is refused by a rule
+            cast("MaskingTokenizer", tokenizer),
             longest_first=_answers(run).longest_first,
         )
         train = None

@@ -16,7 +16,7 @@ from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.stage import Stage, stages_of
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, Wires, WireSpec
-from megatron.core.tokenizers.base import MaskingTokenizer, Tokenizer
+from megatron.core.tokenizers.base import SpanTokenizer, Tokenizer
 from megatron.core.transformer.heads import VocabularyOutput
 from megatron.training.flops import t5_flops_per_sample
 from megatron.training.recipe import Recipe
@@ -111,7 +111,7 @@ class T5Recipe:
             run.data,
             seed=run.training.seed,
             sizes=sizes,
-            tokenizer=cast("MaskingTokenizer", tokenizer),  # a kind that can't mask is refused with its name
+            tokenizer=cast("SpanTokenizer", tokenizer),  # a kind that can't mask is refused with its name
             decoder_seq_length=t5.decoder_seq_length,
             vocab_size=run.model.vocab_size,
             mask_probability=t5.mask_prob,

@@ -32,6 +32,7 @@ class RecordedTokenizer:
     pad: int = RECORDED["pad"]
     bos: int = RECORDED["bos"]
     eos: int = RECORDED["eos"]
+    decoder_start: int = RECORDED["bos"]
     eod: int = RECORDED["sep"]
     fingerprint: str = "f1" * 32
     sentinels: tuple[int, ...] = tuple(RECORDED["extra"])
@@ -43,6 +44,9 @@ class RecordedTokenizer:
         raise NotImplementedError
 
     def tokenize_batch(self, texts: Any) -> list[list[int]]:
+        raise NotImplementedError
+
+    def tokenize_parts(self, texts: Any) -> list[list[int]]:
         raise NotImplementedError
 
     def detokenize(self, ids: Any) -> str:

@@ -243,7 +243,7 @@ def test_stretches(tokens: list[int], probability: float, longest: int, geometri
 def test_errors(prefix: str, tmp_path: Any) -> None:
     config = DataConfig(seq_length=64, train_data_path=(prefix,))
     arguments: dict[str, Any] = {"seed": 1, "sizes": SplitSizes(5, 0, 0)}
-    with pytest.raises(ConfigError, match="--tokenizer-type GPT2BPETokenizer has no tokens to mask with"):
+    with pytest.raises(ConfigError, match="BERT needs tokens that begin, part and mask texts"):
         build_bert_splits(config, tokenizer=FakeTokenizer(), **arguments)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="give --vocab-extra-ids 100"):
         build_t5_splits(config, tokenizer=RecordedTokenizer(sentinels=()), decoder_seq_length=9, **arguments)

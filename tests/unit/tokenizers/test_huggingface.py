@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import tokenizers
@@ -13,6 +13,8 @@ from tokenizers import models, pre_tokenizers, processors
 
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
+from megatron.core.tokenizers.base import MaskingTokenizer, SpanTokenizer
+from megatron.core.tokenizers.wordpiece import WordPieceTokenizer, words_pipeline
 from megatron.errors import ConfigError, DataError
 from tests.harness.data import shared_data
 from tests.unit.tokenizers.conftest import TEXTS
@@ -197,3 +199,52 @@ def test_gpt2_as_transformers_saves_it(tmp_path: Path) -> None:
     assert tokenizer.tokenize_batch(texts) == [reference(text).input_ids for text in texts]
     assert (tokenizer.eod, tokenizer.vocab_size) == (50256, 50257)
     assert tokenizer.fingerprint == GPT2_FINGERPRINT
+
+
+def t5_folder(tmp_path: Path) -> Path:
+    """A tokenizer as T5's: spaces spelled in pieces, an end behind every text, sentinels from the last id down."""
+    pieces = ["<pad>", "</s>", "<unk>", "\u2581the", "\u2581cat", "s", "\u2581dog", "\u2581"]
+    pipeline = tokenizers.Tokenizer(models.WordLevel({piece: n for n, piece in enumerate(pieces)}, unk_token="<unk>"))
+    pipeline.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Metaspace(), pre_tokenizers.Split("s", "isolated")]
+    )
+    pipeline.add_special_tokens([*pieces[:3], *(f"<extra_id_{number}>" for number in (2, 1, 0))])
+    pipeline.post_processor = processors.TemplateProcessing("$A </s>", "$A </s> $B </s>", [("</s>", 1)])
+    pipeline.save(str(tmp_path / "tokenizer.json"))
+    settings = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return tmp_path
+
+
+def test_vocabulary_of_a_t5(tmp_path: Path) -> None:
+    """A converted T5 that goes on training would learn other sentinels than it knows, or ends inside its texts."""
+    tokenizer = cast("SpanTokenizer", build(t5_folder(tmp_path)))
+    assert tokenizer.sentinels == (10, 9, 8)
+    assert tokenizer.decoder_start == tokenizer.pad == 0
+    assert tokenizer.tokenize("the cats") == [3, 4, 5, 1]
+    assert tokenizer.tokenize_parts(["the cats", "dog"]) == [[3, 4, 5], [6]]
+    assert [n for n, continues in enumerate(tokenizer.continuations()) if continues] == [5]
+    assert not hasattr(tokenizer, "mask")
+
+
+def test_vocabulary_of_a_bert(tmp_path: Path) -> None:
+    """The tokenizer.json that people publish with a BERT serves like its vocab.txt."""
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "cat", "##s"]
+    (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n")
+    pipeline = words_pipeline(
+        models.WordPiece({piece: n for n, piece in enumerate(pieces)}, unk_token="[UNK]"), lower_case=True
+    )
+    pipeline.add_special_tokens(pieces[:5])
+    pipeline.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    pipeline.save(str(tmp_path / "tokenizer.json"))
+    settings = {f"{role}_token": f"[{role.upper()}]" for role in ("pad", "unk", "cls", "sep", "mask")}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    theirs = cast("MaskingTokenizer", build(tmp_path))
+    ours = WordPieceTokenizer(
+        str(tmp_path / "vocab.txt"), name="", lower_case=True, extra_ids=0, vocab_size=len(pieces)
+    )
+    for name in ("vocab_size", "eod", "pad", "cls", "sep", "mask"):
+        assert getattr(theirs, name) == getattr(ours, name), name
+    assert theirs.continuations() == ours.continuations()
+    assert theirs.tokenize("Cats") == [2, 5, 6, 3]
+    assert theirs.tokenize_parts(["Cats"]) == ours.tokenize_batch(["Cats"]) == [[5, 6]]
