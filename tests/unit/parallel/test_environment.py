@@ -103,3 +103,5 @@ def test_contradictions() -> None:
         launch_environment({"WORLD_SIZE": "4"})
     with pytest.raises(ParallelError, match="rank 4 does not exist among 4"):
         launch_environment({"WORLD_SIZE": "4", "RANK": "4"})
+    with pytest.raises(ParallelError, match=r"the Slurm node list '\[3\]' names no host: set MASTER_ADDR"):
+        first_host("[3]")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.mesh import Mesh
 from megatron.training.timers import Timers, TimingOption, longest, timer_report
+from tests.harness.runs import tiny_run
 
 
 class Clock:
@@ -114,3 +117,14 @@ def test_nothing_timed_prints_nothing() -> None:
 
 def test_curves_show_the_slowest_rank() -> None:
     assert longest(RANKS, iterations=10) == {"forward-backward": 0.2, "optimizer": 0.025}
+
+
+@pytest.mark.parametrize(("flags", "waits"), [("", 1), ("--no-barrier-with-level-1-timing", 0)])
+def test_runs_wait_for_all_ranks_unless_told_not_to(flags: str, waits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times of level 1 would hold the wait for slower ranks, or barriers that nobody wants slow a run."""
+    waited: list[Mesh] = []
+    monkeypatch.setattr("megatron.training.run.barrier", waited.append)
+    timers = tiny_run(ParallelContext.single(), f"--mock-data --timing-log-level 1 {flags}").reporter.timers
+    with timers("optimizer", level=1):
+        pass
+    assert len(waited) == waits
