@@ -80,8 +80,8 @@ def all_reduce_among(x: Tensor, mesh: Mesh, ranks: tuple[int, ...]) -> Tensor:
 def sum_between_stages(x: Tensor, mesh: Mesh, ranks: tuple[int, ...]) -> Tensor:
     """Sum contiguous ``x`` in place over some world ``ranks`` of this rank's pipeline; bitwise the same on each.
 
-    Each sends it to each other: they are two, and a group of their own would need stages to have made the same groups
-    before (see ``Mesh.group_of``).
+    Each sends it to each other: two or three hold an embedding, and tables that more stages hold are small. A group of
+    their own would need stages to have made the same groups before (see ``Mesh.group_of``).
     """
     group, here = mesh.group("pp"), mesh.world_rank
     parts = {rank: x if rank == here else torch.empty_like(x) for rank in sorted(ranks)}
