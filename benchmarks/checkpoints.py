@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron.core.checkpointing.find import find_checkpoint
 from megatron.core.checkpointing.load import load_checkpoint
 from megatron.core.checkpointing.save import _SavePlanner, begin_save, save_checkpoint
 from megatron.core.checkpointing.sharded_view import Staging, sharded_views
@@ -95,7 +96,8 @@ def throughput(megabytes: int, folder: Path, rounds: int) -> None:
         take("save: ours", lambda: save_checkpoint(root, 1, state, {}, mesh))
         take("save: torch.save", lambda: torch_save(tensors, other))
         take("save: plain file", lambda: plain_write(tensors, plain))
-        take("load: ours, verified", lambda: load_checkpoint(root / "iter_0000001", state, mesh))
+        take("find: compare checksums", lambda: find_checkpoint(root, mesh=mesh))
+        take("load: ours, found before", lambda: load_checkpoint(root / "iter_0000001", state, mesh))
         take("load: torch.load", lambda: torch.load(other, weights_only=True))
         take("load: plain file", lambda: plain_read(tensors, plain))
         began = time.perf_counter()
@@ -154,7 +156,7 @@ def planning(num_ranks: int) -> None:
 
         local.append(seconds(plan))
     exchanged = len(pickle.dumps(plans))
-    together = seconds(lambda: planner.create_global_plan(plans))
+    together = statistics.median(seconds(lambda: planner.create_global_plan(plans)) for _ in range(5))
     items = sum(len(each.items) for each in plans)
     print(
         f"  {num_ranks:5} ranks{items:9} boxes{statistics.median(local) * 1e3:9.1f} ms{exchanged / 1e6:9.1f} MB"
