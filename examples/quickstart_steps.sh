@@ -50,6 +50,32 @@ corpus() { # text in $out/corpus
     run $python tools/make_stdlib_corpus.py --output-dir "$out/corpus"
 }
 
+pieces() { # vocabulary in $out/tokenizer, and texts in $out/data with the flags of a tokenizer that are given
+    say "3. Tokenizer: WordPiece of 2,048 pieces"
+    run $python tools/train_tokenizer.py --kind wordpiece --input "$out/corpus/train.jsonl" --vocab-size 2048 \
+        --output-dir "$out/tokenizer"
+    say "4. Token files, sentence by sentence"
+    for part in train heldout; do
+        run $python tools/preprocess_data.py --input "$out/corpus/$part.jsonl" --output-prefix "$out/data/$part" \
+            "$@" --split-sentences --workers 2
+    done
+}
+
 picture() { # the loss curve of $out/tensorboard, with the title that is given
     keep "$out/loss.txt" $python tools/plot_loss.py "$out/tensorboard" --output "$out/loss.png" --title "$1"
+}
+
+summary() { # what a model of missing words has come to: the tool of tools/ that shows more, what guessing costs
+    say "Done in $((SECONDS / 60)) min $((SECONDS % 60)) s"
+    sed -n '1s/^[^:]*: /The loss fell: /p' "$out/loss.txt"
+    cat <<END
+$2
+
+  checkpoints   $out/checkpoints
+  TensorBoard   $out/tensorboard  (.venv/bin/tensorboard --logdir '$out/tensorboard')
+  loss curve    $out/loss.png
+  words         $out/filled.txt
+
+More words: $python tools/$1 --load '$out/checkpoints' --text 'The [MASK] is read from a file.'
+END
 }

@@ -1,11 +1,19 @@
-"""See what a trained T5 says where spans of a text are missing: texts with [MASK] in, its words for each out."""
+"""See what a trained T5 says where spans of a text are missing: texts with [MASK] in, its words for each out.
+
+With --samples it is asked about the hidden spans of its run's validation data, and how often it is right is counted.
+"""
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, cast
+
+import numpy as np
 
 from megatron.config.flags import check_flags, flag
 from megatron.config.parse import parse_groups
@@ -16,9 +24,13 @@ from megatron.core.parallel.environment import launch_environment, told_once_a_n
 from megatron.errors import ConfigError, run_command
 
 if TYPE_CHECKING:  # torch is imported when flags are known to be right
+    from megatron.core.datasets.gpt_samples import Sample
+    from megatron.core.inference.telling import Beginnings
     from megatron.core.models.t5 import T5Model
     from megatron.core.tokenizers.base import SpanTokenizer
     from megatron.training.trained_model import TrainedModel
+
+BATCH, CANDIDATES = 32, 5
 
 
 @check_flags
@@ -26,29 +38,35 @@ if TYPE_CHECKING:  # torch is imported when flags are known to be right
 class SpanConfig:
     """What is filled in."""
 
-    text: tuple[str, ...] = flag(f"Texts with {MASK} where words are missing.")
+    text: tuple[str, ...] = flag(f"Texts with {MASK} where words are missing.", default=())
+    samples: int = flag("Samples of the run's validation data whose spans are guessed.", default=0, at_least=0)
+    examples: int = flag("How many of these samples are shown.", default=3, at_least=0)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Load the model and fill every text."""
+    """Load the model, fill every text, and guess the spans of every sample."""
     with told_once_a_node():
         config, choice = parse_groups(argv, SpanConfig, TrainedModelConfig, prog="fill_spans.py", about=__doc__ or "")
         check_gaps(config.text)
+        if not config.text and not config.samples:
+            raise ConfigError("there is nothing to fill in: give --text, or --samples of the run's validation data")
     from megatron.training.recipes.t5 import RECIPE
     from megatron.training.trained_model import trained_model
 
     with trained_model(choice, {RECIPE.name: RECIPE}, launch_environment()) as trained:
+        speaks = trained.context.mesh.world_rank == 0
         for text in config.text:
             lines = list(filled(text, trained))
-            if trained.context.mesh.world_rank == 0:
+            if speaks:
                 print("\n".join([text, *lines]), flush=True)
+        for line in guessed(config.samples, trained, examples=config.examples) if config.samples else ():
+            if speaks:
+                print(line, flush=True)
     return 0
 
 
 def filled(text: str, trained: TrainedModel) -> Iterator[str]:
     """The words for each missing span, and the text with them."""
-    from megatron.core.inference.telling import likeliest_answer
-
     tokenizer = naming(trained)
     first, *rest = around_gaps(text, tokenizer)
     names = tokenizer.sentinels
@@ -59,6 +77,82 @@ def filled(text: str, trained: TrainedModel) -> Iterator[str]:
         )
     tokens = joined(first, [[name] for name in names], rest)
     check_length(text, tokens, trained.config.model)
+    spans = answer_to(tokens, trained)[: len(rest)]
+    for number, span in enumerate(spans, start=1):
+        yield f"  {number}  {tokenizer.detokenize(span) or '-'}"
+    yield f"  => {tokenizer.detokenize(joined(first, spans, rest))}"
+
+
+def guessed(count: int, trained: TrainedModel, *, examples: int) -> Iterator[str]:
+    """The first samples of the run's validation data, and how often the beginnings of all their spans are right."""
+    from megatron.core.datasets.splits import SplitSizes
+    from megatron.training.recipes.t5 import RECIPE
+
+    tokenizer = naming(trained)
+    data = RECIPE.build_datasets(trained.config, tokenizer, SplitSizes(train=0, valid=count, test=0)).valid
+    if data is None:
+        raise ConfigError(f"{trained.folder.path} is of a run without one set of validation data: leave --samples out")
+    samples = [data[number] for number in range(count)]
+    asking = (sample for sample in samples if np.isin(sample["text_dec"], tokenizer.sentinels).any())
+    for sample in islice(asking, examples):
+        yield from beside_truth(sample, trained)
+    found = [beginnings_in(samples[start : start + BATCH], trained) for start in range(0, count, BATCH)]
+    true = [token for each in found for token in each.true.tolist()]
+    guesses = [guess for each in found for guess in each.likeliest.tolist()]
+    commonest = [token for token, _ in Counter(true).most_common(CANDIDATES)]
+    yield f"{len(true):,} hidden spans of {count:,} samples: first token right, and among {CANDIDATES} guesses"
+    yield f"  the model                  {shares(true, guesses)}"
+    yield f"  the commonest, every time  {shares(true, [commonest] * len(true))}  ({tokenizer.detokenize(commonest)})"
+    entropy = entropy_of(label for sample in samples for label in sample["labels"].tolist() if label >= 0)
+    yield f"Guessing what it has to say by how often each token occurs costs {entropy:.2f} nats a token."
+
+
+def beside_truth(sample: Sample, trained: TrainedModel) -> Iterator[str]:
+    """A sample's text, and what the model says for each of its spans beside what was hidden."""
+    tokenizer = naming(trained)
+    names, marks = tokenizer.sentinels, {tokenizer.pad, tokenizer.bos, tokenizer.eos}
+    tokens, told = (
+        [token for token in sample[name].tolist() if token not in marks] for name in ("text_enc", "text_dec")
+    )
+    hidden = spans_of(told, names)[: sum(token in names for token in told)]
+    yield tokenizer.detokenize([tokenizer.mask if token in names else token for token in tokens])
+    for number, (said, true) in enumerate(zip(answer_to(tokens, trained), hidden), start=1):
+        yield f"  {number}  {tokenizer.detokenize(said) or '-'}  (hidden: {tokenizer.detokenize(true)})"
+
+
+def beginnings_in(samples: Sequence[Sample], trained: TrainedModel) -> Beginnings:
+    """What the model takes for the first tokens of the samples' spans."""
+    import torch
+
+    from megatron.core.inference.telling import beginnings
+
+    text, told, real = (
+        torch.stack([torch.from_numpy(sample[name]) for sample in samples]).to(trained.context.device)
+        for name in ("text_enc", "text_dec", "enc_mask")
+    )
+    model, names = cast("T5Model", trained.model), naming(trained).sentinels
+    return beginnings(model, text, told, padding_mask=real.bool(), names=names, count=CANDIDATES)
+
+
+def shares(true: Sequence[int], guesses: Sequence[Sequence[int]]) -> str:
+    """How often the first and how often any guess is right."""
+    first = sum(guess[0] == token for token, guess in zip(true, guesses))
+    among = sum(token in guess for token, guess in zip(true, guesses))
+    return f"{first / len(true):6.1%} {among / len(true):6.1%}"
+
+
+def entropy_of(tokens: Iterable[int]) -> float:
+    """Of how often each occurs, in nats: no guess that knows nothing else costs less."""
+    counts = Counter(tokens)
+    total = counts.total()
+    return -sum(count / total * math.log(count / total) for count in counts.values())
+
+
+def answer_to(tokens: Sequence[int], trained: TrainedModel) -> list[list[int]]:
+    """What the model says for each name of a span, for those that ``tokens`` lack as well."""
+    from megatron.core.inference.telling import likeliest_answer
+
+    tokenizer = naming(trained)
     answer = likeliest_answer(
         cast("T5Model", trained.model),
         tokens,
@@ -67,10 +161,7 @@ def filled(text: str, trained: TrainedModel) -> Iterator[str]:
         most=trained.config.group(T5Config).decoder_seq_length - 1,  # the end takes a place, too
         device=trained.context.device,
     )
-    spans = spans_of(answer, names)[: len(rest)]
-    for number, span in enumerate(spans, start=1):
-        yield f"  {number}  {tokenizer.detokenize(span) or '-'}"
-    yield f"  => {tokenizer.detokenize(joined(first, spans, rest))}"
+    return spans_of(answer, tokenizer.sentinels)
 
 
 def naming(trained: TrainedModel) -> SpanTokenizer:

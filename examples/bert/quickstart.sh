@@ -22,16 +22,8 @@ rm -rf "$out"/{corpus,tokenizer,data,checkpoints,tensorboard} "$out"/{entropy.tx
 
 corpus
 
-say "3. Tokenizer: WordPiece of 2,048 pieces"
-run $python tools/train_tokenizer.py --kind wordpiece --input "$out/corpus/train.jsonl" --vocab-size 2048 \
-    --output-dir "$out/tokenizer"
-
-say "4. Token files, sentence by sentence"
 tokenizer=(--tokenizer-type BertWordPieceLowerCase --vocab-file "$out/tokenizer/vocab.txt")
-for part in train heldout; do
-    run $python tools/preprocess_data.py --input "$out/corpus/$part.jsonl" --output-prefix "$out/data/$part" \
-        "${tokenizer[@]}" --split-sentences --workers 2
-done
+pieces "${tokenizer[@]}"
 keep "$out/entropy.txt" $python tools/inspect_dataset.py --prefix "$out/data/train_text_sentence" --unigrams
 
 say "5. Training on two ranks"
@@ -56,15 +48,5 @@ keep "$out/filled.txt" $python tools/fill_mask.py --load "$out/checkpoints" --to
 say "7. The loss as a picture"
 picture "BERT on the documentation of Python"
 
-say "Done in $((SECONDS / 60)) min $((SECONDS % 60)) s"
-sed -n '1s/^[^:]*: /The loss fell: /p' "$out/loss.txt"
-sed -n 's/^unigrams *\([0-9.]*\) .*/Guessing words by how often they occur costs \1./p' "$out/entropy.txt"
-cat <<END
-
-  checkpoints   $out/checkpoints
-  TensorBoard   $out/tensorboard  (.venv/bin/tensorboard --logdir '$out/tensorboard')
-  loss curve    $out/loss.png
-  words         $out/filled.txt
-
-More words: $python tools/fill_mask.py --load '$out/checkpoints' --text 'The [MASK] is read from a file.'
-END
+bar=$(sed -n 's/^unigrams *\([0-9.]*\) .*/Guessing words by how often they occur costs \1./p' "$out/entropy.txt")
+summary fill_mask.py "$bar"

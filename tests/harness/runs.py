@@ -33,16 +33,18 @@ def tiny_run(context: ParallelContext, flags: str, *, family: Family = GPT) -> R
     return build_run(config, recipe_of(family), context, started=0.0)
 
 
-def saved_model(folder: Path, family: str, words: str | None = None, *, flags: str = "") -> Run:
+def saved_model(
+    folder: Path, family: str, words: str | None = None, *, flags: str = "", data: str = "--mock-data"
+) -> Run:
     """A tiny model of random weights, which are large, and its checkpoint in ``folder/saved``.
 
-    It knows ``PIECES``, with ``words`` as further flags of its vocabulary, or numbers alone.
+    It reads ``data``. It knows ``PIECES``, with ``words`` as further flags of its vocabulary, or numbers alone.
     """
     folder.mkdir(exist_ok=True)
     vocabulary = folder / "vocab.txt"
     vocabulary.write_text("\n".join(PIECES) + "\n")
     known = "" if words is None else f"--tokenizer-type BertWordPieceLowerCase --vocab-file {vocabulary} {words}"
-    saving = f"--mock-data --save {folder}/saved --save-interval 1"
+    saving = f"{data} --save {folder}/saved --save-interval 1"
     run = tiny_run(ParallelContext.single(), f"{saving} {known} {flags}", family=FAMILIES[family])
     Saver(run).save()
     return run

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from megatron.core.models.t5 import T5Model
 from megatron.core.transformer.heads import VocabularyOutput
@@ -28,3 +30,29 @@ def likeliest_answer(
             break
         answer.append(token)
     return answer[1:]
+
+
+@dataclass(frozen=True)
+class Beginnings:
+    """How hidden spans begin: ``true`` [spans] tokens, and ``likeliest`` [spans, k], what the model takes for them, the
+    best first.
+    """
+
+    true: Tensor
+    likeliest: Tensor
+
+
+@torch.no_grad()
+def beginnings(
+    model: T5Model, tokens: Tensor, told: Tensor, *, padding_mask: Tensor, names: Sequence[int], count: int
+) -> Beginnings:
+    """The ``count`` likeliest first tokens of every span in a batch, each given the true words of the spans before it.
+
+    ``tokens`` and ``padding_mask`` [b, S], ``told`` [b, D] as in training. A collective of the model's tensor-parallel
+    ranks.
+    """
+    output = model(tokens, told, padding_mask=padding_mask)
+    assert isinstance(output, VocabularyOutput), "a model with all its stages"
+    named = torch.isin(told, torch.tensor(names, device=told.device))
+    named[:, -1] = False  # a span has a token at least
+    return Beginnings(told.roll(-1, dims=1)[named], output.where(named).logits()[0].topk(count).indices)

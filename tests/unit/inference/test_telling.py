@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.config.families import FAMILIES
-from megatron.core.inference.telling import likeliest_answer
+from megatron.core.inference.telling import beginnings, likeliest_answer
 from megatron.core.models.t5 import T5Model
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.transformer.heads import VocabularyOutput
@@ -45,3 +45,23 @@ def test_it_stops_at_the_end(model: T5Model) -> None:
     end = said[2]
     assert answer(model, TEXT, end=end) == said[: said.index(end)]
     assert answer(model, TEXT, end=NEVER, most=3) == said[:3]
+
+
+def test_beginnings_of_spans(model: T5Model) -> None:
+    """What follows each name, and the likeliest tokens there after what was told before; a name at the very end has
+    nothing behind it.
+    """
+    one, two = 30, 31
+    tokens, told = (
+        torch.tensor([TEXT, TEXT[::-1]]),
+        torch.tensor([[BEGIN, one, 9, 8, two, 7], [BEGIN, one, 5, 6, 7, two]]),
+    )
+    real = torch.ones_like(tokens, dtype=torch.bool)
+    found = beginnings(model, tokens, told, padding_mask=real, names=(one, two), count=3)
+    assert found.true.tolist() == [9, 7, 5]
+    output = model(tokens, told, padding_mask=real)
+    assert isinstance(output, VocabularyOutput)
+    logits = output.logits()
+    places = [logits[0, 1], logits[0, 4], logits[1, 1]]
+    assert found.likeliest.tolist() == [place.topk(3).indices.tolist() for place in places]
+    assert len({tuple(row) for row in found.likeliest.tolist()}) > 1, "one answer to all would show little"

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
+from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.core.inference import telling
+from megatron.core.inference.telling import Beginnings
 from megatron.core.tokenizers.wordpiece import WordPieceTokenizer
 from megatron.errors import CheckpointError, ConfigError
 from megatron.training.run import Run
@@ -24,6 +32,16 @@ THE, CAT, DOG, SAT, ON, A, MAT, S, DOT = range(PIECES.index("the"), len(PIECES))
 def saved(folder: Path, words: str | None = WORDS) -> Run:
     """A T5 and its checkpoint."""
     return saved_model(folder, "t5", words, flags="--position-embedding-type relative --decoder-seq-length 8")
+
+
+def saved_on_text(folder: Path) -> Run:
+    """Of a run on sentences of ``PIECES``, four a document."""
+    with IndexedDatasetWriter(f"{folder}/text", np.uint16) as writer:
+        for number in range(60):
+            sentence = [THE, (CAT, DOG)[number % 2], SAT, ON, (THE, A)[number % 3 == 0], MAT, DOT]
+            writer.add_documents(sentence * 4, [len(sentence)] * 4, [4])
+    flags = "--decoder-seq-length 8 --mask-prob 0.4 --split 1,2 --eval-iters 1"
+    return saved_model(folder, "t5", WORDS, flags=flags, data=f"--data-path {folder}/text")
 
 
 def test_spans_are_asked_for_by_their_names(
@@ -66,8 +84,54 @@ def test_answers_are_cut_at_the_names() -> None:
     assert fill_spans.spans_of([5, 101, 6, 7, 100, 8, 101, 9], [100, 101, 102]) == [[8], [6, 7, 9], []]
 
 
+def test_guesses_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every span of the run's validation data counts once, beside what always saying the commonest would reach."""
+    run = saved_on_text(tmp_path)
+    tokenizer = run.tokenizer
+    assert isinstance(tokenizer, WordPieceTokenizer)
+    asked = list[Beginnings]()
+
+    def guess(model: object, tokens: Tensor, told: Tensor, *, names: Sequence[int], count: int, **_: Any) -> Beginnings:
+        named = torch.isin(told, torch.tensor(names))
+        true = told.roll(-1, 1)[named]
+        others = torch.arange(count).expand(len(true), count)  # marks, which no span begins with
+        third = torch.arange(len(true)) % 3
+        second = torch.where(third == 1, true, others[:, 1])
+        first = torch.where(third == 0, true, others[:, 0])
+        asked.append(Beginnings(true, torch.stack([first, second, *others[:, 2:].unbind(1)], dim=1)))
+        return asked[-1]
+
+    monkeypatch.setattr(telling, "beginnings", guess)
+    capsys.readouterr()
+    assert fill_spans.main(["--load", f"{tmp_path}/saved", "--samples", "40", "--examples", "1"]) == 0
+    text, *answers, heading, ours, always, entropy = capsys.readouterr().out.splitlines()
+    assert "[MASK]" in text and len(answers) == text.count("[MASK]")
+    assert all(re.fullmatch(r"  \d  .+  \(hidden: [a-z .]+\)", line) for line in answers)
+    true = [token for each in asked for token in each.true.tolist()]
+    assert [len(each.true) > 0 for each in asked] == [True, True], "40 samples are two batches"
+    assert heading == f"{len(true)} hidden spans of 40 samples: first token right, and among 5 guesses"
+    hits = [sum((len(each.true) + 2 - rest) // 3 for each in asked) for rest in (0, 1)]
+    assert ours.split()[-2:] == [f"{hits[0] / len(true):.1%}", f"{sum(hits) / len(true):.1%}"]
+    commonest = Counter(true).most_common(5)
+    often = [commonest[0][1], sum(count for _, count in commonest)]
+    assert always.split("  (")[0].split()[-2:] == [f"{count / len(true):.1%}" for count in often]
+    assert re.fullmatch(
+        r"Guessing what it has to say by how often each token occurs costs \d\.\d\d nats a token\.", entropy
+    )
+
+
+def test_entropy() -> None:
+    """Of two tokens as often ln 2, of one nothing."""
+    assert fill_spans.entropy_of([3, 4, 4, 3]) == pytest.approx(math.log(2))
+    assert fill_spans.entropy_of([3, 3]) == 0.0
+
+
 def test_mistakes(tmp_path: Path) -> None:
     """What is asked of it."""
+    with pytest.raises(ConfigError, match="nothing to fill in: give --text, or --samples"):
+        fill_spans.main(["--load", "x"])
     with pytest.raises(ConfigError, match=r"--text 'no gap' has no \[MASK\]: write it where words are missing"):
         fill_spans.main(["--load", "x", "--text", "no gap"])
     saved(tmp_path)
