@@ -24,6 +24,11 @@ class BertConfig(SentenceConfig):
         off="--bert-no-binary-head",
         architecture=True,
     )
+    exact_gelu_head: bool = flag(
+        "In the head for hidden words GELU by the error function, whatever the layers have, as Megatron-LM's.",
+        default=False,
+        architecture=True,
+    )
 
     def outline(self, model: ModelConfig) -> Outline:
         """A head for hidden words, and one for the order of two texts."""

@@ -14,12 +14,12 @@ from megatron.config.families import family_of
 from megatron.core.conversion import proof
 from megatron.core.conversion.huggingface.reading import read_huggingface
 from megatron.core.conversion.huggingface.writing import write_huggingface
-from megatron.core.conversion.megatron_lm.forward import megatron_lm_logits
+from megatron.core.conversion.megatron_lm.forward import megatron_lm_answer
 from megatron.core.conversion.megatron_lm.reading import read_megatron_lm
 from megatron.core.conversion.megatron_lm.writing import write_megatron_lm
 from megatron.core.conversion.native import read_native, write_native
 from megatron.core.conversion.portable import PortableModel
-from megatron.core.conversion.questions import Answer, CausalQuestion, Question, question_for
+from megatron.core.conversion.questions import Answer, Question, question_for
 from megatron.core.files.remote_path import AnyPath
 from megatron.errors import CheckpointError
 
@@ -137,8 +137,7 @@ def _answer(kind: Format, folder: AnyPath, question: Question, *, step: int | No
         case "megatron":
             return proof.native_answer(folder, question, step=step)
         case "megatron-lm":
-            assert isinstance(question, CausalQuestion), "other families are refused before"
-            return {"words": megatron_lm_logits(_on_disk(folder), question.tokens, step=step)}
+            return megatron_lm_answer(_on_disk(folder), question, step=step)
 
 
 @contextmanager

@@ -86,13 +86,15 @@ class BertModel(BertBody):
         *,
         stage: Stage | None = None,
         binary_head: bool = True,
+        exact_gelu_head: bool = False,
         recompute: RecomputePlan | None = None,
         seed: int | None = None,
     ) -> None:
         stage = stage or Stage(range(config.num_layers), is_first=True, is_last=True)
         super().__init__(config, context, stage=stage, recompute=recompute)
         shares_embedding = stage.is_first and not config.untie_embeddings_and_output_weights
-        self.lm_head = MaskedLMHead(config, context) if stage.is_last else None
+        exact = config.exact_gelu or exact_gelu_head
+        self.lm_head = MaskedLMHead(config, context, exact=exact) if stage.is_last else None
         self.output_layer = (
             OutputLayer(config, context, has_weight=not shares_embedding, bias=True) if stage.is_last else None
         )
@@ -138,9 +140,9 @@ class BertModel(BertBody):
 class MaskedLMHead(nn.Module):
     """What comes between the last layer and the vocabulary: dense, GELU, norm; each rank has all of it."""
 
-    def __init__(self, config: ModelConfig, context: ParallelContext) -> None:
+    def __init__(self, config: ModelConfig, context: ParallelContext, *, exact: bool) -> None:
         super().__init__()
-        self._exact = config.exact_gelu
+        self._exact = exact
         self.dense = ReplicatedLinear(config.hidden_size, config.hidden_size, context, init=input_init(config))
         self.layer_norm = Norm(config.hidden_size, config, context)
 

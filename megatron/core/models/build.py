@@ -30,8 +30,15 @@ def build_model(
     """
     for group in groups:
         if isinstance(group, BertConfig):
-            binary_head = group.bert_binary_head
-            return BertModel(model, context, binary_head=binary_head, stage=stage, recompute=recompute, seed=seed)
+            return BertModel(
+                model,
+                context,
+                stage=stage,
+                binary_head=group.bert_binary_head,
+                exact_gelu_head=group.exact_gelu_head,
+                recompute=recompute,
+                seed=seed,
+            )
         if isinstance(group, T5Config):
             return T5Model(model, group, context, stage=stage, recompute=recompute, seed=seed)
     return GPTModel(model, context, stage=stage, recompute=recompute, seed=seed)

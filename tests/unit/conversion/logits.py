@@ -7,6 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
+from megatron.core.conversion.megatron_lm.forward import megatron_lm_answer
 from megatron.core.conversion.proof import huggingface_answer, native_answer
 from megatron.core.conversion.questions import CausalQuestion, question_for
 
@@ -26,3 +27,8 @@ def native_logits(root: Path, tokens: Tensor) -> Tensor:
 def huggingface_logits(folder: Path, tokens: Tensor) -> Tensor:
     """Of a Hugging Face folder."""
     return huggingface_answer(folder, CausalQuestion(tokens))["words"]
+
+
+def megatron_lm_logits(root: Path, tokens: Tensor) -> Tensor:
+    """Of a checkpoint of Megatron-LM's."""
+    return megatron_lm_answer(root, CausalQuestion(tokens))["words"]

@@ -38,22 +38,25 @@ MODERN: dict[str, Any] = {
 PADDED = 128
 
 
-def random_tensors(model: ModelConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """A value for every parameter of a model, by our names."""
+def random_tensors(
+    model: ModelConfig, groups: tuple[object, ...] = (), *, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """A value for every parameter of a model, by our names. ``groups``: settings of its family alone."""
     generator = torch.Generator().manual_seed(seed)
     values = {}
-    for name, sharding in parameters_of(model).items():
+    for name, sharding in parameters_of(model, groups).items():
         is_norm = "norm" in name and name.endswith("weight") and not model.apply_layernorm_1p
         noise = torch.randn(sharding.shape, generator=generator)
         values[name] = (noise * 0.2 + (1.0 if is_norm else 0.0)).to(dtype)
     return values
 
 
-def portable(model: ModelConfig, values: Mapping[str, Tensor]) -> PortableModel:
+def portable(model: ModelConfig, values: Mapping[str, Tensor], groups: tuple[object, ...] = ()) -> PortableModel:
     """The model as conversions see it, with a tokenizer of numbers."""
     assert model.vocab_size is not None
     return PortableModel(
         model=model,
+        groups=groups,
         tensors={name: LazyTensor(tuple(value.shape), value.dtype, value.clone) for name, value in values.items()},
         tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=model.vocab_size - 1),
         seq_length=model.max_position_embeddings,
@@ -71,8 +74,8 @@ def shards_of(
     name: str, value: Tensor, tp: int, settings: Mapping[str, Any], version: float, *, padded: int = PADDED
 ) -> list[Tensor]:
     """What each tensor-parallel rank stores of one of our tensors."""
-    if name.endswith(("word_embeddings.weight", "output_layer.weight")):
-        padding = torch.full((padded - value.shape[0], value.shape[1]), 7.0, dtype=value.dtype)
+    if name.endswith(("word_embeddings.weight", "output_layer.weight", "output_layer.bias")):
+        padding = torch.full((padded - value.shape[0], *value.shape[1:]), 7.0, dtype=value.dtype)
         return list(torch.cat([value, padding]).chunk(tp))
     if ".linear_qkv." in name:
         return [fused(part, settings["num_attention_heads"] // tp, version) for part in value.chunk(tp)]
@@ -117,20 +120,30 @@ def legacy_stage(tensors: Mapping[str, Tensor], *, first: bool) -> dict[str, Any
     )
     embedding: dict[str, Any] = {}
     layers: dict[str, Tensor] = {}
+    pooler: dict[str, Tensor] = {}
+    heads: dict[str, Any] = {}
     model: dict[str, Any] = {}
     for name, tensor in tensors.items():
         parts = name.split(".")
         if parts[0] == "embedding":
             embedding[parts[1]] = {"weight": tensor}
+        elif name == "output_layer.bias":
+            heads["lm_head.bias"] = tensor
         elif parts[0] == "output_layer":
             model["output_layer"] = {"weight": tensor}
+        elif parts[0] == "pooler":
+            pooler[f"dense.{parts[2]}"] = tensor
+        elif parts[0] in ("lm_head", "binary_head"):
+            heads[name.replace("layer_norm", "layernorm" if first else "norm")] = tensor
         elif parts[1] == "final_layernorm":
             layers[f"{final}.{parts[2]}"] = tensor
         else:
             layers[f"layers.{parts[2]}.{names['.'.join(parts[3:-1])]}.{parts[-1]}"] = tensor
     if embedding:
         model["embedding"] = embedding
-    return {"language_model": {**model, stack: layers}}
+    if pooler:
+        model["pooler"] = pooler
+    return {"language_model": {**model, stack: layers}, **heads}
 
 
 def core_stage(tensors: Mapping[str, Tensor], *, fused_norms: bool) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from megatron.errors import CheckpointError
 from megatron.training.checkpoint import load
 from tests.harness.runs import tiny_run
 from tests.unit.conversion.conftest import BERTS
-from tests.unit.conversion.megatron_checkpoints import CLASSIC, random_tensors, write_torch
+from tests.unit.conversion.megatron_checkpoints import CLASSIC
 from tests.unit.conversion.test_families import assert_same_bytes, do, weights
 
 Folder = Callable[[str], Path]
@@ -145,26 +145,31 @@ def test_berts_that_hugging_face_does_not_have() -> None:
     original = dataclasses.replace(model, apply_residual_connection_post_layernorm=True)
     bare = (BertConfig(bert_binary_head=False),)
     assert config_from_model(original, bare, **known)["architectures"] == ["BertForMaskedLM"]
+    half = (BertConfig(exact_gelu_head=True),)
+    with pytest.raises(CheckpointError, match=r"only the head's GELU is exact \(--exact-gelu-head\)"):
+        config_from_model(model, half, **known)
     rotary = dataclasses.replace(model, position_embedding_type="rope", qk_layernorm=True)
     with pytest.raises(CheckpointError, match="has no BERT of this architecture: positions are not learned; queries"):
         config_from_model(rotary, (BertConfig(),), **known)
 
 
-def test_megatron_lms_berts_are_refused_by_name(model_folder: Folder, tmp_path: Path) -> None:
-    """Neither direction is there; what to do is said."""
+def test_a_family_that_is_not_there_is_said(model_folder: Folder, tmp_path: Path) -> None:
+    """--model-type only checks what the source is."""
     do("hf", model_folder("bert"), "megatron", tmp_path / "ours", skip_proof=True)
-    with pytest.raises(CheckpointError, match="only GPTs are converted to Megatron-LM's formats, and this is a BERT"):
-        convert(Conversion("megatron", tmp_path / "ours", "megatron-lm", tmp_path / "theirs"), print)
-    values = random_tensors(ModelConfig(**CLASSIC))
-    write_torch(tmp_path / "theirs", CLASSIC, values, style="core", tp=1)
-    path = next((tmp_path / "theirs").rglob("*rng.pt"))
-    content = torch.load(path, weights_only=False)
-    content["model"]["embedding.tokentype_embeddings.weight"] = torch.zeros(2, 32)
-    torch.save(content, path)
-    with pytest.raises(CheckpointError, match=r"holds embedding\.tokentype_embeddings\.weight, so it is a BERT or T5"):
-        convert(Conversion("megatron-lm", tmp_path / "theirs", "hf", tmp_path / "theirs in hf"), print)
     with pytest.raises(CheckpointError, match=r"--model-type GPT: .*ours holds a BERT"):
         convert(Conversion("megatron", tmp_path / "ours", "hf", tmp_path / "x", family="GPT"), print)
+
+
+@pytest.mark.parametrize("name", ["megatron-bert", "megatron-bert, hidden words only"])
+def test_by_way_of_megatron_lm(name: str, model_folder: Folder, tmp_path: Path) -> None:
+    """With the exact GELU everywhere it is the same model in all three; token types that are nowhere there stop it."""
+    if BERTS[name][2]:
+        do("hf", model_folder(name), "megatron-lm", tmp_path / "theirs")
+        do("megatron-lm", tmp_path / "theirs", "hf", tmp_path / "back")
+        assert_same_bytes(model_folder(name), tmp_path / "back")
+    else:
+        with pytest.raises(CheckpointError, match="without a binary head has no embeddings of token types"):
+            do("hf", model_folder(name), "megatron-lm", tmp_path / "theirs")
 
 
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "##s", "Cat"]

@@ -16,11 +16,14 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.config.bert import BertConfig
+from megatron.config.families import family_of
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.convert import Conversion, convert
-from megatron.core.conversion.megatron_lm.forward import megatron_lm_logits
+from megatron.core.conversion.megatron_lm.forward import megatron_lm_answer
 from megatron.core.conversion.native import read_native, write_native
-from tests.unit.conversion.logits import native_logits
+from megatron.core.conversion.proof import native_answer
+from megatron.core.conversion.questions import Answer, question_for
 from tests.unit.conversion.megatron_checkpoints import CLASSIC, MODERN, portable, random_tensors
 
 FOLDER = os.environ.get("MEGATRON_CORE_PATH")
@@ -32,6 +35,7 @@ pytestmark = pytest.mark.skipif(
 PRELUDE = """
 import argparse, json, os, sys, types
 
+sys.path[:] = [path for path in sys.path if not os.path.exists(os.path.join(path, "megatron", "__init__.py"))]  # ours
 psutil = types.ModuleType("psutil")
 class Process:
     def __init__(self, *pid): pass
@@ -53,11 +57,13 @@ import contextlib
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-def build(settings):
+def build(settings, family, binary_head):
     modern = settings.get("swiglu", False)
     config = TransformerConfig(
         num_layers=settings["num_layers"], hidden_size=settings["hidden_size"],
@@ -68,55 +74,72 @@ def build(settings):
         bias_activation_fusion=not modern, hidden_dropout=0.0, attention_dropout=0.0, init_method_std=0.2,
         pipeline_dtype=torch.float32,
     )
-    model = GPTModel(
-        config, get_gpt_layer_local_spec(), vocab_size=128, max_sequence_length=settings["max_position_embeddings"],
-        position_embedding_type="rope" if modern else "learned_absolute",
-        share_embeddings_and_output_weights=not modern,
-    )
-    return model.eval()
+    sizes = dict(vocab_size=128, max_sequence_length=settings["max_position_embeddings"])
+    sizes["share_embeddings_and_output_weights"] = not settings.get("untie_embeddings_and_output_weights", False)
+    if family == "BERT":
+        types = 2 if binary_head else 0
+        return BertModel(config, types, bert_layer_local_spec, add_binary_head=binary_head, **sizes)
+    positions = "rope" if modern else "learned_absolute"
+    return GPTModel(config, get_gpt_layer_local_spec(), position_embedding_type=positions, **sizes)
 
-def logits(model, tokens):
+def answer(model, family, asked):
+    tokens = asked["tokens"]
+    if family == "BERT":
+        types = asked["types"] if asked["binary_head"] else None
+        words, order = model(tokens, asked["real"].long(), types)
+        return {"words": words[asked["real"]], **({} if order is None else {"order": order})}
     length = tokens.shape[1]
     mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
-    with torch.no_grad():
-        return model(tokens, torch.arange(length).expand_as(tokens), mask)
+    return {"words": model(tokens, torch.arange(length).expand_as(tokens), mask)}
 
-def main(settings, folder, tokens):
+def main(settings, family, folder):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}.store", rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     torch.manual_seed(5)
-    model = build(settings)
-    run(model, settings, folder, torch.tensor(tokens))
+    asked = torch.load(folder + ".question")
+    model = build(settings, family, asked.get("binary_head")).eval()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.2 * torch.randn(parameter.shape)
+    run(model, settings, folder)
+    with torch.no_grad():
+        torch.save(answer(model, family, asked), folder + ".answer")
 """
 
 SAVES = """
-def run(model, settings, folder, tokens):
+def run(model, settings, folder):
     os.makedirs(folder)
     args = argparse.Namespace(**settings, padded_vocab_size=128, tokenizer_type="NullTokenizer", seq_length=16)
     args.vocab_size = 127
     common = {"args": args, "checkpoint_version": 3.0, "iteration": 5}
     dist_checkpointing.save({**model.sharded_state_dict(), **common}, folder)
-    torch.save(logits(model, tokens), folder + ".logits")
 """
 
 LOADS = """
-def run(model, settings, folder, tokens):
+def run(model, settings, folder):
     state = dist_checkpointing.load(model.sharded_state_dict(), folder)
     model.load_state_dict({name: value for name, value in state.items() if name in model.state_dict()}, strict=False)
-    torch.save(logits(model, tokens), folder + ".logits")
     assert dist_checkpointing.load_common_state_dict(folder)["args"].hidden_size == settings["hidden_size"]
 """
 
 # megatron-core has no RMSNorm without Transformer Engine, so what is modern here keeps LayerNorm.
-SETTINGS: dict[str, dict[str, Any]] = {"classic": CLASSIC, "modern": {**MODERN, "normalization": "LayerNorm"}}
-TOKENS = torch.arange(24).view(2, 12) * 7 % 101
+UNTIED = {**CLASSIC, "untie_embeddings_and_output_weights": True}
+BOTH, FIRST = BertConfig(exact_gelu_head=True), BertConfig(bert_binary_head=False, exact_gelu_head=True)
+MODELS: dict[str, tuple[dict[str, Any], tuple[object, ...]]] = {
+    "gpt": (CLASSIC, ()),
+    "modern gpt": ({**MODERN, "normalization": "LayerNorm"}, ()),
+    "bert": (CLASSIC, (BOTH,)),
+    "bert, hidden words only, untied": (UNTIED, (FIRST,)),
+}
 
 
-def run_megatron_core(body: str, settings: dict[str, Any], folder: Path, work: Path) -> torch.Tensor:
-    """Logits that megatron-core computes from what it saved in, or loaded from, ``folder``."""
+def run_megatron_core(body: str, name: str, folder: Path, work: Path) -> Answer:
+    """What megatron-core answers to the proof's question, from what it saved in, or loaded from, ``folder``."""
+    settings, groups = MODELS[name]
+    torch.save(vars(question_for(ModelConfig(**settings), groups)), f"{folder}.question")
     script = work / "script.py"
-    call = f"main({settings!r}, {str(folder)!r}, {TOKENS.tolist()!r})"
+    call = f"main({settings!r}, {family_of(groups).title!r}, {str(folder)!r})"
     script.write_text(f"{PRELUDE}\n{textwrap.dedent(body)}\nif __name__ == '__main__':\n    {call}\n")
     ran = subprocess.run(
         [sys.executable, str(script)],
@@ -128,27 +151,40 @@ def run_megatron_core(body: str, settings: dict[str, Any], folder: Path, work: P
         timeout=300,
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
-    logits: torch.Tensor = torch.load(f"{folder}.logits", weights_only=True)
-    return logits
+    answer: Answer = torch.load(f"{folder}.answer", weights_only=True)
+    return answer
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+def assert_close(found: Answer, expected: Answer) -> None:
+    """Equal to fp32 rounding; rows of padding aside."""
+    assert found.keys() == expected.keys()
+    for kind, logits in expected.items():
+        assert (found[kind][..., :101] - logits[..., :101]).abs().max() < 1e-5 * logits.abs().max(), kind
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_reads_what_it_writes(name: str, tmp_path: Path) -> None:
     """Logits of our checkpoint equal megatron-core's own."""
-    settings = SETTINGS[name]
-    expected = run_megatron_core(SAVES, settings, tmp_path / "theirs", tmp_path)
-    assert (megatron_lm_logits(tmp_path / "theirs", TOKENS) - expected).abs().max() < 1e-5
+    settings, groups = MODELS[name]
+    expected = run_megatron_core(SAVES, name, tmp_path / "theirs", tmp_path)
+    question = question_for(ModelConfig(**settings), groups)
+    assert_close(megatron_lm_answer(tmp_path / "theirs", question), expected)
     job = Conversion("megatron-lm", tmp_path / "theirs", "megatron", tmp_path / "ours", true_vocab_size=101)
     convert(job, print)
-    assert read_native(tmp_path / "ours").iteration == 5
-    assert (native_logits(tmp_path / "ours", TOKENS) - expected[..., :101]).abs().max() < 1e-5
+    found = read_native(tmp_path / "ours")
+    assert (found.iteration, found.groups) == (5, groups)
+    assert_close(native_answer(tmp_path / "ours", question), expected)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", MODELS)
 def test_it_loads_what_we_write(name: str, tmp_path: Path) -> None:
     """Padded vocabulary, stacked layers, settings: its own loader takes them and computes our logits."""
-    model = ModelConfig(**SETTINGS[name])
-    write_native(portable(model, random_tensors(model)), tmp_path / "ours", final=tmp_path / "ours")
+    settings, groups = MODELS[name]
+    model = ModelConfig(**settings)
+    values = random_tensors(model, groups)
+    if FIRST in groups:
+        values["embedding.tokentype_embeddings.weight"].zero_()
+    write_native(portable(model, values, groups), tmp_path / "ours", final=tmp_path / "ours")
     convert(Conversion("megatron", tmp_path / "ours", "megatron-lm", tmp_path / "theirs"), print)
-    found = run_megatron_core(LOADS, SETTINGS[name], tmp_path / "theirs/release", tmp_path)
-    assert (found[..., :101] - native_logits(tmp_path / "ours", TOKENS)).abs().max() < 1e-5
+    found = run_megatron_core(LOADS, name, tmp_path / "theirs/release", tmp_path)
+    assert_close(found, native_answer(tmp_path / "ours", question_for(model, groups)))

@@ -11,16 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.config.bert import BertConfig
 from megatron.config.model import ModelConfig
 from megatron.core.checkpointing.storage import CheckpointWriter
 from megatron.core.checkpointing.streamed import StreamedBox, table_of, write_boxes
 from megatron.core.conversion.convert import Conversion, convert
-from megatron.core.conversion.megatron_lm.forward import megatron_lm_logits
+from megatron.core.conversion.megatron_lm import reading
 from megatron.core.conversion.megatron_lm.reading import read_megatron_lm
 from megatron.core.conversion.native import read_native, write_native
 from megatron.core.conversion.portable import PortableModel
 from megatron.errors import CheckpointError
-from tests.unit.conversion.logits import native_logits
+from tests.unit.conversion.logits import megatron_lm_logits, native_logits
 from tests.unit.conversion.megatron_checkpoints import (
     CLASSIC,
     MODERN,
@@ -84,11 +85,9 @@ def test_modern_models(style: str, tp: int, pp: int, more: dict[str, Any], tmp_p
 
 def test_the_proof_sees_what_the_mapping_gets_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The independent side must not share the mistake: here version 1 is taken for version 2."""
-    from megatron.core.conversion.megatron_lm import reading
-
     values = random_tensors(ModelConfig(**CLASSIC))
     write_torch(tmp_path / "theirs", CLASSIC, values, style="legacy", version=1.0, tp=2)
-    monkeypatch.setattr(reading._Merge, "_by_head", lambda self, part, ranks: part)
+    monkeypatch.setattr(reading._Merge, "_by_head", lambda self, part, kinds, ranks: part)
     with pytest.raises(Exception, match="source and target are different models: largest difference"):
         do("megatron-lm", tmp_path / "theirs", "megatron", tmp_path / "ours")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["theirs"]
@@ -145,18 +144,21 @@ def test_padding_is_dropped_where_the_vocabulary_is_known(tmp_path: Path) -> Non
         read_megatron_lm(tmp_path, true_vocab_size=129)
 
 
-def dist_checkpoint(folder: Path, settings: dict[str, Any], values: dict[str, Tensor], *, common_in_dcp: bool) -> None:
+def dist_checkpoint(
+    folder: Path, settings: dict[str, Any], values: dict[str, Tensor], *, common_in_dcp: bool, family: str = "gpt"
+) -> None:
     """A torch_dist folder: layers stacked, norms under Transformer Engine's names, padding, optimizer state."""
-    from megatron.core.conversion.megatron_lm.names import stacked_name
+    from megatron.core.conversion.megatron_lm.names import NAMES
 
     folder.mkdir(parents=True)
     stacks: dict[str, list[Tensor]] = {}
     for name, value in values.items():
-        stacks.setdefault(stacked_name(name)[0], []).append(value)
+        for key in NAMES[family].stacked_names(name):
+            stacks.setdefault(key, []).append(value)
     tensors = {key: torch.stack(parts) if ".layers." in key else parts[0] for key, parts in stacks.items()}
-    for key in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        if key in tensors:
-            tensors[key] = torch.cat([tensors[key], torch.full((27, tensors[key].shape[1]), 7.0)])
+    for key in tensors:
+        if key.endswith(("word_embeddings.weight", "output_layer.weight", "output_layer.bias")):
+            tensors[key] = torch.cat([tensors[key], torch.full((27, *tensors[key].shape[1:]), 7.0)])
     tensors |= {f"optimizer.state.exp_avg.{key}": torch.zeros_like(tensor) for key, tensor in tensors.items()}
     boxes = [StreamedBox.whole(key, tuple(tensor.shape), tensor.dtype, tensor.clone) for key, tensor in tensors.items()]
     writer = CheckpointWriter(folder)
@@ -183,11 +185,18 @@ def dist_checkpoint(folder: Path, settings: dict[str, Any], values: dict[str, Te
 
 
 @pytest.mark.parametrize("common_in_dcp", [False, True], ids=["common.pt", "since 0.19"])
-@pytest.mark.parametrize("settings", [CLASSIC, MODERN], ids=["classic", "modern"])
-def test_torch_dist(settings: dict[str, Any], common_in_dcp: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "settings", "groups"),
+    [("gpt", CLASSIC, ()), ("gpt", MODERN, ()), ("bert", CLASSIC, (BertConfig(exact_gelu_head=True),))],
+    ids=["classic", "modern", "bert"],
+)
+def test_torch_dist(
+    family: str, settings: dict[str, Any], groups: tuple[object, ...], common_in_dcp: bool, tmp_path: Path
+) -> None:
     """The format of today, with the settings beside the tensors or among them."""
-    values = random_tensors(ModelConfig(**settings))
-    dist_checkpoint(tmp_path / "theirs/iter_0000700", settings, values, common_in_dcp=common_in_dcp)
+    values = random_tensors(ModelConfig(**settings), groups)
+    folder = tmp_path / "theirs/iter_0000700"
+    dist_checkpoint(folder, settings, values, common_in_dcp=common_in_dcp, family=family)
     (tmp_path / "theirs/latest_checkpointed_iteration.txt").write_text("700")
     do("megatron-lm", tmp_path / "theirs", "megatron", tmp_path / "ours")
     found = read_native(tmp_path / "ours")

@@ -54,7 +54,7 @@ def model_from_config(known: Known, family: str) -> ModelConfig:
 
 def config_from_model(model: ModelConfig, group: BertConfig) -> dict[str, Any]:
     """Family, class and sizes; CheckpointError for a BERT of an architecture of its own."""
-    family = family_of(model)
+    family = family_of(model, group)
     heads = "PreTraining" if group.bert_binary_head else "MaskedLM"
     return {
         "architectures": [f"{_PREFIX[family]}For{heads}"],
@@ -72,10 +72,11 @@ def config_from_model(model: ModelConfig, group: BertConfig) -> dict[str, Any]:
     }
 
 
-def family_of(model: ModelConfig) -> str:
+def family_of(model: ModelConfig, group: BertConfig) -> str:
     """The family a BERT belongs to; CheckpointError when it is one of its own."""
     untied = ["the output weights are not the word embeddings'"] if model.untie_embeddings_and_output_weights else []
-    reasons = not_original(model) + untied
+    unlike = group.exact_gelu_head and not model.exact_gelu
+    reasons = not_original(model) + untied + ["only the head's GELU is exact (--exact-gelu-head)"] * unlike
     if reasons:
         raise CheckpointError(f"Hugging Face has no BERT of this architecture: {'; '.join(reasons)}")
     return ORIGINAL if model.apply_residual_connection_post_layernorm else PRE_NORM

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
-from megatron.config.families import family_of
+from megatron.config.bert import BertConfig
+from megatron.config.families import Family
 from megatron.config.model import ModelConfig
+from megatron.config.t5 import T5Config
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.conversion.portable import PortableModel
 from megatron.errors import CheckpointError, ConfigError
@@ -23,8 +24,6 @@ _REFUSED = {
     "mtp_num_layers": "multi-token prediction",
     "apply_residual_connection_post_layernorm": "residual connections after the norm",
 }
-# A BERT has kinds of tokens and, in core, an encoder; so has a T5, whose layers are followed by attention to it.
-_OTHER_FAMILIES = re.compile(r"tokentype_embeddings|^encoder\.|(^|\.)(cross|inter)_?attention|(^|\.)binary_head\.")
 _TOKENIZERS = (
     "GPT2BPETokenizer",
     "HuggingFaceTokenizer",
@@ -32,6 +31,8 @@ _TOKENIZERS = (
     "GPTSentencePieceTokenizer",
     "Llama2Tokenizer",
     "TikTokenizer",
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
 )
 
 
@@ -56,7 +57,7 @@ class Arguments:
         return default
 
 
-def check_is_gpt(args: Arguments) -> None:
+def check_is_known(args: Arguments) -> None:
     """Raise CheckpointError for a model that this project doesn't have."""
     for name, title in _REFUSED.items():
         if args(name, None):
@@ -68,19 +69,8 @@ def check_is_gpt(args: Arguments) -> None:
         )
 
 
-def check_names(names: Iterable[str], where: str) -> None:
-    """Raise CheckpointError for the tensors of a BERT or T5."""
-    named = [name for name in names if _OTHER_FAMILIES.search(name)]
-    if named:
-        raise CheckpointError(
-            f"{where} holds {named[0]}, so it is a BERT or T5 of Megatron-LM's, of which only GPTs are converted: "
-            "transformers 4's convert_megatron_bert_checkpoint.py makes a BERT a Hugging Face model, which is read"
-        )
-
-
 def model_from_arguments(args: Arguments, *, vocab_size: int, num_layers: int) -> ModelConfig:
     """The architecture that the settings describe."""
-    check_is_gpt(args)
     heads = args("num_attention_heads")
     groups = args("num_query_groups", heads) if args("group_query_attention", False) else heads
     positions = args("position_embedding_type", "learned_absolute")
@@ -124,6 +114,21 @@ def model_from_arguments(args: Arguments, *, vocab_size: int, num_layers: int) -
     )
 
 
+def groups_from_arguments(
+    args: Arguments, family: Family, model: ModelConfig, stored: Collection[str], *, legacy: bool
+) -> tuple[object, ...]:
+    """The settings that only the model's family has. ``stored``: our names of its tensors."""
+    if family.name == "bert":
+        exact = has_exact_head(args, legacy=legacy) and not model.exact_gelu
+        return (BertConfig(bert_binary_head="binary_head.weight" in stored, exact_gelu_head=exact),)
+    return ()
+
+
+def has_exact_head(args: Arguments, *, legacy: bool) -> bool:
+    """The head for hidden words has the exact GELU, whatever the layers have, unless before core it was told else."""
+    return not (legacy and args("openai_gelu", False))
+
+
 def is_exact_gelu(args: Arguments) -> bool:
     """Megatron-LM's GELU is the tanh approximation inside the kernel that also adds the bias, and exact outside it."""
     if args("swiglu", False) or args("squared_relu", False):
@@ -156,17 +161,7 @@ def tokenizer_from_arguments(args: Arguments, *, rows: int) -> TokenizerConfig:
 def arguments_of(portable: PortableModel, *, dist: bool) -> Namespace:
     """The namespace that Megatron-LM's ``--use-checkpoint-args`` reads; CheckpointError for what it doesn't have."""
     model, tokenizer = portable.model, portable.tokenizer
-    if portable.groups:
-        raise CheckpointError(
-            f"only GPTs are converted to Megatron-LM's formats, and this is a {family_of(portable.groups).title}: "
-            "convert it to Hugging Face's"
-        )
-    unknown = {
-        "no flag for an MLP gated by GELU (--geglu)": model.geglu,
-        "no flag for ReLU (--relu)": model.relu,
-        "no flag for the scale of attention scores (--softmax-scale)": model.softmax_scale is not None,
-    }
-    for what, asked in unknown.items():
+    for what, asked in (_unknown_there(model) | _unknown_of_family(portable)).items():
         if asked:
             raise CheckpointError(f"Megatron-LM has {what}, so it can't be written for it")
     if model.apply_residual_connection_post_layernorm:
@@ -186,6 +181,7 @@ def arguments_of(portable: PortableModel, *, dist: bool) -> Namespace:
     )
     return Namespace(
         **{name: getattr(model, name) for name in names.split()},
+        **_of_family(portable),
         rotary_base=int(model.rotary_base) if model.rotary_base.is_integer() else model.rotary_base,
         use_rotary_position_embeddings=rope,
         add_position_embedding=not rope,
@@ -198,6 +194,7 @@ def arguments_of(portable: PortableModel, *, dist: bool) -> Namespace:
         tokenizer_model=tokenizer.tokenizer_model,
         vocab_file=tokenizer.vocab_file,
         merge_file=tokenizer.merge_file,
+        vocab_extra_ids=tokenizer.vocab_extra_ids,
         tensor_model_parallel_size=1,
         pipeline_model_parallel_size=1,
         params_dtype=portable.dtype,
@@ -208,3 +205,35 @@ def arguments_of(portable: PortableModel, *, dist: bool) -> Namespace:
         use_mcore_models=True,
         ckpt_format="torch_dist" if dist else "torch",
     )
+
+
+def _unknown_there(model: ModelConfig) -> dict[str, bool]:
+    """What no model of Megatron-LM's has, and whether this one has it."""
+    return {
+        "no flag for an MLP gated by GELU (--geglu)": model.geglu,
+        "no flag for ReLU (--relu)": model.relu,
+        "no flag for the scale of attention scores (--softmax-scale)": model.softmax_scale is not None,
+    }
+
+
+def _unknown_of_family(portable: PortableModel) -> dict[str, bool]:
+    """The same for the model's family."""
+    model = portable.model
+    for group in portable.groups:
+        if isinstance(group, BertConfig):
+            positions, is_exact = model.position_embedding_type, model.exact_gelu or group.exact_gelu_head
+            return {
+                f"no BERT with positions of type {positions}": positions != "learned_absolute",
+                "the exact GELU in a BERT's head for hidden words (--exact-gelu-head)": not is_exact,
+            }
+        if isinstance(group, T5Config):
+            return {"no T5 that is known here": True}
+    return {}
+
+
+def _of_family(portable: PortableModel) -> dict[str, Any]:
+    """The flags that only the model's family has."""
+    for group in portable.groups:
+        if isinstance(group, BertConfig):
+            return {"bert_binary_head": group.bert_binary_head}
+    return {}

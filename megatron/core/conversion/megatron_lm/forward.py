@@ -8,58 +8,85 @@ layer is in memory at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.conversion.megatron_lm.arguments import Arguments, is_exact_gelu
+from megatron.core.conversion.megatron_lm.arguments import has_exact_head, is_exact_gelu
 from megatron.core.conversion.megatron_lm.files import DistFiles, ShardFiles, open_checkpoint
+from megatron.core.conversion.megatron_lm.names import is_legacy
+from megatron.core.conversion.questions import Answer, CausalQuestion, MaskedQuestion, Question
 from megatron.core.ops.rotary import apply_rotary, rotary_frequencies, rotary_table
 from megatron.errors import CheckpointError
 
 Shard = Mapping[str, Tensor]
+_IN_STACK = re.compile(r"(?:language_model\.)?(\w+)\.layers\.(?:(\d+)\.)?")
+_ENDS = ("embedding.", "decoder.final", "encoder.final", "output_layer.", "lm_head.", "pooler.", "binary_head.")
 
 
 @torch.no_grad()
-def megatron_lm_logits(root: Path, tokens: Tensor, *, step: int | None = None) -> Tensor:
-    """Logits ``[b, s, padded vocabulary]`` of ``tokens`` ``[b, s]``, in fp32."""
+def megatron_lm_answer(root: Path, question: Question, *, step: int | None = None) -> Answer:
+    """Logits in fp32, those of words over the padded vocabulary."""
     files = open_checkpoint(root, step=step)
-    return _Forward(files.args, files.version).logits(_ends(files), _layers(files), tokens)
+    model = _Forward(files)
+    match question:
+        case CausalQuestion():
+            x = model.embedded(question.tokens)
+            (stack,) = model.stacks
+            return {"words": model.words(model.run(stack, x, _future(x.shape[1])))}
+        case MaskedQuestion():
+            x = model.embedded(question.tokens, question.types)
+            (stack,) = model.stacks
+            x = model.run(stack, x, _padding(question.real))
+            words = {"words": model.words(model.transformed(x))[question.real]}
+            return {**words, "order": model.order(x)} if question.binary_head else words
+    raise AssertionError(question)
 
 
-def _layers(files: ShardFiles | DistFiles) -> Iterator[list[Shard]]:
+def _future(length: int) -> Tensor:
+    """Added to scores ``[b, heads, queries, keys]``: none of what comes later."""
+    return torch.full((1, 1, length, length), -torch.inf).triu(1)
+
+
+def _padding(real: Tensor) -> Tensor:
+    """The same for keys that are no padding, ``real`` ``[b, s]``."""
+    return torch.zeros(real.shape).masked_fill(~real, -torch.inf)[:, None, None, :]
+
+
+def _layers(files: ShardFiles | DistFiles, stack: str) -> Iterator[list[Shard]]:
     """Layer after layer, each rank's tensors by the name after the layer's number."""
     if isinstance(files, ShardFiles):
         for stage in files.stages:
-            local = {int(name.split("layers.")[1].split(".")[0]) for name in stage[0] if "layers." in name}
-            for number in sorted(local):
-                yield [_after(shard, f"layers.{number}.") for shard in stage]
+            places = [place for name in stage[0] if (place := _IN_STACK.match(name)) and place[1] == stack]
+            for number in sorted({int(place[2]) for place in places}):
+                yield [_after(shard, f"{stack}.layers.{number}.") for shard in stage]
         return
-    numbered = "decoder.layers.0." in " ".join(files.stored.entries)
-    for number in range(files.args("num_layers")):
-        prefix = f"decoder.layers.{number}." if numbered else "decoder.layers."
-        keys = [key for key in files.stored.entries if key.startswith(prefix)]
-        at = None if numbered else number
-        yield [{key.removeprefix(prefix): files.stored.read(key, at=at) for key in keys}]
+    found = {key: place for key in files.names() if (place := _IN_STACK.match(key)) and place[1] == stack}
+    numbers = sorted({int(place[2]) for place in found.values() if place[2]})
+    depth = files.stored.entries[next(iter(found))].shape[0]
+    for number in numbers or range(depth):
+        keys = [key for key, place in found.items() if place[2] in (None, str(number))]
+        at = None if numbers else number
+        yield [{key.removeprefix(found[key][0]): files.stored.read(key, at=at) for key in keys}]
 
 
 def _ends(files: ShardFiles | DistFiles) -> list[Shard]:
-    """Each rank's tensors outside the layers."""
+    """Each rank's tensors outside the layers; the last stage's where several have one."""
     if isinstance(files, ShardFiles):
         shards: list[dict[str, Tensor]] = [{} for _ in files.stages[0]]
         for stage in files.stages:
             for known, shard in zip(shards, stage):
                 known.update({name: tensor for name, tensor in shard.items() if "layers." not in name})
         return list(shards)
-    ends = [key for key in files.stored.entries if key.startswith(("embedding.", "decoder.final", "output_layer."))]
-    return [{key: files.stored.read(key) for key in ends}]
+    return [{key: files.stored.read(key) for key in files.stored.entries if key.startswith(_ENDS)}]
 
 
 def _after(shard: Shard, part: str) -> dict[str, Tensor]:
-    return {name.split(part, 1)[1]: tensor for name, tensor in shard.items() if f".{part}" in name}
+    return {name.split(part, 1)[1]: tensor for name, tensor in shard.items() if part in name}
 
 
 def _pick(shard: Shard, *endings: str) -> Tensor | None:
@@ -78,40 +105,75 @@ def _need(shard: Shard, *endings: str) -> Tensor:
     return found
 
 
-class _Forward:
-    """A GPT's forward pass by the saved settings."""
+def _sum(parts: Iterable[Tensor], bias: Tensor | None) -> Tensor:
+    """What an all-reduce makes of the ranks' parts, and the bias that is added once."""
+    summed = torch.stack(list(parts)).sum(0)
+    return summed if bias is None else summed + bias
 
-    def __init__(self, args: Arguments, version: float) -> None:
-        self._args, self._version = args, version
+
+_INPUT_NORM = ("input_norm.", "input_layernorm.", "linear_qkv.layer_norm_")
+_MLP_NORM = ("post_attention_norm.", "post_attention_layernorm.", "pre_mlp_layernorm.", "linear_fc1.layer_norm_")
+
+
+class _Forward:
+    """A model's forward pass by the saved settings."""
+
+    def __init__(self, files: ShardFiles | DistFiles) -> None:
+        self._files, self._args, self._version = files, files.args, files.version
+        self._is_legacy = is_legacy(files.names())
+        self._ends = _ends(files)
+        self.stacks = {place[1] for name in files.names() if (place := _IN_STACK.match(name))}
+        args = self._args
         self._heads: int = args("num_attention_heads")
         self._width: int = args("kv_channels", args("hidden_size") // self._heads)
         grouped = args("group_query_attention", False)
         self._groups: int = args("num_query_groups", self._heads) if grouped else self._heads
         self._eps: float = args("norm_epsilon", args("layernorm_epsilon", 1e-5))
 
-    def logits(self, ends: list[Shard], layers: Iterator[list[Shard]], tokens: Tensor) -> Tensor:
-        """All of it: embedding, layers, final norm, output."""
-        words = [_need(shard, "embedding.word_embeddings.weight") for shard in ends]
-        x = F.embedding(tokens, torch.cat(words))
-        positions = _pick(ends[0], "embedding.position_embeddings.weight")
+    def embedded(self, tokens: Tensor, types: Tensor | None = None) -> Tensor:
+        """Ids ``[b, s]`` to hidden states ``[b, s, h]``."""
+        x = F.embedding(tokens, torch.cat(self._words()))
+        positions = _pick(self._ends[0], "embedding.position_embeddings.weight")
+        kinds = _pick(self._ends[0], "embedding.tokentype_embeddings.weight")
         if positions is not None:
             x = x + positions[: tokens.shape[1]]
-        for ranks in layers:
-            x = x + self._attention(self._norm(x, ranks[0], "input"), ranks)
-            x = x + self._mlp(self._norm(x, ranks[0], "post_attention"), ranks)
-        x = self._norm(x, ends[0], "final")
+        return x if kinds is None or types is None else x + kinds[types]
+
+    def _words(self) -> list[Tensor]:
+        return [_need(shard, "embedding.word_embeddings.weight") for shard in self._ends]
+
+    def run(self, stack: str, x: Tensor, bias: Tensor) -> Tensor:
+        """All layers and the norm behind them; ``bias`` is added to attention scores ``[b, heads, queries, keys]``."""
+        for ranks in _layers(self._files, stack):
+            x = x + self._attention(self._norm(x, ranks[0], *_INPUT_NORM), ranks, bias)
+            x = x + self._mlp(self._norm(x, ranks[0], *_MLP_NORM), ranks)
+        return self._norm(x, self._ends[0], f"{stack}.final_norm.", f"{stack}.final_layernorm.")
+
+    def words(self, x: Tensor) -> Tensor:
+        """Hidden states to the logits of all ranks' words."""
         untied = self._args("untie_embeddings_and_output_weights", False)
-        output = [_need(shard, "output_layer.weight") for shard in ends] if untied else words
-        return torch.cat([F.linear(x, rows) for rows in output], dim=-1)
+        rows = [_need(shard, "output_layer.weight") for shard in self._ends] if untied else self._words()
+        biases = [_pick(shard, "output_layer.bias", "lm_head.bias") for shard in self._ends]
+        return torch.cat([F.linear(x, weight, bias) for weight, bias in zip(rows, biases)], dim=-1)
 
-    def _norm(self, x: Tensor, shard: Shard, which: str) -> Tensor:
-        inside = {"input": "linear_qkv", "post_attention": "linear_fc1", "final": ""}[which]
-        names = [f"{which}_norm", f"{which}_layernorm"] + (["pre_mlp_layernorm"] if which == "post_attention" else [])
+    def transformed(self, x: Tensor) -> Tensor:
+        """What a BERT does before the output."""
+        head = self._ends[0]
+        exact = has_exact_head(self._args, legacy=self._is_legacy)
+        x = F.linear(x, _need(head, "lm_head.dense.weight"), _need(head, "lm_head.dense.bias"))
+        x = F.gelu(x, approximate="none" if exact else "tanh")
+        return self._norm(x, head, "lm_head.norm.", "lm_head.layernorm.", "lm_head.layer_norm.")
 
-        def find(kind: str) -> list[str]:
-            return [f"{name}.{kind}" for name in names] + ([f"{inside}.layer_norm_{kind}"] if inside else [])
+    def order(self, x: Tensor) -> Tensor:
+        """Logits of the order of two texts, ``[b, 2]``, from the first position."""
+        head = self._ends[0]
+        pooled = F.linear(x[:, 0], _need(head, "pooler.dense.weight"), _need(head, "pooler.dense.bias")).tanh()
+        return F.linear(pooled, _need(head, "binary_head.weight"), _need(head, "binary_head.bias"))
 
-        return self._normed(x, _need(shard, *find("weight")), _pick(shard, *find("bias")))
+    def _norm(self, x: Tensor, shard: Shard, *names: str) -> Tensor:
+        """The norm whose tensors' names are, or end with, one of ``names`` and then the kind."""
+        weight = _need(shard, *(f"{name}weight" for name in names))
+        return self._normed(x, weight, _pick(shard, *(f"{name}bias" for name in names)))
 
     def _normed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self._args("apply_layernorm_1p", False):
@@ -120,9 +182,9 @@ class _Forward:
             return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self._eps) * weight
         return F.layer_norm(x, weight.shape, weight, bias, self._eps)
 
-    def _attention(self, x: Tensor, ranks: list[Shard]) -> Tensor:
+    def _attention(self, x: Tensor, ranks: list[Shard], scores: Tensor) -> Tensor:
         """Every rank's heads, and the sum of their outputs."""
-        summed: Tensor | None = None
+        parts = []
         for shard in ranks:
             weight = _need(shard, "linear_qkv.weight", "query_key_value.weight")
             bias = _pick(shard, "linear_qkv.bias", "query_key_value.bias")
@@ -130,15 +192,11 @@ class _Forward:
             if (norm := _pick(shard, "q_layernorm.weight")) is not None:
                 query = self._normed(query, norm, _pick(shard, "q_layernorm.bias"))
                 key = self._normed(key, _need(shard, "k_layernorm.weight"), _pick(shard, "k_layernorm.bias"))
-            mixed = self._mix(self._rotated(query), self._rotated(key), value)
-            part = F.linear(
-                mixed.flatten(2),
-                _need(shard, "linear_proj.weight", "self_attention.dense.weight", "attention.dense.weight"),
-            )
-            summed = part if summed is None else summed + part
-        assert summed is not None
-        bias = _pick(ranks[0], "linear_proj.bias", "self_attention.dense.bias", "attention.dense.bias")
-        return summed if bias is None else summed + bias
+            mixed = self._mix(self._rotated(query), self._rotated(key), value, scores)
+            names = ("self_attention.linear_proj.weight", "self_attention.dense.weight", "attention.dense.weight")
+            parts.append(F.linear(mixed.flatten(2), _need(shard, *names)))
+        names = ("self_attention.linear_proj.bias", "self_attention.dense.bias", "attention.dense.bias")
+        return _sum(parts, _pick(ranks[0], *names))
 
     def _heads_of(self, fused: Tensor, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value ``[b, s, heads, d]`` of one rank's fused projection, by the checkpoint's version."""
@@ -168,26 +226,21 @@ class _Forward:
         table = rotary_table(frequencies, torch.arange(x.shape[1]))
         return apply_rotary(x.transpose(0, 1), table, interleaved=args("rotary_interleaved", False)).transpose(0, 1)
 
-    def _mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Causal softmax attention, ``[b, s, heads, d]``."""
+    def _mix(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+        """Softmax attention, ``[b, s, heads, d]``."""
         repeats = query.shape[2] // key.shape[2]
         key, value = key.repeat_interleave(repeats, dim=2), value.repeat_interleave(repeats, dim=2)
         scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / math.sqrt(self._width)
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        weights = scores.masked_fill(future, -torch.inf).softmax(-1)
-        return torch.einsum("bhqk,bkhd->bqhd", weights, value)
+        return torch.einsum("bhqk,bkhd->bqhd", (scores + bias).softmax(-1), value)
 
     def _mlp(self, x: Tensor, ranks: list[Shard]) -> Tensor:
         """Every rank's part of the inner width, and the sum of their outputs."""
-        summed: Tensor | None = None
+        parts = []
         for shard in ranks:
             bias = _pick(shard, "linear_fc1.bias", "dense_h_to_4h.bias")
             inner = F.linear(x, _need(shard, "linear_fc1.weight", "dense_h_to_4h.weight"), bias)
-            part = F.linear(self._activated(inner), _need(shard, "linear_fc2.weight", "dense_4h_to_h.weight"))
-            summed = part if summed is None else summed + part
-        assert summed is not None
-        bias = _pick(ranks[0], "linear_fc2.bias", "dense_4h_to_h.bias")
-        return summed if bias is None else summed + bias
+            parts.append(F.linear(self._activated(inner), _need(shard, "linear_fc2.weight", "dense_4h_to_h.weight")))
+        return _sum(parts, _pick(ranks[0], "linear_fc2.bias", "dense_4h_to_h.bias"))
 
     def _activated(self, inner: Tensor) -> Tensor:
         if self._args("swiglu", False):

@@ -6,10 +6,13 @@ A row holds our name and theirs, ``{n}`` standing for the layer's number; rows a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-_LAYERS = re.compile(r"\blayers\.(\d+)\.")
+LAYER = re.compile(r"\b(encoder|decoder)\.layers\.(\d+)\.")
+"""In our names: the stack, and the layer's number."""
+
+_NUMBER = re.compile(r"\blayers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -17,45 +20,119 @@ class Spelling:
     """``core``: with norms as modules of their own. ``fused``: with norms inside the matrix that follows them.
 
     ``legacy``: of the models before core, as today's checkpoints spell them; see ``_todays`` for older ones.
+    ``copy``: a second name in core, under which files hold the same numbers again.
     """
 
     ours: str
     core: str
     fused: str
     legacy: str
+    copy: str | None = None
 
 
-def _everywhere(name: str, legacy: str) -> Spelling:
-    return Spelling(name, name, name, f"language_model.{legacy}")
-
-
-def _layer(name: str, legacy: str, *, fused: str | None = None) -> Iterator[Spelling]:
-    for kind in ("weight", "bias"):
-        ours = f"decoder.layers.{{n}}.{name}.{kind}"
-        inside = f"decoder.layers.{{n}}.{fused}_{kind}" if fused else ours
-        yield Spelling(ours, ours, inside, f"language_model.encoder.layers.{{n}}.{legacy}.{kind}")
-
-
-SPELLINGS = (
-    _everywhere("embedding.word_embeddings.weight", "embedding.word_embeddings.weight"),
-    _everywhere("embedding.position_embeddings.weight", "embedding.position_embeddings.weight"),
-    *_layer("input_layernorm", "input_norm", fused="self_attention.linear_qkv.layer_norm"),
-    *_layer("self_attention.linear_qkv", "self_attention.query_key_value"),
-    *_layer("self_attention.q_layernorm", "self_attention.q_layernorm"),
-    *_layer("self_attention.k_layernorm", "self_attention.k_layernorm"),
-    *_layer("self_attention.linear_proj", "self_attention.dense"),
-    *_layer("pre_mlp_layernorm", "post_attention_norm", fused="mlp.linear_fc1.layer_norm"),
-    *_layer("mlp.linear_fc1", "mlp.dense_h_to_4h"),
-    *_layer("mlp.linear_fc2", "mlp.dense_4h_to_h"),
-    _everywhere("decoder.final_layernorm.weight", "encoder.final_norm.weight"),
-    _everywhere("decoder.final_layernorm.bias", "encoder.final_norm.bias"),
-    _everywhere("output_layer.weight", "output_layer.weight"),
+# Parts of a layer: ours and core's; before core; and, for a norm, inside the matrix behind it.
+_ATTENTION = (
+    ("input_layernorm", "input_norm", "self_attention.linear_qkv.layer_norm"),
+    ("self_attention.linear_qkv", "self_attention.query_key_value", None),
+    ("self_attention.q_layernorm", "self_attention.q_layernorm", None),
+    ("self_attention.k_layernorm", "self_attention.k_layernorm", None),
+    ("self_attention.linear_proj", "self_attention.dense", None),
+)
+_MLP = (
+    ("pre_mlp_layernorm", "post_attention_norm", "mlp.linear_fc1.layer_norm"),
+    ("mlp.linear_fc1", "mlp.dense_h_to_4h", None),
+    ("mlp.linear_fc2", "mlp.dense_4h_to_h", None),
 )
 
-_OURS = {their: row.ours for row in SPELLINGS for their in (row.core, row.fused, row.legacy)}
-_CORE = {row.ours: row.core for row in SPELLINGS}
-_STACKED = {row.ours: row.fused.replace("layers.{n}.", "layers.") for row in SPELLINGS}
-_FROM_STACKED = {key: ours for ours, key in _STACKED.items() if "{n}" in ours}
+
+def _same(name: str, legacy: str, *, core: str | None = None, copy: str | None = None) -> Spelling:
+    """What has one name in core, which is ours unless given."""
+    return Spelling(name, core or name, core or name, legacy, copy)
+
+
+def _both(name: str, legacy: str) -> Iterator[Spelling]:
+    return (_same(f"{name}.{kind}", f"{legacy}.{kind}") for kind in ("weight", "bias"))
+
+
+def _stack(
+    stack: str, legacy: str, parts: Iterable[tuple[str, str, str | None]] = (*_ATTENTION, *_MLP)
+) -> Iterator[Spelling]:
+    """The layers of a stack, and the norm behind them."""
+    before, theirs = f"{stack}.layers.{{n}}", f"language_model.{legacy}"
+    for name, old, fused in parts:
+        for kind in ("weight", "bias"):
+            ours = f"{before}.{name}.{kind}"
+            inside = f"{before}.{fused}_{kind}" if fused else ours
+            yield Spelling(ours, ours, inside, f"{theirs}.layers.{{n}}.{old}.{kind}")
+    yield from _both(f"{stack}.final_layernorm", f"{theirs}.final_norm")
+
+
+def _without_number(name: str) -> str:
+    return name.replace("layers.{n}.", "layers.")
+
+
+class Names:
+    """The spellings of one family."""
+
+    def __init__(self, *rows: Spelling) -> None:
+        self._ours = {their: row.ours for row in rows for their in (row.core, row.fused, row.legacy, row.copy) if their}
+        self._rows = {row.ours: row for row in rows}
+        self._stacks = {_without_number(row.fused): row.ours for row in rows if "{n}" in row.ours}
+        self.roots = {their.split(".")[0] for row in rows for their in (row.core, row.copy) if their}
+        """What the names of its weights in core begin with."""
+
+    def our_name(self, theirs: str, *, first_layers: Mapping[str, int] | None = None) -> str | None:
+        """Our name of a tensor; None for one that our model doesn't have.
+
+        ``first_layers``: by stack, the number of the first layer in the tensor's stage, where they count from 0.
+        """
+        name = _todays(theirs)
+        layer = _NUMBER.search(name)
+        ours = self._ours.get(_NUMBER.sub("layers.{n}.", name, count=1))
+        if ours is None or layer is None:
+            return ours
+        return ours.format(n=int(layer[1]) + (first_layers or {}).get(ours.split(".")[0], 0))
+
+    def core_names(self, ours: str) -> list[str]:
+        """Their core models' names."""
+        row, layer = self._row(ours)
+        return [name.format(n=layer) for name in (row.core, row.copy) if name]
+
+    def stacked_names(self, ours: str) -> list[str]:
+        """The keys of a torch_dist folder that hold our tensor, the only one or one layer of a stack."""
+        row, _ = self._row(ours)
+        return [_without_number(name) for name in (row.fused, row.copy) if name]
+
+    def our_names_of_stack(self, key: str, num_layers: int) -> list[str] | None:
+        """Our names of the layers in a stacked tensor of a torch_dist folder; None for a key that is no stack."""
+        ours = self._stacks.get(key)
+        return None if ours is None else [ours.format(n=number) for number in range(num_layers)]
+
+    def _row(self, ours: str) -> tuple[Spelling, str]:
+        layer = _NUMBER.search(ours)
+        return self._rows[_NUMBER.sub("layers.{n}.", ours, count=1)], layer[1] if layer else ""
+
+
+_EMBEDDINGS = (
+    _same("embedding.word_embeddings.weight", "language_model.embedding.word_embeddings.weight"),
+    _same("embedding.position_embeddings.weight", "language_model.embedding.position_embeddings.weight"),
+)
+_OUTPUT = _same("output_layer.weight", "language_model.output_layer.weight")
+NAMES = {
+    "gpt": Names(*_EMBEDDINGS, *_stack("decoder", "encoder"), _OUTPUT),
+    "bert": Names(
+        *_EMBEDDINGS,
+        _same("embedding.tokentype_embeddings.weight", "language_model.embedding.tokentype_embeddings.weight"),
+        *_stack("encoder", "encoder"),
+        *_both("lm_head.dense", "lm_head.dense"),
+        *_both("lm_head.layer_norm", "lm_head.norm"),
+        _OUTPUT,
+        _same("output_layer.bias", "lm_head.bias"),
+        *_both("pooler.dense", "language_model.pooler.dense"),
+        *_both("binary_head", "binary_head"),
+    ),
+}
+"""By the family's name."""
 
 # What a model's tensors are mixed with: states of fp8 kernels, buffers, and the last stage's copy of tied embeddings.
 _NOT_WEIGHTS = re.compile(r"(.*\._extra_state.*|.*\.inv_freq|word_embeddings_for_head\.weight)")
@@ -66,39 +143,25 @@ def is_weight(name: str) -> bool:
     return not _NOT_WEIGHTS.fullmatch(name)
 
 
-def our_name(theirs: str, *, first_layer: int = 0) -> str | None:
-    """Our name of a tensor whose stage begins with layer ``first_layer``; None for one that our model doesn't have."""
-    name = _todays(theirs)
-    layer = _LAYERS.search(name)
-    ours = _OURS.get(_LAYERS.sub("layers.{n}.", name, count=1))
-    if ours is None or layer is None:
-        return ours
-    return ours.format(n=int(layer[1]) + first_layer)
+def family_among(names: Iterable[str]) -> str:
+    """The name of the family whose tensors have these names: only a T5 attends to an encoder, and only a BERT has a
+    dense layer before the output.
+    """
+    known = " ".join(names)
+    if "inter_attention." in known or "cross_attention." in known:
+        return "t5"
+    return "bert" if "lm_head.dense." in known else "gpt"
 
 
-def core_name(ours: str) -> str:
-    """Their core models' name, which is ours: the same in both directions."""
-    layer = _LAYERS.search(ours)
-    return _CORE[_LAYERS.sub("layers.{n}.", ours, count=1)].format(n=layer[1] if layer else "")
-
-
-def stacked_name(ours: str) -> tuple[str, int | None]:
-    """The key of a torch_dist folder that holds our tensor, and which layer of the stack it is, if it is a stack."""
-    layer = _LAYERS.search(ours)
-    key = _STACKED[_LAYERS.sub("layers.{n}.", ours, count=1)]
-    return key, int(layer[1]) if layer else None
-
-
-def our_names_of_stack(key: str, num_layers: int) -> list[str] | None:
-    """Our names of the layers in a stacked tensor of a torch_dist folder; None for a key that is no stack of ours."""
-    ours = _FROM_STACKED.get(key)
-    return None if ours is None else [ours.format(n=number) for number in range(num_layers)]
+def is_legacy(names: Iterable[str]) -> bool:
+    """Whether these are names from before core."""
+    return any(name.startswith("language_model.") for name in names)
 
 
 def _todays(name: str) -> str:
     """Names of older legacy checkpoints in today's spelling."""
     if not name.startswith("language_model."):
-        return name
+        return name.replace("lm_head.layernorm.", "lm_head.norm.")
     name = name.replace("language_model.transformer.", "language_model.encoder.")
     name = name.replace(".attention.", ".self_attention.")
-    return re.sub(r"\b(input|post_attention|final)_layernorm\b", r"\1_norm", name)
+    return re.sub(r"\b(input|post_attention|post_inter_attention|final)_layernorm\b", r"\1_norm", name)

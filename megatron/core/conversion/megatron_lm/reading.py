@@ -10,21 +10,25 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron.config.bert import TOKEN_TYPES
+from megatron.config.families import FAMILIES, Family
 from megatron.core.conversion.companions import tokenizer_files, tokenizer_of
 from megatron.core.conversion.megatron_lm.arguments import (
-    check_is_gpt,
-    check_names,
+    check_is_known,
+    groups_from_arguments,
     model_from_arguments,
     tokenizer_from_arguments,
 )
 from megatron.core.conversion.megatron_lm.files import DistFiles, ShardFiles, open_checkpoint
-from megatron.core.conversion.megatron_lm.names import is_weight, our_name, our_names_of_stack
+from megatron.core.conversion.megatron_lm.names import LAYER, NAMES, family_among, is_legacy, is_weight
 from megatron.core.conversion.portable import LazyTensor, PortableModel, parameters_of, report_differences
 from megatron.core.parallel.sharding import Sharding
 from megatron.errors import CheckpointError
 
 EMBEDDING = "embedding.word_embeddings.weight"
-_BY_VOCABULARY = (EMBEDDING, "output_layer.weight")
+TOKEN_TYPE_EMBEDDING = "embedding.tokentype_embeddings.weight"
+_BY_VOCABULARY = (EMBEDDING, "output_layer.weight", "output_layer.bias")
+_FUSED = {".linear_qkv.": 3}  # matrices of several kinds of heads, and how many
 
 
 @dataclass(frozen=True)
@@ -41,9 +45,11 @@ def read_megatron_lm(root: Path, *, step: int | None = None, true_vocab_size: in
     are kept. Raises CheckpointError for a model that isn't here, and for files that are missing or don't fit together.
     """
     files = open_checkpoint(root, step=step)
-    check_is_gpt(files.args)
-    check_names(files.names(), str(files.folder))
-    stored = _parts_of_shards(files) if isinstance(files, ShardFiles) else _parts_of_dist(files)
+    family = FAMILIES[family_among(files.names())]
+    if family.name not in NAMES:
+        raise CheckpointError(f"{files.folder} holds a T5 of Megatron-LM's, of which GPTs and BERTs are converted")
+    check_is_known(files.args)
+    stored = _parts_of_shards(files, family) if isinstance(files, ShardFiles) else _parts_of_dist(files, family)
     if EMBEDDING not in stored:
         raise CheckpointError(f"{files.folder} holds no word embeddings, so it is not a language model's")
     rows = sum(part.shape[0] for part in stored[EMBEDDING].parts)
@@ -53,15 +59,19 @@ def read_megatron_lm(root: Path, *, step: int | None = None, true_vocab_size: in
         raise CheckpointError(f"{files.folder} embeds {rows} words: --true-vocab-size {vocab_size} is more than that")
     if tokenizer.tokenizer_type == "NullTokenizer":
         tokenizer = dataclasses.replace(tokenizer, vocab_size=vocab_size - 1)
-    num_layers = 1 + max(int(name.split(".")[2]) for name in stored if name.startswith("decoder.layers."))
+    num_layers = _num_layers(stored)
     asked = files.args("num_layers")
     if num_layers != asked:
         raise CheckpointError(f"{files.folder} holds {num_layers} layers; its saved settings say num_layers {asked}")
     model = model_from_arguments(files.args, vocab_size=vocab_size, num_layers=num_layers)
+    groups = groups_from_arguments(files.args, family, model, stored, legacy=is_legacy(files.names()))
+    if family.name == "bert" and "binary_head.weight" not in stored:
+        stored |= _no_token_types(stored[EMBEDDING].parts[0])
     merge = _Merge(model.num_attention_heads, model.kv_channels, files.version, vocab_size)
     return PortableModel(
         model=model,
-        tensors=_merged(stored, parameters_of(model), merge, where=str(files.folder)),
+        groups=groups,
+        tensors=_merged(stored, parameters_of(model, groups), merge, where=str(files.folder)),
         tokenizer=tokenizer,
         seq_length=min(files.args("seq_length", model.max_position_embeddings), model.max_position_embeddings),
         companions=tokenizer_files(tokenizer),
@@ -76,47 +86,65 @@ def _vocabulary(tokenizer: object, rows: int) -> int:
     return size if isinstance(size, int) and size <= rows else rows
 
 
-def _parts_of_shards(files: ShardFiles) -> dict[str, Parts]:
-    """Our names with a part for each tensor-parallel rank; layers are numbered within their stage."""
+def _num_layers(stored: Mapping[str, object]) -> int:
+    return 1 + max(int(layer[2]) for layer in map(LAYER.match, stored) if layer)
+
+
+def _no_token_types(like: LazyTensor) -> dict[str, Parts]:
+    """Zeros for the token types, which Megatron-LM's BERT lacks when it has no head for the order of texts."""
+    shape = (TOKEN_TYPES, like.shape[1])
+    return {TOKEN_TYPE_EMBEDDING: Parts((LazyTensor(shape, like.dtype, lambda: torch.zeros(shape, dtype=like.dtype)),))}
+
+
+def _parts_of_shards(files: ShardFiles, family: Family) -> dict[str, Parts]:
+    """Our names with a part for each tensor-parallel rank; layers are numbered within their stage. Of tensors that
+    several stages have, the last stage's count.
+    """
+    names = NAMES[family.name]
     found: dict[str, Parts] = {}
-    first_layer = 0
+    first_layers: dict[str, int] = {}
     for stage in files.stages:
-        highest = -1
+        next_layers = dict(first_layers)
         for theirs in filter(is_weight, stage[0]):
-            ours = our_name(theirs, first_layer=first_layer)
+            ours = names.our_name(theirs, first_layers=first_layers)
             if ours is None:
-                raise CheckpointError(f"{files.folder} holds {theirs}, which is no tensor of a GPT that is known here")
+                raise _unknown(theirs, files.folder, family)
             if ours == "output_layer.weight" and not files.args("untie_embeddings_and_output_weights", False):
                 continue  # the last stage's copy of tied embeddings
-            if ours.startswith("decoder.layers."):
-                highest = max(highest, int(ours.split(".")[2]))
+            if layer := LAYER.match(ours):
+                next_layers[layer[1]] = max(next_layers.get(layer[1], 0), int(layer[2]) + 1)
             lacking = [rank for rank, shard in enumerate(stage) if theirs not in shard]
             if lacking:
                 raise CheckpointError(f"{files.folder}: tensor-parallel rank {lacking[0]} lacks {theirs}")
             found[ours] = Parts(tuple(_lazy(shard[theirs]) for shard in stage))
-        first_layer = max(first_layer, highest + 1)
+        first_layers = next_layers
     return found
+
+
+def _unknown(name: str, folder: Path, family: Family) -> CheckpointError:
+    return CheckpointError(f"{folder} holds {name}, which is no tensor of a {family.title} that is known here")
 
 
 def _lazy(tensor: Tensor) -> LazyTensor:
     return LazyTensor(tuple(tensor.shape), tensor.dtype, tensor.detach)
 
 
-def _parts_of_dist(files: DistFiles) -> dict[str, Parts]:
+def _parts_of_dist(files: DistFiles, family: Family) -> dict[str, Parts]:
     """Our names, each one part: torch_dist holds logical tensors, with layers stacked unless they differ."""
+    names = NAMES[family.name]
     found: dict[str, Parts] = {}
     for key, entry in files.stored.entries.items():
-        if not is_weight(key) or key.split(".")[0] not in ("embedding", "decoder", "output_layer"):
+        if not is_weight(key) or key.split(".")[0] not in names.roots:
             continue  # optimizer and random states
-        layers = our_names_of_stack(key, entry.shape[0] if entry.shape else 0)
-        ours = our_name(key)
+        layers = names.our_names_of_stack(key, entry.shape[0] if entry.shape else 0)
+        ours = names.our_name(key)
         if layers is not None:
             for number, name in enumerate(layers):
                 found[name] = Parts((LazyTensor(entry.shape[1:], entry.dtype, files.reader(key, at=number)),))
         elif ours is not None:
             found[ours] = Parts((LazyTensor(entry.shape, entry.dtype, files.reader(key)),))
         else:
-            raise CheckpointError(f"{files.folder} holds {key}, which is no tensor of a GPT that is known here")
+            raise _unknown(key, files.folder, family)
     return found
 
 
@@ -131,8 +159,9 @@ class _Merge:
 
     def join(self, name: str, parts: Sequence[Tensor], sharding: Sharding) -> Tensor:
         """The logical tensor."""
-        if ".linear_qkv." in name:
-            parts = [self._by_head(part, len(parts)) for part in parts]
+        for matrix, kinds in _FUSED.items():
+            if matrix in name:
+                parts = [self._by_head(part, kinds, len(parts)) for part in parts]
         if not sharding.split:
             return parts[0]
         (dim,) = sharding.split
@@ -140,14 +169,14 @@ class _Merge:
         whole = torch.cat([part[block] for block in range(sharding.blocks) for part in blocks], dim)
         return whole[: self.vocab_size] if name in _BY_VOCABULARY else whole
 
-    def _by_head(self, part: Tensor, ranks: int) -> Tensor:
-        """Rows of a rank's query, key and value as ``[heads, 3, width]``, which versions 0 and 1 had otherwise."""
+    def _by_head(self, part: Tensor, kinds: int, ranks: int) -> Tensor:
+        """Rows of a rank's query, key and value as ``[heads, kinds, width]``, which versions 0 and 1 had otherwise."""
         heads, rest = self.heads // ranks, part.shape[1:]
         if self.version >= 2:
             return part
         if self.version >= 1:
-            return part.view(heads, self.width, 3, *rest).transpose(1, 2).reshape(part.shape)
-        return part.view(3, heads, self.width, *rest).transpose(0, 1).reshape(part.shape)
+            return part.view(heads, self.width, kinds, *rest).transpose(1, 2).reshape(part.shape)
+        return part.view(kinds, heads, self.width, *rest).transpose(0, 1).reshape(part.shape)
 
 
 def _merged(

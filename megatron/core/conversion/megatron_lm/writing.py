@@ -5,30 +5,27 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from megatron.config.bert import BertConfig
+from megatron.config.families import family_of
 from megatron.core.checkpointing.folders import TRACKER
 from megatron.core.checkpointing.storage import CheckpointWriter
 from megatron.core.checkpointing.streamed import StreamedBox, table_of, write_boxes, write_objects
 from megatron.core.conversion.companions import FOLDER, copied_tokenizer, copy_files
 from megatron.core.conversion.megatron_lm.arguments import arguments_of
 from megatron.core.conversion.megatron_lm.files import BACKEND, COMMON, RELEASE
-from megatron.core.conversion.megatron_lm.names import core_name, stacked_name
+from megatron.core.conversion.megatron_lm.names import LAYER, NAMES, Names
 from megatron.core.conversion.portable import LazyTensor, PortableModel
+from megatron.errors import CheckpointError
 
 _VERSION = 3.0
-_WITH_EXTRA_STATE = (
-    "self_attention.linear_qkv",
-    "self_attention.linear_proj",
-    "self_attention.core_attention",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-)
-_BY_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+_BY_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
+_TOKEN_TYPES = "embedding.tokentype_embeddings.weight"
 
 
 def write_megatron_lm(portable: PortableModel, root: Path, *, dist: bool, final: Path) -> None:
@@ -49,14 +46,27 @@ def write_megatron_lm(portable: PortableModel, root: Path, *, dist: bool, final:
         )
     name = f"iter_{portable.iteration:07d}" if portable.iteration else RELEASE
     common = {"args": args, "checkpoint_version": _VERSION, "iteration": portable.iteration}
-    tensors = {name: _padded(name, tensor, portable) for name, tensor in portable.tensors.items()}
+    tensors = {name: _padded(name, tensor, portable) for name, tensor in _known_there(portable).items()}
+    names = NAMES[family_of(portable.groups).name]
     folder = root / name
     folder.mkdir()
     if dist:
-        _write_dist(tensors, common, folder, num_layers=portable.model.num_layers)
+        _write_dist(tensors, names, common, folder)
     else:
-        _write_torch(tensors, common, folder)
+        _write_torch(tensors, names, common, folder)
     (root / TRACKER).write_text(str(portable.iteration) if portable.iteration else RELEASE, encoding="utf-8")
+
+
+def _known_there(portable: PortableModel) -> dict[str, LazyTensor]:
+    """The tensors without token types where Megatron-LM has none: in a BERT without a head for the order of texts."""
+    if not any(isinstance(group, BertConfig) and not group.bert_binary_head for group in portable.groups):
+        return dict(portable.tensors)
+    if portable.tensors[_TOKEN_TYPES].make().any():
+        raise CheckpointError(
+            "Megatron-LM's BERT without a binary head has no embeddings of token types, and those of this model are "
+            "not zero, so it can't be written for it"
+        )
+    return {name: tensor for name, tensor in portable.tensors.items() if name != _TOKEN_TYPES}
 
 
 def _padded(name: str, tensor: LazyTensor, portable: PortableModel) -> LazyTensor:
@@ -72,37 +82,53 @@ def _padded(name: str, tensor: LazyTensor, portable: PortableModel) -> LazyTenso
     return LazyTensor((rows, *tensor.shape[1:]), tensor.dtype, make)
 
 
-def _write_dist(tensors: dict[str, LazyTensor], common: dict[str, object], folder: Path, *, num_layers: int) -> None:
+def _write_dist(tensors: dict[str, LazyTensor], names: Names, common: dict[str, object], folder: Path) -> None:
     """Layers are stacked along a new first dim; a box is one layer."""
+    depths: dict[str, int] = {}
+    for found in filter(None, map(LAYER.match, tensors)):
+        depths[found[1]] = max(depths.get(found[1], 0), int(found[2]) + 1)
     boxes = []
     for name, tensor in tensors.items():
-        key, layer = stacked_name(name)
-        if layer is None:
-            boxes.append(StreamedBox.whole(key, tensor.shape, tensor.dtype, tensor.make))
-            continue
-        offsets = (layer, *(0 for _ in tensor.shape))
-        shape, sizes = (num_layers, *tensor.shape), (1, *tensor.shape)
-        boxes.append(StreamedBox(key, shape, tensor.dtype, offsets, sizes, _one_of_a_stack(tensor)))
+        layer = LAYER.match(name)
+        for key in names.stacked_names(name):
+            if layer is None:
+                boxes.append(StreamedBox.whole(key, tensor.shape, tensor.dtype, tensor.make))
+                continue
+            offsets = (int(layer[2]), *(0 for _ in tensor.shape))
+            shape, sizes = (depths[layer[1]], *tensor.shape), (1, *tensor.shape)
+            boxes.append(StreamedBox(key, shape, tensor.dtype, offsets, sizes, _one_of_a_stack(tensor)))
     torch.save(common, folder / COMMON)
     writer = CheckpointWriter(folder)
     writer.set_up_storage_writer(True)
     metadata = table_of(boxes)
     metadata.mcore_data = {name: {} for name in metadata.state_dict_metadata}  # type: ignore[attr-defined]
     written = [write_boxes(writer, folder, boxes)]
-    writer.finish(metadata, [*written, write_objects(writer, folder, _extra_states(num_layers), metadata)])
+    extra = _extra_states({box.name.rpartition(".")[0] for box in boxes}, depths)
+    writer.finish(metadata, [*written, write_objects(writer, folder, extra, metadata)])
     backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     backend |= {"common_backend": "torch", "common_backend_version": 1}
     (folder / BACKEND).write_text(json.dumps(backend), encoding="utf-8")
 
 
-def _extra_states(num_layers: int) -> dict[str, bytes]:
-    """The empty states that Megatron-LM's loader asks of every layer with a matrix, whatever kernels it will run."""
+def _extra_states(modules: set[str], depths: Mapping[str, int]) -> dict[str, bytes]:
+    """The empty states that Megatron-LM's loader asks of every split matrix, whatever kernels it will run: in each
+    layer, and, but for a GPT, of the output.
+
+    ``modules``: all that have tensors, those of layers once for a stack. ``depths``: layers by stack.
+    """
     empty = io.BytesIO()
     torch.save([None], empty)
+    attentions = {module.removesuffix("linear_proj") for module in modules if module.endswith("attention.linear_proj")}
+    has_head = any(module.startswith("lm_head.") for module in modules)
+    counts = {
+        **{module: depths[module.split(".")[0]] for module in modules if ".linear_" in module},
+        **{f"{attention}core_attention": depths[attention.split(".")[0]] for attention in attentions},
+        **{module: 1 for module in modules if module.endswith("output_layer") and has_head},
+    }
     return {
-        f"decoder.layers.{module}._extra_state/shard_{number}_{num_layers}": empty.getvalue()
-        for module in _WITH_EXTRA_STATE
-        for number in range(num_layers)
+        f"{module}._extra_state/shard_{number}_{count}": empty.getvalue()
+        for module, count in counts.items()
+        for number in range(count)
     }
 
 
@@ -110,7 +136,7 @@ def _one_of_a_stack(tensor: LazyTensor) -> Callable[[], Tensor]:
     return lambda: tensor.make().unsqueeze(0)
 
 
-def _write_torch(tensors: dict[str, LazyTensor], common: dict[str, object], folder: Path) -> None:
+def _write_torch(tensors: dict[str, LazyTensor], names: Names, common: dict[str, object], folder: Path) -> None:
     """``torch.save`` wants all tensors at once, so they wait in files that are mapped instead of in memory."""
     waiting = folder / "waiting"
     waiting.mkdir()
@@ -119,7 +145,7 @@ def _write_torch(tensors: dict[str, LazyTensor], common: dict[str, object], fold
         made = tensor.make()
         mapped = torch.from_file(str(waiting / str(number)), shared=True, size=made.numel(), dtype=made.dtype)
         mapped.copy_(made.reshape(-1))
-        model[core_name(name)] = mapped.view(made.shape)
+        model |= dict.fromkeys(names.core_names(name), mapped.view(made.shape))
     target = folder / "mp_rank_00"
     target.mkdir()
     torch.save({**common, "model": model}, target / "model_optim_rng.pt")

@@ -1,0 +1,143 @@
+"""Megatron-LM's BERTs become ours with the same numbers, and go back; what one of the two doesn't have is said."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.config.bert import BertConfig
+from megatron.config.model import ModelConfig
+from megatron.core.checkpointing.stored_tensors import StoredTensors
+from megatron.core.conversion.megatron_lm import reading
+from megatron.core.conversion.megatron_lm.reading import read_megatron_lm
+from megatron.core.conversion.native import read_native, write_native
+from megatron.core.conversion.proof import ProofError
+from megatron.errors import CheckpointError
+from tests.unit.conversion.megatron_checkpoints import CLASSIC, portable, random_tensors, write_torch
+from tests.unit.conversion.test_megatron_lm import assert_holds, do
+
+TYPES = "embedding.tokentype_embeddings.weight"
+BARE = (BertConfig(bert_binary_head=False, exact_gelu_head=True),)
+BERTS = {"bert": (BertConfig(exact_gelu_head=True),), "hidden words only": BARE}
+
+
+def bert(groups: tuple[BertConfig, ...], **settings: Any) -> tuple[ModelConfig, dict[str, Tensor], dict[str, Tensor]]:
+    """A BERT as Megatron-LM trains it, its tensors here and there: without the second head it has no token types."""
+    model = ModelConfig(**{**CLASSIC, **settings})
+    values = random_tensors(model, groups)
+    theirs = dict(values)
+    if not groups[0].bert_binary_head:
+        del theirs[TYPES]
+        values[TYPES] = torch.zeros(2, 32)
+    return model, values, theirs
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("style", "version"),
+    [("first", None), ("first", 1.0), ("legacy", 2.0), ("legacy", 3.0), ("core", 3.0), ("te", 3.0)],
+)
+@pytest.mark.parametrize("heads", BERTS)
+def test_every_bert_at_every_layout(
+    heads: str, style: str, version: float | None, layout: tuple[int, int, int], tmp_path: Path
+) -> None:
+    """BERT has the same history, and heads that the last stage holds, their bias split by words."""
+    tp, pp, vpp = layout
+    model, values, theirs = bert(BERTS[heads])
+    write_torch(tmp_path / "theirs", CLASSIC, theirs, style=style, version=version, tp=tp, pp=pp, vpp=vpp)
+    do("megatron-lm", tmp_path / "theirs", "megatron", tmp_path / "ours", family="BERT")
+    found = read_native(tmp_path / "ours")
+    assert_holds(found, values)
+    assert (found.groups, found.model) == (BERTS[heads], model)
+
+
+@pytest.mark.parametrize("dist", [True, False], ids=["torch_dist", "torch"])
+@pytest.mark.parametrize("heads", BERTS)
+@pytest.mark.parametrize("settings", [{}, {"swiglu": True, "normalization": "RMSNorm"}], ids=["classic", "modern"])
+def test_our_bert_goes_to_megatron_lm_and_back(
+    settings: dict[str, Any], heads: str, dist: bool, tmp_path: Path
+) -> None:
+    """Both heads, or the first alone, whose token types are nowhere there."""
+    model, values, theirs = bert(BERTS[heads], **settings, untie_embeddings_and_output_weights=dist)
+    write_native(portable(model, values, BERTS[heads]), tmp_path / "ours", final=tmp_path / "ours")
+    do("megatron", tmp_path / "ours", "megatron-lm", tmp_path / "theirs", dist=dist)
+    found = read_megatron_lm(tmp_path / "theirs")
+    assert_holds(found, values)
+    assert (found.groups, found.model) == (BERTS[heads], model)
+    do("megatron-lm", tmp_path / "theirs", "megatron", tmp_path / "back")
+    for path in (tmp_path / "ours").rglob("*.distcp"):
+        assert path.read_bytes() == (tmp_path / "back" / path.relative_to(tmp_path / "ours")).read_bytes()
+    stored = StoredTensors(tmp_path / "theirs/release", foreign=True).entries if dist else {}
+    assert not dist or (TYPES in stored) == (TYPES in theirs)
+
+
+def test_the_proof_sees_a_wrong_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which GELU a BERT's head has changes logits little, and the proof says so."""
+    write_torch(tmp_path / "theirs", CLASSIC, bert(BERTS["bert"])[2], style="core")
+    monkeypatch.setattr(reading, "groups_from_arguments", lambda *given, **more: (BertConfig(),))
+    with pytest.raises(ProofError, match="source and target are different models"):
+        do("megatron-lm", tmp_path / "theirs", "megatron", tmp_path / "ours")
+
+
+@pytest.mark.parametrize(
+    ("style", "flags", "exact_gelu", "head"),
+    [
+        ("legacy", {}, False, True),
+        ("legacy", {"openai_gelu": True, "bias_gelu_fusion": False}, False, False),
+        ("core", {"openai_gelu": True, "bias_gelu_fusion": False}, False, True),
+        ("core", {"bias_gelu_fusion": False}, True, False),
+    ],
+)
+def test_the_gelu_of_the_head(style: str, flags: dict[str, Any], exact_gelu: bool, head: bool, tmp_path: Path) -> None:
+    """Exact in core whatever the layers have; where those have it, too, nothing needs to be said."""
+    write_torch(tmp_path / "theirs", CLASSIC, bert(BERTS["bert"])[2], style=style, **flags)
+    do("megatron-lm", tmp_path / "theirs", "megatron", tmp_path / "ours")
+    found = read_native(tmp_path / "ours")
+    assert (found.model.exact_gelu, found.groups) == (exact_gelu, (BertConfig(exact_gelu_head=head),))
+
+
+BERT_THAT_MEGATRON_LM_LACKS: list[tuple[dict[str, Any], BertConfig, str]] = [
+    ({}, BertConfig(), "Megatron-LM has the exact GELU in a BERT's head for hidden words (--exact-gelu-head), so"),
+    (
+        {"position_embedding_type": "rope"},
+        BertConfig(exact_gelu_head=True),
+        "Megatron-LM has no BERT with positions of type rope, so it can't be written for it",
+    ),
+    (
+        {"exact_gelu": True, "apply_residual_connection_post_layernorm": True},
+        BertConfig(),
+        "core ignores --apply-residual-connection-post-layernorm, so such a model can't be written",
+    ),
+    ({"exact_gelu": True}, BertConfig(bert_binary_head=False), "and those of this model are not zero, so it can't be"),
+]
+
+
+@pytest.mark.parametrize(("settings", "group", "words"), BERT_THAT_MEGATRON_LM_LACKS)
+def test_berts_that_megatron_lm_does_not_have(
+    settings: dict[str, Any], group: BertConfig, words: str, tmp_path: Path
+) -> None:
+    model = ModelConfig(**CLASSIC, **settings)
+    values = random_tensors(model, (group,))
+    write_native(portable(model, values, (group,)), tmp_path / "ours", final=tmp_path / "ours")
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        do("megatron", tmp_path / "ours", "megatron-lm", tmp_path / "theirs")
+    assert not (tmp_path / "theirs").exists()
+
+
+def test_a_bert_with_another_head(tmp_path: Path) -> None:
+    """One that was fine-tuned; and what --model-type says has to be there."""
+    _, _, theirs = bert(BERTS["bert"])
+    write_torch(tmp_path / "theirs", CLASSIC, theirs, style="core")
+    with pytest.raises(CheckpointError, match=r"--model-type GPT: .*theirs holds a BERT"):
+        do("megatron-lm", tmp_path / "theirs", "megatron", tmp_path / "ours", family="GPT")
+    path = next((tmp_path / "theirs").rglob("*rng.pt"))
+    content = torch.load(path, weights_only=False)
+    content["model"]["classification_head.weight"] = torch.zeros(3, 32)
+    torch.save(content, path)
+    with pytest.raises(CheckpointError, match=r"holds classification_head\.weight, which is no tensor of a BERT that"):
+        read_megatron_lm(tmp_path / "theirs")
