@@ -31,7 +31,7 @@ from megatron.errors import ConfigError, DataError, run_command
 from megatron.training.pretrain import parse_any_family
 
 if TYPE_CHECKING:
-    from megatron.core.datasets.gpt_samples import Sample
+    from megatron.core.datasets.samples import Sample
 
 PERCENTILES = (0, 10, 50, 90, 99, 100)
 

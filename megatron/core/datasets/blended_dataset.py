@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.core.datasets.blend import Interleaving, interleave, normalized
-from megatron.core.datasets.gpt_samples import Sample, SourceDataset
 from megatron.core.datasets.index_cache import digest_of
 from megatron.core.datasets.phases import MixedSource, Phase, samples_taken
+from megatron.core.datasets.samples import Sample, SourceDataset
 
 
 @dataclass(frozen=True)

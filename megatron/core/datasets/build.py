@@ -16,11 +16,11 @@ import numpy as np
 from megatron.config.data import DataConfig
 from megatron.core.datasets.blend import BlendSpec, Interleaving, interleave, interleave_all, normalized
 from megatron.core.datasets.blended_dataset import BlendedDataset, MixedDataset
-from megatron.core.datasets.gpt_samples import Documents, SourceDataset
 from megatron.core.datasets.index_cache import IndexCache, digest_of
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.indexed_format import idx_path
 from megatron.core.datasets.metadata import DatasetMetadata, DescribesTokenizer, TokenizerStamp
+from megatron.core.datasets.samples import Documents, SourceDataset
 from megatron.core.datasets.sources import read_sources
 from megatron.core.datasets.splits import MOCK_SPLIT, WHOLE, Share, SplitName, SplitSizes, parse_split
 from megatron.core.files.remote_path import is_url

@@ -10,7 +10,7 @@ import numpy as np
 from megatron.config.data import DataConfig
 from megatron.core.datasets.build import DatasetSplits, Part, Source, build_splits
 from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle, TextTokenizer, mark_id
-from megatron.core.datasets.gpt_samples import Documents, GPTDataset, SampleLayout
+from megatron.core.datasets.gpt_samples import GPTDataset, SampleLayout
 from megatron.core.datasets.index_build import Lengths
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.metadata import DescribesTokenizer
@@ -18,6 +18,7 @@ from megatron.core.datasets.mock import MockDocuments
 from megatron.core.datasets.packed_samples import BestFitOrder, PackedDataset, PaddingFreeOrder
 from megatron.core.datasets.packing import num_pairs
 from megatron.core.datasets.sample_order import EpochOrder, MegatronOrder, SampleOrder
+from megatron.core.datasets.samples import Documents
 from megatron.core.datasets.splits import SplitSizes
 from megatron.errors import DataError
 
@@ -67,22 +68,22 @@ class GPTFamily:
         lengths = documents.lengths[first : part.units.stop]
         self._check_size(part, lengths, remedy=remedy)
         vocab_size = None if part.source.ids_known else self._vocab_size
-        where: dict[str, Any] = {"seed": self._seed, "seq_length": data.seq_length, "cache": part.source.cache}
+        where: dict[str, Any] = {"seed": self._seed, "num_samples": num_samples, "cache": part.source.cache}
+        where["seq_length"] = data.seq_length
         if data.packing != "stream":
-            order = (BestFitOrder if data.packing == "best-fit" else PaddingFreeOrder)(lengths, copy=part.copy, **where)
+            kind = BestFitOrder if data.packing == "best-fit" else PaddingFreeOrder
             return PackedDataset(
                 documents,
-                order,
+                kind(lengths, copy=part.copy, **where),
                 seq_length=data.seq_length,
-                num_samples=num_samples,
                 first=first,
                 vocab_size=vocab_size,
                 targets=part.source.targets,
             )
         samples: SampleOrder = (
-            MegatronOrder(lengths, num_samples=num_samples, **where)
+            MegatronOrder(lengths, **where)
             if data.data_order == "megatron"
-            else EpochOrder(lengths, num_samples=num_samples, copy=part.copy, **where)
+            else EpochOrder(lengths, copy=part.copy, **where)
         )
         fim = self._fim if part.split == "train" else None
         return GPTDataset(

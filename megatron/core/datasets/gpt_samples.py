@@ -3,71 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.index_cache import digest_of
-from megatron.core.datasets.sample_order import EpochOrder, SampleOrder
-from megatron.errors import DataError
-
-Sample = dict[str, NDArray[Any]]
-
-
-class Documents(Protocol):
-    """Token sequences by number: an IndexedDataset, or made-up ones."""
-
-    @property
-    def prefix(self) -> str:
-        """Name for messages."""
-
-    @property
-    def lengths(self) -> NDArray[np.int32]:
-        """Tokens of each document, [documents]."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Digest of a part of the tokens, which tells apart data whose documents have the same lengths."""
-
-    def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """Tokens ``[offset, offset + length)`` of a document."""
-
-
-class SampleDataset(Protocol):
-    """Samples by number."""
-
-    @property
-    def digest(self) -> str:
-        """Hex digest of document lengths, seed and settings, which decide all samples' places; ranks compare it."""
-
-    def __len__(self) -> int:
-        """Number of samples."""
-
-    def __getitem__(self, index: int | None) -> Sample:
-        """Sample ``index``; None gives one that counts for nothing, to fill a batch."""
-
-    def origin(self, index: int) -> str:
-        """Where a sample's tokens lie, for messages."""
-
-    def describe(self) -> list[str]:
-        """What the samples come from, a line per source."""
-
-
-class SourceDataset(SampleDataset, Protocol):
-    """Samples of one source, as many as are asked for."""
-
-    @property
-    def prefix(self) -> str:
-        """The source's name for messages."""
-
-    def with_samples(self, num_samples: int) -> SourceDataset:
-        """The same samples, and more or fewer of them."""
-
-    def prepare(self) -> None:
-        """Put all indices that the samples need into the cache."""
+from megatron.core.datasets.sample_order import SampleOrder
+from megatron.core.datasets.samples import Documents, OrderedDataset, Sample, check_vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,14 +51,14 @@ class SampleLayout:
         return sample
 
 
-class GPTDataset:
-    """Samples of ``layout.seq_length`` tokens from ``documents`` in ``order``.
+class GPTDataset(OrderedDataset):
+    """Samples of ``layout.seq_length`` tokens, cut from the stream of documents.
 
-    ``first``: number of the document that the order calls 0 (the order counts within a split).
-    ``vocab_size``: check ids against it while reading, for data whose largest id isn't known; None: don't.
     ``rearrange(tokens, index=…)`` makes of a sample's tokens other ones, at most as many. ``targets``: token for token
-    whether it is to be learned (1) or only read (0).
+    whether it is to be learned (1) or only read (0). The rest as in OrderedDataset.
     """
+
+    order: SampleOrder
 
     def __init__(
         self,
@@ -129,45 +71,11 @@ class GPTDataset:
         rearrange: Callable[..., NDArray[np.int64]] | None = None,
         targets: Documents | None = None,
     ) -> None:
-        self.documents = documents
-        self._rearrange, self._targets = rearrange, targets
-        self.order = order
-        self.layout = layout
-        self._first = first
-        self._vocab_size = vocab_size
+        super().__init__(documents, first=first, vocab_size=vocab_size)
+        self.order, self.layout, self._rearrange, self._targets = order, layout, rearrange, targets
 
-    @property
-    def digest(self) -> str:
-        """Hex digest of what decides which samples are read."""
-        return digest_of(self.order.digest, self.documents.fingerprint)
-
-    @property
-    def prefix(self) -> str:
-        """The source's name for messages."""
-        return self.documents.prefix
-
-    def with_samples(self, num_samples: int) -> GPTDataset:
-        """The same samples, and more or fewer of them; only in an order that doesn't depend on their number."""
-        assert isinstance(self.order, EpochOrder), "Megatron-LM's order is another one for every number of samples"
-        other = copy(self)
-        other.order = self.order.with_samples(num_samples)
-        return other
-
-    @property
-    def num_epochs(self) -> float:
-        """How often the documents are read."""
-        return len(self) / max(self.order.samples_per_epoch, 1)
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __getitem__(self, index: int | None) -> Sample:
-        if index is None:
-            sample = self[0]
-            sample["loss_mask"][:] = 0
-            return sample
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of a data set of {len(self)}")
+    def sample(self, index: int) -> Sample:
+        """What ``layout`` makes of the tokens."""
         tokens, num_tokens = self._read(index, self.documents)
         if self._vocab_size is not None and tokens.view(np.uint64).max() >= self._vocab_size:
             self._refuse(index, tokens, vocab_size=self._vocab_size)
@@ -185,10 +93,6 @@ class GPTDataset:
         start = self.order.find(index)
         document = self._first + start.documents.item(start.position)
         return f"{self.documents.prefix}, document {document} from token {start.offset}"
-
-    def describe(self) -> list[str]:
-        """The source, in a line."""
-        return [f"{self.documents.prefix}: {len(self):,} samples, {self.num_epochs:.2f} epochs"]
 
     def _read(self, index: int, documents: Documents) -> tuple[NDArray[np.int64], int]:
         """The tokens of a sample, S + 1 of them with zeros after the last real one, and how many are real."""
@@ -215,25 +119,4 @@ class GPTDataset:
             position += 1
         check_vocabulary(
             tokens[at:], vocab_size, documents=self.documents, document=self._first + order.item(position), offset=left
-        )
-
-    def prepare(self) -> None:
-        """Put all indices that the samples need into the cache."""
-        self.order.prepare()
-
-
-def check_vocabulary(
-    tokens: NDArray[np.int64], vocab_size: int, *, documents: Documents, document: int, offset: int
-) -> None:
-    """Raise DataError that names the first id outside the vocabulary and where it lies.
-
-    ``tokens`` begin ``offset`` tokens into a document.
-    """
-    outside = tokens.view(np.uint64) >= vocab_size
-    if outside.any():
-        at = int(np.argmax(outside))
-        raise DataError(
-            f"{documents.prefix} holds token id {tokens[at]} (document {document}, token {offset + at}) but the "
-            f"vocabulary has ids 0 to {vocab_size - 1}: the data was made with another tokenizer; give that one, or "
-            "preprocess the text again"
         )

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from megatron.core.datasets.gpt_samples import SampleDataset
 from megatron.core.datasets.sampler import MicrobatchSampler
+from megatron.core.datasets.samples import SampleDataset
 from megatron.errors import DataError
 
 Batch = dict[str, Tensor]

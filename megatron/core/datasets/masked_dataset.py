@@ -8,7 +8,6 @@ import numpy as np
 
 from megatron.config.data import DataConfig
 from megatron.core.datasets.build import DatasetSplits, Part, Source, build_splits
-from megatron.core.datasets.gpt_samples import Documents
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.masked_samples import (
     BertMaker,
@@ -19,6 +18,7 @@ from megatron.core.datasets.masked_samples import (
 )
 from megatron.core.datasets.masking import MaskingRules, MaskingVocabulary, check_marks_texts
 from megatron.core.datasets.mock import MockSentences
+from megatron.core.datasets.samples import Documents
 from megatron.core.datasets.spans import MegatronSpanOrder, Sentences, SpanOrder, SpanRules
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.tokenizers.base import MaskingTokenizer, SpanTokenizer

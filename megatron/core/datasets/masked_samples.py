@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.gpt_samples import Documents, Sample, check_vocabulary
-from megatron.core.datasets.index_cache import digest_of
 from megatron.core.datasets.masking import MaskingRules, MaskingVocabulary, choose_stretches
+from megatron.core.datasets.samples import Documents, OrderedDataset, Sample, check_vocabulary
 from megatron.core.datasets.spans import MegatronSpanOrder, Span, SpanOrder
 
 _NO_LABEL = -1
@@ -186,11 +184,11 @@ class SentenceDocuments(Documents, Protocol):
         """Tokens of sentences ``first`` to ``stop`` (not included), end to end."""
 
 
-class MaskedDataset:
-    """Samples of sentences from ``documents`` in ``order``, made by ``maker``.
+class MaskedDataset(OrderedDataset):
+    """Samples of sentences, made by ``maker``; ``first`` counts sentences. The rest as in OrderedDataset."""
 
-    ``first``: number of the sentence that the order calls 0. ``vocab_size`` as in GPTDataset.
-    """
+    documents: SentenceDocuments
+    order: SpanOrder | MegatronSpanOrder
 
     def __init__(
         self,
@@ -201,34 +199,11 @@ class MaskedDataset:
         first: int = 0,
         vocab_size: int | None = None,
     ) -> None:
-        self.documents, self.order, self._maker = documents, order, maker
-        self._first, self._vocab_size = first, vocab_size
+        super().__init__(documents, first=first, vocab_size=vocab_size)
+        self.order, self._maker = order, maker
 
-    @property
-    def digest(self) -> str:
-        """Hex digest of what decides which samples are read."""
-        return digest_of(self.order.digest, self.documents.fingerprint)
-
-    @property
-    def prefix(self) -> str:
-        """The source's name for messages."""
-        return self.documents.prefix
-
-    def with_samples(self, num_samples: int) -> MaskedDataset:
-        """The same samples, and more or fewer of them; only in our order."""
-        assert isinstance(self.order, SpanOrder), "Megatron-LM's order is another one for every number of samples"
-        other = copy.copy(self)
-        other.order = self.order.with_samples(num_samples)
-        return other
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __getitem__(self, index: int | None) -> Sample:
-        if index is None:
-            return self._maker.without_loss(self[0])
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of a data set of {len(self)}")
+    def sample(self, index: int) -> Sample:
+        """What ``maker`` makes of the sentences."""
         span = self._span(index)
         tokens = self.documents.get_range(span.first, span.stop)
         if self._vocab_size is not None:
@@ -247,10 +222,6 @@ class MaskedDataset:
         span = self._span(index)
         return f"{self.prefix}, sentences {span.first} to {span.stop - 1}"
 
-    def describe(self) -> list[str]:
-        """The source, in a line."""
-        epochs = len(self) / max(self.order.samples_per_epoch, 1)
-        return [f"{self.prefix}: {len(self):,} samples, {epochs:.2f} epochs"]
-
-    def prepare(self) -> None:
-        """The index is built, and in the cache, from the beginning."""
+    def without_loss(self, sample: Sample) -> Sample:
+        """The sample, counting for nothing."""
+        return self._maker.without_loss(sample)

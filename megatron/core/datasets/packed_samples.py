@@ -9,7 +9,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.gpt_samples import Documents, Sample, check_vocabulary
 from megatron.core.datasets.index_build import Lengths
 from megatron.core.datasets.index_cache import IndexCache, digest_of
 from megatron.core.datasets.packing import (
@@ -21,57 +20,75 @@ from megatron.core.datasets.packing import (
     stream_pieces,
 )
 from megatron.core.datasets.sample_order import EpochOrder, Epochs
+from megatron.core.datasets.samples import Documents, EndlessOrder, OrderedDataset, Sample, check_vocabulary
 
 Piece = tuple[int, int, int]
 """A document's number, the first token, and how many pairs of a token and its label."""
 
 
-class PieceOrder(Protocol):
+class PieceOrder(EndlessOrder, Protocol):
     """Says which pieces of documents each sample holds; samples come epoch by epoch, without an end."""
-
-    @property
-    def digest(self) -> str:
-        """Hex digest of all that the order follows from."""
-
-    @property
-    def samples_per_epoch(self) -> int:
-        """Samples that the documents give when each is read once."""
 
     def pieces(self, index: int) -> list[Piece]:
         """Pieces of sample ``index``."""
 
-    def prepare(self, num_samples: int) -> None:
-        """Put all indices that so many samples need into the cache."""
-
 
 class PaddingFreeOrder:
-    """The documents' pairs as a stream, cut every ``seq_length``: every sample is full."""
+    """The documents' pairs as a stream, cut every ``seq_length``: every sample is full. The rest as in EpochOrder."""
 
-    def __init__(self, lengths: Lengths, *, seed: int, seq_length: int, cache: IndexCache, copy: int = 0) -> None:
+    def __init__(
+        self,
+        lengths: Lengths,
+        *,
+        seed: int,
+        seq_length: int,
+        num_samples: int | None,
+        cache: IndexCache,
+        copy: int = 0,
+    ) -> None:
         self._pairs, self._seq_length = num_pairs(lengths), seq_length
         self._order = EpochOrder(
-            self._pairs, seed=seed, seq_length=seq_length, num_samples=None, cache=cache, copy=copy, shared=0
+            self._pairs, seed=seed, seq_length=seq_length, num_samples=num_samples, cache=cache, copy=copy, shared=0
         )
         self.digest, self.samples_per_epoch = self._order.digest, self._order.samples_per_epoch
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def with_samples(self, num_samples: int) -> PaddingFreeOrder:
+        """The same order, of more samples or fewer."""
+        other = copy.copy(self)
+        other._order = self._order.with_samples(num_samples)
+        return other
 
     def pieces(self, index: int) -> list[Piece]:
         """Pieces of sample ``index``."""
         documents, position, offset = self._order.find(index)
         return stream_pieces(self._pairs, documents, position, offset, capacity=self._seq_length)
 
-    def prepare(self, num_samples: int) -> None:
-        """Put all indices that so many samples need into the cache."""
-        self._order.with_samples(num_samples).prepare()
+    def prepare(self) -> None:
+        """Put all indices that the samples need into the cache."""
+        self._order.prepare()
 
 
 class BestFitOrder:
-    """Whole documents, as many as fit; the rest of a sample is padding."""
+    """Whole documents, as many as fit; the rest of a sample is padding, ``padding`` of all. Else as EpochOrder."""
 
-    def __init__(self, lengths: Lengths, *, seed: int, seq_length: int, cache: IndexCache, copy: int = 0) -> None:
+    def __init__(
+        self,
+        lengths: Lengths,
+        *,
+        seed: int,
+        seq_length: int,
+        num_samples: int | None,
+        cache: IndexCache,
+        copy: int = 0,
+    ) -> None:
         sizes = cut_pieces(lengths, capacity=seq_length)[:, 2]
         plan = plan_packing(sizes, capacity=seq_length)
         self.padding = 1 - int(sizes.sum()) / max(plan.num_bins * seq_length, 1)
         self.samples_per_epoch = plan.num_bins
+        self._num_samples = plan.num_bins if num_samples is None else num_samples
         self._epochs = Epochs(
             partial(build_packed_epoch, lengths, plan, seed=seed, copy=copy),
             samples_per_epoch=plan.num_bins,
@@ -81,24 +98,35 @@ class BestFitOrder:
         )
         self.digest = self._epochs.digest
 
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def with_samples(self, num_samples: int) -> BestFitOrder:
+        """The same order, of more samples or fewer."""
+        other = copy.copy(self)
+        other._num_samples = num_samples
+        return other
+
     def pieces(self, index: int) -> list[Piece]:
         """Pieces of sample ``index``."""
         found, number = self._epochs.find(index)
         first, count = found.samples[number].tolist()
         return [(document, offset, size) for document, offset, size in found.documents[first : first + count].tolist()]
 
-    def prepare(self, num_samples: int) -> None:
-        """Put all indices that so many samples need into the cache."""
-        self._epochs.prepare(num_samples)
+    def prepare(self) -> None:
+        """Put all indices that the samples need into the cache."""
+        self._epochs.prepare(self._num_samples)
 
 
-class PackedDataset:
-    """Samples of ``seq_length`` pairs in ``order``; ``num_samples`` None: one epoch.
+class PackedDataset(OrderedDataset):
+    """Samples of ``seq_length`` pairs of a token and its label.
 
     Beside what GPTDataset gives, every sample has ``segments`` int32 [S], the number of the piece, and positions start
-    anew in each; padding is a segment of its own, without loss. ``first`` and ``vocab_size`` as in GPTDataset.
-    ``targets``: token for token whether it is to be learned (1) or only read (0).
+    anew in each; padding is a segment of its own, without loss. ``targets``: token for token whether it is to be
+    learned (1) or only read (0). The rest as in OrderedDataset.
     """
+
+    order: PieceOrder
 
     def __init__(
         self,
@@ -106,41 +134,15 @@ class PackedDataset:
         order: PieceOrder,
         *,
         seq_length: int,
-        num_samples: int | None = None,
         first: int = 0,
         vocab_size: int | None = None,
         targets: Documents | None = None,
     ) -> None:
-        self.documents, self.order = documents, order
-        self._seq_length, self._first, self._vocab_size, self._targets = seq_length, first, vocab_size, targets
-        self._num_samples = order.samples_per_epoch if num_samples is None else num_samples
+        super().__init__(documents, first=first, vocab_size=vocab_size)
+        self.order, self._seq_length, self._targets = order, seq_length, targets
 
-    @property
-    def digest(self) -> str:
-        """Hex digest of what decides which samples are read."""
-        return digest_of(self.order.digest, self.documents.fingerprint)
-
-    @property
-    def prefix(self) -> str:
-        """The source's name for messages."""
-        return self.documents.prefix
-
-    def with_samples(self, num_samples: int) -> PackedDataset:
-        """The same samples, and more or fewer of them."""
-        other = copy.copy(self)
-        other._num_samples = num_samples
-        return other
-
-    def __len__(self) -> int:
-        return self._num_samples
-
-    def __getitem__(self, index: int | None) -> Sample:
-        if index is None:
-            sample = self[0]
-            sample["loss_mask"][:] = 0
-            return sample
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of a data set of {len(self)}")
+    def sample(self, index: int) -> Sample:
+        """The pieces side by side."""
         pieces, length = self.order.pieces(index), self._seq_length
         tokens, labels, position_ids = np.zeros((3, length), np.int64)
         loss_mask, segments = np.zeros(length, np.float32), np.full(length, len(pieces), np.int32)
@@ -180,10 +182,5 @@ class PackedDataset:
 
     def describe(self) -> list[str]:
         """The source, in a line."""
-        epochs = len(self) / max(self.order.samples_per_epoch, 1)
         padding = f", {self.order.padding:.1%} padding" if isinstance(self.order, BestFitOrder) else ""
-        return [f"{self.prefix}: {len(self):,} samples, {epochs:.2f} epochs{padding}"]
-
-    def prepare(self) -> None:
-        """Put all indices that the samples need into the cache."""
-        self.order.prepare(len(self))
+        return [f"{line}{padding}" for line in super().describe()]

@@ -19,6 +19,7 @@ from megatron.core.datasets.index_build import (
     num_samples_in,
 )
 from megatron.core.datasets.index_cache import IndexCache, digest_of
+from megatron.core.datasets.samples import Order
 
 _KEPT_EPOCHS = 2  # shuffled reading crosses one border at a time
 
@@ -31,25 +32,11 @@ class SampleStart(NamedTuple):
     offset: int
 
 
-class SampleOrder(Protocol):
-    """Says where each sample starts."""
-
-    @property
-    def digest(self) -> str:
-        """Hex digest of all that the order follows from."""
-
-    @property
-    def samples_per_epoch(self) -> int:
-        """Samples that the documents give when each is read once."""
-
-    def __len__(self) -> int:
-        """Number of samples."""
+class SampleOrder(Order, Protocol):
+    """Says where each sample of a stream starts."""
 
     def find(self, index: int) -> SampleStart:
         """Start of sample ``index``."""
-
-    def prepare(self) -> None:
-        """Put all indices that the samples need into the cache."""
 
 
 class Epochs:

@@ -196,6 +196,9 @@ class SpanOrder:
             self._shuffled[epoch] = order
         return Span(*self._spans[order.item(number)].tolist())
 
+    def prepare(self) -> None:
+        """The index is built, and in the cache, from the beginning."""
+
     def random(self, index: int) -> np.random.RandomState:
         """Random numbers of sample ``index``, until the next call."""
         self._generator.seed(seed_words(self._seed, self._copy, index & 0xFFFFFFFF, index >> 32))
@@ -226,6 +229,9 @@ class MegatronSpanOrder:
     def find(self, index: int) -> Span:
         """Sentences of sample ``index``."""
         return Span(*self._spans[index].tolist())
+
+    def prepare(self) -> None:
+        """The index is built, and in the cache, from the beginning."""
 
     def random(self, index: int) -> np.random.RandomState:
         """Random numbers of sample ``index``, until the next call."""

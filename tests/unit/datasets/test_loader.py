@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from megatron.core.datasets import loader as module
-from megatron.core.datasets.gpt_samples import Sample
 from megatron.core.datasets.loader import Batch, build_loader
+from megatron.core.datasets.samples import Sample
 from megatron.errors import DataError
 
 

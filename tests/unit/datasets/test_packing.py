@@ -47,7 +47,7 @@ def dataset(write_documents: WriteDocuments, lengths: list[int], kind: type, **o
     documents = IndexedDataset(
         write_documents([range(100 * number, 100 * number + length) for number, length in enumerate(lengths)])
     )
-    ordered = kind(documents.lengths, seed=1, seq_length=SEQUENCE, cache=IndexCache(None), **order)
+    ordered = kind(documents.lengths, seed=1, seq_length=SEQUENCE, num_samples=None, cache=IndexCache(None), **order)
     return PackedDataset(documents, ordered, seq_length=SEQUENCE)
 
 
@@ -117,7 +117,7 @@ def test_any_documents(lengths: list[int]) -> None:
     """Empty documents, documents of one token, documents of exactly a sample: none is lost or read twice."""
     sizes = np.array(lengths, np.int32)
     for kind in (BestFitOrder, PaddingFreeOrder):
-        order = kind(sizes, seed=3, seq_length=SEQUENCE, cache=IndexCache(None))
+        order = kind(sizes, seed=3, seq_length=SEQUENCE, num_samples=None, cache=IndexCache(None))
         seen: Counter[tuple[int, int]] = Counter()
         for index in range(order.samples_per_epoch):
             pieces = order.pieces(index)

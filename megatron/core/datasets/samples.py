@@ -1,0 +1,173 @@
+"""What data sets of samples have in common, whatever a sample is: documents, an order, and a name for messages."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from copy import copy
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.core.datasets.index_cache import digest_of
+from megatron.errors import DataError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Sample = dict[str, NDArray[Any]]
+
+
+class Documents(Protocol):
+    """Token sequences by number: an IndexedDataset, or made-up ones."""
+
+    @property
+    def prefix(self) -> str:
+        """Name for messages."""
+
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """Tokens of each document, [documents]."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of a part of the tokens, which tells apart data whose documents have the same lengths."""
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
+        """Tokens ``[offset, offset + length)`` of a document."""
+
+
+class SampleDataset(Protocol):
+    """Samples by number."""
+
+    @property
+    def digest(self) -> str:
+        """Hex digest of document lengths, seed and settings, which decide all samples' places; ranks compare it."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    def __getitem__(self, index: int | None) -> Sample:
+        """Sample ``index``; None gives one that counts for nothing, to fill a batch."""
+
+    def origin(self, index: int) -> str:
+        """Where a sample's tokens lie, for messages."""
+
+    def describe(self) -> list[str]:
+        """What the samples come from, a line per source."""
+
+
+class SourceDataset(SampleDataset, Protocol):
+    """Samples of one source, as many as are asked for."""
+
+    @property
+    def prefix(self) -> str:
+        """The source's name for messages."""
+
+    def with_samples(self, num_samples: int) -> SourceDataset:
+        """The same samples, and more or fewer of them."""
+
+    def prepare(self) -> None:
+        """Put all indices that the samples need into the cache."""
+
+
+class Order(Protocol):
+    """Says where each sample lies, and how many there are."""
+
+    @property
+    def digest(self) -> str:
+        """Hex digest of all that the order follows from."""
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples that the documents give when each is read once."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    def prepare(self) -> None:
+        """Put all indices that the samples need into the cache."""
+
+
+class EndlessOrder(Order, Protocol):
+    """An order that doesn't depend on the number of samples, as ours and unlike Megatron-LM's."""
+
+    def with_samples(self, num_samples: int) -> Self:
+        """The same order, of more samples or fewer."""
+
+
+class OrderedDataset(ABC):
+    """Samples of ``documents`` in ``order``; what a sample is, a subclass says.
+
+    ``first``: number of the document (or sentence) that the order calls 0, since it counts within a split.
+    ``vocab_size``: check ids against it while reading, for data whose largest id isn't known; None: don't.
+    """
+
+    order: Order
+
+    def __init__(self, documents: Documents, *, first: int = 0, vocab_size: int | None = None) -> None:
+        self.documents, self._first, self._vocab_size = documents, first, vocab_size
+
+    @property
+    def digest(self) -> str:
+        """Hex digest of what decides which samples are read."""
+        return digest_of(self.order.digest, self.documents.fingerprint)
+
+    @property
+    def prefix(self) -> str:
+        """The source's name for messages."""
+        return self.documents.prefix
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, index: int | None) -> Sample:
+        if index is None:
+            return self.without_loss(self[0])
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of a data set of {len(self)}")
+        return self.sample(index)
+
+    @abstractmethod
+    def sample(self, index: int) -> Sample:
+        """Sample ``index``, which exists."""
+
+    def without_loss(self, sample: Sample) -> Sample:
+        """The sample, counting for nothing."""
+        return {**sample, "loss_mask": np.zeros_like(sample["loss_mask"])}
+
+    @abstractmethod
+    def origin(self, index: int) -> str:
+        """Where a sample's tokens lie, for messages."""
+
+    def describe(self) -> list[str]:
+        """The source, in a line."""
+        epochs = len(self) / max(self.order.samples_per_epoch, 1)
+        return [f"{self.prefix}: {len(self):,} samples, {epochs:.2f} epochs"]
+
+    def with_samples(self, num_samples: int) -> Self:
+        """The same samples, and more or fewer of them; only in an ``EndlessOrder``."""
+        other = copy(self)
+        other.order = cast("EndlessOrder", self.order).with_samples(num_samples)
+        return other
+
+    def prepare(self) -> None:
+        """Put all indices that the samples need into the cache."""
+        self.order.prepare()
+
+
+def check_vocabulary(
+    tokens: NDArray[np.int64], vocab_size: int, *, documents: Documents, document: int, offset: int
+) -> None:
+    """Raise DataError that names the first id outside the vocabulary and where it lies.
+
+    ``tokens`` begin ``offset`` tokens into a document.
+    """
+    outside = tokens.view(np.uint64) >= vocab_size
+    if outside.any():
+        at = int(np.argmax(outside))
+        raise DataError(
+            f"{documents.prefix} holds token id {tokens[at]} (document {document}, token {offset + at}) but the "
+            f"vocabulary has ids 0 to {vocab_size - 1}: the data was made with another tokenizer; give that one, or "
+            "preprocess the text again"
+        )
