@@ -36,7 +36,7 @@ def dry_run_report(run: RunConfig, *, schedule: ScheduleSimulator = without_pipe
         "batch and length": _batch(run),
         "parameters": _parameters(run),
         "pipeline": _pipeline(run, schedule),
-        title: [*_memory(memory), *_verdict(run, memory, schedule)],
+        title: [*_memory(memory, only_reads=run.recipe.only_reads), *_verdict(run, memory, schedule)],
     }
     return "\n\n".join(_section(title, lines) for title, lines in sections.items() if lines)
 
@@ -98,14 +98,14 @@ def _pipeline(run: RunConfig, schedule: ScheduleSimulator) -> list[str]:
     ]
 
 
-def _memory(memory: MemoryEstimate) -> list[str]:
+def _memory(memory: MemoryEstimate, *, only_reads: bool) -> list[str]:
     parts = {
         "weights": memory.weights,
         "gradients": memory.gradients,
         "fp32 master weights": memory.masters,
         "optimizer moments": memory.moments,
         "activations kept for the backward pass": memory.kept,
-        "working memory of loss and backward pass": memory.working,
+        "working memory, at most" if only_reads else "working memory of loss and backward pass": memory.working,
         "together": memory.total,
     }
     width = max(map(len, parts))

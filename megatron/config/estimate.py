@@ -156,13 +156,14 @@ def _rank_memory(run: RunConfig, pipeline_rank: int, kept: int) -> MemoryEstimat
     parameters, width = rank_parameters(run, pipeline_rank=pipeline_rank).total, _width(run)
     shards = run.data_parallel_size * run.parallel.context_parallel_size
     owned = -(-parameters // shards) if run.parallel.use_distributed_optimizer else parameters
+    trained = 0 if run.recipe.only_reads else 1
     stacks, has_loss = _stacks(run), any(stage.is_last for stage in stages_of(run, pipeline_rank))
     return MemoryEstimate(
         weights=parameters * width,
-        gradients=parameters * (2 if run.precision.grad_reduce_in_bf16 else 4),
-        masters=owned * 4 if width < 4 else 0,
-        moments=owned * 4 * _states(run),
-        kept=kept,
+        gradients=trained * parameters * (2 if run.precision.grad_reduce_in_bf16 else 4),
+        masters=trained * (owned * 4 if width < 4 else 0),
+        moments=trained * owned * 4 * _states(run),
+        kept=trained * kept,
         working=max(stacks[-1].of_loss() if has_loss else 0, *(stack.of_backward() for stack in stacks)),
     )
 

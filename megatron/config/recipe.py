@@ -63,6 +63,11 @@ class RecipeConfig:
         return False
 
     @property
+    def only_reads(self) -> bool:
+        """Whether the model is asked and nothing else: no rank holds gradients or an optimizer's state."""
+        return False
+
+    @property
     def trains_in_epochs(self) -> bool:
         """Whether epochs of the data, not iterations, say how long training is, and when it saves and evaluates."""
         return False

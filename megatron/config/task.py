@@ -90,7 +90,12 @@ class TaskConfig(OwnDataConfig, RecipeConfig):
     @property
     def only_evaluates(self) -> bool:
         """Without epochs of training."""
-        return not self.epochs
+        return self.only_reads or not self.epochs
+
+    @property
+    def only_reads(self) -> bool:
+        """Where nothing is fine-tuned."""
+        return self.answers is None
 
     @property
     def trains_in_epochs(self) -> bool:

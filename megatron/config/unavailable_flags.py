@@ -83,6 +83,12 @@ UNAVAILABLE: tuple[tuple[str, str, str], ...] = (
         "output-bert-embeddings bert-embedder-type",
     ),
     (
+        "a task of retrieval is",
+        ": retrieval models are outside this project",
+        "qa-data-dev qa-data-test faiss-use-gpu faiss-match faiss-topk-retrievals eval-micro-batch-size train-with-neg "
+        "train-hard-neg val-av-rank-hard-neg val-av-rank-other-neg",
+    ),
+    (
         "a biencoder is",
         ": retrieval models are outside this project",
         "ict-head-size biencoder-projection-dim biencoder-shared-query-context-model ict-load bert-load "

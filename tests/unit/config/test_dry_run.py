@@ -13,9 +13,10 @@ import pytest
 from megatron.config import RunConfig
 from megatron.config.dry_run import dry_run_report
 from megatron.config.report import axes, count, gigabytes, layout_report, stages_report
+from megatron.config.task import TaskConfig
 from megatron.config.vocabulary import vocabulary_size
 from megatron.errors import ConfigError
-from tests.unit.config.command_lines import parse
+from tests.unit.config.command_lines import parse, words
 
 REPOSITORY = Path(__file__).parents[3]
 THOUSAND_RANKS = """--dry-run --world-size 1024 --tensor-model-parallel-size 8 --sequence-parallel --bf16
@@ -224,6 +225,16 @@ def test_ramp_and_evaluation_only() -> None:
     assert "from 2 samples a step, 2 more at a time, over the first 20 samples" in dry_run_report(grown)
     evaluated = parse("--skip-train", without="--train-iters --lr")
     assert " steps, " not in dry_run_report(evaluated)
+
+
+def test_a_model_that_is_only_asked_is_only_weights() -> None:
+    """Who evaluates a large model would be told that it doesn't fit, for gradients and moments that nobody makes."""
+    flags = words("--task LM --load x --valid-data a --tokenizer-type NullTokenizer", without="--mock-data --lr")
+    report = dry_run_report(RunConfig.parse(flags, world_size=1, extra_groups=(TaskConfig,)))
+    memory = report.partition("== memory of one rank")[2]
+    assert "weights" in memory and "working memory, at most" in memory
+    assert not [part for part in ("gradients", "moments", "activations", "backward") if part in memory]
+    assert "moments" in dry_run_report(parse("--dry-run"))
 
 
 def test_verdicts() -> None:
