@@ -130,10 +130,10 @@ def test_mnli_is_learned_and_scored_alike_everywhere(folder: Path, tmp_path: Pat
         predicted = predicted or answers
         assert answers == predicted, "no layout changes an answer"
     assert [len(predicted[name]) for name in ("dev-matched", "dev-mismatched", "test-matched")] == [38, 22, 15]
-    right = [
-        row[-1] == answer for row, (_, answer) in zip(tsv(folder / "MNLI/dev_matched.tsv"), predicted["dev-matched"])
-    ]
-    assert f"{sum(right)} / 37" == last["dev-matched"][0]
+    for name in ("dev-matched", "dev-mismatched"):
+        rows = tsv(folder / f"MNLI/{name.replace('-', '_')}.tsv")[1:]
+        right = [row[-1] == answer for row, (_, answer) in zip(rows, predicted[name][1:], strict=True)]
+        assert f"{sum(right)} / {len(rows)}" == last[name][0], "each answer stands beside its own text"
     assert predicted["test-matched"][0] == ["index", "prediction"]
     assert [index for index, _ in predicted["test-matched"][1:]] == [str(number) for number in range(14)]
     result = json.loads((tmp_path / "result.json").read_text())

@@ -14,7 +14,7 @@ from megatron.core.inference.sampling import Sampling
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import ConfigError
 from megatron.training.checkpoint import saved_config
-from megatron.training.reading import load_model
+from megatron.training.reading import LoadedModel, load_model
 from megatron.training.recipes.gpt import GPTRecipe
 from tasks.model_args import words_of
 from tasks.registry import DEFAULTS
@@ -167,6 +167,21 @@ def test_windows_are_the_harness_s() -> None:
         found = list(disjoint_windows(ids, prefix=99, length=6))
         assert [each.tokens.tolist() for each in found] == [each.tokens.tolist() for each in expected]
         assert [each.first_scored for each in found] == [each.first_scored for each in expected]
+
+
+def test_passages_are_read_with_others_of_their_length(gpt2: SmallGPT2, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LAMBADA's time would be that of its longest passages, most of it spent on padding."""
+    asked = questions(ParallelContext.single(), str(gpt2.native), micro_batch_size=4)
+    read, step = list[int](), LoadedModel._step
+
+    def counted(model: LoadedModel, batches: Any, longest: int, size: int, readout: Any) -> Any:
+        read.append(longest * size * len(batches))
+        return step(model, batches, longest, size, readout)
+
+    monkeypatch.setattr(LoadedModel, "_step", counted)
+    lengths = [3, 60] * 16
+    asked.likelihoods([passage_of([1] * length, [2], length=LENGTH) for length in lengths])
+    assert sum(read) == sum(lengths)
 
 
 def test_mistakes_are_one_sentence(gpt2: SmallGPT2) -> None:
