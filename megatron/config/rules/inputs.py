@@ -60,6 +60,14 @@ def split_is_sound(run: RunConfig) -> str | None:
     return None
 
 
+def cache_is_a_folder(run: RunConfig) -> str | None:
+    """Indices are mapped into memory, which takes a file system."""
+    path = run.data.data_cache_path
+    if path is None or "://" not in path:
+        return None
+    return f"--data-cache-path {path} is a URL; give a folder of this machine or a shared one"
+
+
 def blends_are_sound(run: RunConfig) -> str | None:
     """A blend is prefixes, or weights each followed by a prefix."""
     for flag, words in {"--data-path": run.data.data_path, **_per_split(run)}.items():
@@ -199,6 +207,7 @@ RULES = (
     training_data_is_given,
     split_needs_one_data_set,
     split_is_sound,
+    cache_is_a_folder,
     blends_are_sound,
     validation_sets_exist,
     validation_ends,
