@@ -24,7 +24,7 @@ from megatron.core.parallel.environment import launch_environment, told_once_a_n
 from megatron.errors import ConfigError, run_command
 
 if TYPE_CHECKING:  # torch is imported when flags are known to be right
-    from megatron.core.datasets.gpt_samples import Sample
+    from megatron.core.datasets.samples import Sample
     from megatron.core.inference.telling import Beginnings
     from megatron.core.models.t5 import T5Model
     from megatron.core.tokenizers.base import SpanTokenizer
