@@ -110,12 +110,14 @@ def guessed(count: int, trained: TrainedModel, *, examples: int) -> Iterator[str
 def beside_truth(sample: Sample, trained: TrainedModel) -> Iterator[str]:
     """A sample's text, and what the model says for each of its spans beside what was hidden."""
     tokenizer = naming(trained)
-    names, marks = tokenizer.sentinels, {tokenizer.pad, tokenizer.bos, tokenizer.eos}
+    names, marks = tokenizer.sentinels, {tokenizer.pad, tokenizer.decoder_start, tokenizer.eos}
     tokens, told = (
         [token for token in sample[name].tolist() if token not in marks] for name in ("text_enc", "text_dec")
     )
     hidden = spans_of(told, names)[: sum(token in names for token in told)]
-    yield tokenizer.detokenize([tokenizer.mask if token in names else token for token in tokens])
+    ends = [place for place, token in enumerate(tokens) if token in names]
+    pieces = [tokens[start:end] for start, end in zip([0, *(end + 1 for end in ends)], [*ends, len(tokens)])]
+    yield f" {MASK} ".join(map(tokenizer.detokenize, pieces)).strip()
     for number, (said, true) in enumerate(zip(answer_to(tokens, trained), hidden), start=1):
         yield f"  {number}  {tokenizer.detokenize(said) or '-'}  (hidden: {tokenizer.detokenize(true)})"
 

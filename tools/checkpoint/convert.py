@@ -17,7 +17,6 @@ import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from megatron.config.families import FAMILIES
@@ -116,10 +115,6 @@ def job_of(config: ConvertConfig) -> Conversion:
     target = config.target or _their_name("--saver", config.saver, SAVERS, "--to")
     load = path_of(_given("--load", config.load, config.load_dir))
     save = path_of(_given("--save", config.save, config.save_dir))
-    if not isinstance(save, Path):
-        raise ConfigError(
-            f"--save {save}: conversions are written to a disk; name a folder here, and copy it when it is done"
-        )
     if source == "megatron-lm" and is_ours(load):
         if config.source is not None:
             raise ConfigError(f"--from megatron-lm: {load} is this project's own; its checkpoints are --from megatron")

@@ -98,8 +98,10 @@ def _json(path: Path) -> Any:
     return found if isinstance(found, dict) else {}
 
 
-def copied_tokenizer(config: TokenizerConfig, folder: Path) -> TokenizerConfig:
+def copied_tokenizer(config: TokenizerConfig, folder: AnyPath) -> TokenizerConfig:
     """The same tokenizer with its files where ``folder`` will have them."""
+    if isinstance(folder, Path):
+        folder = folder.resolve()
 
     def moved(path: str | None) -> str | None:
         return path if path is None else str(folder / Path(path).name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,13 +15,15 @@ from megatron.config.families import family_of
 from megatron.core.conversion import proof
 from megatron.core.conversion.huggingface.reading import read_huggingface
 from megatron.core.conversion.huggingface.writing import write_huggingface
+from megatron.core.conversion.megatron_lm.files import find_folder
 from megatron.core.conversion.megatron_lm.forward import megatron_lm_answer
 from megatron.core.conversion.megatron_lm.reading import read_megatron_lm
 from megatron.core.conversion.megatron_lm.writing import write_megatron_lm
 from megatron.core.conversion.native import read_native, write_native
 from megatron.core.conversion.portable import PortableModel
 from megatron.core.conversion.questions import Answer, Question, question_for
-from megatron.core.files.remote_path import AnyPath
+from megatron.core.conversion.remote import on_disk, put
+from megatron.core.files.remote_path import AnyPath, RemotePath
 from megatron.errors import CheckpointError
 
 Format = Literal["hf", "megatron", "megatron-lm"]
@@ -31,7 +34,7 @@ TITLES = {"hf": "Hugging Face", "megatron": "this project's", "megatron-lm": "Me
 class Conversion:
     """What is converted into what.
 
-    ``load``: this project's may be in object storage. ``step``: iteration of a folder of checkpoints, instead of the
+    ``load`` and ``save`` may be in object storage. ``step``: iteration of a folder of checkpoints, instead of the
     newest. ``max_shard_size``: bytes of one weight file of Hugging Face's. ``dist``: write Megatron-LM's torch_dist
     format, else its torch format. ``true_vocab_size``: words of a Megatron-LM vocabulary before padding, where its
     tokenizer can't be had. ``family``: the title of the only one that is wanted.
@@ -40,7 +43,7 @@ class Conversion:
     source: Format
     load: AnyPath
     target: Format
-    save: Path
+    save: AnyPath
     step: int | None = None
     max_shard_size: int = 5_000_000_000
     dist: bool = True
@@ -66,16 +69,17 @@ def _convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
     check_target(job.save)
     if not job.skip_proof and "hf" in (job.source, job.target):
         proof.transformers_version()
-    portable = _read(job)
-    title = family_of(portable.groups).title
-    if job.family not in (None, title):
-        raise CheckpointError(f"--model-type {job.family}: {job.load} holds a {title}")
-    say(f"{job.load}: {portable.num_parameters:,} parameters, mostly {str(portable.dtype).removeprefix('torch.')}")
-    if not job.skip_proof:
-        proof.check_memory(proof.memory_needed(portable, {job.source, job.target}))
-    with _aside(job.save) as aside:
-        _write(job, portable, aside)
-        found = None if job.skip_proof else _prove(job, portable, aside)
+    with _source(job) as source:
+        portable = source.read()
+        title = family_of(portable.groups).title
+        if job.family not in (None, title):
+            raise CheckpointError(f"--model-type {job.family}: {job.load} holds a {title}")
+        say(f"{job.load}: {portable.num_parameters:,} parameters, mostly {str(portable.dtype).removeprefix('torch.')}")
+        if not job.skip_proof:
+            proof.check_memory(proof.memory_needed(portable, {job.source, job.target}))
+        with _aside(job.save) as aside:
+            _write(job, portable, aside)
+            found = None if job.skip_proof else _prove(source, portable, aside, target=job.target)
     say(f"proof: {found}" if found else "NOT PROVEN: --skip-proof left out the comparison of logits")
     say(f"wrote {job.save} in {TITLES[job.target]} format: weights only, no optimizer state, no schedule")
     if job.target == "megatron":
@@ -83,30 +87,50 @@ def _convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
     return found
 
 
-def check_target(save: Path) -> None:
+@dataclass(frozen=True)
+class _Source:
+    """What is read: ``place`` is where its libraries find it."""
+
+    job: Conversion
+    place: AnyPath
+    step: int | None
+
+    def read(self) -> PortableModel:
+        """The model, whose tensors are read when they are wanted."""
+        match self.job.source:
+            case "hf":
+                return read_huggingface(_folder(self.place))
+            case "megatron":
+                return read_native(self.place, step=self.step)
+            case "megatron-lm":
+                words = self.job.true_vocab_size
+                return read_megatron_lm(_folder(self.place), step=self.step, true_vocab_size=words)
+        raise AssertionError(self.job.source)
+
+
+@contextmanager
+def _source(job: Conversion) -> Iterator[_Source]:
+    """Other programs' files are mapped and opened by their libraries, so from storage they are fetched first."""
+    if isinstance(job.load, Path) or job.source == "megatron":
+        yield _Source(job, job.load, job.step)
+        return
+    if job.source == "megatron-lm":  # one checkpoint, not all that a run has left
+        with on_disk(find_folder(job.load, step=job.step)) as folder:
+            yield _Source(job, folder, None)
+    else:
+        with on_disk(job.load) as folder:
+            yield _Source(job, folder, None)
+
+
+def _folder(place: AnyPath) -> Path:
+    assert isinstance(place, Path), "other programs' files are on a disk"
+    return place
+
+
+def check_target(save: AnyPath) -> None:
     """Raise CheckpointError when there is something at ``save``: nothing is ever overwritten."""
     if save.exists() and (not save.is_dir() or any(save.iterdir())):
         raise CheckpointError(f"--save {save} exists and is not empty: name a new folder, nothing is overwritten")
-
-
-def _read(job: Conversion) -> PortableModel:
-    match job.source:
-        case "hf":
-            return read_huggingface(_on_disk(job.load))
-        case "megatron":
-            return read_native(job.load, step=job.step)
-        case "megatron-lm":
-            return read_megatron_lm(_on_disk(job.load), step=job.step, true_vocab_size=job.true_vocab_size)
-    raise AssertionError(job.source)
-
-
-def _on_disk(place: AnyPath) -> Path:
-    """The place as a folder of this machine; other programs' files are mapped and opened by their libraries."""
-    if isinstance(place, Path):
-        return place
-    raise CheckpointError(
-        f"--load {place}: only this project's own checkpoints are read from object storage; copy the folder to a disk"
-    )
 
 
 def _write(job: Conversion, portable: PortableModel, aside: Path) -> None:
@@ -119,30 +143,36 @@ def _write(job: Conversion, portable: PortableModel, aside: Path) -> None:
             write_megatron_lm(portable, aside, dist=job.dist, final=job.save)
 
 
-def _prove(job: Conversion, portable: PortableModel, aside: Path) -> proof.Proof:
+def _prove(source: _Source, portable: PortableModel, aside: Path, *, target: Format) -> proof.Proof:
     """Compare the logits of the files read with those of the files written."""
     question = question_for(portable.model, portable.groups)
-    source = _answer(job.source, job.load, question, step=job.step)
-    target = _answer(job.target, aside, question, step=None)
+    before = _answer(source.job.source, source.place, question, step=source.step)
+    after = _answer(target, aside, question, step=None)
     words = portable.model.vocab_size
     return proof.compare(
-        {**source, "words": source["words"][..., :words]}, {**target, "words": target["words"][..., :words]}
+        {**before, "words": before["words"][..., :words]}, {**after, "words": after["words"][..., :words]}
     )
 
 
-def _answer(kind: Format, folder: AnyPath, question: Question, *, step: int | None) -> Answer:
+def _answer(kind: Format, place: AnyPath, question: Question, *, step: int | None) -> Answer:
     match kind:
         case "hf":
-            return proof.huggingface_answer(_on_disk(folder), question)
+            return proof.huggingface_answer(_folder(place), question)
         case "megatron":
-            return proof.native_answer(folder, question, step=step)
+            return proof.native_answer(place, question, step=step)
         case "megatron-lm":
-            return megatron_lm_answer(_on_disk(folder), question, step=step)
+            return megatron_lm_answer(_folder(place), question, step=step)
 
 
 @contextmanager
-def _aside(save: Path) -> Iterator[Path]:
-    """A hidden folder beside ``save`` that becomes ``save`` when all went well, and vanishes when not."""
+def _aside(save: AnyPath) -> Iterator[Path]:
+    """A folder that becomes ``save`` when all went well, and vanishes when not: hidden beside it, or temporary."""
+    if isinstance(save, RemotePath):
+        with tempfile.TemporaryDirectory(prefix="convert-") as folder:
+            yield Path(folder) / save.name
+            check_target(save)
+            put(Path(folder) / save.name, save)
+        return
     save.parent.mkdir(parents=True, exist_ok=True)
     aside = save.parent / f".{save.name}.partial-{os.urandom(4).hex()}"
     try:

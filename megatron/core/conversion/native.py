@@ -78,7 +78,7 @@ def _tensors(folder: AnyPath, model: ModelConfig, groups: Sequence[object]) -> d
     return {name: lazy(name) for name in expected}
 
 
-def write_native(portable: PortableModel, root: Path, *, final: Path) -> None:
+def write_native(portable: PortableModel, root: Path, *, final: AnyPath) -> None:
     """Write the model as a checkpoint into the new folder ``root``, which will be moved to ``final``.
 
     The settings stored are those of a run that could go on from it; a run takes them with ``--use-checkpoint-args``.
@@ -88,7 +88,7 @@ def write_native(portable: PortableModel, root: Path, *, final: Path) -> None:
     tokenizer = tokenizer_of(portable.tokenizer)
     moved = portable.tokenizer
     if portable.companions and tokenizer is not None:
-        moved = copied_tokenizer(portable.tokenizer, (final / FOLDER).resolve())
+        moved = copied_tokenizer(portable.tokenizer, final / FOLDER)
     run = RunConfig(
         model=portable.model,
         training=TrainingConfig(micro_batch_size=1),

@@ -116,11 +116,18 @@ def required_file(value: str | None, *, flag: str, kind: str, holds: str) -> Pat
     """
     if value is None:
         raise ConfigError(f"{kind} needs {flag}: the path of {holds}.")
+    refuse_url(value, flag=flag)
     path = Path(value)
     if not path.is_file():
         found = "is a folder" if path.is_dir() else "does not exist"
         raise DataError(f"{flag} {value} {found}; {kind} needs the path of {holds}.")
     return path
+
+
+def refuse_url(value: str, *, flag: str) -> None:
+    """Raise DataError for a tokenizer in object storage."""
+    if "://" in value:
+        raise DataError(f"{flag} {value} is a URL; tokenizers are read from a disk: copy its files and name the copy")
 
 
 def no_extra_ids(extra_ids: int, *, kind: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import tokenizers
 
-from megatron.core.tokenizers.base import extra_id_tokens
+from megatron.core.tokenizers.base import extra_id_tokens, refuse_url
 from megatron.core.tokenizers.rust import RustTokenizer
 from megatron.errors import ConfigError, DataError
 
@@ -91,6 +91,7 @@ def _find(tokenizer_model: str | None) -> Path:
     """The tokenizer.json that the flag means."""
     if tokenizer_model is None:
         raise ConfigError(f"{KIND} needs --tokenizer-model: the path of a tokenizer.json or of its folder.")
+    refuse_url(tokenizer_model, flag="--tokenizer-model")
     path = Path(tokenizer_model)
     if path.is_file():
         return path

@@ -248,3 +248,13 @@ def test_vocabulary_of_a_bert(tmp_path: Path) -> None:
     assert theirs.continuations() == ours.continuations()
     assert theirs.tokenize("Cats") == [2, 5, 6, 3]
     assert theirs.tokenize_parts(["Cats"]) == ours.tokenize_batch(["Cats"]) == [[5, 6]]
+
+
+@pytest.mark.parametrize("kind", ["HuggingFaceTokenizer", "SentencePieceTokenizer"])
+def test_tokenizers_are_not_in_storage(kind: Any) -> None:
+    """A checkpoint that was converted into storage has its tokenizer's files beside it, where no library opens them."""
+    config = TokenizerConfig(tokenizer_type=kind, tokenizer_model="s3://bucket/run/tokenizer")
+    with pytest.raises(
+        DataError, match="--tokenizer-model s3://bucket/run/tokenizer is a URL; tokenizers are read from"
+    ):
+        build_tokenizer(config)

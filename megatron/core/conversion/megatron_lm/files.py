@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -14,12 +14,14 @@ from megatron.core.checkpointing.folders import TRACKER
 from megatron.core.checkpointing.stored_tensors import StoredTensors
 from megatron.core.checkpointing.unpickling import load_torch_bytes, load_torch_file
 from megatron.core.conversion.megatron_lm.arguments import Arguments
+from megatron.core.files.remote_path import RemotePath
 from megatron.errors import CheckpointError
 
 RELEASE = "release"
 COMMON = "common.pt"
 BACKEND = "metadata.json"
 _COMMON_OBJECT = "common_state/shard_0_1"  # where Megatron-LM 0.19 keeps what was in common.pt
+Folder = TypeVar("Folder", Path, RemotePath)
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3}))?(?:_(\d{3}))?")
 
 
@@ -75,7 +77,7 @@ def open_checkpoint(root: Path, *, step: int | None = None) -> ShardFiles | Dist
     )
 
 
-def find_folder(root: Path, *, step: int | None = None) -> Path:
+def find_folder(root: Folder, *, step: int | None = None) -> Folder:
     """The folder of one checkpoint: as the tracker file says, or of iteration ``step``."""
     if not root.is_dir():
         raise CheckpointError(f"{root} is not a folder: give the folder that Megatron-LM's --save named")

@@ -21,6 +21,7 @@ from megatron.core.conversion.megatron_lm.arguments import arguments_of
 from megatron.core.conversion.megatron_lm.files import BACKEND, COMMON, RELEASE
 from megatron.core.conversion.megatron_lm.names import LAYER, NAMES, Names
 from megatron.core.conversion.portable import LazyTensor, PortableModel
+from megatron.core.files.remote_path import AnyPath
 from megatron.errors import CheckpointError
 
 _VERSION = 3.0
@@ -28,7 +29,7 @@ _BY_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "ou
 _TOKEN_TYPES = "embedding.tokentype_embeddings.weight"
 
 
-def write_megatron_lm(portable: PortableModel, root: Path, *, dist: bool, final: Path) -> None:
+def write_megatron_lm(portable: PortableModel, root: Path, *, dist: bool, final: AnyPath) -> None:
     """Write a folder of one checkpoint into the new folder ``root``, which will be moved to ``final``.
 
     ``dist``: in torch_dist format, which Megatron-LM loads at any layout; else in torch format for one rank. Raises
@@ -38,7 +39,7 @@ def write_megatron_lm(portable: PortableModel, root: Path, *, dist: bool, final:
     copy_files(portable.companions, root / FOLDER)
     args = arguments_of(portable, dist=dist)
     if portable.companions:
-        moved = copied_tokenizer(portable.tokenizer, (final / FOLDER).resolve())
+        moved = copied_tokenizer(portable.tokenizer, final / FOLDER)
         args.tokenizer_model, args.vocab_file, args.merge_file = (
             moved.tokenizer_model,
             moved.vocab_file,

@@ -1,0 +1,57 @@
+"""Models in object storage: fetched to a disk for the libraries that open them, and put there when they are whole.
+
+A model in storage is the files below a name. Those that make the others a model are put last, so that what is cut off
+on the way is never taken for one.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from megatron.core.checkpointing.folders import TRACKER
+from megatron.core.checkpointing.manifest import MANIFEST
+from megatron.core.files.remote_path import AnyPath, RemotePath
+
+_LAST = ("metadata.json", "config.json", MANIFEST, TRACKER)
+
+
+@contextmanager
+def on_disk(place: AnyPath) -> Iterator[Path]:
+    """The folder; one in storage as a copy in the folder for temporary files, which is gone afterwards."""
+    if isinstance(place, Path):
+        yield place
+        return
+    with tempfile.TemporaryDirectory(prefix="convert-") as folder:
+        fetched = Path(folder) / place.name
+        _fetch(place, fetched)
+        yield fetched
+
+
+def _fetch(place: RemotePath, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    for each in place.iterdir():
+        if each.is_dir():
+            _fetch(each, folder / each.name)
+        else:
+            each.copy_to(folder / each.name)
+
+
+def put(folder: Path, place: RemotePath) -> None:
+    """Copy the files below ``folder`` to ``place``, where nothing is left if that fails; raises OSError."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    files.sort(key=lambda path: _LAST.index(path.name) if path.name in _LAST else -1)
+    try:
+        for path in files:
+            target = place
+            for part in path.relative_to(folder).parts:
+                target = target / part
+            with path.open("rb") as source, target.open("wb") as sink:
+                shutil.copyfileobj(source, sink, 1 << 22)
+    except BaseException:
+        with suppress(OSError):  # the reason why it failed is worth more
+            place.remove_tree()
+        raise
