@@ -254,7 +254,5 @@ def test_vocabulary_of_a_bert(tmp_path: Path) -> None:
 def test_tokenizers_are_not_in_storage(kind: Any) -> None:
     """A checkpoint that was converted into storage has its tokenizer's files beside it, where no library opens them."""
     config = TokenizerConfig(tokenizer_type=kind, tokenizer_model="s3://bucket/run/tokenizer")
-    with pytest.raises(
-        DataError, match="--tokenizer-model s3://bucket/run/tokenizer is a URL; tokenizers are read from"
-    ):
+    with pytest.raises(DataError, match="s3://bucket/run/tokenizer is a URL; tokenizers are read from a disk"):
         build_tokenizer(config)
