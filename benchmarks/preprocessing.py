@@ -2,7 +2,8 @@
 
     python benchmarks/preprocessing.py --megabytes 40
 
-The text is the corpus of tools/make_stdlib_corpus.py, repeated to the size asked, with a tokenizer trained on it. Every
+The text is the corpus of tools/make_stdlib_corpus.py, repeated to the size asked, with a tokenizer trained on it; with
+--hard it is made of words that hardly repeat, where caches of words are of no use. Every
 contender is a process of its own that takes turns with the others; timed is the whole command, from start to exit, and
 every .bin file must be the same. Memory is the largest sum over a command's processes (shared pages divided). Printed
 are medians over rounds; the ratio is the median of the rounds' ratios.
@@ -25,6 +26,8 @@ from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
 GIGATOKEN = ("gigatoken", "gigatoken one by one")
@@ -46,7 +49,6 @@ class Run:
 
 def bare_loop(source: str, folder: str, output: str, function: str) -> None:
     """What one would write by hand: read lines, encode a batch, append ids; no checks, no index."""
-    import numpy as np
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
@@ -125,7 +127,18 @@ def proportional_mb(pid: int) -> float:
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("Pss:")), 0.0)
 
 
-def prepare(folder: Path, megabytes: int) -> tuple[Path, Path]:
+def hard_text(*, characters: int) -> str:
+    """Lines of words of 2 to 12 random letters, 300 words each."""
+    random = np.random.default_rng(0)
+    letters = random.integers(ord("a"), ord("z") + 1, characters, dtype=np.uint8)
+    ends = np.cumsum(random.integers(3, 14, characters // 8))
+    letters[ends[ends < characters]] = ord(" ")
+    words = letters.tobytes().decode().split()
+    lines = (" ".join(words[start : start + 300]) for start in range(0, len(words), 300))
+    return "".join(f'{{"text": "{line}"}}\n' for line in lines)
+
+
+def prepare(folder: Path, megabytes: int, *, hard: bool) -> tuple[Path, Path]:
     """The text at full size and at a quarter, and the tokenizer beside it."""
     tools = {
         name: [sys.executable, str(REPOSITORY / "tools" / f"{name}.py")]
@@ -140,6 +153,9 @@ def prepare(folder: Path, megabytes: int) -> tuple[Path, Path]:
     content = corpus.read_bytes()
     sizes = {"quarter.jsonl": megabytes / 4, "full.jsonl": megabytes}
     for name, size in sizes.items():
+        if hard:
+            (folder / name).write_text(hard_text(characters=round(size * 1e6)))
+            continue
         with (folder / name).open("wb") as file:
             for _ in range(max(1, round(size * 1e6 / len(content)))):
                 file.write(content)
@@ -165,6 +181,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=40, help="size of the text")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--hard", action="store_true", help="text of words that hardly repeat")
     parser.add_argument("--bare", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.bare:
@@ -173,7 +190,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(arguments.folder or temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        full, quarter = prepare(folder, arguments.megabytes)
+        full, quarter = prepare(folder, arguments.megabytes, hard=arguments.hard)
         print(f"{full.stat().st_size / 1e6:.0f} MB of JSON lines, {arguments.rounds} rounds; {TARGETS}")
         columns = f"{'tokens/s':>11}{'seconds':>9}{'cpu':>8}{'memory':>9}{'ours is':>9}{'by cpu':>9}"
         print(f"{'workers':>7}  {'contender':<18}{columns}")

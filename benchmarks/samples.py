@@ -35,7 +35,7 @@ class Tokenizer:
 
     name, fingerprint, vocab_size = "BertWordPieceLowerCase", "", 30_624
     pad, cls, sep, mask, bos, eos, eod = 0, 101, 102, 103, 30_522, 30_523, 102
-    sentinels = tuple(range(30_524, 30_624))
+    sentinels, decoder_start = tuple(range(30_524, 30_624)), bos
 
     def continuations(self) -> list[bool]:
         goes_on = np.random.default_rng(0).random(self.vocab_size) < 0.2

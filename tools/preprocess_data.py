@@ -30,8 +30,9 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter, token_d
 from megatron.core.datasets.journal import Journal, Milestone
 from megatron.core.datasets.metadata import DatasetMetadata, TokenizerStamp
 from megatron.core.datasets.tally import Tally
+from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.encode import EncodedBatch, Encoding, encode_in_order, shared_tokenizer
-from megatron.core.tokenizers.engine import PROBE_BYTES, EngineChoice, choose_engine
+from megatron.core.tokenizers.engine import GIGATOKEN, OWN, PROBE_BYTES, EngineChoice, choose_engine
 from megatron.core.tokenizers.sentences import LEARNED_FROM_BYTES, SentenceRules, installed_rules, learned_rules
 from megatron.core.tokenizers.text_files import (
     BadLine,
@@ -72,6 +73,9 @@ class PreprocessConfig:
     )
     keep_sequential_samples: bool = flag("Megatron-LM's; here documents always keep their order.", default=False)
     partitions: int = flag("Megatron-LM's; here all workers share all input.", default=1, at_least=1)
+    tokenizer_engine: Literal["auto", "own", "gigatoken"] = flag(
+        "Library that encodes; auto: gigatoken where it is installed and gives the tokenizer's own ids.", default="auto"
+    )
     split_sentences: bool = flag("Make each sentence a sequence of its own, for BERT and T5.", default=False)
     keep_newlines: bool = flag("With --split-sentences: sentences keep the whitespace after them.", default=False)
     lang: str = flag("With --split-sentences: the language whose rules to look for in NLTK_DATA.", default="english")
@@ -184,7 +188,7 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> T
     rules = sentence_rules(config, head) if config.split_sentences else None
     with ThreadPoolExecutor(1) as pool:  # the probe's encoding and the fingerprint take about as long as each other
         probe = list(itertools.islice(_texts(head, config.json_keys), 1000))
-        choosing = pool.submit(choose_engine, tokenizer, probe, dtype.name, parts=config.split_sentences)
+        choosing = pool.submit(_engine, config, tokenizer, probe, dtype.name)
         stamp, engine = TokenizerStamp.of(tokenizer), choosing.result()
     encoding = Encoding(tokenizer_config, config.json_keys, config.append_eod, dtype.name, rules, engine.name)
     journal = Journal(
@@ -209,6 +213,16 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> T
     journal.remove()
     _summarize(run, Summary(stamp, dtype.name, engine, rules))
     return run.tally
+
+
+def _engine(config: PreprocessConfig, tokenizer: Tokenizer, probe: Sequence[str], dtype: str) -> EngineChoice:
+    """The engine that ``--tokenizer-engine`` asks for; ConfigError where that one can't be had."""
+    if config.tokenizer_engine == "own":
+        return EngineChoice(OWN, "as --tokenizer-engine says")
+    found = choose_engine(tokenizer, probe, dtype, parts=config.split_sentences)
+    if config.tokenizer_engine == "gigatoken" and found.name != GIGATOKEN:
+        raise ConfigError(f"--tokenizer-engine gigatoken: {found.reason}; use auto or own")
+    return found
 
 
 @contextmanager

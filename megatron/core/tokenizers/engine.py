@@ -1,7 +1,8 @@
 """What turns batches of text into arrays of ids: the tokenizer's own library, or a faster one that gives the same ids.
 
 The optional ``gigatoken`` library encodes byte-level BPE several times faster. It is used only where it is installed
-and gives, on a probe of the very text to be encoded, id for id what the tokenizer's own library gives.
+and gives, on a probe of the very text to be encoded, id for id what the tokenizer's own library gives; texts on the way
+are compared as well.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from numpy.typing import NDArray
 
 from megatron.core.tokenizers.base import Tokenizer, encoded_texts
 from megatron.core.tokenizers.rust import RustTokenizer
+from megatron.errors import ConfigError
 
 OWN, GIGATOKEN = "the tokenizer's own library", "gigatoken"
 PROBE_BYTES = 1 << 19
+CHECK_EVERY, CHECKED_CHARACTERS = 16, 8192  # batches of which a text is compared, if one is short enough
 
 
 @dataclass(frozen=True)
@@ -55,32 +58,47 @@ class OwnEngine:
 class GigatokenEngine:
     """The gigatoken library, loaded with the pipeline of the tokenizer's own."""
 
-    def __init__(self, tokenizer: RustTokenizer, dtype: str) -> None:
+    def __init__(self, tokenizer: RustTokenizer, dtype: str, *, parts: bool) -> None:
         import gigatoken
 
         self._encode = gigatoken.Tokenizer(tokenizer.pipeline).backend.encode
-        self._dtype = dtype
+        self._own = OwnEngine(tokenizer, dtype, parts)
+        self._dtype, self._batches = dtype, 0
 
     def encode(self, texts: Sequence[str]) -> Ids:
-        """Ids of each text."""
+        """Ids of each text; raises ConfigError where they are not the tokenizer's."""
         # One by one: batches come as arrays of the awkward library, which takes longer to import than most texts take.
         ids = list(map(self._encode, encoded_texts(texts)))
         lengths = np.fromiter(map(len, ids), np.int64, count=len(ids))
         flat = np.concatenate(ids, dtype=self._dtype, casting="unsafe") if ids else np.zeros(0, self._dtype)
+        self._batches += 1
+        if self._batches % CHECK_EVERY == 0:
+            self._check(texts, ids)
         return Ids(flat, lengths)
+
+    def _check(self, texts: Sequence[str], ids: Sequence[NDArray[Any]]) -> None:
+        """Compare one text's ids with the tokenizer's."""
+        number = next((n for n, text in enumerate(texts) if 0 < len(text) <= CHECKED_CHARACTERS), None)
+        if number is not None and not np.array_equal(self._own.encode([texts[number]]).flat, ids[number]):
+            raise ConfigError(
+                f"gigatoken gives other ids than the tokenizer for the text that begins {texts[number][:40]!r}: "
+                "use --tokenizer-engine own"
+            )
 
 
 def build_engine(name: str, tokenizer: Tokenizer, dtype: str, *, parts: bool = False) -> Engine:
     """The engine that ``choose_engine`` named."""
     if name == GIGATOKEN:
         assert isinstance(tokenizer, RustTokenizer), "gigatoken takes over the library's pipeline"
-        return _gigatoken(tokenizer, dtype)
+        return _gigatoken(tokenizer, dtype, parts)
     return OwnEngine(tokenizer, dtype, parts)
 
 
 @lru_cache(maxsize=1)
-def _gigatoken(tokenizer: RustTokenizer, dtype: str) -> GigatokenEngine:
-    return GigatokenEngine(tokenizer, dtype)  # takes over the vocabulary, which takes long enough to do it once
+def _gigatoken(tokenizer: RustTokenizer, dtype: str, parts: bool) -> GigatokenEngine:
+    return GigatokenEngine(
+        tokenizer, dtype, parts=parts
+    )  # takes over the vocabulary, which takes long enough to do it once
 
 
 @dataclass(frozen=True)
@@ -96,7 +114,7 @@ def choose_engine(tokenizer: Tokenizer, probe: Sequence[str], dtype: str, *, par
     if not isinstance(tokenizer, RustTokenizer):
         return EngineChoice(OWN, f"gigatoken does not know {tokenizer.name}")
     try:
-        found = build_engine(GIGATOKEN, tokenizer, dtype).encode(probe)
+        found = build_engine(GIGATOKEN, tokenizer, dtype, parts=parts).encode(probe)
     except ImportError:
         return EngineChoice(OWN, "gigatoken is not installed")
     except Exception as error:  # whatever keeps an optional library from working, the other one works

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megatron.core.tokenizers import gpt2_bpe
+from megatron.core.tokenizers import engine, gpt2_bpe
 from megatron.core.tokenizers.engine import GIGATOKEN, OWN, build_engine, choose_engine
 from megatron.core.tokenizers.huggingface import load
 from megatron.core.tokenizers.null import NullTokenizer
 from megatron.core.tokenizers.rust import RustTokenizer
-from megatron.errors import DataError
+from megatron.errors import ConfigError, DataError
 from tests.harness.data import shared_data
 from tests.unit.tokenizers.conftest import TEXTS
 
@@ -106,3 +106,15 @@ def test_the_real_library_on_gpt2s_vocabulary() -> None:
     text = shared_data("wikitext-2", "wiki.test.tokens").read_text()
     texts = [*HARD, *(text[start : start + 997] for start in range(0, 300_000, 997))]
     assert choose_engine(tokenizer, texts, "uint16").name == GIGATOKEN
+
+
+def test_what_differs_later_is_found(tokenizer: RustTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe is the beginning of the text; a language that comes later could be what the library gets wrong."""
+    install(monkeypatch, wrong_id=True)
+    monkeypatch.setattr(engine, "CHECK_EVERY", 2)
+    fast = build_engine(GIGATOKEN, tokenizer, "uint16")
+    fast.encode(TEXTS[1:])
+    fast.encode([TEXTS[0]])
+    fast.encode(TEXTS[1:])
+    with pytest.raises(ConfigError, match="gigatoken gives other ids .* use --tokenizer-engine own"):
+        fast.encode(TEXTS[1:])

@@ -75,6 +75,19 @@ def test_without_append_eod(tmp_path: Path, corpus: Path, flags: tuple[str, ...]
     assert documents(tmp_path / "out") == tokenizer.tokenize_batch(TEXTS)
 
 
+def test_the_engine_is_as_asked(
+    tmp_path: Path, corpus: Path, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever distrusts the faster library goes without it; whoever counts on it hears why it can't be had."""
+    preprocess(corpus, tmp_path / "out", flags, "--tokenizer-engine", "own")
+    assert "encoded by the tokenizer's own library (as --tokenizer-engine says)" in capsys.readouterr().out
+    numbers = write_lines(tmp_path / "numbers.jsonl", [{"text": "1 2 3"}])
+    null = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "9", "--tokenizer-engine", "gigatoken")
+    with pytest.raises(ConfigError, match="--tokenizer-engine gigatoken: gigatoken does not know NullTokenizer; use"):
+        preprocess(numbers, tmp_path / "numbers", null)
+    assert_nothing_left(tmp_path / "numbers")
+
+
 def test_every_key_gets_complete_files(
     tmp_path: Path, corpus: Path, flags: tuple[str, ...], tokenizer: RustTokenizer
 ) -> None:
