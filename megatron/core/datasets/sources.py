@@ -15,15 +15,20 @@ from megatron.errors import ConfigError, DataError
 
 @dataclass(frozen=True)
 class SplitSources:
-    """What one split reads: the words of ``flag``, and whether the splits share it and ``--split`` cuts it."""
+    """What one split reads: the words of ``flag``, and whether the splits share it and ``--split`` cuts it.
+
+    ``has_names``: shared words may be NAME=PREFIX, for validation sets of their own.
+    """
 
     words: tuple[str, ...]
     flag: str
     shared: bool
+    has_names: bool = False
 
     def blend(self) -> BlendSpec:
         """Prefixes and weights; raises ConfigError for words that are neither."""
-        return parse_blend(self.words, flag=self.flag)
+        words = [word.rpartition("=")[2] for word in self.words] if self.has_names else self.words
+        return parse_blend(words, flag=self.flag)
 
     def named(self) -> dict[str, BlendSpec]:
         """Each data set by itself, under the name before its ``=`` or the last part of its prefix.
@@ -54,7 +59,8 @@ def read_sources(data: DataConfig) -> dict[SplitName, SplitSources]:
         words = data.data_path or tuple(_content(data.data_args_path or "", "--data-args-path").split())
         if not words:
             raise DataError(f"{flag} holds no data paths: write what --data-path would take, separated by spaces")
-        return {split: SplitSources(words, flag, shared=True) for split in SPLITS}
+        has_names = data.multiple_validation_sets
+        return {split: SplitSources(words, flag, shared=True, has_names=has_names) for split in SPLITS}
     if data.per_split_data_args_path:
         flag = f"--per-split-data-args-path {data.per_split_data_args_path}"
         given = _per_split(data.per_split_data_args_path, flag)

@@ -111,6 +111,10 @@ def test_validation_sets_by_themselves(write_documents: WriteDocuments) -> None:
         build(valid_data_path=("1", prefixes[0], "2", prefixes[1]), **train)
     with pytest.raises(ConfigError, match="has two data sets named data0: write NAME="):
         build(valid_data_path=(prefixes[0], prefixes[0]), **train)
+    shared = ("one=" + prefixes[0], "other=" + prefixes[1])
+    splits = build(data_path=shared, split="50,50,0", multiple_validation_sets=True)
+    assert splits.train is not None
+    assert list(splits.named("valid")) == ["one", "other"]
 
 
 def test_full_validation_is_one_pass(write_documents: WriteDocuments) -> None:
