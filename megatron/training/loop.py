@@ -69,6 +69,11 @@ def train(run: Run, saver: Saver) -> bool:
     training, checkpoint = config.training, config.checkpoint
     saved_at = progress.iteration
     reason: str | None = None
+    if progress.iteration >= config.train_iters:
+        reporter.say(
+            f"nothing is left to train: the checkpoint is of iteration {progress.iteration}, and the run is of "
+            f"{config.train_iters} (--train-iters or --train-samples)"
+        )
 
     batches = run.data.training_batches(progress.consumed_samples)
     reporter.restart_clock()

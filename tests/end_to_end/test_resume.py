@@ -74,6 +74,15 @@ def test_other_layout_continues_the_same_run(tmp_path: Path) -> None:
             assert float(losses(other)[iteration]) == pytest.approx(float(loss), rel=1e-5)
 
 
+def test_a_run_that_is_done_says_so(tmp_path: Path) -> None:
+    """Whoever starts it again, with the flags it had, would wonder why nothing happens."""
+    flags = f"{TINY} --train-iters 2 --save-interval 2"
+    run("pretrain_gpt.py", flags, f"--save={tmp_path}")
+    again = run("pretrain_gpt.py", flags, f"--load={tmp_path}")
+    assert "nothing is left to train: the checkpoint is of iteration 2, and the run is of 2" in again
+    assert losses(again) == {}
+
+
 def test_sigterm_saves_first(tmp_path: Path) -> None:
     """A job that its scheduler ends would lose everything since its last checkpoint."""
     flags = f"{TINY} --train-iters 100000 --save-interval 100000 --exit-signal-handler"
