@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 Loss = Callable[[], Any]
@@ -181,7 +182,73 @@ def transformers_bert(shape: Shape) -> tuple[Any, Loss]:
     ).loss  # fmt: skip
 
 
+@dataclass(frozen=True)
+class SpanBatch:
+    """T5's input: a decoder a quarter as long as the encoder, and every other sample of both a quarter shorter."""
+
+    tokens: Any
+    real: Any
+    begun: Any
+    labels: Any
+
+
+def span_batch(shape: Shape) -> SpanBatch:
+    """``tokens`` and ``real`` [b, s], ``begun`` and ``labels`` [b, s / 4], −100 where nothing is to be said."""
+    import torch
+
+    tokens, labels = random_batch(shape)
+    length = shape.sequence // 4
+    shares = torch.where(torch.arange(shape.batch) % 2 == 0, 4, 3)[:, None]
+    real = torch.arange(shape.sequence) < shape.sequence * shares // 4
+    answered = torch.arange(length) < length * shares // 4
+    begun = torch.cat([torch.zeros_like(labels[:, :1]), labels[:, : length - 1]], dim=1)
+    return SpanBatch(tokens, real, begun, torch.where(answered, labels[:, :length], -100))
+
+
+def our_t5(shape: Shape, config: Any, context: Any) -> tuple[Any, Loss]:
+    """T5Model, the original."""
+    from megatron.config.t5 import T5Config
+    from megatron.core.models.t5 import T5Model
+
+    t5 = T5Config(decoder_num_layers=shape.layers, decoder_seq_length=shape.sequence // 4, scale_output=True)
+    model, batch = T5Model(config, t5, context, seed=1), span_batch(shape)
+    answered = (batch.labels >= 0).float()
+    weights, labels = answered / answered.sum(), batch.labels.clamp(min=-1)
+
+    def loss() -> Any:
+        output: Any = model(batch.tokens, batch.begun, padding_mask=batch.real)
+        return output.cross_entropy(labels, weights)
+
+    return model, loss
+
+
+def transformers_t5(shape: Shape, attention: str = "sdpa") -> tuple[Any, Loss]:
+    """T5ForConditionalGeneration with the kind of attention named; its words begin as small as ours."""
+    from transformers import AutoModelForSeq2SeqLM, T5Config
+
+    config = T5Config(
+        vocab_size=shape.vocabulary, d_model=shape.hidden, d_kv=shape.hidden // shape.heads, d_ff=4 * shape.hidden,
+        num_layers=shape.layers, num_decoder_layers=shape.layers, num_heads=shape.heads, dropout_rate=0.0,
+        feed_forward_proj="relu", tie_word_embeddings=True, use_cache=False, pad_token_id=0, decoder_start_token_id=0,
+    )  # fmt: skip
+    model = AutoModelForSeq2SeqLM.from_config(config, attn_implementation=attention).train()  # type: ignore[no-untyped-call]
+    model.shared.weight.data.normal_(std=0.02)
+    batch = span_batch(shape)
+    given = {"attention_mask": batch.real.long(), "decoder_input_ids": batch.begun, "labels": batch.labels}
+    return model, lambda: model(batch.tokens, **given).loss
+
+
+ORIGINAL_T5 = {
+    "position_embedding_type": "relative", "softmax_scale": 1.0, "normalization": "RMSNorm", "norm_epsilon": 1e-6,
+    "add_bias_linear": False, "relu": True,
+}  # fmt: skip
+
 CASES = {
     "GPT": Case(our_gpt, {"transformers": transformers_gpt, "plain": plain_gpt}, {}),
     "BERT": Case(our_bert, {"transformers": transformers_bert}, {"apply_residual_connection_post_layernorm": True}),
+    "T5": Case(
+        our_t5,
+        {"transformers": transformers_t5, "transformers-eager": partial(transformers_t5, attention="eager")},
+        ORIGINAL_T5,
+    ),
 }

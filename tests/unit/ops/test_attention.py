@@ -53,6 +53,7 @@ def by_loops(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
 
 
 SEGMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0, 0, 0, 0], [5, 6, 6, 6, 6, 6, 7, 7, 7]])
+NOTHING = torch.tensor([[True] * 9, [False] * 9, [True] * 6 + [False] * 3])
 PADDING = torch.tensor([[True] * 9, [True] * 6 + [False] * 3, [False] * 2 + [True] * 7])
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -68,10 +69,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "documents_bidirectional": ({}, {"causal": False, "segments": SEGMENTS}),
     "padding": ({"g": 2}, {"causal": False, "padding_mask": PADDING}),
     "padding_causal": ({}, {"causal": True, "padding_mask": PADDING}),
+    "padding_alone": ({"sq": 5, "sk": 9, "g": 2}, {"causal": False, "padding_mask": NOTHING}),
     "padding_documents": ({}, {"causal": True, "padding_mask": PADDING, "segments": SEGMENTS}),
     "softmax_in_fp32": ({}, {"causal": True, "softmax_in_fp32": True}),
     "bias": ({}, {"causal": False, "bias": True}),
     "bias_causal_grouped": ({"g": 2}, {"causal": True, "bias": True}),
+    "bias_padding_causal": ({"g": 2}, {"causal": True, "bias": True, "padding_mask": PADDING}),
+    "bias_padding_alone": ({"sq": 5, "sk": 9, "g": 2}, {"causal": False, "bias": True, "padding_mask": NOTHING}),
     "bias_padding": ({"sq": 5, "sk": 9, "g": 2}, {"causal": False, "bias": True, "padding_mask": PADDING}),
 }
 

@@ -135,7 +135,8 @@ class _Block:
 
     ``q`` [B, r·rows, d]; ``k`` and ``v`` [B, keys, d]; contiguous. ``later`` [rows, rows]: what to add to the scores of
     the last keys so that no query sees beyond itself; None when all see all. ``padding`` [B, 1, keys]: True for keys
-    that no query sees; None where there are none. ``bias`` [g, r·rows, keys]: added to the scores of every sample.
+    that no query sees; None where there are none. ``blind`` [B, 1 or r·rows, 1]: True for queries that see no key; None
+    where there are none. ``bias`` [g, r·rows, keys]: added to the scores of every sample.
     """
 
     rows: slice
@@ -145,26 +146,33 @@ class _Block:
     scale: float
     later: Tensor | None
     padding: Tensor | None
+    blind: Tensor | None
     bias: Tensor | None
 
     def scores(self) -> Tensor:
         """q·kᵀ·scale + bias, [B, r·rows, keys], minus infinity where a key is later than the query, or padding."""
-        unused = self.q.new_empty(1, 1, 1)
-        scores = torch.baddbmm(unused, self.q, self.k.transpose(1, 2), beta=0.0, alpha=self.scale)
-        if self.bias is not None:
-            scores.view(-1, *self.bias.shape).add_(self.bias)
+        if self.bias is None:
+            unused = self.q.new_empty(1, 1, 1)
+            scores = torch.baddbmm(unused, self.q, self.k.transpose(1, 2), beta=0.0, alpha=self.scale)
+            if self.padding is not None:
+                scores.masked_fill_(self.padding, -torch.inf)
+        else:  # the product is added where bias and padding lie already, which saves two passes over the scores
+            scores = self._masked_bias(self.bias).baddbmm_(self.q, self.k.transpose(1, 2), alpha=self.scale)
         if self.later is not None:
             length = self.later.shape[0]
             scores.view(scores.shape[0], -1, length, scores.shape[2])[..., -length:].add_(self.later)
-        return scores if self.padding is None else scores.masked_fill_(self.padding, -torch.inf)
+        return scores
+
+    def _masked_bias(self, bias: Tensor) -> Tensor:
+        samples = self.q.shape[0] // bias.shape[0]
+        if self.padding is None:
+            return bias.repeat(samples, 1, 1)
+        return bias.masked_fill(self.padding.view(samples, -1, 1, bias.shape[2]), -torch.inf).flatten(0, 1)
 
     def probabilities(self) -> Tensor:
         """Softmax of the scores over these keys, [B, r·rows, keys]; zeros for a query that sees none of them."""
-        scores = self.scores()
-        if self.padding is None:
-            return scores.softmax(dim=-1)
-        sees_none = scores.amax(dim=-1, keepdim=True) == -torch.inf
-        return scores.softmax(dim=-1).masked_fill_(sees_none, 0.0)
+        probabilities = self.scores().softmax(dim=-1)
+        return probabilities if self.blind is None else probabilities.masked_fill_(self.blind, 0.0)
 
     def put(self, result: Tensor, out: Tensor, *, scale: float) -> None:
         """Write ``result`` [B, r·rows, d] times ``scale`` to its place in ``out`` [sq, b, n, d]."""
@@ -208,9 +216,10 @@ class _PartOfSoftmax(_Softmax):
 def _blocks(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Iterator[_Block]:
     queries, keys, values = _fold_queries(q, k), _fold(k).contiguous(), _fold(v).contiguous()
     sq, sk = q.shape[0], k.shape[0]
-    padding: Tensor | None = None
+    padding = blind = None
     if options.padding_mask is not None:
         padding = ~options.padding_mask.repeat_interleave(k.shape[2], dim=0).unsqueeze(1)
+        blind = _blind(padding, sq if options.causal else 1)
     for start in range(0, sq, _BLOCK):
         rows = slice(start, min(start + _BLOCK, sq))
         visible, later = sk, None
@@ -225,8 +234,17 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Itera
             scale=options.scale,
             later=later,
             padding=None if padding is None else padding[:, :, :visible],
+            blind=blind[:, rows].repeat(1, queries.shape[1], 1) if blind is not None and options.causal else blind,
             bias=None if options.bias is None else _bias_of(options.bias[:, rows, :visible], k),
         )
+
+
+def _blind(padding: Tensor, queries: int) -> Tensor | None:
+    """Which of the last ``queries`` positions have padding alone up to themselves, [B, queries, 1]; of one query, which
+    sees all keys, whether they all are padding. None where there are none, as far as a look costs no waiting.
+    """
+    blind = ((~padding).cumsum(dim=-1) == 0)[:, :, -queries:].transpose(1, 2)
+    return None if padding.device.type == "cpu" and not bool(blind.any()) else blind
 
 
 def _fold(x: Tensor) -> Tensor:
