@@ -77,23 +77,24 @@ def shards_of(
     if name.endswith(("word_embeddings.weight", "output_layer.weight", "output_layer.bias")):
         padding = torch.full((padded - value.shape[0], *value.shape[1:]), 7.0, dtype=value.dtype)
         return list(torch.cat([value, padding]).chunk(tp))
-    if ".linear_qkv." in name:
-        return [fused(part, settings["num_attention_heads"] // tp, version) for part in value.chunk(tp)]
+    for matrix, kinds in {".linear_qkv.": 3, ".linear_kv.": 2}.items():
+        if matrix in name:
+            return [fused(part, kinds, settings["num_attention_heads"] // tp, version) for part in value.chunk(tp)]
     if ".linear_fc1." in name and settings.get("swiglu"):
         gate, up = value.chunk(2)
         return [torch.cat(pair) for pair in zip(gate.chunk(tp), up.chunk(tp))]
-    if ".linear_fc1." in name:
+    if ".linear_fc1." in name or ".linear_q." in name:
         return list(value.chunk(tp))
     if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
         return list(value.chunk(tp, dim=1))
     return [value] * tp
 
 
-def fused(rows: Tensor, heads: int, version: float) -> Tensor:
+def fused(rows: Tensor, kinds: int, heads: int, version: float) -> Tensor:
     """Query, key and value of a rank in the order of the checkpoint's version; ours is that of version 2."""
     if version >= 2:
         return rows
-    by_head = rows.view(heads, 3, -1, *rows.shape[1:])
+    by_head = rows.view(heads, kinds, -1, *rows.shape[1:])
     order = by_head.transpose(1, 2) if version >= 1 else by_head.transpose(0, 1)
     return order.reshape(rows.shape)
 
@@ -111,51 +112,59 @@ FIRST_LEGACY |= {
     "self_attention.linear_qkv": "attention.query_key_value",
     "self_attention.linear_proj": "attention.dense",
 }
+CROSS = {
+    "pre_cross_attn_layernorm": "post_attention_norm",
+    "cross_attention.linear_q": "inter_attention.query",
+    "cross_attention.linear_kv": "inter_attention.key_value",
+    "cross_attention.linear_proj": "inter_attention.dense",
+    "pre_mlp_layernorm": "post_inter_attention_norm",
+}
 
 
-def legacy_stage(tensors: Mapping[str, Tensor], *, first: bool) -> dict[str, Any]:
+def legacy_stage(tensors: Mapping[str, Tensor], *, first: bool, t5: bool = False) -> dict[str, Any]:
     """The nested state of one stage before core, as of today or (``first``) as of the first releases."""
-    names, stack, final = (
-        (FIRST_LEGACY, "transformer", "final_layernorm") if first else (LEGACY, "encoder", "final_norm")
-    )
-    embedding: dict[str, Any] = {}
-    layers: dict[str, Tensor] = {}
-    pooler: dict[str, Tensor] = {}
+    names, stack = FIRST_LEGACY if first else LEGACY, "transformer" if first and not t5 else "encoder"
+    crossed = {
+        **names,
+        **{ours: name.replace("_norm", "_layernorm" if first else "_norm") for ours, name in CROSS.items()},
+    }
+    found: dict[str, Any] = {}
     heads: dict[str, Any] = {}
-    model: dict[str, Any] = {}
     for name, tensor in tensors.items():
-        parts = name.split(".")
-        if parts[0] == "embedding":
-            embedding[parts[1]] = {"weight": tensor}
-        elif name == "output_layer.bias":
+        root, *parts, kind = name.split(".")
+        if name == "output_layer.bias":
             heads["lm_head.bias"] = tensor
-        elif parts[0] == "output_layer":
-            model["output_layer"] = {"weight": tensor}
-        elif parts[0] == "pooler":
-            pooler[f"dense.{parts[2]}"] = tensor
-        elif parts[0] in ("lm_head", "binary_head"):
+        elif root in ("lm_head", "binary_head"):
             heads[name.replace("layer_norm", "layernorm" if first else "norm")] = tensor
-        elif parts[1] == "final_layernorm":
-            layers[f"{final}.{parts[2]}"] = tensor
+        elif root in ("embedding", "pooler", "output_layer"):
+            found.setdefault(root, {})[".".join([*parts, kind])] = tensor
         else:
-            layers[f"layers.{parts[2]}.{names['.'.join(parts[3:-1])]}.{parts[-1]}"] = tensor
-    if embedding:
-        model["embedding"] = embedding
-    if pooler:
-        model["pooler"] = pooler
-    return {"language_model": {**model, stack: layers}, **heads}
+            in_decoder = t5 and root == "decoder"
+            layers = found.setdefault("decoder" if in_decoder else stack, {})
+            if parts[0] == "layers":
+                own = ({**names, **crossed} if in_decoder else names)[".".join(parts[2:])]
+                layers[f"layers.{parts[1]}.{own}.{kind}"] = tensor
+            else:
+                layers[f"final_{'layernorm' if first else 'norm'}.{kind}"] = tensor
+    return {"language_model": found, **heads}
 
 
-def core_stage(tensors: Mapping[str, Tensor], *, fused_norms: bool) -> dict[str, Any]:
+def core_stage(tensors: Mapping[str, Tensor], *, fused_norms: bool, t5: bool = False) -> dict[str, Any]:
     """The flat state of one stage of a core model, with norms by themselves or inside the matrix behind them."""
     state: dict[str, Any] = {}
     for name, tensor in tensors.items():
         if fused_norms and ".layers." in name:
             name = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
             name = name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+        for stack in ("encoder", "decoder"):
+            name = name.replace(f"{stack}_positions.", f"{stack}_relative_pos_emb.relative_attention_bias.")
         state[name] = tensor
         if name.endswith("linear_qkv.weight"):
             state[name.replace("weight", "_extra_state")] = None
+        if t5 and name.startswith("output_layer."):
+            state[f"lm_head.{name}"] = tensor
+        if t5 and name.startswith("embedding.position_embeddings."):
+            state[name.removeprefix("embedding.")] = tensor
     return state
 
 
@@ -192,18 +201,7 @@ def write_torch(
                 content["checkpoint_version"] = version
             for chunk in range(vpp):
                 mine = {key: parts[rank] for key, parts in sharded.items()}
-                part = stage_of(mine, settings, place=chunk * pp + stage, places=pp * vpp)
-                state: dict[str, Any] = (
-                    core_stage(part, fused_norms=style == "te")
-                    if style in ("core", "te")
-                    else legacy_stage(part, first=style == "first")
-                )
-                if pp > 1 and stage == pp - 1 and chunk == vpp - 1 and "output_layer.weight" not in values:
-                    copy = mine["embedding.word_embeddings.weight"]
-                    is_core = style in ("core", "te")
-                    state |= (
-                        {"output_layer.weight": copy} if is_core else {"word_embeddings_for_head": {"weight": copy}}
-                    )
+                state = state_of(mine, settings, style=style, place=chunk * pp + stage, places=pp * vpp)
                 content[f"model{chunk}" if vpp > 1 else "model"] = state
             folder = root / name / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp > 1 else ""))
             folder.mkdir()
@@ -211,20 +209,41 @@ def write_torch(
     return root
 
 
+def state_of(
+    tensors: Mapping[str, Tensor], settings: Mapping[str, Any], *, style: str, place: int, places: int
+) -> dict[str, Any]:
+    """What a rank saves of one of ``places`` consecutive parts: its own tensors, and what it holds of others'."""
+    part = stage_of(tensors, settings, place=place, places=places)
+    t5, is_core = any(".cross_attention." in key for key in tensors), style in ("core", "te")
+    has_copy = places > 1 and place == places - 1 and "output_layer.weight" not in tensors
+    copy = tensors["embedding.word_embeddings.weight"]
+    if is_core:
+        if t5 and places > 1 and place == places // 2 - 1:  # the encoder's end has a head, too, which nothing trains
+            part |= {key: torch.zeros_like(tensors[key]) for key in tensors if key.startswith("output_layer.")}
+        part |= {"output_layer.weight": copy} if has_copy else {}
+        return core_stage(part, fused_norms=style == "te", t5=t5)
+    state = legacy_stage(part, first=style == "first", t5=t5)
+    return {**state, "word_embeddings_for_head": {"weight": copy}} if has_copy else state
+
+
 def stage_of(
     tensors: Mapping[str, Tensor], settings: Mapping[str, Any], *, place: int, places: int
 ) -> dict[str, Tensor]:
-    """The tensors of one of ``places`` consecutive parts, layers numbered from 0 within it."""
+    """The tensors of one of ``places`` consecutive parts, layers numbered from 0 within it. A T5's encoder has the
+    first half of them and its decoder the other, which begins with the embedding as well.
+    """
+    found, halves = {}, places > 1 and any(".cross_attention." in name for name in tensors)
+    places = places // 2 if halves else places
     per = settings["num_layers"] // places
-    found = {}
     for name, tensor in tensors.items():
         parts = name.split(".")
+        first = 0 if not halves or name.startswith("encoder") else places
         if parts[0] == "embedding":
-            if place == 0:
+            if place in (0, first):
                 found[name] = tensor
         elif parts[1] != "layers":
-            if place == places - 1:
+            if place == first + places - 1:
                 found[name] = tensor
-        elif int(parts[2]) // per == place:
+        elif first + int(parts[2]) // per == place:
             found[".".join([*parts[:2], str(int(parts[2]) % per), *parts[3:]])] = tensor
     return found

@@ -19,6 +19,7 @@ import torch
 from megatron.config.bert import BertConfig
 from megatron.config.families import family_of
 from megatron.config.model import ModelConfig
+from megatron.config.t5 import T5Config
 from megatron.core.conversion.convert import Conversion, convert
 from megatron.core.conversion.megatron_lm.forward import megatron_lm_answer
 from megatron.core.conversion.native import read_native, write_native
@@ -61,6 +62,9 @@ from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.T5 import t5_spec
+from megatron.core.models.T5.t5_model import T5Model
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 def build(settings, family, binary_head):
@@ -79,8 +83,12 @@ def build(settings, family, binary_head):
     if family == "BERT":
         types = 2 if binary_head else 0
         return BertModel(config, types, bert_layer_local_spec, add_binary_head=binary_head, **sizes)
-    positions = "rope" if modern else "learned_absolute"
-    return GPTModel(config, get_gpt_layer_local_spec(), position_embedding_type=positions, **sizes)
+    sizes["position_embedding_type"] = "rope" if modern else "learned_absolute"
+    if family == "T5":
+        specs = t5_spec.encoder_model_with_local_spec(), t5_spec.decoder_model_with_local_spec()
+        stacks = [TransformerBlockSubmodules([spec] * config.num_layers, layer_norm=t5_spec.LNImpl) for spec in specs]
+        return T5Model(config, config, *stacks, **sizes)
+    return GPTModel(config, get_gpt_layer_local_spec(), **sizes)
 
 def answer(model, family, asked):
     tokens = asked["tokens"]
@@ -89,6 +97,11 @@ def answer(model, family, asked):
         words, order = model(tokens, asked["real"].long(), types)
         return {"words": words[asked["real"]], **({} if order is None else {"order": order})}
     length = tokens.shape[1]
+    if family == "T5":
+        samples, later = asked["decoder_tokens"].shape
+        future = torch.ones(1, 1, later, later, dtype=torch.bool).triu(1)
+        masks = [~asked["real"][:, None, None].expand(samples, 1, queries, length) for queries in (length, later)]
+        return {"words": model(tokens, asked["decoder_tokens"], masks[0], future, masks[1])}
     mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
     return {"words": model(tokens, torch.arange(length).expand_as(tokens), mask)}
 
@@ -121,16 +134,27 @@ def run(model, settings, folder):
     state = dist_checkpointing.load(model.sharded_state_dict(), folder)
     model.load_state_dict({name: value for name, value in state.items() if name in model.state_dict()}, strict=False)
     assert dist_checkpointing.load_common_state_dict(folder)["args"].hidden_size == settings["hidden_size"]
+    path = os.path.join(os.path.dirname(folder), "../torch/release/mp_rank_00/model_optim_rng.pt")
+    stored = torch.load(path, weights_only=False)["model"]
+    assert stored.keys() == {name for name in model.state_dict() if "_extra_state" not in name}
+    assert all(torch.equal(stored[name], value) for name, value in model.state_dict().items() if name in stored)
 """
 
 # megatron-core has no RMSNorm without Transformer Engine, so what is modern here keeps LayerNorm.
 UNTIED = {**CLASSIC, "untie_embeddings_and_output_weights": True}
 BOTH, FIRST = BertConfig(exact_gelu_head=True), BertConfig(bert_binary_head=False, exact_gelu_head=True)
+UNGROUPED = {"group_query_attention": False, "num_query_groups": 4}
+DEEP = T5Config(decoder_num_layers=4, decoder_seq_length=4)
 MODELS: dict[str, tuple[dict[str, Any], tuple[object, ...]]] = {
     "gpt": (CLASSIC, ()),
     "modern gpt": ({**MODERN, "normalization": "LayerNorm"}, ()),
     "bert": (CLASSIC, (BOTH,)),
     "bert, hidden words only, untied": (UNTIED, (FIRST,)),
+    "t5": (CLASSIC, (DEEP,)),
+    "modern t5": (
+        {**MODERN, "normalization": "LayerNorm", "group_query_attention": False, "num_query_groups": 4},
+        (DEEP,),
+    ),
 }
 
 
@@ -178,7 +202,9 @@ def test_reads_what_it_writes(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_it_loads_what_we_write(name: str, tmp_path: Path) -> None:
-    """Padded vocabulary, stacked layers, settings: its own loader takes them and computes our logits."""
+    """Padded vocabulary, stacked layers, settings: its own loader takes them and computes our logits; torch's
+    format has the names and the numbers that its model wants.
+    """
     settings, groups = MODELS[name]
     model = ModelConfig(**settings)
     values = random_tensors(model, groups)
@@ -186,5 +212,6 @@ def test_it_loads_what_we_write(name: str, tmp_path: Path) -> None:
         values["embedding.tokentype_embeddings.weight"].zero_()
     write_native(portable(model, values, groups), tmp_path / "ours", final=tmp_path / "ours")
     convert(Conversion("megatron", tmp_path / "ours", "megatron-lm", tmp_path / "theirs"), print)
+    convert(Conversion("megatron", tmp_path / "ours", "megatron-lm", tmp_path / "torch", dist=False), print)
     found = run_megatron_core(LOADS, name, tmp_path / "theirs/release", tmp_path)
     assert_close(found, native_answer(tmp_path / "ours", question_for(model, groups)))

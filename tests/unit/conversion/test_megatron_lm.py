@@ -108,7 +108,7 @@ def test_the_activation_that_was_trained_with(flags: dict[str, Any], activation:
     from megatron.core.conversion.megatron_lm.arguments import Arguments, model_from_arguments
 
     args = Arguments(arguments({**CLASSIC, **flags}), "x")
-    assert model_from_arguments(args, vocab_size=101, num_layers=4).activation == activation
+    assert model_from_arguments(args, vocab_size=101, num_layers=4, legacy=False).activation == activation
 
 
 def test_released_weights(tmp_path: Path) -> None:

@@ -11,13 +11,17 @@ import torch
 from torch import Tensor
 
 from megatron.config.bert import BertConfig
+from megatron.config.families import FAMILIES
 from megatron.config.model import ModelConfig
 from megatron.core.checkpointing.stored_tensors import StoredTensors
 from megatron.core.conversion.megatron_lm import reading
 from megatron.core.conversion.megatron_lm.reading import read_megatron_lm
 from megatron.core.conversion.native import read_native, write_native
 from megatron.core.conversion.proof import ProofError
+from megatron.core.parallel.context import ParallelContext
 from megatron.errors import CheckpointError
+from megatron.training.checkpoint import load
+from tests.harness.runs import tiny_run
 from tests.unit.conversion.megatron_checkpoints import CLASSIC, portable, random_tensors, write_torch
 from tests.unit.conversion.test_megatron_lm import assert_holds, do
 
@@ -99,6 +103,21 @@ def test_the_gelu_of_the_head(style: str, flags: dict[str, Any], exact_gelu: boo
     do("megatron-lm", tmp_path / "theirs", "megatron", tmp_path / "ours")
     found = read_native(tmp_path / "ours")
     assert (found.model.exact_gelu, found.groups) == (exact_gelu, (BertConfig(exact_gelu_head=head),))
+
+
+def test_a_run_goes_on_from_it(tmp_path: Path) -> None:
+    """With Megatron-LM's head; without its flag the run would be another model, which is said."""
+    _, values, theirs = bert(BERTS["bert"])
+    write_torch(tmp_path / "theirs", CLASSIC, theirs, style="legacy", tp=2)
+    do("megatron-lm", tmp_path / "theirs", "megatron", tmp_path / "ours")
+    sizes = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --vocab-size 100 --mock-data --seq-length 32"
+    flags = f"{sizes} --finetune --load {tmp_path / 'ours'}"
+    run = tiny_run(ParallelContext.single(), f"{flags} --exact-gelu-head", family=FAMILIES["bert"])
+    load(run)
+    found = run.models[0].get_parameter("encoder.layers.3.mlp.linear_fc2.weight")
+    assert torch.equal(found.detach(), values["encoder.layers.3.mlp.linear_fc2.weight"])
+    with pytest.raises(CheckpointError, match=r"is of another architecture: --exact-gelu-head"):
+        load(tiny_run(ParallelContext.single(), flags, family=FAMILIES["bert"]))
 
 
 BERT_THAT_MEGATRON_LM_LACKS: list[tuple[dict[str, Any], BertConfig, str]] = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from argparse import Namespace
 from collections.abc import Collection
 from typing import Any
@@ -11,6 +12,7 @@ from megatron.config.families import Family
 from megatron.config.model import ModelConfig
 from megatron.config.t5 import T5Config
 from megatron.config.tokenizer import TokenizerConfig
+from megatron.core.conversion.megatron_lm.names import depths_of
 from megatron.core.conversion.portable import PortableModel
 from megatron.errors import CheckpointError, ConfigError
 
@@ -22,8 +24,8 @@ _REFUSED = {
     "is_hybrid_model": "a hybrid of attention and state-space layers",
     "heterogeneous_layers_config_path": "layers of different kinds",
     "mtp_num_layers": "multi-token prediction",
-    "apply_residual_connection_post_layernorm": "residual connections after the norm",
 }
+_OF_T5 = ("decoder_seq_length", "relative_attention_num_buckets", "relative_attention_max_distance")
 _TOKENIZERS = (
     "GPT2BPETokenizer",
     "HuggingFaceTokenizer",
@@ -57,20 +59,27 @@ class Arguments:
         return default
 
 
-def check_is_known(args: Arguments) -> None:
+def check_is_known(args: Arguments, family: Family) -> None:
     """Raise CheckpointError for a model that this project doesn't have."""
     for name, title in _REFUSED.items():
         if args(name, None):
             raise CheckpointError(f"{args.where} is of a model with {title} ({name}), which this project does not have")
-    if args("position_embedding_type", "learned_absolute") not in ("learned_absolute", "rope", "none"):
+    known = ["learned_absolute", "rope", "none"] + ["relative"] * (family.name == "t5")
+    if args("position_embedding_type", "learned_absolute") not in known:
         raise CheckpointError(
             f"{args.where} has positions of type {args('position_embedding_type')!r}; "
-            "those that can be converted are learned_absolute, rope and none"
+            f"those of a {family.title} that can be converted are {', '.join(known[:-1])} and {known[-1]}"
+        )
+    tied = not args("untie_embeddings_and_output_weights", False)
+    if family.name == "t5" and tied and not args("add_bias_linear", True):
+        raise CheckpointError(
+            f"{args.where} is of a T5 without biases in linear layers (add_bias_linear), whose tied output has one "
+            "nevertheless; this project's has none then, so only an untied one can be converted"
         )
 
 
-def model_from_arguments(args: Arguments, *, vocab_size: int, num_layers: int) -> ModelConfig:
-    """The architecture that the settings describe."""
+def model_from_arguments(args: Arguments, *, vocab_size: int, num_layers: int, legacy: bool) -> ModelConfig:
+    """The architecture that the settings describe. ``legacy``: to a model from before core."""
     heads = args("num_attention_heads")
     groups = args("num_query_groups", heads) if args("group_query_attention", False) else heads
     positions = args("position_embedding_type", "learned_absolute")
@@ -99,6 +108,7 @@ def model_from_arguments(args: Arguments, *, vocab_size: int, num_layers: int) -
         normalization=args("normalization", "LayerNorm"),
         norm_epsilon=args("norm_epsilon", args("layernorm_epsilon", 1e-5)),
         apply_layernorm_1p=bool(args("apply_layernorm_1p", False)),
+        apply_residual_connection_post_layernorm=has_residual_behind_norm(args, legacy=legacy),
         add_bias_linear=bool(args("add_bias_linear", True)),
         add_qkv_bias=bool(args("add_qkv_bias", False)),
         swiglu=bool(args("swiglu", False)),
@@ -121,12 +131,20 @@ def groups_from_arguments(
     if family.name == "bert":
         exact = has_exact_head(args, legacy=legacy) and not model.exact_gelu
         return (BertConfig(bert_binary_head="binary_head.weight" in stored, exact_gelu_head=exact),)
+    if family.name == "t5":
+        group = T5Config(decoder_num_layers=depths_of(stored)["decoder"])
+        return (dataclasses.replace(group, **{name: args(name, getattr(group, name)) for name in _OF_T5}),)
     return ()
 
 
 def has_exact_head(args: Arguments, *, legacy: bool) -> bool:
     """The head for hidden words has the exact GELU, whatever the layers have, unless before core it was told else."""
     return not (legacy and args("openai_gelu", False))
+
+
+def has_residual_behind_norm(args: Arguments, *, legacy: bool) -> bool:
+    """Core ignores the flag."""
+    return legacy and bool(args("apply_residual_connection_post_layernorm", False))
 
 
 def is_exact_gelu(args: Arguments) -> bool:
@@ -227,7 +245,13 @@ def _unknown_of_family(portable: PortableModel) -> dict[str, bool]:
                 "the exact GELU in a BERT's head for hidden words (--exact-gelu-head)": not is_exact,
             }
         if isinstance(group, T5Config):
-            return {"no T5 that is known here": True}
+            tied = not model.untie_embeddings_and_output_weights
+            return {
+                "as many layers in a T5's decoder as in its encoder": group.decoder_num_layers != model.num_layers,
+                "no scale of a T5's output (--scale-output)": group.scale_output,
+                "no T5 whose heads share keys and values": model.num_query_groups != model.num_attention_heads,
+                "a bias in a T5's tied output whatever --disable-bias-linear says": tied and not model.add_bias_linear,
+            }
     return {}
 
 
@@ -236,4 +260,7 @@ def _of_family(portable: PortableModel) -> dict[str, Any]:
     for group in portable.groups:
         if isinstance(group, BertConfig):
             return {"bert_binary_head": group.bert_binary_head}
+        if isinstance(group, T5Config):
+            same = {name: getattr(group, name) for name in ("decoder_num_layers", *_OF_T5)}
+            return {**same, "encoder_num_layers": portable.model.num_layers, "encoder_seq_length": portable.seq_length}
     return {}

@@ -9,23 +9,27 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.conversion.megatron_lm.arguments import has_exact_head, is_exact_gelu
+from megatron.core.conversion.megatron_lm.arguments import has_exact_head, has_residual_behind_norm, is_exact_gelu
 from megatron.core.conversion.megatron_lm.files import DistFiles, ShardFiles, open_checkpoint
 from megatron.core.conversion.megatron_lm.names import is_legacy
-from megatron.core.conversion.questions import Answer, CausalQuestion, MaskedQuestion, Question
+from megatron.core.conversion.questions import Answer, CausalQuestion, DecoderQuestion, MaskedQuestion, Question
+from megatron.core.ops.relative_positions import relative_buckets
 from megatron.core.ops.rotary import apply_rotary, rotary_frequencies, rotary_table
 from megatron.errors import CheckpointError
 
 Shard = Mapping[str, Tensor]
 _IN_STACK = re.compile(r"(?:language_model\.)?(\w+)\.layers\.(?:(\d+)\.)?")
-_ENDS = ("embedding.", "decoder.final", "encoder.final", "output_layer.", "lm_head.", "pooler.", "binary_head.")
+_ENDS = ("embedding.", "output_layer.", "lm_head.", "pooler.", "binary_head.") + tuple(
+    f"{stack}{part}" for stack in ("encoder", "decoder") for part in (".final", "_relative")
+)
 
 
 @torch.no_grad()
@@ -44,6 +48,12 @@ def megatron_lm_answer(root: Path, question: Question, *, step: int | None = Non
             x = model.run(stack, x, _padding(question.real))
             words = {"words": model.words(model.transformed(x))[question.real]}
             return {**words, "order": model.order(x)} if question.binary_head else words
+        case DecoderQuestion():
+            seen, x = _padding(question.real), model.embedded(question.tokens)
+            encoded = model.run("encoder", x, seen + model.relative("encoder", x.shape[1]))
+            x = model.embedded(question.decoder_tokens)
+            bias = _future(x.shape[1]) + model.relative("decoder", x.shape[1])
+            return {"words": model.words(model.run("decoder", x, bias, encoded=encoded, seen=seen))}
     raise AssertionError(question)
 
 
@@ -105,6 +115,12 @@ def _need(shard: Shard, *endings: str) -> Tensor:
     return found
 
 
+def _linear(x: Tensor, shard: Shard, *names: str, bias: bool = True) -> Tensor:
+    """The product with the matrix that has, or ends with, one of ``names``, and its bias if it has one."""
+    added = _pick(shard, *(f"{name}.bias" for name in names)) if bias else None
+    return F.linear(x, _need(shard, *(f"{name}.weight" for name in names)), added)
+
+
 def _sum(parts: Iterable[Tensor], bias: Tensor | None) -> Tensor:
     """What an all-reduce makes of the ranks' parts, and the bias that is added once."""
     summed = torch.stack(list(parts)).sum(0)
@@ -112,7 +128,13 @@ def _sum(parts: Iterable[Tensor], bias: Tensor | None) -> Tensor:
 
 
 _INPUT_NORM = ("input_norm.", "input_layernorm.", "linear_qkv.layer_norm_")
-_MLP_NORM = ("post_attention_norm.", "post_attention_layernorm.", "pre_mlp_layernorm.", "linear_fc1.layer_norm_")
+_PROJECTION = ("self_attention.linear_proj", "self_attention.dense", "attention.dense")
+_CROSS_PROJECTION = ("cross_attention.linear_proj", "inter_attention.dense")
+_CROSS_NORM = ("post_attention_norm.", "post_attention_layernorm.", "pre_cross_attn_layernorm.")
+_MLP_NORM = ("post_inter_attention_norm.", "post_inter_attention_layernorm.") + (
+    *("post_attention_norm.", "post_attention_layernorm."),  # where nothing is between them
+    *("pre_mlp_layernorm.", "linear_fc1.layer_norm_"),
+)
 
 
 class _Forward:
@@ -142,11 +164,33 @@ class _Forward:
     def _words(self) -> list[Tensor]:
         return [_need(shard, "embedding.word_embeddings.weight") for shard in self._ends]
 
-    def run(self, stack: str, x: Tensor, bias: Tensor) -> Tensor:
-        """All layers and the norm behind them; ``bias`` is added to attention scores ``[b, heads, queries, keys]``."""
+    def relative(self, stack: str, length: int) -> Tensor:
+        """What a T5 adds to the scores of a stack for distances, ``[1, heads or 1, length, length]``."""
+        table = _pick(self._ends[0], f"{stack}_relative_pos_emb.relative_attention_bias.weight")
+        if table is None:
+            return torch.zeros(1, 1, 1, 1)
+        places = torch.arange(length)
+        most = self._args("relative_attention_max_distance", 128)
+        buckets = relative_buckets(
+            places, places, buckets=len(table), max_distance=most, bidirectional=stack == "encoder"
+        )
+        return table[buckets].permute(2, 0, 1).unsqueeze(0)
+
+    def run(
+        self, stack: str, x: Tensor, bias: Tensor, *, encoded: Tensor | None = None, seen: Tensor | None = None
+    ) -> Tensor:
+        """All layers and the norm behind them; ``bias`` is added to attention scores ``[b, heads, queries, keys]``, and
+        ``seen`` to those of the attention to what an encoder made.
+        """
+        branches: list[tuple[tuple[str, ...], Callable[[Tensor, list[Shard]], Tensor]]]
+        branches = [(_INPUT_NORM, partial(self._attention, scores=bias)), (_MLP_NORM, self._mlp)]
+        if encoded is not None and seen is not None:
+            branches.insert(1, (_CROSS_NORM, partial(self._crossing, encoded=encoded, scores=seen)))
+        behind = has_residual_behind_norm(self._args, legacy=self._is_legacy)
         for ranks in _layers(self._files, stack):
-            x = x + self._attention(self._norm(x, ranks[0], *_INPUT_NORM), ranks, bias)
-            x = x + self._mlp(self._norm(x, ranks[0], *_MLP_NORM), ranks)
+            for names, branch in branches:
+                normed = self._norm(x, ranks[0], *names)
+                x = (normed if behind else x) + branch(normed, ranks)
         return self._norm(x, self._ends[0], f"{stack}.final_norm.", f"{stack}.final_layernorm.")
 
     def words(self, x: Tensor) -> Tensor:
@@ -160,15 +204,13 @@ class _Forward:
         """What a BERT does before the output."""
         head = self._ends[0]
         exact = has_exact_head(self._args, legacy=self._is_legacy)
-        x = F.linear(x, _need(head, "lm_head.dense.weight"), _need(head, "lm_head.dense.bias"))
-        x = F.gelu(x, approximate="none" if exact else "tanh")
+        x = F.gelu(_linear(x, head, "lm_head.dense"), approximate="none" if exact else "tanh")
         return self._norm(x, head, "lm_head.norm.", "lm_head.layernorm.", "lm_head.layer_norm.")
 
     def order(self, x: Tensor) -> Tensor:
         """Logits of the order of two texts, ``[b, 2]``, from the first position."""
         head = self._ends[0]
-        pooled = F.linear(x[:, 0], _need(head, "pooler.dense.weight"), _need(head, "pooler.dense.bias")).tanh()
-        return F.linear(pooled, _need(head, "binary_head.weight"), _need(head, "binary_head.bias"))
+        return _linear(_linear(x[:, 0], head, "pooler.dense").tanh(), head, "binary_head")
 
     def _norm(self, x: Tensor, shard: Shard, *names: str) -> Tensor:
         """The norm whose tensors' names are, or end with, one of ``names`` and then the kind."""
@@ -182,35 +224,47 @@ class _Forward:
             return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self._eps) * weight
         return F.layer_norm(x, weight.shape, weight, bias, self._eps)
 
-    def _attention(self, x: Tensor, ranks: list[Shard], scores: Tensor) -> Tensor:
+    def _attention(self, x: Tensor, ranks: list[Shard], *, scores: Tensor) -> Tensor:
         """Every rank's heads, and the sum of their outputs."""
         parts = []
-        for shard in ranks:
-            weight = _need(shard, "linear_qkv.weight", "query_key_value.weight")
-            bias = _pick(shard, "linear_qkv.bias", "query_key_value.bias")
-            query, key, value = self._heads_of(F.linear(x, weight, bias), len(ranks))
+        for rank, shard in enumerate(ranks):
+            mine = scores if scores.shape[1] == 1 else scores.chunk(len(ranks), dim=1)[rank]
+            fused = _linear(x, shard, "linear_qkv", "query_key_value")
+            query, key, value = self._heads_of(fused, len(ranks))
             if (norm := _pick(shard, "q_layernorm.weight")) is not None:
                 query = self._normed(query, norm, _pick(shard, "q_layernorm.bias"))
                 key = self._normed(key, _need(shard, "k_layernorm.weight"), _pick(shard, "k_layernorm.bias"))
-            mixed = self._mix(self._rotated(query), self._rotated(key), value, scores)
-            names = ("self_attention.linear_proj.weight", "self_attention.dense.weight", "attention.dense.weight")
-            parts.append(F.linear(mixed.flatten(2), _need(shard, *names)))
-        names = ("self_attention.linear_proj.bias", "self_attention.dense.bias", "attention.dense.bias")
-        return _sum(parts, _pick(ranks[0], *names))
+            mixed = self._mix(self._rotated(query), self._rotated(key), value, mine)
+            parts.append(_linear(mixed.flatten(2), shard, *_PROJECTION, bias=False))
+        return _sum(parts, _pick(ranks[0], *(f"{name}.bias" for name in _PROJECTION)))
+
+    def _crossing(self, x: Tensor, ranks: list[Shard], *, encoded: Tensor, scores: Tensor) -> Tensor:
+        """The same for attention to what an encoder made."""
+        parts, heads = [], self._heads // len(ranks)
+        for shard in ranks:
+            (query,) = self._kinds_of(_linear(x, shard, "linear_q", "inter_attention.query"), 1, heads)
+            key, value = self._kinds_of(_linear(encoded, shard, "linear_kv", "inter_attention.key_value"), 2, heads)
+            mixed = self._mix(query, key, value, scores)
+            parts.append(_linear(mixed.flatten(2), shard, *_CROSS_PROJECTION, bias=False))
+        return _sum(parts, _pick(ranks[0], *(f"{name}.bias" for name in _CROSS_PROJECTION)))
 
     def _heads_of(self, fused: Tensor, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value ``[b, s, heads, d]`` of one rank's fused projection, by the checkpoint's version."""
-        heads, groups, width = self._heads // ranks, self._groups // ranks, self._width
+        """Query, key and value ``[b, s, heads, d]`` of one rank's fused projection."""
+        heads, groups = self._heads // ranks, self._groups // ranks
+        if heads == groups:
+            query, key, value = self._kinds_of(fused, 3, heads)
+            return query, key, value
+        grouped = fused.view(*fused.shape[:2], groups, heads // groups + 2, self._width)
+        return grouped[..., :-2, :].flatten(2, 3), grouped[..., -2, :], grouped[..., -1, :]
+
+    def _kinds_of(self, fused: Tensor, kinds: int, heads: int) -> tuple[Tensor, ...]:
+        """Each kind's heads ``[b, s, heads, d]``, in the order of the checkpoint's version."""
         shape = fused.shape[:2]
         if self._version < 1:
-            query, key, value = fused.view(*shape, 3, heads, width).unbind(2)
-        elif self._version < 2:
-            query, key, value = fused.view(*shape, heads, width, 3).unbind(-1)
-        else:
-            grouped = fused.view(*shape, groups, heads // groups + 2, width)
-            query = grouped[..., :-2, :].reshape(*shape, heads, width)
-            key, value = grouped[..., -2, :], grouped[..., -1, :]
-        return query, key, value
+            return fused.view(*shape, kinds, heads, self._width).unbind(2)
+        if self._version < 2:
+            return fused.view(*shape, heads, self._width, kinds).unbind(-1)
+        return fused.view(*shape, heads, kinds, self._width).unbind(3)
 
     def _rotated(self, x: Tensor) -> Tensor:
         args = self._args
@@ -235,12 +289,10 @@ class _Forward:
 
     def _mlp(self, x: Tensor, ranks: list[Shard]) -> Tensor:
         """Every rank's part of the inner width, and the sum of their outputs."""
-        parts = []
-        for shard in ranks:
-            bias = _pick(shard, "linear_fc1.bias", "dense_h_to_4h.bias")
-            inner = F.linear(x, _need(shard, "linear_fc1.weight", "dense_h_to_4h.weight"), bias)
-            parts.append(F.linear(self._activated(inner), _need(shard, "linear_fc2.weight", "dense_4h_to_h.weight")))
-        return _sum(parts, _pick(ranks[0], "linear_fc2.bias", "dense_4h_to_h.bias"))
+        inner = [self._activated(_linear(x, shard, "linear_fc1", "dense_h_to_4h")) for shard in ranks]
+        second = ("linear_fc2", "dense_4h_to_h")
+        parts = [_linear(mine, shard, *second, bias=False) for mine, shard in zip(inner, ranks)]
+        return _sum(parts, _pick(ranks[0], *(f"{name}.bias" for name in second)))
 
     def _activated(self, inner: Tensor) -> Tensor:
         if self._args("swiglu", False):

@@ -5,6 +5,7 @@ A row holds our name and theirs, ``{n}`` standing for the layer's number; rows a
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ class Spelling:
     ours: str
     core: str
     fused: str
-    legacy: str
+    legacy: str | None
     copy: str | None = None
 
 
@@ -38,14 +39,21 @@ _ATTENTION = (
     ("self_attention.k_layernorm", "self_attention.k_layernorm", None),
     ("self_attention.linear_proj", "self_attention.dense", None),
 )
+_CROSS = (
+    ("pre_cross_attn_layernorm", "post_attention_norm", None),
+    ("cross_attention.linear_q", "inter_attention.query", None),
+    ("cross_attention.linear_kv", "inter_attention.key_value", None),
+    ("cross_attention.linear_proj", "inter_attention.dense", None),
+)
 _MLP = (
     ("pre_mlp_layernorm", "post_attention_norm", "mlp.linear_fc1.layer_norm"),
     ("mlp.linear_fc1", "mlp.dense_h_to_4h", None),
     ("mlp.linear_fc2", "mlp.dense_4h_to_h", None),
 )
+_MLP_BEHIND_CROSS = (("pre_mlp_layernorm", "post_inter_attention_norm", "mlp.linear_fc1.layer_norm"), *_MLP[1:])
 
 
-def _same(name: str, legacy: str, *, core: str | None = None, copy: str | None = None) -> Spelling:
+def _same(name: str, legacy: str | None, *, core: str | None = None, copy: str | None = None) -> Spelling:
     """What has one name in core, which is ours unless given."""
     return Spelling(name, core or name, core or name, legacy, copy)
 
@@ -113,16 +121,17 @@ class Names:
         return self._rows[_NUMBER.sub("layers.{n}.", ours, count=1)], layer[1] if layer else ""
 
 
-_EMBEDDINGS = (
-    _same("embedding.word_embeddings.weight", "language_model.embedding.word_embeddings.weight"),
-    _same("embedding.position_embeddings.weight", "language_model.embedding.position_embeddings.weight"),
-)
+_WORDS = _same("embedding.word_embeddings.weight", "language_model.embedding.word_embeddings.weight")
+_POSITIONS = _same("embedding.position_embeddings.weight", "language_model.embedding.position_embeddings.weight")
+_TYPES = _same("embedding.tokentype_embeddings.weight", "language_model.embedding.tokentype_embeddings.weight")
 _OUTPUT = _same("output_layer.weight", "language_model.output_layer.weight")
+_RELATIVE = "relative_pos_emb.relative_attention_bias.weight"
 NAMES = {
-    "gpt": Names(*_EMBEDDINGS, *_stack("decoder", "encoder"), _OUTPUT),
+    "gpt": Names(_WORDS, _POSITIONS, *_stack("decoder", "encoder"), _OUTPUT),
     "bert": Names(
-        *_EMBEDDINGS,
-        _same("embedding.tokentype_embeddings.weight", "language_model.embedding.tokentype_embeddings.weight"),
+        _WORDS,
+        _POSITIONS,
+        _TYPES,
         *_stack("encoder", "encoder"),
         *_both("lm_head.dense", "lm_head.dense"),
         *_both("lm_head.layer_norm", "lm_head.norm"),
@@ -130,6 +139,16 @@ NAMES = {
         _same("output_layer.bias", "lm_head.bias"),
         *_both("pooler.dense", "language_model.pooler.dense"),
         *_both("binary_head", "binary_head"),
+    ),
+    "t5": Names(
+        _WORDS,
+        dataclasses.replace(_POSITIONS, copy="position_embeddings.weight"),
+        _same("encoder_positions.weight", None, core=f"encoder_{_RELATIVE}"),
+        _same("decoder_positions.weight", None, core=f"decoder_{_RELATIVE}"),
+        *_stack("encoder", "encoder"),
+        *_stack("decoder", "decoder", (*_ATTENTION, *_CROSS, *_MLP_BEHIND_CROSS)),
+        _same(_OUTPUT.ours, _OUTPUT.legacy, core=f"lm_head.{_OUTPUT.core}", copy=_OUTPUT.core),
+        _same("output_layer.bias", "lm_head.bias", core="lm_head.output_layer.bias", copy="output_layer.bias"),
     ),
 }
 """By the family's name."""
@@ -151,6 +170,14 @@ def family_among(names: Iterable[str]) -> str:
     if "inter_attention." in known or "cross_attention." in known:
         return "t5"
     return "bert" if "lm_head.dense." in known else "gpt"
+
+
+def depths_of(ours: Iterable[str]) -> dict[str, int]:
+    """Layers by stack, of our names."""
+    depths: dict[str, int] = {}
+    for layer in filter(None, map(LAYER.match, ours)):
+        depths[layer[1]] = max(depths.get(layer[1], 0), int(layer[2]) + 1)
+    return depths
 
 
 def is_legacy(names: Iterable[str]) -> bool:

@@ -20,7 +20,7 @@ from megatron.core.conversion.megatron_lm.arguments import (
     tokenizer_from_arguments,
 )
 from megatron.core.conversion.megatron_lm.files import DistFiles, ShardFiles, open_checkpoint
-from megatron.core.conversion.megatron_lm.names import LAYER, NAMES, family_among, is_legacy, is_weight
+from megatron.core.conversion.megatron_lm.names import LAYER, NAMES, depths_of, family_among, is_legacy, is_weight
 from megatron.core.conversion.portable import LazyTensor, PortableModel, parameters_of, report_differences
 from megatron.core.parallel.sharding import Sharding
 from megatron.errors import CheckpointError
@@ -28,7 +28,8 @@ from megatron.errors import CheckpointError
 EMBEDDING = "embedding.word_embeddings.weight"
 TOKEN_TYPE_EMBEDDING = "embedding.tokentype_embeddings.weight"
 _BY_VOCABULARY = (EMBEDDING, "output_layer.weight", "output_layer.bias")
-_FUSED = {".linear_qkv.": 3}  # matrices of several kinds of heads, and how many
+_WHOLE = ("encoder_positions.weight", "decoder_positions.weight")  # which every tensor-parallel rank has all of
+_FUSED = {".linear_qkv.": 3, ".linear_kv.": 2}  # matrices of several kinds of heads, and how many
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,7 @@ def read_megatron_lm(root: Path, *, step: int | None = None, true_vocab_size: in
     """
     files = open_checkpoint(root, step=step)
     family = FAMILIES[family_among(files.names())]
-    if family.name not in NAMES:
-        raise CheckpointError(f"{files.folder} holds a T5 of Megatron-LM's, of which GPTs and BERTs are converted")
-    check_is_known(files.args)
+    check_is_known(files.args, family)
     stored = _parts_of_shards(files, family) if isinstance(files, ShardFiles) else _parts_of_dist(files, family)
     if EMBEDDING not in stored:
         raise CheckpointError(f"{files.folder} holds no word embeddings, so it is not a language model's")
@@ -59,12 +58,10 @@ def read_megatron_lm(root: Path, *, step: int | None = None, true_vocab_size: in
         raise CheckpointError(f"{files.folder} embeds {rows} words: --true-vocab-size {vocab_size} is more than that")
     if tokenizer.tokenizer_type == "NullTokenizer":
         tokenizer = dataclasses.replace(tokenizer, vocab_size=vocab_size - 1)
-    num_layers = _num_layers(stored)
-    asked = files.args("num_layers")
-    if num_layers != asked:
-        raise CheckpointError(f"{files.folder} holds {num_layers} layers; its saved settings say num_layers {asked}")
-    model = model_from_arguments(files.args, vocab_size=vocab_size, num_layers=num_layers)
-    groups = groups_from_arguments(files.args, family, model, stored, legacy=is_legacy(files.names()))
+    _check_depths(depths_of(stored), files, family)
+    legacy, num_layers = is_legacy(files.names()), files.args("num_layers")
+    model = model_from_arguments(files.args, vocab_size=vocab_size, num_layers=num_layers, legacy=legacy)
+    groups = groups_from_arguments(files.args, family, model, stored, legacy=legacy)
     if family.name == "bert" and "binary_head.weight" not in stored:
         stored |= _no_token_types(stored[EMBEDDING].parts[0])
     merge = _Merge(model.num_attention_heads, model.kv_channels, files.version, vocab_size)
@@ -80,14 +77,21 @@ def read_megatron_lm(root: Path, *, step: int | None = None, true_vocab_size: in
     )
 
 
+def _check_depths(depths: Mapping[str, int], files: ShardFiles | DistFiles, family: Family) -> None:
+    """Raise CheckpointError when a stack hasn't as many layers as the settings say."""
+    num_layers = files.args("num_layers")
+    for stack, depth in depths.items():
+        # Before core a T5's decoder had a number of its own; core saves the flag and doesn't look at it.
+        own = files.args("decoder_num_layers", num_layers) if (family.name, stack) == ("t5", "decoder") else num_layers
+        if depth not in (num_layers, own):
+            said = f"num_layers {num_layers}" + (f", decoder_num_layers {own}" if own != num_layers else "")
+            raise CheckpointError(f"{files.folder} holds {depth} layers; its saved settings say {said}")
+
+
 def _vocabulary(tokenizer: object, rows: int) -> int:
     """Words of the tokenizer, if they are at hand and make sense."""
     size = getattr(tokenizer, "vocab_size", None)
     return size if isinstance(size, int) and size <= rows else rows
-
-
-def _num_layers(stored: Mapping[str, object]) -> int:
-    return 1 + max(int(layer[2]) for layer in map(LAYER.match, stored) if layer)
 
 
 def _no_token_types(like: LazyTensor) -> dict[str, Parts]:
@@ -116,7 +120,13 @@ def _parts_of_shards(files: ShardFiles, family: Family) -> dict[str, Parts]:
             lacking = [rank for rank, shard in enumerate(stage) if theirs not in shard]
             if lacking:
                 raise CheckpointError(f"{files.folder}: tensor-parallel rank {lacking[0]} lacks {theirs}")
-            found[ours] = Parts(tuple(_lazy(shard[theirs]) for shard in stage))
+            if ours in _WHOLE and len(files.stages) > 1:
+                raise CheckpointError(
+                    f"{files.folder} has relative positions in pipeline stages, which each trained tables of its own: "
+                    "convert a torch_dist checkpoint"
+                )
+            shards = stage[:1] if ours in _WHOLE else stage
+            found[ours] = Parts(tuple(_lazy(shard[theirs]) for shard in shards))
         first_layers = next_layers
     return found
 

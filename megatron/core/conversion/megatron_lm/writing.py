@@ -19,7 +19,7 @@ from megatron.core.checkpointing.streamed import StreamedBox, table_of, write_bo
 from megatron.core.conversion.companions import FOLDER, copied_tokenizer, copy_files
 from megatron.core.conversion.megatron_lm.arguments import arguments_of
 from megatron.core.conversion.megatron_lm.files import BACKEND, COMMON, RELEASE
-from megatron.core.conversion.megatron_lm.names import LAYER, NAMES, Names
+from megatron.core.conversion.megatron_lm.names import LAYER, NAMES, Names, depths_of
 from megatron.core.conversion.portable import LazyTensor, PortableModel
 from megatron.core.files.remote_path import AnyPath
 from megatron.errors import CheckpointError
@@ -85,10 +85,7 @@ def _padded(name: str, tensor: LazyTensor, portable: PortableModel) -> LazyTenso
 
 def _write_dist(tensors: dict[str, LazyTensor], names: Names, common: dict[str, object], folder: Path) -> None:
     """Layers are stacked along a new first dim; a box is one layer."""
-    depths: dict[str, int] = {}
-    for found in filter(None, map(LAYER.match, tensors)):
-        depths[found[1]] = max(depths.get(found[1], 0), int(found[2]) + 1)
-    boxes = []
+    depths, boxes = depths_of(tensors), []
     for name, tensor in tensors.items():
         layer = LAYER.match(name)
         for key in names.stacked_names(name):

@@ -1,0 +1,215 @@
+"""Megatron-LM's T5s become ours with the same numbers, and go back; what one of the two doesn't have is said."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.config.bert import BertConfig
+from megatron.config.model import ModelConfig
+from megatron.config.t5 import T5Config
+from megatron.core.checkpointing.stored_tensors import StoredTensors
+from megatron.core.conversion.megatron_lm import forward
+from megatron.core.conversion.megatron_lm.reading import read_megatron_lm
+from megatron.core.conversion.native import read_native, write_native
+from megatron.core.conversion.proof import ProofError
+from megatron.core.tokenizers.build import build_tokenizer
+from megatron.core.tokenizers.wordpiece import BERT_TOKENS
+from megatron.errors import CheckpointError
+from tests.unit.conversion.megatron_checkpoints import CLASSIC, portable, random_tensors, write_torch
+from tests.unit.conversion.test_megatron_lm import assert_holds, dist_checkpoint, do
+from tools.checkpoint import convert as tool
+
+EQUAL = T5Config(decoder_num_layers=4, decoder_seq_length=20)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "classic": CLASSIC,
+    "modern": {
+        **CLASSIC,
+        "kv_channels": 12,
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "ffn_hidden_size": 48,
+        "add_bias_linear": False,
+        "position_embedding_type": "rope",
+        "untie_embeddings_and_output_weights": True,
+    },
+    "relative": {**CLASSIC, "position_embedding_type": "relative"},
+    "no positions": {**CLASSIC, "position_embedding_type": "none", "squared_relu": True},
+}
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)], ids=str)
+@pytest.mark.parametrize(
+    ("style", "version"),
+    [("first", None), ("first", 1.0), ("legacy", 2.0), ("legacy", 3.0), ("core", 3.0), ("te", 3.0)],
+)
+def test_every_version_at_every_layout(
+    style: str, version: float | None, layout: tuple[int, int], tmp_path: Path
+) -> None:
+    """Keys and values of the encoder in three orders; pipelines whose first half is the encoder's, with copies."""
+    model = ModelConfig(**CLASSIC)
+    values = random_tensors(model, (EQUAL,))
+    tp, pp = layout
+    write_torch(tmp_path / "theirs", CLASSIC, values, style=style, version=version, tp=tp, pp=pp, decoder_seq_length=20)
+    do("megatron-lm", tmp_path / "theirs", "megatron", tmp_path / "ours", family="T5")
+    found = read_native(tmp_path / "ours")
+    assert_holds(found, values)
+    assert (found.groups, found.model, found.iteration) == ((EQUAL,), model, 500)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("style", ["core", "te"])
+@pytest.mark.parametrize("name", list(SETTINGS)[1:])
+def test_kinds_of_t5(name: str, style: str, tp: int, tmp_path: Path) -> None:
+    """Of relative positions every tensor-parallel rank stores the whole table."""
+    values = random_tensors(ModelConfig(**SETTINGS[name]), (EQUAL,))
+    write_torch(tmp_path / "theirs", SETTINGS[name], values, style=style, tp=tp)
+    do("megatron-lm", tmp_path / "theirs", "megatron", tmp_path / "ours")
+    assert_holds(read_native(tmp_path / "ours"), values)
+
+
+def test_before_core_the_decoder_had_a_depth_of_its_own(tmp_path: Path) -> None:
+    """Also a depth that its settings don't know is said."""
+    group = T5Config(decoder_num_layers=2, decoder_seq_length=8)
+    values = random_tensors(ModelConfig(**CLASSIC), (group,))
+    write_torch(tmp_path / "theirs", CLASSIC, values, style="legacy", tp=2, decoder_num_layers=2)
+    do("megatron-lm", tmp_path / "theirs", "megatron", tmp_path / "ours")
+    assert read_native(tmp_path / "ours").groups == (group,)
+    write_torch(tmp_path / "wrong", CLASSIC, values, style="legacy", decoder_num_layers=3)
+    said = "holds 2 layers; its saved settings say num_layers 4, decoder_num_layers 3"
+    with pytest.raises(CheckpointError, match=said):
+        read_megatron_lm(tmp_path / "wrong")
+
+
+@pytest.mark.parametrize("style", ["first", "legacy", "core"])
+def test_residuals_behind_the_norm(style: str, tmp_path: Path) -> None:
+    """The models before core knew that flag; core's ignore it, whatever was saved."""
+    model = ModelConfig(**CLASSIC, apply_residual_connection_post_layernorm=style != "core")
+    values = random_tensors(model, (EQUAL,))
+    flags: dict[str, Any] = {"apply_residual_connection_post_layernorm": True}
+    write_torch(tmp_path / "theirs", CLASSIC, values, style=style, pp=2, **flags)
+    do("megatron-lm", tmp_path / "theirs", "megatron", tmp_path / "ours")
+    assert read_native(tmp_path / "ours").model == model
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_torch_dist(name: str, tmp_path: Path) -> None:
+    """Two stacks of layers, and tensors under two names."""
+    values = random_tensors(ModelConfig(**SETTINGS[name]), (EQUAL,))
+    dist_checkpoint(tmp_path / "theirs", SETTINGS[name], values, common_in_dcp=False, family="t5")
+    do("megatron-lm", tmp_path / "theirs", "megatron", tmp_path / "ours")
+    assert_holds(read_native(tmp_path / "ours"), values)
+
+
+@pytest.mark.parametrize("dist", [True, False], ids=["torch_dist", "torch"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_ours_goes_to_megatron_lm_and_back(name: str, dist: bool, tmp_path: Path) -> None:
+    """Byte for byte, and with the duplicates that its loader asks for."""
+    model = ModelConfig(**SETTINGS[name])
+    values = random_tensors(model, (EQUAL,))
+    write_native(portable(model, values, (EQUAL,)), tmp_path / "ours", final=tmp_path / "ours")
+    do("megatron", tmp_path / "ours", "megatron-lm", tmp_path / "theirs", dist=dist)
+    do("megatron-lm", tmp_path / "theirs", "megatron", tmp_path / "back")
+    found = read_native(tmp_path / "back")
+    assert (found.groups, found.model) == ((EQUAL,), model)
+    for path in (tmp_path / "ours").rglob("*.distcp"):
+        assert path.read_bytes() == (tmp_path / "back" / path.relative_to(tmp_path / "ours")).read_bytes()
+    if dist:
+        stored = StoredTensors(tmp_path / "theirs/release", foreign=True)
+        kind = "weight" if model.untie_embeddings_and_output_weights else "bias"
+        names = {f"output_layer.{kind}", f"lm_head.output_layer.{kind}"}
+        assert names <= stored.entries.keys()
+        assert ("position_embeddings.weight" in stored.entries) == (model.position_embedding_type == "learned_absolute")
+        assert {"output_layer._extra_state/shard_0_1", "lm_head.output_layer._extra_state/shard_0_1"} <= {
+            *stored.objects
+        }
+
+
+@pytest.mark.parametrize(("method", "nothing"), [("_crossing", (1, 1, 1)), ("relative", (1, 1, 1, 1))])
+def test_the_proof_asks_about_every_part(
+    method: str, nothing: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention to the encoder and positions, left out on one side."""
+    values = random_tensors(ModelConfig(**SETTINGS["relative"]), (EQUAL,))
+    write_torch(tmp_path / "theirs", SETTINGS["relative"], values, style="core")
+    monkeypatch.setattr(forward._Forward, method, lambda *given, **more: torch.zeros(nothing))
+    with pytest.raises(ProofError, match="source and target are different models"):
+        do("megatron-lm", tmp_path / "theirs", "megatron", tmp_path / "ours")
+
+
+@pytest.mark.parametrize("title", ["BERT", "T5"])
+def test_megatron_lms_own_spelling(title: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a vocab.txt, whose words and sentinels say where padding begins; back again the tokenizer is the same."""
+    (tmp_path / "vocab.txt").write_text("\n".join([*BERT_TOKENS, *(f"w{number}" for number in range(60))]) + "\n")
+    settings = {**CLASSIC, "vocab_size": 65 + 2 + 10}
+    group = EQUAL if title == "T5" else BertConfig(exact_gelu_head=True)
+    values = random_tensors(ModelConfig(**settings), (group,))
+    files = {"tokenizer_type": "BertWordPieceLowerCase", "vocab_file": str(tmp_path / "vocab.txt")}
+    flags: dict[str, Any] = {**files, "vocab_extra_ids": 10, "vocab_size": None, "decoder_seq_length": 20}
+    write_torch(tmp_path / "theirs", settings, values, style="core", tp=2, **flags)
+    words = f"--model-type {title} --loader mcore --saver mcore --load-dir {tmp_path / 'theirs'}"
+    tool.main([*words.split(), "--save-dir", str(tmp_path / "ours"), "--target-tensor-parallel-size", "2"])
+    assert "proof: largest difference" in capsys.readouterr().out
+    do("megatron", tmp_path / "ours", "megatron-lm", tmp_path / "again")
+    do("megatron-lm", tmp_path / "again", "megatron", tmp_path / "back")
+    for name in ("ours", "back"):
+        found = read_native(tmp_path / name)
+        assert_holds(found, values)
+        assert found.groups == (group,)
+        assert build_tokenizer(found.tokenizer).vocab_size == 77
+        assert found.tokenizer.vocab_file == str(tmp_path / name / "huggingface/vocab.txt")
+    other = "BERT" if title == "T5" else "T5"
+    with pytest.raises(CheckpointError, match=f"--model-type {other}: .*theirs holds a {title}"):
+        tool.main([*words.replace(title, other, 1).split(), "--save-dir", str(tmp_path / "x")])
+
+
+THAT_WE_LACK: list[tuple[str, dict[str, Any], str]] = [
+    ("core", {"add_bias_linear": False}, "is of a T5 without biases in linear layers (add_bias_linear), whose tied"),
+    (
+        "core",
+        {"position_embedding_type": "mrope"},
+        "those of a T5 that can be converted are learned_absolute, rope, no",
+    ),
+    ("core", {"num_layers": 5}, "holds 4 layers; its saved settings say num_layers 5"),
+]
+
+
+@pytest.mark.parametrize(("style", "flags", "words"), THAT_WE_LACK)
+def test_what_cannot_be_converted_is_said(style: str, flags: dict[str, Any], words: str, tmp_path: Path) -> None:
+    """A model that is almost ours must not come out as one."""
+    write_torch(tmp_path, CLASSIC, random_tensors(ModelConfig(**CLASSIC), (EQUAL,)), style=style, **flags)
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        read_megatron_lm(tmp_path)
+
+
+def test_stages_with_tables_of_their_own(tmp_path: Path) -> None:
+    """Their stages don't keep relative positions equal, and ours are one table."""
+    values = random_tensors(ModelConfig(**SETTINGS["relative"]), (EQUAL,))
+    write_torch(tmp_path, SETTINGS["relative"], values, style="core", pp=2)
+    with pytest.raises(CheckpointError, match="has relative positions in pipeline stages, which each trained tables"):
+        read_megatron_lm(tmp_path)
+
+
+THAT_THEY_LACK: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {"decoder_num_layers": 2}, "Megatron-LM has as many layers in a T5's decoder as in its encoder, so it can't"),
+    ({}, {"scale_output": True}, "Megatron-LM has no scale of a T5's output (--scale-output)"),
+    ({"group_query_attention": True, "num_query_groups": 2}, {}, "has no T5 whose heads share keys and values"),
+    ({"add_bias_linear": False}, {}, "has a bias in a T5's tied output whatever --disable-bias-linear says, so"),
+    ({"softmax_scale": 1.0}, {}, "has no flag for the scale of attention scores (--softmax-scale)"),
+]
+
+
+@pytest.mark.parametrize(("settings", "own", "words"), THAT_THEY_LACK)
+def test_t5s_that_megatron_lm_does_not_have(
+    settings: dict[str, Any], own: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    model, group = ModelConfig(**CLASSIC, **settings), T5Config(**{"decoder_num_layers": 4, **own})
+    values = random_tensors(model, (group,))
+    write_native(portable(model, values, (group,)), tmp_path / "ours", final=tmp_path / "ours")
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        do("megatron", tmp_path / "ours", "megatron-lm", tmp_path / "theirs")
+    assert not (tmp_path / "theirs").exists()
