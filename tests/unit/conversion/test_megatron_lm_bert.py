@@ -120,12 +120,20 @@ def test_a_run_goes_on_from_it(tmp_path: Path) -> None:
         load(tiny_run(ParallelContext.single(), flags, family=FAMILIES["bert"]))
 
 
+def test_token_types_without_the_second_head(tmp_path: Path) -> None:
+    """Where a checkpoint has them, they stay."""
+    values = random_tensors(ModelConfig(**CLASSIC), BARE)
+    write_torch(tmp_path / "theirs", CLASSIC, values, style="first", version=0.0)
+    do("megatron-lm", tmp_path / "theirs", "megatron", tmp_path / "ours")
+    assert_holds(read_native(tmp_path / "ours"), values)
+
+
 BERT_THAT_MEGATRON_LM_LACKS: list[tuple[dict[str, Any], BertConfig, str]] = [
     ({}, BertConfig(), "Megatron-LM has the exact GELU in a BERT's head for hidden words (--exact-gelu-head), so"),
     (
         {"position_embedding_type": "rope"},
         BertConfig(exact_gelu_head=True),
-        "Megatron-LM has no BERT with positions of type rope, so it can't be written for it",
+        "Megatron-LM has no BERT with positions of type rope, so this model can't be written for it",
     ),
     (
         {"exact_gelu": True, "apply_residual_connection_post_layernorm": True},

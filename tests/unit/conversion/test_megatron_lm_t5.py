@@ -195,7 +195,11 @@ def test_stages_with_tables_of_their_own(tmp_path: Path) -> None:
 
 
 THAT_THEY_LACK: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({}, {"decoder_num_layers": 2}, "Megatron-LM has as many layers in a T5's decoder as in its encoder, so it can't"),
+    (
+        {},
+        {"decoder_num_layers": 2},
+        "Megatron-LM has as many layers in a T5's decoder as in its encoder, so",
+    ),
     ({}, {"scale_output": True}, "Megatron-LM has no scale of a T5's output (--scale-output)"),
     ({"group_query_attention": True, "num_query_groups": 2}, {}, "has no T5 whose heads share keys and values"),
     ({"add_bias_linear": False}, {}, "has a bias in a T5's tied output whatever --disable-bias-linear says, so"),

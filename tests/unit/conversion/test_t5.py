@@ -260,7 +260,7 @@ def test_activations_of_models_that_were_trained_here(gate: dict[str, Any], exac
 def test_what_a_t5_cannot_become(model_folder: Folder, tmp_path: Path) -> None:
     """Megatron-LM has no ReLU; and a proof by layers needs no more memory than a few of both stacks."""
     do("hf", model_folder("t5"), "megatron", tmp_path / "ours", skip_proof=True)
-    with pytest.raises(CheckpointError, match=r"Megatron-LM has no flag for ReLU \(--relu\), so it can't be written"):
+    with pytest.raises(CheckpointError, match=r"Megatron-LM has no flag for ReLU \(--relu\), so this model can't"):
         convert(Conversion("megatron", tmp_path / "ours", "megatron-lm", tmp_path / "theirs"), print)
     with pytest.raises(CheckpointError, match=r"--model-type BERT: .*ours holds a T5"):
         convert(Conversion("megatron", tmp_path / "ours", "hf", tmp_path / "x", family="BERT"), print)

@@ -181,7 +181,7 @@ def arguments_of(portable: PortableModel, *, dist: bool) -> Namespace:
     model, tokenizer = portable.model, portable.tokenizer
     for what, asked in (_unknown_there(model) | _unknown_of_family(portable)).items():
         if asked:
-            raise CheckpointError(f"Megatron-LM has {what}, so it can't be written for it")
+            raise CheckpointError(f"Megatron-LM has {what}, so this model can't be written for it")
     if model.apply_residual_connection_post_layernorm:
         raise CheckpointError(
             "Megatron-LM's core ignores --apply-residual-connection-post-layernorm, so such a model can't be written "

@@ -63,7 +63,7 @@ def read_megatron_lm(root: Path, *, step: int | None = None, true_vocab_size: in
     model = model_from_arguments(files.args, vocab_size=vocab_size, num_layers=num_layers, legacy=legacy)
     groups = groups_from_arguments(files.args, family, model, stored, legacy=legacy)
     if family.name == "bert" and "binary_head.weight" not in stored:
-        stored |= _no_token_types(stored[EMBEDDING].parts[0])
+        stored = _no_token_types(stored[EMBEDDING].parts[0]) | stored
     merge = _Merge(model.num_attention_heads, model.kv_channels, files.version, vocab_size)
     return PortableModel(
         model=model,
@@ -95,7 +95,7 @@ def _vocabulary(tokenizer: object, rows: int) -> int:
 
 
 def _no_token_types(like: LazyTensor) -> dict[str, Parts]:
-    """Zeros for the token types, which Megatron-LM's BERT lacks when it has no head for the order of texts."""
+    """Zeros for the token types, which today's Megatron-LM leaves out of a BERT without the second head."""
     shape = (TOKEN_TYPES, like.shape[1])
     return {TOKEN_TYPE_EMBEDDING: Parts((LazyTensor(shape, like.dtype, lambda: torch.zeros(shape, dtype=like.dtype)),))}
 
