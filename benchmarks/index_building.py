@@ -1,7 +1,7 @@
 """Building the sample index of large data and reading samples through it, against megatron-core's compiled helper.
 
     python benchmarks/index_building.py --folder /a/disk/with/2/GB
-    python benchmarks/index_building.py --folder /another/with/3/GB --documents 100_000_000 --longest 19 --rounds 1
+    python benchmarks/index_building.py --folder /another/with/3/GB --documents 100_000_000 --longest 19 --epochs 1
 
 Writes 5 million documents of 1 billion tokens (kept for the next time), or as many as asked, then times, each in a
 process of its own so that peak memory is its own: opening the files and building the index of a run of one epoch and of
@@ -149,17 +149,17 @@ def main() -> int:
     parser.add_argument("--longest", type=int, default=LONGEST, help="tokens of the longest one")
     parser.add_argument("--child", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--prefix", help=argparse.SUPPRESS)
-    parser.add_argument("--epochs", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--epochs", type=int, nargs="+", default=EPOCHS, help="lengths of the runs")
     arguments = parser.parse_args()
     if arguments.child:
-        print(json.dumps(CONTENDERS[arguments.child](arguments.prefix, arguments.epochs)))
+        print(json.dumps(CONTENDERS[arguments.child](arguments.prefix, *arguments.epochs)))
         return 0
     prefix = str(arguments.folder / "documents")
     if not Path(f"{prefix}.idx").exists():
         write_data(prefix, documents=arguments.documents, longest=arguments.longest)
     contenders = [name for name in CONTENDERS if name == "ours" or os.environ.get("MEGATRON_CORE_PATH")]
     runs: dict[tuple[str, int], list[dict[str, float]]] = {
-        (name, epochs): [] for name in contenders for epochs in EPOCHS
+        (name, epochs): [] for name in contenders for epochs in arguments.epochs
     }
     for _ in range(arguments.rounds):
         for (name, epochs), results in runs.items():

@@ -224,10 +224,10 @@ def our_t5(shape: Shape, config: Any, context: Any) -> tuple[Any, Loss]:
 
 def transformers_t5(shape: Shape, attention: str = "sdpa") -> tuple[Any, Loss]:
     """T5ForConditionalGeneration with the kind of attention named; its words begin as small as ours."""
-    from transformers import AutoModelForSeq2SeqLM, T5Config
+    from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
-    config = T5Config(
-        vocab_size=shape.vocabulary, d_model=shape.hidden, d_kv=shape.hidden // shape.heads, d_ff=4 * shape.hidden,
+    config = AutoConfig.for_model(
+        "t5", vocab_size=shape.vocabulary, d_model=shape.hidden, d_kv=shape.hidden // shape.heads, d_ff=4 * shape.hidden,
         num_layers=shape.layers, num_decoder_layers=shape.layers, num_heads=shape.heads, dropout_rate=0.0,
         feed_forward_proj="relu", tie_word_embeddings=True, use_cache=False, pad_token_id=0, decoder_start_token_id=0,
     )  # fmt: skip
