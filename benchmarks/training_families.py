@@ -227,7 +227,8 @@ def transformers_t5(shape: Shape, attention: str = "sdpa") -> tuple[Any, Loss]:
     from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
     config = AutoConfig.for_model(
-        "t5", vocab_size=shape.vocabulary, d_model=shape.hidden, d_kv=shape.hidden // shape.heads, d_ff=4 * shape.hidden,
+        "t5",
+        vocab_size=shape.vocabulary, d_model=shape.hidden, d_kv=shape.hidden // shape.heads, d_ff=4 * shape.hidden,
         num_layers=shape.layers, num_decoder_layers=shape.layers, num_heads=shape.heads, dropout_rate=0.0,
         feed_forward_proj="relu", tie_word_embeddings=True, use_cache=False, pad_token_id=0, decoder_start_token_id=0,
     )  # fmt: skip
