@@ -22,7 +22,7 @@ from megatron.core.conversion.megatron_lm.writing import write_megatron_lm
 from megatron.core.conversion.native import read_native, write_native
 from megatron.core.conversion.portable import PortableModel
 from megatron.core.conversion.questions import Answer, Question, question_for
-from megatron.core.conversion.remote import on_disk, put
+from megatron.core.conversion.remote import fetched, put
 from megatron.core.files.remote_path import AnyPath, RemotePath
 from megatron.errors import CheckpointError
 
@@ -114,12 +114,10 @@ def _source(job: Conversion) -> Iterator[_Source]:
     if isinstance(job.load, Path) or job.source == "megatron":
         yield _Source(job, job.load, job.step)
         return
-    if job.source == "megatron-lm":  # one checkpoint, not all that a run has left
-        with on_disk(find_folder(job.load, step=job.step)) as folder:
-            yield _Source(job, folder, None)
-    else:
-        with on_disk(job.load) as folder:
-            yield _Source(job, folder, None)
+    # Of Megatron-LM's, one checkpoint and not all that a run has left.
+    place = find_folder(job.load, step=job.step) if job.source == "megatron-lm" else job.load
+    with fetched(place) as folder:
+        yield _Source(job, folder, None)
 
 
 def _folder(place: AnyPath) -> Path:

@@ -14,21 +14,19 @@ from pathlib import Path
 
 from megatron.core.checkpointing.folders import TRACKER
 from megatron.core.checkpointing.manifest import MANIFEST
-from megatron.core.files.remote_path import AnyPath, RemotePath
+from megatron.core.files.remote_path import RemotePath
+from megatron.errors import CheckpointError
 
 _LAST = ("metadata.json", "config.json", MANIFEST, TRACKER)
 
 
 @contextmanager
-def on_disk(place: AnyPath) -> Iterator[Path]:
-    """The folder; one in storage as a copy in the folder for temporary files, which is gone afterwards."""
-    if isinstance(place, Path):
-        yield place
-        return
+def fetched(place: RemotePath) -> Iterator[Path]:
+    """A copy of ``place`` in the folder for temporary files, which is gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="convert-") as folder:
-        fetched = Path(folder) / place.name
-        _fetch(place, fetched)
-        yield fetched
+        copy = Path(folder) / place.name
+        _fetch(place, copy)
+        yield copy
 
 
 def _fetch(place: RemotePath, folder: Path) -> None:
@@ -41,7 +39,10 @@ def _fetch(place: RemotePath, folder: Path) -> None:
 
 
 def put(folder: Path, place: RemotePath) -> None:
-    """Copy the files below ``folder`` to ``place``, where nothing is left if that fails; raises OSError."""
+    """Copy the files below ``folder`` to ``place``; raises OSError, and then nothing is left there.
+
+    CheckpointError where not even that can be done.
+    """
     files = [path for path in folder.rglob("*") if path.is_file()]
     files.sort(key=lambda path: _LAST.index(path.name) if path.name in _LAST else -1)
     try:
@@ -51,7 +52,13 @@ def put(folder: Path, place: RemotePath) -> None:
                 target = target / part
             with path.open("rb") as source, target.open("wb") as sink:
                 shutil.copyfileobj(source, sink, 1 << 22)
-    except BaseException:
-        with suppress(OSError):  # the reason why it failed is worth more
-            place.remove_tree()
+    except BaseException as error:
+        try:
+            with suppress(FileNotFoundError):  # nothing had been put
+                place.remove_tree()
+        except OSError as second:
+            raise CheckpointError(
+                f"{str(error) or 'interrupted'}; what had been put into {place} could not be deleted, either "
+                f"({second.strerror}): delete it"
+            ) from error
         raise

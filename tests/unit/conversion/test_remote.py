@@ -57,3 +57,18 @@ def test_what_fails_leaves_nothing(model_folder: Folder, tmp_path: Path) -> None
     convert(job, lambda words: None)
     with pytest.raises(CheckpointError, match=r"exists and is not empty: name a new folder, nothing is overwritten"):
         convert(job, lambda words: None)
+
+
+def test_what_cannot_be_taken_back_is_said(model_folder: Folder, tmp_path: Path) -> None:
+    """A service that is gone takes no deletions, either; "nothing was left" would be untrue."""
+
+    def gone(name: str, path: str) -> None:
+        if name == "delete" or (name == "put" and path.endswith("manifest.json")):
+            raise bucket.ServiceError("the service is gone")
+
+    job = Conversion("hf", model_folder("gpt2"), "megatron", at(tmp_path / "store/ours"), skip_proof=True)
+    expected = r"could not be deleted, either \(the service is gone\): delete it$"
+    with bucket.failing(gone), pytest.raises(CheckpointError, match=expected) as caught:
+        convert(job, lambda words: None)
+    assert "nothing was left" not in str(caught.value)
+    assert [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
