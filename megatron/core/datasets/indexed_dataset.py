@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -41,6 +42,7 @@ _BLOCK_BYTES = 1 << 23
 _TABLE_BYTES = 1 << 18
 _NUM_PROBES, _PROBE_TOKENS = 4, 1024
 _FREE_SPACE = "free some space, or write to another folder"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system without locks, as some across networks
 
 
 class IndexedDataset:
@@ -198,7 +200,7 @@ class IndexedDatasetWriter:
             self._modes = self._table("modes", size=self.num_sequences) if multimodal else None
 
     def _lock(self, path: Path) -> None:
-        """Keep other writers off until the files have their names; a killed one keeps nobody off."""
+        """Keep other writers off until the files have names, if locks are there; a killed writer keeps nobody off."""
         file = self._alone.enter_context(path.open("ab"))
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -206,8 +208,9 @@ class IndexedDatasetWriter:
             raise DataError(
                 f"another process is writing {bin_path(self.prefix)}: wait for it, or give another prefix"
             ) from None
-        except OSError:
-            pass  # a file system without locks
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
 
     def _table(self, name: str, *, size: int) -> IO[bytes]:
         self._tables.append(Path(f"{self.prefix}.{name}.part"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import itertools
 import os
 import pickle
@@ -11,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +205,22 @@ def test_two_writers_of_one_data_set(tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "data", np.uint16) as writer:
         writer.add_document([5])
     assert [sequence.tolist() for sequence in IndexedDataset(tmp_path / "data")[:]] == [[5]]
+
+
+@pytest.mark.parametrize(("number", "stops"), [(errno.ENOLCK, False), (errno.EIO, True)])
+def test_only_a_file_system_without_locks_goes_without(
+    number: int, stops: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Data could not be written to some network file systems; a disk that fails here would fail later, after hours."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(DataError, match="Input/output error") if stops else nullcontext():
+        with IndexedDatasetWriter(tmp_path / "data", np.uint16) as writer:
+            writer.add_document([1, 2])
+        assert IndexedDataset(tmp_path / "data")[0].tolist() == [1, 2]
 
 
 def test_data_sets_are_not_written_to_urls() -> None:
