@@ -10,7 +10,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -93,8 +92,12 @@ def guessed(count: int, trained: TrainedModel, *, examples: int) -> Iterator[str
     if data is None:
         raise ConfigError(f"{trained.folder.path} is of a run without one set of validation data: leave --samples out")
     samples = [data[number] for number in range(count)]
-    asking = (sample for sample in samples if np.isin(sample["text_dec"], tokenizer.sentinels).any())
-    for sample in islice(asking, examples):
+    asking = [sample for sample in samples if np.isin(sample["text_dec"], tokenizer.sentinels).any()]
+    if not asking:
+        raise ConfigError(
+            f"--samples {count}: none of them hides words, for want of sentinels or of room in the decoder; give more"
+        )
+    for sample in asking[:examples]:
         yield from beside_truth(sample, trained)
     found = [beginnings_in(samples[start : start + BATCH], trained) for start in range(0, count, BATCH)]
     true = [token for each in found for token in each.true.tolist()]
@@ -111,10 +114,10 @@ def beside_truth(sample: Sample, trained: TrainedModel) -> Iterator[str]:
     """A sample's text, and what the model says for each of its spans beside what was hidden."""
     tokenizer = naming(trained)
     names, marks = tokenizer.sentinels, {tokenizer.pad, tokenizer.decoder_start, tokenizer.eos}
-    tokens, told = (
+    tokens, decoder_tokens = (
         [token for token in sample[name].tolist() if token not in marks] for name in ("text_enc", "text_dec")
     )
-    hidden = spans_of(told, names)[: sum(token in names for token in told)]
+    hidden = spans_of(decoder_tokens, names)[: sum(token in names for token in decoder_tokens)]
     ends = [place for place, token in enumerate(tokens) if token in names]
     pieces = [tokens[start:end] for start, end in zip([0, *(end + 1 for end in ends)], [*ends, len(tokens)])]
     yield f" {MASK} ".join(map(tokenizer.detokenize, pieces)).strip()
@@ -128,12 +131,12 @@ def beginnings_in(samples: Sequence[Sample], trained: TrainedModel) -> Beginning
 
     from megatron.core.inference.telling import beginnings
 
-    text, told, real = (
+    tokens, decoder_tokens, real = (
         torch.stack([torch.from_numpy(sample[name]) for sample in samples]).to(trained.context.device)
         for name in ("text_enc", "text_dec", "enc_mask")
     )
     model, names = cast("T5Model", trained.model), naming(trained).sentinels
-    return beginnings(model, text, told, padding_mask=real.bool(), names=names, count=CANDIDATES)
+    return beginnings(model, tokens, decoder_tokens, padding_mask=real.bool(), names=names, count=CANDIDATES)
 
 
 def shares(true: Sequence[int], guesses: Sequence[Sequence[int]]) -> str:

@@ -44,15 +44,21 @@ class Beginnings:
 
 @torch.no_grad()
 def beginnings(
-    model: T5Model, tokens: Tensor, told: Tensor, *, padding_mask: Tensor, names: Sequence[int], count: int
+    model: T5Model,
+    tokens: Tensor,
+    decoder_tokens: Tensor,
+    *,
+    padding_mask: Tensor,
+    names: Sequence[int],
+    count: int,
 ) -> Beginnings:
     """The ``count`` likeliest first tokens of every span in a batch, each given the true words of the spans before it.
 
-    ``tokens`` and ``padding_mask`` [b, S], ``told`` [b, D] as in training. A collective of the model's tensor-parallel
-    ranks.
+    ``tokens`` and ``padding_mask`` [b, S], ``decoder_tokens`` [b, D] as in training. A collective of the model's
+    tensor-parallel ranks.
     """
-    output = model(tokens, told, padding_mask=padding_mask)
+    output = model(tokens, decoder_tokens, padding_mask=padding_mask)
     assert isinstance(output, VocabularyOutput), "a model with all its stages"
-    named = torch.isin(told, torch.tensor(names, device=told.device))
+    named = torch.isin(decoder_tokens, torch.tensor(names, device=decoder_tokens.device))
     named[:, -1] = False  # a span has a token at least
-    return Beginnings(told.roll(-1, dims=1)[named], output.where(named).logits()[0].topk(count).indices)
+    return Beginnings(decoder_tokens.roll(-1, dims=1)[named], output.where(named).logits()[0].topk(count).indices)

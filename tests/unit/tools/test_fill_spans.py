@@ -34,13 +34,13 @@ def saved(folder: Path, words: str | None = WORDS) -> Run:
     return saved_model(folder, "t5", words, flags="--position-embedding-type relative --decoder-seq-length 8")
 
 
-def saved_on_text(folder: Path) -> Run:
+def saved_on_text(folder: Path, decoder: str = "--decoder-seq-length 8") -> Run:
     """Of a run on sentences of ``PIECES``, four a document."""
     with IndexedDatasetWriter(f"{folder}/text", np.uint16) as writer:
         for number in range(60):
             sentence = [THE, (CAT, DOG)[number % 2], SAT, ON, (THE, A)[number % 3 == 0], MAT, DOT]
             writer.add_documents(sentence * 4, [len(sentence)] * 4, [4])
-    flags = "--decoder-seq-length 8 --mask-prob 0.4 --split 1,2 --eval-iters 1"
+    flags = f"{decoder} --mask-prob 0.4 --split 1,2 --eval-iters 1"
     return saved_model(folder, "t5", WORDS, flags=flags, data=f"--data-path {folder}/text")
 
 
@@ -120,6 +120,13 @@ def test_guesses_are_counted(
     assert re.fullmatch(
         r"Guessing what it has to say by how often each token occurs costs \d\.\d\d nats a token\.", entropy
     )
+
+
+def test_samples_that_hide_nothing(tmp_path: Path) -> None:
+    """A decoder of two tokens has no room for a span; there would be nothing to divide by."""
+    saved_on_text(tmp_path, "--decoder-seq-length 2")
+    with pytest.raises(ConfigError, match="--samples 4: none of them hides words, .* give more"):
+        fill_spans.main(["--load", f"{tmp_path}/saved", "--samples", "4"])
 
 
 def test_entropy() -> None:
