@@ -118,7 +118,10 @@ def _survey(root: AnyPath, step: int | None, named: str) -> _Survey:
         survey = _Survey()
         _judge(root, survey)
         if survey.whole and step not in (None, survey.whole[0].iteration):
-            raise CheckpointError(f"{named} is the checkpoint of iteration {survey.whole[0].iteration}, not of {step}")
+            raise CheckpointError(
+                f"{named} is the checkpoint of iteration {survey.whole[0].iteration}, not of --ckpt-step {step}: leave "
+                "--ckpt-step out, or name the folder that holds all of a run's"
+            )
         return survey
     survey = _look(root, step)
     if step is None:

@@ -136,7 +136,9 @@ def test_one_checkpoint_may_be_named_itself(root: Path) -> None:
     """--load root/iter_0000020 works; with another --ckpt-step it is a contradiction, not a choice."""
     assert find_checkpoint(root / "iter_0000020") == CheckpointFolder(root / "iter_0000020", 20)
     assert find_checkpoint(root / "iter_0000020", step=20).iteration == 20
-    with pytest.raises(CheckpointError, match="iter_0000020 is the checkpoint of iteration 20, not of 30"):
+    with pytest.raises(
+        CheckpointError, match="iter_0000020 is the checkpoint of iteration 20, not of --ckpt-step 30: leave"
+    ):
         find_checkpoint(root / "iter_0000020", step=30)
     damage(root / "iter_0000020" / "run.json", "flip")
     with pytest.raises(CheckpointError, match=r"run.json is damaged"):

@@ -198,7 +198,7 @@ THAT_THEY_LACK: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {},
         {"decoder_num_layers": 2},
-        "Megatron-LM has as many layers in a T5's decoder as in its encoder, so",
+        "Megatron-LM has as many layers in a T5's decoder as in its encoder, not 2 and 4, so",
     ),
     ({}, {"scale_output": True}, "Megatron-LM has no scale of a T5's output (--scale-output)"),
     ({"group_query_attention": True, "num_query_groups": 2}, {}, "has no T5 whose heads share keys and values"),

@@ -105,7 +105,7 @@ def test_verify_names_the_damaged_file(root: Path, said: Said, tmp_path: Path) -
     """And leaves with an exit code that a script sees."""
     assert said(root, "--verify") == (0, f"{root}/iter_0000001: whole\n{root}/iter_0000002: whole\n")
     assert said(root, "--verify", "--ckpt-step", "1") == (0, f"{root}/iter_0000001: whole\n")
-    with pytest.raises(CheckpointError, match="is the checkpoint of iteration 1, not of 2"):
+    with pytest.raises(CheckpointError, match="is the checkpoint of iteration 1, not of --ckpt-step 2"):
         said(root / "iter_0000001", "--verify", "--ckpt-step", "2")
     shutil.copytree(root, tmp_path / "copy")
     data = tmp_path / "copy/iter_0000002/__0_0.distcp"

@@ -245,9 +245,10 @@ def _unknown_of_family(portable: PortableModel) -> dict[str, bool]:
                 "the exact GELU in a BERT's head for hidden words (--exact-gelu-head)": not is_exact,
             }
         if isinstance(group, T5Config):
-            tied = not model.untie_embeddings_and_output_weights
+            tied, depth = not model.untie_embeddings_and_output_weights, group.decoder_num_layers
+            unequal = f"as many layers in a T5's decoder as in its encoder, not {depth} and {model.num_layers}"
             return {
-                "as many layers in a T5's decoder as in its encoder": group.decoder_num_layers != model.num_layers,
+                unequal: depth != model.num_layers,
                 "no scale of a T5's output (--scale-output)": group.scale_output,
                 "no T5 whose heads share keys and values": model.num_query_groups != model.num_attention_heads,
                 "a bias in a T5's tied output whatever --disable-bias-linear says": tied and not model.add_bias_linear,
