@@ -188,8 +188,9 @@ def draw_histogram(datasets: Sequence[IndexedDataset], output: Path) -> None:
 
     axes = new_axes()
     lengths = [np.maximum(document_lengths(dataset), 1) for dataset in datasets]
-    every = np.concatenate([*lengths, [1]] if not any(map(len, lengths)) else lengths)
-    bins = np.geomspace(every.min(), every.max() + 1, 60).tolist()
+    every = np.concatenate(lengths)
+    shortest, longest = (every.min(), every.max()) if len(every) else (1, 1)
+    bins = np.geomspace(shortest, longest + 1, 60).tolist()
     for number, (dataset, each) in enumerate(zip(datasets, lengths)):
         median = int(np.percentile(each, 50, method="inverted_cdf")) if len(each) else 0
         label = f"{Path(dataset.prefix).name}: {len(each):,} documents, median {median:,}"

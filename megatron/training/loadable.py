@@ -46,7 +46,7 @@ def check_loadable(
     if intake.value("load") is None:
         raise ConfigError("name the checkpoint: inspect.py DIR --can-load FLAGS, or --load DIR among the flags")
     if intake.value("world_size") is not None:
-        asked += ["--dry-run"]
+        asked += ["--dry-run"]  # which alone may say how many ranks there are
     flag = "" if path is not None else "--load"
     folder = find_checkpoint(intake.value("load"), step=intake.value("ckpt_step"), verify=False, flag=flag)
     state = read_run_state(folder)

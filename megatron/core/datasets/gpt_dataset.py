@@ -68,8 +68,12 @@ class GPTFamily:
         lengths = documents.lengths[first : part.units.stop]
         self._check_size(part, lengths, remedy=remedy)
         vocab_size = None if part.source.ids_known else self._vocab_size
-        where: dict[str, Any] = {"seed": self._seed, "num_samples": num_samples, "cache": part.source.cache}
-        where["seq_length"] = data.seq_length
+        where: dict[str, Any] = {
+            "seed": self._seed,
+            "seq_length": data.seq_length,
+            "num_samples": num_samples,
+            "cache": part.source.cache,
+        }
         if data.packing != "stream":
             kind = BestFitOrder if data.packing == "best-fit" else PaddingFreeOrder
             return PackedDataset(

@@ -43,7 +43,7 @@ class MaskingRules:
 
 @dataclass(frozen=True)
 class MaskingVocabulary:
-    """The ids that masking needs, the first three −1 where a vocabulary has them not.
+    """The ids that masking needs; the first three are −1 where a vocabulary lacks them.
 
     ``bos``: what a decoder begins with. ``continues`` [vocabulary]: whether an id goes on with the word before.
     """

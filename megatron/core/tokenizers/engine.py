@@ -96,9 +96,8 @@ def build_engine(name: str, tokenizer: Tokenizer, dtype: str, *, parts: bool = F
 
 @lru_cache(maxsize=1)
 def _gigatoken(tokenizer: RustTokenizer, dtype: str, parts: bool) -> GigatokenEngine:
-    return GigatokenEngine(
-        tokenizer, dtype, parts=parts
-    )  # takes over the vocabulary, which takes long enough to do it once
+    """Once, since it takes over the vocabulary."""
+    return GigatokenEngine(tokenizer, dtype, parts=parts)
 
 
 @dataclass(frozen=True)
