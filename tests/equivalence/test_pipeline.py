@@ -49,6 +49,7 @@ COMBINED: dict[str, Layout] = {
         pp=2, schedule="zb-h1", dp=2, sharded=True, **OVERLAPPED, micro_batch_size=1
     ),
     "pp2 zb-v dp2 zero overlapped": Layout(**VEE, dp=2, sharded=True, **OVERLAPPED, micro_batch_size=1),
+    "pp2 zb-h1 tp4, a head a rank": Layout(pp=2, schedule="zb-h1", tp=4),
     "pp2 zb-v tp2, recompute selective": Layout(**VEE, tp=2, recompute=SELECTIVE),
     "pp2 zb-v dp2 overlapped, recompute full": Layout(**VEE, dp=2, **OVERLAPPED, recompute=FULL),
 }

@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.tensor_parallel.initialize import Normal
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.tensor_parallel.linear import added_at_once
+from megatron.core.tensor_parallel.linear import added_at_once, linear
 from tests.harness import run_ranks
 
 LENGTH, WIDTH = 6, 8
@@ -42,6 +42,20 @@ def test_sequence_parallel_layer_keeps_its_part_of_the_sequence() -> None:
     for kept, right in run_ranks(kept_by_a_column_layer, tp=2, sequence_parallel=True, dtype=torch.float64):
         assert right
         assert kept == LENGTH * WIDTH // 2
+
+
+def test_a_gradient_that_waits_is_of_any_input() -> None:
+    """What attention makes of one head and several samples lies sample by sample: zero-bubble schedules stopped there
+    with an error of torch's.
+    """
+    context, generator = ParallelContext.single(dtype=torch.float64), torch.Generator().manual_seed(1)
+    context.weight_gradients.may_wait = True
+    x = torch.randn(3, LENGTH, WIDTH, generator=generator, dtype=context.dtype).transpose(0, 1)
+    weight = torch.randn(4, WIDTH, generator=generator, dtype=context.dtype, requires_grad=True)
+    torch.autograd.backward(linear(x, weight, None, context).square().sum())
+    plain = weight.detach().clone().requires_grad_()
+    torch.autograd.backward((x @ plain.t()).square().sum())
+    torch.testing.assert_close(weight.grad, plain.grad)
 
 
 def test_gradient_of_a_weight_with_other_uses_is_added_at_once() -> None:

@@ -69,7 +69,7 @@ class _Linear(torch.autograd.Function):
         grad_x = grad @ ctx.weight
         if ctx.gathers:
             grad_x = reduce_scatter(grad_x, context.mesh, "tp")
-        work = partial(ctx.add_gradient, rows, whole.wait().view(-1, x.shape[-1]))
+        work = partial(ctx.add_gradient, rows, whole.wait().reshape(-1, x.shape[-1]))
         if context.weight_gradients.are_waiting:
             context.weight_gradients.note(work)
         else:
