@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron.config.bert import BertConfig
+from megatron.config.flags import flags_of
 from megatron.config.t5 import T5Config
 from megatron.config.task import FINE_TUNING
 from megatron.errors import CheckpointError
@@ -50,3 +51,11 @@ def family_of(groups: Iterable[object]) -> Family:
     """The family that the groups of a run are of: the one whose own are among them, else GPT."""
     kinds = {type(group) for group in groups}
     return next((family for family in FAMILIES.values() if family.groups and kinds.issuperset(family.groups)), _GPT)
+
+
+def owner_of(spelling: str) -> Family | None:
+    """The family, if there is one, that has a flag of this spelling of its own."""
+    for family in FAMILIES.values():
+        if any(spelling in spec.spellings() for group in family.groups for spec in flags_of(group)):
+            return family
+    return None

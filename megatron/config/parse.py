@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config.command import CommandConfig
+from megatron.config.families import owner_of
 from megatron.config.files import Word, read_settings, words_of
 from megatron.config.flags import FlagSpec, did_you_mean, flags_of, group_name
 from megatron.config.help import format_help
@@ -169,7 +170,7 @@ class Intake:
         spec = self._by_field.get(key.replace("-", "_"))
         if spec is None:
             spelling = "--" + key.replace("_", "-")
-            if spelling in self._by_spelling or legacy_flag(spelling):
+            if spelling in self._by_spelling or legacy_flag(spelling) or owner_of(spelling):
                 values = [] if value is True else value if isinstance(value, list) else [value]
                 self._take_spelling(spelling, values, source=source, rank=FILE)
                 return
@@ -195,8 +196,11 @@ class Intake:
         if legacy is not None:
             self._take_legacy(spelling, legacy, values, source=source, rank=rank)
             return
-        where = "" if source == "flag" else f"{source}: "
-        self._wrong(f"{where}there is no flag {spelling}{did_you_mean(spelling, self._by_spelling)}")
+        where, owner = "" if source == "flag" else f"{source}: ", owner_of(spelling)
+        if owner is not None:
+            self._wrong(f"{where}{spelling} belongs to {owner.title} (pretrain_{owner.name}.py); leave it out")
+        else:
+            self._wrong(f"{where}there is no flag {spelling}{did_you_mean(spelling, self._by_spelling)}")
 
     def _take_legacy(self, spelling: str, legacy: LegacyFlag, values: list[Any], *, source: str, rank: int) -> None:
         words = " ".join([spelling, *map(str, values)])
