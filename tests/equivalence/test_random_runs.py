@@ -34,8 +34,12 @@ MODELS = {
     "--add-qkv-bias --qk-layernorm --group-query-attention --num-query-groups 2 "
     "--reset-attention-mask --reset-position-ids",
     "bert": "--init-method-std 0.2",
+    "t5": "--position-embedding-type relative --normalization RMSNorm --relu --disable-bias-linear --scale-output "
+    "--num-layers 4 --decoder-num-layers 3",
+    "t5, learned positions": "--init-method-std 0.2 --num-layers 3 --decoder-num-layers 4",
 }
 LAYERS = 7
+"""Of both stacks together, where there are two."""
 BASE = (
     f"--num-layers {LAYERS} --hidden-size 64 --num-attention-heads 8 --seq-length 64 --lr 1e-2 --train-iters 2 "
     "--mock-data --vocab-size 100 --eval-iters 0 --dry-run"
@@ -75,7 +79,7 @@ def draw(rng: random.Random) -> tuple[str, RunConfig]:
         ]
         line = " ".join(filter(None, flags))
         try:
-            groups = FAMILIES["bert" if model == "bert" else "gpt"].groups
+            groups = FAMILIES.get(model.partition(",")[0], FAMILIES["gpt"]).groups
             config = RunConfig.parse(f"{BASE} {line}".split(), world_size=tp * pp * cp * dp, extra_groups=groups)
             return f"{model}: {line}", shrunk(without_files(config, vocab_size=SMALL_VOCABULARY, steps=STEPS))
         except ConfigError:
