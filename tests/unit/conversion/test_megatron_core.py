@@ -151,10 +151,7 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[object, ...]]] = {
     "bert": (CLASSIC, (BOTH,)),
     "bert, hidden words only, untied": (UNTIED, (FIRST,)),
     "t5": (CLASSIC, (DEEP,)),
-    "modern t5": (
-        {**MODERN, "normalization": "LayerNorm", "group_query_attention": False, "num_query_groups": 4},
-        (DEEP,),
-    ),
+    "modern t5": ({**MODERN, "normalization": "LayerNorm", **UNGROUPED}, (DEEP,)),
 }
 
 
