@@ -124,5 +124,7 @@ def validate(run: Run, split: SplitName, where: str, *, evaluation: int) -> None
                 consumed_samples=progress.consumed_samples,
                 data_set=name,
             )
+        else:
+            run.reporter.say(f"nothing of the {split} set{f' {name}' if name else ''} counts, so it has no loss")
     if found:
         run.evaluated(run, found)
