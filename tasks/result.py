@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import megatron
@@ -57,13 +58,15 @@ def check_result_file(path: str | None) -> None:
 
 
 def check_predictions_dir(path: str | None) -> None:
-    """Raise ConfigError now when ``--predictions-dir`` cannot be a folder."""
+    """Raise ConfigError now rather than after hours when no file can be written into ``--predictions-dir``."""
     if path is None:
         return
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=path):
+            pass
     except OSError as error:
-        raise ConfigError(f"--predictions-dir {path} cannot be made: {error.strerror}; name another folder") from None
+        raise ConfigError(f"--predictions-dir {path} takes no files: {error.strerror}; name another folder") from None
 
 
 def write_result(result: TaskResult, config: RunConfig, context: ParallelContext, *, seconds: float) -> None:

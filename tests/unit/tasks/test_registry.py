@@ -16,7 +16,7 @@ from megatron.config.task import TaskConfig
 from megatron.errors import ConfigError
 from tasks import main as tasks
 from tasks.registry import TASKS
-from tasks.result import check_result_file
+from tasks.result import check_predictions_dir, check_result_file
 from tests.end_to_end.commands import ROOT, environment
 
 
@@ -71,3 +71,13 @@ def test_a_result_file_that_cannot_be_written_is_noticed_before_the_work(tmp_pat
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written: "):
         check_result_file(str(tmp_path / "file" / "result.json"))
+
+
+def test_a_folder_for_predictions_takes_files(tmp_path: Path) -> None:
+    """Else all answers would be lost at the very end."""
+    check_predictions_dir(str(tmp_path / "new" / "folder"))
+    assert list((tmp_path / "new" / "folder").iterdir()) == []
+    (tmp_path / "file").touch(exist_ok=True)
+    for place in (tmp_path / "file", Path("/proc")):  # the latter is a folder, in which nobody makes files
+        with pytest.raises(ConfigError, match=f"--predictions-dir {place} takes no files: .*; name another folder"):
+            check_predictions_dir(str(place))
