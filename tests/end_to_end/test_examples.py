@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.flops import gpt_flops_per_sample
+from megatron.config.families import FAMILIES
+from megatron.training.recipes import recipe_of
 from tests.golden.regenerate_examples import FLAG_FILES, GOLDEN, example, resolved
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted((ROOT / "examples" / "gpt").glob("train_*.sh"))
+SCRIPTS = sorted((ROOT / "examples").rglob("train_*.sh"))
 PARAMETERS = {
     "train_gpt2_124m.sh": "124 M",
     "train_gpt_345m.sh": "355 M",
@@ -24,6 +25,8 @@ PARAMETERS = {
     "train_llama3_8b.sh": "8.03 B",
     "train_llama3_70b.sh": "70.6 B",
     "train_gpt3_175b.sh": "175 B",
+    "train_bert_340m_distributed.sh": "336,228,158 in the model",
+    "train_t5_220m_distributed.sh": "221,748,480 in the model",
 }
 FEWER = re.compile(r"^# (?:Fewer|Smaller| ) +((?:[A-Z_]+=\d+ ?)+)((?:--\S+ ?(?:\w+ ?)?)*): ([\d.]+ GB)", re.MULTILINE)
 TIME = re.compile(r"(\S+) FLOPs: (\S+) days at (\d+) x (\d+) TFLOP/s")
@@ -65,7 +68,7 @@ def test_script_checks_without_gpu_or_data_and_its_head_is_true(script: Path) ->
 
 def less_hardware() -> Iterator[tuple[Path, str, str, str]]:
     """Script, variables, flags and promised memory of every advice for less hardware."""
-    for script in SCRIPTS:
+    for script in (each for each in SCRIPTS if each.parent.name == "gpt"):
         advice = FEWER.findall(script.read_text(encoding="utf-8"))
         assert advice, f"{script.name} doesn't say what to do with less hardware"
         yield from ((script, *each) for each in advice)
@@ -85,8 +88,7 @@ def test_time_in_the_head_follows_from_the_settings(script: Path) -> None:
     """A month of GPUs is planned on it."""
     name = script.stem.removeprefix("train_")
     run = example(script.with_name(f"{name}.flags"))
-    tp = run.parallel.tensor_model_parallel_size
-    flops = gpt_flops_per_sample(run.model, run.data.seq_length, tensor_model_parallel_size=tp) * run.train_samples
+    flops = recipe_of(FAMILIES[script.parent.name]).flops_per_sample(run) * run.train_samples
     found = TIME.search(script.read_text(encoding="utf-8"))
     assert found is not None
     said, days, gpus, tflops = found.groups()
@@ -128,6 +130,6 @@ def test_launch_starts_the_tasks_of_a_slurm_job(tmp_path: Path) -> None:
 
 
 def test_every_example_is_tested() -> None:
-    """A new example of a GPT brings its flags and its parameter count; BERT's has tests of its own."""
+    """A new example brings its flags and its parameter count."""
     assert {script.name for script in SCRIPTS} == set(PARAMETERS)
-    assert {f"train_{path.stem}.sh" for path in FLAG_FILES if path.parent.name == "gpt"} == set(PARAMETERS)
+    assert {f"train_{path.stem}.sh" for path in FLAG_FILES} == set(PARAMETERS)

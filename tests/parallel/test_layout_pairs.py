@@ -20,6 +20,7 @@ from tests.harness import run_ranks
 from tests.harness.runs import GPT, tiny_run
 
 MOST_RANKS, PAIRS = 8, 8
+FIRST_SEED = 3148  # from which on each model's pairs are of every way to split
 MODELS = {
     "gpt2": "--vocab-size 51",
     "llama": "--vocab-size 53 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
@@ -75,13 +76,29 @@ def load_and_save(context: ParallelContext, model: str, flags: str) -> None:
         Saver(run).save()
 
 
+def draw_pair(number: int) -> tuple[str, list[tuple[dict[str, Any], str]]]:
+    """A model, which take turns, and what it is saved and loaded by."""
+    rng = random.Random(FIRST_SEED + number)
+    return list(MODELS)[number % len(MODELS)], [draw_layout(rng), draw_layout(rng)]
+
+
 @pytest.mark.parametrize("number", range(PAIRS))
 def test_what_another_layout_writes_is_the_same(number: int, tmp_path: Path) -> None:
     """Weights, fp32 masters and moments, element by element, of whatever split into whatever other one."""
-    rng, model = random.Random(number), list(MODELS)[number % len(MODELS)]
+    model, ((saved, first), (loaded, second)) = draw_pair(number)
     flags = f"{BASE} {MODELS[model]}"
-    pair: list[tuple[dict[str, Any], str]] = [draw_layout(rng), draw_layout(rng)]
-    (saved, first), (loaded, second) = pair
     run_ranks(step_and_save, model, f"{flags} {first} --save {tmp_path / 'a'}", **saved)
     run_ranks(load_and_save, model, f"{flags} {second} --load {tmp_path / 'a'} --save {tmp_path / 'b'}", **loaded)
     assert_same_tensors(tmp_path / "a" / "iter_0000001", tmp_path / "b" / "iter_0000001")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_pairs_of_each_model_are_of_every_way(model: str) -> None:
+    """A family that is only ever copied between replicas would look proven."""
+    pairs = [pair for name, pair in map(draw_pair, range(PAIRS)) if name == model]
+    assert all(saved != loaded for (saved, _), (loaded, _) in pairs)
+    sizes = [layout for pair in pairs for layout, _ in pair]
+    flags = " ".join(words for pair in pairs for _, words in pair)
+    assert all(max(layout[axis] for layout in sizes) > 1 for axis in ("tp", "pp", "cp", "dp"))
+    assert "--use-distributed-optimizer" in flags
+    assert "--num-virtual-stages-per-pipeline-rank" in flags or "zb-v" in flags
