@@ -38,6 +38,20 @@ OPTIONAL_LIBRARIES = {
 HEAVY_LIBRARIES = {"nltk", "sentencepiece", "tensorboard", "yaml"}
 NOTE_TO_SELF = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X|HA" r"CK)\b")
 MACHINE_PATH = re.compile(r"(?<![\w.~$}>])/(work|root|home|opt|Users)/")
+A_FAMILY = re.compile(r"gpt|bert|t5", re.IGNORECASE)
+SHARED_BY_FAMILIES = (
+    "megatron/core/parallel/",
+    "megatron/core/ops/",
+    "megatron/core/context_parallel/",
+    "megatron/core/tensor_parallel/",
+    "megatron/core/transformer/",
+    "megatron/core/pipeline_parallel/",
+    "megatron/core/distributed/",
+    "megatron/core/optimizer/",
+    "megatron/core/checkpointing/",
+    "megatron/training/",
+)
+KNOWS_FAMILIES = ("megatron/training/recipes/", "megatron/training/flops.py")
 CUDA_CODE = ("megatron/core/parallel/launch.py", "megatron/core/ops/")
 
 Guard = Callable[[Source], list[str]]
@@ -143,6 +157,27 @@ def distributed_outside_parallel(source: Source) -> list[str]:
     return found
 
 
+def family_in_shared_code(source: Source) -> list[str]:
+    """Loop, layers, pipeline, optimizer and checkpoints serve every family; what is special to one is in its recipe."""
+    if not source.path.startswith(SHARED_BY_FAMILIES) or source.path.startswith(KNOWS_FAMILIES):
+        return []
+    prose = {id(node.value) for node in ast.walk(source.tree) if isinstance(node, ast.Expr)}
+    return [
+        f"{source.at(node)} names {word}"
+        for node in ast.walk(source.tree)
+        if id(node) not in prose
+        for word in _words(node)
+        if A_FAMILY.search(word)
+    ]
+
+
+def _words(node: ast.AST) -> list[str]:
+    """Names and texts of one node alone."""
+    texts = [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
+    names = [getattr(node, field, None) for field in ("id", "attr", "arg", "name")]
+    return [*texts, *_imported(node), *(name for name in names if isinstance(name, str))]
+
+
 def optional_import_at_top(source: Source) -> list[str]:
     """A library that may be absent is imported by the function that needs it, or by the file named after it."""
     if not source.path.startswith("megatron/"):
@@ -202,6 +237,7 @@ EVERYWHERE: tuple[Guard, ...] = (
     vague_name,
     cuda_outside_device_code,
     distributed_outside_parallel,
+    family_in_shared_code,
     optional_import_at_top,
 )
 LIBRARY_ONLY: tuple[Guard, ...] = (stub,)

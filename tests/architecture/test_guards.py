@@ -36,6 +36,19 @@ BAD: list[tuple[Guard, str, str, str]] = [
         "from torch.distributed import all_reduce",
         "uses torch.distributed.all_reduce",
     ),
+    (
+        guards.family_in_shared_code,
+        "megatron/training/loop.py",
+        "if run.recipe.name == 'bert':\n    x = 1",
+        "names bert",
+    ),
+    (
+        guards.family_in_shared_code,
+        "megatron/core/optimizer/x.py",
+        "from megatron.config.t5 import Layers",
+        "names megatron.config.t5.Layers",
+    ),
+    (guards.family_in_shared_code, "megatron/core/transformer/x.py", "x = isinstance(y, GPTModel)", "names GPTModel"),
     (guards.optional_import_at_top, "megatron/core/x.py", "import tiktoken", "imports tiktoken at import time"),
     (
         guards.optional_import_at_top,
@@ -54,6 +67,8 @@ GOOD: list[tuple[Guard, str, str]] = [
         "megatron/core/checkpointing/save.py",
         "import torch.distributed.checkpoint as dcp\nfrom torch.distributed.checkpoint.planner import SavePlan",
     ),
+    (guards.family_in_shared_code, "megatron/training/loop.py", '"""As BERT does."""\n# and T5\nx = family.name'),
+    (guards.family_in_shared_code, "megatron/training/recipes/bert.py", "name = 'bert'"),
     (
         guards.optional_import_at_top,
         "megatron/core/x.py",
