@@ -7,10 +7,12 @@ are compared as well.
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +25,7 @@ from megatron.errors import ConfigError
 OWN, GIGATOKEN = "the tokenizer's own library", "gigatoken"
 PROBE_BYTES = 1 << 19
 CHECK_EVERY, CHECKED_CHARACTERS = 16, 8192  # batches of which a text is compared, if one is short enough
+CACHE_BYTES = 128 << 20  # of words seen, after which a library that never forgets any begins anew
 
 
 @dataclass(frozen=True)
@@ -59,11 +62,15 @@ class GigatokenEngine:
     """The gigatoken library, loaded with the pipeline of the tokenizer's own."""
 
     def __init__(self, tokenizer: RustTokenizer, dtype: str, *, parts: bool) -> None:
+        self._pipeline, self._own = tokenizer.pipeline, OwnEngine(tokenizer, dtype, parts)
+        self._dtype, self._batches = dtype, 0
+        self._begin()
+
+    def _begin(self) -> None:
         import gigatoken
 
-        self._encode = gigatoken.Tokenizer(tokenizer.pipeline).backend.encode
-        self._own = OwnEngine(tokenizer, dtype, parts)
-        self._dtype, self._batches = dtype, 0
+        self._encode = gigatoken.Tokenizer(self._pipeline).backend.encode
+        self._memory = resident_bytes()
 
     def encode(self, texts: Sequence[str]) -> Ids:
         """Ids of each text; raises ConfigError where they are not the tokenizer's."""
@@ -74,6 +81,8 @@ class GigatokenEngine:
         self._batches += 1
         if self._batches % CHECK_EVERY == 0:
             self._check(texts, ids)
+            if resident_bytes() > self._memory + CACHE_BYTES:
+                self._begin()
         return Ids(flat, lengths)
 
     def _check(self, texts: Sequence[str], ids: Sequence[NDArray[Any]]) -> None:
@@ -84,6 +93,14 @@ class GigatokenEngine:
                 f"gigatoken gives other ids than the tokenizer for the text that begins {texts[number][:40]!r}: "
                 "use --tokenizer-engine own"
             )
+
+
+def resident_bytes() -> int:
+    """Memory of this process now; 0 where the system doesn't tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0
 
 
 def build_engine(name: str, tokenizer: Tokenizer, dtype: str, *, parts: bool = False) -> Engine:

@@ -118,3 +118,27 @@ def test_what_differs_later_is_found(tokenizer: RustTokenizer, monkeypatch: pyte
     fast.encode(TEXTS[1:])
     with pytest.raises(ConfigError, match="gigatoken gives other ids .* use --tokenizer-engine own"):
         fast.encode(TEXTS[1:])
+
+
+def test_what_the_library_remembers_is_bounded(tokenizer: RustTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps every word it has seen: text that hardly repeats would take as much memory as it is long."""
+    install(monkeypatch)
+    memory = [100, 150, 300, 300]
+    monkeypatch.setattr(engine, "resident_bytes", lambda: memory.pop(0))
+    monkeypatch.setattr(engine, "CHECK_EVERY", 1)
+    monkeypatch.setattr(engine, "CACHE_BYTES", 100)
+    fast = engine.GigatokenEngine(tokenizer, "uint16", parts=False)
+    first, ids = fast._encode, fast.encode(TEXTS).flat.tolist()
+    assert fast._encode == first
+    assert fast.encode(TEXTS).flat.tolist() == ids
+    assert fast._encode != first
+    assert memory == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
+def test_memory_of_this_process() -> None:
+    """A wrong unit would make the library begin anew with every batch, or never."""
+    before = engine.resident_bytes()
+    held = np.ones(50_000_000, np.uint8)
+    assert 40_000_000 < engine.resident_bytes() - before < 100_000_000
+    del held
