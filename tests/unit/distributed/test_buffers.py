@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.buffers import ALIGNMENT, FlatBuffer, Span, build_buffers, lay_out
+from megatron.core.distributed.grad_sync import GradSync
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RngStreams
@@ -152,3 +153,26 @@ def test_tied_copies_share_a_name_and_lie_alone() -> None:
     (buffer,) = build_buffers(made.items(), ParallelContext.single(), grad_dtype=torch.float32)
     names = [[slot.name for slot in bucket.slots] for bucket in buffer.buckets]
     assert names == [["embedding.word_embeddings.weight"], ["fc"]]
+
+
+def test_no_gradient_outlives_its_step() -> None:
+    """A parameter that a step leaves out would be updated with the gradient of the step before."""
+    made, reference = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    sync = GradSync(
+        build_buffers(made.items(), ParallelContext.single(), grad_dtype=torch.float32),
+        ParallelContext.single(),
+        sharded=False,
+        overlap=False,
+    )
+    for left_out in ("nothing", "fc2"):
+        sync.zero()
+        for tokens in (torch.tensor([1, 2, 3]), torch.tensor([4, 4])):
+            for each in (made, reference):
+                used = {name: p.detach() if name == left_out else p for name, p in each.items()}
+                forward(used, tokens).backward()  # type: ignore[no-untyped-call]
+        sync.finish()
+        for name, parameter in made.items():
+            grad = reference[name].grad
+            expected = torch.zeros_like(parameter) if grad is None else grad
+            torch.testing.assert_close(parameter.main_grad, expected.float(), rtol=2e-2, atol=1e-2)  # type: ignore[attr-defined]
+            reference[name].grad = None
