@@ -168,7 +168,7 @@ def test_no_gradient_outlives_its_step() -> None:
         sync.zero()
         for tokens in (torch.tensor([1, 2, 3]), torch.tensor([4, 4])):
             for each in (made, reference):
-                used = {name: p.detach() if name == left_out else p for name, p in each.items()}
+                used = {name: nn.Parameter(p.detach()) if name == left_out else p for name, p in each.items()}
                 forward(used, tokens).backward()  # type: ignore[no-untyped-call]
         sync.finish()
         for name, parameter in made.items():
