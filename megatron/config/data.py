@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.flags import check_flags, derive, flag
+from megatron.config.flags import check_flags, derive, flag, flags_of
 
 DEFAULT_SPLIT = "969, 30, 1"
 
@@ -94,4 +94,9 @@ class DataConfig:
             "--sft": self.sft,
             "--fim-rate": self.fim_rate > 0,
         }
-        return [flag for flag, value in given.items() if value]
+        return [*(flag for flag, value in given.items() if value), *self.given_fill_in_flags()]
+
+    def given_fill_in_flags(self) -> list[str]:
+        """The flags among those given that say how documents are rearranged that --fim-rate chooses."""
+        specs = (spec for spec in flags_of(DataConfig) if spec.field.startswith("fim_") and spec.field != "fim_rate")
+        return [spec.positive for spec in specs if getattr(self, spec.field) != spec.default]

@@ -111,6 +111,12 @@ def positions_need_to_enter(run: RunConfig) -> str | None:
     return None
 
 
+def fill_in_settings_need_a_rate(run: RunConfig) -> str | None:
+    """How documents are rearranged matters only where some are."""
+    named = run.data.given_fill_in_flags()
+    return f"{', '.join(named)}: no effect without --fim-rate" if named and not run.data.fim_rate else None
+
+
 def microbatch_groups_need_virtual_stages(run: RunConfig) -> str | None:
     """Microbatches take turns between chunks only where a rank has several."""
     size = run.parallel.microbatch_group_size_per_virtual_pipeline_stage
@@ -147,6 +153,7 @@ RULES = (
     default_split,
     nan_check_is_off,
     positions_need_to_enter,
+    fill_in_settings_need_a_rate,
     microbatch_groups_need_virtual_stages,
     epochs_set_the_pace,
 )

@@ -194,6 +194,11 @@ REMARKS = [
         "--reset-position-ids: no effect with --position-embedding-type none",
     ),
     (
+        "--fim-spm-rate 0.3 --fim-prefix-token x",
+        "",
+        "--fim-spm-rate, --fim-prefix-token: no effect without --fim-rate",
+    ),
+    (
         "--microbatch-group-size-per-virtual-pipeline-stage 4",
         "",
         "--microbatch-group-size-per-virtual-pipeline-stage 4: no effect without virtual stages",
