@@ -68,7 +68,7 @@ def test_script_checks_without_gpu_or_data_and_its_head_is_true(script: Path) ->
 
 def less_hardware() -> Iterator[tuple[Path, str, str, str]]:
     """Script, variables, flags and promised memory of every advice for less hardware."""
-    for script in (each for each in SCRIPTS if each.parent.name == "gpt"):
+    for script in SCRIPTS:
         advice = FEWER.findall(script.read_text(encoding="utf-8"))
         assert advice, f"{script.name} doesn't say what to do with less hardware"
         yield from ((script, *each) for each in advice)
