@@ -113,7 +113,7 @@ def test_bias_is_added_to_scaled_scores() -> None:
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks of queries and a shorter last one."""
-    monkeypatch.setattr(blocked, "_BLOCK", 4)
+    monkeypatch.setattr(blocked, "_BLOCK", 2)
 
 
 def skip_refused(backend: str, case: str) -> None:

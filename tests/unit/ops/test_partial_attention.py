@@ -27,7 +27,7 @@ DRAWING = ["blocked", "reference"]
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks of queries and a shorter last one."""
-    monkeypatch.setattr(blocked, "_BLOCK", 4)
+    monkeypatch.setattr(blocked, "_BLOCK", 2)
 
 
 def make_qkv(*, sq: int = 10, sk: int = 10, g: int = 4, dtype: torch.dtype = torch.float64) -> list[Tensor]:

@@ -18,7 +18,7 @@ from megatron.core.ops.attention.documents import each_document
 from megatron.core.ops.attention.request import AttentionOptions, AttentionRequest, Gradients, PartialResult
 from megatron.core.ops.dropout import draw_kept, scale_kept
 
-_BLOCK = 128  # queries of causal attention, where blocks leave out keys; others have twice as many
+_BLOCK = 128  # queries at once, of causal attention, where blocks leave out keys; others take more of short sequences
 
 
 def supports(request: AttentionRequest) -> str | None:
@@ -107,8 +107,7 @@ def _gradients(
     upstream = _fold_queries(grad, k)
     softmax = _Softmax() if whole is None else _PartOfSoftmax(grad, whole, k)
     grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
-    wide = torch.promote_types(q.dtype, torch.float32)  # to add up blocks
-    grad_k, grad_v = (torch.zeros_like(_fold(x), dtype=wide, memory_format=torch.contiguous_format) for x in (k, v))
+    sums: tuple[Tensor, Tensor] | None = None
     grad_bias = None if options.bias is None else torch.zeros_like(options.bias)
     for block in _blocks(q, k, v, options):
         grad_out = upstream[:, :, block.rows].flatten(1, 2).contiguous()
@@ -119,14 +118,29 @@ def _gradients(
             used = scale_kept(probabilities, kept, options.dropout)
             grad_probabilities = scale_kept(grad_probabilities, kept, options.dropout)
         visible = slice(0, block.k.shape[1])
-        grad_v[:, visible] += torch.bmm(used.transpose(1, 2), grad_out)
+        grad_v = torch.bmm(used.transpose(1, 2), grad_out)
         grad_scores = softmax.backward(grad_probabilities, probabilities, block)
         if grad_bias is not None:
             by_head = grad_scores.view(q.shape[1], q.shape[2], -1, grad_scores.shape[2])
             grad_bias[:, block.rows, visible] = by_head.sum(0)
         block.put(torch.bmm(grad_scores, block.k), grad_q, scale=options.scale)
-        grad_k[:, visible] += torch.bmm(grad_scores.transpose(1, 2), block.q)
+        parts = torch.bmm(grad_scores.transpose(1, 2), block.q), grad_v
+        if block.rows == slice(0, q.shape[0]):  # the only one
+            sums = parts
+        else:
+            sums = sums or _zeros(k, v)
+            for total, part in zip(sums, parts):
+                total[:, visible] += part
+    assert sums is not None, "there are queries"
+    grad_k, grad_v = sums
     return Gradients(grad_q, _unfold(grad_k.mul_(options.scale), k), _unfold(grad_v, v), grad_bias)
+
+
+def _zeros(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Shaped like keys and values [B, sk, d], wide enough to add up blocks."""
+    wide = torch.promote_types(k.dtype, torch.float32)
+    new = (torch.zeros_like(_fold(x), dtype=wide, memory_format=torch.contiguous_format) for x in (k, v))
+    return next(new), next(new)
 
 
 @dataclass(frozen=True)
@@ -221,7 +235,7 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Itera
         hidden = ~options.padding_mask.repeat_interleave(k.shape[2], dim=0).unsqueeze(1)
         padding = q.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
         blind = _blind(hidden, sq if options.causal else 1)
-    size = _BLOCK if options.causal else 2 * _BLOCK
+    size = _BLOCK if options.causal else max(_BLOCK, 16 * _BLOCK**2 // sk)
     for start in range(0, sq, size):
         rows = slice(start, min(start + size, sq))
         visible, later = sk, None
