@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From text files to a trained BERT that fills in missing words, on two CPU cores: bash examples/bert/quickstart.sh
 #
-# Two to three minutes of training after half a minute of preparation. Nothing is downloaded but packages: the corpus is the
+# A minute and a half of training after half a minute of preparation. Nothing is downloaded but packages: the corpus is the
 # English that every Python carries. What it runs is printed as the commands you would type, from the repository's root.
 # Everything it makes lies in runs/quickstart_bert and .venv; a second run keeps .venv and trains anew.
 #
