@@ -5,7 +5,7 @@ Gradients stay sums over tokens; the optimizer divides by their number.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -77,8 +77,6 @@ class GradSync:
         self._overlap = overlap
         self._counting = self._counted = False
         self._launched = 0
-        self._brought: set[Slot] = set()  # gradients that autograd brings and that are put into the buffer here
-        self._stale: set[Slot] = set()  # of these, whose place in the buffer holds the gradient of the step before
         reductions = [_Reduction(buffer, bucket) for buffer in buffers for bucket in buffer.buckets]
         for reduction in reductions:
             for slot in reduction.bucket.slots:
@@ -90,19 +88,9 @@ class GradSync:
         self._tied = self._find_tied()
 
     def zero(self) -> None:
-        """Forget all gradients, before the first backward pass of a step.
-
-        Where autograd brought them and did not add them into the buffer itself, the first of this step takes the place
-        of what is there, so that nothing is filled with zeros only to be added to.
-        """
+        """Forget all gradients, before the first backward pass of a step."""
         for buffer in self._buffers:
-            slots = set(buffer.slots)
-            if slots.isdisjoint(self._brought):
-                buffer.grads.zero_()
-                continue
-            for slot in slots - self._brought:
-                slot.main_grad.zero_()
-        self._stale = set(self._brought)
+            buffer.grads.zero_()
 
     @contextmanager
     def last_backward(self) -> Iterator[None]:
@@ -120,7 +108,6 @@ class GradSync:
 
         Afterwards this rank's shards (all of the buffers, when not sharded) hold sums over the global batch.
         """
-        self._zero_stale(self._stale)
         self._finish_data_parallel()
         self._sum_partial()
         self._sum_shared()
@@ -131,12 +118,7 @@ class GradSync:
         grad = parameter.grad
         assert grad is not None, "autograd calls this after it has set a gradient"
         if grad is not slot.resting_grad:
-            if slot in self._stale:
-                slot.main_grad.copy_(grad)
-                self._stale.remove(slot)
-            else:
-                reduction.buffer.accumulate(slot, grad)
-            self._brought.add(slot)
+            reduction.buffer.accumulate(slot, grad)
             parameter.grad = slot.resting_grad
         if reduction.handle is not None:
             raise ParallelError(
@@ -149,16 +131,9 @@ class GradSync:
         while self._launched < len(self._reductions) and self._reductions[self._launched].is_complete:
             self._launch_next()
 
-    def _zero_stale(self, slots: Iterable[Slot]) -> None:
-        """Those among ``slots`` that no backward pass of the step has brought a gradient."""
-        for slot in self._stale.intersection(slots):
-            slot.main_grad.zero_()
-            self._stale.remove(slot)
-
     def _launch_next(self) -> None:
         reduction = self._reductions[self._launched]
         self._launched += 1
-        self._zero_stale(reduction.bucket.slots)
         buffer, span = reduction.buffer, reduction.bucket.span
         grads = span.of(buffer.grads)
         if self._sharded:
