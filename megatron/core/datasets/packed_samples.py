@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,58 +19,33 @@ from megatron.core.datasets.packing import (
     stream_pieces,
 )
 from megatron.core.datasets.sample_order import EpochOrder, Epochs
-from megatron.core.datasets.samples import Documents, EndlessOrder, OrderedDataset, Sample, check_vocabulary
+from megatron.core.datasets.samples import Documents, EndlessOrder, Order, OrderedDataset, Sample, check_vocabulary
 
 Piece = tuple[int, int, int]
 """A document's number, the first token, and how many pairs of a token and its label."""
 
 
-class PieceOrder(EndlessOrder, Protocol):
+class PieceOrder(Order, Protocol):
     """Says which pieces of documents each sample holds; samples come epoch by epoch, without an end."""
 
     def pieces(self, index: int) -> list[Piece]:
         """Pieces of sample ``index``."""
 
 
-class PaddingFreeOrder:
+class PaddingFreeOrder(EpochOrder):
     """The documents' pairs as a stream, cut every ``seq_length``: every sample is full. The rest as in EpochOrder."""
 
-    def __init__(
-        self,
-        lengths: Lengths,
-        *,
-        seed: int,
-        seq_length: int,
-        num_samples: int | None,
-        cache: IndexCache,
-        copy: int = 0,
-    ) -> None:
+    def __init__(self, lengths: Lengths, *, seq_length: int, **settings: Any) -> None:
         self._pairs, self._seq_length = num_pairs(lengths), seq_length
-        self._order = EpochOrder(
-            self._pairs, seed=seed, seq_length=seq_length, num_samples=num_samples, cache=cache, copy=copy, shared=0
-        )
-        self.digest, self.samples_per_epoch = self._order.digest, self._order.samples_per_epoch
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def with_samples(self, num_samples: int) -> PaddingFreeOrder:
-        """The same order, of more samples or fewer."""
-        other = copy.copy(self)
-        other._order = self._order.with_samples(num_samples)
-        return other
+        super().__init__(self._pairs, seq_length=seq_length, shared=0, **settings)
 
     def pieces(self, index: int) -> list[Piece]:
         """Pieces of sample ``index``."""
-        documents, position, offset = self._order.find(index)
+        documents, position, offset = self.find(index)
         return stream_pieces(self._pairs, documents, position, offset, capacity=self._seq_length)
 
-    def prepare(self) -> None:
-        """Put all indices that the samples need into the cache."""
-        self._order.prepare()
 
-
-class BestFitOrder:
+class BestFitOrder(EndlessOrder):
     """Whole documents, as many as fit; the rest of a sample is padding, ``padding`` of all. Else as EpochOrder."""
 
     def __init__(
@@ -87,8 +61,6 @@ class BestFitOrder:
         sizes = cut_pieces(lengths, capacity=seq_length)[:, 2]
         plan = plan_packing(sizes, capacity=seq_length)
         self.padding = 1 - int(sizes.sum()) / max(plan.num_bins * seq_length, 1)
-        self.samples_per_epoch = plan.num_bins
-        self._num_samples = plan.num_bins if num_samples is None else num_samples
         self._epochs = Epochs(
             partial(build_packed_epoch, lengths, plan, seed=seed, copy=copy),
             samples_per_epoch=plan.num_bins,
@@ -96,16 +68,7 @@ class BestFitOrder:
             digest=digest_of("best-fit", lengths, seed, copy, seq_length),
             cache=cache,
         )
-        self.digest = self._epochs.digest
-
-    def __len__(self) -> int:
-        return self._num_samples
-
-    def with_samples(self, num_samples: int) -> BestFitOrder:
-        """The same order, of more samples or fewer."""
-        other = copy.copy(self)
-        other._num_samples = num_samples
-        return other
+        super().__init__(digest=self._epochs.digest, samples_per_epoch=plan.num_bins, num_samples=num_samples)
 
     def pieces(self, index: int) -> list[Piece]:
         """Pieces of sample ``index``."""
@@ -115,7 +78,7 @@ class BestFitOrder:
 
     def prepare(self) -> None:
         """Put all indices that the samples need into the cache."""
-        self._epochs.prepare(self._num_samples)
+        self._epochs.prepare(len(self))
 
 
 class PackedDataset(OrderedDataset):

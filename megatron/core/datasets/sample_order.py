@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +18,7 @@ from megatron.core.datasets.index_build import (
     num_samples_in,
 )
 from megatron.core.datasets.index_cache import IndexCache, digest_of
-from megatron.core.datasets.samples import Order
+from megatron.core.datasets.samples import EndlessOrder, Order
 
 _KEPT_EPOCHS = 2  # shuffled reading crosses one border at a time
 
@@ -78,7 +77,7 @@ class Epochs:
         return self._loaded[epoch]
 
 
-class EpochOrder:
+class EpochOrder(EndlessOrder):
     """Our order: sample i depends on the lengths of the documents, the seed and i, not on how many are asked for.
 
     ``num_samples`` None: one epoch. ``copy`` tells apart several uses of the same data in one blend. ``shared``: tokens
@@ -98,29 +97,15 @@ class EpochOrder:
         shared: int = 1,
     ) -> None:
         settings: dict[str, Any] = {"seq_length": seq_length, "drop_last_partial": drop_last_partial, "shared": shared}
-        self.samples_per_epoch = num_samples_in(int(lengths.sum(dtype=np.int64)), **settings)
-        self._num_samples = self.samples_per_epoch if num_samples is None else num_samples
+        per_epoch = num_samples_in(int(lengths.sum(dtype=np.int64)), **settings)
         self._epochs = Epochs(
             partial(build_epoch, lengths, seed=seed, copy=copy, **settings),
-            samples_per_epoch=self.samples_per_epoch,
-            rows=len(lengths) + self.samples_per_epoch,
+            samples_per_epoch=per_epoch,
+            rows=len(lengths) + per_epoch,
             digest=digest_of("epoch", lengths, seed, copy, *settings.values()),
             cache=cache,
         )
-
-    @property
-    def digest(self) -> str:
-        """Hex digest of all that the order follows from."""
-        return self._epochs.digest
-
-    def __len__(self) -> int:
-        return self._num_samples
-
-    def with_samples(self, num_samples: int) -> EpochOrder:
-        """The same order, of more samples or fewer."""
-        other = copy.copy(self)
-        other._num_samples = num_samples
-        return other
+        super().__init__(digest=self._epochs.digest, samples_per_epoch=per_epoch, num_samples=num_samples)
 
     def find(self, index: int) -> SampleStart:
         """Start of sample ``index``."""

@@ -89,11 +89,28 @@ class Order(Protocol):
         """Put all indices that the samples need into the cache."""
 
 
-class EndlessOrder(Order, Protocol):
-    """An order that doesn't depend on the number of samples, as ours and unlike Megatron-LM's."""
+class EndlessOrder(ABC):
+    """An order that doesn't depend on the number of samples, as ours and unlike Megatron-LM's.
+
+    ``num_samples`` None: one epoch.
+    """
+
+    def __init__(self, *, digest: str, samples_per_epoch: int, num_samples: int | None) -> None:
+        self.digest, self.samples_per_epoch = digest, samples_per_epoch
+        self._num_samples = samples_per_epoch if num_samples is None else num_samples
+
+    def __len__(self) -> int:
+        return self._num_samples
 
     def with_samples(self, num_samples: int) -> Self:
         """The same order, of more samples or fewer."""
+        other = copy(self)
+        other._num_samples = num_samples
+        return other
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Put all indices that the samples need into the cache."""
 
 
 class OrderedDataset(ABC):

@@ -10,7 +10,6 @@ order is one shuffled list for the whole run.
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 
 from megatron.core.datasets.index_build import SampleIndex, random_state, seed_words
 from megatron.core.datasets.index_cache import IndexCache, digest_of
+from megatron.core.datasets.samples import EndlessOrder
 
 _LONGEST_SENTENCE = 512  # tokens; Megatron-LM leaves out documents of several sentences with a longer one
 _KEPT_EPOCHS = 2
@@ -149,7 +149,7 @@ def mersenne_twister_64(seed: int) -> Iterator[int]:
             yield (word ^ (word >> 43)) & everything
 
 
-class SpanOrder:
+class SpanOrder(EndlessOrder):
     """Sample i of a masked data set in our order; ``num_samples`` None: one epoch."""
 
     def __init__(
@@ -164,26 +164,14 @@ class SpanOrder:
     ) -> None:
         self._seed, self._copy = seed, copy
         self._generator = np.random.RandomState(0)  # seeded anew for each sample: making one takes as long as a sample
-        self.digest = digest_of(
-            "spans", sentences.lengths, sentences.boundaries, seed, copy, sorted(asdict(rules).items())
-        )
+        digest = digest_of("spans", sentences.lengths, sentences.boundaries, seed, copy, sorted(asdict(rules).items()))
         self._spans = cache.get(
             lambda: SampleIndex(np.empty(0, np.int32), build_spans(sentences, rules, seed=seed, copy=copy)),
             rows=len(sentences.lengths),
-            inputs=(self.digest,),
+            inputs=(digest,),
         ).samples
-        self.samples_per_epoch = len(self._spans)
-        self._num_samples = self.samples_per_epoch if num_samples is None else num_samples
         self._shuffled: OrderedDict[int, NDArray[Any]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return self._num_samples
-
-    def with_samples(self, num_samples: int) -> SpanOrder:
-        """The same order, of more samples or fewer."""
-        other = copy.copy(self)
-        other._num_samples = num_samples
-        return other
+        super().__init__(digest=digest, samples_per_epoch=len(self._spans), num_samples=num_samples)
 
     def find(self, index: int) -> Span:
         """Sentences of sample ``index``."""
