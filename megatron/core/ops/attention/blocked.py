@@ -128,7 +128,7 @@ def _gradients(
         if block.rows == slice(0, q.shape[0]):  # the only one
             sums = parts
         else:
-            sums = sums or _zeros(k, v)
+            sums = sums or (_zeros(k), _zeros(v))
             for total, part in zip(sums, parts):
                 total[:, visible] += part
     assert sums is not None, "there are queries"
@@ -136,11 +136,10 @@ def _gradients(
     return Gradients(grad_q, _unfold(grad_k.mul_(options.scale), k), _unfold(grad_v, v), grad_bias)
 
 
-def _zeros(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Shaped like keys and values [B, sk, d], wide enough to add up blocks."""
-    wide = torch.promote_types(k.dtype, torch.float32)
-    new = (torch.zeros_like(_fold(x), dtype=wide, memory_format=torch.contiguous_format) for x in (k, v))
-    return next(new), next(new)
+def _zeros(x: Tensor) -> Tensor:
+    """For keys or values, [B, sk, d], wide enough to add up blocks."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return torch.zeros_like(_fold(x), dtype=wide, memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True)
