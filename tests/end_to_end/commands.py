@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -64,6 +65,28 @@ def launch(script: str, flags: str, *more: str, ranks: int = 1, expect: int = 0)
         check=False,
     )
     assert done.returncode == expect, f"exit code {done.returncode}, expected {expect}:\n{done.stdout}"
+    return done.stdout
+
+
+def quickstart(script: str, folder: Path, *, iterations: int) -> str:
+    """What a script of examples/ prints that runs in ``folder``, without a home, and leaves all in ``folder/run``."""
+    if not (ROOT / ".venv/bin/python").exists():
+        pytest.skip("the quickstart runs in .venv, and making one is tests/run.sh's first step")
+    kept = {name: value for name, value in environment().items() if not name.startswith(("XDG_", "MPL", "HOME"))}
+    home = folder / "home"
+    home.mkdir()
+    variables = {"HOME": str(home), "QUICKSTART_DIR": str(folder / "run"), "QUICKSTART_ITERATIONS": str(iterations)}
+    done = subprocess.run(
+        ["bash", str(ROOT / script)],
+        cwd=folder,
+        env=kept | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
     return done.stdout
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.commands import ROOT, environment
+from tests.end_to_end.commands import ROOT, quickstart
 
 pytest.importorskip("matplotlib", reason="the quickstart's last step draws a picture")
 
@@ -24,28 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def said(folder: Path) -> str:
     """What the whole script prints, run for a few iterations in a folder with a space and without a home."""
-    if not (ROOT / ".venv/bin/python").exists():
-        pytest.skip("the quickstart runs in .venv, and making one is tests/run.sh's first step")
-    kept = {name: value for name, value in environment().items() if not name.startswith(("XDG_", "MPL", "HOME"))}
-    home = folder / "home"
-    home.mkdir()
-    variables = kept | {
-        "HOME": str(home),
-        "QUICKSTART_DIR": str(folder / "run"),
-        "QUICKSTART_ITERATIONS": str(ITERATIONS),
-    }
-    done = subprocess.run(
-        ["bash", str(ROOT / "examples/quickstart.sh")],
-        cwd=folder,
-        env=variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    return quickstart("examples/quickstart.sh", folder, iterations=ITERATIONS)
 
 
 def test_everything_it_names_at_the_end_is_there(said: str, folder: Path) -> None:
