@@ -1,4 +1,4 @@
-"""Installs ``megatron``: plain Python on torch, nothing to compile."""
+"""Installs the package ``megatron`` as the distribution ``pretrain-megatron``: plain Python, nothing to compile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ PARQUET = ["pyarrow"]  # .parquet input of tools/preprocess_data.py
 GIGATOKEN = ["gigatoken"]  # a faster engine of tools/preprocess_data.py
 STORAGE = ["fsspec"]  # --save, --load and data at URLs; each kind of storage needs a library of its own, too
 CHAT = ["jinja2"]  # --chat-template of tools/preprocess_sft.py
-ZSTD = ["zstandard"]  # .jsonl.zst input of tools/preprocess_data.py
 TIKTOKEN = ["tiktoken"]  # --tokenizer-type TikTokenizer
 HUGGINGFACE = ["transformers", "safetensors"]  # conversion from and to its format, and the proof; parity tests
 LM_EVAL = ["lm_eval>=0.4.13"]  # tasks/lm_eval.py
@@ -24,7 +23,7 @@ TEST = ["pytest>=9", "pytest-xdist", "hypothesis"]
 CHECK = ["ruff", "mypy", "import-linter", "types-PyYAML"]
 
 setup(
-    name="megatron",
+    name="pretrain-megatron",  # "megatron" on PyPI is somebody else's, "megatron-core" is NVIDIA's
     version=VERSION.group(1),
     description="Pretrain language models with Megatron-LM's command line, on one core or many GPU nodes",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
@@ -33,9 +32,17 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["megatron", "megatron.*"]),
     package_data={"megatron": ["py.typed"]},
-    install_requires=["torch>=2.6,<3", "numpy", "tokenizers>=0.20", "sentencepiece", "nltk", "tensorboard", "pyyaml"],
+    install_requires=[
+        "torch>=2.6,<3",
+        "numpy",
+        "tokenizers>=0.20",
+        "sentencepiece",
+        "nltk",
+        "tensorboard",
+        "pyyaml",
+        "zstandard",
+    ],
     extras_require={
-        "zstd": ZSTD,
         "parquet": PARQUET,
         "gigatoken": GIGATOKEN,
         "tiktoken": TIKTOKEN,
@@ -44,6 +51,6 @@ setup(
         "storage": STORAGE,
         "chat": CHAT,
         "plot": PLOT,
-        "dev": ZSTD + PARQUET + GIGATOKEN + TIKTOKEN + HUGGINGFACE + STORAGE + CHAT + PLOT + TEST + CHECK,
+        "dev": PARQUET + GIGATOKEN + TIKTOKEN + HUGGINGFACE + STORAGE + CHAT + PLOT + TEST + CHECK,
     },
 )

@@ -37,7 +37,7 @@ try:
     from lm_eval.utils import simple_parse_args_string
 except ImportError as error:
     raise SystemExit(
-        f"error: lm-evaluation-harness is not installed ({error}); pip install 'megatron[lm-eval]'"
+        f"error: lm-evaluation-harness is not installed ({error}); pip install -e '.[lm-eval]' in the checkout"
     ) from None
 
 TextAndIds = tuple[tuple[str, str], list[int], list[int]]

@@ -33,7 +33,7 @@ if ! .venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; the
 
 wanted=$(cat setup.py constraints.txt | .venv/bin/python -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')
 if [ "$(cat "$stamp" 2>/dev/null || true)" != "$wanted" ]; then
-    echo "installing megatron${extras:+[$extras]} into .venv (the first time takes a few minutes)"
+    echo "installing pretrain-megatron${extras:+[$extras]} into .venv (the first time takes a few minutes)"
     .venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".${extras:+[$extras]}" ${constraints[@]+"${constraints[@]}"}
     echo "$wanted" >"$stamp"
 fi

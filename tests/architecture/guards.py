@@ -32,10 +32,9 @@ OPTIONAL_LIBRARIES = {
     "transformer_engine",
     "transformers",
     "triton",
-    "zstandard",
 }
 # Installed, but slow to load, and not every run needs them.
-HEAVY_LIBRARIES = {"nltk", "sentencepiece", "tensorboard", "yaml"}
+HEAVY_LIBRARIES = {"nltk", "sentencepiece", "tensorboard", "yaml", "zstandard"}
 NOTE_TO_SELF = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X|HA" r"CK)\b")
 MACHINE_PATH = re.compile(r"(?<![\w.~$}>])/(work|root|home|opt|Users)/")
 A_FAMILY = re.compile(r"gpt|bert|t5", re.IGNORECASE)

@@ -15,7 +15,7 @@ import pytest
 from tests.end_to_end.commands import ROOT, environment
 from tests.harness.evaluation import OPENINGS, WIKITEXT_AS_TEXT, SmallGPT2
 
-pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'megatron[lm-eval]'")
+pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install -e '.[lm-eval]'")
 
 TASKS: dict[str, dict[str, Any]] = {
     "tiny_choice": {
