@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import types
 import typing
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
+from megatron.config.suggestions import did_you_mean
 from megatron.errors import ConfigError
 
 _Group = TypeVar("_Group")
@@ -181,13 +181,6 @@ def one_of(values: Iterable[Any]) -> str:
     """``a, b or c``."""
     *most, last = [str(value) for value in values]
     return f"{', '.join(most)} or {last}" if most else last
-
-
-def did_you_mean(word: str, known: Iterable[Any]) -> str:
-    """`` (did you mean X?)`` for the nearest known word, else nothing."""
-    spellings = {str(each).lower(): str(each) for each in known}
-    near = difflib.get_close_matches(word.lower(), spellings, n=1, cutoff=0.7)
-    return f" (did you mean {spellings[near[0]]}?)" if near else ""
 
 
 def _s(count: int | None) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megatron.config.suggestions import parts_of
 from megatron.config.unavailable_flags import FAMILIES, UNAVAILABLE
 
 Verdict = Literal["renamed", "ignored", "refused"]
@@ -412,3 +413,5 @@ def _table() -> dict[str, LegacyFlag]:
 
 
 LEGACY_FLAGS: dict[str, LegacyFlag] = _table()
+# correct parts of flag names: a flag that has one in place of another is no misspelling
+LEGACY_WORDS = frozenset(part for spelling in LEGACY_FLAGS for part in parts_of(spelling))

@@ -10,11 +10,12 @@ from typing import Any
 from megatron.config.command import CommandConfig
 from megatron.config.families import owner_of
 from megatron.config.files import Word, read_settings, words_of
-from megatron.config.flags import FlagSpec, did_you_mean, flags_of, group_name
+from megatron.config.flags import FlagSpec, flags_of, group_name
 from megatron.config.help import format_help
-from megatron.config.legacy_flags import LegacyFlag, legacy_flag
+from megatron.config.legacy_flags import LEGACY_WORDS, LegacyFlag, legacy_flag
 from megatron.config.rules import failures, listed, remarks
 from megatron.config.run import CORE_GROUPS, CheckpointReader, RunConfig
+from megatron.config.suggestions import did_you_mean
 from megatron.errors import ConfigError
 
 FLAG, FILE, CHECKPOINT, COMMAND = 3, 2, 1, 0
@@ -174,7 +175,7 @@ class Intake:
                 values = [] if value is True else value if isinstance(value, list) else [value]
                 self._take_spelling(spelling, values, source=source, rank=FILE)
                 return
-            hint = did_you_mean(key.replace("-", "_"), self._by_field)
+            hint = did_you_mean(key.replace("-", "_"), self._by_field, words=LEGACY_WORDS)
             self._wrong(f"{source}: there is no setting {key}{hint}")
         elif spec.group == group_name(CommandConfig):
             self._wrong(f"{source}: {key} is given on the command line only")
@@ -200,7 +201,9 @@ class Intake:
         if owner is not None:
             self._wrong(f"{where}{spelling} belongs to {owner.title} (pretrain_{owner.name}.py); leave it out")
         else:
-            self._wrong(f"{where}there is no flag {spelling}{did_you_mean(spelling, self._by_spelling)}")
+            self._wrong(
+                f"{where}there is no flag {spelling}{did_you_mean(spelling, self._by_spelling, words=LEGACY_WORDS)}"
+            )
 
     def _take_legacy(self, spelling: str, legacy: LegacyFlag, values: list[Any], *, source: str, rank: int) -> None:
         words = " ".join([spelling, *map(str, values)])

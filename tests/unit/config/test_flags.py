@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
-from megatron.config.flags import FlagSpec, check_flags, did_you_mean, flag, flags_of, one_of
+from megatron.config.flags import FlagSpec, check_flags, flag, flags_of, one_of
 from megatron.config.parse import parse_groups
 from megatron.errors import ConfigError
 
@@ -216,12 +216,6 @@ def test_fields_of_ordinary_dataclasses_are_no_flags() -> None:
 def test_one_of(values: list[Any], text: str) -> None:
     """Lists in messages read like sentences."""
     assert one_of(values) == text
-
-
-def test_did_you_mean_is_quiet_when_nothing_is_near() -> None:
-    """A wrong guess is worse than none."""
-    assert did_you_mean("--hiden-size", ["--hidden-size"]) == " (did you mean --hidden-size?)"
-    assert did_you_mean("--banana", ["--hidden-size"]) == ""
 
 
 def test_stand_ins_are_within_bounds() -> None:

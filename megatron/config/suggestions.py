@@ -1,0 +1,86 @@
+"""What a misspelt word was meant to be, if it is almost certainly a typo of one known word.
+
+Similar is not enough: ``--deepspeed`` contains ``--seed``, and ``--reglu`` is one letter from ``--geglu``. Words are
+compared part by part, and a part that is itself a word of another flag is no typo. No suggestion is better than a wrong
+one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from typing import Any
+
+_MOST_TYPOS = 2
+
+
+def did_you_mean(word: str, known: Iterable[Any], *, words: Collection[str] = ()) -> str:
+    """`` (did you mean X?)`` for the only known word that ``word`` is a likely typo of, else nothing.
+
+    ``words``: further parts that are correct as they stand, besides those of ``known``.
+    """
+    meant: dict[tuple[str, ...], str] = {}
+    for each in known:
+        meant.setdefault(parts_of(str(each)), str(each))
+    correct = {part for parts in meant for part in parts} | set(words)
+    typed = parts_of(word)
+    distances = {parts: found for parts in meant if (found := _typos(typed, parts, correct)) is not None}
+    least = min(distances.values(), default=None)
+    nearest = [parts for parts, distance in distances.items() if distance == least]
+    return f" (did you mean {meant[nearest[0]]}?)" if len(nearest) == 1 else ""
+
+
+def parts_of(word: str) -> tuple[str, ...]:
+    """The words a flag, a field or a value is made of, in lower case: ``--num_layers`` -> ``num``, ``layers``."""
+    return tuple(re.findall(r"[^\s\-–—_.]+", word.lower()))
+
+
+def _typos(typed: tuple[str, ...], meant: tuple[str, ...], correct: Collection[str]) -> int | None:
+    """How many typos turn ``meant`` into ``typed``, or None when it is more likely something else."""
+    if "".join(typed) == "".join(meant) or sorted(typed) == sorted(meant):  # other dashes or case; another order
+        return 0
+    if len(typed) != len(meant):
+        return None
+    counts = [_typos_of_part(one, other, correct) for one, other in zip(typed, meant, strict=True)]
+    known = [each for each in counts if each is not None]
+    return sum(known) if len(known) == len(counts) and sum(known) <= _MOST_TYPOS else None
+
+
+def _typos_of_part(typed: str, meant: str, correct: Collection[str]) -> int | None:
+    if typed == meant:
+        return 0
+    shorter, longer = sorted((typed, meant), key=len)
+    if longer == shorter + "s" and len(shorter) > 2:
+        return 1
+    if typed in correct or re.findall(r"\d", typed) != re.findall(r"\d", meant) or len(meant) < 3:
+        return None
+    slip = _is_slip(typed, meant)
+    if len(meant) < 6:  # short words have too many neighbours: seed and speed, relu and gelu
+        return 1 if slip else None
+    if typed[0] != meant[0] and not slip:
+        return None
+    distance = _distance(typed, meant)
+    return distance if distance <= (2 if len(meant) > 7 else 1) else None
+
+
+def _is_slip(typed: str, meant: str) -> bool:
+    """Whether a letter was left out or struck twice, or two neighbours changed places."""
+    places = range(len(meant))
+    return (
+        any(typed == meant[:at] + meant[at + 1 :] for at in places)
+        or any(typed == meant[:at] + meant[at] + meant[at:] for at in places)
+        or any(typed == meant[:at] + meant[at : at + 2][::-1] + meant[at + 2 :] for at in places)
+    )
+
+
+def _distance(one: str, other: str) -> int:
+    """Edits between two words: a letter more, less or other, or two neighbours exchanged."""
+    rows = [list(range(len(other) + 1))]
+    for i, a in enumerate(one, start=1):
+        row = [i]
+        for j, b in enumerate(other, start=1):
+            row.append(min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (a != b)))
+            if i > 1 and j > 1 and a == other[j - 2] and one[i - 2] == b:
+                row[-1] = min(row[-1], rows[-2][j - 2] + 1)
+        rows.append(row)
+    return rows[-1][-1]
