@@ -55,7 +55,7 @@ class PreprocessConfig:
     """Text in, tokens out."""
 
     input: tuple[str, ...] = flag(
-        "JSON lines, one object a line (.gz, .bz2, .zst too), or .parquet files: files, folders, globs in quotes, "
+        "JSON lines, one object a line (.gz, .bz2, .xz, .zst too), or .parquet files: files, folders, globs in quotes, "
         "or - for JSON lines on standard input."
     )
     output_prefix: str = flag("Start of the names of all files written.")

@@ -37,7 +37,7 @@ from megatron.errors import ConfigError, DataError, run_command
 class SftConfig:
     """Conversations in, tokens and targets out."""
 
-    input: tuple[str, ...] = flag("JSON lines (.gz, .bz2, .zst too): files, folders, globs in quotes, or -.")
+    input: tuple[str, ...] = flag("JSON lines (.gz, .bz2, .xz, .zst too): files, folders, globs in quotes, or -.")
     output_prefix: str = flag("Start of the names of all files written.")
     turn_start: str = flag("What begins a turn; {role} stands for who speaks.", default="<|im_start|>{role}\\n")
     turn_end: str = flag("What ends a turn.", default="<|im_end|>\\n")

@@ -43,8 +43,8 @@ class TrainTokenizerConfig:
     """Text in, vocabulary out."""
 
     input: tuple[str, ...] = flag(
-        "JSON lines, or plain text in .txt (.gz, .bz2, .zst too), or .parquet: files, folders, globs in quotes, or - "
-        "for JSON lines on standard input."
+        "JSON lines, or plain text in .txt (.gz, .bz2, .xz, .zst too), or .parquet: files, folders, globs in quotes, "
+        "or - for JSON lines on standard input."
     )
     output_dir: str = flag(
         "Folder of tokenizer.json, tokenizer_config.json, vocab.json and merges.txt, or of WordPiece's vocab.txt."

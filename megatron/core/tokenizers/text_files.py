@@ -6,26 +6,24 @@ Lines are numbered from 1 so that what is wrong with one can be said as ``FILE:L
 from __future__ import annotations
 
 import bisect
-import bz2
 import codecs
 import glob
-import gzip
 import io
 import json
 import sys
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, Any, BinaryIO
 
-from megatron.errors import ConfigError, DataError
+from megatron.core.tokenizers import compressed
+from megatron.core.tokenizers.compressed import DamagedStreamError, decompressed
+from megatron.errors import DataError
 
 STDIN = "-"
 JSON_ENDINGS = (".jsonl", ".json")
 PARQUET_ENDING = ".parquet"
 TEXT_ENDINGS = (".txt",)
-COMPRESSED_ENDINGS = (".gz", ".bz2", ".zst")
 BATCH_BYTES = 1 << 19
 
 _scan: Callable[[str, int], tuple[Any, int]] = vars(json.JSONDecoder())["scan_once"]
@@ -116,7 +114,7 @@ def read_batches(
 ) -> Iterator[LineBatch]:
     """Lines of all files from ``start`` on, in batches of about ``batch_bytes``, decompressed by the file's ending.
 
-    Endings are .gz, .bz2 and .zst; of a .parquet file each row is a line of JSON that holds the columns ``keys``.
+    Endings are .gz, .bz2, .xz and .zst; of a .parquet file each row is a line of JSON that holds the columns ``keys``.
     Holds one batch at a time; a line longer than that is a batch of its own. A byte order mark is left out.
     Raises DataError when a file cannot be read or its compression is damaged.
     """
@@ -137,7 +135,7 @@ def read_batches(
 def _read_lines(path: str, begin: Position, *, batch_bytes: int) -> Iterator[LineBatch]:
     next_line, offset = begin.line, begin.offset
     try:
-        with _open(path) as raw, _decompressed(path, raw) as stream:
+        with _open(path) as raw, decompressed(path, raw) as stream:
             if offset:
                 _skip(stream, offset)
             while data := stream.read(batch_bytes):
@@ -148,13 +146,13 @@ def _read_lines(path: str, begin: Position, *, batch_bytes: int) -> Iterator[Lin
                 if first_line == 1:
                     data = data.removeprefix(codecs.BOM_UTF8)
                 yield LineBatch(path, first_line, data, raw.tell() if raw.seekable() else 0, end)
-    except _damage() as error:
+    except (OSError, DamagedStreamError) as error:
         raise DataError(f"--input {path} cannot be read after line {next_line - 1}: {_reason(error)}.") from None
 
 
 def _skip(stream: IO[bytes], count: int) -> None:
     """Move ``count`` bytes on; packed files are unpacked up to there."""
-    if isinstance(stream, io.BufferedReader) and not isinstance(stream.raw, _ZstandardFile):
+    if stream.seekable():
         stream.seek(count)
         return
     while count:
@@ -196,7 +194,7 @@ def read_plain_lines(batch: LineBatch) -> Documents:
 def is_plain_text(path: str) -> bool:
     """Whether the file's name says plain text rather than JSON lines."""
     name = Path(path)
-    return (Path(name.stem) if name.suffix in COMPRESSED_ENDINGS else name).suffix in TEXT_ENDINGS
+    return (Path(name.stem) if name.suffix in compressed.ENDINGS else name).suffix in TEXT_ENDINGS
 
 
 def _matches(pattern: str, endings: Sequence[str]) -> list[str]:
@@ -204,7 +202,7 @@ def _matches(pattern: str, endings: Sequence[str]) -> list[str]:
     if pattern == STDIN:
         return [pattern]
     if path.is_dir():
-        wanted = tuple(ending + packed for ending in endings for packed in ("", *COMPRESSED_ENDINGS))
+        wanted = tuple(ending + packed for ending in endings for packed in ("", *compressed.ENDINGS))
         inside = sorted(str(each) for each in path.rglob("*") if each.name.endswith(wanted) and each.is_file())
         if not inside:
             raise DataError(f"--input {pattern} holds no {' or '.join(endings)} file, compressed or not.")
@@ -226,64 +224,10 @@ def _open(path: str) -> BinaryIO:
     return open(path, "rb")
 
 
-def _decompressed(path: str, raw: BinaryIO) -> IO[bytes]:
-    match Path(path).suffix:
-        case ".gz":
-            return cast("IO[bytes]", gzip.GzipFile(fileobj=raw))
-        case ".bz2":
-            return bz2.BZ2File(raw)
-        case ".zst":
-            try:
-                import zstandard
-            except ImportError:
-                raise ConfigError(
-                    f"--input {path} needs the zstandard library: pip install zstandard, or unpack the file first."
-                ) from None
-            return io.BufferedReader(_ZstandardFile(raw, zstandard.ZstdDecompressor().decompressobj))
-        case _:
-            return raw
-
-
-class _ZstandardFile(io.RawIOBase):
-    """Frames end to end; unlike the library's own reader it notices when the last one is cut short."""
-
-    def __init__(self, raw: BinaryIO, new_frame: Callable[[], Any]) -> None:
-        self._raw, self._new_frame = raw, new_frame
-        self._frame: Any = None
-        self._packed = self._content = b""
-
-    def readable(self) -> bool:
-        """Yes; ``io.BufferedReader`` asks."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill the buffer with what comes next; 0 at the end."""
-        while not self._content:
-            self._packed = self._packed or self._raw.read(BATCH_BYTES // 8)
-            if not self._packed:
-                if self._frame is not None:
-                    raise EOFError("the last frame has no end")
-                return 0
-            self._frame = self._frame or self._new_frame()
-            self._content = self._frame.decompress(self._packed)
-            self._packed = self._frame.unused_data
-            if self._frame.eof:
-                self._frame = None
-        size = min(len(buffer), len(self._content))
-        buffer[:size], self._content = self._content[:size], self._content[size:]
-        return size
-
-
-def _damage() -> tuple[type[Exception], ...]:
-    """What reading a missing, forbidden or damaged file raises; zstandard's own if a file had it imported."""
-    library = sys.modules.get("zstandard")
-    return (OSError, EOFError, zlib.error, *((library.ZstdError,) if library else ()))
-
-
 def _reason(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return f"{error}; the file is damaged or cut short"
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return f"{error}; the file is damaged or cut short, copy it again"
 
 
 def _texts_of(line: bytes, keys: Sequence[str]) -> list[str]:

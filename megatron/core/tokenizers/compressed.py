@@ -1,0 +1,110 @@
+"""Compressed files of several streams, read to their last byte.
+
+``cat``, pbzip2, pigz, pixz and pzstd write streams end to end. The standard library's readers of bz2 and xz ignore
+whatever follows a stream and begins no other one, so a damaged header loses the rest of the file without an error.
+"""
+
+from __future__ import annotations
+
+import bz2
+import io
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, BinaryIO
+
+from megatron.errors import ConfigError
+
+ENDINGS = (".gz", ".bz2", ".xz", ".zst")
+_PIECE = 1 << 12  # bytes decompressed at a time; at the highest ratios they become about 100 MB
+
+
+class DamagedStreamError(Exception):
+    """Bytes that are no stream of their kind, or only a part of one; the message says at which byte."""
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How to read one stream. ``padding``: whether zeros may follow it, as tapes leave them."""
+
+    name: str
+    new_stream: Callable[[], Any]
+    error: type[Exception]
+    padding: bool = False
+
+
+def decompressed(path: str, raw: BinaryIO) -> IO[bytes]:
+    """What the file holds, decompressed as its ending says; raises ConfigError when the library is missing.
+
+    Reading raises DamagedStreamError.
+    """
+    ending = Path(path).suffix
+    return io.BufferedReader(_Streams(raw, _kind_of(path, ending))) if ending in ENDINGS else raw
+
+
+def _kind_of(path: str, ending: str) -> _Kind:
+    match ending:
+        case ".gz":
+            return _Kind("gzip", lambda: zlib.decompressobj(wbits=16 + zlib.MAX_WBITS), zlib.error, padding=True)
+        case ".bz2":
+            return _Kind("bzip2", bz2.BZ2Decompressor, OSError)
+        case ".xz":
+            return _Kind("xz", lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ), lzma.LZMAError, padding=True)
+        case _:
+            try:
+                import zstandard
+            except ImportError:
+                raise ConfigError(
+                    f"--input {path} needs the zstandard library: pip install zstandard, or unpack the file first."
+                ) from None
+            return _Kind("Zstandard", zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError)
+
+
+class _Streams(io.RawIOBase):
+    """The content of streams that follow each other."""
+
+    def __init__(self, raw: BinaryIO, kind: _Kind) -> None:
+        self._contents = _contents(raw, kind)
+        self._content = b""
+
+    def readable(self) -> bool:
+        """Yes; ``io.BufferedReader`` asks."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill the buffer with what comes next; 0 at the end."""
+        while not self._content:
+            content = next(self._contents, None)
+            if content is None:
+                return 0
+            self._content = content
+        size = min(len(buffer), len(self._content))
+        buffer[:size], self._content = self._content[:size], self._content[size:]
+        return size
+
+
+def _contents(raw: BinaryIO, kind: _Kind) -> Iterator[bytes]:
+    """The content piece by piece; DamagedStreamError for bytes that are neither a stream nor padding after one."""
+    stream, start, end, rest = None, 0, 0, b""
+    while packed := rest or raw.read(_PIECE):
+        end += 0 if rest else len(packed)
+        if stream is None:
+            if kind.padding and start < end - len(packed):
+                packed = packed.lstrip(b"\0")
+            if not packed:
+                rest = b""
+                continue
+            stream, start = kind.new_stream(), end - len(packed)
+        try:
+            content: bytes = stream.decompress(packed)
+        except (kind.error, EOFError) as error:
+            raise DamagedStreamError(f"no valid {kind.name} stream begins at byte {start} ({error})") from None
+        yield content
+        rest = stream.unused_data
+        stream = None if stream.eof else stream
+    if stream is not None:
+        raise DamagedStreamError(f"the {kind.name} stream that begins at byte {start} has no end")
+    if not end:
+        raise DamagedStreamError("it has 0 bytes")
