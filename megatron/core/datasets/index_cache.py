@@ -1,7 +1,8 @@
 """Keep built indices on disk, so that the ranks of a machine share one copy and the next run starts at once.
 
 A file's name is a digest of everything its content follows from, so a cache cannot be stale: paths, run length and
-batch size play no part, and whoever writes the same name writes the same bytes.
+batch size play no part, and whoever writes the same name writes the same bytes. The last four bytes of a file are a
+checksum of its name and all bytes before them; a file that doesn't match is built again.
 """
 
 from __future__ import annotations
@@ -9,16 +10,20 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import logging
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron.core.datasets.files import replaced_file
 from megatron.core.datasets.index_build import SampleIndex
 
-_FORMAT = 1  # part of every name: raise it when an index of the same inputs changes
+_FORMAT = 2  # part of every name: raise it when an index of the same inputs changes
+_CHECKSUM = np.dtype("<u4")
 _log = logging.getLogger(__name__)
 
 
@@ -42,22 +47,24 @@ class IndexCache:
         self.folder = folder
         self.least_rows = least_rows
         self._complained = False
+        self._damaged: set[Path] = set()
 
     def get(self, build: Callable[[], SampleIndex], *, rows: int, inputs: tuple[object, ...]) -> SampleIndex:
         """What ``build`` makes from ``inputs``: read from the folder when it is there, else built and stored.
 
-        In a folder that cannot be written to, indices are read but not stored, with a word the first time.
+        In a folder that cannot be written to, indices are read but not stored, with a word the first time. A damaged
+        file is built again, with a word.
         """
         if self.folder is None or rows < self.least_rows:
             return build()
         name = digest_of(_FORMAT, *inputs)
         files = (self.folder / f"{name}-documents.npy", self.folder / f"{name}-samples.npy")
-        index = _load(files)
+        index = self._load(files)
         if index is not None:
             return index
         try:
             with _one_builder(self.folder):
-                index = _load(files)
+                index = self._load(files)
                 if index is None:
                     index = build()
                     _store(files, index)
@@ -66,6 +73,21 @@ class IndexCache:
                 _log.warning("indices stay in memory: the cache %s cannot be written (%s)", self.folder, error.strerror)
             self._complained = True
         return index or build()
+
+    def _load(self, files: tuple[Path, Path]) -> SampleIndex | None:
+        """Stored index; None when it is missing or damaged."""
+        tables = list[NDArray[Any]]()
+        for path in files:
+            try:
+                tables.append(_verified(path))
+            except OSError:
+                return None
+            except (ValueError, EOFError):
+                if path not in self._damaged:
+                    _log.warning("the index cache %s is damaged: it is built again", path)
+                self._damaged.add(path)
+                return None
+        return SampleIndex(*tables)
 
 
 @contextmanager
@@ -78,16 +100,24 @@ def _one_builder(folder: Path) -> Iterator[None]:
         yield
 
 
-def _load(files: tuple[Path, Path]) -> SampleIndex | None:
-    """Stored index, mapped into memory; None when it is missing or damaged."""
-    try:
-        documents, samples = (np.load(path, mmap_mode="r").view(np.ndarray) for path in files)
-    except (OSError, ValueError, EOFError):
-        return None
-    return SampleIndex(documents, samples)
+def _verified(path: Path) -> NDArray[Any]:
+    """A stored table, mapped into memory; raises OSError when it can't be read, ValueError when it is damaged."""
+    content = np.memmap(path, np.uint8, mode="r")
+    if content[-_CHECKSUM.itemsize :].tobytes() != _checksum(path, content[: -_CHECKSUM.itemsize]):
+        raise ValueError
+    table: NDArray[Any] = np.load(path, mmap_mode="r").view(np.ndarray)
+    return table
+
+
+def _checksum(path: Path, content: NDArray[np.uint8]) -> bytes:
+    return _CHECKSUM.type(zlib.crc32(content.data, zlib.crc32(path.name.encode()))).tobytes()
 
 
 def _store(files: tuple[Path, Path], index: SampleIndex) -> None:
     for path, table in zip(files, (index.documents, index.samples)):
-        with replaced_file(path) as aside, aside.open("wb") as file:
-            np.save(file, table)
+        with replaced_file(path) as aside:
+            with aside.open("wb") as file:
+                np.save(file, table)
+            checksum = _checksum(path, np.memmap(aside, np.uint8, mode="r"))
+            with aside.open("ab") as file:
+                file.write(checksum)
