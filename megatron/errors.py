@@ -1,37 +1,72 @@
 """What can go wrong for a user, as exceptions whose message is the whole story.
 
 A message has three parts: what is wrong with the actual values, which flag or file says so, and what would work.
+The exit code tells a scheduler whether to start the same command again.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable
 
+RESTART_MAY_HELP = 1
+"""Exit code when the machine failed: a disk, a network, a process, a lost rank, a stall, a loss that is no number."""
+RESTART_CANNOT_HELP = 2
+"""Exit code for a user's mistake: settings, and files that they name, which are missing, damaged or the wrong ones."""
+
+# Reasons of the operating system that the next start would meet as well; a full disk or a broken link may pass.
+_LASTING = {
+    errno.ENOENT,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.EEXIST,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.EINVAL,
+}
+
 
 class MegatronError(Exception):
-    """Base of every error meant for a user; ``exit_code`` is what the process ends with."""
+    """Base of every error meant for a user; ``exit_code``: what the process ends with, where not as its class says."""
 
-    exit_code = 1
+    exit_code = RESTART_MAY_HELP
+
+    def __init__(self, message: str = "", *, exit_code: int | None = None) -> None:
+        super().__init__(message)
+        if exit_code is not None:
+            self.exit_code = exit_code
 
 
 class ConfigError(MegatronError):
     """Settings that cannot work: wrong flags, sizes that don't divide, settings that exclude each other."""
 
-    exit_code = 2
+    exit_code = RESTART_CANNOT_HELP
 
 
 class DataError(MegatronError):
     """Input files that are missing, damaged, or made for another tokenizer."""
 
+    exit_code = RESTART_CANNOT_HELP
+
 
 class CheckpointError(MegatronError):
     """A checkpoint that is missing, incomplete, damaged, or of another architecture."""
 
+    exit_code = RESTART_CANNOT_HELP
+
 
 class ParallelError(MegatronError):
     """Ranks that failed, stalled or disagree; the message names their coordinates."""
+
+
+def exit_code_of(error: OSError) -> int:
+    """Exit code for trouble with a file: whether it is a user's mistake, or the disk's or network's failure."""
+    return RESTART_CANNOT_HELP if error.errno in _LASTING else RESTART_MAY_HELP
 
 
 def run_command(main: Callable[[], int | None]) -> None:

@@ -17,7 +17,7 @@ from megatron.core.models.stage import Stage
 from megatron.core.parallel.collectives import all_reduce, gather_objects
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.sharding import ShardedState
-from megatron.errors import ParallelError
+from megatron.errors import RESTART_CANNOT_HELP, ParallelError
 
 
 def check_ranks_agree(config: RunConfig, context: ParallelContext) -> None:
@@ -31,7 +31,8 @@ def check_ranks_agree(config: RunConfig, context: ParallelContext) -> None:
             raise ParallelError(
                 f"ranks disagree on the {what}: rank 0 has {expected[:12]}, rank {others[0]} has "
                 f"{everyone[others[0]][what][:12]} (other than rank 0: {named}); start every rank with the same "
-                "command and the same installation"
+                "command and the same installation",
+                exit_code=RESTART_CANNOT_HELP,
             )
 
 

@@ -25,7 +25,7 @@ from megatron.core.parallel.rng import StreamKey
 from megatron.core.pipeline_parallel.chunk import Microbatch
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.errors import DataError, ParallelError
+from megatron.errors import RESTART_CANNOT_HELP, DataError, ParallelError
 from megatron.training.recipe import Recipe, stages_here
 
 
@@ -212,6 +212,7 @@ def build_splits(config: RunConfig, recipe: Recipe, context: ParallelContext, to
         if digest != digests[0]:
             raise ParallelError(
                 f"rank {rank} sees other data than rank 0 (digests {digest[:12]} and {digests[0][:12]}): "
-                "the files behind --data-path must be the same on every node"
+                "the files behind --data-path must be the same on every node",
+                exit_code=RESTART_CANNOT_HELP,
             )
     return splits

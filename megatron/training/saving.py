@@ -127,7 +127,8 @@ def check_save_folder(config: RunConfig, context: ParallelContext) -> None:
         run_on_all(try_to_write, context.mesh)
     except CheckpointError as error:
         raise CheckpointError(
-            f"--save {root} cannot be written: {error}; name a folder that every rank may write into"
+            f"--save {root} cannot be written: {error}; name a folder that every rank may write into",
+            exit_code=error.exit_code,
         ) from error
 
 

@@ -145,11 +145,15 @@ def test_flags_are_checked_all_at_once() -> None:
 
 
 def test_message_and_exit_code_of_the_real_command(tmp_path: Path) -> None:
-    """No traceback; 2 for settings, 1 for files; on two ranks the sentence is printed once."""
+    """No traceback; 2 for wrong settings and files alike; on two ranks the sentence is printed once.
+
+    torchrun itself ends with 1 whatever its processes end with, and prints their code.
+    """
     log = launch("pretrain_gpt.py", TINY + " --train-iters 1 --micro-batch-size 3", expect=2)
     assert log.startswith("error: ") and "Traceback" not in log
-    log = launch("pretrain_gpt.py", f"{TINY} --train-iters 1", f"--load={tmp_path}", expect=1)
+    log = launch("pretrain_gpt.py", f"{TINY} --train-iters 1", f"--load={tmp_path}", expect=2)
     assert log.count("error: ") == 1 and "Traceback" not in log
     for when in ("", " --use-checkpoint-args"):  # found when ranks have met, and before
         log = launch("pretrain_gpt.py", f"{TINY} --train-iters 1{when}", f"--load={tmp_path}", ranks=2, expect=1)
         assert log.count("error: ") == 1
+        assert "exitcode  : 2" in log

@@ -168,18 +168,18 @@ def test_what_cannot_be_loaded(folder: Path, tmp_path: Path) -> None:
     start = f"--task MNLI --epochs 1 {train} --pretrained-checkpoint {folder}/bert --save {tmp_path} {TUNE}"
     run("tasks/main.py", start)
     flags = f"--task QQP --epochs 0 --load {tmp_path} --valid-data {qqp(tmp_path)} --micro-batch-size 2"
-    found = run("tasks/main.py", flags, expect=1)
+    found = run("tasks/main.py", flags, expect=2)
     assert "holds a bert-mnli model, where a bert-qqp model is wanted" in found
     flags = f"--task MNLI --epochs 0 --load {folder}/bert {dev} --micro-batch-size 2"
-    assert "holds a bert model, where a bert-mnli model is wanted" in run("tasks/main.py", flags, expect=1)
+    assert "holds a bert model, where a bert-mnli model is wanted" in run("tasks/main.py", flags, expect=2)
     resumed = start.replace(train, f"--train-data {folder}/MNLI/dev_matched.tsv").replace("--epochs 1", "--epochs 9")
     expected = "the checkpoint's run trained on other files than"
-    assert expected in run("tasks/main.py", f"{resumed} --load {tmp_path}", expect=1)
+    assert expected in run("tasks/main.py", f"{resumed} --load {tmp_path}", expect=2)
     unused = f"--task MNLI --epochs 0 --load {tmp_path}/new --save {tmp_path}/new {dev} --micro-batch-size 2"
-    found = run("tasks/main.py", f"{unused} --pretrained-checkpoint {folder}/bert", expect=1)
+    found = run("tasks/main.py", f"{unused} --pretrained-checkpoint {folder}/bert", expect=2)
     assert "holds a bert model, where a bert-mnli model is wanted" in found, "a fresh head would be scored"
     nothing = f"--task MNLI --epochs 1 {train} --save {tmp_path}/new --load {tmp_path}/new {TUNE} {MODEL}"
-    found = run("tasks/main.py", f"{nothing} --no-use-checkpoint-args --vocab-file {folder}/vocab.txt", expect=1)
+    found = run("tasks/main.py", f"{nothing} --no-use-checkpoint-args --vocab-file {folder}/vocab.txt", expect=2)
     assert "a bert-mnli model is made of a trained bert model, and none is named: give --pretrained-checkpoint" in found
 
 

@@ -50,14 +50,14 @@ def test_perplexity_is_the_same_on_one_rank_and_on_two(checkpoints: str, tmp_pat
 @pytest.mark.parametrize(
     ("more", "words", "code"),
     [
-        (["--load", "nowhere", "--prompt", "1"], "--load nowhere: there is no such folder", 1),
+        (["--load", "nowhere", "--prompt", "1"], "--load nowhere: there is no such folder", 2),
         (["localhost:5000"], "localhost:5000 is the address of a text-generation server", 2),
         (["--prompt", "1"], "missing: --load (folder of checkpoints)", 2),
-        (["--load", "{}", "--prompt", " ".join(["1"] * 30)], "prompt 1 has 30 tokens; with 64 generated ones", 1),
-        (["--load", "{}", "--prompt", "1 301"], "301", 1),
-        (["--load", "{}", "--prompt-file", "missing"], "--prompt-file missing cannot be read", 1),
+        (["--load", "{}", "--prompt", " ".join(["1"] * 30)], "prompt 1 has 30 tokens; with 64 generated ones", 2),
+        (["--load", "{}", "--prompt", "1 301"], "301", 2),
+        (["--load", "{}", "--prompt-file", "missing"], "--prompt-file missing cannot be read", 2),
         (["--load", "{}", "--top-p", "1.5", "--prompt", "1"], "--top-p", 2),
-        (["--load", "{}", "--ckpt-step", "7", "--prompt", "1"], "no usable checkpoint of --ckpt-step 7", 1),
+        (["--load", "{}", "--ckpt-step", "7", "--prompt", "1"], "no usable checkpoint of --ckpt-step 7", 2),
     ],
     ids=["no folder", "server", "no model", "too long", "unknown token", "no file", "impossible", "no step"],
 )
@@ -68,7 +68,7 @@ def test_mistakes_are_one_sentence(checkpoints: str, more: list[str], words: str
 
 
 @pytest.mark.parametrize(
-    ("flags", "code"), [(["--top-p", "1.5"], 2), (["--load", "nowhere", "--prompt", "1"], 1)], ids=["flags", "folder"]
+    ("flags", "code"), [(["--top-p", "1.5"], 2), (["--load", "nowhere", "--prompt", "1"], 2)], ids=["flags", "folder"]
 )
 def test_ranks_do_not_repeat_what_the_first_says(
     flags: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

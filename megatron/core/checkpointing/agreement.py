@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from megatron.core.parallel.collectives import gather_objects
 from megatron.core.parallel.mesh import Mesh
-from megatron.errors import CheckpointError
+from megatron.errors import RESTART_MAY_HELP, CheckpointError, exit_code_of
 
 T = TypeVar("T")
 
@@ -16,6 +16,7 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class _Failure:
     message: str
+    exit_code: int
 
 
 def gather_from_all(work: Callable[[], T], mesh: Mesh) -> list[T]:
@@ -29,15 +30,16 @@ def gather_from_all(work: Callable[[], T], mesh: Mesh) -> list[T]:
     try:
         outcome = work()
     except Exception as error:
-        caught, outcome = error, _Failure(_describe(error, mesh))
+        caught, outcome = error, _Failure(_describe(error, mesh), _exit_code(error))
     outcomes: list[T | _Failure] = gather_objects(outcome, mesh)
     results = [outcome for outcome in outcomes if not isinstance(outcome, _Failure)]
     if len(results) == len(outcomes):
         return results
     if caught is not None and not isinstance(caught, (OSError, CheckpointError)):
         raise caught
-    messages = (outcome.message for outcome in outcomes if isinstance(outcome, _Failure))
-    raise CheckpointError("; ".join(dict.fromkeys(messages))) from caught
+    failures = [outcome for outcome in outcomes if isinstance(outcome, _Failure)]
+    messages = "; ".join(dict.fromkeys(failure.message for failure in failures))
+    raise CheckpointError(messages, exit_code=min(failure.exit_code for failure in failures)) from caught
 
 
 def run_on_all(work: Callable[[], T], mesh: Mesh) -> T:
@@ -51,6 +53,12 @@ def run_on_first(work: Callable[[], T], mesh: Mesh) -> T:
     """``work()`` of rank 0, told to everybody; fails everywhere when it fails there."""
     first: T | None = gather_from_all(lambda: work() if mesh.world_rank == 0 else None, mesh)[0]
     return first  # type: ignore[return-value]
+
+
+def _exit_code(error: Exception) -> int:
+    if isinstance(error, CheckpointError):
+        return error.exit_code
+    return exit_code_of(error) if isinstance(error, OSError) else RESTART_MAY_HELP
 
 
 def _describe(error: Exception, mesh: Mesh) -> str:

@@ -240,7 +240,8 @@ def _explained(root: AnyPath, iteration: int) -> Iterator[None]:
     except CheckpointError as error:
         raise CheckpointError(
             f"iteration {iteration} could not be saved in {root}: {error}. "
-            "Checkpoints saved before are untouched; free space there, or point --save at a folder that can be written"
+            "Checkpoints saved before are untouched; free space there, or point --save at a folder that can be written",
+            exit_code=error.exit_code,
         ) from error
 
 

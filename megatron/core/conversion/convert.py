@@ -24,7 +24,7 @@ from megatron.core.conversion.portable import PortableModel
 from megatron.core.conversion.questions import Answer, Question, question_for
 from megatron.core.conversion.remote import fetched, put
 from megatron.core.files.remote_path import AnyPath, RemotePath
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, exit_code_of
 
 Format = Literal["hf", "megatron", "megatron-lm"]
 TITLES = {"hf": "Hugging Face", "megatron": "this project's", "megatron-lm": "Megatron-LM's"}
@@ -62,7 +62,8 @@ def convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
         return _convert(job, say)
     except OSError as error:
         where = error.filename or job.save
-        raise CheckpointError(f"{where}: {error.strerror or error}; nothing was left in {job.save.parent}") from error
+        said = f"{where}: {error.strerror or error}; nothing was left in {job.save.parent}"
+        raise CheckpointError(said, exit_code=exit_code_of(error)) from error
 
 
 def _convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:

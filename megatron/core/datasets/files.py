@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron.errors import DataError
+from megatron.errors import DataError, exit_code_of
 
 
 @contextmanager
@@ -39,4 +39,5 @@ def write_errors(path: Path, *, remedy: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(f"cannot write {path}: {error.strerror or error}; {remedy}") from error
+        said = f"cannot write {path}: {error.strerror or error}; {remedy}"
+        raise DataError(said, exit_code=exit_code_of(error)) from error

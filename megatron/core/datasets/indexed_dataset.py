@@ -34,7 +34,7 @@ from megatron.core.datasets.indexed_format import (
 from megatron.core.datasets.metadata import DatasetMetadata, TokenizerStamp
 from megatron.core.datasets.remote import RemoteTokens
 from megatron.core.files.remote_path import is_url
-from megatron.errors import ConfigError, DataError
+from megatron.errors import RESTART_MAY_HELP, ConfigError, DataError
 
 __all__ = ["IndexedDataset", "IndexedDatasetWriter", "token_dtype"]
 
@@ -206,7 +206,8 @@ class IndexedDatasetWriter:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DataError(
-                f"another process is writing {bin_path(self.prefix)}: wait for it, or give another prefix"
+                f"another process is writing {bin_path(self.prefix)}: wait for it, or give another prefix",
+                exit_code=RESTART_MAY_HELP,
             ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:

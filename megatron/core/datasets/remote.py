@@ -17,7 +17,7 @@ import numpy as np
 from megatron.core.datasets.files import replaced_file, write_errors
 from megatron.core.datasets.indexed_format import bin_path
 from megatron.core.files.remote_path import RemotePath
-from megatron.errors import DataError
+from megatron.errors import RESTART_MAY_HELP, DataError, exit_code_of
 
 BLOCK = 4 << 20
 
@@ -69,7 +69,10 @@ class RemoteTokens:
         with _fetching(self._tokens):
             content = self._tokens.read_range(start, stop)
         if len(content) != stop - start:
-            raise DataError(f"{self._tokens} ends at byte {start + len(content)} of {self._size}: it is being replaced")
+            raise DataError(
+                f"{self._tokens} ends at byte {start + len(content)} of {self._size}: it is being replaced",
+                exit_code=RESTART_MAY_HELP,
+            )
         with write_errors(bin_path(self.local_prefix), remedy="free some space, or give another --data-cache-path"):
             file = os.open(bin_path(self.local_prefix), os.O_WRONLY)
             try:
@@ -90,4 +93,4 @@ def _fetching(place: RemotePath) -> Iterator[None]:
             "endings"
         ) from None
     except OSError as error:
-        raise DataError(f"{place} can't be fetched: {error.strerror}") from error
+        raise DataError(f"{place} can't be fetched: {error.strerror}", exit_code=exit_code_of(error)) from error

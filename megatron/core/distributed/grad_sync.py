@@ -26,7 +26,7 @@ from megatron.core.parallel.collectives import (
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.exchange import Team
 from megatron.core.parallel.grid import Axis
-from megatron.errors import ParallelError
+from megatron.errors import RESTART_CANNOT_HELP, ParallelError
 
 _COALESCE_BELOW = 1 << 16
 _TIED_CHUNK = 1 << 20
@@ -123,7 +123,8 @@ class GradSync:
         if reduction.handle is not None:
             raise ParallelError(
                 f"{slot.name} received a gradient after its bucket had been reduced: the parameters that take part "
-                "in a step changed since the first one; leave --overlap-grad-reduce out"
+                "in a step changed since the first one; leave --overlap-grad-reduce out",
+                exit_code=RESTART_CANNOT_HELP,
             )
         if not self._counting:
             return

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from megatron.errors import MegatronError, ParallelError
+from megatron.errors import ConfigError, MegatronError
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class LaunchEnvironment:
 def launch_environment(variables: Mapping[str, str] | None = None) -> LaunchEnvironment:
     """Read the launcher's variables: torchrun's ``RANK …`` first, then those of a Slurm step.
 
-    Raises ParallelError for variables that contradict each other.
+    Raises ConfigError for variables that contradict each other.
     """
     env = os.environ if variables is None else variables
     if "RANK" in env or "WORLD_SIZE" in env:
@@ -67,7 +67,7 @@ def told_once_a_node(variables: Mapping[str, str] | None = None) -> Iterator[Non
 def _from_torchrun(env: Mapping[str, str]) -> LaunchEnvironment:
     world_size = _number(env, "WORLD_SIZE", 1, at_least=1)
     if world_size > 1 and "RANK" not in env:
-        raise ParallelError(
+        raise ConfigError(
             f"WORLD_SIZE is {world_size} but RANK is not set: start the processes with torchrun or srun, "
             "or unset WORLD_SIZE"
         )
@@ -99,7 +99,7 @@ def _from_slurm(env: Mapping[str, str]) -> LaunchEnvironment:
 def _number(env: Mapping[str, str], name: str, default: int, *, at_least: int = 0) -> int:
     text = env.get(name, str(default))
     if not text.isdecimal() or int(text) < at_least:
-        raise ParallelError(f"the variable {name} is {text!r}; launchers set it to a number: correct or unset it")
+        raise ConfigError(f"the variable {name} is {text!r}; launchers set it to a number: correct or unset it")
     return int(text)
 
 
@@ -107,11 +107,11 @@ def first_host(nodes: str) -> str:
     """First host of a Slurm node list such as ``gpu[003-004,9],login1``."""
     match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)
     if match is None:
-        raise ParallelError(f"the Slurm node list {nodes!r} names no host: set MASTER_ADDR to the host of rank 0")
+        raise ConfigError(f"the Slurm node list {nodes!r} names no host: set MASTER_ADDR to the host of rank 0")
     return match.group(1) + (match.group(2) or "") + (match.group(3) or "")
 
 
 def _checked(found: LaunchEnvironment) -> LaunchEnvironment:
     if not 0 <= found.rank < found.world_size:
-        raise ParallelError(f"rank {found.rank} does not exist among {found.world_size}: check RANK and WORLD_SIZE")
+        raise ConfigError(f"rank {found.rank} does not exist among {found.world_size}: check RANK and WORLD_SIZE")
     return found

@@ -79,7 +79,7 @@ def choose_device(backend: str | None, launch: LaunchEnvironment) -> torch.devic
     alone = launch.may_see_own_device_alone and torch.cuda.device_count() == 1
     index = 0 if alone else launch.local_rank
     if index >= torch.cuda.device_count():
-        raise ParallelError(
+        raise ConfigError(
             f"rank {launch.rank} is number {launch.local_rank} on its node of {torch.cuda.device_count()} GPUs: "
             "start at most that many processes a node"
         )

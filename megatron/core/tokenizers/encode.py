@@ -25,7 +25,7 @@ from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.engine import OWN, Engine, build_engine
 from megatron.core.tokenizers.sentences import SentenceRules, split_all
 from megatron.core.tokenizers.text_files import BadLine, Documents, LineBatch, Position, read_documents
-from megatron.errors import DataError
+from megatron.errors import RESTART_MAY_HELP, DataError
 
 BATCHES_AHEAD = 2  # per worker: one being encoded and one waiting, so that no worker waits for the reader
 
@@ -93,7 +93,8 @@ def encode_in_order(
     except BrokenProcessPool:
         raise DataError(
             f"one of the {workers - 1} worker processes was killed, by hand or by the system for want of memory; "
-            "run again, with fewer --workers if memory is short."
+            "run again, with fewer --workers if memory is short.",
+            exit_code=RESTART_MAY_HELP,
         ) from None
     finally:
         crew.dismiss()

@@ -133,6 +133,6 @@ def test_command_ends_with_one_sentence(folder: Path) -> None:
     ran = subprocess.run(
         command, env={"PYTHONPATH": str(script.parents[1])}, capture_output=True, text=True, check=False
     )
-    assert ran.returncode == 1
+    assert ran.returncode == 2
     assert ran.stderr.startswith("error: --input ")
     assert ran.stderr.count("\n") == 1

@@ -309,7 +309,7 @@ def test_script_reports_a_bad_line(tmp_path: Path, flags: tuple[str, ...]) -> No
     """Across process borders still one sentence, no traceback."""
     source = write_lines(tmp_path / "in.jsonl", [{"text": "fox"}, {"txt": "dog"}])
     done = run("preprocess_data.py", "--input", source, "--output-prefix", tmp_path / "out", "--workers", "2", *flags)
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f'error: {source}:2: no key "text"')
     assert done.stderr.count("\n") == 1
     assert_nothing_left(tmp_path)

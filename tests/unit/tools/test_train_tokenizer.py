@@ -88,7 +88,7 @@ def test_bad_lines_stop_the_training(tmp_path: Path) -> None:
     """Through the library's loop over our texts: still one sentence with file and line, and nothing written."""
     bad = write_lines(tmp_path / "in.jsonl", [{"text": TEXTS[0]}, {"txt": "a"}])
     done = run("train_tokenizer.py", "--input", bad, "--output-dir", tmp_path / "out", "--vocab-size", "300")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr == (
         f'error: {bad}:2: no key "text" (its keys are txt); mend the line, or leave such lines out with '
         "--on-bad-line skip.\n"

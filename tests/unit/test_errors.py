@@ -1,0 +1,51 @@
+"""Exit codes: 2 for what the next start would meet as well, 1 for what may pass."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+
+from megatron.core.checkpointing.agreement import run_on_all
+from megatron.core.datasets.files import write_errors
+from megatron.core.parallel.mesh import Mesh
+from megatron.errors import CheckpointError, ConfigError, DataError, MegatronError, ParallelError, exit_code_of
+from megatron.training.stop import NonFiniteError
+
+
+def test_a_users_mistake_is_2_and_a_machines_failure_1() -> None:
+    """A job with a mistyped --data-path was started three times by its scheduler, as its exit code was 1."""
+    codes = {kind: kind("").exit_code for kind in (ConfigError, DataError, CheckpointError, ParallelError)}
+    assert codes == {ConfigError: 2, DataError: 2, CheckpointError: 2, ParallelError: 1}
+    assert NonFiniteError("loss is nan").exit_code == 1
+
+
+def test_files_that_may_come_back_are_worth_another_start() -> None:
+    """A full disk and a broken connection pass; a missing file and a forbidden folder don't."""
+    assert {exit_code_of(OSError(number, "")) for number in (errno.ENOENT, errno.EACCES, errno.EROFS)} == {2}
+    assert {exit_code_of(OSError(number, "")) for number in (errno.ENOSPC, errno.EIO, errno.ESTALE)} == {1}
+    assert exit_code_of(ConnectionResetError("reset by peer")) == 1
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, 1), (errno.EACCES, 2)])
+def test_the_reason_decides_wherever_files_are_written(number: int, code: int) -> None:
+    """A full disk in the middle of a run is no mistake of its settings, though the same class of error says so."""
+
+    def fail() -> None:
+        raise OSError(number, os.strerror(number))
+
+    with pytest.raises(DataError) as caught, write_errors(Path("x"), remedy="free some space"):
+        fail()
+    assert caught.value.exit_code == code
+    with pytest.raises(CheckpointError) as failed:
+        run_on_all(fail, Mesh.single())
+    assert failed.value.exit_code == code
+
+
+def test_errors_keep_their_code_between_processes() -> None:
+    """Worker processes hand theirs over pickled."""
+    error: MegatronError = pickle.loads(pickle.dumps(DataError("gone", exit_code=1)))
+    assert (str(error), error.exit_code) == ("gone", 1)
