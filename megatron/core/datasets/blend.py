@@ -49,16 +49,15 @@ def parse_blend(entries: Sequence[str], *, flag: str = "--data-path") -> BlendSp
     return BlendSpec(tuple(entries))
 
 
-def normalized(weights: Sequence[float]) -> NDArray[np.float64]:
-    """Weights that add up to 1."""
+def normalized(weights: Sequence[float]) -> list[float]:
+    """Weights that add up to 1, but for rounding."""
     values = np.asarray(weights, np.float64)
     with np.errstate(over="ignore"):
         total = values.sum()
     if not math.isfinite(total):
         values = values / values.max()
         total = values.sum()
-    shares: NDArray[np.float64] = values / total
-    return shares
+    return [float(share) for share in values / total]
 
 
 class Interleaving:
@@ -87,28 +86,29 @@ class Interleaving:
         return source, self._before.item(block, source) + since
 
 
-def interleave(weights: Sequence[float], *, size: int) -> Interleaving:
-    """Sources of ``size`` positions in proportion to ``weights`` (above 0), each source as long as it takes."""
-    shares = normalized(weights)
-    choices = _choose(shares, start=0, stop=size, counts=np.zeros(len(shares), np.int64))
+def interleave(shares: Sequence[float], *, size: int) -> Interleaving:
+    """Sources of ``size`` positions in proportion to ``shares``, which are ``normalized`` and above 0.
+
+    Their last bit counts: it decides which of two sources comes first that lag equally.
+    """
+    choices = _choose(np.asarray(shares), start=0, stop=size, counts=np.zeros(len(shares), np.int64))
     return Interleaving(choices, num_sources=len(shares))
 
 
-def interleave_all(weights: Sequence[float], *, sizes: Sequence[int]) -> Interleaving:
+def interleave_all(shares: Sequence[float], *, sizes: Sequence[int]) -> Interleaving:
     """Sources of all samples of all sources, each sample once: by the same rule among those that aren't used up."""
-    shares = normalized(weights)
-    left = np.asarray(sizes, np.int64)
+    exact, left = np.asarray(shares), np.asarray(sizes, np.int64)
     counts = np.zeros_like(left)
-    parts = [np.empty(0, np.min_scalar_type(len(shares)))]
+    parts = [np.empty(0, np.min_scalar_type(len(exact)))]
     while left.any():
         active, start = np.flatnonzero(left), int(counts.sum())
-        lasts_for = math.ceil((left[active] / _rates(shares[active])).min())  # about, until the first one is used up
-        choices = _choose(shares[active], start=start, stop=start + lasts_for, counts=counts[active])
+        lasts_for = math.ceil((left[active] / _rates(exact[active])).min())  # about, until the first one is used up
+        choices = _choose(exact[active], start=start, stop=start + lasts_for, counts=counts[active])
         choices = active[choices[: _first_used_up(choices, left[active])]]
-        taken = np.bincount(choices, minlength=len(shares))
+        taken = np.bincount(choices, minlength=len(exact))
         counts, left = counts + taken, left - taken
         parts.append(choices.astype(parts[0].dtype))
-    return Interleaving(np.concatenate(parts), num_sources=len(shares))
+    return Interleaving(np.concatenate(parts), num_sources=len(exact))
 
 
 def _first_used_up(choices: NDArray[Any], left: NDArray[np.int64]) -> int:

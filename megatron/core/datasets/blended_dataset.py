@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.core.datasets.blend import Interleaving, interleave, normalized
+from megatron.core.datasets.blend import Interleaving, interleave
 from megatron.core.datasets.index_cache import digest_of
 from megatron.core.datasets.phases import MixedSource, Phase, samples_taken
 from megatron.core.datasets.samples import Sample, SourceDataset
@@ -24,6 +24,7 @@ class SourceShare:
 class BlendedDataset:
     """Sample i is the next unused sample of the source that ``interleaving`` names for position i − ``start``.
 
+    ``shares`` [sources]: the part of each that was asked for, as ``interleaving`` was made with them.
     ``start``: the run's sample at which this mix begins; those before are of other mixes, and can't be read here.
     ``taken`` [sources]: how many samples of each source they took.
     """
@@ -33,14 +34,14 @@ class BlendedDataset:
         sources: Sequence[SourceDataset],
         interleaving: Interleaving,
         *,
-        weights: Sequence[float],
+        shares: Sequence[float],
         start: int = 0,
         taken: Sequence[int] | None = None,
     ) -> None:
         self.sources = list(sources)
         self._interleaving, self._start = interleaving, start
         self._taken = list(taken or [0] * len(self.sources))
-        self._asked = normalized(weights)
+        self._asked = list(shares)
 
     @property
     def digest(self) -> str:
@@ -54,7 +55,7 @@ class BlendedDataset:
         digests = [source.digest for source in self.sources]
         return [
             MixedSource(f"{digest}{'+' * digests[:place].count(digest)}", source.prefix, weight)  # of equal files, each
-            for place, (digest, source, weight) in enumerate(zip(digests, self.sources, self._asked.tolist()))
+            for place, (digest, source, weight) in enumerate(zip(digests, self.sources, self._asked))
         ]
 
     @property
@@ -62,7 +63,7 @@ class BlendedDataset:
         """Asked and realised part of each source."""
         counts, total = self._interleaving.counts, max(len(self._interleaving), 1)
         return [
-            SourceShare(source.prefix, float(asked), int(count) / total, int(count))
+            SourceShare(source.prefix, asked, int(count) / total, int(count))
             for source, asked, count in zip(self.sources, self._asked, counts)
         ]
 
@@ -121,9 +122,9 @@ def continue_phases(dataset: MixedDataset, phases: Sequence[Phase]) -> MixedData
     if not before:
         return dataset
     sources = dataset.sources if isinstance(dataset, BlendedDataset) else [dataset]
-    weights = [each.weight for each in now.sources]
-    mixed = interleave(weights, size=len(dataset) - now.start)
+    shares = [each.weight for each in now.sources]
+    mixed = interleave(shares, size=len(dataset) - now.start)
     by_digest = samples_taken(before, until=now.start)
     taken = [by_digest.get(each.digest, 0) for each in now.sources]
     longer = [source.with_samples(had + more) for source, had, more in zip(sources, taken, mixed.counts.tolist())]
-    return BlendedDataset(longer, mixed, weights=weights, start=now.start, taken=taken)
+    return BlendedDataset(longer, mixed, shares=shares, start=now.start, taken=taken)

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from megatron.config.data import DataConfig
-from megatron.core.datasets.blend import BlendSpec, Interleaving, interleave, interleave_all, normalized
+from megatron.core.datasets.blend import BlendSpec, interleave, interleave_all, normalized
 from megatron.core.datasets.blended_dataset import BlendedDataset, MixedDataset
 from megatron.core.datasets.index_cache import IndexCache, digest_of
 from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -153,7 +153,8 @@ class _SplitBuilder:
             self._part(self._open(prefix), split=split, share=share, copy=spec.prefixes[:i].count(prefix))
             for i, prefix in enumerate(spec.prefixes)
         ]
-        if len(parts) == 1 and (spec.weights is None or self._data.data_order == "epoch"):
+        blended = spec.weights is not None and self._data.data_order == "megatron" and self._given[split].shared
+        if len(parts) == 1 and not blended:
             return self._dataset(parts[0], num_samples)
         return self._blend(spec, parts, num_samples)
 
@@ -192,30 +193,30 @@ class _SplitBuilder:
         return self._family.dataset(part, num_samples, remedy=remedy)
 
     def _blend(self, spec: BlendSpec, parts: Sequence[Part], num_samples: int | None) -> BlendedDataset:
-        weights: Sequence[float] | None = spec.weights
-        once = [self._dataset(part, None) for part in parts] if num_samples is None or weights is None else []
-        weights = weights or [len(dataset) for dataset in once]
+        once = [self._dataset(part, None) for part in parts] if num_samples is None or spec.weights is None else []
+        shares = normalized(spec.weights or [len(dataset) for dataset in once])
         if num_samples is None:
-            return BlendedDataset(once, interleave_all(weights, sizes=[len(d) for d in once]), weights=weights)
+            return BlendedDataset(once, interleave_all(shares, sizes=[len(d) for d in once]), shares=shares)
         if self._data.data_order == "epoch":
-            mixed = interleave(weights, size=num_samples)
+            mixed = interleave(shares, size=num_samples)
             requests = mixed.counts.tolist()
         elif spec.weights is None:
-            return self._megatron_unweighted(once, num_samples)
+            # Megatron-LM makes one pass over the sources; a run that asks for more crashes at its end.
+            if num_samples > (available := sum(len(dataset) for dataset in once)):
+                raise DataError(
+                    f"the run asks for {num_samples} samples, but with --data-order megatron and no weights the "
+                    f"sources give {available}, one pass: give weights, or leave --data-order megatron out"
+                )
+            return BlendedDataset(once, interleave(shares, size=num_samples), shares=shares)
         else:
-            mixed, requests = _megatron_requests(weights, num_samples)
+            targets = [math.ceil(num_samples * share) for share in shares]
+            shares = normalized(shares)  # once more, as Megatron-LM's blended data set does: that may move the last bit
+            mixed = interleave(shares, size=sum(targets))
+            requests = [  # where Megatron-LM's is too small for its own blend (it then fails), the blend's need counts
+                max(math.ceil(target * _MEGATRON_SURPLUS), int(count)) for target, count in zip(targets, mixed.counts)
+            ]
         sources = [self._dataset(part, request) for part, request in zip(parts, requests)]
-        return BlendedDataset(sources, mixed, weights=weights)
-
-    def _megatron_unweighted(self, once: Sequence[SourceDataset], num_samples: int) -> BlendedDataset:
-        """Without weights Megatron-LM makes one pass over the sources; a run that asks for more crashes at its end."""
-        sizes = [len(dataset) for dataset in once]
-        if num_samples > sum(sizes):
-            raise DataError(
-                f"the run asks for {num_samples} samples, but with --data-order megatron and no weights the sources "
-                f"give {sum(sizes)}, one pass: give weights, or leave --data-order megatron out"
-            )
-        return BlendedDataset(once, interleave(sizes, size=num_samples), weights=sizes)
+        return BlendedDataset(sources, mixed, shares=shares)
 
 
 def _targets_of(documents: IndexedDataset, *, cache: Path | None) -> IndexedDataset:
@@ -235,14 +236,3 @@ def _targets_of(documents: IndexedDataset, *, cache: Path | None) -> IndexedData
 def targets_prefix(prefix: str) -> str:
     """Prefix of the mask of a data set for fine-tuning on targets."""
     return f"{prefix}_targets"
-
-
-def _megatron_requests(weights: Sequence[float], num_samples: int) -> tuple[Interleaving, list[int]]:
-    """Megatron-LM's blend and how many samples it asks of each source.
-
-    Where its request is too small for its own blend (it then fails), the blend's need counts.
-    """
-    targets = [math.ceil(num_samples * share) for share in normalized(weights).tolist()]
-    mixed = interleave(weights, size=sum(targets))
-    requests = [math.ceil(target * _MEGATRON_SURPLUS) for target in targets]
-    return mixed, [max(request, int(count)) for request, count in zip(requests, mixed.counts)]

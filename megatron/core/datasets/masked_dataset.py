@@ -46,7 +46,9 @@ def build_bert_splits(
     if not data.mock_data:
         check_marks_texts(tokenizer)
     vocabulary = MaskingVocabulary.made_up(known) if data.mock_data else MaskingVocabulary.of(tokenizer)
-    maker = BertMaker(data.seq_length, vocabulary, MaskingRules(probability=mask_probability), pairs=binary_head)
+    masking = MaskingRules(probability=mask_probability)
+    hide_pads = data.data_order == "megatron"
+    maker = BertMaker(data.seq_length, vocabulary, masking, pairs=binary_head, hide_pads=hide_pads)
     rules = SpanRules(
         max_tokens=data.seq_length - _BERT_SPECIAL,
         min_sentences=2 if binary_head else 1,
@@ -81,7 +83,8 @@ def build_t5_splits(
     if not vocabulary.sentinels:
         raise ConfigError("T5 replaces hidden spans by sentinels, of which there are none: give --vocab-extra-ids 100")
     rules = MaskingRules(probability=mask_probability, longest=10, geometric=True)
-    maker = T5Maker(data.seq_length, decoder_seq_length, vocabulary, rules)
+    hide_pads = data.data_order == "megatron"
+    maker = T5Maker(data.seq_length, decoder_seq_length, vocabulary, rules, hide_pads=hide_pads)
     spans = SpanRules(max_tokens=data.seq_length - _T5_SPECIAL, min_sentences=1, short_probability=short_probability)
     family = MaskedFamily(data, maker, spans, seed=seed, vocab_size=known)
     return build_splits(data, family, sizes=sizes, tokenizer=tokenizer, vocab_size=known)

@@ -37,13 +37,15 @@ class BertMaker:
 
     Gives int64 [S] ``text``, ``types`` (1 for B and its end), ``labels`` (the hidden ids, −1 elsewhere), ``loss_mask``
     (1 where hidden), ``padding_mask`` (1 for what is no padding), and as numbers ``is_random`` (1: A and B were
-    exchanged; −1: the sample counts for nothing) and ``truncated``.
+    exchanged; −1: the sample counts for nothing) and ``truncated``. ``hide_pads``: the padding id is padding
+    wherever it is, also as a hidden word's random replacement, as in Megatron-LM since core 0.16.
     """
 
     seq_length: int
     vocabulary: MaskingVocabulary
     rules: MaskingRules
     pairs: bool = True
+    hide_pads: bool = False
 
     def __call__(
         self, tokens: NDArray[Any], lengths: NDArray[np.int32], target: int, random: np.random.RandomState
@@ -76,6 +78,8 @@ class BertMaker:
         for place, replacement in zip(places.tolist(), replacements):
             if replacement is not None:
                 text[place] = replacement
+        if self.hide_pads:
+            padding_mask[text == self.vocabulary.pad] = 0
         return {
             "text": text,
             "types": types,
@@ -118,13 +122,14 @@ class T5Maker:
 
     Gives int64 ``text_enc`` [S], ``text_dec``, ``labels`` (−1: none) and ``loss_mask`` [D], masks of what is no padding
     ``enc_mask`` [S] and ``dec_mask`` [D], and the number ``truncated``. Spans for which no sentinel or no room in the
-    decoder is left stay in the text.
+    decoder is left stay in the text. ``hide_pads`` as BertMaker's.
     """
 
     seq_length: int
     decoder_seq_length: int
     vocabulary: MaskingVocabulary
     rules: MaskingRules
+    hide_pads: bool = False
 
     def __call__(
         self, tokens: NDArray[Any], lengths: NDArray[np.int32], target: int, random: np.random.RandomState
@@ -155,13 +160,14 @@ class T5Maker:
             "truncated": np.array(size > target, np.int64),
         }
 
-    @staticmethod
-    def _padded(ids: list[int], length: int, fill: int) -> NDArray[np.int64]:
+    def _padded(self, ids: list[int], length: int, fill: int) -> NDArray[np.int64]:
         """Ids filled up to ``length``, and 1 where they are real: [2, length]."""
         both = np.zeros((2, length), np.int64)
         both[0] = fill
         both[0, : len(ids)] = ids
         both[1, : len(ids)] = 1
+        if self.hide_pads:
+            both[1, both[0] == fill] = 0
         return both
 
     def without_loss(self, sample: Sample) -> Sample:

@@ -67,9 +67,6 @@ def parse_split(text: str) -> dict[SplitName, Share | None]:
         )
     proportions += [0.0] * (len(SPLITS) - len(proportions))
     total = sum(proportions)
-    bounds = [0.0]
-    for proportion in proportions[:-1]:
-        bounds.append(bounds[-1] + proportion / total)
-    bounds.append(1.0)
+    bounds = itertools.accumulate((proportion / total for proportion in proportions), initial=0.0)
     shares = [Share(low, high) if low < high else None for low, high in itertools.pairwise(bounds)]
     return dict(zip(SPLITS, shares))

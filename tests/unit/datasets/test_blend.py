@@ -14,7 +14,7 @@ from megatron.errors import ConfigError
 
 def one_by_one(weights: list[float], sizes: list[float], size: int) -> list[int]:
     """The rule as it is written: the source that lags most, among those that aren't used up; the first of equals."""
-    shares, counts, choices = normalized(weights).tolist(), [0] * len(weights), []
+    shares, counts, choices = normalized(weights), [0] * len(weights), []
     for position in range(size):
         lags = [
             share * max(position, 1) - count if count < most else -np.inf
@@ -33,9 +33,9 @@ def test_choices_equal_recorded_ones(golden: dict[str, Any]) -> None:
     """Source and the source's own sample number, against Megatron-LM's compiled helper."""
     for key, (sources, numbers) in golden["blend"].items():
         weights, size = ast.literal_eval(key)
-        assert located(interleave(weights, size=size)) == list(zip(sources, numbers))
+        assert located(interleave(normalized(weights), size=size)) == list(zip(sources, numbers))
     sources, numbers = golden["blend_exhaustive_5_3_2"]
-    assert located(interleave_all([5, 3, 2], sizes=[5, 3, 2])) == list(zip(sources, numbers))
+    assert located(interleave_all(normalized([5, 3, 2]), sizes=[5, 3, 2])) == list(zip(sources, numbers))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -44,13 +44,15 @@ def test_parallel_stretches_equal_the_rule(seed: int) -> None:
     random = np.random.RandomState(seed)
     weights = (random.rand(random.randint(2, 8)) ** random.randint(1, 6)).tolist()
     size = 3000
-    assert interleave(weights, size=size).choices.tolist() == one_by_one(weights, [size] * len(weights), size)
+    assert interleave(normalized(weights), size=size).choices.tolist() == one_by_one(
+        weights, [size] * len(weights), size
+    )
 
 
 @pytest.mark.parametrize("weights", [[1, 1, 1], [0.5, 0.25, 0.25], [0.9999, 0.00005, 0.00005], [7]])
 def test_equal_and_extreme_weights(weights: list[float]) -> None:
     """Ties go to the first source; a source of next to no weight waits long, and then gets its turn."""
-    choices = interleave(weights, size=2000).choices.tolist()
+    choices = interleave(normalized(weights), size=2000).choices.tolist()
     assert choices == one_by_one(weights, [2000.0] * len(weights), 2000)
 
 
@@ -60,35 +62,35 @@ def test_all_samples_once_equals_the_rule(seed: int) -> None:
     random = np.random.RandomState(seed)
     sizes = random.randint(1, 900, random.randint(2, 7)).tolist()
     weights = random.rand(len(sizes)).tolist()
-    mixed = interleave_all(weights, sizes=sizes)
+    mixed = interleave_all(normalized(weights), sizes=sizes)
     assert mixed.choices.tolist() == one_by_one(weights, sizes, sum(sizes))
     assert mixed.counts.tolist() == sizes
 
 
 def test_no_samples() -> None:
     """An empty source or an empty request is no special case."""
-    assert interleave_all([1, 1], sizes=[0, 2]).choices.tolist() == [1, 1]
-    assert len(interleave([1, 1], size=0)) == 0
+    assert interleave_all(normalized([1, 1]), sizes=[0, 2]).choices.tolist() == [1, 1]
+    assert len(interleave(normalized([1, 1]), size=0)) == 0
 
 
 def test_longer_run_begins_with_the_shorter_one() -> None:
     """Extending a run must not shuffle what it has already seen."""
     weights = [0.53, 0.31, 0.16]
-    longest = interleave(weights, size=20_000).choices
+    longest = interleave(normalized(weights), size=20_000).choices
     for size in (1, 100, 4096, 12_345):
-        assert (interleave(weights, size=size).choices == longest[:size]).all()
+        assert (interleave(normalized(weights), size=size).choices == longest[:size]).all()
 
 
 def test_shares_hold_at_every_moment() -> None:
     """No prefix of the run is more than two samples away from the asked mix."""
-    shares = normalized([5, 3, 1.5, 0.5])
+    shares = np.array(normalized([5, 3, 1.5, 0.5]))
     taken = np.cumsum(interleave(shares.tolist(), size=5000).choices[:, None] == np.arange(4), axis=0)
     assert np.abs(taken - np.arange(1, 5001)[:, None] * shares).max() < 2
 
 
 def test_sample_numbers_count_up_without_gaps() -> None:
     """Each source's samples come in its own order, none skipped or repeated, across the borders of stored counts."""
-    mixed = interleave([0.7, 0.3], size=10_000)
+    mixed = interleave(normalized([0.7, 0.3]), size=10_000)
     places = located(mixed)
     for source in (0, 1):
         numbers = [number for chosen, number in places if chosen == source]
@@ -97,7 +99,7 @@ def test_sample_numbers_count_up_without_gaps() -> None:
 
 def test_many_sources() -> None:
     """More than 255 sources need wider numbers."""
-    mixed = interleave([1.0] * 300, size=900)
+    mixed = interleave(normalized([1.0] * 300), size=900)
     assert mixed.counts.tolist() == [3] * 300
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.datasets.blend import interleave
+from megatron.core.datasets.blend import interleave, normalized
 from megatron.core.datasets.blended_dataset import BlendedDataset, MixedDataset, SourceShare, continue_phases, mix_of
 from megatron.core.datasets.gpt_samples import GPTDataset, SampleLayout
 from megatron.core.datasets.index_cache import IndexCache
@@ -22,13 +23,13 @@ from tests.unit.datasets.conftest import WriteDocuments
 @pytest.fixture
 def blend(write_documents: WriteDocuments) -> BlendedDataset:
     """Ones and twos, three to one, over several epochs of both."""
-    mixed = interleave([3, 1], size=200)
+    mixed = interleave(normalized([3, 1]), size=200)
     sources = []
     for token, count in zip((1, 2), mixed.counts):
         documents = IndexedDataset(write_documents([[token] * 90] * 3, f"source{token}"))
         order = EpochOrder(documents.lengths, seed=1, seq_length=8, num_samples=int(count), cache=IndexCache(None))
         sources.append(GPTDataset(documents, order, layout=SampleLayout(seq_length=8, eod=50)))
-    return BlendedDataset(sources, mixed, weights=[3, 1])
+    return BlendedDataset(sources, mixed, shares=[0.75, 0.25])
 
 
 def test_samples_come_from_their_sources(blend: BlendedDataset) -> None:
@@ -55,11 +56,22 @@ def test_outside_the_blend(blend: BlendedDataset) -> None:
             blend[index]
 
 
+def test_what_a_mix_took_is_counted_as_it_was_taken() -> None:
+    """With weights .6 .3 .1 a changed mix skipped or repeated a sample: counts followed weights normalized twice."""
+    shares = normalized([0.6, 0.3, 0.1])
+    phases = [Phase(0, tuple(MixedSource(str(place), "", share) for place, share in enumerate(shares)))]
+    choices = interleave(shares, size=100).choices
+    for until in range(100):
+        taken = samples_taken(phases, until=until)
+        assert [taken[str(place)] for place in range(3)] == np.bincount(choices[:until], minlength=3).tolist()
+
+
 def changing(blend: BlendedDataset, *mixes: tuple[int, list[float]]) -> list[MixedDataset]:
     """Training data of a run after each change of its mix: the sample at which it changed, and the new weights."""
     phases, found = [Phase(0, tuple(blend.mix))], list[MixedDataset]([blend])
     for consumed, weights in mixes:
-        asked = BlendedDataset(blend.sources, interleave(weights, size=200), weights=weights)
+        shares = normalized(weights)
+        asked = BlendedDataset(blend.sources, interleave(shares, size=200), shares=shares)
         phases = next_phases(phases, asked.mix, consumed=consumed)
         found.append(continue_phases(asked, [Phase.from_json(json.loads(json.dumps(p.to_json()))) for p in phases]))
     return found

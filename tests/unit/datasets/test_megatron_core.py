@@ -1,18 +1,11 @@
 """Against the megatron-core package itself: it reads our files, we read its files, and both train on the same samples.
 
-Both packages are called megatron, so the other one runs in a process of its own. To run these tests:
-``pip install --no-deps --target FOLDER "megatron-core==0.12.*"`` and ``MEGATRON_CORE_PATH=FOLDER``.
+tests/harness/megatron_core.py says how to run these tests.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,29 +14,13 @@ from megatron.config.data import DataConfig
 from megatron.core.datasets.gpt_dataset import build_gpt_splits
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron.core.datasets.splits import SplitSizes
+from tests.harness.megatron_core import FOLDER, run_megatron_core
 from tests.unit.datasets.conftest import FakeTokenizer
 
-FOLDER = os.environ.get("MEGATRON_CORE_PATH")
 pytestmark = pytest.mark.skipif(
     FOLDER is None, reason="needs MEGATRON_CORE_PATH, a folder with the megatron-core package"
 )
 DOCUMENTS: list[list[list[int]]] = [[[1, 2, 3], [4]], [], [[5] * 40], [[]], [[7, 8], [9], [10, 11]]]
-
-
-def run_megatron_core(script: str, **values: Any) -> Any:
-    """What ``script`` gives to ``answer()``; ``values`` are its variables."""
-    given = "".join(f"{name} = {value!r}\n" for name, value in values.items())
-    report = "import json\ndef answer(value): print('ANSWER' + json.dumps(value))\n"
-    ran = subprocess.run(
-        [sys.executable, "-c", given + report + textwrap.dedent(script)],
-        env=os.environ | {"PYTHONPATH": str(FOLDER), "PYTHONWARNINGS": "ignore"},
-        cwd=str(FOLDER),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout.rsplit("ANSWER", 1)[1])
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "int32"])
@@ -112,7 +89,7 @@ def test_megatron_order_gives_its_samples(tmp_path: Path) -> None:
                 writer.add_document(random.randint(0, 50, length))
     blends = [
         [str(tmp_path / word) if word in "abc" else word for word in blend.split()]
-        for blend in ("a", "1 a", "0.3 a 0.7 b", "5 a 3 b 2 c")
+        for blend in ("a", "1 a", "0.3 a 0.7 b", "5 a 3 b 2 c", ".6 a .3 b .1 c")
     ]
     cases = [
         {
