@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ class Word:
 
     @property
     def is_flag(self) -> bool:
-        """Whether the word names a flag; negative numbers do not."""
-        return self.text.startswith("--")
+        """Whether the word is meant as a flag, also with one dash or a long one; negative numbers are none."""
+        return bool(re.match(r"--|[-–—]{1,2}[A-Za-z]", self.text))
 
 
 def words_of(argv: Iterable[str]) -> Iterator[Word]:

@@ -50,7 +50,12 @@ class ModelConfig:
     position_embedding_type: Literal["learned_absolute", "rope", "relative", "none"] = flag(
         "How positions enter; relative: as T5's bias on attention scores.",
         default="learned_absolute",
-        refused_values={"mrope": "positions of images are outside this project; use rope"},
+        renamed_values={"rotary": ("rope", ""), "absolute": ("learned_absolute", "")},
+        refused_values={
+            "mrope": "positions of images are outside this project; use rope",
+            "alibi": "ALiBi is not available yet; use rope",
+            "yarn": "YaRN is not available yet; use rope, with --use-rope-scaling as Llama 3 does",
+        },
         architecture=True,
     )
     rotary_percent: float = flag(
@@ -65,7 +70,12 @@ class ModelConfig:
     )
     use_rope_scaling: bool = flag("Scale rotary frequencies as Llama 3 does.", default=False, architecture=True)
     rope_scaling_factor: float = flag("Factor of --use-rope-scaling.", default=8.0, at_least=1, architecture=True)
-    normalization: Literal["LayerNorm", "RMSNorm"] = flag("Kind of norm.", default="LayerNorm", architecture=True)
+    normalization: Literal["LayerNorm", "RMSNorm"] = flag(
+        "Kind of norm.",
+        default="LayerNorm",
+        renamed_values={"layernorm": ("LayerNorm", ""), "rmsnorm": ("RMSNorm", "")},
+        architecture=True,
+    )
     norm_epsilon: float = flag("Epsilon of the norms.", default=1e-5, above=0, architecture=True)
     apply_layernorm_1p: bool = flag(
         "Store norm weights minus one, so that a weight of zero scales by one.", default=False, architecture=True

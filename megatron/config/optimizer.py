@@ -13,7 +13,15 @@ from megatron.config.flags import check_flags, derive, flag
 class OptimizerConfig:
     """The optimizer, and learning rate and weight decay over the run."""
 
-    optimizer: Literal["adam", "sgd"] = flag("adam (AdamW) or sgd with momentum.", default="adam")
+    optimizer: Literal["adam", "sgd"] = flag(
+        "adam (AdamW) or sgd with momentum.",
+        default="adam",
+        renamed_values={"adamw": ("adam", ""), "fusedadamw": ("adam", "")},
+        refused_values={
+            "muon": "the Muon optimizer is not available yet; use adam",
+            "hybridadam": "optimizer state is not kept in the CPU's memory; use adam with --use-distributed-optimizer",
+        },
+    )
     lr: float | None = flag("Highest learning rate.", default=None, at_least=0)
     min_lr: float = flag("Learning rate at the end of the decay.", default=0.0, at_least=0)
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = flag(

@@ -49,6 +49,7 @@ class Intake:
 
     def __init__(self, groups: Sequence[type]) -> None:
         self.groups = tuple(groups)
+        self.is_run = set(CORE_GROUPS) <= set(groups)  # a tool has no flags of Megatron-LM's training
         self.given: dict[str, Given] = {}
         self.problems: list[str] = []
         self.notes: list[str] = []
@@ -56,6 +57,7 @@ class Intake:
         self._by_field: dict[str, FlagSpec] = {}
         self._by_spelling: dict[str, tuple[FlagSpec, bool | None]] = {}
         self._yielding: list[tuple[FlagSpec, Given]] = []
+        self._underscored: list[str] = []
         for spec in (spec for group in groups for spec in flags_of(group)):
             for spelling, value in spec.spellings().items():
                 other = self._by_spelling.get(spelling)
@@ -141,6 +143,8 @@ class Intake:
 
     def finish(self) -> None:
         """Settle flags that yield to others and report the required ones that are missing."""
+        if self._underscored:
+            self.notes.append(f"{', '.join(dict.fromkeys(self._underscored))}: read with dashes for underscores")
         for spec, given in self._yielding:
             if spec.field not in self.given or self.given[spec.field].rank < given.rank:
                 self.notes.append(f"{given.source}: taken as {_flag_text(spec, given.value)}")
@@ -171,7 +175,7 @@ class Intake:
         spec = self._by_field.get(key.replace("-", "_"))
         if spec is None:
             spelling = "--" + key.replace("_", "-")
-            if spelling in self._by_spelling or legacy_flag(spelling) or owner_of(spelling):
+            if self._is_known(spelling):
                 values = [] if value is True else value if isinstance(value, list) else [value]
                 self._take_spelling(spelling, values, source=source, rank=FILE)
                 return
@@ -186,6 +190,10 @@ class Intake:
 
     def _take_spelling(self, spelling: str, values: list[Any], *, source: str, rank: int) -> None:
         """One flag by its spelling, of ours or of Megatron-LM's."""
+        with_dashes = spelling.replace("_", "-")
+        if self.is_run and not self._is_known(spelling) and self._is_known(with_dashes):
+            self._underscored.append(spelling)
+            spelling = with_dashes
         if spelling in self._by_spelling:
             spec, switch = self._by_spelling[spelling]
             if switch is not None and values == [False]:
@@ -193,7 +201,7 @@ class Intake:
             else:
                 self._take(spec, values if switch is None or values else switch, source=source, rank=rank)
             return
-        legacy = legacy_flag(spelling)
+        legacy = legacy_flag(spelling) if self.is_run else None
         if legacy is not None:
             self._take_legacy(spelling, legacy, values, source=source, rank=rank)
             return
@@ -201,27 +209,46 @@ class Intake:
         if owner is not None:
             self._wrong(f"{where}{spelling} belongs to {owner.title} (pretrain_{owner.name}.py); leave it out")
         else:
-            self._wrong(
-                f"{where}there is no flag {spelling}{did_you_mean(spelling, self._by_spelling, words=LEGACY_WORDS)}"
-            )
+            hint = did_you_mean(spelling, self._by_spelling, words=LEGACY_WORDS)
+            self._wrong(f"{where}there is no flag {spelling}{hint}")
+
+    def _is_known(self, spelling: str) -> bool:
+        return spelling in self._by_spelling or bool(legacy_flag(spelling) or owner_of(spelling))
 
     def _take_legacy(self, spelling: str, legacy: LegacyFlag, values: list[Any], *, source: str, rank: int) -> None:
         words = " ".join([spelling, *map(str, values)])
         if values and all(str(value) in legacy.harmless for value in values):
             return
+        legacy = legacy.values.get(words.partition(" ")[2], legacy)
         if legacy.verdict == "refused":
             self._wrong(f"{words}: {legacy.word}")
         elif legacy.verdict == "ignored":
             self.notes.append(f"{words} has no effect: {legacy.word}")
         else:
-            spec = self._by_field[legacy.field]
-            meant = legacy.value if legacy.value is not None else values or True
-            if legacy.yields:
-                self._yielding.append((spec, Given(spec.convert(meant), spelling, rank)))
+            self._take_as(words, legacy, values, rank=rank)
+
+    def _take_as(self, words: str, legacy: LegacyFlag, values: list[Any], *, rank: int) -> None:
+        """A flag under another name: the fields it means, with a remark."""
+        spelling = words.partition(" ")[0]
+        meant = [
+            (self._by_field[name], values or True if value is None else value) for name, value in legacy.sets.items()
+        ]
+        text = f"taken as {' '.join(_flag_text(spec, value) for spec, value in meant)}"
+        if not legacy.yields:
+            self.notes.append(f"{words}: {text}{_reason(legacy.word)}")
+        for spec, raw in meant:
+            try:
+                given = Given(spec.convert(raw), spelling, rank)
+                wrong = spec.out_of_bounds(given.value)
+            except ConfigError as error:
+                wrong = str(error)
+            if wrong:
+                self._wrong(f"{words} is {text}, and {wrong}")
+                self.faulted.add(spec.positive)
+            elif legacy.yields:
+                self._yielding.append((spec, given))
             else:
-                why = f"; {legacy.word}" if legacy.word else ""
-                self.notes.append(f"{words}: taken as {_flag_text(spec, meant)}{why}")
-                self._take(spec, meant, source=spelling, rank=rank)
+                self._offer(spec, given)
 
     def _take(self, spec: FlagSpec, raw: Any, *, source: str, rank: int) -> None:
         try:
@@ -232,7 +259,9 @@ class Intake:
             return
         word = raw[0] if isinstance(raw, list) else raw
         if isinstance(word, str) and word in spec.options.renamed_values:
-            self.notes.append(f"{spec.positive} {word}: taken as {value}; {spec.options.renamed_values[word][1]}")
+            self.notes.append(
+                f"{spec.positive} {word}: taken as {value}{_reason(spec.options.renamed_values[word][1])}"
+            )
         self._offer(spec, Given(value, source, rank))
 
     def _offer(self, spec: FlagSpec, given: Given) -> None:
@@ -337,6 +366,10 @@ def _grouped(words: Sequence[Word]) -> Iterator[tuple[Word, list[str]]]:
 
 def _flag_text(spec: FlagSpec, value: Any) -> str:
     return spec.positive if value is True else f"{spec.positive} {_plain(value)}"
+
+
+def _reason(word: str) -> str:
+    return f"; {word}" if word else ""
 
 
 def _plain(value: Any) -> str:

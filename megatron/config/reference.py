@@ -60,7 +60,10 @@ def _flags(group: type) -> Iterator[FlagSpec]:
 def _row(spec: FlagSpec) -> str:
     names = [usage(spec), *spec.options.aliases]
     notes = [spec.options.help]
-    notes += [f"`{old}` means `{name}`: {why}." for old, (name, why) in spec.options.renamed_values.items()]
+    notes += [
+        f"`{old}` means `{name}`{f': {why}' if why else ''}."
+        for old, (name, why) in spec.options.renamed_values.items()
+    ]
     notes += [f"`{value}`: {why}." for value, why in spec.options.refused_values.items()]
     notes += ["*checkpoint*"] * (spec.options.architecture or spec.options.from_checkpoint)
     return f"| {', '.join(f'`{name}`' for name in names)} | {' '.join(notes)} | {_default(spec)} |"
@@ -73,9 +76,14 @@ def _default(spec: FlagSpec) -> str:
 def _legacy_rows() -> Iterator[str]:
     for spelling, legacy in LEGACY_FLAGS.items():
         word = legacy.word
-        if legacy.field:
-            taken = f"`{legacy.field}`" + (f" = `{legacy.value}`" if legacy.value else "")
-            word = f"taken as {taken}; {word}" if word else f"taken as {taken}"
+        meanings = {
+            "": legacy,
+            **{f"{value.replace('|', '&#124;')} ": meaning for value, meaning in legacy.values.items()},
+        }
+        for value, meaning in meanings.items():
+            if meaning.sets:
+                taken = ", ".join(f"`{name}`" + (f" = `{to}`" if to else "") for name, to in meaning.sets.items())
+                word = f"{value}taken as {taken}{f'; {word}' if word else ''}"
         yield f"| `{spelling}` | {legacy.verdict} | {word} |"
 
 

@@ -26,6 +26,10 @@ class TokenizerConfig:
     ] = flag(
         "Kind of tokenizer.",
         default=None,
+        renamed_values=dict.fromkeys(
+            ("HFTokenizer", "PretrainedFromHF", "TokenizerFromFile", "TokenizerFromFileWithFIM"),
+            ("HuggingFaceTokenizer", ""),
+        ),
         refused_values={
             "MultimodalTokenizer": "models of text and images are outside this project",
         },

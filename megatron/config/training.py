@@ -27,7 +27,12 @@ class TrainingConfig:
     train_samples: int | None = flag("Samples of the whole run, instead of --train-iters.", default=None, at_least=0)
     skip_train: bool = flag("Only evaluate.", default=False)
     eval_interval: int = flag("Iterations between evaluations.", default=1000, at_least=1)
-    eval_iters: int = flag("Batches of one evaluation; 0 turns evaluation off.", default=100, at_least=0)
+    eval_iters: int = flag(
+        "Batches of one evaluation; 0 turns evaluation off.",
+        default=100,
+        renamed_values={"-1": ("0", "there is no evaluation")},
+        at_least=0,
+    )
     exit_interval: int | None = flag(
         "Save and leave when the iteration is a multiple of this.", default=None, at_least=1
     )

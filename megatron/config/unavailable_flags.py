@@ -5,6 +5,8 @@ When a feature lands, its flags become fields of a group and its entry here is d
 
 from __future__ import annotations
 
+from megatron.config.renamed_flags import ZERO
+
 # feature, advice, and its flags without dashes
 UNAVAILABLE: tuple[tuple[str, str, str], ...] = (
     (
@@ -153,5 +155,6 @@ FAMILIES: dict[str, str] = {
     "--grpo-": "reinforcement learning is not available: this project pretrains; leave it out",
     "--langrl-": "reinforcement learning is not available: this project pretrains; leave it out",
     "--rl-": "reinforcement learning is not available: this project pretrains; leave it out",
-    "--fsdp-": "shard optimizer state with --use-distributed-optimizer",
+    "--fsdp-": ZERO,
+    "--muon-": "the Muon optimizer is not available yet; use --optimizer adam",
 }
