@@ -156,8 +156,8 @@ FORKS_REFUSED: tuple[tuple[str, str], ...] = (
         "it belongs to Gemma's layers, which are not available yet; --apply-layernorm-1p stores norm weights minus one",
     ),
     (
-        "loss-on-targets-only norm-target-loss prompt-type is-instruction-dataset stage data-type train-mode dataset max-padding-length "
-        "no-pad-to-seq-lengths",
+        "loss-on-targets-only norm-target-loss prompt-type is-instruction-dataset stage data-type train-mode dataset "
+        "max-padding-length no-pad-to-seq-lengths",
         "instruction data is made by tools/preprocess_sft.py and trained on with --sft; for pretraining leave it out",
     ),
     (
