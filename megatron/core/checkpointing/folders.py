@@ -8,15 +8,21 @@ writes into ``iter_0001000-5f3a9c1e/``, a name of its own, and its manifest, whi
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import cast
 
 from megatron.core.checkpointing.manifest import MANIFEST, Manifest
 from megatron.core.files.remote_path import AnyPath, RemotePath
 from megatron.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -44,10 +50,11 @@ def begin(root: AnyPath, iteration: int) -> AnyPath:
     """Make the folder that a save writes into, and ``root``; clear away what saves that never finished have left."""
     root.mkdir(parents=True, exist_ok=True)
     for path in root.iterdir():
-        if _LEFTOVER.fullmatch(path.name):
-            shutil.rmtree(cast(Path, path))
-        elif isinstance(path, RemotePath) and _REMOTE.fullmatch(path.name) and not (path / MANIFEST).exists():
-            path.remove_tree()
+        with _cleaning(path):
+            if _LEFTOVER.fullmatch(path.name):
+                _delete(cast(Path, path))
+            elif isinstance(path, RemotePath) and _REMOTE.fullmatch(path.name) and not (path / MANIFEST).exists():
+                path.remove_tree()
     folder = _fresh_path(root, iteration, os.urandom(4).hex())
     folder.mkdir()
     return folder
@@ -74,17 +81,19 @@ def publish(folder: AnyPath, iteration: int) -> AnyPath:
     folder.rename(target)
     sync_folder(target.parent)
     write_durably(target.parent / TRACKER, f"{iteration}\n")
-    for path in target.parent.iterdir():
-        if _REPLACED.fullmatch(path.name):
-            remove(path)
+    with _cleaning(target.parent):
+        for path in target.parent.iterdir():
+            if _REPLACED.fullmatch(path.name):
+                remove(path)
     return target
 
 
 def _publish_remotely(folder: RemotePath, iteration: int) -> None:
     write_durably(folder.parent / TRACKER, f"{iteration}\n")
-    for path in folder.parent.iterdir():
-        if path != folder and iteration_of(path) == iteration and (path / MANIFEST).exists():
-            remove(path)
+    with _cleaning(folder.parent):
+        for path in folder.parent.iterdir():
+            if path != folder and iteration_of(path) == iteration and (path / MANIFEST).exists():
+                remove(path)
 
 
 def discard(folder: AnyPath) -> None:
@@ -101,17 +110,50 @@ def discard(folder: AnyPath) -> None:
             return  # the next save tries again
 
 
-def remove(path: AnyPath) -> None:
-    """Delete a checkpoint so that a half-deleted one is never taken for one."""
+def remove(path: AnyPath) -> bool:
+    """Delete a checkpoint so that a half-deleted one is never taken for one; whether nothing of it is left.
+
+    What can't be deleted is a warning: a newer checkpoint is durable already, and each later save tries again.
+    """
     iteration = iteration_of(path)
     assert iteration is not None, f"{path} is not a checkpoint's name"
-    if isinstance(path, RemotePath):
-        (path / MANIFEST).unlink()
-        path.remove_tree()
-    else:
-        going = aside_path(path.parent, iteration, os.urandom(4).hex(), kind="removed")
-        path.rename(going)
-        shutil.rmtree(going)
+    with _cleaning(path):
+        if isinstance(path, RemotePath):
+            (path / MANIFEST).unlink()
+            path.remove_tree()
+        else:
+            going = aside_path(path.parent, iteration, os.urandom(4).hex(), kind="removed")
+            path.rename(going)
+            _delete(going)
+        return True
+    return False
+
+
+def _delete(path: Path) -> None:
+    """Delete a folder, or a link to one; raises OSError when something of it is left."""
+    if path.is_symlink():
+        target = path.resolve()
+        path.unlink()
+        _warn(f"a checkpoint was a link to {target}: the link is deleted; delete that folder to free its space")
+        return
+    shutil.rmtree(path, ignore_errors=True)  # as much as can be deleted
+    if path.exists():
+        shutil.rmtree(path)  # says what can't be
+
+
+@contextmanager
+def _cleaning(path: AnyPath) -> Iterator[None]:
+    """Make a failure to clean ``path`` a warning."""
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or path
+        _warn(f"{path} could not be deleted ({where}: {error.strerror or error}); each later save tries again")
+
+
+@cache  # once for each folder and reason, however many saves try again
+def _warn(text: str) -> None:
+    logger.warning(text)
 
 
 def write_durably(path: AnyPath, text: str) -> None:

@@ -42,16 +42,13 @@ class Retention:
 def prune(root: str | AnyPath, newest: int, retention: Retention, mesh: Mesh) -> list[int]:
     """Delete what ``retention`` gives up in ``root``; call it when ``save_checkpoint`` of ``newest`` has returned.
 
-    A collective: rank 0 deletes, all learn which. Only whole checkpoints of ours are counted or deleted. Returns their
-    iterations; raises CheckpointError when one can't be deleted.
+    A collective: rank 0 deletes, all learn which. Only whole checkpoints of ours are counted or deleted. Returns the
+    iterations of those that are gone; one that can't be deleted is a warning.
     """
 
     def delete() -> list[int]:
         whole = whole_checkpoints(path_of(root))
         assert newest in whole, f"prune after iteration {newest} is durable"
-        surplus = retention.surplus(whole, newest=newest)
-        for iteration in surplus:
-            remove(whole[iteration])
-        return surplus
+        return [iteration for iteration in retention.surplus(whole, newest=newest) if remove(whole[iteration])]
 
     return run_on_first(delete, mesh)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 from pathlib import Path
 
 import pytest
@@ -55,3 +57,70 @@ def test_pruning_deletes_whole_folders_and_counts_only_whole_ones(tmp_path: Path
         "iter_0000500",
     ]
     assert find_checkpoint(tmp_path).iteration == 500
+
+
+def save(root: Path, iteration: int) -> Path:
+    state = [ShardedState("model.w", torch.ones(3), Sharding((3,)))]
+    return Path(str(save_checkpoint(root, iteration, state, {}, Mesh.single())))
+
+
+def test_what_cannot_be_deleted_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An immutable or NFS-held file ended the run after a durable save, and each later save failed on what it left."""
+    unlink = os.unlink
+
+    def held(path: str | Path, *, dir_fd: int | None = None) -> None:
+        if Path(path).name == "__0_0.distcp":
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+        unlink(path, dir_fd=dir_fd)
+
+    save(tmp_path, 100)
+    save(tmp_path, 200)
+    monkeypatch.setattr(os, "unlink", held)
+    assert prune(tmp_path, 200, Retention(keep_last=1), Mesh.single()) == []
+    save(tmp_path, 300)
+    assert prune(tmp_path, 300, Retention(keep_last=2), Mesh.single()) == []
+    save(tmp_path, 300)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 3, "once for each folder, whatever later saves try"
+    assert f"{tmp_path / 'iter_0000100'} could not be deleted" in said[0]
+    assert all("Operation not permitted" in text and "each later save tries again" in text for text in said)
+    assert sorted(whole_checkpoints(tmp_path)) == [200, 300]
+    assert find_checkpoint(tmp_path, step=300).passed_over == ()
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    save(tmp_path, 400)
+    assert [path for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_checkpoint_that_cannot_be_renamed_stays_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A mount point or an immutable folder: nothing of it is deleted, so it still counts."""
+    save(tmp_path, 100)
+    save(tmp_path, 200)
+
+    def busy(path: Path, target: Path) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", busy)
+        assert prune(tmp_path, 200, Retention(keep_last=1), Mesh.single()) == []
+    assert "iter_0000100: Device or resource busy" in caplog.text
+    assert sorted(whole_checkpoints(tmp_path)) == [100, 200]
+    assert prune(tmp_path, 200, Retention(keep_last=1), Mesh.single()) == [100]
+
+
+def test_a_linked_checkpoint_loses_its_link(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A checkpoint that was moved to another disk and linked ended the run; so did the next ones."""
+    root, disk = tmp_path / "run", tmp_path / "disk"
+    save(root, 100).rename(disk)
+    (root / "iter_0000100").symlink_to(disk)
+    save(root, 200)
+    assert prune(root, 200, Retention(keep_last=1), Mesh.single()) == [100]
+    assert (
+        f"a checkpoint was a link to {disk}: the link is deleted; delete that folder to free its space" in caplog.text
+    )
+    assert sorted(path.name for path in root.iterdir()) == ["iter_0000200", "latest_checkpointed_iteration.txt"]
+    assert find_checkpoint(disk).iteration == 100
