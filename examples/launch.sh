@@ -19,7 +19,8 @@ for argument in "$@"; do
 done
 
 if [ "${LAUNCH:-torchrun}" = srun ]; then # one task a GPU; ranks find each other from Slurm's own variables
-    exec srun --kill-on-bad-exit=1 "$python" "$@"
+    # Ranks end each other, so that srun's exit code is theirs; those that are stuck are killed after a minute.
+    exec srun --kill-on-bad-exit=0 --wait=60 "$python" "$@"
 fi
 if [ "$nodes" -eq 1 ]; then
     exec "$python" -m torch.distributed.run --standalone --nproc-per-node "$gpus" "$@"

@@ -125,7 +125,7 @@ def test_launch_starts_the_tasks_of_a_slurm_job(tmp_path: Path) -> None:
     path = f"{tmp_path}:{os.environ['PATH']}"
     done = run_bash(str(ROOT / "examples" / "launch.sh"), "pretrain_gpt.py", "--lr", "1", LAUNCH="srun", PATH=path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("srun --kill-on-bad-exit=1 ")
+    assert done.stdout.startswith("srun --kill-on-bad-exit=0 --wait=60 ")
     assert done.stdout.endswith(" pretrain_gpt.py --lr 1\n")
 
 

@@ -1,0 +1,133 @@
+"""The Slurm job of the examples on a real Slurm: it loses nothing at its time limit, and ends when it should."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.commands import ROOT, TINY, losses
+from tests.harness.slurm import SlurmCluster, slurm_cluster
+
+JOB = ROOT / "examples" / "slurm" / "train_gpt.sbatch"
+SMALL = "--nodes 2 --ntasks-per-node 1 --gpus-per-node 1 --cpus-per-task 2 --job-name test"
+TRAINING = f"""#!/usr/bin/env bash
+exec bash {ROOT}/examples/launch.sh pretrain_gpt.py {TINY} --train-iters 100000 --save-interval 100000 "$@"
+"""
+
+
+def script(rank: str) -> str:
+    """A training script whose ranks run ``rank`` in Python, and whose dry run finds nothing wrong."""
+    return f"""#!/usr/bin/env bash
+if [ "${{LAUNCH:-}}" = srun ]; then exec bash {ROOT}/examples/launch.sh -c "{rank}"; fi
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+class Job:
+    """A job whose script runs ``text``; by default two ranks train. ``run``: where its checkpoints are."""
+
+    def __init__(
+        self, cluster: SlurmCluster, folder: Path, *flags: str, text: str = TRAINING, options: str = ""
+    ) -> None:
+        script, self.run, self._cluster = folder / "train_tiny.sh", folder / "run", cluster
+        script.write_text(text)
+        variables = {"SCRIPT": str(script), "RUN": str(self.run), "RESTART_SECONDS": "0"}
+        self.number = cluster.submit(JOB, *flags, options=f"{SMALL} {options}", **variables)
+
+    @property
+    def log(self) -> str:
+        return self._cluster.log(self.number)
+
+    @property
+    def saved(self) -> int | None:
+        """Iteration of the newest checkpoint."""
+        tracker = self.run / "latest_checkpointed_iteration.txt"
+        return int(tracker.read_text()) if tracker.exists() else None
+
+    def until_log(self, pattern: str) -> None:
+        self._cluster.until(lambda: re.search(pattern, self.log, re.DOTALL), self.number)
+
+    def until_state(self, *states: str, after: str = "") -> dict[str, str]:
+        """Wait until the job is in one of ``states``, if need be after another; what is known of it then."""
+        if after:
+            self._cluster.until_state(self.number, after, *set(states) - {"PENDING"})
+        self._cluster.until_state(self.number, *states)
+        return self._cluster.facts(self.number)
+
+    def signal(self, *words: str) -> None:
+        self._cluster.call("scancel", *words, self.number)
+
+    def start_at_once(self) -> None:
+        """A requeued job waits two minutes, so that all nodes have forgotten it; here they have."""
+        self._cluster.call("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+
+
+def test_job_saves_at_its_time_limit_and_goes_on(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """A TERM to srun killed the ranks instead of reaching them: all work since the last checkpoint was lost."""
+    signal = re.search(r"#SBATCH --signal=(.*)@", JOB.read_text(encoding="utf-8"))
+    assert signal is not None
+    job = Job(cluster, tmp_path, options=f"--time 1 --signal {signal[1]}@55")
+    assert job.until_state("PENDING", after="RUNNING")["Restarts"] == "1", job.log
+    saved = job.saved
+    assert saved is not None and saved == max(losses(job.log)), job.log
+
+    cluster.call("scontrol", "update", f"JobId={job.number}", "TimeLimit=10")
+    job.start_at_once()
+    job.until_log(r"starting from checkpoint: \d+.*lm loss:")
+    assert f"starting from checkpoint: {saved}" in job.log
+    job.signal("--signal=TERM")  # the ranks save and end without an error
+    facts = job.until_state("COMPLETED", "FAILED")
+    assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), job.log
+    assert sorted(losses(job.log)) == list(range(1, (job.saved or 0) + 1))
+
+
+def test_cancelled_job_saves_and_is_not_queued_again(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """Slurm signals a cancelled job as it does one that shall leave: it went back into the queue and started again."""
+    job = Job(cluster, tmp_path)
+    job.until_log("lm loss:")
+    job.signal()
+    facts = job.until_state("CANCELLED", "PENDING")
+    assert (facts["JobState"], facts["Restarts"]) == ("CANCELLED", "0"), job.log
+    if cluster.has_cgroups:
+        assert f"cancelled, at checkpoint: {job.saved}" in job.log
+        assert job.saved == max(losses(job.log))
+
+
+def test_job_without_a_checkpoint_goes_back_into_the_queue(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """One that is preempted while it starts ended for good; one that can never save should not turn in circles."""
+    job = Job(cluster, tmp_path, text=script("import time; time.sleep(100)"))
+    for restarts in ("1", "2"):
+        job.until_log(rf"(starting from.*){{{restarts}}}")
+        job.signal("--signal=USR1", "--batch")
+        assert job.until_state("PENDING", "FAILED", "COMPLETED")["Restarts"] == restarts, job.log
+        job.start_at_once()
+    job.until_log("(starting from.*){3}")
+    job.signal("--signal=USR1", "--batch")
+    assert job.until_state("PENDING", "FAILED", "COMPLETED")["JobState"] == "FAILED", job.log
+    assert "gave up after three starts in a row without a new checkpoint" in job.log
+
+
+@pytest.mark.parametrize(("code", "starts"), [(1, 3), (2, 1)])
+def test_failing_rank(code: int, starts: int, cluster: SlurmCluster, tmp_path: Path) -> None:
+    """srun ended the other ranks of one that failed, and so a wrong setting (2) became 143, which was tried again."""
+    fail = f"import os, sys, time; time.sleep(int(os.environ['SLURM_PROCID'])); sys.exit({code})"
+    job = Job(cluster, tmp_path, text=script(fail))
+    facts = job.until_state("FAILED", "COMPLETED", "PENDING", after="RUNNING")
+    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("FAILED", f"{code}:0", "0"), job.log
+    assert job.log.count("starting from checkpoint: none") == starts
+
+
+def test_ranks_have_the_cpus_of_their_task(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """Since 22.05 srun doesn't take --cpus-per-task from the job: eight CPUs a rank were one."""
+    show = "import os; os.system('scontrol show step $SLURM_JOB_ID.$SLURM_STEP_ID')"
+    job = Job(cluster, tmp_path, text=script(show))
+    job.until_state("COMPLETED", "FAILED")
+    assert job.log.count("CPUs=4 Tasks=2 ") == 2, job.log  # of the step: two tasks of two
