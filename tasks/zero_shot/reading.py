@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from torch import Tensor
 from megatron.config.run import RunConfig
 from megatron.core.inference.scoring import Passage, TextScore
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.tokenizers.text_files import parse_json
 from megatron.errors import DataError
 from megatron.training.reading import Likelihoods, LoadedModel, load_model
 from megatron.training.recipes.gpt import GPTRecipe
@@ -38,9 +38,9 @@ def json_lines(path: Path, *, key: str) -> Iterator[tuple[str, str]]:
 
 def _text_of(line: str, key: str, *, where: str) -> str:
     try:
-        document = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{where} is not JSON: {error}") from None
+        document = parse_json(line)
+    except DataError as error:
+        raise DataError(f"{where} is {error}") from None
     if not isinstance(document, dict) or not isinstance(document.get(key), str):
         raise DataError(f"{where} has no text under {key!r}")
     return str(document[key])

@@ -166,6 +166,6 @@ def _run_stretches(
 
 def _number(text: str) -> float | None:
     try:
-        return float(text)
+        return None if "_" in text or not text.isascii() else float(text)  # float() would take 1_0 for 10
     except ValueError:
         return None

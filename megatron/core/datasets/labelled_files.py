@@ -7,12 +7,12 @@ that are cut off; those are left out, and said. GLUE keeps the labels of its tes
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megatron.core.tokenizers.text_files import parse_json
 from megatron.errors import DataError
 
 MNLI_LABELS = {"contradiction": 0, "entailment": 1, "neutral": 2}
@@ -123,9 +123,9 @@ def _questions(line: str, file: Path, number: int) -> Iterator[LabelledText]:
     """The samples of one line: each question with its four options."""
     where = f"{file}:{number}"
     try:
-        content = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{where} is not JSON ({error}): each line of RACE's files holds an article") from None
+        content = parse_json(line)
+    except DataError as error:
+        raise DataError(f"{where} is {error}; each line of RACE's files is JSON that holds an article") from None
     article = _member(content, "article", str, where)
     questions, options, answers = (_member(content, key, list, where) for key in ("questions", "options", "answers"))
     if not len(questions) == len(options) == len(answers):

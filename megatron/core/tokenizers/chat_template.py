@@ -16,6 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.core.tokenizers.base import check_encodable
 from megatron.core.tokenizers.huggingface import special_tokens
 from megatron.core.tokenizers.rust import RustTokenizer
 from megatron.errors import ConfigError, DataError
@@ -177,8 +178,10 @@ def _read(path: Path) -> str:
 def encode_spans(text: str, spans: Sequence[Span], tokenizer: RustTokenizer) -> tuple[list[int], list[bool]]:
     """Ids of the text, which holds its special tokens spelled out, and for each whether it is to be learned.
 
-    Learned are the tokens of which any character is in a span. Raises DataError when there are none.
+    Learned are the tokens of which any character is in a span. Raises DataError when there are none, and for half of
+    a surrogate pair.
     """
+    check_encodable([text])
     encoding = tokenizer.pipeline.encode(text, add_special_tokens=False)
     learned = [False] * len(encoding.ids)
     spans = [span for span in spans if span.start < span.stop]

@@ -31,16 +31,18 @@ class NullTokenizer:
     def tokenize(self, text: str) -> list[int]:
         """The numbers in the text; raises DataError for a word that is none, or one beyond the vocabulary."""
         words = text.split()
+        digits = "".join(words)
         try:
-            ids = list(map(int, words))
-        except ValueError:
-            wrong = max(words, key=lambda word: (not word.isdecimal(), len(word)))
+            ids = list(map(int, words)) if digits.isascii() and digits.isdecimal() else []
+        except ValueError:  # more digits than Python converts
+            ids = []
+        if len(ids) < len(words):  # int() alone would take 1_0, +1 and the digits of other scripts
+            wrong = max(words, key=lambda word: (not (word.isascii() and word.isdecimal()), len(word)))
             raise DataError(
-                f"{wrong[:40]!r} is not a token id; {self.name} reads numbers separated by spaces"
-            ) from None
-        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
-            beyond = min(ids) if min(ids) < 0 else max(ids)
-            raise DataError(f"token id {beyond} is outside 0 to {self.eod}, which --vocab-size {self.eod} allows")
+                f"{wrong[:40]!r} is not a token id; {self.name} reads numbers of digits 0 to 9, separated by spaces"
+            )
+        if ids and max(ids) >= self.vocab_size:
+            raise DataError(f"token id {max(ids)} is outside 0 to {self.eod}, which --vocab-size {self.eod} allows")
         return ids
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import tokenizers
 
 from megatron.core.tokenizers.base import check_encodable, extra_id_tokens, fingerprint_of
+from megatron.errors import DataError
+
+_MOST_HOLES = 100_000  # ids without a token; real vocabularies have a few
 
 
 class RustTokenizer:
@@ -29,6 +32,7 @@ class RustTokenizer:
         eos: int | None,
         extra_ids: int = 0,
     ) -> None:
+        _check_ids(pipeline.get_vocab(with_added_tokens=True), kind=name)
         pipeline.no_truncation()  # a tokenizer.json may carry settings that cut or fill documents
         pipeline.no_padding()
         self._appended = [token for token in extra_id_tokens(extra_ids) if pipeline.token_to_id(token) is None]
@@ -78,6 +82,16 @@ class RustTokenizer:
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of the ids, special tokens included."""
         return self.pipeline.decode(list(ids), skip_special_tokens=False)
+
+
+def _check_ids(vocabulary: Mapping[str, int], *, kind: str) -> None:
+    """DataError for ids so far apart that lists by id, the library's own among them, would take all memory."""
+    token = max(vocabulary, key=vocabulary.__getitem__, default="")
+    if vocabulary and vocabulary[token] > _MOST_HOLES + 10 * len(vocabulary):
+        raise DataError(
+            f"the vocabulary of {kind} gives {token[:40]!r} the id {vocabulary[token]}, but has {len(vocabulary)} "
+            "tokens: the file is damaged, since a model has a row for each id up to the largest"
+        )
 
 
 def _essence(value: Any) -> Any:

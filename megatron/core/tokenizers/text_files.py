@@ -245,17 +245,24 @@ def read_record(line: bytes) -> dict[str, Any]:
         record, end = None, -1  # the slower way below says what is wrong
     if end == len(text) and isinstance(record, dict):
         return record
-    try:
-        record = json.loads(text)
-    except json.JSONDecodeError as error:
-        if not text.strip():
-            raise DataError("the line is empty") from None
-        raise DataError(f"not JSON: {error.msg} at column {error.colno}") from None
-    except RecursionError:
-        raise DataError("not readable: the JSON is nested too deeply") from None
+    record = parse_json(text)
     if not isinstance(record, dict):
         raise DataError(f"{_json_kind(record)} where a JSON object belongs")
     return record
+
+
+def parse_json(line: str) -> Any:
+    """The value that a line spells in JSON; raises DataError with the reason."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        if not line.strip():
+            raise DataError("the line is empty") from None
+        raise DataError(f"not JSON: {error.msg} at column {error.colno}") from None
+    except ValueError:
+        raise DataError(f"not readable: a number has more than {sys.get_int_max_str_digits():,} digits") from None
+    except RecursionError:
+        raise DataError("not readable: the JSON is nested too deeply") from None
 
 
 def _text_of(record: dict[str, Any], key: str) -> str:

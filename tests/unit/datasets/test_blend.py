@@ -49,6 +49,12 @@ def test_parallel_stretches_equal_the_rule(seed: int) -> None:
     )
 
 
+def test_words_that_python_alone_reads_as_numbers_are_prefixes() -> None:
+    """``1_0`` was a weight of 10."""
+    for word in ("1_0", "\u0661"):
+        assert parse_blend([word, "b"]) == BlendSpec((word, "b"))
+
+
 @pytest.mark.parametrize("weights", [[1, 1, 1], [0.5, 0.25, 0.25], [0.9999, 0.00005, 0.00005], [7]])
 def test_equal_and_extreme_weights(weights: list[float]) -> None:
     """Ties go to the first source; a source of next to no weight waits long, and then gets its turn."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -118,7 +119,7 @@ def ids_by_hand(line: bytes) -> list[int] | None:
     """What NullTokenizer with ten ids makes of a line; None for a bad one."""
     try:
         text = json.loads(line.decode("utf-8"))["text"]
-        ids = [int(word) for word in text.split()]
+        ids = [int(word) if re.fullmatch("[0-9]+", word) else -1 for word in text.split()]
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
     return [*ids, 9] * bool(ids) if all(0 <= each <= 9 for each in ids) else None

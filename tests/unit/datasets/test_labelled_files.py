@@ -190,7 +190,7 @@ def test_odd_lines_of_race(change: dict[str, Any], expected: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ('{"article": ', "{file}:1 is not JSON ("),
+        ('{"article": ', "{file}:1 is not JSON: "),
         ("[1]", "{file}:1 has no 'article'"),
         ("\n \n", "{file} is empty: each line of RACE's files is JSON with an article and its questions"),
         (b"\xff\xfe", "{file}:1 is not UTF-8 (invalid start byte at byte 0 of the line)"),

@@ -108,6 +108,8 @@ def test_what_a_template_refuses_is_a_bad_line(folder: Path) -> None:
         encoded(folder, CHATML, {"messages": MESSAGES[:1]})
     with pytest.raises(DataError, match='"messages" is no list of objects'):
         encoded(folder, CHATML, {"messages": ["hello"]})
+    with pytest.raises(DataError, match=r"holds \\ud800, half of a surrogate pair"):
+        encoded(folder, CHATML, {"messages": [{"role": "assistant", "content": "\ud800"}]})
 
 
 @pytest.mark.parametrize(

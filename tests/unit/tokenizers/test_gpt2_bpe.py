@@ -133,6 +133,24 @@ def test_vocabulary_without_end_of_text(bpe_folder: Path, tmp_path: Path) -> Non
         build(tmp_path / "vocab.json", bpe_folder / "merges.txt")
 
 
+def test_ids_that_would_take_all_memory_are_refused(bpe_folder: Path, tmp_path: Path) -> None:
+    """A single damaged id, 4,000,000,000, took 8 GB and ended the process without a message."""
+    vocab = json.loads((bpe_folder / "vocab.json").read_text())
+    tokenizer = json.loads((bpe_folder / "tokenizer.json").read_text())
+    for number in (10_000_000, 4_000_000_000, 2**32 - 1, 5_000_000_000, 2**64, -1):
+        (tmp_path / "vocab.json").write_text(json.dumps({**vocab, "zzz": number}))
+        with pytest.raises(
+            DataError, match=r"gives 'zzz' the id \d+, but has 331 tokens|not a vocab.json and merges.txt"
+        ):
+            build(tmp_path / "vocab.json", bpe_folder / "merges.txt")
+        tokenizer["model"]["vocab"]["zzz"] = number
+        (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+        with pytest.raises(DataError, match=r"gives 'zzz' the id \d+, but has 331 tokens|is not a tokenizer.json"):
+            build_tokenizer(
+                TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "tokenizer.json"))
+            )
+
+
 def test_a_hole_in_the_vocabulary_counts(bpe_folder: Path, tmp_path: Path) -> None:
     """Embeddings are looked up by id: the size is the largest id plus one, not the number of tokens."""
     vocab = json.loads((bpe_folder / "vocab.json").read_text())

@@ -32,11 +32,16 @@ def test_end_of_document_is_one_more_id(null: NullTokenizer) -> None:
         ("1 two 3", "'two' is not a token id"),
         ("1 2.5", "'2.5' is not a token id"),
         ("5 101", "token id 101 is outside 0 to 100"),
-        ("-1 5", "token id -1 is outside"),
+        ("-1 5", "'-1' is not a token id"),
         ("1 " + "9" * 5000, "is not a token id"),
+        ("1 1_0", "'1_0' is not a token id"),
+        ("1 +5", r"'\+5' is not a token id"),
+        ("12345 \u0663\u0664", "'\u0663\u0664' is not a token id"),
+        ("1 \u00b2", "'\u00b2' is not a token id"),
     ],
 )
 def test_what_is_no_id_is_named(null: NullTokenizer, text: str, message: str) -> None:
+    """``1_0`` was read as 10, and digits of any script as theirs: text that isn't ids became other ids silently."""
     with pytest.raises(DataError, match=message):
         null.tokenize(text)
 

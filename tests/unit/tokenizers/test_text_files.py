@@ -129,6 +129,8 @@ def test_missing_zstandard_is_explained(tmp_path: Path, monkeypatch: pytest.Monk
         (b'{"text": null}', 'null under "text" where a string belongs'),
         (b'{"text": ["a"]}', 'a list under "text" where a string belongs'),
         (b"[" * 100_000, "not readable: the JSON is nested too deeply"),
+        (b'{"text": "a", "b": %s}' % (b"[" * 100_000 + b"]" * 100_000), "not readable: the JSON is nested too deeply"),
+        (b'{"text": "a", "n": %s}' % (b"9" * 4301), "not readable: a number has more than 4,300 digits"),
     ],
 )
 def test_bad_lines_say_where_and_why(line: bytes, reason: str) -> None:
