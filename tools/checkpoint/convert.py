@@ -82,6 +82,10 @@ class ConvertConfig:
         default=None,
         at_least=1,
     )
+    ignore_saved_args: tuple[str, ...] = flag(
+        "Saved arguments of a Megatron-LM source, unknown here, that do not change what its model computes.",
+        default=(),
+    )
     skip_proof: bool = flag("Do not compare logits of source and target: nothing is proven then.", default=False)
     model_type: str | None = flag(
         "What the model has to be; the source says what it is, so this only checks it.",
@@ -134,6 +138,7 @@ def job_of(config: ConvertConfig) -> Conversion:
         max_shard_size=max_shard_size,
         dist=config.ckpt_format != "torch",
         true_vocab_size=config.true_vocab_size,
+        ignored=config.ignore_saved_args,
         skip_proof=config.skip_proof,
         family=config.model_type,
     )
@@ -144,6 +149,12 @@ def _check_effect(config: ConvertConfig, source: Format, target: Format) -> None
     effects = (
         ("--ckpt-step", config.ckpt_step, source != "hf", "chooses among checkpoints; a Hugging Face model is one"),
         ("--true-vocab-size", config.true_vocab_size, source == "megatron-lm", "is for --from megatron-lm"),
+        (
+            "--ignore-saved-args",
+            " ".join(config.ignore_saved_args) or None,
+            source == "megatron-lm",
+            "is for --from megatron-lm",
+        ),
         ("--max-shard-size", config.max_shard_size, target == "hf", "is for --to hf"),
         ("--ckpt-format", config.ckpt_format, target == "megatron-lm", "is for --to megatron-lm"),
     )

@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from megatron.config.families import family_of
+from megatron.config.model import ModelConfig
 from megatron.core.conversion import proof
 from megatron.core.conversion.huggingface.reading import read_huggingface
 from megatron.core.conversion.huggingface.writing import write_huggingface
 from megatron.core.conversion.megatron_lm.files import find_folder
 from megatron.core.conversion.megatron_lm.forward import megatron_lm_answer
+from megatron.core.conversion.megatron_lm.known_arguments import FLAG, not_handed_on
 from megatron.core.conversion.megatron_lm.reading import read_megatron_lm
 from megatron.core.conversion.megatron_lm.writing import write_megatron_lm
 from megatron.core.conversion.native import read_native, write_native
@@ -37,7 +39,8 @@ class Conversion:
     ``load`` and ``save`` may be in object storage. ``step``: iteration of a folder of checkpoints, instead of the
     newest. ``max_shard_size``: bytes of one weight file of Hugging Face's. ``dist``: write Megatron-LM's torch_dist
     format, else its torch format. ``true_vocab_size``: words of a Megatron-LM vocabulary before padding, where its
-    tokenizer can't be had. ``family``: the title of the only one that is wanted.
+    tokenizer can't be had. ``ignored``: arguments saved in a Megatron-LM source that are read as if they weren't
+    there. ``family``: the title of the only one that is wanted.
     """
 
     source: Format
@@ -48,6 +51,7 @@ class Conversion:
     max_shard_size: int = 5_000_000_000
     dist: bool = True
     true_vocab_size: int | None = None
+    ignored: tuple[str, ...] = ()
     skip_proof: bool = False
     family: str | None = None
 
@@ -76,6 +80,8 @@ def _convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
         if job.family not in (None, title):
             raise CheckpointError(f"--model-type {job.family}: {job.load} holds a {title}")
         say(f"{job.load}: {portable.num_parameters:,} parameters, mostly {str(portable.dtype).removeprefix('torch.')}")
+        for warning in _warnings(job, portable.model):
+            say(warning)
         if not job.skip_proof:
             proof.check_memory(proof.memory_needed(portable, {job.source, job.target}))
         with _aside(job.save) as aside:
@@ -86,6 +92,18 @@ def _convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
     if job.target == "megatron":
         say("a run starts from it with --finetune, or, to count iterations on, with --no-load-optim")
     return found
+
+
+def _warnings(job: Conversion, model: ModelConfig) -> list[str]:
+    """Settings that Megatron-LM's core has and its pretrain_gpt.py doesn't hand to the model."""
+    advice = (
+        f"if that trained this model, add {FLAG}" if job.source == "megatron-lm" else "hand it to GPTModel yourself:"
+    )
+    known = not_handed_on(model) if "megatron-lm" in (job.source, job.target) else {}
+    return [
+        f"warning: {name} is {value}, which Megatron-LM's pretrain_gpt.py ignores and forks of it use; {advice} {name}"
+        for name, value in known.items()
+    ]
 
 
 @dataclass(frozen=True)
@@ -104,8 +122,8 @@ class _Source:
             case "megatron":
                 return read_native(self.place, step=self.step)
             case "megatron-lm":
-                words = self.job.true_vocab_size
-                return read_megatron_lm(_folder(self.place), step=self.step, true_vocab_size=words)
+                words, ignored = self.job.true_vocab_size, self.job.ignored
+                return read_megatron_lm(_folder(self.place), step=self.step, true_vocab_size=words, ignored=ignored)
         raise AssertionError(self.job.source)
 
 
@@ -145,22 +163,24 @@ def _write(job: Conversion, portable: PortableModel, aside: Path) -> None:
 def _prove(source: _Source, portable: PortableModel, aside: Path, *, target: Format) -> proof.Proof:
     """Compare the logits of the files read with those of the files written."""
     question = question_for(portable.model, portable.groups)
-    before = _answer(source.job.source, source.place, question, step=source.step)
-    after = _answer(target, aside, question, step=None)
+    before = _answer(source.job.source, source.place, question, step=source.step, ignored=source.job.ignored)
+    after = _answer(target, aside, question)
     words = portable.model.vocab_size
     return proof.compare(
         {**before, "words": before["words"][..., :words]}, {**after, "words": after["words"][..., :words]}
     )
 
 
-def _answer(kind: Format, place: AnyPath, question: Question, *, step: int | None) -> Answer:
+def _answer(
+    kind: Format, place: AnyPath, question: Question, *, step: int | None = None, ignored: Collection[str] = ()
+) -> Answer:
     match kind:
         case "hf":
             return proof.huggingface_answer(_folder(place), question)
         case "megatron":
             return proof.native_answer(place, question, step=step)
         case "megatron-lm":
-            return megatron_lm_answer(_folder(place), question, step=step)
+            return megatron_lm_answer(_folder(place), question, step=step, ignored=ignored)
 
 
 @contextmanager

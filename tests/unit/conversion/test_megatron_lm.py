@@ -17,6 +17,7 @@ from megatron.core.checkpointing.storage import CheckpointWriter
 from megatron.core.checkpointing.streamed import StreamedBox, table_of, write_boxes
 from megatron.core.conversion.convert import Conversion, convert
 from megatron.core.conversion.megatron_lm import reading
+from megatron.core.conversion.megatron_lm.arguments import Arguments, model_from_arguments
 from megatron.core.conversion.megatron_lm.reading import read_megatron_lm
 from megatron.core.conversion.native import read_native, write_native
 from megatron.core.conversion.portable import PortableModel
@@ -94,21 +95,29 @@ def test_the_proof_sees_what_the_mapping_gets_wrong(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("flags", "activation"),
+    ("flags", "legacy", "activation"),
     [
-        ({}, "gelu_tanh"),
-        ({"bias_gelu_fusion": False}, "gelu"),
-        ({"bias_gelu_fusion": False, "openai_gelu": True}, "gelu_tanh"),
-        ({"squared_relu": True}, "squared_relu"),
-        ({"swiglu": True}, "silu"),
+        ({}, False, "gelu_tanh"),
+        ({"bias_gelu_fusion": False}, False, "gelu"),
+        ({"add_bias_linear": False}, False, "gelu"),
+        ({"bias_gelu_fusion": False, "openai_gelu": True}, True, "gelu_tanh"),
+        ({"bias_gelu_fusion": False, "openai_gelu": True}, False, "gelu"),
+        ({"squared_relu": True}, False, "squared_relu"),
+        ({"swiglu": True}, False, "silu"),
     ],
 )
-def test_the_activation_that_was_trained_with(flags: dict[str, Any], activation: str) -> None:
-    """Megatron-LM's GELU is an approximation only inside the kernel that also adds the bias."""
-    from megatron.core.conversion.megatron_lm.arguments import Arguments, model_from_arguments
-
+def test_the_activation_that_was_trained_with(flags: dict[str, Any], legacy: bool, activation: str) -> None:
+    """Megatron-LM's GELU is an approximation only inside the kernel that adds the bias; core ignores openai_gelu."""
     args = Arguments(arguments({**CLASSIC, **flags}), "x")
-    assert model_from_arguments(args, vocab_size=101, num_layers=4, legacy=False).activation == activation
+    assert model_from_arguments(args, vocab_size=101, num_layers=4, legacy=legacy).activation == activation
+
+
+def test_norms_minus_one_under_the_name_of_the_newest_releases() -> None:
+    """They save apply_layernorm_1p as layernorm_zero_centered_gamma: such a model lost one in every norm weight."""
+    for name in ("apply_layernorm_1p", "layernorm_zero_centered_gamma"):
+        args = Arguments(arguments({**CLASSIC, name: True, "layernorm_epsilon": 1e-6}), "x")
+        model = model_from_arguments(args, vocab_size=101, num_layers=4, legacy=False)
+        assert (model.apply_layernorm_1p, model.norm_epsilon) == (True, 1e-6)
 
 
 def test_released_weights(tmp_path: Path) -> None:
@@ -226,9 +235,9 @@ def test_ours_goes_to_megatron_lm_and_back(settings: dict[str, Any], dist: bool,
 
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
-    ({"num_experts": 8}, "is of a model with a mixture of experts (num_experts), which this project does not have"),
+    ({"num_experts": 8}, "is of a model with a mixture of experts (num_experts = 8), which this project does not have"),
     ({"multi_latent_attention": True}, "a model with multi-latent attention"),
-    ({"position_embedding_type": "relative"}, "positions of type 'relative'"),
+    ({"position_embedding_type": "relative"}, "positions of type 'relative' in a GPT (it converts with learned_abs"),
     ({"num_layers": 5}, "holds 4 layers; its saved settings say num_layers 5"),
     ({"ffn_hidden_size": 100}, "decoder.layers.0.mlp.linear_fc1.weight is [128, 32] and should be [100, 32]"),
     ({"untie_embeddings_and_output_weights": True}, "missing: output_layer.weight"),

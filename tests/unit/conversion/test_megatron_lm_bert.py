@@ -93,7 +93,7 @@ def test_the_proof_sees_a_wrong_head(tmp_path: Path, monkeypatch: pytest.MonkeyP
     [
         ("legacy", {}, False, True),
         ("legacy", {"openai_gelu": True, "bias_gelu_fusion": False}, False, False),
-        ("core", {"openai_gelu": True, "bias_gelu_fusion": False}, False, True),
+        ("core", {"openai_gelu": True, "bias_gelu_fusion": False}, True, False),
         ("core", {"bias_gelu_fusion": False}, True, False),
     ],
 )

@@ -172,7 +172,7 @@ THAT_WE_LACK: list[tuple[str, dict[str, Any], str]] = [
     (
         "core",
         {"position_embedding_type": "mrope"},
-        "those of a T5 that can be converted are learned_absolute, rope, no",
+        "of type 'mrope' in a T5 (it converts with learned_absolute, rope, none, re",
     ),
     ("core", {"num_layers": 5}, "holds 4 layers; its saved settings say num_layers 5"),
 ]
@@ -202,7 +202,11 @@ THAT_THEY_LACK: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ),
     ({}, {"scale_output": True}, "Megatron-LM has no scale of a T5's output (--scale-output)"),
     ({"group_query_attention": True, "num_query_groups": 2}, {}, "has no T5 whose heads share keys and values"),
-    ({"add_bias_linear": False}, {}, "has a bias in a T5's tied output whatever --disable-bias-linear says, so"),
+    (
+        {"add_bias_linear": False, "exact_gelu": True},
+        {},
+        "has a bias in a T5's tied output whatever --disable-bias-linear says, so",
+    ),
     ({"softmax_scale": 1.0}, {}, "has no flag for the scale of attention scores (--softmax-scale)"),
 ]
 

@@ -12,19 +12,14 @@ from megatron.config.families import Family
 from megatron.config.model import ModelConfig
 from megatron.config.t5 import T5Config
 from megatron.config.tokenizer import TokenizerConfig
+from megatron.core.conversion.megatron_lm.known_arguments import limits, refuse, without
 from megatron.core.conversion.megatron_lm.names import depths_of
 from megatron.core.conversion.portable import PortableModel
 from megatron.errors import CheckpointError, ConfigError
 
 _ABSENT = object()
-# Flags under which a model is something that this project doesn't have, and what to call it.
-_REFUSED = {
-    "num_experts": "a mixture of experts",
-    "multi_latent_attention": "multi-latent attention",
-    "is_hybrid_model": "a hybrid of attention and state-space layers",
-    "heterogeneous_layers_config_path": "layers of different kinds",
-    "mtp_num_layers": "multi-token prediction",
-}
+# What the newest releases call a flag.
+_TODAY = {"apply_layernorm_1p": "layernorm_zero_centered_gamma", "norm_epsilon": "layernorm_epsilon"}
 _OF_T5 = ("decoder_seq_length", "relative_attention_num_buckets", "relative_attention_max_distance")
 _TOKENIZERS = (
     "GPT2BPETokenizer",
@@ -39,19 +34,22 @@ _TOKENIZERS = (
 
 
 class Arguments:
-    """A saved namespace, read with the defaults of the version that lacked a flag."""
+    """A saved namespace, read with the defaults of the version that lacked a flag.
 
-    def __init__(self, saved: Any, where: str) -> None:
+    ``ignored``: arguments that are read as if they weren't there.
+    """
+
+    def __init__(self, saved: Any, where: str, ignored: Collection[str] = ()) -> None:
         if not isinstance(saved, Namespace):
             raise CheckpointError(
                 f"{where} holds no settings ('args'), so its architecture is not known: convert a checkpoint that "
                 "Megatron-LM's training saved"
             )
-        self._values, self.where = vars(saved), where
+        self.values, self.where = without(vars(saved), ignored, where=where), where
 
     def __call__(self, name: str, default: Any = _ABSENT) -> Any:
         """The value of a flag, or ``default`` where it is not there or None; CheckpointError without a default."""
-        value = self._values.get(name)
+        value = self.values.get(name, self.values.get(_TODAY.get(name, "")))
         if value is not None:
             return value
         if default is _ABSENT:
@@ -60,16 +58,12 @@ class Arguments:
 
 
 def check_is_known(args: Arguments, family: Family) -> None:
-    """Raise CheckpointError for a model that this project doesn't have."""
-    for name, title in _REFUSED.items():
-        if args(name, None):
-            raise CheckpointError(f"{args.where} is of a model with {title} ({name}), which this project does not have")
-    known = ["learned_absolute", "rope", "none"] + ["relative"] * (family.name == "t5")
-    if args("position_embedding_type", "learned_absolute") not in known:
-        raise CheckpointError(
-            f"{args.where} has positions of type {args('position_embedding_type')!r}; "
-            f"those of a {family.title} that can be converted are {', '.join(known[:-1])} and {known[-1]}"
-        )
+    """Raise CheckpointError for a model that this project doesn't have, and for arguments that it doesn't know."""
+    known, limited = ["learned_absolute", "rope", "none"] + ["relative"] * (family.name == "t5"), limits(args.values)
+    positions = args("position_embedding_type", "learned_absolute")
+    if positions not in known:
+        limited.append(f"positions of type {positions!r} in a {family.title} (it converts with {', '.join(known)})")
+    refuse(args.where, limited, args.values)
     tied = not args("untie_embeddings_and_output_weights", False)
     if family.name == "t5" and tied and not args("add_bias_linear", True):
         raise CheckpointError(
@@ -106,14 +100,14 @@ def model_from_arguments(args: Arguments, *, vocab_size: int, num_layers: int, l
         use_rope_scaling=rope_scaling,
         rope_scaling_factor=float(args("rope_scaling_factor", 8.0)) if rope_scaling else 8.0,
         normalization=args("normalization", "LayerNorm"),
-        norm_epsilon=args("norm_epsilon", args("layernorm_epsilon", 1e-5)),
+        norm_epsilon=args("norm_epsilon", 1e-5),
         apply_layernorm_1p=bool(args("apply_layernorm_1p", False)),
         apply_residual_connection_post_layernorm=has_residual_behind_norm(args, legacy=legacy),
         add_bias_linear=bool(args("add_bias_linear", True)),
         add_qkv_bias=bool(args("add_qkv_bias", False)),
         swiglu=bool(args("swiglu", False)),
         squared_relu=bool(args("squared_relu", False)),
-        exact_gelu=is_exact_gelu(args),
+        exact_gelu=is_exact_gelu(args, legacy=legacy),
         qk_layernorm=bool(args("qk_layernorm", False)),
         untie_embeddings_and_output_weights=bool(args("untie_embeddings_and_output_weights", False)),
         attention_dropout=args("attention_dropout", 0.1),
@@ -147,12 +141,15 @@ def has_residual_behind_norm(args: Arguments, *, legacy: bool) -> bool:
     return legacy and bool(args("apply_residual_connection_post_layernorm", False))
 
 
-def is_exact_gelu(args: Arguments) -> bool:
-    """Megatron-LM's GELU is the tanh approximation inside the kernel that also adds the bias, and exact outside it."""
+def is_exact_gelu(args: Arguments, *, legacy: bool) -> bool:
+    """Megatron-LM's GELU is the tanh approximation inside the kernel that also adds the bias, and exact outside it.
+
+    Core ignores openai_gelu.
+    """
     if args("swiglu", False) or args("squared_relu", False):
         return False
     fused = args("bias_gelu_fusion", True) and args("add_bias_linear", True)
-    return not (fused or args("openai_gelu", False))
+    return not (fused or (legacy and args("openai_gelu", False)))
 
 
 def tokenizer_from_arguments(args: Arguments, *, rows: int) -> TokenizerConfig:
@@ -187,7 +184,6 @@ def arguments_of(portable: PortableModel, *, dist: bool) -> Namespace:
             "Megatron-LM's core ignores --apply-residual-connection-post-layernorm, so such a model can't be written "
             "for it"
         )
-    tanh = not model.exact_gelu and not model.swiglu and not model.squared_relu
     rope = model.position_embedding_type == "rope"
     names = (
         "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels group_query_attention num_query_groups "
@@ -203,8 +199,8 @@ def arguments_of(portable: PortableModel, *, dist: bool) -> Namespace:
         rotary_base=int(model.rotary_base) if model.rotary_base.is_integer() else model.rotary_base,
         use_rotary_position_embeddings=rope,
         add_position_embedding=not rope,
-        bias_gelu_fusion=tanh and model.add_bias_linear,
-        openai_gelu=tanh and not model.add_bias_linear,
+        bias_gelu_fusion=model.activation == "gelu_tanh",
+        openai_gelu=False,
         seq_length=portable.seq_length,
         vocab_size=model.vocab_size if tokenizer.tokenizer_type != "NullTokenizer" else tokenizer.vocab_size,
         padded_vocab_size=model.padded_vocab_size(1),
@@ -231,6 +227,9 @@ def _unknown_there(model: ModelConfig) -> dict[str, bool]:
         "no flag for an MLP gated by GELU (--geglu)": model.geglu,
         "no flag for ReLU (--relu)": model.relu,
         "no flag for the scale of attention scores (--softmax-scale)": model.softmax_scale is not None,
+        "no tanh approximation of GELU in layers without biases (--exact-gelu is not given)": (
+            model.activation == "gelu_tanh" and not model.add_bias_linear
+        ),
     }
 
 

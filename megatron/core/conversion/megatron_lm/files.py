@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -61,16 +61,17 @@ class DistFiles:
         return lambda: self.stored.read(key, at=at)
 
 
-def open_checkpoint(root: Path, *, step: int | None = None) -> ShardFiles | DistFiles:
+def open_checkpoint(root: Path, *, step: int | None = None, ignored: Collection[str] = ()) -> ShardFiles | DistFiles:
     """The checkpoint in ``root``, which is a folder of checkpoints or one checkpoint itself.
 
-    Raises CheckpointError when there is none, and for files that are damaged or would run code.
+    ``ignored``: saved arguments that are read as if they weren't there. Raises CheckpointError when there is none, and
+    for files that are damaged or would run code.
     """
     folder = find_folder(root, step=step)
     if any(folder.glob("mp_rank_*/model*rng.pt")):
-        return _open_shards(folder)
+        return _open_shards(folder, ignored)
     if (folder / ".metadata").exists():
-        return _open_dist(folder)
+        return _open_dist(folder, ignored)
     raise CheckpointError(
         f"{folder} holds neither mp_rank_…/model_optim_rng.pt (torch format) nor .metadata (torch_dist format): "
         "give the folder that Megatron-LM's --save named"
@@ -97,7 +98,7 @@ def find_folder(root: Folder, *, step: int | None = None) -> Folder:
     return folder
 
 
-def _open_shards(folder: Path) -> ShardFiles:
+def _open_shards(folder: Path, ignored: Collection[str]) -> ShardFiles:
     ranks: dict[tuple[int, int], Path] = {}
     for path in sorted(folder.glob("mp_rank_*/model*rng.pt")):
         match = _RANK.fullmatch(path.parent.name)
@@ -122,14 +123,14 @@ def _open_shards(folder: Path) -> ShardFiles:
     ]
     return ShardFiles(
         folder=folder,
-        args=Arguments(first.get("args"), str(ranks[0, 0])),
+        args=Arguments(first.get("args"), str(ranks[0, 0]), ignored),
         iteration=_iteration(first, folder),
         version=float(first.get("checkpoint_version", 0)),
         stages=stages,
     )
 
 
-def _open_dist(folder: Path) -> DistFiles:
+def _open_dist(folder: Path, ignored: Collection[str]) -> DistFiles:
     stored = StoredTensors(folder, foreign=True)
     if (folder / COMMON).is_file():
         common = _mapping(load_torch_file(folder / COMMON), folder / COMMON)
@@ -138,7 +139,8 @@ def _open_dist(folder: Path) -> DistFiles:
         common = _mapping(load_torch_bytes(stored.read_object(_COMMON_OBJECT), name=name), folder)
     else:
         raise CheckpointError(f"{folder} has no {COMMON}, which holds the settings: copy the whole folder")
-    return DistFiles(folder, Arguments(common.get("args"), str(folder / COMMON)), _iteration(common, folder), stored)
+    args = Arguments(common.get("args"), str(folder / COMMON), ignored)
+    return DistFiles(folder, args, _iteration(common, folder), stored)
 
 
 def _mapping(content: Any, path: Path) -> dict[str, Any]:

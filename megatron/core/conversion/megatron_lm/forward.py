@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -33,9 +33,14 @@ _ENDS = ("embedding.", "output_layer.", "lm_head.", "pooler.", "binary_head.") +
 
 
 @torch.no_grad()
-def megatron_lm_answer(root: Path, question: Question, *, step: int | None = None) -> Answer:
-    """Logits in fp32, those of words over the padded vocabulary."""
-    files = open_checkpoint(root, step=step)
+def megatron_lm_answer(
+    root: Path, question: Question, *, step: int | None = None, ignored: Collection[str] = ()
+) -> Answer:
+    """Logits in fp32, those of words over the padded vocabulary.
+
+    ``ignored``: saved arguments that are read as if they weren't there.
+    """
+    files = open_checkpoint(root, step=step, ignored=ignored)
     model = _Forward(files)
     match question:
         case CausalQuestion():
@@ -150,7 +155,7 @@ class _Forward:
         self._width: int = args("kv_channels", args("hidden_size") // self._heads)
         grouped = args("group_query_attention", False)
         self._groups: int = args("num_query_groups", self._heads) if grouped else self._heads
-        self._eps: float = args("norm_epsilon", args("layernorm_epsilon", 1e-5))
+        self._eps: float = args("norm_epsilon", 1e-5)
 
     def embedded(self, tokens: Tensor, types: Tensor | None = None) -> Tensor:
         """Ids ``[b, s]`` to hidden states ``[b, s, h]``."""
@@ -300,4 +305,4 @@ class _Forward:
             return F.silu(gate) * up
         if self._args("squared_relu", False):
             return F.relu(inner).square()
-        return F.gelu(inner, approximate="none" if is_exact_gelu(self._args) else "tanh")
+        return F.gelu(inner, approximate="none" if is_exact_gelu(self._args, legacy=self._is_legacy) else "tanh")

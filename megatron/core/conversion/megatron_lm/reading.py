@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,13 +39,16 @@ class Parts:
     parts: tuple[LazyTensor, ...]
 
 
-def read_megatron_lm(root: Path, *, step: int | None = None, true_vocab_size: int | None = None) -> PortableModel:
+def read_megatron_lm(
+    root: Path, *, step: int | None = None, true_vocab_size: int | None = None, ignored: Collection[str] = ()
+) -> PortableModel:
     """The model of a checkpoint of Megatron-LM's training.
 
-    ``true_vocab_size``: words before padding; taken from the tokenizer where its files are at hand, and else all rows
-    are kept. Raises CheckpointError for a model that isn't here, and for files that are missing or don't fit together.
+    ``ignored``: saved arguments that are read as if they weren't there. ``true_vocab_size``: words before padding;
+    taken from the tokenizer where its files are at hand, and else all rows are kept. Raises CheckpointError for a model
+    that isn't here, and for files that are missing or don't fit together.
     """
-    files = open_checkpoint(root, step=step)
+    files = open_checkpoint(root, step=step, ignored=ignored)
     family = FAMILIES[family_among(files.names())]
     check_is_known(files.args, family)
     stored = _parts_of_shards(files, family) if isinstance(files, ShardFiles) else _parts_of_dist(files, family)
