@@ -1,8 +1,8 @@
 """Files of torch.distributed.checkpoint: written with a checksum taken on the way, read without trusting them.
 
-The format is DCP's own, so its tools read our folders. Two things differ from its stock reader: ``.metadata``, a
-pickle, goes through an unpickler that knows only the handful of classes that belong there, and a stored box that
-several requests need is read once. A folder may be in object storage, too.
+The format is DCP's own, so its tools read our folders. Two things differ from its stock reader: pickles, of which are
+``.metadata`` and every box, are read without Python's unpickler, and a stored box that several requests need is read
+once. A folder may be in object storage, too.
 """
 
 from __future__ import annotations
@@ -18,39 +18,18 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from megatron.core.checkpointing.contents_table import read_table
 from megatron.core.checkpointing.manifest import FileRecord
-from megatron.core.checkpointing.unpickling import STOOD_IN_FOR, RestrictedUnpickler
+from megatron.core.checkpointing.torch_files import load_torch_bytes
 from megatron.core.files.remote_path import AnyPath, RemotePath
 from megatron.errors import CheckpointError
 
 METADATA = ".metadata"
-
-_METADATA_GLOBALS = {
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "WindowsPath"),
-    ("collections", "OrderedDict"),
-}
 
 
 class _ChecksummedStream:
@@ -167,16 +146,11 @@ class CheckpointReader(FileSystemReader):
         path = self._folder / METADATA
         try:
             with path.open("rb") as file:
-                stood_in_for = STOOD_IN_FOR if self._foreign else ()
-                metadata = RestrictedUnpickler(
-                    cast(IO[bytes], file), allowed=_METADATA_GLOBALS, stood_in_for=stood_in_for
-                ).load()
+                metadata = read_table(cast(IO[bytes], file), is_foreign=self._foreign)
         except OSError:
             raise
         except Exception as error:  # a damaged pickle raises almost anything
             raise CheckpointError(f"{path} is not a checkpoint's table of contents: {error}") from error
-        if not isinstance(metadata, Metadata):
-            raise CheckpointError(f"{path} is not a checkpoint's table of contents but a {type(metadata).__name__}")
         if not self._foreign and len(tensors_in(metadata)) < len(metadata.state_dict_metadata):
             raise CheckpointError(f"{path} lists pickled objects beside tensors; ours never do")
         return metadata
@@ -204,28 +178,24 @@ class CheckpointReader(FileSystemReader):
             raise CheckpointError(f"{self._folder / METADATA} names {name!r}, which is not a file of this checkpoint")
         return cast(IO[bytes], (self._folder / name).open("rb"))
 
-    def _slice_file(self, file: IO[bytes], place: _StorageInfo) -> IO[bytes]:
-        """The bytes of a box. torch.load jumps about in them, which over a network would be a request for each jump."""
-        if isinstance(self._folder, Path):
-            return super()._slice_file(file, place)
-        file.seek(place.offset)
-        return io.BytesIO(file.read(place.length))
-
     def load_box(self, index: MetadataIndex, file: IO[bytes]) -> torch.Tensor:
         """The numbers of one stored box."""
-        try:
-            box: torch.Tensor = torch.load(
-                self._slice_file(file, self.storage_data[index]), map_location="cpu", weights_only=True
-            )
-        except OSError:
-            raise
-        except Exception as error:  # a damaged pickle raises almost anything
-            reason = str(error).partition("\n")[0] or type(error).__name__
-            raise CheckpointError(f"{file.name}: {index.fqn} cannot be read from it: {reason}") from error
+        box = self.load_object(index, file)
+        if not isinstance(box, torch.Tensor):
+            raise CheckpointError(f"{file.name}: {index.fqn} is a {type(box).__name__}, not a tensor")
         return box
+
+    def load_object(self, index: MetadataIndex, file: IO[bytes]) -> Any:
+        """What was saved at a place of a file. Its bytes are taken in one go: over a network each read is a request."""
+        place = self.storage_data[index]
+        file.seek(place.offset)
+        return load_torch_bytes(file, place.length, name=f"{file.name}: {index.fqn}")
 
 
 def _copy(stored: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> None:
+    ends = [offset + length for offset, length in zip(item.storage_offsets, item.lengths)]
+    if stored.dim() != len(ends) or any(end > length for end, length in zip(ends, stored.shape)):
+        raise CheckpointError(f"a box of {item.storage_index.fqn} is {list(stored.shape)}, not as {METADATA} lists it")
     target = planner.resolve_tensor(item)
     source = stored
     for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,12 +59,11 @@ class StoredTensors:
             raise CheckpointError(f"{self._folder}: the boxes of {name} hold {filled} numbers of {whole.numel()}")
         return whole if at is None else whole[0]
 
-    def read_object(self, name: str) -> bytes:
-        """The bytes of a pickled object, for an unpickler that knows what to expect."""
-        place = self._reader.storage_data[MetadataIndex(name)]
-        with self._reader.open(place.relative_path) as file:
-            file.seek(place.offset)
-            return file.read(place.length)
+    def read_object(self, name: str) -> Any:
+        """What a pickled object says, in plain data and stand-ins."""
+        index = MetadataIndex(name)
+        with self._reader.open(self._reader.storage_data[index].relative_path) as file:
+            return self._reader.load_object(index, file)
 
     def _box(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
         index = MetadataIndex(name, chunk.offsets)

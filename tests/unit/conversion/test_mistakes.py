@@ -186,7 +186,7 @@ def test_a_malicious_checkpoint_of_ours(tmp_path: Path) -> None:
     with zipfile.ZipFile(data, "w") as archive:
         archive.writestr("archive/data.pkl", pickle.dumps(Attack(tmp_path / "pwned"), protocol=2))
         archive.writestr("archive/version", b"3\n")
-    with pytest.raises(CheckpointError, match="cannot be read from it"):
+    with pytest.raises(CheckpointError, match=r"weight is refused: it ends before byte \d"):
         stored.read("model.decoder.final_layernorm.weight")
     (folder / ".metadata").write_bytes(pickle.dumps(Attack(tmp_path / "pwned")))
     with pytest.raises(CheckpointError, match="which has no business there"):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.bert import BertConfig
-from megatron.core.checkpointing.unpickling import load_torch_file
+from megatron.core.checkpointing.torch_files import load_torch_file
 from megatron.core.conversion.companions import companions_in, tokenizer_in
 from megatron.core.conversion.huggingface import bert, t5
 from megatron.core.conversion.huggingface.config import model_from_config

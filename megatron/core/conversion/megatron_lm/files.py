@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.core.checkpointing.folders import TRACKER
 from megatron.core.checkpointing.stored_tensors import StoredTensors
-from megatron.core.checkpointing.unpickling import load_torch_bytes, load_torch_file
+from megatron.core.checkpointing.torch_files import load_torch_file
 from megatron.core.conversion.megatron_lm.arguments import Arguments
 from megatron.core.files.remote_path import RemotePath
 from megatron.errors import CheckpointError
@@ -135,8 +135,7 @@ def _open_dist(folder: Path, ignored: Collection[str]) -> DistFiles:
     if (folder / COMMON).is_file():
         common = _mapping(load_torch_file(folder / COMMON), folder / COMMON)
     elif _COMMON_OBJECT in stored.objects:
-        name = f"{folder}: {_COMMON_OBJECT}"
-        common = _mapping(load_torch_bytes(stored.read_object(_COMMON_OBJECT), name=name), folder)
+        common = _mapping(stored.read_object(_COMMON_OBJECT), folder)
     else:
         raise CheckpointError(f"{folder} has no {COMMON}, which holds the settings: copy the whole folder")
     args = Arguments(common.get("args"), str(folder / COMMON), ignored)
