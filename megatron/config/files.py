@@ -62,16 +62,14 @@ def _words_of_line(line: str, path: Path, number: int, including: tuple[Path, ..
             yield Word(text, f"{path}:{number}")
 
 
-def read_settings(path: str) -> dict[str, Any]:
-    """The top-level mapping of a YAML or JSON file; raises ConfigError naming the file and the line."""
-    text = _read(Path(path), "--config ")
-    values = _parse_json(text, path) if path.endswith(".json") else _parse_yaml(text, path)
+def read_settings(path: str, *, flag: str = "--config") -> dict[str, Any]:
+    """The top-level mapping of the YAML or JSON file that ``flag`` names; raises ConfigError with file and line."""
+    text = _read(Path(path), f"{flag} ")
+    values = _parse_json(text, f"{flag} {path}") if path.endswith(".json") else _parse_yaml(text, f"{flag} {path}")
     if values is None:
         return {}
     if not isinstance(values, Mapping):
-        raise ConfigError(
-            f"--config {path} holds a {type(values).__name__}; it must be a mapping of settings to values"
-        )
+        raise ConfigError(f"{flag} {path} holds a {type(values).__name__}; it must be a mapping of settings to values")
     return {str(key): value for key, value in values.items()}
 
 
@@ -79,7 +77,7 @@ def _parse_json(text: str, path: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"--config {path}:{error.lineno} is not JSON: {error.msg}") from None
+        raise ConfigError(f"{path}:{error.lineno} is not JSON: {error.msg}") from None
 
 
 def _parse_yaml(text: str, path: str) -> Any:
@@ -87,15 +85,15 @@ def _parse_yaml(text: str, path: str) -> Any:
         import yaml
     except ImportError:
         raise ConfigError(
-            f"--config {path} needs PyYAML: pip install pyyaml, or write the settings as JSON into a file named *.json"
+            f"{path} needs PyYAML: pip install pyyaml, or write the settings as JSON into a file named *.json"
         ) from None
     try:
         return yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"--config {path}:{line} is not YAML: {error.problem}") from None
+        raise ConfigError(f"{path}:{line} is not YAML: {error.problem}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"--config {path} is not YAML: {error}") from None
+        raise ConfigError(f"{path} is not YAML: {error}") from None
 
 
 def _read(path: Path, prefix: str) -> str:

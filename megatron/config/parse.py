@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config.command import CommandConfig
+from megatron.config.deepspeed import DEEPSPEED_CONFIG, deepspeed_settings
 from megatron.config.families import owner_of
 from megatron.config.files import Word, read_settings, words_of
 from megatron.config.flags import FlagSpec, flags_of, group_name
@@ -58,6 +59,7 @@ class Intake:
         self._by_spelling: dict[str, tuple[FlagSpec, bool | None]] = {}
         self._yielding: list[tuple[FlagSpec, Given]] = []
         self._underscored: list[str] = []
+        self._deepspeed: list[tuple[str, str]] = []
         for spec in (spec for group in groups for spec in flags_of(group)):
             for spelling, value in spec.spellings().items():
                 other = self._by_spelling.get(spelling)
@@ -145,6 +147,8 @@ class Intake:
         """Settle flags that yield to others and report the required ones that are missing."""
         if self._underscored:
             self.notes.append(f"{', '.join(dict.fromkeys(self._underscored))}: read with dashes for underscores")
+        for flag, path in self._deepspeed:
+            self._take_deepspeed(flag, path)
         for spec, given in self._yielding:
             if spec.field not in self.given or self.given[spec.field].rank < given.rank:
                 self.notes.append(f"{given.source}: taken as {_flag_text(spec, given.value)}")
@@ -201,6 +205,9 @@ class Intake:
             else:
                 self._take(spec, values if switch is None or values else switch, source=source, rank=rank)
             return
+        if self.is_run and (spelling in DEEPSPEED_CONFIG or (spelling == "--deepspeed" and values)):
+            self._deepspeed.append((spelling, str(values[0]) if values else ""))
+            return
         legacy = legacy_flag(spelling) if self.is_run else None
         if legacy is not None:
             self._take_legacy(spelling, legacy, values, source=source, rank=rank)
@@ -213,7 +220,8 @@ class Intake:
             self._wrong(f"{where}there is no flag {spelling}{hint}")
 
     def _is_known(self, spelling: str) -> bool:
-        return spelling in self._by_spelling or bool(legacy_flag(spelling) or owner_of(spelling))
+        known = spelling in self._by_spelling or spelling in DEEPSPEED_CONFIG
+        return known or bool(legacy_flag(spelling) or owner_of(spelling))
 
     def _take_legacy(self, spelling: str, legacy: LegacyFlag, values: list[Any], *, source: str, rank: int) -> None:
         words = " ".join([spelling, *map(str, values)])
@@ -249,6 +257,35 @@ class Intake:
                 self._yielding.append((spec, given))
             else:
                 self._offer(spec, given)
+
+    def _take_deepspeed(self, flag: str, path: str) -> None:
+        """DeepSpeed's configuration file: settings that no flag gives, and contradictions of those that one does."""
+        try:
+            settings = deepspeed_settings(read_settings(path, flag=flag))
+        except ConfigError as error:
+            self._wrong(str(error))
+            return
+        for sentence in settings.refused:
+            self._wrong(f"{path}: {sentence}")
+        taken = []
+        for key, name, raw in settings.asked:
+            spec, known = self._by_field[name], self.given.get(name)
+            try:
+                value = None if raw is None else spec.convert(raw)
+            except ConfigError as error:
+                self._wrong(f"{path}: {key}: {error}")
+                continue
+            if known is None and value is not None:
+                self._offer(spec, Given(value, path, FILE))
+                taken.append(_flag_text(spec, value))
+            elif known is not None and known.value != value:
+                self._wrong(
+                    f"{path} has {key} {raw or 0}, but {_flag_text(spec, known.value)} is given; make them agree"
+                )
+        if taken:
+            self.notes.append(f"{flag} {path}: taken as {' '.join(taken)}")
+        if settings.without_effect:
+            self.notes.append(f"{flag} {path}: {', '.join(settings.without_effect)} have no effect")
 
     def _take(self, spec: FlagSpec, raw: Any, *, source: str, rank: int) -> None:
         try:

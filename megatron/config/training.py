@@ -34,7 +34,7 @@ class TrainingConfig:
         at_least=0,
     )
     exit_interval: int | None = flag(
-        "Save and leave when the iteration is a multiple of this.", default=None, at_least=1
+        "Save and leave when the iteration is a multiple of this; 0: never.", default=None, at_least=0
     )
     exit_duration_in_mins: int | None = flag("Save and leave after so many minutes.", default=None, at_least=1)
     exit_signal_handler: bool = flag("Save and leave on SIGTERM.", default=False)

@@ -133,11 +133,9 @@ def tokenizer_has_files(run: RunConfig) -> str | None:
     return f"--tokenizer-type {kind}{chosen} needs {' and '.join(lacking)}, or choose another --tokenizer-type"
 
 
-def saving_needs_an_interval(run: RunConfig) -> str | None:
-    """Checkpoints are written somewhere and at some time."""
+def saving_needs_a_folder(run: RunConfig) -> str | None:
+    """Checkpoints are written somewhere."""
     checkpoint = run.checkpoint
-    if checkpoint.save is not None and checkpoint.save_interval is None and not run.recipe.trains_in_epochs:
-        return f"--save {checkpoint.save} needs --save-interval: the iterations between checkpoints"
     if checkpoint.save is None and checkpoint.keep_last_checkpoints is not None:
         return f"--keep-last-checkpoints {checkpoint.keep_last_checkpoints} needs --save"
     if checkpoint.save is None and checkpoint.save_retain_interval is not None:
@@ -179,13 +177,6 @@ def model_parallel_sizes_come_with_the_architecture(run: RunConfig) -> str | Non
     return None
 
 
-def progress_needs_a_folder(run: RunConfig) -> str | None:
-    """Progress lines are written beside checkpoints."""
-    if run.reporting.log_progress and run.checkpoint.save is None:
-        return "--log-progress writes into the --save folder; give --save"
-    return None
-
-
 def _per_split(run: RunConfig) -> dict[str, tuple[str, ...]]:
     data = run.data
     return {
@@ -213,9 +204,8 @@ RULES = (
     validation_ends,
     packing_is_possible,
     tokenizer_has_files,
-    saving_needs_an_interval,
+    saving_needs_a_folder,
     retained_checkpoints_exist,
     loading_needs_a_checkpoint,
     model_parallel_sizes_come_with_the_architecture,
-    progress_needs_a_folder,
 )

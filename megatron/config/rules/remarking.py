@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron.config.pipeline import schedule_name
+from megatron.config.rules.sizes import LENGTHS, length_in
 from megatron.config.run import RunConfig
 from megatron.config.task import TaskConfig
 
@@ -74,6 +75,35 @@ def limits_of_generation(run: RunConfig) -> str | None:
         if run.given(field)
     ]
     return f"{', '.join(named)}: no effect on training" if named else None
+
+
+def lengths_in_the_other_unit(run: RunConfig) -> str | None:
+    """A run counted in samples may have its schedule in iterations, and the other way round."""
+    length = "--train-iters" if run.training.train_iters is not None else "--train-samples"
+    ours, theirs = ("iters", "samples") if length == "--train-iters" else ("samples", "iters")
+    flags = {name: f"--{name.replace('_', '-')}" for name in LENGTHS if getattr(run.optimizer, f"{name}_{theirs}")}
+    if not flags:
+        return None
+    given = ", ".join(f"{flag}-{theirs} {getattr(run.optimizer, f'{name}_{theirs}')}" for name, flag in flags.items())
+    meant = ", ".join(f"{flag}-{ours} {length_in(run, ours, name)}" for name, flag in flags.items())
+    return f"{given} with {length}: taken as {meant}, at {run.training.global_batch_size} samples an iteration"
+
+
+def saving_without_an_interval(run: RunConfig) -> str | None:
+    """A folder alone asks for one checkpoint."""
+    checkpoint = run.checkpoint
+    if checkpoint.save is None or checkpoint.save_interval is not None or run.recipe.trains_in_epochs:
+        return None
+    if run.training.skip_train:
+        return None
+    return f"--save {checkpoint.save} without --save-interval: the only checkpoint is saved when the run ends"
+
+
+def progress_needs_a_folder(run: RunConfig) -> str | None:
+    """Progress lines are written beside checkpoints."""
+    if run.reporting.log_progress and run.checkpoint.save is None:
+        return "--log-progress: no effect without --save, the folder of progress.txt"
+    return None
 
 
 def save_interval_needs_a_folder(run: RunConfig) -> str | None:
@@ -148,6 +178,9 @@ RULES = (
     tensorboard_needs_a_folder,
     wandb_needs_a_project,
     limits_of_generation,
+    lengths_in_the_other_unit,
+    saving_without_an_interval,
+    progress_needs_a_folder,
     save_interval_needs_a_folder,
     collection_interval_needs_manual_collection,
     default_split,

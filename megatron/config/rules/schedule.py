@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.config.rules.sizes import LENGTHS, length_in
 from megatron.config.run import RunConfig
 
 
@@ -23,30 +24,14 @@ def learning_rates_are_ordered(run: RunConfig) -> str | None:
     return None
 
 
-def units_agree(run: RunConfig) -> str | None:
-    """A run that is counted in iterations has its schedule in iterations, one in samples in samples."""
-    optimizer = run.optimizer
-    by_iters = {
-        "--lr-decay-iters": optimizer.lr_decay_iters,
-        "--lr-warmup-iters": optimizer.lr_warmup_iters or None,
-        "--lr-wsd-decay-iters": optimizer.lr_wsd_decay_iters,
-    }
-    by_samples = {
-        "--lr-decay-samples": optimizer.lr_decay_samples,
-        "--lr-warmup-samples": optimizer.lr_warmup_samples or None,
-        "--lr-wsd-decay-samples": optimizer.lr_wsd_decay_samples,
-    }
-    if run.training.train_iters is not None:
-        length, wrong, ours, theirs = "--train-iters", by_samples, "iters", "samples"
-    elif run.training.train_samples is not None:
-        length, wrong, ours, theirs = "--train-samples", by_iters, "samples", "iters"
-    else:
-        return None
-    named = [flag for flag, value in wrong.items() if value is not None]
-    if not named:
-        return None
-    fits = " and ".join(flag.replace(theirs, ours) for flag in named)
-    return f"{' and '.join(named)} cannot be combined with {length}; use {fits}"
+def one_unit_each(run: RunConfig) -> str | None:
+    """A length is given in iterations or in samples."""
+    for name in LENGTHS:
+        iters, samples = (getattr(run.optimizer, f"{name}_{unit}") for unit in ("iters", "samples"))
+        if iters and samples:
+            flag = f"--{name.replace('_', '-')}"
+            return f"{flag}-iters {iters} and {flag}-samples {samples} exclude each other; keep one"
+    return None
 
 
 def one_warmup(run: RunConfig) -> str | None:
@@ -67,8 +52,8 @@ def one_warmup(run: RunConfig) -> str | None:
 
 def warmup_ends_before_decay(run: RunConfig) -> str | None:
     """The warm-up is shorter than the decay it is part of."""
-    optimizer, unit, decay = run.optimizer, *_decay(run)
-    warmup = optimizer.lr_warmup_iters if unit == "iters" else optimizer.lr_warmup_samples
+    unit, decay = _decay(run)
+    warmup = length_in(run, unit, "lr_warmup")
     if not unit or warmup == 0 or warmup < decay:
         return None
     return (
@@ -80,14 +65,14 @@ def warmup_ends_before_decay(run: RunConfig) -> str | None:
 def wsd_decay_is_sound(run: RunConfig) -> str | None:
     """The final decay of WSD is given with WSD, only with it, and lies inside the decay."""
     optimizer, unit, decay = run.optimizer, *_decay(run)
-    length = optimizer.lr_wsd_decay_iters if unit == "iters" else optimizer.lr_wsd_decay_samples
+    length = length_in(run, unit, "lr_wsd_decay")
     if optimizer.lr_decay_style != "WSD":
-        if length is None:
+        if not length:
             return None
         return f"--lr-wsd-decay-{unit} {length} has no effect with --lr-decay-style {optimizer.lr_decay_style}; use WSD"
-    if unit and length is None:
+    if unit and not length:
         return f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}, the length of its final decay"
-    if unit and length is not None and length > decay:
+    if unit and length > decay:
         return f"--lr-wsd-decay-{unit} {length} is longer than the decay of {decay} {unit}; use at most {decay}"
     return None
 
@@ -125,16 +110,16 @@ def one_schedule_source(run: RunConfig) -> str | None:
 def _decay(run: RunConfig) -> tuple[str, int]:
     """Unit (``iters``, ``samples``, or nothing for a run without length) and length of the decay."""
     if run.training.train_iters is not None:
-        return "iters", run.optimizer.lr_decay_iters or run.training.train_iters
+        return "iters", length_in(run, "iters", "lr_decay") or run.training.train_iters
     if run.training.train_samples is not None:
-        return "samples", run.optimizer.lr_decay_samples or run.training.train_samples
+        return "samples", length_in(run, "samples", "lr_decay") or run.training.train_samples
     return "", 0
 
 
 RULES = (
     learning_rate_is_given,
     learning_rates_are_ordered,
-    units_agree,
+    one_unit_each,
     one_warmup,
     warmup_ends_before_decay,
     wsd_decay_is_sound,

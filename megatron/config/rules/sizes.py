@@ -8,6 +8,9 @@ from math import gcd
 from megatron.config.flags import one_of
 from megatron.config.run import RunConfig
 
+# lengths of the schedule that are given in iterations or in samples
+LENGTHS = ("lr_decay", "lr_warmup", "lr_wsd_decay")
+
 
 def divisors(number: int) -> list[int]:
     """Every divisor, ascending."""
@@ -48,3 +51,10 @@ def tensor_parallel_sizes(run: RunConfig) -> list[int]:
 def divide(one: int, other: int) -> bool:
     """Whether one of the two numbers divides the other."""
     return one % other == 0 or other % one == 0
+
+
+def length_in(run: RunConfig, unit: str, name: str) -> int:
+    """A length of the schedule in iterations or samples of full batches, 0 if it is not given."""
+    iters, samples = (getattr(run.optimizer, f"{name}_{each}") or 0 for each in ("iters", "samples"))
+    size = max(run.training.global_batch_size, 1)
+    return iters or -(-samples // size) if unit == "iters" else samples or iters * size

@@ -35,6 +35,7 @@ from megatron.config.rules import (
 from megatron.config.rules.sizes import divisors, divisors_near, multiples_near, some, tensor_parallel_sizes
 from megatron.config.t5 import T5Config
 from megatron.config.task import TaskConfig
+from megatron.core.optimizer.schedule import Schedule
 from megatron.errors import ConfigError
 from tests.unit.config.command_lines import parse, run_of
 
@@ -177,6 +178,14 @@ REMARKS = [
     ),
     ("--inference-max-seq-length 8", "", "--inference-max-seq-length: no effect on training"),
     ("--save-interval 5", "", "--save-interval 5: no effect without --save"),
+    ("--save runs", "", "--save runs without --save-interval: the only checkpoint is saved when the run ends"),
+    ("--log-progress", "", "--log-progress: no effect without --save, the folder of progress.txt"),
+    (
+        "--train-samples 100 --lr-decay-iters 40 --lr-warmup-iters 5",
+        "--train-iters",
+        "--lr-decay-iters 40, --lr-warmup-iters 5 with --train-samples: taken as --lr-decay-samples 80, "
+        "--lr-warmup-samples 10, at 2 samples an iteration",
+    ),
     ("--manual-gc-interval 5", "", "--manual-gc-interval 5: no effect without --manual-gc"),
     (
         f"--data-path a {FILES}",
@@ -220,6 +229,18 @@ REMARKS = [
         "and no sample is dropped",
     ),
 ]
+
+
+def test_a_schedule_in_the_other_unit_is_the_same_curve() -> None:
+    """--lr-decay-iters beside --train-samples was refused, though the curve needs no other unit."""
+    iterations = parse("--train-samples 100 --lr-decay-iters 40 --lr-warmup-iters 5", without="--train-iters")
+    samples = parse("--train-samples 100 --lr-decay-samples 80 --lr-warmup-samples 10", without="--train-iters")
+    curves = [
+        Schedule.from_config(run.optimizer, train_samples=run.train_samples, samples_per_iteration=2)
+        for run in (iterations, samples)
+    ]
+    assert curves[0] == curves[1]
+    assert curves[0].lr_decay_steps == 80
 
 
 @pytest.mark.parametrize(("changes", "without", "remark"), REMARKS)

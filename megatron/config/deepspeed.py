@@ -1,0 +1,79 @@
+"""What DeepSpeed's configuration file asks for, as settings here: batch sizes, ZeRO stage, number format, clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.config.renamed_flags import ZERO
+
+DEEPSPEED_CONFIG = ("--deepspeed-config", "--deepspeed_config")
+
+# keys of the file, and the fields they set
+_SAME_VALUE = {
+    "train_batch_size": "global_batch_size",
+    "train_micro_batch_size_per_gpu": "micro_batch_size",
+    "gradient_clipping": "clip_grad",
+    "fp16.enabled": "fp16",
+    "fp16.loss_scale": "loss_scale",
+    "fp16.loss_scale_window": "loss_scale_window",
+    "fp16.hysteresis": "hysteresis",
+    "fp16.min_loss_scale": "min_loss_scale",
+    "bf16.enabled": "bf16",
+}
+# sections that change what is trained, which nothing here does
+_REFUSED = (
+    "curriculum_learning",
+    "data_efficiency",
+    "compression_training",
+    "progressive_layer_drop",
+    "sparse_attention",
+    "eigenvalue",
+    "quantize_training",
+)
+
+
+@dataclass(frozen=True)
+class DeepSpeedSettings:
+    """``asked``: key of the file, field and value, None for a field that must not be given. ``refused``: sentences.
+    ``without_effect``: sections that change nothing here.
+    """
+
+    asked: tuple[tuple[str, str, Any], ...]
+    refused: tuple[str, ...]
+    without_effect: tuple[str, ...]
+
+
+def deepspeed_settings(config: Mapping[str, Any]) -> DeepSpeedSettings:
+    """The settings that the mapping of a DeepSpeed configuration file asks for; ``"auto"`` asks for nothing."""
+    entries = {key: value for key, value in _flat(config) if value not in ("auto", None)}
+    for half in ("fp16", "bf16"):
+        if not entries.get(f"{half}.enabled"):
+            entries = {key: value for key, value in entries.items() if not key.startswith(f"{half}.")}
+    if entries.get("fp16.loss_scale") == 0:
+        entries["fp16.loss_scale"] = None  # a dynamic one: no constant
+    asked = [(key, field, entries.pop(key)) for key, field in _SAME_VALUE.items() if key in entries]
+    if "fp16.initial_scale_power" in entries:
+        power = entries.pop("fp16.initial_scale_power")
+        asked.append(("fp16.initial_scale_power", "initial_loss_scale", 2.0 ** float(power)))
+    stage = entries.pop("zero_optimization.stage", 0)
+    refused = [f"zero_optimization.stage {stage}: {ZERO}"] if stage not in (0, 1) else []
+    if stage == 1:
+        asked.append(("zero_optimization.stage", "use_distributed_optimizer", True))
+    for part in ("offload_optimizer", "offload_param"):
+        if entries.pop(f"zero_optimization.{part}.device", "none") != "none":
+            refused.append(f"zero_optimization.{part}: nothing is kept in the CPU's memory; leave it out")
+    for name in _REFUSED:
+        if entries.pop(f"{name}.enabled", False):
+            refused.append(f"{name} is not available; leave it out")
+    rest = dict.fromkeys(key.partition(".")[0] for key, value in entries.items() if value is not False)
+    return DeepSpeedSettings(tuple(asked), tuple(refused), tuple(rest))
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

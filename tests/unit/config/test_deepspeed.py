@@ -1,0 +1,108 @@
+"""DeepSpeed's configuration file: taken, contradicted or refused, never read over."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config import RunConfig
+from megatron.config.renamed_flags import ZERO
+from megatron.errors import ConfigError
+from tests.unit.config.command_lines import parse
+
+
+def parse_with(folder: Path, config: dict[str, Any], changes: str = "", *, without: str = "") -> tuple[RunConfig, str]:
+    path = folder / "ds.json"
+    path.write_text(json.dumps(config))
+    return parse(f"--deepspeed_config {path} {changes}", without=without, ranks=2), str(path)
+
+
+def test_it_gives_what_no_flag_gives(tmp_path: Path) -> None:
+    """Batch sizes, formats and ZeRO stage of a run that Megatron-DeepSpeed was told by the file alone."""
+    config = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": 1, "overlap_comm": True, "offload_optimizer": {"device": "none"}},
+        "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 12, "hysteresis": 3},
+        "bf16": {"enabled": False},
+        "steps_per_print": 2000,
+        "wall_clock_breakdown": False,
+    }
+    run, path = parse_with(tmp_path, config, without="--micro-batch-size")
+    assert (run.training.global_batch_size, run.training.micro_batch_size, run.optimizer.clip_grad) == (8, 4, 0.5)
+    assert run.parallel.use_distributed_optimizer
+    assert (run.precision.fp16, run.precision.initial_loss_scale, run.precision.hysteresis) == (True, 4096, 3)
+    assert run.provenance["micro_batch_size"] == path
+    assert run.notes[0] == (
+        f"--deepspeed_config {path}: taken as --global-batch-size 8 --micro-batch-size 4 --clip-grad 0.5 --fp16 "
+        "--hysteresis 3 --initial-loss-scale 4096.0 --use-distributed-optimizer"
+    )
+    assert run.notes[1] == f"--deepspeed_config {path}: zero_optimization, steps_per_print have no effect"
+
+
+def test_it_may_agree_or_leave_things_open(tmp_path: Path) -> None:
+    """What flags say as well is no remark, and ``auto`` asks for nothing."""
+    config = {"train_micro_batch_size_per_gpu": 2, "train_batch_size": "auto", "zero_optimization": {"stage": 0}}
+    assert parse_with(tmp_path, config)[0].notes == ()
+    (tmp_path / "hf.json").write_text(json.dumps({"bf16": {"enabled": True}}))
+    assert parse(f"--deepspeed {tmp_path / 'hf.json'}").precision.bf16
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        (
+            {"train_micro_batch_size_per_gpu": 4},
+            "",
+            "{path} has train_micro_batch_size_per_gpu 4, but --micro-batch-size 2 is given; make them agree",
+        ),
+        (
+            {"fp16": {"enabled": True, "loss_scale": 0}},
+            "--fp16 --loss-scale 12",
+            "{path} has fp16.loss_scale 0, but --loss-scale 12.0 is given; make them agree",
+        ),
+        ({"zero_optimization": {"stage": 3}}, "", f"{{path}}: zero_optimization.stage 3: {ZERO}"),
+        (
+            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+            "",
+            "{path}: zero_optimization.offload_optimizer: nothing is kept in the CPU's memory; leave it out",
+        ),
+        (
+            {"curriculum_learning": {"enabled": True}},
+            "",
+            "{path}: curriculum_learning is not available; leave it out",
+        ),
+        (
+            {"gradient_clipping": "much"},
+            "",
+            "{path}: gradient_clipping: --clip-grad is a number, not 'much'",
+        ),
+    ],
+)
+def test_contradictions_and_what_cannot_be(tmp_path: Path, config: dict[str, Any], changes: str, message: str) -> None:
+    """A file that asks for something else than the flags, or for something that is not there, stops the run."""
+    with pytest.raises(ConfigError) as caught:
+        parse_with(tmp_path, config, changes)
+    assert str(caught.value) == message.format(path=tmp_path / "ds.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "--deepspeed_config {path} cannot be read: No such file or directory"),
+        ("{", "--deepspeed_config {path}:1 is not JSON: Expecting property name enclosed in double quotes"),
+        ("[1]", "--deepspeed_config {path} holds a list; it must be a mapping of settings to values"),
+    ],
+)
+def test_bad_files(tmp_path: Path, text: str | None, message: str) -> None:
+    """A mistake in the file is one sentence that names the flag that was given."""
+    path = tmp_path / "ds.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        parse(f"--deepspeed_config {path}")
+    assert str(caught.value) == message.format(path=path)
