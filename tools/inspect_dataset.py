@@ -60,7 +60,7 @@ class SampleConfig:
 
 def with_flag(argv: Sequence[str]) -> list[str]:
     """The command line with prefixes that stand first as values of --prefix."""
-    first_flag = next((number for number, word in enumerate(argv) if word.startswith("-")), len(argv))
+    first_flag = next((number for number, word in enumerate(argv) if word.startswith(("-", "@"))), len(argv))
     return [*(["--prefix"] if first_flag else []), *argv]
 
 
@@ -68,6 +68,11 @@ def main(argv: Sequence[str]) -> int:
     """Print what was asked for."""
     argv = with_flag(argv)
     if any(word.partition("=")[0] == "--sample" for word in argv):
+        if argv[0] == "--prefix":
+            raise ConfigError(
+                f"{argv[1]} and --sample: a sample is one of a run, whose flags name its data; leave {argv[1]} out, or "
+                f"write --data-path {argv[1]}"
+            )
         return show_sample(parse_any_family(argv, SampleConfig, prog="inspect_dataset.py"))
     about = " ".join((__doc__ or "").split())
     config, tokenizer_config = parse_groups(

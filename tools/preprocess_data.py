@@ -38,6 +38,7 @@ from megatron.core.tokenizers.text_files import (
     BadLine,
     LineBatch,
     find_inputs,
+    is_plain_text,
     read_batches,
     read_documents,
     total_size,
@@ -279,9 +280,13 @@ class Conversion:
 
     def _report(self, bad: Sequence[BadLine]) -> None:
         if bad and self.config.on_bad_line == "error":
-            raise DataError(
-                f"{bad[0]}; mend the line, or leave such lines out with --on-bad-line skip. Nothing is written."
-            )
+            remedy = "mend the line, or leave such lines out with --on-bad-line skip"
+            if is_plain_text(bad[0].path):
+                remedy = (
+                    "the file is plain text, but each document must be a line of JSON; to make one of each line: "
+                    f"jq -Rc '{{text: .}}' {bad[0].path} > {Path(bad[0].path).stem}.jsonl"
+                )
+            raise DataError(f"{bad[0]}; {remedy}. Nothing is written.")
         for count, line in enumerate(bad, self.tally.bad):
             if count < BAD_LINES_SHOWN:
                 self.progress.say(f"skipped {line}")

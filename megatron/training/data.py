@@ -95,7 +95,7 @@ class TrainingData:
         for split in SPLITS:
             for name, data in self._splits.named(split).items():
                 lines += [f"{split}{f' ({name})' if name else ''}: {line.strip()}" for line in data.describe()]
-        return lines
+        return [*lines, *self._splits.remarks]
 
     def training_batches(self, consumed_samples: int) -> Iterator[list[Microbatch]]:
         """This rank's microbatches of each global batch after ``consumed_samples`` samples, as long as data last."""

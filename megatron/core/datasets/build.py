@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron.config.data import DataConfig
+from megatron.config.data import DEFAULT_SPLIT, DataConfig
 from megatron.core.datasets.blend import BlendSpec, interleave, interleave_all, normalized
 from megatron.core.datasets.blended_dataset import BlendedDataset, MixedDataset
 from megatron.core.datasets.index_cache import IndexCache, digest_of
@@ -29,17 +29,23 @@ from megatron.errors import ConfigError, DataError
 _MEGATRON_SURPLUS = 1.005  # Megatron-LM builds each source of a blend a little larger than it should be needed
 
 
+class ShortSplitError(DataError):
+    """A split whose share of the data is less than one sample."""
+
+
 @dataclass(frozen=True)
 class DatasetSplits:
     """The data sets of a run; None for a split that isn't needed or has no share of the data.
 
     ``valid_sets``: with ``--multiple-validation-sets`` the sets by name, and ``valid`` is None.
+    ``remarks``: what a user should know about them.
     """
 
     train: MixedDataset | None
     valid: MixedDataset | None
     test: MixedDataset | None
     valid_sets: Mapping[str, MixedDataset] = field(default_factory=dict)
+    remarks: Sequence[str] = ()
 
     def of(self, split: SplitName) -> MixedDataset | None:
         """Data set of one split."""
@@ -95,7 +101,7 @@ class SampleFamily(Protocol):
         """How much there is for ``--split`` to divide."""
 
     def dataset(self, part: Part, num_samples: int | None, *, remedy: str) -> SourceDataset:
-        """Samples of a part, None: each once; raises DataError that ends in ``remedy`` when it is too short."""
+        """Samples of a part, None: each once; raises ShortSplitError with ``remedy`` when it is too short."""
 
 
 def build_splits(
@@ -114,7 +120,7 @@ def build_splits(
         valid, named = None, builder.build_named("valid", valid_size)
     else:
         valid, named = builder.build("valid", valid_size), {}
-    return DatasetSplits(train, valid, builder.build("test", sizes.test), named)
+    return DatasetSplits(train, valid, builder.build("test", sizes.test), named, builder.remarks)
 
 
 class _SplitBuilder:
@@ -128,15 +134,30 @@ class _SplitBuilder:
                 "there are no data: give --data-path PREFIX, or --train-data-path and its like, or --mock-data"
             )
         self._opened: dict[str, Source] = {}
+        self.remarks: list[str] = []
 
     def build(self, split: SplitName, num_samples: int | None) -> MixedDataset | None:
-        """Data set of a split; None when no samples are asked of it, or it has no share of the data."""
+        """Data set of a split; None when no samples are asked of it, or it has no share of the data.
+
+        A small corpus is trained on without validation and test where nobody asked for a split.
+        """
         share = self._share(split)
         if num_samples == 0 or share is None:
             return None
         if self._data.mock_data:
             return self._dataset(self._part(self._family.mock(), split=split, share=share, copy=0), num_samples)
-        return self._build_blend(self._given[split].blend(), split, share, num_samples)
+        spec = self._given[split].blend()
+        try:
+            return self._build_blend(spec, split, share, num_samples)
+        except ShortSplitError:
+            nobody_asked = self._given[split].shared and self._data.split == DEFAULT_SPLIT
+            if split == "train" or not nobody_asked or len(set(spec.prefixes)) > 1:
+                raise
+            self.remarks.append(
+                f"{split}: nothing is evaluated, as {spec.prefixes[0]} is too small: its share under the default "
+                f"--split {DEFAULT_SPLIT} is less than one sample"
+            )
+            return None
 
     def build_named(self, split: SplitName, num_samples: int | None) -> dict[str, MixedDataset]:
         """Every source of a split by itself."""

@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from megatron.config.data import DataConfig
-from megatron.core.datasets.build import DatasetSplits, Part, Source, build_splits
+from megatron.core.datasets.build import DatasetSplits, Part, ShortSplitError, Source, build_splits
 from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle, TextTokenizer, mark_id
 from megatron.core.datasets.gpt_samples import GPTDataset, SampleLayout
 from megatron.core.datasets.index_build import Lengths
@@ -20,7 +20,6 @@ from megatron.core.datasets.packing import num_pairs
 from megatron.core.datasets.sample_order import EpochOrder, MegatronOrder, SampleOrder
 from megatron.core.datasets.samples import Documents
 from megatron.core.datasets.splits import SplitSizes
-from megatron.errors import DataError
 
 __all__ = ["DatasetSplits", "GPTFamily", "build_gpt_splits"]
 
@@ -63,7 +62,7 @@ class GPTFamily:
         return len(documents.lengths)
 
     def dataset(self, part: Part, num_samples: int | None, *, remedy: str) -> GPTDataset | PackedDataset:
-        """Samples of a part; raises DataError when it has too few tokens for one."""
+        """Samples of a part; raises ShortSplitError when it has too few tokens for one."""
         data, documents, first = self._data, part.source.documents, part.units.start
         lengths = documents.lengths[first : part.units.stop]
         self._check_size(part, lengths, remedy=remedy)
@@ -106,7 +105,7 @@ class GPTFamily:
         tokens, pairs = int(lengths.sum(dtype=np.int64)), int(num_pairs(lengths).sum(dtype=np.int64))
         needed = 2 if self._data.packing == "best-fit" else seq_length + 1
         if (pairs + 1 if packed else tokens) < needed:
-            raise DataError(
+            raise ShortSplitError(
                 f"{part.source.documents.prefix}: the {part.split} split has {tokens} tokens in {len(lengths)} "
                 f"documents, but a sample takes {needed} (--seq-length and one label): give {remedy}, or a smaller "
                 "--seq-length"

@@ -8,6 +8,7 @@ tokens, end to end.
 
 from __future__ import annotations
 
+import glob
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,7 +132,18 @@ def _check_files_exist(prefix: str) -> None:
     stem, ending = prefix[:-4], prefix[-4:]
     if ending in (".bin", ".idx") and idx_path(stem).is_file():
         raise DataError(f"{prefix} names a file where a prefix belongs: give {stem}, without the ending {ending}")
+    if Path(prefix).is_file():
+        made = Path(prefix).name.partition(".")[0]
+        raise DataError(
+            f"{prefix} is a file, but data paths are the prefix that a .bin and an .idx file share: make them of text "
+            f"with tools/preprocess_data.py --input {prefix} --output-prefix {made} --append-eod and the flags of the "
+            f"tokenizer, then give {made}_text_document"
+        )
     if len(missing) == 2:
+        pattern = f"{glob.escape(prefix)}/*.idx" if Path(prefix).is_dir() else f"{glob.escape(prefix)}*.idx"
+        meant = " or ".join(path.removesuffix(".idx") for path in sorted(glob.glob(pattern))[:3])
+        if meant:
+            raise DataError(f"neither {missing[0]} nor {missing[1].name} exists; did you mean {meant}?")
         raise DataError(
             f"neither {missing[0]} nor {missing[1].name} exists: data paths are the prefix that both files share, "
             "as --output-prefix of tools/preprocess_data.py made it (ending in _text_document or the like)"
@@ -142,6 +154,8 @@ def _check_files_exist(prefix: str) -> None:
 
 def _check_magic(prefix: str, first: bytes) -> None:
     path = idx_path(prefix)
+    if not first:
+        raise DataError(f"{path} is empty: copy or write it again")
     with bin_path(prefix).open("rb") as file:
         bin_is_index = file.read(len(MAGIC)) == MAGIC
     if first.startswith(MAGIC):

@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 
 from megatron.config.data import DataConfig
-from megatron.core.datasets.build import DatasetSplits, Part, Source, build_splits
+from megatron.core.datasets.build import DatasetSplits, Part, ShortSplitError, Source, build_splits
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.masked_samples import (
     BertMaker,
@@ -22,7 +22,7 @@ from megatron.core.datasets.samples import Documents
 from megatron.core.datasets.spans import MegatronSpanOrder, Sentences, SpanOrder, SpanRules
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.tokenizers.base import MaskingTokenizer, SpanTokenizer
-from megatron.errors import ConfigError, DataError
+from megatron.errors import ConfigError
 
 _BERT_SPECIAL, _T5_SPECIAL = 3, 2  # tokens that a sample holds beside its sentences
 
@@ -106,7 +106,7 @@ class MaskedFamily:
         return cast("SentenceDocuments", documents).num_documents
 
     def dataset(self, part: Part, num_samples: int | None, *, remedy: str) -> MaskedDataset:
-        """Samples of a part; raises DataError when no document has enough sentences."""
+        """Samples of a part; raises ShortSplitError when no document has enough sentences."""
         documents = cast("SentenceDocuments", part.source.documents)
         boundaries = np.asarray(documents.boundaries[part.units.start : part.units.stop + 1])
         first, stop = (int(boundaries[0]), int(boundaries[-1])) if len(boundaries) else (0, 0)
@@ -118,7 +118,7 @@ class MaskedFamily:
         else:
             order = SpanOrder(sentences, self._rules, copy=part.copy, **where)
         if not order.samples_per_epoch:
-            raise DataError(
+            raise ShortSplitError(
                 f"{documents.prefix}: the {part.split} split has {len(part.units)} documents, none with "
                 f"{self._rules.min_sentences} sentences: make the data with tools/preprocess_data.py --split-sentences "
                 f"if they were made without, else give {remedy}"

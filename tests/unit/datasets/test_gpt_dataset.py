@@ -155,6 +155,18 @@ def test_short_data_say_how_short(write_documents: WriteDocuments) -> None:
         build(train_data_path=(prefix,), seq_length=64)
 
 
+def test_a_small_corpus_is_trained_on_without_evaluation(write_documents: WriteDocuments) -> None:
+    """A first try on ten documents ended with "the test split has 0 tokens", of a --split that nobody had given."""
+    prefix = write_documents(numbered(0, documents=10))
+    splits = build(data_path=(prefix,))
+    assert splits.train is not None
+    assert splits.valid is splits.test is None
+    for split, remark in zip(("valid", "test"), splits.remarks, strict=True):
+        assert remark.startswith(f"{split}: nothing is evaluated, as {prefix} is too small: ")
+    with pytest.raises(DataError, match="the train split has 9 tokens"):
+        build(data_path=(write_documents([[1, 2, 3]] * 3, "less"),), seq_length=9)
+
+
 def test_longer_run_keeps_the_prefix(write_documents: WriteDocuments) -> None:
     """In a blend over several epochs, twice the samples begin with the same ones."""
     prefixes = [write_documents(numbered(first), f"data{first}") for first in (0, 20)]

@@ -61,7 +61,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         lambda b, i: i.write_bytes(i.read_bytes()[:20]),
         "ends after 20 bytes, inside its header",
     ),
-    "idx empty": (lambda b, i: i.write_bytes(b""), r"x\.idx is not an index of a data set: it starts with b''"),
+    "idx empty": (lambda b, i: i.write_bytes(b""), r"x\.idx is empty: copy or write it again"),
     "swapped": (swap, r"x\.bin and x\.idx are swapped: the \.bin file holds the index; rename both"),
     "bin is a copy of idx": (lambda b, i: b.write_bytes(i.read_bytes()), r"x\.bin holds an index, as x\.idx does"),
     "bad magic": (
@@ -149,3 +149,16 @@ def test_modes_must_be_announced(prefix: str) -> None:
 def test_type_of_the_tokens_follows_the_vocabulary(vocab_size: int | None, dtype: str) -> None:
     """The same files come out as from Megatron-LM only if the type switches at the same size."""
     assert token_dtype(vocab_size) == dtype
+
+
+def test_a_data_path_that_is_no_prefix_says_what_to_do(prefix: str, tmp_path: Path) -> None:
+    """``--data-path docs.jsonl``, and a prefix without what preprocessing appends to it, are usual first mistakes."""
+    (tmp_path / "docs.jsonl.gz").write_bytes(b"text")
+    with pytest.raises(DataError, match=r"docs.jsonl.gz is a file, .* --input \S*docs.jsonl.gz --output-prefix docs "):
+        IndexedDataset(tmp_path / "docs.jsonl.gz")
+    for path in tmp_path.glob("x.*"):
+        path.rename(path.with_name(path.name.replace("x", "docs[1]_text_document", 1)))
+    with pytest.raises(DataError, match=r"exists; did you mean \S*/docs\[1\]_text_document\?"):
+        IndexedDataset(tmp_path / "docs[1]")
+    with pytest.raises(DataError, match=r"exists; did you mean \S*/docs\[1\]_text_document\?"):
+        IndexedDataset(tmp_path)

@@ -40,6 +40,15 @@ def prefix(tmp_path: Path) -> str:
     return str(tmp_path / "data")
 
 
+def test_a_sample_is_asked_of_a_run(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A prefix before ``--sample`` was answered with "there is no flag --prefix", which nobody had typed."""
+    (tmp_path / "flags").write_text(" ".join([*RUN, "--data-path", prefix, "--split", "1,0,0"]))
+    with pytest.raises(ConfigError, match=f"leave {prefix} out, or write --data-path {prefix}"):
+        inspect_dataset.main([prefix, "--sample", "3", f"@{tmp_path}/flags"])
+    inspect_dataset.main([f"@{tmp_path}/flags", "--sample", "3"])
+    assert capsys.readouterr().out.startswith(f"sample 3 of train: {prefix}, document ")
+
+
 def test_counts_and_document(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
     inspect_dataset.main([prefix, "--document", "2", *NULL])
     assert capsys.readouterr().out == (

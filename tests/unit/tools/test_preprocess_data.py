@@ -189,6 +189,16 @@ def test_bad_line_stops(tmp_path: Path, flags: tuple[str, ...], line: bytes, rea
     assert_nothing_left(tmp_path)
 
 
+def test_plain_text_is_explained(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """ "not JSON: Expecting value at column 1" doesn't tell a newcomer what the file should hold."""
+    source = tmp_path / "book.txt"
+    source.write_text("the fox\n")
+    with pytest.raises(DataError, match=r"each document must be a line of JSON; .* jq -Rc '{text: .}' .*> book.jsonl"):
+        preprocess(source, tmp_path / "out", flags)
+    source.write_text('{"text": "fox"}\n')
+    preprocess(source, tmp_path / "out", flags)
+
+
 def test_bad_lines_are_left_out_and_counted(
     tmp_path: Path, flags: tuple[str, ...], tokenizer: RustTokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
