@@ -4,7 +4,7 @@
 #   GPUS_PER_NODE=4 bash examples/launch.sh pretrain_gpt.py ...                              one node (default: 8 GPUs)
 #   NODES=2 NODE_RANK=0 MASTER_ADDR=host bash examples/launch.sh pretrain_gpt.py ...         on each of two nodes
 #   LAUNCH=srun bash examples/launch.sh pretrain_gpt.py ...                                  on all nodes of a Slurm job
-#   bash examples/launch.sh pretrain_gpt.py ... --dry-run                                    check only; needs no GPU
+#   bash examples/launch.sh pretrain_gpt.py ... --dry-run                                    check only, files too; needs no GPU
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -11,15 +11,21 @@ sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 import logging
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from megatron.config.families import fine_tuned_name
 from megatron.config.parse import value_given
 from megatron.config.run import RunConfig
-from megatron.config.task import TaskConfig
+from megatron.config.task import FINE_TUNING, TaskConfig
 from megatron.core.parallel.environment import launch_environment, told_once_a_node
 from megatron.errors import run_command
-from megatron.training.pretrain import parse
+from megatron.training.pretrain import dry_run, parse
 from tasks.registry import DEFAULTS, TASKS, Task
 from tasks.result import check_predictions_dir, check_result_file
+
+if TYPE_CHECKING:
+    from megatron.training.preflight import Findings
 
 PROG = "tasks/main.py"
 
@@ -30,16 +36,19 @@ def main(argv: Sequence[str]) -> int:
     with told_once_a_node():
         task = TASKS.get(value_given(argv, TaskConfig, "task") or "")
         config = settings(argv, task)
-        if not config.command.dry_run:
-            check_result_file(config.group(TaskConfig).result_file)
-            check_predictions_dir(config.group(TaskConfig).predictions_dir)
-    assert task is not None, "without a known task there are no settings"
-    if config.command.dry_run:
-        from megatron.config.dry_run import dry_run_report
-        from megatron.training.pipeline import schedule_facts
-
-        print(dry_run_report(config, schedule=schedule_facts))
-        return 0
+        assert task is not None, "without a known task there are no settings"
+        own = config.group(TaskConfig)
+        if config.command.dry_run:
+            is_tuned = own.task in FINE_TUNING
+            dry_run(
+                config,
+                recipe=fine_tuned_name(own.task) if is_tuned else "gpt",
+                bodies=("bert",) if is_tuned else (),
+                more=lambda found: check_own_files(own, found),
+            )
+            return 0
+        check_result_file(own.result_file)
+        check_predictions_dir(own.predictions_dir)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     measure(config, task, started=started)
     return 0
@@ -51,6 +60,26 @@ def settings(argv: Sequence[str], task: Task | None) -> RunConfig:
     if value_given(argv, TaskConfig, "epochs") == 0:
         defaults = DEFAULTS
     return parse(argv, prog=PROG, groups=(TaskConfig, *groups), defaults=defaults)
+
+
+def check_own_files(settings: TaskConfig, found: Findings) -> None:
+    """What tasks alone read and write, for a dry run: ``found`` takes what is there and what is wrong with it."""
+    found.check(lambda: check_result_file(settings.result_file, make=False))
+    found.check(lambda: check_predictions_dir(settings.predictions_dir, make=False))
+    if settings.task in FINE_TUNING:
+        from tasks.fine_tuning import read
+
+        data = found.check(lambda: read(settings))
+        if data is not None:
+            sets = [*([data.train] if data.train else []), *data.valid.values()]
+            found.lines += [f"data: {texts.describe()}" for texts in sets]
+        return
+    from tasks.zero_shot.reading import read_documents
+
+    for path in map(Path, settings.valid_data):
+        documents = found.check(lambda path=path: list(read_documents(path, key=settings.json_key)))  # type: ignore[misc]
+        if documents is not None:
+            found.lines.append(f"data: {path}, {len(documents):,} document{'' if len(documents) == 1 else 's'}")
 
 
 def measure(config: RunConfig, task: Task, *, started: float) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import megatron
 from megatron.config.run import RunConfig
 from megatron.config.task import TaskConfig
+from megatron.core.files.writable import why_not_writable
 from megatron.errors import ConfigError
 
 if TYPE_CHECKING:  # torch is imported when flags are known to be right
@@ -43,30 +44,38 @@ def framed(line: str) -> tuple[str, ...]:
     return "-" * (len(line) + 1), line, "-" * (len(line) + 1)
 
 
-def check_result_file(path: str | None) -> None:
-    """Raise ConfigError now rather than after hours when ``--result-file`` cannot be written."""
+def check_result_file(path: str | None, *, make: bool = True) -> None:
+    """Raise ConfigError now rather than after hours when ``--result-file`` cannot be written. ``make``: try it."""
     if path is None:
         return
     if Path(path).is_dir():
         raise ConfigError(f"--result-file {path} is a folder; name a file in it")
+    reason = why_not_writable(Path(path).parent)
     try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with Path(path).open("a"):
-            pass
+        if make and reason is None:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            with Path(path).open("a"):
+                pass
     except OSError as error:
-        raise ConfigError(f"--result-file {path} cannot be written: {error.strerror}; name another file") from None
+        reason = error.strerror
+    if reason is not None:
+        raise ConfigError(f"--result-file {path} cannot be written: {reason}; name another file")
 
 
-def check_predictions_dir(path: str | None) -> None:
-    """Raise ConfigError now rather than after hours when no file can be written into ``--predictions-dir``."""
+def check_predictions_dir(path: str | None, *, make: bool = True) -> None:
+    """Raise ConfigError now rather than after hours when ``--predictions-dir`` takes no files. ``make``: try it."""
     if path is None:
         return
+    reason = why_not_writable(Path(path))
     try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=path):
-            pass
+        if make and reason is None:
+            Path(path).mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=path):
+                pass
     except OSError as error:
-        raise ConfigError(f"--predictions-dir {path} takes no files: {error.strerror}; name another folder") from None
+        reason = error.strerror
+    if reason is not None:
+        raise ConfigError(f"--predictions-dir {path} takes no files: {reason}; name another folder")
 
 
 def write_result(result: TaskResult, config: RunConfig, context: ParallelContext, *, seconds: float) -> None:

@@ -14,7 +14,14 @@ class CommandConfig:
 
     config: tuple[str, ...] = flag("YAML or JSON files of settings, flat or nested by group; flags win.", default=())
     dry_run: bool = flag(
-        "Check every rule, print settings, layout, parameters and memory, and leave: no data, no device.", default=False
+        "Check every rule and every file that the run reads or writes, print settings, layout, parameters and memory, "
+        "and leave: no device, nothing is written.",
+        default=False,
+    )
+    check_files: bool = flag(
+        "With --dry-run: do not look for data, tokenizer, checkpoints and folders, which are on another machine.",
+        default=True,
+        off="--no-check-files",
     )
     world_size: int | None = flag(
         "With --dry-run: ranks of the run; WORLD_SIZE unless given.", default=None, at_least=1

@@ -21,8 +21,8 @@ from megatron.config.task import TaskConfig
 from megatron.config.vocabulary import vocabulary_size
 
 
-def dry_run_report(run: RunConfig, *, schedule: ScheduleSimulator = without_pipeline) -> str:
-    """Sections of text about a checked run. ``schedule`` simulates its pipeline schedule.
+def dry_run_report(run: RunConfig, *, schedule: ScheduleSimulator = without_pipeline, files: Sequence[str] = ()) -> str:
+    """Sections of text about a checked run. ``schedule`` simulates its pipeline schedule; ``files``: what they told.
 
     Raises ConfigError when neither the settings nor the tokenizer's files tell the size of the vocabulary.
     """
@@ -32,6 +32,7 @@ def dry_run_report(run: RunConfig, *, schedule: ScheduleSimulator = without_pipe
     sections = {
         "settings that are not the defaults, and where they come from": settings_report(run),
         "notes": run.notes,
+        "files": files,
         "layout": layout_report(run, ranks_per_node=run.command.ranks_per_node),
         "batch and length": _batch(run),
         "parameters": _parameters(run),

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
 
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.run import RunConfig
 from megatron.core.checkpointing.agreement import run_on_first
 from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint, is_unused
@@ -14,6 +15,7 @@ from megatron.core.checkpointing.stored_tensors import StoredTensors
 from megatron.core.files.remote_path import AnyPath, RemotePath, path_of
 from megatron.core.optimizer.schedule import Schedule, resumed_schedule
 from megatron.core.parallel.collectives import gather_objects
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.errors import CheckpointError
@@ -33,7 +35,9 @@ def load(run: Run) -> None:
     named for a model that is made of a trained one.
     """
     settings = run.config.checkpoint
-    folder = checkpoint_to_load(run)
+    folder = checkpoint_to_load(settings, run.context.mesh)
+    if folder is None and settings.load is not None:
+        run.reporter.say(f"no checkpoint in {settings.load} yet: starting a new run, which will save there")
     if folder is not None:
         _load_from(run, folder, weights_only=settings.finetune)
     elif settings.pretrained_checkpoint is not None:
@@ -51,19 +55,19 @@ def load(run: Run) -> None:
         )
 
 
-def checkpoint_to_load(run: Run) -> CheckpointFolder | None:
+def checkpoint_to_load(
+    settings: CheckpointConfig, mesh: Mesh | None = None, *, verify: bool = True
+) -> CheckpointFolder | None:
     """The checkpoint that ``--load`` means; None when the run starts anew: without the flag, or because ``--load`` is
-    the same folder as ``--save`` and no run has saved there yet.
+    the same folder as ``--save`` and no run has saved there yet. ``mesh``, ``verify``: see ``find_checkpoint``.
     """
-    settings = run.config.checkpoint
     if settings.load is None:
         return None
     same_folder = settings.save is not None and _resolved(settings.save) == _resolved(settings.load)
     may_be_new = same_folder and settings.ckpt_step is None and not settings.exit_on_missing_checkpoint
-    if may_be_new and run_on_first(lambda: is_unused(settings.load or ""), run.context.mesh):
-        run.reporter.say(f"no checkpoint in {settings.load} yet: starting a new run, which will save there")
+    if may_be_new and run_on_first(lambda: is_unused(settings.load or ""), mesh or Mesh.single()):
         return None
-    return find_checkpoint(settings.load, step=settings.ckpt_step, mesh=run.context.mesh)
+    return find_checkpoint(settings.load, step=settings.ckpt_step, mesh=mesh, verify=verify)
 
 
 def _resolved(place: str) -> AnyPath:

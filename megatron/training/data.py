@@ -17,7 +17,7 @@ from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.loader import Batch, build_loader
 from megatron.core.datasets.phases import Phase, next_phases
 from megatron.core.datasets.sampler import MicrobatchSampler
-from megatron.core.datasets.splits import SPLITS, SplitName, SplitSizes
+from megatron.core.datasets.splits import SPLITS, SplitName
 from megatron.core.parallel.collectives import gather_objects
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
@@ -26,6 +26,7 @@ from megatron.core.pipeline_parallel.chunk import Microbatch
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.errors import RESTART_CANNOT_HELP, DataError, ParallelError
+from megatron.training.preflight import split_sizes
 from megatron.training.recipe import Recipe, stages_here
 
 
@@ -183,18 +184,6 @@ def held_slices(batch: Mapping[str, Tensor], sequence_dims: Mapping[str, int | N
         name: tensor if (dim := sequence_dims[name]) is None else take(tensor, rank, ranks, dim=dim)
         for name, tensor in batch.items()
     }
-
-
-def split_sizes(config: RunConfig) -> SplitSizes:
-    """Samples that the run needs of each split."""
-    training = config.training
-    return SplitSizes.of_run(
-        train_samples=0 if training.skip_train else config.train_samples,
-        train_iters=config.train_iters,
-        eval_interval=training.eval_interval,
-        eval_iters=training.eval_iters,
-        global_batch_size=training.global_batch_size,
-    )
 
 
 def offline_splits(config: RunConfig, recipe: Recipe) -> tuple[DatasetSplits, Tokenizer]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.config.command import CommandConfig
-from megatron.config.families import family_named
+from megatron.config.families import FAMILIES, family_named
 from megatron.config.files import words_of
 from megatron.config.parse import Intake
 from megatron.config.run import CORE_GROUPS, RunConfig
@@ -16,11 +16,13 @@ from megatron.core.checkpointing.stored_tensors import StoredTensors
 from megatron.core.conversion.portable import parameters_of, report_differences
 from megatron.core.files.remote_path import AnyPath
 from megatron.core.optimizer.update_rules import build_update_rule
+from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.errors import CheckpointError, ConfigError
 from megatron.training.checkpoint import (
     check_has_optimizer,
     check_same_model,
+    checkpoint_to_load,
     loads_optimizer,
     saved_config,
     schedule_to_follow,
@@ -61,14 +63,47 @@ def check_loadable(
     tokenizer = build_tokenizer(config.tokenizer)
     config = config.with_vocab_size(tokenizer.vocab_size)
     check_same_model(state, folder, recipe=family.name, config=config, tokenizer=tokenizer)
+    is_known = intake.value("world_size") is not None
+    check_continues(state, folder, config, weights_only=config.checkpoint.finetune, ranks_known=is_known)
+    return folder, config
+
+
+def check_continues(
+    state: Mapping[str, Any], folder: CheckpointFolder, config: RunConfig, *, weights_only: bool, ranks_known: bool
+) -> None:
+    """Raise CheckpointError or ConfigError unless the checkpoint's tensors, optimizer and schedule are the run's.
+
+    ``ranks_known``: whether the number of ranks was given.
+    """
     stored = StoredTensors(folder.path)
     _check_tensors(folder, stored, config)
-    if loads_optimizer(config, weights_only=config.checkpoint.finetune):
+    if loads_optimizer(config, weights_only=weights_only):
         check_has_optimizer(state, folder)
         _check_optimizer(folder, stored, config)
-    if not config.checkpoint.finetune and state["schedule"] is not None:
-        _check_schedule(config, state["schedule"], is_known=intake.value("world_size") is not None)
-    return folder, config
+    if not weights_only and state["schedule"] is not None:
+        _check_schedule(config, state["schedule"], is_known=ranks_known)
+
+
+def describe_start(config: RunConfig, tokenizer: Tokenizer | None, *, recipe: str, bodies: Sequence[str]) -> str:
+    """What a run would start from, in a line. Raises as loading does for a checkpoint that can't be used.
+
+    Checksums are left to the start itself. ``tokenizer``: None where it can't be built; nothing is compared then.
+    ``recipe``, ``bodies``: see ``check_files``.
+    """
+    settings = config.checkpoint
+    folder, weights_only = checkpoint_to_load(settings, verify=False), settings.finetune
+    if folder is None and settings.pretrained_checkpoint is not None:
+        folder = find_checkpoint(settings.pretrained_checkpoint, verify=False, flag="--pretrained-checkpoint")
+        weights_only = True
+    if folder is None:
+        return f"none in {settings.load} yet, a new run"
+    state = read_run_state(folder)
+    model = state["recipe"] if weights_only and state["recipe"] in bodies else recipe
+    if tokenizer is not None:
+        check_same_model(state, folder, recipe=model, config=config, tokenizer=tokenizer)
+        if model == recipe and recipe in FAMILIES:
+            check_continues(state, folder, config, weights_only=weights_only, ranks_known=True)
+    return f"{folder.path}, of iteration {folder.iteration}"
 
 
 def _read(flags: Sequence[str]) -> Intake:

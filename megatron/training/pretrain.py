@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatron.config.families import family_of
 from megatron.config.model_type import FamilyConfig, family_asked
 from megatron.config.run import RunConfig
 from megatron.errors import run_command
 
 if TYPE_CHECKING:
     from megatron.core.parallel.environment import LaunchEnvironment
+    from megatron.training.preflight import Findings
     from megatron.training.recipe import Recipe
 
 # Nothing here imports torch before the settings are known to be right: --help and flag errors take milliseconds.
@@ -30,10 +32,7 @@ def pretrain(load_recipe: Callable[[], Recipe], argv: Sequence[str], *, prog: st
     started = time.monotonic()
     config = parse(argv, prog=prog, groups=groups)
     if config.command.dry_run:
-        from megatron.config.dry_run import dry_run_report
-        from megatron.training.pipeline import schedule_facts
-
-        print(dry_run_report(config, schedule=schedule_facts))
+        dry_run(config, recipe=family_of(map(type, config.extra)).name)
         return 0
 
     from megatron.core.parallel.environment import launch_environment
@@ -41,6 +40,29 @@ def pretrain(load_recipe: Callable[[], Recipe], argv: Sequence[str], *, prog: st
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     launch_on_ranks(load_recipe, config, launch_environment(), started=started)
     return 0
+
+
+def dry_run(
+    config: RunConfig, *, recipe: str, bodies: Sequence[str] = (), more: Callable[[Findings], None] | None = None
+) -> None:
+    """Check the files of a run unless told not to, and print its report. ``more``: checks of the command alone.
+
+    ``recipe``, ``bodies``: see ``check_files``. Raises ConfigError that lists every file that is wrong.
+    """
+    from megatron.config.dry_run import dry_run_report
+    from megatron.training.pipeline import schedule_facts
+
+    lines: Sequence[str] = ()
+    if config.command.check_files:
+        from megatron.training.preflight import Findings, check_files
+
+        found = Findings()
+        config = check_files(config, found, recipe=recipe, bodies=bodies)
+        if more is not None:
+            more(found)
+        found.raise_errors()
+        lines = found.lines
+    print(dry_run_report(config, schedule=schedule_facts, files=lines))
 
 
 def parse(

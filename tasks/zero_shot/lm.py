@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.config.run import RunConfig
@@ -11,7 +10,7 @@ from megatron.core.inference.scoring import passages_of
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import DataError
 from tasks.result import TaskResult, framed
-from tasks.zero_shot.reading import json_lines, load_gpt, read_text, score
+from tasks.zero_shot.reading import load_gpt, read_documents, score
 
 
 def run(config: RunConfig, context: ParallelContext) -> TaskResult:
@@ -46,11 +45,3 @@ def run(config: RunConfig, context: ParallelContext) -> TaskResult:
         data=paths,
         checkpoint=model.folder,
     )
-
-
-def read_documents(path: Path, *, key: str) -> Iterator[str]:
-    """Texts of a file: a line each of .jsonl and .json, the whole of any other."""
-    if path.suffix in (".jsonl", ".json"):
-        yield from (text for _, text in json_lines(path, key=key))
-    else:
-        yield read_text(path)

@@ -46,6 +46,14 @@ def _text_of(line: str, key: str, *, where: str) -> str:
     return str(document[key])
 
 
+def read_documents(path: Path, *, key: str) -> Iterator[str]:
+    """Texts of a file: a line each of .jsonl and .json, the whole of any other."""
+    if path.suffix in (".jsonl", ".json"):
+        yield from (text for _, text in json_lines(path, key=key))
+    else:
+        yield read_text(path)
+
+
 def load_gpt(config: RunConfig, context: ParallelContext) -> LoadedModel:
     """The causal language model that the settings name. A collective."""
     return load_model(config, GPTRecipe(), context)

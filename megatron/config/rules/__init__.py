@@ -81,12 +81,12 @@ def remarks(run: RunConfig) -> list[str]:
     return [sentence for rule in remarking.RULES if (sentence := rule(run))]
 
 
-def listed(problems: Sequence[str]) -> str:
+def listed(problems: Sequence[str], *, of: str = "settings") -> str:
     """The message of an error: the sentence, or a numbered list when there are several."""
     if len(problems) == 1:
         return problems[0]
     lines = (f"  {number}. {problem}" for number, problem in enumerate(problems, start=1))
-    return f"{len(problems)} things are wrong with the settings:\n" + "\n".join(lines)
+    return f"{len(problems)} things are wrong with the {of}:\n" + "\n".join(lines)
 
 
 def _with_stand_in(run: RunConfig, spec: FlagSpec) -> RunConfig:

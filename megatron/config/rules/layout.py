@@ -100,6 +100,13 @@ def device_memory_is_for_dry_runs(run: RunConfig) -> str | None:
     return "--device-memory-gb is for --dry-run, which estimates whether the run fits; leave it out"
 
 
+def file_checks_are_for_dry_runs(run: RunConfig) -> str | None:
+    """A real run can't go without its files."""
+    if run.command.check_files or run.command.dry_run:
+        return None
+    return "--no-check-files is for --dry-run; a run reads its files: leave it out"
+
+
 RULES = (
     world_divides,
     heads_divide_over_ranks,
@@ -109,4 +116,5 @@ RULES = (
     param_gather_overlap_needs_sharding,
     world_size_is_for_dry_runs,
     device_memory_is_for_dry_runs,
+    file_checks_are_for_dry_runs,
 )

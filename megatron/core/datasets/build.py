@@ -21,7 +21,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.indexed_format import idx_path
 from megatron.core.datasets.metadata import DatasetMetadata, DescribesTokenizer, TokenizerStamp
 from megatron.core.datasets.samples import Documents, SourceDataset
-from megatron.core.datasets.sources import read_sources
+from megatron.core.datasets.sources import SplitSources, read_sources
 from megatron.core.datasets.splits import MOCK_SPLIT, WHOLE, Share, SplitName, SplitSizes, parse_split
 from megatron.core.files.remote_path import is_url
 from megatron.errors import ConfigError, DataError
@@ -123,6 +123,43 @@ def build_splits(
     return DatasetSplits(train, valid, builder.build("test", sizes.test), named, builder.remarks)
 
 
+def sources_read(data: DataConfig, sizes: SplitSizes) -> list[str]:
+    """Prefixes of the data sets that a run of these sizes opens; raises as ``build_splits`` does for a wrong list."""
+    given, found = read_sources(data), list[str]()
+    for split, sources in given.items():
+        if sizes.of(split) != 0 and _share_of_files(data, given, split) is not None:
+            by_name = split == "valid" and data.multiple_validation_sets
+            blends = sources.named().values() if by_name else [sources.blend()]
+            found += [prefix for blend in blends for prefix in blend.prefixes]
+    return list(dict.fromkeys(found))
+
+
+def _share_of_files(data: DataConfig, given: Mapping[SplitName, SplitSources], split: SplitName) -> Share | None:
+    if split not in given:
+        return None
+    return parse_split(data.split)[split] if given[split].shared else WHOLE
+
+
+def open_source(prefix: str, data: DataConfig, *, stamp: TokenizerStamp | None, vocab_size: int | None) -> Source:
+    """A data set, checked against the run's tokenizer and vocabulary as far as these are known.
+
+    Raises DataError for files that are missing, damaged or of another tokenizer.
+    """
+    cache = Path(data.data_cache_path) if data.data_cache_path else None
+    documents = IndexedDataset(prefix, mmap=data.mmap_bin_files, cache=cache)
+    if documents.dtype.kind not in "iu":
+        raise DataError(f"{prefix}.bin holds {documents.dtype} values, but token ids are integers")
+    metadata = DatasetMetadata.read(documents.local_prefix)
+    if metadata is not None:
+        metadata.check_counts(prefix, num_tokens=documents.num_tokens, num_sequences=len(documents))
+        if stamp is not None:
+            metadata.check_tokenizer(prefix, stamp)
+        if vocab_size is not None:
+            metadata.check_vocabulary(prefix, vocab_size=vocab_size)
+    targets = _targets_of(documents, cache=cache) if data.sft else None
+    return Source(documents, IndexCache(cache or Path(f"{prefix}_index_cache")), metadata is not None, targets)
+
+
 class _SplitBuilder:
     """Opens each source once and cuts, orders and blends it for each split."""
 
@@ -181,26 +218,13 @@ class _SplitBuilder:
 
     def _share(self, split: SplitName) -> Share | None:
         """The split's share of each of its sources; None when it has no sources or no share of them."""
-        if self._data.mock_data:
-            return parse_split(MOCK_SPLIT)[split]
-        if split not in self._given:
-            return None
-        return parse_split(self._data.split)[split] if self._given[split].shared else WHOLE
+        return (
+            parse_split(MOCK_SPLIT)[split] if self._data.mock_data else _share_of_files(self._data, self._given, split)
+        )
 
     def _open(self, prefix: str) -> Source:
         if prefix not in self._opened:
-            cache = Path(self._data.data_cache_path) if self._data.data_cache_path else None
-            documents = IndexedDataset(prefix, mmap=self._data.mmap_bin_files, cache=cache)
-            if documents.dtype.kind not in "iu":
-                raise DataError(f"{prefix}.bin holds {documents.dtype} values, but token ids are integers")
-            metadata = DatasetMetadata.read(documents.local_prefix)
-            if metadata is not None:
-                metadata.check_counts(prefix, num_tokens=documents.num_tokens, num_sequences=len(documents))
-                metadata.check_tokenizer(prefix, self._stamp)
-                metadata.check_vocabulary(prefix, vocab_size=self._vocab_size)
-            targets = _targets_of(documents, cache=cache) if self._data.sft else None
-            folder = cache or Path(f"{prefix}_index_cache")
-            self._opened[prefix] = Source(documents, IndexCache(folder), metadata is not None, targets)
+            self._opened[prefix] = open_source(prefix, self._data, stamp=self._stamp, vocab_size=self._vocab_size)
         return self._opened[prefix]
 
     def _part(self, source: Source, *, split: SplitName, share: Share, copy: int) -> Part:

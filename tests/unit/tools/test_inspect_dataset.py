@@ -16,7 +16,7 @@ from megatron.core.datasets.metadata import TokenizerStamp
 from megatron.core.datasets.sampler import MicrobatchSampler
 from megatron.core.tokenizers.null import NullTokenizer
 from megatron.errors import ConfigError, DataError
-from megatron.training.data import split_sizes
+from megatron.training.preflight import split_sizes
 from tools import inspect_dataset
 
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "50"]
