@@ -16,7 +16,7 @@ IGNORED: tuple[tuple[str, str], ...] = (
     ),
     (
         "no-bias-gelu-fusion",
-        "GELU stays the tanh approximation; --exact-gelu gives what Megatron-LM computes with this flag",
+        "GELU is the tanh approximation unless --exact-gelu, which is what Megatron-LM computes with this flag",
     ),
     (
         "openai-gelu",

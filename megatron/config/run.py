@@ -162,11 +162,6 @@ class RunConfig:
         return self.model.num_layers + self.outline.decoder_layers
 
     @property
-    def predictions_per_sample(self) -> int:
-        """Predictions that a sample's loss is the sum of, at most."""
-        return self.data.seq_length if self.outline.predicts_words else 1
-
-    @property
     def model_parallel_size(self) -> int:
         """Ranks that hold one copy of the model, context parallelism included."""
         sizes = self.parallel

@@ -111,7 +111,6 @@ def build_run(config: RunConfig, recipe: Recipe, context: ParallelContext, *, st
         context,
         sharded=sharded,
         count_zeros=config.reporting.log_num_zeros_in_grad,
-        tokens_per_microbatch=config.training.micro_batch_size * config.predictions_per_sample,
     )
     if config.parallel.overlap_param_gather:
         for model in models:

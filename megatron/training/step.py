@@ -51,29 +51,40 @@ def global_loss(loss: LossSum | None, names: Sequence[str], context: ParallelCon
     return GlobalLoss({name: (total, count) for name, (total, count) in zip(names, totals[1:])}, max(totals[0][1], 1.0))
 
 
-def loss_weights(
+def total_counts(
     counts: Sequence[Mapping[str, Tensor]], names: Sequence[str], context: ParallelContext
 ) -> dict[str, Tensor]:
-    """What makes each of several losses a mean over its own count when all are divided by the first's.
+    """What each of several losses counts in a global batch, before its first forward pass; at least 1. A collective.
 
-    ``counts``: of this rank's microbatches. Every count must be known before the first backward pass, so there is one
-    small reduction; none for a single loss. A collective.
+    ``counts``: of this rank's microbatches.
     """
-    if len(names) == 1:
-        return {}
     dtype = torch.promote_types(context.dtype, torch.float32)
     here = torch.zeros(len(names), dtype=dtype, device=context.device)
     for each in counts:
         if each:
             here += torch.stack([each[name].to(dtype) for name in names])
     totals = all_reduce(here, context.mesh, "pp", "dp", "cp").clamp(min=1.0)
-    return dict(zip(names, totals[0] / totals))
+    return dict(zip(names, totals))
+
+
+def loss_weights(totals: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What makes each of several losses a mean over its own count when all are divided by the first's."""
+    first, *_ = totals.values()
+    return {name: first / total for name, total in totals.items()}
 
 
 def ready_to_learn(run: Run, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-    """A global batch with what the gradients of its losses are scaled by. A collective."""
-    counts = [run.recipe.counts(each, run.context) for each in microbatches]
-    weights = loss_weights(counts, run.recipe.loss_names(run.config), run.context)
+    """A global batch with what the gradients of its losses are scaled by.
+
+    A collective for several losses and for fp16; a single loss of another precision needs no counts beforehand.
+    """
+    names, weights = run.recipe.loss_names(run.config), dict[str, Tensor]()
+    if len(names) > 1 or run.config.precision.fp16:
+        totals = total_counts([run.recipe.counts(each, run.context) for each in microbatches], names, run.context)
+        weights = loss_weights(totals) if len(names) > 1 else {}
+        if run.config.precision.fp16:
+            sizes = run.context.mesh.size("dp") * run.context.mesh.size("cp")
+            run.optimizer.expect(totals[names[0]].item() / sizes)
     return [replace(each, gradient_seed=run.optimizer.gradient_seed, loss_weights=weights) for each in microbatches]
 
 

@@ -30,7 +30,7 @@ from megatron.training.data import held_slices
 from megatron.training.parity import Observed, parts_of, whole_gradients
 from megatron.training.pipeline import PipelineSettings, Plans, routes
 from megatron.training.recipe import ModelChunk
-from megatron.training.step import loss_weights
+from megatron.training.step import loss_weights, total_counts
 from megatron.training.trained_model import model_state, named_parameters, share_tied_parameters
 from tests.equivalence.families import FAMILIES, GLOBAL_BATCH, LENGTH, VOCABULARY, Family
 
@@ -112,7 +112,8 @@ def train(context: ParallelContext, settings: Mapping[str, Any], layout: Layout)
     )
     for step in range(STEPS):
         batch = microbatches(step, layout, context.mesh, fields=fields, family=family)
-        weights = loss_weights([family.recipe.counts(each, context) for each in batch], family.losses, context)
+        totals = total_counts([family.recipe.counts(each, context) for each in batch], family.losses, context)
+        weights = loss_weights(totals) if len(family.losses) > 1 else {}
         batch = [replace(each, loss_weights=weights) for each in batch]
         sync.zero()
         loss = runner.step(plans.training(len(batch)), batch)

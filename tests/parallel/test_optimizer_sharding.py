@@ -96,9 +96,8 @@ class Trainer:
         self.sync = GradSync(self.buffers, context, sharded=way.sharded, overlap=way.overlap)
         config = OptimizerConfig(clip_grad=0.01, **settings)
         precision = PrecisionConfig(bf16=context.dtype == torch.bfloat16, fp16=context.dtype == torch.float16)
-        self.optimizer = Optimizer(
-            self.buffers, config, precision, context, sharded=way.sharded, count_zeros=True, tokens_per_microbatch=2**32
-        )
+        self.optimizer = Optimizer(self.buffers, config, precision, context, sharded=way.sharded, count_zeros=True)
+        self.optimizer.expect(precision.initial_loss_scale if precision.fp16 else 1.0)
         if way.overlap_forward:
             self.optimizer.gather.overlap_forward(self.model)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.config.bert import BertConfig
 from megatron.config.pipeline import schedule_name
 from megatron.config.rules.sizes import LENGTHS, length_in
 from megatron.config.run import RunConfig
@@ -170,6 +171,46 @@ def epochs_set_the_pace(run: RunConfig) -> str | None:
     )
 
 
+def gelu_without_biases(run: RunConfig) -> str | None:
+    """Megatron-LM approximates GELU only in the kernel that adds the bias."""
+    if not run.given("add_bias_linear") or run.model.add_bias_linear or run.model.activation != "gelu_tanh":
+        return None
+    return "--disable-bias-linear: GELU is the tanh approximation; Megatron-LM's is exact then, as with --exact-gelu"
+
+
+def gelu_of_the_word_head(run: RunConfig) -> str | None:
+    """A BERT of Megatron-LM has the exact GELU in its head for hidden words, whatever its layers have."""
+    bert = run.find(BertConfig)
+    if bert is None or bert.exact_gelu_head or run.model.exact_gelu or run.given("exact_gelu_head"):
+        return None
+    if not run.provenance or run.training.skip_train:
+        return None
+    return (
+        "GELU in the head for hidden words is the tanh approximation; Megatron-LM's is exact, as with --exact-gelu-head"
+    )
+
+
+def mean_of_a_step(run: RunConfig) -> str | None:
+    """Megatron-LM takes the mean of its microbatches' means, which is another one where their counts differ."""
+    batch, micro = run.training.global_batch_size, run.training.micro_batch_size
+    if not run.provenance or batch == micro or run.training.skip_train or not run.outline.predicts_words:
+        return None
+    why = {
+        "--eod-mask-loss": run.data.eod_mask_loss,
+        "--sft": run.data.sft,
+        f"--packing {run.data.packing}": run.data.packing != "stream",
+        "hidden words": run.outline.has_padding,
+    }
+    named = [flag for flag, differs in why.items() if differs]
+    if not named:
+        return None
+    return (
+        "the loss of a step is the mean over all its tokens, as with Megatron-LM's --calculate-per-token-loss; "
+        f"without that flag Megatron-LM averages the means of the {batch // micro} microbatches, which differs with "
+        f"{' and '.join(named)}"
+    )
+
+
 RULES = (
     sequence_parallel_needs_tensor_ranks,
     exchange_needs_context_ranks,
@@ -189,4 +230,7 @@ RULES = (
     fill_in_settings_need_a_rate,
     microbatch_groups_need_virtual_stages,
     epochs_set_the_pace,
+    gelu_without_biases,
+    gelu_of_the_word_head,
+    mean_of_a_step,
 )

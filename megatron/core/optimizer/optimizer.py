@@ -71,7 +71,7 @@ class Optimizer:
     """AdamW or SGD over flat buffers.
 
     ``sharded``: own only this rank's shard of every bucket and gather the weights after each update.
-    ``count_zeros``: report zero gradients with every update. ``tokens_per_microbatch``: see ``gradient_seed``.
+    ``count_zeros``: report zero gradients with every update.
     """
 
     def __init__(
@@ -83,7 +83,6 @@ class Optimizer:
         *,
         sharded: bool,
         count_zeros: bool = False,
-        tokens_per_microbatch: int = 1,
     ) -> None:
         self._clip_grad = config.clip_grad
         self._count_zeros = count_zeros
@@ -92,7 +91,7 @@ class Optimizer:
         self._statistics = ModelStatistics(buffers, context)
         self._owned = [owned for buffer in buffers for owned in self._own(buffer, context, sharded)]
         self._step = 0
-        self._seed_divisor = 2.0 ** round(math.log2(tokens_per_microbatch)) if precision.fp16 else 1.0
+        self._seed_divisor = 1.0
         self.gather = ParamGather(buffers if sharded else [], context)
 
     def _own(self, buffer: FlatBuffer, context: ParallelContext, sharded: bool) -> Iterator[_Owned]:
@@ -113,11 +112,15 @@ class Optimizer:
     def gradient_seed(self) -> float:
         """What the coming step's backward passes start with, instead of 1.
 
-        The loss scale; for fp16 divided by a power of two near the number of tokens of a microbatch, because losses
-        here are sums: fp16 gradients then have the size they have under a mean, and a loss scale means what it means
-        elsewhere.
+        The loss scale; for fp16 divided by a power of two near what ``expect`` was told, because losses here are sums:
+        fp16 gradients then have the size they have under Megatron-LM's mean of each microbatch over their number, and
+        a loss scale means what it means there.
         """
         return self._scaler.scale / self._seed_divisor
+
+    def expect(self, predictions: float) -> None:
+        """Take note that each rank's losses of the coming fp16 step sum ``predictions`` on average."""
+        self._seed_divisor = 2.0 ** round(math.log2(max(predictions, 1.0)))
 
     @torch.no_grad()
     def update(self, *, count: float, lr: float, weight_decay: float) -> UpdateResult:

@@ -228,6 +228,23 @@ REMARKS = [
         "--eval-interval, --keep-last: no effect with --task RACE: each epoch ends with scores of all --valid-data, "
         "and no sample is dropped",
     ),
+    (
+        "--disable-bias-linear",
+        "",
+        "--disable-bias-linear: GELU is the tanh approximation; Megatron-LM's is exact then, as with --exact-gelu",
+    ),
+    (
+        "BERT",
+        "",
+        "GELU in the head for hidden words is the tanh approximation; Megatron-LM's is exact, as with "
+        "--exact-gelu-head",
+    ),
+    (
+        "--eod-mask-loss --global-batch-size 6",
+        "",
+        "the loss of a step is the mean over all its tokens, as with Megatron-LM's --calculate-per-token-loss; "
+        "without that flag Megatron-LM averages the means of the 3 microbatches, which differs with --eod-mask-loss",
+    ),
 ]
 
 
@@ -247,6 +264,23 @@ def test_a_schedule_in_the_other_unit_is_the_same_curve() -> None:
 def test_remarks(changes: str, without: str, remark: str) -> None:
     """A setting without effect is not refused, but it is not silent either."""
     assert parsed(changes, without, 1).notes == (remark,)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        "--disable-bias-linear --exact-gelu",
+        "--disable-bias-linear --swiglu",
+        "--disable-bias-linear --squared-relu",
+        "--disable-bias-linear --relu",
+        "BERT --exact-gelu-head",
+        "BERT --exact-gelu",
+        "--eod-mask-loss",
+    ],
+)
+def test_nothing_is_said_where_megatron_lm_computes_the_same(changes: str) -> None:
+    """A remark that is always there is not read."""
+    assert parsed(changes, "", 1).notes == ()
 
 
 def test_every_remark_is_tested() -> None:

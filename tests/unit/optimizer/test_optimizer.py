@@ -33,7 +33,6 @@ class Setup:
         *,
         precision: PrecisionConfig | None = None,
         grad_dtype: torch.dtype | None = None,
-        tokens_per_microbatch: int = 1,
         **settings: Any,
     ) -> None:
         context = ParallelContext.single(dtype=dtype)
@@ -55,7 +54,6 @@ class Setup:
             context,
             sharded=False,
             count_zeros=True,
-            tokens_per_microbatch=tokens_per_microbatch,
         )
 
     def set_grads(self, seed: int, *, factor: float = 1.0) -> dict[str, Tensor]:
@@ -141,7 +139,8 @@ def test_an_overflow_changes_nothing(bad: float) -> None:
 def test_fp16_unscales_and_backs_off() -> None:
     """The loss scale would reach the weights, or stay too high after overflows."""
     fp16 = PrecisionConfig(fp16=True, initial_loss_scale=256.0, hysteresis=1)
-    scaled = Setup(torch.float16, precision=fp16, tokens_per_microbatch=500, clip_grad=0.5)
+    scaled = Setup(torch.float16, precision=fp16, clip_grad=0.5)
+    scaled.optimizer.expect(500)
     plain = Setup(torch.float16, precision=PrecisionConfig(fp16=True, loss_scale=1.0), clip_grad=0.5)
     assert (scaled.optimizer.loss_scale, scaled.optimizer.gradient_seed) == (256.0, 0.5)
     assert (plain.optimizer.loss_scale, plain.optimizer.gradient_seed) == (1.0, 1.0)

@@ -11,7 +11,7 @@ from megatron.config.run import RunConfig
 from megatron.core.parallel.context import ParallelContext
 from megatron.training.recipes.gpt import GPTRecipe
 from megatron.training.run import Run, build_run
-from megatron.training.step import train_step
+from megatron.training.step import ready_to_learn, train_step
 from megatron.training.stop import NonFiniteError
 
 FLAGS = (
@@ -66,6 +66,24 @@ def test_check_can_be_turned_off() -> None:
     bias.register_hook(lambda grad: grad * torch.nan)  # type: ignore[no-untyped-call]
     record = train_step(run, next(run.data.training_batches(0)))
     assert record.skipped and run.progress.consumed_samples == 4 and run.progress.scheduled_samples == 0
+
+
+def test_a_loss_scale_means_what_it_means_in_megatron_lm() -> None:
+    """Its loss is a mean, divided by the number of microbatches; ours overflowed at a scale that many times smaller."""
+    for more, tokens in (([], 64), (["--micro-batch-size", "4"], 64), (["--global-batch-size", "8"], 128)):
+        run = tiny_run("--fp16", "--initial-loss-scale", "1024", *more)
+        ready = ready_to_learn(run, next(run.data.training_batches(0)))
+        assert {each.gradient_seed for each in ready} == {1024 / tokens}
+        assert run.optimizer.loss_scale == 1024
+
+
+def test_a_loss_scale_counts_what_is_learned() -> None:
+    """A mean is over unmasked tokens; where half are masked, gradients are twice as large."""
+    run = tiny_run("--fp16", "--initial-loss-scale", "1024")
+    batch = next(run.data.training_batches(0))
+    for each in batch:
+        each.tensors["loss_mask"][:, 8:] = 0
+    assert {each.gradient_seed for each in ready_to_learn(run, batch)} == {1024 / 32}
 
 
 @pytest.mark.parametrize(("level", "names"), [(0, set()), (1, STEP_TIMERS), (2, STEP_TIMERS | COMPUTE_TIMERS)])
