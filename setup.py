@@ -14,12 +14,13 @@ assert VERSION is not None, "megatron/__init__.py holds the version"
 PARQUET = ["pyarrow"]  # .parquet input of tools/preprocess_data.py
 GIGATOKEN = ["gigatoken"]  # a faster engine of tools/preprocess_data.py
 STORAGE = ["fsspec"]  # --save, --load and data at URLs; each kind of storage needs a library of its own, too
+S3 = [*STORAGE, "s3fs"]  # s3:// URLs
 CHAT = ["jinja2"]  # --chat-template of tools/preprocess_sft.py
 TIKTOKEN = ["tiktoken"]  # --tokenizer-type TikTokenizer
 HUGGINGFACE = ["transformers", "safetensors"]  # conversion from and to its format, and the proof; parity tests
 LM_EVAL = ["lm_eval>=0.4.13"]  # tasks/lm_eval.py
 PLOT = ["matplotlib"]  # the picture of a loss curve
-TEST = ["pytest>=9", "pytest-xdist", "hypothesis"]
+TEST = ["pytest>=9", "pytest-xdist", "hypothesis", "moto[s3]", "flask", "flask-cors"]  # moto: a server of S3's protocol
 CHECK = ["ruff", "mypy", "import-linter", "types-PyYAML"]
 
 setup(
@@ -49,8 +50,9 @@ setup(
         "huggingface": HUGGINGFACE,
         "lm-eval": LM_EVAL,
         "storage": STORAGE,
+        "s3": S3,
         "chat": CHAT,
         "plot": PLOT,
-        "dev": PARQUET + GIGATOKEN + TIKTOKEN + HUGGINGFACE + STORAGE + CHAT + PLOT + TEST + CHECK,
+        "dev": PARQUET + GIGATOKEN + TIKTOKEN + HUGGINGFACE + S3 + CHAT + PLOT + TEST + CHECK,
     },
 )

@@ -27,6 +27,7 @@ OPTIONAL_LIBRARIES = {
     "lm_eval",
     "matplotlib",
     "pyarrow",
+    "s3fs",
     "safetensors",
     "tiktoken",
     "transformer_engine",

@@ -19,6 +19,9 @@ from megatron.errors import ConfigError
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+# Here folders are only beginnings of names, and making one would make its bucket where that doesn't exist.
+_BUCKET_STORES = frozenset(("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"))
+
 
 def is_url(place: str) -> bool:
     """Whether ``place`` is a URL that fsspec opens, as ``s3://bucket/folder``."""
@@ -124,7 +127,9 @@ class RemotePath:
             return str(files.ukey(path))
 
     def mkdir(self, *, parents: bool = False, exist_ok: bool = False) -> None:
-        """Make the folder and those above it, where the storage has such a thing."""
+        """Make the folder and those above it, where the storage has such a thing; never a bucket."""
+        if self.url.partition("://")[0] in _BUCKET_STORES:
+            return
         files, path = self._found()
         with self._explained():
             files.makedirs(path, exist_ok=True)
@@ -144,7 +149,7 @@ class RemotePath:
         """Bytes ``[start, stop)`` of the file; fewer where it ends before."""
         files, path = self._found()
         with self._explained():
-            return bytes(files.cat_file(path, start, stop))
+            return bytes(files.cat_file(path, start=start, end=stop))
 
     def read_text(self, *, encoding: str) -> str:
         """All of the file as text."""
@@ -248,8 +253,15 @@ def _as_os_error(url: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise FileNotFoundError(errno.ENOENT, "there is no such file", url) from error
+        no_bucket = "bucket does not exist" in str(error)
+        reason = "the bucket does not exist; make it first" if no_bucket else "there is no such file"
+        raise FileNotFoundError(errno.ENOENT, reason, url) from error
+    except PermissionError as error:
+        reason = f"{error.strerror or error}; the credentials must be valid and allow this"
+        raise PermissionError(errno.EACCES, reason, url) from error
     except Exception as error:
         code = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        if reason == "Bad Request":  # all that an answer without a body says
+            reason = "the service says Bad Request; have the credentials expired?"
         raise OSError(code, reason or type(error).__name__, url) from error

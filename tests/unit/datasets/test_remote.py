@@ -30,9 +30,9 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     files.fetched = []
     cat_file = files.cat_file
 
-    def counting(path: str, start: int, stop: int) -> bytes:
+    def counting(path: str, *, start: int, end: int) -> bytes:
         files.fetched.append(start)
-        return bytes(cat_file(path, start, stop))
+        return bytes(cat_file(path, start=start, end=end))
 
     monkeypatch.setattr(files, "cat_file", counting)
     yield files
@@ -103,11 +103,11 @@ def test_what_can_go_wrong(prefix: str, bucket: Any, tmp_path: Path, monkeypatch
     with pytest.raises(ConfigError, match="nowhere://x/y.idx can't be opened"):
         IndexedDataset("nowhere://x/y", cache=tmp_path)
     data = IndexedDataset(prefix, cache=tmp_path / "cache")
-    monkeypatch.setattr(bucket, "cat_file", lambda path, start, stop: b"half")
+    monkeypatch.setattr(bucket, "cat_file", lambda path, *, start, end: b"half")
     with pytest.raises(DataError, match="ends at byte 4 of .* it is being replaced"):
         data[0]
 
-    def broken(path: str, start: int, stop: int) -> bytes:
+    def broken(path: str, *, start: int, end: int) -> bytes:
         raise OSError("connection reset")
 
     monkeypatch.setattr(bucket, "cat_file", broken)
