@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import ConfigError
+from megatron.small_files import parse_json, parse_yaml, read_bytes
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,15 @@ def _words_of_line(line: str, path: Path, number: int, including: tuple[Path, ..
 
 def read_settings(path: str, *, flag: str = "--config") -> dict[str, Any]:
     """The top-level mapping of the YAML or JSON file that ``flag`` names; raises ConfigError with file and line."""
+    where = f"{flag} {path}"
     text = _read(Path(path), f"{flag} ")
-    values = _parse_json(text, f"{flag} {path}") if path.endswith(".json") else _parse_yaml(text, f"{flag} {path}")
+    try:
+        parse = parse_json if path.endswith(".json") else parse_yaml
+        values = parse(text, where=where, error=ConfigError)
+    except ImportError:
+        raise ConfigError(
+            f"{where} needs PyYAML: pip install pyyaml, or write the settings as JSON into a file named *.json"
+        ) from None
     if values is None:
         return {}
     if not isinstance(values, Mapping):
@@ -73,32 +80,9 @@ def read_settings(path: str, *, flag: str = "--config") -> dict[str, Any]:
     return {str(key): value for key, value in values.items()}
 
 
-def _parse_json(text: str, path: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}:{error.lineno} is not JSON: {error.msg}") from None
-
-
-def _parse_yaml(text: str, path: str) -> Any:
-    try:
-        import yaml
-    except ImportError:
-        raise ConfigError(
-            f"{path} needs PyYAML: pip install pyyaml, or write the settings as JSON into a file named *.json"
-        ) from None
-    try:
-        return yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"{path}:{line} is not YAML: {error.problem}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from None
-
-
 def _read(path: Path, prefix: str) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_bytes(path, where=f"{prefix}{path}", error=ConfigError).decode("utf-8")
     except OSError as error:
         raise ConfigError(f"{prefix}{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:

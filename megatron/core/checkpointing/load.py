@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,6 +21,26 @@ from megatron.core.files.remote_path import AnyPath, path_of
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState
 from megatron.errors import CheckpointError
+from megatron.small_files import check_kinds, read_json
+
+# What run.json holds, and what runs keep in its state.
+_OF_THE_FILE = {
+    "format": int,
+    "iteration": int,
+    "layout": dict[str, int],
+    "versions": dict[str, str],
+    "state": dict[str, Any],
+}
+_OF_THE_STATE = {
+    "recipe": str,
+    "config": dict[str, Any],
+    "progress": dict[str, int],
+    "schedule": dict[str, Any],
+    "optimizer": dict[str, Any],
+    "random_seed": int,
+    "tokenizer": dict[str, str | None],
+    "data_phases": list[dict[str, Any]],
+}
 
 
 def read_run_state(folder: CheckpointFolder | AnyPath) -> dict[str, Any]:
@@ -33,14 +52,17 @@ def read_run_document(folder: CheckpointFolder | AnyPath) -> dict[str, Any]:
     """All of ``run.json``: the state, the layout and versions that saved it; CheckpointError when it is unusable."""
     path = _path(folder) / RUN_FILE
     try:
-        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if document["format"] > RUN_FORMAT:
-            raise CheckpointError(f"{path} is of format {document['format']}; this version reads up to {RUN_FORMAT}")
-        return {**document, "state": dict(document["state"])}
+        document: dict[str, Any] = read_json(path, dict[str, Any], error=CheckpointError)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+    for name in ("format", "state"):
+        if document.get(name) is None:
+            raise CheckpointError(f"{path} lacks {name}")
+    check_kinds(document, _OF_THE_FILE, where=str(path), error=CheckpointError)
+    check_kinds(document["state"], _OF_THE_STATE, where=f"{path}: state", error=CheckpointError)
+    if document["format"] > RUN_FORMAT:
+        raise CheckpointError(f"{path} is of format {document['format']}; this version reads up to {RUN_FORMAT}")
+    return document
 
 
 def load_checkpoint(

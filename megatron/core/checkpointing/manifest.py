@@ -7,10 +7,11 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megatron.core.files.remote_path import AnyPath, RemotePath
 from megatron.errors import CheckpointError
+from megatron.small_files import as_kind, read_json
 
 MANIFEST = "manifest.json"
 _READ_SIZE = 1 << 20
@@ -41,17 +42,18 @@ class Manifest:
     def read(cls, folder: AnyPath) -> Manifest:
         """The manifest in ``folder``; raises CheckpointError when there is none or it is damaged."""
         try:
-            body = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-            if body.pop("crc32") != _json_checksum(body):
-                raise CheckpointError(f"{MANIFEST} is damaged (checksum mismatch)")
-            files = {name: FileRecord(**record) for name, record in body["files"].items()}
-            return cls(iteration=body["iteration"], saved_at=body["saved_at"], files=files)
+            body = read_json(folder / MANIFEST, dict[str, Any], where=MANIFEST, error=CheckpointError)
         except FileNotFoundError:
             raise CheckpointError(f"{MANIFEST} is missing") from None
         except OSError as error:
             raise CheckpointError(f"{MANIFEST} cannot be read ({error.strerror})") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{MANIFEST} is damaged ({type(error).__name__}: {error})") from error
+        if body.pop("crc32", None) != _json_checksum(body):
+            raise CheckpointError(f"{MANIFEST} is damaged (checksum mismatch)")
+        manifest = cast(Manifest, as_kind(body, cls, where=MANIFEST, error=CheckpointError))
+        for name in manifest.files:
+            if name.startswith("/") or ".." in name.split("/"):
+                raise CheckpointError(f"{MANIFEST} names {ascii(name)[:60]}, which is no file of the checkpoint")
+        return manifest
 
     def size_problems(self, folder: AnyPath) -> list[str]:
         """Files of ``folder`` that are missing or of another size, each with the reason. Reads no contents."""

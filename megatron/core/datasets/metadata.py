@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 from megatron.errors import DataError
+from megatron.small_files import read_json
 
 _ANY_IDS = "NullTokenizer"  # its ids are numbers that the data brings along, so it fits whatever made them
 
@@ -85,14 +86,12 @@ class DatasetMetadata:
         if not path.is_file():
             return None
         try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
-            stamp = fields.pop("tokenizer")
-            return cls(tokenizer=TokenizerStamp(**stamp) if stamp else None, **fields)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            return cast(DatasetMetadata, read_json(path, cls, error=DataError))
+        except DataError as error:
             raise DataError(
-                f"{path} cannot be understood ({error}): preprocess the text again, or delete this file to train "
-                "without the check that the data fits the tokenizer"
-            ) from error
+                f"{error}: preprocess the text again, or delete this file to train without the check that the data "
+                "fits the tokenizer"
+            ) from None
 
     def check_counts(self, prefix: str, *, num_tokens: int, num_sequences: int) -> None:
         """DataError when the metadata belongs to other ``.bin``/``.idx`` files than those beside it."""

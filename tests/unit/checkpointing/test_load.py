@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import zipfile
@@ -121,9 +122,21 @@ def test_ranks_can_hold_different_names(folder: Path) -> None:
 
 
 def test_a_damaged_run_file_is_a_sentence(folder: Path) -> None:
-    """Not a traceback of the JSON parser."""
+    """Not a traceback of the JSON parser, nor of whoever uses what it gave."""
+    for change, message in {
+        '"iteration": "abc"': r'run\.json: iteration is "abc"; expected a whole number',
+        '"state": []': r"run\.json: state is a list of 0; expected an object",
+        '"state": {"config": "x"}': r'run\.json: state: config is "x"; expected an object',
+        '"format": 99': r"run\.json is of format 99; this version reads up to 1",
+        '"format": null': r"run\.json lacks format",
+        '"layout": {"tp": 1.5}': r"run\.json: layout\.tp is 1\.5; expected a whole number",
+    }.items():
+        whole = {"format": 1, "iteration": 10, "state": {}} | json.loads(f"{{{change}}}")
+        (folder / "run.json").write_text(json.dumps(whole))
+        with pytest.raises(CheckpointError, match=message):
+            read_run_state(folder)
     (folder / "run.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"run.json is damaged"):
+    with pytest.raises(CheckpointError, match=r"run.json:1 is not JSON"):
         read_run_state(folder)
     (folder / "run.json").write_text('{"format": 99, "state": {}}')
     with pytest.raises(CheckpointError, match="format 99; this version reads up to 1"):

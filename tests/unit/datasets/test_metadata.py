@@ -37,7 +37,7 @@ def test_data_without_metadata_has_none(tmp_path: Path) -> None:
 def test_damaged_file_is_one_sentence(tmp_path: Path, content: str) -> None:
     """A check that cannot be made must not pass for one that was."""
     (tmp_path / "x.meta.json").write_bytes(content.encode("latin-1"))
-    with pytest.raises(DataError, match=r"x\.meta\.json cannot be understood .* or delete this file") as caught:
+    with pytest.raises(DataError, match=r"x\.meta\.json.*: preprocess the text again, or delete this file") as caught:
         DatasetMetadata.read(str(tmp_path / "x"))
     assert "\n" not in str(caught.value)
 

@@ -1,0 +1,267 @@
+"""Small structured files, JSON and YAML, of anybody: bounded in size, depth and digits, and checked against types.
+
+Whatever is wrong comes as one sentence that names the file and the key. Types are annotations, as dataclasses have
+them; ``Annotated[int, range(1, 100)]`` has bounds as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import types
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, Protocol, Union, get_args, get_origin, get_type_hints
+
+from megatron.errors import MegatronError
+
+SETTINGS_BYTES, VOCABULARY_BYTES = 1 << 24, 1 << 28
+"""Largest files of settings, and of vocabularies."""
+MOST_DEPTH, MOST_DIGITS = 100, 100
+_MOST_SHOWN = 60
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
+
+
+class OpenedByPath(Protocol):
+    """A path on a disk or in object storage."""
+
+    def open(self, mode: Literal["rb"], /) -> Any:
+        """The file, open."""
+        ...
+
+
+def read_json(
+    path: OpenedByPath,
+    kind: Any = Any,
+    *,
+    error: type[MegatronError],
+    where: str | None = None,
+    most_bytes: int = SETTINGS_BYTES,
+) -> Any:
+    """The value in the file ``path``, as ``kind``. Raises OSError where it can't be read, and ``error`` for all else.
+
+    ``where``: what messages call the file, in place of its path.
+    """
+    where = where or str(path)
+    return parse_json(read_bytes(path, where=where, error=error, most_bytes=most_bytes), kind, where=where, error=error)
+
+
+def read_bytes(
+    path: OpenedByPath, *, where: str, error: type[MegatronError], most_bytes: int = SETTINGS_BYTES
+) -> bytes:
+    """The content of a small file; raises OSError where it can't be read, and ``error`` where it is too large."""
+    with path.open("rb") as file:
+        content: bytes = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise error(f"{where} is larger than {most_bytes >> 20} MiB, more than such a file ever needs")
+    return content
+
+
+def parse_json(text: str | bytes, kind: Any = Any, *, where: str, error: type[MegatronError]) -> Any:
+    """The value of a JSON text, as ``kind``; raises ``error``."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            repeated = next(name for name in names if names.count(name) > 1)
+            raise error(f"{where} has the key {_shown(repeated)} twice")
+        return found
+
+    def whole(digits: str) -> int:
+        if len(digits) > MOST_DIGITS:
+            raise error(f"{where} has a number of {len(digits):,} digits; {MOST_DIGITS} are the most that is read")
+        return int(digits)
+
+    try:
+        value = json.loads(_text(text, where, error), object_pairs_hook=unique, parse_int=whole)
+    except json.JSONDecodeError as damage:
+        raise error(f"{where}:{damage.lineno} is not JSON: {damage.msg}") from None
+    except RecursionError:
+        raise _too_deep(where, error) from None
+    _check_depth(value, where, error)
+    return as_kind(value, kind, where=where, error=error)
+
+
+def parse_yaml(text: str | bytes, *, where: str, error: type[MegatronError]) -> Any:
+    """The value of a YAML text without aliases; raises ``error``, and ImportError without PyYAML.
+
+    YAML takes 010 for eight, 1:30 for ninety and 2024-01-01 for a date: such words must be written otherwise.
+    """
+    import yaml
+
+    try:
+        loader = yaml.SafeLoader(_text(text, where, error))
+        depth = 0
+        for event in yaml.parse(_text(text, where, error), Loader=yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MOST_DEPTH:
+                raise _too_deep(where, error)
+            if isinstance(event, yaml.AliasEvent):
+                raise error(
+                    f"{where}:{_line(event.start_mark)} has the alias *{event.anchor}; write out what it stands for"
+                )
+        node = loader.get_single_node()
+        for scalar in _scalars(node, where, error):
+            _check_scalar(scalar, where, error)
+        return None if node is None else loader.construct_document(node)
+    except yaml.MarkedYAMLError as damage:
+        raise error(f"{where}:{_line(damage.problem_mark)} is not YAML: {damage.problem}") from None
+    except (yaml.YAMLError, ValueError) as damage:
+        raise error(f"{where} is not YAML: {str(damage).partition(chr(10))[0]}") from None
+
+
+def _line(mark: Any) -> int:
+    return mark.line + 1 if mark else 1
+
+
+def _scalars(node: Any, where: str, error: type[MegatronError]) -> Iterator[Any]:
+    """The words of a tree of nodes, whose mappings have each key once."""
+    if node is None or isinstance(node.value, str):
+        yield from [] if node is None else [node]
+        return
+    seen: set[str] = set()
+    for each in node.value:
+        parts = each if isinstance(each, tuple) else (each,)
+        if isinstance(each, tuple) and isinstance(each[0].value, str):
+            if each[0].value in seen:
+                raise error(f"{where}:{_line(each[0].start_mark)} has the key {_shown(each[0].value)} twice")
+            seen.add(each[0].value)
+        for part in parts:
+            yield from _scalars(part, where, error)
+
+
+def _check_scalar(node: Any, where: str, error: type[MegatronError]) -> None:
+    kind, text, line = node.tag.rpartition(":")[2], node.value, _line(node.start_mark)
+    if kind == "int" and len(text) > MOST_DIGITS:
+        raise error(f"{where}:{line} has a number of {len(text):,} digits; {MOST_DIGITS} are the most that is read")
+    if kind in ("int", "float") and re.match(r"[-+]?0[0-9]|.*:", text):
+        raise error(f"{where}:{line} has {text}, which YAML reads in another base; write the number in decimals")
+    if kind == "timestamp":
+        raise error(f"{where}:{line} has {text}, which YAML takes for a date; put it in quotes")
+
+
+def as_kind(value: Any, kind: Any, *, where: str, error: type[MegatronError]) -> Any:
+    """``value``, which JSON or YAML gave, as ``kind``: a type, or a dataclass made of its fields; raises ``error``.
+
+    A whole number is a number as well, and true is none; numbers are finite.
+    """
+    return _Reader(where, error).read(value, kind, "")
+
+
+def check_kinds(value: Mapping[str, Any], kinds: Mapping[str, Any], *, where: str, error: type[MegatronError]) -> None:
+    """Raise ``error`` for a setting that is there, isn't null and isn't of its kind; other settings may be anything."""
+    reader = _Reader(where, error)
+    for name, kind in kinds.items():
+        if value.get(name) is not None:
+            reader.read(value[name], kind, name)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reader:
+    where: str
+    error: type[MegatronError]
+
+    def read(self, value: Any, kind: Any, key: str) -> Any:
+        origin, arguments = get_origin(kind), get_args(kind)
+        if kind is Any:
+            return value
+        if origin is Annotated:
+            found, (bounds,) = self.read(value, arguments[0], key), arguments[1:]
+            if found not in bounds:
+                raise self.wrong(value, f"{_words(arguments[0])} from {bounds.start} to {bounds.stop - 1:,}", key)
+            return found
+        if origin in (Union, types.UnionType):
+            fitting = [each for each in arguments if _is_of(value, each)]
+            if not fitting:
+                raise self.wrong(value, " or ".join(dict.fromkeys(map(_words, arguments))), key)
+            return self.read(value, fitting[0], key)
+        if not _is_of(value, kind):
+            raise self.wrong(value, _words(kind), key)
+        if dataclasses.is_dataclass(kind):
+            return self.fields(value, kind, key)
+        if origin in (dict, Mapping, types.MappingProxyType) or origin is _ABSTRACT_MAPPING:
+            return {name: self.read(each, arguments[1], _joined(key, name)) for name, each in value.items()}
+        if origin in (list, tuple):
+            items = [self.read(each, arguments[0], f"{key}[{number}]") for number, each in enumerate(value)]
+            return items if origin is list else tuple(items)
+        return float(value) if kind is float else value
+
+    def fields(self, value: Mapping[str, Any], kind: Any, key: str) -> Any:
+        hints, fields = get_type_hints(kind, include_extras=True), dataclasses.fields(kind)
+        names = {each.name for each in fields}
+        for unknown in value.keys() - names:
+            raise self.error(f"{self.where} has {_joined(key, unknown)}, which is none of {', '.join(sorted(names))}")
+        for each in fields:
+            if each.name not in value and each.default is each.default_factory is dataclasses.MISSING:
+                raise self.error(f"{self.where} lacks {_joined(key, each.name)}")
+        return kind(**{name: self.read(each, hints[name], _joined(key, name)) for name, each in value.items()})
+
+    def wrong(self, value: Any, expected: str, key: str) -> MegatronError:
+        where = f"{self.where}: {key} is" if key else f"{self.where} is"
+        return self.error(f"{where} {_shown(value)}; expected {expected}")
+
+
+_ABSTRACT_MAPPING = get_origin(Mapping[str, int])
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """Whether a value is of the kind, on the outside."""
+    origin = get_origin(kind) or kind
+    if origin is Annotated:
+        return _is_of(value, get_args(kind)[0])
+    if origin is Any:
+        return True
+    if origin is Literal:
+        return value in get_args(kind)
+    if dataclasses.is_dataclass(origin) or origin is _ABSTRACT_MAPPING:
+        return isinstance(value, dict)
+    if origin in (list, tuple):
+        return isinstance(value, list)
+    if origin is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return type(value) is origin
+
+
+def _words(kind: Any) -> str:
+    origin = get_origin(kind) or kind
+    if origin is Literal:
+        return " or ".join(map(_shown, get_args(kind)))
+    if origin is Annotated:
+        return _words(get_args(kind)[0])
+    return _WORDS.get(origin, "a list" if origin in (list, tuple) else "an object")
+
+
+def _joined(key: str, name: str) -> str:
+    shown = name if re.fullmatch(r"[\w./-]{1,60}", name) else _shown(name)
+    return f"{key}.{shown}" if key else shown
+
+
+def _shown(value: Any) -> str:
+    """A value as JSON has it, or its beginning."""
+    if isinstance(value, (dict, list)):
+        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
+    text = json.dumps(value, default=str)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+
+
+def _check_depth(value: Any, where: str, error: type[MegatronError]) -> None:
+    level: list[Any] = [[value]]  # what is at one depth; of what it holds, only what may hold more
+    for _ in range(MOST_DEPTH + 1):
+        parts = (part for each in level for part in (each.values() if isinstance(each, dict) else each))
+        level = [part for part in parts if isinstance(part, (dict, list))]
+        if not level:
+            return
+    raise _too_deep(where, error)
+
+
+def _too_deep(where: str, error: type[MegatronError]) -> MegatronError:
+    return error(f"{where} is nested more than {MOST_DEPTH} deep")
+
+
+def _text(content: str | bytes, where: str, error: type[MegatronError]) -> str:
+    try:
+        return content if isinstance(content, str) else content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise error(f"{where} is not a text in UTF-8") from None
