@@ -33,7 +33,7 @@ FORKS_IGNORED: tuple[tuple[str, str], ...] = (
     ),
     (
         "structured-logs structured-logs-dir transformer-timers log-path log-optimizer-states-to-tensorboard "
-        "codecarbon-dir",
+        "codecarbon-dir log-level log-level-replica",
         "it is not written; --tensorboard-dir and --timing-log-level say what is",
     ),
     (
@@ -69,7 +69,16 @@ FORKS_IGNORED: tuple[tuple[str, str], ...] = (
         "no file stops a run; --exit-signal-handler saves and stops it on SIGTERM",
     ),
     (
-        "repeated-dataloader",
+        "zero-bubble-pipeline-timers-start-iter zero-bubble-pipeline-timers-end-iter zero-bubble-max-pending-backward "
+        "enable-optimizer-post-validation enable-exactly-numeric-match",
+        "schedules are planned before the run, and the optimizer's step waits for all gradients",
+    ),
+    (
+        "gemm-gradient-accumulation-fusion no-shared-storage optimizer-selection",
+        "there is one way to accumulate gradients, to share files and to compute AdamW",
+    ),
+    (
+        "repeated-dataloader resume-dataloader",
         "data is repeated for as many epochs as --train-iters or --train-samples need",
     ),
     (
@@ -163,6 +172,31 @@ FORKS_REFUSED: tuple[tuple[str, str], ...] = (
     (
         "enable-hf2mg-convert load-hf-checkpoint",
         "convert the model first: tools/checkpoint/convert.py",
+    ),
+    (
+        "recompute-activation-function recompute-activation-function-num-layers recompute-norm "
+        "recompute-norm-num-layers enable-recompute-layers-per-pp-rank recompute-in-advance recompute-in-bubble",
+        "what is recomputed is chosen by --recompute-granularity full or --recompute-granularity selective",
+    ),
+    (
+        "train-data valid-data-file lazy-loader loose-json text-key presplit-sentences cache-dir use-tfrecords",
+        "text is made into PREFIX.bin and PREFIX.idx by tools/preprocess_data.py, and read with --data-path PREFIX",
+    ),
+    (
+        "tokenizer-model-type tokenizer-path",
+        "tokenizers are read from files: --vocab-file and --merge-file, or --tokenizer-model",
+    ),
+    (
+        "max-preds-per-seq",
+        "as many words are hidden as their share of each sample; leave it out",
+    ),
+    (
+        "fp32-embedding fp32-tokentypes fp32-layernorm",
+        "one format holds for all weights, and master weights are fp32; leave it out",
+    ),
+    (
+        "varuna",
+        "pipelines are those of --pipeline-model-parallel-size; leave it out",
     ),
     (
         "enable-zero-bubble zero-bubble-v-schedule",

@@ -19,7 +19,7 @@ IGNORED: tuple[tuple[str, str], ...] = (
         "GELU is the tanh approximation unless --exact-gelu, which is what Megatron-LM computes with this flag",
     ),
     (
-        "openai-gelu",
+        "openai-gelu gelu-tanh",
         "GELU is the tanh approximation unless --exact-gelu",
     ),
     (

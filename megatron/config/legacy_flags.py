@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from megatron.config.fork_flags import FORKS_IGNORED, FORKS_REFUSED
 from megatron.config.ignored_flags import IGNORED
+from megatron.config.recent_flags import RECENT_IGNORED, RECENT_REFUSED
 from megatron.config.refused_flags import HARMLESS, REFUSED
 from megatron.config.renamed_flags import BY_VALUE, RENAMED, SAME_VALUE
 from megatron.config.suggestions import parts_of
@@ -56,8 +57,8 @@ def _tables() -> Iterator[tuple[str, LegacyFlag]]:
         yield name, LegacyFlag("refused", by_value.refused, by_value.harmless, values=values)
     unavailable = ((names, f"{feature} not available{advice}") for feature, advice, names in UNAVAILABLE)
     verdicts: dict[Verdict, Iterable[tuple[str, str]]] = {
-        "ignored": (*IGNORED, *FORKS_IGNORED),
-        "refused": (*REFUSED, *FORKS_REFUSED, *unavailable),
+        "ignored": (*IGNORED, *RECENT_IGNORED, *FORKS_IGNORED),
+        "refused": (*REFUSED, *RECENT_REFUSED, *FORKS_REFUSED, *unavailable),
     }
     for verdict, rows in verdicts.items():
         for names, word in rows:

@@ -67,6 +67,7 @@ class ParallelConfig:
         "gathered, or whole sequences are exchanged for heads (within each group of the first of "
         "--hierarchical-context-parallel-sizes ranks, between which keys go round a ring).",
         default=("p2p",),
+        renamed_values={"allgather": ("all_gather", "")},
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = flag(
         "With --cp-comm-type a2a+p2p: ranks that exchange heads, and ranks of a ring.", default=None, at_least=1

@@ -77,6 +77,7 @@ RENAMED: Mapping[str, Renamed] = {
     "ds-sequence-parallel-size": Renamed({"context_parallel_size": None, "cp_comm_type": "a2a"}),
     "no-position-embedding": Renamed({"position_embedding_type": "none"}, yields=True),
     "fim-data": Renamed({"fim_rate": 0.5}, yields=True),
+    "object-storage-cache-path": Renamed({"data_cache_path": None}, yields=True),
     "s3-cache-path": Renamed({"data_cache_path": None}, yields=True),
     **dict.fromkeys(
         ("use-flash-attn", "use-flash-attn-v1", "use-flash-attn-v2", "use-flash-attn-triton", "use-flash-attn-builder"),

@@ -32,6 +32,11 @@ class TokenizerConfig:
         ),
         refused_values={
             "MultimodalTokenizer": "models of text and images are outside this project",
+            **dict.fromkeys(
+                ("Llama3Tokenizer", "FalconTokenizer", "AbejaJapaneseGPT2Tokenizer", "SFTTokenizer"),
+                "use HuggingFaceTokenizer with --tokenizer-model FOLDER, which holds the model's tokenizer.json",
+            ),
+            "BertWordPieceTokenizer": "use BertWordPieceLowerCase or BertWordPieceCase with --vocab-file",
         },
         derived="NullTokenizer with --mock-data and --vocab-size and no tokenizer files, else GPT2BPETokenizer, or "
         "BertWordPieceLowerCase for BERT",

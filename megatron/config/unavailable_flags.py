@@ -5,6 +5,7 @@ When a feature lands, its flags become fields of a group and its entry here is d
 
 from __future__ import annotations
 
+from megatron.config.recent_flags import RECENT_FAMILIES
 from megatron.config.renamed_flags import ZERO
 
 # feature, advice, and its flags without dashes
@@ -156,5 +157,5 @@ FAMILIES: dict[str, str] = {
     "--langrl-": "reinforcement learning is not available: this project pretrains; leave it out",
     "--rl-": "reinforcement learning is not available: this project pretrains; leave it out",
     "--fsdp-": ZERO,
-    "--muon-": "the Muon optimizer is not available yet; use --optimizer adam",
+    **RECENT_FAMILIES,
 }

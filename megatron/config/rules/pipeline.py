@@ -25,7 +25,7 @@ def layers_fall_into_stages(run: RunConfig) -> str | None:
 
 def stages_need_ranks(run: RunConfig) -> str | None:
     """What describes a pipeline needs one."""
-    named = _named(run, *_VIRTUAL, *_ENDS, *_ACCOUNTS, "pipeline_schedule", "pipeline_model_parallel_layout")
+    named = _named(run, *_VIRTUAL, *_ENDS, "pipeline_schedule", "pipeline_model_parallel_layout")
     if run.parallel.pipeline_model_parallel_size > 1 or not named:
         return None
     verb = "describes" if len(named) == 1 else "describe"

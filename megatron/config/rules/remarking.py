@@ -90,6 +90,37 @@ def lengths_in_the_other_unit(run: RunConfig) -> str | None:
     return f"{given} with {length}: taken as {meant}, at {run.training.global_batch_size} samples an iteration"
 
 
+def ramp_of_a_run_in_iterations(run: RunConfig) -> str | None:
+    """Iterations of a ramp are not equally long, so the number of samples is no product."""
+    if run.training.rampup_batch_size is None or run.training.train_iters is None:
+        return None
+    return (
+        f"--rampup-batch-size with --train-iters {run.training.train_iters}: the run takes {run.train_samples} "
+        "samples; lengths of the schedule in iterations count full batches"
+    )
+
+
+def recomputed_layers_need_full(run: RunConfig) -> str | None:
+    """A number of layers belongs to the recomputation of whole layers."""
+    layers = run.training.recompute_num_layers
+    if layers is None or run.training.recompute_granularity == "full":
+        return None
+    return f"--recompute-num-layers {layers}: no effect without --recompute-granularity full"
+
+
+def accounting_needs_a_pipeline(run: RunConfig) -> str | None:
+    """Embedding and loss count as layers where layers are divided over stages."""
+    sizes = run.parallel
+    flags = {
+        "--account-for-embedding-in-pipeline-split": sizes.account_for_embedding_in_pipeline_split,
+        "--account-for-loss-in-pipeline-split": sizes.account_for_loss_in_pipeline_split,
+    }
+    named = [flag for flag, value in flags.items() if value]
+    if not named or sizes.pipeline_model_parallel_size > 1:
+        return None
+    return f"{', '.join(named)}: no effect, because --pipeline-model-parallel-size is 1"
+
+
 def saving_without_an_interval(run: RunConfig) -> str | None:
     """A folder alone asks for one checkpoint."""
     checkpoint = run.checkpoint
@@ -220,6 +251,9 @@ RULES = (
     wandb_needs_a_project,
     limits_of_generation,
     lengths_in_the_other_unit,
+    ramp_of_a_run_in_iterations,
+    recomputed_layers_need_full,
+    accounting_needs_a_pipeline,
     saving_without_an_interval,
     progress_needs_a_folder,
     save_interval_needs_a_folder,

@@ -61,31 +61,12 @@ def length_makes_a_step(run: RunConfig) -> str | None:
     return f"--train-samples {samples} is less than one global batch of {full}; give at least {full}"
 
 
-def ramp_needs_samples(run: RunConfig) -> str | None:
-    """Iterations of a ramp are not equally long, so its length is counted in samples."""
-    if run.training.rampup_batch_size is None or run.training.train_iters is None:
-        return None
-    start, increment, samples = run.training.rampup_batch_size
-    return (
-        f"--rampup-batch-size {start} {increment} {samples} needs a length in samples; "
-        f"say --train-samples {run.train_samples} instead of --train-iters {run.training.train_iters}"
-    )
-
-
-def recompute_settings_need_full(run: RunConfig) -> str | None:
-    """Which layers to recompute is asked for only when whole layers are."""
+def recompute_method_needs_full(run: RunConfig) -> str | None:
+    """A method chooses among whole layers."""
     training = run.training
-    asked = [
-        f"{flag} {value}"
-        for flag, value in (
-            ("--recompute-method", training.recompute_method),
-            ("--recompute-num-layers", training.recompute_num_layers),
-        )
-        if value is not None
-    ]
-    if training.recompute_granularity == "full" or not asked:
+    if training.recompute_granularity == "full" or training.recompute_method is None:
         return None
-    return f"{' and '.join(asked)} need --recompute-granularity full"
+    return f"--recompute-method {training.recompute_method} needs --recompute-granularity full"
 
 
 def one_recompute_granularity(run: RunConfig) -> str | None:
@@ -115,8 +96,7 @@ RULES = (
     ramp_is_sound,
     length_is_given,
     length_makes_a_step,
-    ramp_needs_samples,
-    recompute_settings_need_full,
+    recompute_method_needs_full,
     one_recompute_granularity,
     recompute_layers_exist,
     something_to_do,

@@ -178,6 +178,18 @@ REMARKS = [
     ),
     ("--inference-max-seq-length 8", "", "--inference-max-seq-length: no effect on training"),
     ("--save-interval 5", "", "--save-interval 5: no effect without --save"),
+    (
+        "--rampup-batch-size 2 2 8 --global-batch-size 8",
+        "",
+        "--rampup-batch-size with --train-iters 10: the run takes 64 samples; lengths of the schedule in iterations "
+        "count full batches",
+    ),
+    ("--recompute-num-layers 1", "", "--recompute-num-layers 1: no effect without --recompute-granularity full"),
+    (
+        "--account-for-loss-in-pipeline-split",
+        "",
+        "--account-for-loss-in-pipeline-split: no effect, because --pipeline-model-parallel-size is 1",
+    ),
     ("--save runs", "", "--save runs without --save-interval: the only checkpoint is saved when the run ends"),
     ("--log-progress", "", "--log-progress: no effect without --save, the folder of progress.txt"),
     (
