@@ -137,10 +137,14 @@ def tokenizer_files(config: TokenizerConfig) -> dict[str, AnyPath]:
 
 
 def copy_files(files: Mapping[str, AnyPath], folder: Path) -> None:
-    """Copy the files into ``folder``, which is made if there are any."""
+    """Copy the files into ``folder``, which is made if there are any; CheckpointError names the one that can't be."""
     for name, path in files.items():
         folder.mkdir(parents=True, exist_ok=True)
-        if isinstance(path, RemotePath):
-            path.copy_to(folder / name)
-        else:
-            shutil.copyfile(path, folder / name)
+        try:
+            if isinstance(path, RemotePath):
+                path.copy_to(folder / name)
+            else:
+                shutil.copyfile(path, folder / name)
+        except OSError as error:
+            reason = f"{error.filename or path}: {error.strerror or error}"
+            raise CheckpointError(f"{path} can't be copied to the result: {reason}") from error

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from torch import Tensor
+
 from megatron.config.families import family_of
 from megatron.config.model import ModelConfig
 from megatron.core.conversion import proof
+from megatron.core.conversion.aside import folder_aside
 from megatron.core.conversion.huggingface.reading import read_huggingface
 from megatron.core.conversion.huggingface.writing import write_huggingface
 from megatron.core.conversion.megatron_lm.files import find_folder
@@ -22,7 +25,7 @@ from megatron.core.conversion.megatron_lm.known_arguments import FLAG, not_hande
 from megatron.core.conversion.megatron_lm.reading import read_megatron_lm
 from megatron.core.conversion.megatron_lm.writing import write_megatron_lm
 from megatron.core.conversion.native import read_native, write_native
-from megatron.core.conversion.portable import PortableModel
+from megatron.core.conversion.portable import LazyTensor, PortableModel
 from megatron.core.conversion.questions import Answer, Question, question_for
 from megatron.core.conversion.remote import fetched, put
 from megatron.core.files.remote_path import AnyPath, RemotePath
@@ -74,7 +77,7 @@ def _convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
     check_target(job.save)
     if not job.skip_proof and "hf" in (job.source, job.target):
         proof.transformers_version()
-    with _source(job) as source:
+    with _source(job, say) as source:
         portable = source.read()
         title = family_of(portable.groups).title
         if job.family not in (None, title):
@@ -84,7 +87,7 @@ def _convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
             say(warning)
         if not job.skip_proof:
             proof.check_memory(proof.memory_needed(portable, {job.source, job.target}))
-        with _aside(job.save) as aside:
+        with _aside(job.save, say) as aside:
             _write(job, portable, aside)
             found = None if job.skip_proof else _prove(source, portable, aside, target=job.target)
     say(f"proof: {found}" if found else "NOT PROVEN: --skip-proof left out the comparison of logits")
@@ -116,6 +119,12 @@ class _Source:
 
     def read(self) -> PortableModel:
         """The model, whose tensors are read when they are wanted."""
+        with _reading(self.job.load):
+            found = self._read()
+        tensors = {name: _guarded(tensor, self.job.load) for name, tensor in found.tensors.items()}
+        return dataclasses.replace(found, tensors=tensors)
+
+    def _read(self) -> PortableModel:
         match self.job.source:
             case "hf":
                 return read_huggingface(_folder(self.place))
@@ -128,15 +137,37 @@ class _Source:
 
 
 @contextmanager
-def _source(job: Conversion) -> Iterator[_Source]:
+def _source(job: Conversion, say: Callable[[str], None]) -> Iterator[_Source]:
     """Other programs' files are mapped and opened by their libraries, so from storage they are fetched first."""
     if isinstance(job.load, Path) or job.source == "megatron":
         yield _Source(job, job.load, job.step)
         return
-    # Of Megatron-LM's, one checkpoint and not all that a run has left.
-    place = find_folder(job.load, step=job.step) if job.source == "megatron-lm" else job.load
-    with fetched(place) as folder:
+    with ExitStack() as stack:
+        with _reading(job.load):
+            # Of Megatron-LM's, one checkpoint and not all that a run has left.
+            place = find_folder(job.load, step=job.step) if job.source == "megatron-lm" else job.load
+            folder = stack.enter_context(fetched(place, say=say))
         yield _Source(job, folder, None)
+
+
+@contextmanager
+def _reading(load: AnyPath) -> Iterator[None]:
+    """Make what fails while the source is read an error about the source."""
+    try:
+        yield
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise CheckpointError(f"--load {load} can't be read: {where}{error.strerror or error}") from error
+
+
+def _guarded(tensor: LazyTensor, load: AnyPath) -> LazyTensor:
+    """The tensor, which is read when others are already written."""
+
+    def make() -> Tensor:
+        with _reading(load):
+            return tensor.make()
+
+    return dataclasses.replace(tensor, make=make)
 
 
 def _folder(place: AnyPath) -> Path:
@@ -163,7 +194,8 @@ def _write(job: Conversion, portable: PortableModel, aside: Path) -> None:
 def _prove(source: _Source, portable: PortableModel, aside: Path, *, target: Format) -> proof.Proof:
     """Compare the logits of the files read with those of the files written."""
     question = question_for(portable.model, portable.groups)
-    before = _answer(source.job.source, source.place, question, step=source.step, ignored=source.job.ignored)
+    with _reading(source.job.load):
+        before = _answer(source.job.source, source.place, question, step=source.step, ignored=source.job.ignored)
     after = _answer(target, aside, question)
     words = portable.model.vocab_size
     return proof.compare(
@@ -184,24 +216,18 @@ def _answer(
 
 
 @contextmanager
-def _aside(save: AnyPath) -> Iterator[Path]:
+def _aside(save: AnyPath, say: Callable[[str], None]) -> Iterator[Path]:
     """A folder that becomes ``save`` when all went well, and vanishes when not: hidden beside it, or temporary."""
-    if isinstance(save, RemotePath):
-        with tempfile.TemporaryDirectory(prefix="convert-") as folder:
-            yield Path(folder) / save.name
-            check_target(save)
-            put(Path(folder) / save.name, save)
-        return
-    save.parent.mkdir(parents=True, exist_ok=True)
-    aside = save.parent / f".{save.name}.partial-{os.urandom(4).hex()}"
-    try:
+    parent = Path(tempfile.gettempdir()) if isinstance(save, RemotePath) else save.parent
+    with folder_aside(parent, save.name, say=say) as aside:
         yield aside
+        if isinstance(save, RemotePath):
+            check_target(save)
+            put(aside, save)
+            return
         _sync(aside)
         check_target(save)
         aside.rename(save)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
 
 
 def _sync(folder: Path) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron.core.checkpointing.folders import TRACKER
 from megatron.core.checkpointing.manifest import MANIFEST
+from megatron.core.conversion.aside import folder_aside
 from megatron.core.files.remote_path import RemotePath
 from megatron.errors import CheckpointError
 
@@ -21,10 +22,9 @@ _LAST = ("metadata.json", "config.json", MANIFEST, TRACKER)
 
 
 @contextmanager
-def fetched(place: RemotePath) -> Iterator[Path]:
+def fetched(place: RemotePath, *, say: Callable[[str], None]) -> Iterator[Path]:
     """A copy of ``place`` in the folder for temporary files, which is gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="convert-") as folder:
-        copy = Path(folder) / place.name
+    with folder_aside(Path(tempfile.gettempdir()), place.name, say=say) as copy:
         _fetch(place, copy)
         yield copy
 

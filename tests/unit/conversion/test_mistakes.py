@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 import re
@@ -293,7 +294,37 @@ def test_killed_conversions_leave_nothing_that_looks_complete(number: int, llama
     assert left[-1] == "llama"
     assert all(name.startswith(".ours.partial-") for name in left[:-1])
     assert len(left) == 1 or number == signal.SIGKILL
-    convert(Conversion("hf", llama, "megatron", tmp_path / "ours"), lambda words: None)
+    said: list[str] = []
+    convert(Conversion("hf", llama, "megatron", tmp_path / "ours"), said.append)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["llama", "ours"]
+    assert any("that a killed conversion left" in line for line in said) == (len(left) == 2)
+
+
+@pytest.mark.parametrize("source", ["tensor", "settings"])
+def test_what_cannot_be_read_is_the_sources_fault(
+    source: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights are read while the result is written: a disk that failed under the source was said to be the target's."""
+    if source == "tensor":
+
+        def fails() -> torch.Tensor:
+            raise OSError(5, "Input/output error")
+
+        def damaged(folder: Path) -> Any:
+            found = read_huggingface(folder)
+            bad = {name: dataclasses.replace(tensor, make=fails) for name, tensor in found.tensors.items()}
+            return dataclasses.replace(found, tensors=bad)
+
+        monkeypatch.setattr(conversion, "read_huggingface", damaged)
+        expected = f"--load {llama} can't be read: Input/output error"
+    else:
+        (llama / "generation_config.json").unlink(missing_ok=True)
+        (llama / "generation_config.json").symlink_to("/proc/self/mem")  # opens, and can't be read
+        expected = f"{llama / 'generation_config.json'} can't be copied to the result: "
+    with pytest.raises(CheckpointError, match=re.escape(expected)) as caught:
+        convert(Conversion("hf", llama, "megatron", tmp_path / "ours"), lambda words: None)
+    assert "nothing was left in" not in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["llama"]
 
 
 def test_a_proof_that_cannot_fit_is_refused_first(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,10 +363,10 @@ COMMANDS = [
     (
         "--from hf --to megatron --load nowhere --save y",
         "nowhere is not a folder: give the folder of a Hugging Face",
-        1,
+        2,
     ),
-    ("--from megatron --to hf --load nowhere --save y", "nowhere: there is no such folder", 1),
-    ("--from megatron-lm --to hf --load nowhere --save y", "nowhere is not a folder: give the folder that Megatron", 1),
+    ("--from megatron --to hf --load nowhere --save y", "nowhere: there is no such folder", 2),
+    ("--from megatron-lm --to hf --load nowhere --save y", "nowhere is not a folder: give the folder that Megatron", 2),
     ("--from megatron --to hf --load x --save y --max-shard-size big", "--max-shard-size 'big' is no size", 2),
     ("--model-type RETRO --loader mcore --saver hf --load-dir x --save-dir y", "--model-type cannot be 'RETRO'", 2),
     ("--loader mixtral_hf --saver mcore --load-dir x --save-dir y", "--loader mixtral_hf is not here; use --from", 2),

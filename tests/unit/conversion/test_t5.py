@@ -257,6 +257,14 @@ def test_activations_of_models_that_were_trained_here(gate: dict[str, Any], exac
     assert transformers.T5Config(**written).dense_act_fn == ("gelu" if exact else "gelu_new")
 
 
+def test_an_encoder_alone_is_said_in_a_sentence(tmp_path: Path) -> None:
+    """A T5EncoderModel, as image generators ship, was answered with a list of missing tensors."""
+    transformers.T5EncoderModel(transformers.T5Config(**V1_1)).save_pretrained(tmp_path)
+    words = r"holds a T5 of an encoder alone \(T5EncoderModel\), and a T5 here has a decoder as well: convert the "
+    with pytest.raises(CheckpointError, match=words):
+        read_huggingface(tmp_path)
+
+
 def test_what_a_t5_cannot_become(model_folder: Folder, tmp_path: Path) -> None:
     """Megatron-LM has no ReLU; and a proof by layers needs no more memory than a few of both stacks."""
     do("hf", model_folder("t5"), "megatron", tmp_path / "ours", skip_proof=True)

@@ -59,9 +59,14 @@ def read_huggingface(folder: Path) -> PortableModel:
 
 def groups_of(config: Json, theirs: Collection[str], *, where: str) -> tuple[object, ...]:
     """Settings of one family alone, as settings and tensors tell them; CheckpointError for a BERT without its first
-    head.
+    head and for a T5 without a decoder.
     """
     if config["model_type"] == t5.FAMILY:
+        if not any(name.startswith("decoder.") for name in theirs):
+            raise CheckpointError(
+                f"{where} holds a T5 of an encoder alone (T5EncoderModel), and a T5 here has a decoder as well: "
+                "convert the T5ForConditionalGeneration that it was taken from"
+            )
         return (t5.group_from_config(Known(config, t5.DEFAULTS, where)),)
     if config["model_type"] not in bert.FAMILIES:
         return ()
