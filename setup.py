@@ -31,6 +31,9 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
+    # An editable install then puts this folder on the path, where megatron comes before a megatron without __init__.py,
+    # as megatron-core's, in site-packages.
+    package_dir={"": "."},
     packages=find_packages(include=["megatron", "megatron.*"]),
     package_data={"megatron": ["py.typed"]},
     install_requires=[

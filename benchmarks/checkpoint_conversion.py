@@ -10,13 +10,17 @@ the last contender shows what it adds. Printed are medians over rounds; ratios a
 
 from __future__ import annotations
 
+import os
+import sys
+
+if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+
 import argparse
 import json
-import os
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time

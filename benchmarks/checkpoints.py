@@ -8,8 +8,13 @@ up to 1,024 ranks in this one process, from shapes alone.
 
 from __future__ import annotations
 
-import argparse
 import os
+import sys
+
+if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+
+import argparse
 import pickle
 import shutil
 import statistics

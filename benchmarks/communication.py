@@ -9,6 +9,12 @@ one that is gathered or reduce-scattered, all of a message. The figures follow f
 
 from __future__ import annotations
 
+import os
+import sys
+
+if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+
 import argparse
 import contextlib
 import dataclasses

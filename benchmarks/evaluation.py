@@ -10,6 +10,12 @@ medians of tokens read a second, and of the ratios of turns that followed each o
 
 from __future__ import annotations
 
+import os
+import sys
+
+if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+
 import argparse
 import statistics
 import tempfile

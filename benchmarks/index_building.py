@@ -12,15 +12,19 @@ peer takes part when MEGATRON_CORE_PATH names a folder made by ``pip install --n
 
 from __future__ import annotations
 
+import os
+import sys
+
+if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+
 import argparse
 import importlib
 import json
-import os
 import resource
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable

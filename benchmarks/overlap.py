@@ -8,6 +8,12 @@ other on a link. What still takes long with overlap is what nothing is left to h
 
 from __future__ import annotations
 
+import os
+import sys
+
+if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+
 import argparse
 import statistics
 import time

@@ -10,9 +10,14 @@ runner and the transfers add to it. Every rank is a process; messages are real, 
 
 from __future__ import annotations
 
+import os
+import sys
+
+if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+
 import argparse
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence

@@ -11,14 +11,18 @@ are medians over rounds; the ratio is the median of the rounds' ratios.
 
 from __future__ import annotations
 
+import os
+import sys
+
+if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+
 import argparse
 import filecmp
 import json
-import os
 import resource
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass

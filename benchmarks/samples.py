@@ -11,12 +11,16 @@ depends on how much is padding and how much is hidden, so there the wait tells.)
 
 from __future__ import annotations
 
-import argparse
 import os
+import sys
+
+if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+
+import argparse
 import re
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator

@@ -6,11 +6,11 @@ arguments are the flags of any run without their dashes: ``load=runs/mine,tensor
 
 from __future__ import annotations
 
-# Started as a script, Python looks for modules beside it, where it would find this file under the harness's name.
 import os
 import sys
 
-sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
 import contextlib
 import logging

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-# Started as a script, Python looks for modules beside it; the tasks are imported by name, from the folder above.
 import os
 import sys
 
-sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
 import logging
 import time

@@ -5,8 +5,13 @@ With --samples it is asked about the hidden spans of its run's validation data, 
 
 from __future__ import annotations
 
-import math
+import os
 import sys
+
+if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -9,7 +9,12 @@ it is no GPT; WORLD_SIZE=8 in front stands for its eight ranks, where a layout n
 
 from __future__ import annotations
 
+import os
 import sys
+
+if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise

@@ -5,12 +5,17 @@ Nothing is imported or downloaded: the files of the standard library are parsed.
 
 from __future__ import annotations
 
+import os
+import sys
+
+if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+
 import ast
 import hashlib
 import inspect
 import json
 import re
-import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
+import os
 import sys
+
+if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -8,7 +8,12 @@ folder prepared once can be read-only afterwards. Indices of small data sets are
 
 from __future__ import annotations
 
+import os
 import sys
+
+if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+
 import time
 from collections.abc import Sequence
 from pathlib import Path

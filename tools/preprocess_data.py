@@ -7,13 +7,17 @@ not grow with the input. Interrupted, the same command goes on from its last fin
 
 from __future__ import annotations
 
+import os
+import sys
+
+if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+
 import dataclasses
 import hashlib
 import itertools
 import json
-import os
 import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

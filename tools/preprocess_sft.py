@@ -9,8 +9,13 @@ best-fit, so that each conversation stands by itself.
 
 from __future__ import annotations
 
-import dataclasses
+import os
 import sys
+
+if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass

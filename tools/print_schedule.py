@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
+
+if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

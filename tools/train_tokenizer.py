@@ -6,8 +6,13 @@ GPT2BPETokenizer; of WordPiece vocab.txt, for BertWordPieceLowerCase. The same t
 
 from __future__ import annotations
 
-import json
+import os
 import sys
+
+if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,12 +5,11 @@ Looks at one checkpoint or at a folder of them, in one process; numbers are read
 
 from __future__ import annotations
 
-# The folder of this file holds this inspect.py, which must not be taken for Python's own module of that name.
 import os
 import sys
 
-_here = os.path.dirname(os.path.realpath(__file__))
-sys.path[:] = [path for path in sys.path if os.path.realpath(path or ".") != _here]
+if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
 import argparse
 import json
