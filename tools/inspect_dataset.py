@@ -29,6 +29,7 @@ from megatron.config.flags import check_flags, flag
 from megatron.config.parse import parse_groups
 from megatron.config.run import RunConfig
 from megatron.config.tokenizer import TokenizerConfig
+from megatron.core.datasets.files import replaced_file, write_errors
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.metadata import DatasetMetadata, TokenizerStamp
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
@@ -52,6 +53,10 @@ class InspectConfig:
     unigrams: bool = flag("Entropy of the tokens: the loss of guessing each by how often it occurs.", default=False)
     data_cache_path: str | None = flag("Folder into which data at a URL are fetched.", default=None)
     verify: bool = flag("Read every token, and check it against the metadata and the tokenizer.", default=False)
+    write_digests: bool = flag(
+        "Verify, and store the SHA-256 of both files in PREFIX.meta.json: for data made elsewhere, or before.",
+        default=False,
+    )
 
 
 @check_flags
@@ -90,8 +95,10 @@ def main(argv: Sequence[str]) -> int:
         print("\n".join(describe(dataset)))
         if config.unigrams:
             print(f"unigrams     {unigram_entropy(dataset):.3f} nats a token, guessed by how often each occurs")
-        if config.verify:
+        if config.verify or config.write_digests:
             print(f"verified     {verify(dataset, tokenizer)}")
+        if config.write_digests:
+            print(f"wrote        {write_digests(dataset)}")
         if config.document is not None:
             print("\n".join(document_lines(dataset, config.document, tokenizer)))
     if config.histogram:
@@ -155,7 +162,25 @@ def verify(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> str:
                 f"{metadata.max_token_id}, the data hold {dataset.num_documents} and {largest}: it is not theirs"
             )
         checked.append("metadata")
+        if metadata.sha256:
+            metadata.check_content(dataset.prefix, dataset.digests())
+            checked.append("all bytes as written")
     return ", ".join(checked)
+
+
+def write_digests(dataset: IndexedDataset) -> Path:
+    """Put the digests of the data into the metadata beside them, and give its path."""
+    path, known = DatasetMetadata.path(dataset.local_prefix), DatasetMetadata.read(dataset.local_prefix)
+    metadata = known or DatasetMetadata(
+        tokenizer=None,
+        num_tokens=dataset.num_tokens,
+        num_sequences=len(dataset),
+        num_documents=dataset.num_documents,
+        max_token_id=max((int(block.max()) for block in dataset.blocks()), default=None),
+    )
+    with write_errors(path, remedy="choose data in a folder that can be written to"), replaced_file(path) as aside:
+        aside.write_text(replace(metadata, sha256=dataset.digests()).to_json(), encoding="utf-8")
+    return path
 
 
 def unigram_entropy(dataset: IndexedDataset) -> float:

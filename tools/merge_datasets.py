@@ -62,6 +62,9 @@ def merge(prefixes: Sequence[str], output_prefix: str, *, multimodal: bool) -> D
                 f"{dataset.prefix} holds {dataset.dtype} tokens and {first.prefix} {first.dtype}: "
                 "only data sets of one type can be merged; preprocess one of them again with the other's tokenizer"
             )
+        metadata = DatasetMetadata.read(dataset.prefix)
+        if metadata is not None and metadata.sha256 is not None:  # what is damaged must not get a digest of its own
+            metadata.check_content(dataset.prefix, dataset.digests())
     with IndexedDatasetWriter(
         output_prefix, first.dtype, multimodal=multimodal, tokenizer=common_tokenizer(prefixes)
     ) as writer:

@@ -55,6 +55,11 @@ class DataConfig:
     mmap_bin_files: bool = flag(
         "Read .bin files with ordinary reads instead of mapping them.", default=True, off="--no-mmap-bin-files"
     )
+    verify_data: bool = flag(
+        "At the start, read all bytes of the data and compare them with their digests in PREFIX.meta.json and with "
+        "those of other ranks (about a second a GB, on each rank).",
+        default=False,
+    )
     reset_position_ids: bool = flag("Positions start anew after each end of document.", default=False)
     reset_attention_mask: bool = flag("Attend only within a document.", default=False)
     eod_mask_loss: bool = flag("No loss where the input token is the end of a document.", default=False)

@@ -15,6 +15,7 @@ from megatron.core.context_parallel.slicing import take
 from megatron.core.datasets.blended_dataset import continue_phases, mix_of
 from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.loader import Batch, build_loader
+from megatron.core.datasets.metadata import ContentDigests
 from megatron.core.datasets.phases import Phase, next_phases
 from megatron.core.datasets.sampler import MicrobatchSampler
 from megatron.core.datasets.splits import SPLITS, SplitName
@@ -196,12 +197,21 @@ def offline_splits(config: RunConfig, recipe: Recipe) -> tuple[DatasetSplits, To
 def build_splits(config: RunConfig, recipe: Recipe, context: ParallelContext, tokenizer: Tokenizer) -> DatasetSplits:
     """Build the data sets on every rank and compare what they hold. A collective."""
     splits = recipe.build_datasets(config, tokenizer, split_sizes(config))
-    digests = gather_objects(splits.digest, context.mesh)
-    for rank, digest in enumerate(digests):
-        if digest != digests[0]:
+    views = gather_objects((splits.digest, splits.contents), context.mesh)
+    contents = dict[str, tuple[int, ContentDigests]]()
+    for rank, (digest, known) in enumerate(views):
+        if digest != views[0][0]:
             raise ParallelError(
-                f"rank {rank} sees other data than rank 0 (digests {digest[:12]} and {digests[0][:12]}): "
+                f"rank {rank} sees other data than rank 0 (digests {digest[:12]} and {views[0][0][:12]}): "
                 "the files behind --data-path must be the same on every node",
                 exit_code=RESTART_CANNOT_HELP,
             )
+        for prefix, content in known.items():
+            first, expected = contents.setdefault(prefix, (rank, content))
+            if content != expected:
+                raise ParallelError(
+                    f"rank {rank} sees other bytes behind {prefix} than rank {first}: the files must be the same on "
+                    "every node; copy them again",
+                    exit_code=RESTART_CANNOT_HELP,
+                )
     return splits

@@ -99,6 +99,13 @@ def validation_ends(run: RunConfig) -> str | None:
     return None
 
 
+def verified_data_are_files(run: RunConfig) -> str | None:
+    """Made-up data can't be damaged."""
+    if run.data.verify_data and run.data.mock_data:
+        return "--verify-data compares files with their digests; leave it out with --mock-data"
+    return None
+
+
 def packing_is_possible(run: RunConfig) -> str | None:
     """What --packing, --sft and --fim-rate exclude."""
     data = run.data
@@ -202,6 +209,7 @@ RULES = (
     blends_are_sound,
     validation_sets_exist,
     validation_ends,
+    verified_data_are_files,
     packing_is_possible,
     tokenizer_has_files,
     saving_needs_a_folder,

@@ -79,6 +79,7 @@ def tasks_read_their_own_data(run: RunConfig) -> str | None:
         "--data-args-path": data.data_args_path,
         "--per-split-data-args-path": data.per_split_data_args_path,
         "--mock-data": data.mock_data,
+        "--verify-data": data.verify_data,
     }
     named = [*(flag for flag, value in given.items() if value), *data.given_document_flags()]
     return (

@@ -19,7 +19,7 @@ from megatron.core.datasets.blended_dataset import BlendedDataset, MixedDataset
 from megatron.core.datasets.index_cache import IndexCache, digest_of
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.indexed_format import idx_path
-from megatron.core.datasets.metadata import DatasetMetadata, DescribesTokenizer, TokenizerStamp
+from megatron.core.datasets.metadata import ContentDigests, DatasetMetadata, DescribesTokenizer, TokenizerStamp
 from megatron.core.datasets.samples import Documents, SourceDataset
 from megatron.core.datasets.sources import SplitSources, read_sources
 from megatron.core.datasets.splits import MOCK_SPLIT, WHOLE, Share, SplitName, SplitSizes, parse_split
@@ -38,13 +38,15 @@ class DatasetSplits:
     """The data sets of a run; None for a split that isn't needed or has no share of the data.
 
     ``valid_sets``: with ``--multiple-validation-sets`` the sets by name, and ``valid`` is None.
-    ``remarks``: what a user should know about them.
+    ``contents``: digests of all bytes behind each prefix, as far as they are known. ``remarks``: what a user should
+    know about them.
     """
 
     train: MixedDataset | None
     valid: MixedDataset | None
     test: MixedDataset | None
     valid_sets: Mapping[str, MixedDataset] = field(default_factory=dict)
+    contents: Mapping[str, ContentDigests] = field(default_factory=dict)
     remarks: Sequence[str] = ()
 
     def of(self, split: SplitName) -> MixedDataset | None:
@@ -120,7 +122,8 @@ def build_splits(
         valid, named = None, builder.build_named("valid", valid_size)
     else:
         valid, named = builder.build("valid", valid_size), {}
-    return DatasetSplits(train, valid, builder.build("test", sizes.test), named, builder.remarks)
+    test = builder.build("test", sizes.test)
+    return DatasetSplits(train, valid, test, named, contents=builder.contents, remarks=builder.remarks)
 
 
 def sources_read(data: DataConfig, sizes: SplitSizes) -> list[str]:
@@ -171,6 +174,7 @@ class _SplitBuilder:
                 "there are no data: give --data-path PREFIX, or --train-data-path and its like, or --mock-data"
             )
         self._opened: dict[str, Source] = {}
+        self.contents: dict[str, ContentDigests] = {}
         self.remarks: list[str] = []
 
     def build(self, split: SplitName, num_samples: int | None) -> MixedDataset | None:
@@ -224,8 +228,25 @@ class _SplitBuilder:
 
     def _open(self, prefix: str) -> Source:
         if prefix not in self._opened:
-            self._opened[prefix] = open_source(prefix, self._data, stamp=self._stamp, vocab_size=self._vocab_size)
+            source = open_source(prefix, self._data, stamp=self._stamp, vocab_size=self._vocab_size)
+            for documents in (source.documents, source.targets):
+                if isinstance(documents, IndexedDataset):
+                    self._note_content(documents, DatasetMetadata.read(documents.local_prefix))
+            self._opened[prefix] = source
         return self._opened[prefix]
+
+    def _note_content(self, documents: IndexedDataset, metadata: DatasetMetadata | None) -> None:
+        """Note the digests stored beside a data set, or with ``--verify-data`` those that it has."""
+        known = metadata.sha256 if metadata else None
+        if self._data.verify_data:
+            found = documents.digests()
+            if metadata is not None:
+                metadata.check_content(documents.local_prefix, found)
+            compared = "as written" if known else "the same on every rank, and there is no digest to compare with"
+            self.remarks.append(f"{documents.prefix}: all bytes are {compared} (--verify-data)")
+            known = found
+        if known is not None:
+            self.contents[documents.prefix] = known
 
     def _part(self, source: Source, *, split: SplitName, share: Share, copy: int) -> Part:
         return Part(source, split, share.units(self._family.count_units(source.documents)), copy)

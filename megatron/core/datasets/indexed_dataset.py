@@ -31,7 +31,7 @@ from megatron.core.datasets.indexed_format import (
     read_header,
     token_dtype,
 )
-from megatron.core.datasets.metadata import DatasetMetadata, TokenizerStamp
+from megatron.core.datasets.metadata import ContentDigests, DatasetMetadata, TokenizerStamp
 from megatron.core.datasets.remote import RemoteTokens
 from megatron.core.files.remote_path import is_url
 from megatron.errors import RESTART_MAY_HELP, ConfigError, DataError
@@ -144,6 +144,13 @@ class IndexedDataset:
         for start in range(0, self.num_tokens, count):
             yield self._read(start, min(count, self.num_tokens - start))
 
+    def digests(self) -> ContentDigests:
+        """Digests of all bytes of both files, which are read whole."""
+        tokens = hashlib.sha256()
+        for block in self.blocks():
+            tokens.update(block.data)
+        return ContentDigests(tokens.hexdigest(), _sha256(idx_path(self.local_prefix)).hexdigest())
+
     def _read(self, start: int, count: int) -> NDArray[Any]:
         if self._remote is not None:
             self._remote.ensure(start * self.dtype.itemsize, (start + count) * self.dtype.itemsize)
@@ -188,6 +195,7 @@ class IndexedDatasetWriter:
         finals = (bin_path(self.prefix), DatasetMetadata.path(self.prefix), idx_path(self.prefix))
         self._aside = {path: path.with_name(path.name + ".part") for path in finals}
         self._tables: list[Path] = []
+        self._written: ContentDigests | None = None
         self._open, self._alone = ExitStack(), ExitStack()
         self._lasting = True  # until the files are known to be ours
         with self._writing():
@@ -195,6 +203,7 @@ class IndexedDatasetWriter:
             self._lock(self._aside[bin_path(self.prefix)])
             self._lasting = resume is not None
             self._bin = self._part(self._aside[bin_path(self.prefix)], size=self.num_tokens * self.dtype.itemsize)
+            self._digest = _sha256(self._aside[bin_path(self.prefix)])
             self._lengths = self._table("lengths", size=self.num_sequences * LENGTH_DTYPE.itemsize)
             self._boundaries = self._table("documents", size=self.num_documents * OFFSET_DTYPE.itemsize)
             self._modes = self._table("modes", size=self.num_sequences) if multimodal else None
@@ -220,6 +229,10 @@ class IndexedDatasetWriter:
     def _part(self, path: Path, *, size: int) -> IO[bytes]:
         """The file, cut to the ``size`` bytes that count, open at its end."""
         file = self._open.enter_context(path.open("rb+" if size else "wb+"))
+        if os.fstat(file.fileno()).st_size < size:
+            raise DataError(
+                f"{path} is shorter than the {size} bytes at which an interrupted run goes on: remove it to begin anew"
+            )
         file.truncate(size)
         file.seek(size)
         return file
@@ -297,18 +310,21 @@ class IndexedDatasetWriter:
                     f"{bin_path(self.prefix)}: the tokenizer makes ids beyond its vocabulary size"
                 )
             self.max_token_id = high if self.max_token_id is None else max(high, self.max_token_id)
+        content = np.ascontiguousarray(values, self.dtype).reshape(-1).data
+        self._digest.update(content)
         with self._writing():
-            self._bin.write(np.ascontiguousarray(values, self.dtype).data)
+            self._bin.write(content)
         self.num_tokens += values.size
 
     def metadata(self) -> DatasetMetadata:
-        """What has been written so far."""
+        """What has been written so far; digests when it is finished."""
         return DatasetMetadata(
             tokenizer=self.tokenizer,
             num_tokens=self.num_tokens,
             num_sequences=self.num_sequences,
             num_documents=self.num_documents,
             max_token_id=self.max_token_id,
+            sha256=self._written,
         )
 
     def sync(self) -> DatasetMetadata:
@@ -329,6 +345,7 @@ class IndexedDatasetWriter:
         with self._writing():
             with self._aside[index].open("wb") as file:
                 self._write_index(file)
+            self._written = ContentDigests(self._digest.hexdigest(), _sha256(self._aside[index]).hexdigest())
             self._aside[DatasetMetadata.path(self.prefix)].write_text(self.metadata().to_json(), encoding="utf-8")
             self._open.close()
             for aside in self._aside.values():
@@ -381,6 +398,15 @@ class IndexedDatasetWriter:
 
 def _open(prefix: str, mmap: bool, multimodal: bool, cache: Path | None) -> IndexedDataset:
     return IndexedDataset(prefix, mmap=mmap, multimodal=multimodal, cache=cache)
+
+
+def _sha256(path: Path) -> hashlib._Hash:
+    """Digest of a file's content, which more can be added to."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest
 
 
 def _map_array(path: Path, dtype: np.dtype[Any], *, count: int, start: int = 0) -> NDArray[Any]:

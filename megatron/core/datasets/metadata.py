@@ -55,6 +55,14 @@ class TokenizerStamp:
         return f"{self.type} ({self.vocab_size} ids, fingerprint {self.fingerprint[:12]})"
 
 
+@dataclass(frozen=True)
+class ContentDigests:
+    """SHA-256 (hex) of all bytes of ``PREFIX.bin`` and ``PREFIX.idx``, as ``sha256sum`` prints them."""
+
+    bin: str
+    idx: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class DatasetMetadata:
     """What is known about the tokens of ``PREFIX.bin`` without reading them."""
@@ -64,6 +72,7 @@ class DatasetMetadata:
     num_sequences: int
     num_documents: int
     max_token_id: int | None  # None: no tokens, or tokens that aren't integers
+    sha256: ContentDigests | None = None
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -100,6 +109,16 @@ class DatasetMetadata:
                 f"{self.path(prefix)} describes {self.num_tokens} tokens in {self.num_sequences} sequences but "
                 f"{prefix}.idx has {num_tokens} in {num_sequences}: it belongs to other files; copy its own"
             )
+
+    def check_content(self, prefix: str, found: ContentDigests) -> None:
+        """DataError when the files hold other bytes than those that were written; nothing is known without digests."""
+        for ending, digest in asdict(found).items():
+            written = getattr(self.sha256, ending, digest)
+            if digest != written:
+                raise DataError(
+                    f"{prefix}.{ending} is not what was written: its SHA-256 begins with {digest[:12]}, that in "
+                    f"{self.path(prefix).name} with {written[:12]}; copy the file again, or preprocess the text again"
+                )
 
     def check_tokenizer(self, prefix: str, run: TokenizerStamp) -> None:
         """DataError when the data was tokenized by another tokenizer than the run's."""

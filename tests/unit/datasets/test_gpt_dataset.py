@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from megatron.core.datasets.gpt_dataset import DatasetSplits, build_gpt_splits
 from megatron.core.datasets.gpt_samples import GPTDataset
 from megatron.core.datasets.index_build import build_megatron
 from megatron.core.datasets.index_cache import IndexCache
+from megatron.core.datasets.metadata import ContentDigests
 from megatron.core.datasets.samples import SampleDataset
 from megatron.core.datasets.splits import SplitSizes
 from megatron.errors import ConfigError, DataError
@@ -330,3 +332,22 @@ def test_cache_lies_beside_the_data_or_where_it_is_asked(
         assert splits.train is not None
         splits.train[0]
         assert len(list(folder.glob("*.npy"))) == 2
+
+
+def test_all_bytes_are_compared_with_what_was_written(write_documents: WriteDocuments) -> None:
+    """A bit that flipped in a copy trained to the end: the usual checks read 4 kB."""
+    prefix = write_documents(numbered(0, length=2000), tokenizer=TOKENIZER)
+    digests = [hashlib.sha256(Path(f"{prefix}.{ending}").read_bytes()).hexdigest() for ending in ("bin", "idx")]
+    splits = build(data_path=(prefix,), split="1,0,0", verify_data=True)
+    assert splits.contents == {prefix: ContentDigests(*digests)}
+    assert splits.remarks == [f"{prefix}: all bytes are as written (--verify-data)"]
+    content = bytearray(Path(f"{prefix}.bin").read_bytes())
+    content[23_456] ^= 1
+    Path(f"{prefix}.bin").write_bytes(content)
+    assert build(data_path=(prefix,), split="1,0,0").digest == splits.digest
+    with pytest.raises(DataError, match=r"data\.bin is not what was written"):
+        build(data_path=(prefix,), split="1,0,0", verify_data=True)
+    Path(f"{prefix}.meta.json").unlink()
+    other = build(data_path=(prefix,), split="1,0,0", verify_data=True)
+    assert other.contents[prefix] != splits.contents[prefix]
+    assert "there is no digest to compare with" in other.remarks[0]

@@ -78,12 +78,31 @@ def test_unigrams(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_verify(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A flipped bit in a copied file is found, with its place, before it trains an unknown row of the embeddings."""
     inspect_dataset.main(["--prefix", prefix, "--verify"])
-    assert "verified     index, sizes, all ids below 51, metadata\n" in capsys.readouterr().out
+    assert "verified     index, sizes, all ids below 51, metadata, all bytes as written\n" in capsys.readouterr().out
     content = bytearray(Path(f"{prefix}.bin").read_bytes())
     content[2 * 10 : 2 * 10 + 2] = (51).to_bytes(2, "little")
     Path(f"{prefix}.bin").write_bytes(content)
     with pytest.raises(DataError, match=r"token id 51 .document 2, sequence 5, token 0., outside a vocabulary of 51"):
         inspect_dataset.main(["--prefix", prefix, "--verify"])
+
+
+def test_digests_of_data_made_elsewhere(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Megatron-LM writes none; stored once, they tell of every bit that changes later, in copies too."""
+    made = Path(f"{prefix}.meta.json").read_text()
+    Path(f"{prefix}.meta.json").unlink()
+    inspect_dataset.main(["--prefix", prefix, "--write-digests"])
+    assert f"wrote        {prefix}.meta.json" in capsys.readouterr().out
+    assert json.loads(Path(f"{prefix}.meta.json").read_text()) == {**json.loads(made), "tokenizer": None}
+    for ending, at in ((".bin", 0), (".idx", -16)):  # the end of the last document but one, which nothing else tells
+        path = Path(prefix + ending)
+        content = bytearray(path.read_bytes())
+        content[at] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=rf"data\{ending} is not what was written"):
+            inspect_dataset.main(["--prefix", prefix, "--verify"])
+        content[at] ^= 1
+        path.write_bytes(content)
+    inspect_dataset.main(["--prefix", prefix, "--verify"])
 
 
 def test_verify_metadata_and_tokenizer(prefix: str) -> None:

@@ -26,6 +26,13 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
+def flip(path: Path, at: int) -> None:
+    """Change a bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
 def write(prefix: Path, documents: list[list[list[int]]], *, dtype: Any = np.uint16, **options: Any) -> None:
     with IndexedDatasetWriter(prefix, dtype, **options) as writer:
         for document in documents:
@@ -50,7 +57,7 @@ def test_documents_follow_in_the_order_of_the_names(folder: Path, capsys: pytest
     assert [sequence.tolist() for sequence in merged[:]] == [[1], [2, 3], [4, 5], [6]]
     assert merged.boundaries.tolist() == [0, 1, 2, 4, 4]
     assert DatasetMetadata.read(prefix) == DatasetMetadata(
-        tokenizer=GPT2, num_tokens=6, num_sequences=4, num_documents=4, max_token_id=6
+        tokenizer=GPT2, num_tokens=6, num_sequences=4, num_documents=4, max_token_id=6, sha256=merged.digests()
     )
     assert "2 data sets, 4 documents, 4 sequences, 6 tokens" in capsys.readouterr().out
 
@@ -62,6 +69,19 @@ def test_modes_are_kept(folder: Path) -> None:
     merged = IndexedDataset(merge(folder, "--multimodal"), multimodal=True)
     assert merged.modes is not None
     assert merged.modes.tolist() == [0, 1, 0, 0, 1, 0]
+
+
+def test_damaged_data_are_not_merged(folder: Path) -> None:
+    """A flipped bit would get a digest that calls it right."""
+    for name in "ab":
+        write(folder / name, [[[1], [2]], [[3]]])
+    flip(folder / "b.bin", 5)
+    with pytest.raises(
+        DataError, match=r"b\.bin is not what was written: its SHA-256 begins with .* copy the file again"
+    ):
+        merge(folder)
+    (folder / "b.meta.json").unlink()
+    merge(folder)
 
 
 @pytest.mark.parametrize("ending", [".bin", ".idx"])

@@ -116,6 +116,18 @@ def test_a_mended_file_further_on_does_not_cost_what_came_before(
     assert "interrupted run" in capsys.readouterr().err
 
 
+def test_a_part_that_lost_its_end_is_an_error(
+    tmp_path: Path, inputs: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash of the machine can shorten a file; it was filled up with zeros, which trained as tokens."""
+    interrupt(monkeypatch, inputs, tmp_path / "out", after=3)
+    os.truncate(tmp_path / "out_text_document.bin.part", 100)
+    with pytest.raises(DataError, match=r"out_text_document.bin.part is shorter than the \d+ bytes .* remove it"):
+        preprocess(inputs, tmp_path / "out")
+    os.unlink(tmp_path / "out_text_document.bin.part")
+    assert preprocess(inputs, tmp_path / "out") == preprocess(inputs, tmp_path / "whole")
+
+
 def test_lost_parts_mean_a_new_start(tmp_path: Path, inputs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody tidied up between the two runs."""
     interrupt(monkeypatch, inputs, tmp_path / "out", after=3)

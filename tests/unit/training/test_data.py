@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 import pytest
 import torch
 
+from megatron.core.datasets.metadata import ContentDigests
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RngStreams
@@ -111,9 +113,23 @@ def test_the_last_batch_of_the_data_is_read_whole() -> None:
 
 def test_ranks_that_see_other_data_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stale file on one node would silently mix two data sets."""
-    monkeypatch.setattr(data, "gather_objects", lambda value, mesh: [value, "ab" * 32])
+    monkeypatch.setattr(data, "gather_objects", lambda value, mesh: [value, ("ab" * 32, {})])
     with pytest.raises(ParallelError, match="rank 1 sees other data than rank 0"):
         of_rank("--mock-data", dp=2)
+
+
+def test_ranks_that_see_other_bytes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data of one size and one beginning passed for the same; ranks that know no digest have nothing to compare."""
+    here, there = ContentDigests("a", "b"), ContentDigests("c", "b")
+    for views, wrong in (
+        ([{"x": here}, {}, {"x": here, "y": there}], None),
+        ([{}, {"x": here}, {"x": there}], "rank 2 sees other bytes behind x than rank 1"),
+    ):
+        monkeypatch.setattr(
+            data, "gather_objects", lambda value, mesh, views=views: [(value[0], contents) for contents in views]
+        )
+        with nullcontext() if wrong is None else pytest.raises(ParallelError, match=wrong):
+            of_rank("--mock-data", dp=2)
 
 
 @pytest.mark.parametrize("reset", [False, True])
