@@ -219,7 +219,7 @@ def _shown(ids: NDArray[Any], tokenizer: Tokenizer | None) -> str:
 
 def draw_histogram(datasets: Sequence[IndexedDataset], output: Path) -> None:
     """Write a picture of how long documents are; raises ConfigError when it can't be drawn."""
-    from megatron.training.picture import COLORS, INK, new_axes, save, style
+    from megatron.training.picture import COLORS, legend, new_axes, save, style
 
     axes = new_axes()
     lengths = [np.maximum(document_lengths(dataset), 1) for dataset in datasets]
@@ -236,8 +236,8 @@ def draw_histogram(datasets: Sequence[IndexedDataset], output: Path) -> None:
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.locator_params(axis="y", integer=True)
     axes.tick_params(which="minor", length=0)
-    axes.legend(frameon=False, labelcolor=INK, fontsize=11)
     style(axes, x="tokens of a document", y="documents")
+    legend(axes)
     save(axes, output, flag="--histogram")
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.errors import ConfigError, DataError, run_command
-from megatron.training.picture import COLORS, INK, new_axes, save, style
+from megatron.training.picture import COLORS, legend, new_axes, save, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -118,8 +118,8 @@ def draw(runs: list[Losses], output: Path, *, title: str | None = None) -> None:
         _draw_run(axes, run, color=color, validation_color=other, prefix="" if len(runs) == 1 else f"{run.label}: ")
     axes.set_xlim(left=0)
     axes.margins(x=0.02)
-    axes.legend(frameon=False, labelcolor=INK, fontsize=11)
     style(axes, x="iteration", y=f"{runs[0].name} (nats per token)", title=title)
+    legend(axes)
     save(axes, output)
 
 

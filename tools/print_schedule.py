@@ -20,18 +20,18 @@ from megatron.core.pipeline_parallel.schedules import training_schedule
 from megatron.core.pipeline_parallel.simulate import Durations, Simulation, simulate
 from megatron.core.pipeline_parallel.timeline import draw
 from megatron.errors import ConfigError, run_command
+from megatron.training.picture import FAINT, INK, legend
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLORS: dict[Kind, str] = {"F": "#2a6fb0", "B": "#3d8b5f", "I": "#3d8b5f", "W": "#b8862b"}
+COLORS: dict[Kind, str] = {"F": "#2a6fb0", "B": "#3d8b5f", "I": "#8a5aa8", "W": "#b8862b"}
 MEANINGS: dict[Kind, str] = {
     "F": "forward",
     "B": "backward",
     "I": "backward, gradients of inputs",
     "W": "backward, gradients of weights",
 }
-INK, FAINT = "#222222", "#dddddd"
 MOST_LABELLED = 2000  # boxes; more of them hide their labels
 
 
@@ -142,13 +142,18 @@ def _draw_rows(axes: Axes, simulation: Simulation) -> None:
     for rank, row in enumerate(simulation.rows):
         for interval in row:
             action, length = interval.action, interval.end - interval.start
-            strength = 1.0 - 0.65 * action.chunk / max(chunks - 1, 1)
+            strength = strength_of(action.chunk, chunks)
             color = COLORS[action.kind]
             axes.barh(rank, length, left=interval.start, height=0.86, color=color, alpha=strength, edgecolor="white")
             if labelled:
                 ink = "white" if strength > 0.6 else INK
                 middle = interval.start + length / 2
                 axes.text(middle, rank, str(action.microbatch), ha="center", va="center", color=ink, fontsize=7)
+
+
+def strength_of(chunk: int, chunks: int) -> float:
+    """How opaque the boxes of a chunk are."""
+    return 1.0 - 0.65 * chunk / max(chunks - 1, 1)
 
 
 def _style(axes: Axes, simulation: Simulation) -> None:
@@ -161,12 +166,13 @@ def _style(axes: Axes, simulation: Simulation) -> None:
     axes.tick_params(length=0, labelcolor=INK)
     axes.set_xlim(0, simulation.makespan)
     axes.set_xlabel("time", color=INK)
-    kinds = [kind for kind in MEANINGS if any(action.kind == kind for action in schedule.orders[0])]
+    used = {action.kind for order in schedule.orders for action in order}
+    kinds, chunks = [kind for kind in MEANINGS if kind in used], schedule.placement.num_chunks
     for kind in kinds:
-        axes.barh([0], [0], color=COLORS[kind], label=MEANINGS[kind])
-    axes.legend(
-        frameon=False, labelcolor=INK, ncols=len(kinds), loc="upper left", bbox_to_anchor=(0, -0.18), fontsize=8
-    )
+        for chunk in range(chunks):
+            label = MEANINGS[kind] + (f", chunk {chunk}" if chunks > 1 else "")
+            axes.barh([0], [0], color=COLORS[kind], alpha=strength_of(chunk, chunks), label=label)
+    legend(axes, columns=len(kinds))
     title = f"{schedule.name}: bubble {100 * simulation.bubble:.1f} %, a step takes {simulation.makespan:g}"
     axes.set_title(title, loc="left", color=INK, fontsize=11, pad=10)
 

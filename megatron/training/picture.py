@@ -41,6 +41,12 @@ def style(axes: Axes, *, x: str, y: str, title: str | None = None) -> None:
         axes.set_title(title, loc="left", color=INK, fontsize=13, pad=12)
 
 
+def legend(axes: Axes, *, columns: int = 1) -> None:
+    """What the colours mean, below the axes, where it covers nothing that is drawn."""
+    figure: Figure = axes.get_figure()  # type: ignore[assignment]
+    figure.legend(loc="outside lower left", ncols=columns, frameon=False, labelcolor=INK, fontsize=9)
+
+
 def save(axes: Axes, output: Path, *, flag: str = "--output") -> None:
     """Write the picture; raises ConfigError when the file can't be written, or its ending is no picture's."""
     figure: Figure = axes.get_figure()  # type: ignore[assignment]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -133,6 +134,20 @@ def test_histogram(prefix: str, tmp_path: Path) -> None:
     assert drawing.count("<path") > 10
     with pytest.raises(ConfigError, match="--histogram .* cannot be written"):
         inspect_dataset.main(["--prefix", prefix, "--histogram", str(tmp_path / "picture.xyz")])
+
+
+def test_the_legend_covers_nothing(prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lay over the tallest bar."""
+    pytest.importorskip("matplotlib", reason="matplotlib, which draws, is optional")
+    from megatron.training import picture
+
+    drawn: list[Any] = []
+    monkeypatch.setattr(picture, "save", lambda axes, *paths, **flags: drawn.append(axes))
+    inspect_dataset.main(["--prefix", prefix, "--histogram", str(tmp_path / "picture.png")])
+    (axes,) = drawn
+    axes.figure.canvas.draw()
+    (legend,) = axes.figure.legends
+    assert not legend.get_window_extent().overlaps(axes.get_window_extent())
 
 
 @pytest.mark.parametrize("loader", ["single", "cyclic"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
@@ -52,6 +53,18 @@ def test_bad_flags(flags: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         main(flags.split())
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(("name", "most"), [("zb-v", 6), ("interleaved", 4), ("1f1b", 2)])
+def test_every_shade_is_explained(name: str, most: int, tmp_path: Path) -> None:
+    """Chunks after the first are lighter, and no legend said so."""
+    pytest.importorskip("matplotlib", reason="matplotlib, which draws, is optional")
+    main(["--pipeline-schedule", name, "--num-microbatches", "3", "--output", str(tmp_path / "schedule.svg")])
+    drawing = (tmp_path / "schedule.svg").read_text()
+    shades = set(re.findall(r'style="fill: (#\w{6}(?:; opacity: [\d.]+)?); stroke: #ffffff', drawing))
+    labels = re.findall(r"<!-- ((?:forward|backward).*) -->", drawing)
+    assert len(shades) == len(labels) == most
+    assert ("backward, gradients of weights, chunk 1" in labels) == (name == "zb-v")
 
 
 def test_pictures_that_cannot_be_written(tmp_path: Path) -> None:
