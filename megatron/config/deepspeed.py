@@ -63,7 +63,7 @@ def deepspeed_settings(config: Mapping[str, Any]) -> DeepSpeedSettings:
         asked.append(("zero_optimization.stage", "use_distributed_optimizer", True))
     for part in ("offload_optimizer", "offload_param"):
         if entries.pop(f"zero_optimization.{part}.device", "none") != "none":
-            refused.append(f"zero_optimization.{part}: nothing is kept in the CPU's memory; leave it out")
+            refused.append(f"zero_optimization.{part}: offloading to CPU memory is not available yet; leave it out")
     for name in _REFUSED:
         if entries.pop(f"{name}.enabled", False):
             refused.append(f"{name} is not available; leave it out")

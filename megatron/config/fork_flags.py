@@ -9,22 +9,21 @@ from __future__ import annotations
 FORKS_IGNORED: tuple[tuple[str, str], ...] = (
     (
         "deepspeed deepspeed-mpi deepspeed_mpi",
-        "training runs on PyTorch alone; --use-distributed-optimizer is ZeRO 1",
+        "DeepSpeed is not used; --use-distributed-optimizer is ZeRO 1",
     ),
     (
         "deepspeed-activation-checkpointing partition-activations contigious-checkpointing synchronize-each-layer "
         "profile-backward split-transformers memory-centric-tiled-linear tile-factor scattered-embeddings",
-        "it tunes DeepSpeed's recomputation; --recompute-granularity says what is recomputed, and --sequence-parallel "
-        "divides what is kept",
+        "it tunes DeepSpeed's activation checkpointing; see --recompute-granularity and --sequence-parallel",
     ),
     (
         "no-pipeline-parallel",
-        "--pipeline-model-parallel-size alone says whether there is a pipeline",
+        "only --pipeline-model-parallel-size decides whether there is a pipeline",
     ),
     (
         "zero-contigious-gradients zero-reduce-scatter zero-reduce-bucket-size zero-allgather-bucket-size "
         "use-pin-memory use-contiguous-parameters-in-local-ddp",
-        "gradient buckets are laid out and reduced in one way; --ddp-bucket-size sets their size",
+        "there is one layout of gradient buckets; --ddp-bucket-size sets their size",
     ),
     (
         "use-mpi",
@@ -34,31 +33,31 @@ FORKS_IGNORED: tuple[tuple[str, str], ...] = (
     (
         "structured-logs structured-logs-dir transformer-timers log-path log-optimizer-states-to-tensorboard "
         "codecarbon-dir log-level log-level-replica",
-        "it is not written; --tensorboard-dir and --timing-log-level say what is",
+        "that log is not available; see --tensorboard-dir and --timing-log-level",
     ),
     (
         "wandb-logger wandb-id wandb-tags wandb-model wandb-optimizer wandb-optimizer-version wandb-save-code "
         "wandb-save_code",
-        "--wandb-project turns Weights & Biases on, and --wandb-exp-name names the run",
+        "--wandb-project turns Weights & Biases on; --wandb-exp-name names the run",
     ),
     (
         "valid-num-workers",
-        "--num-workers holds for training and for evaluation",
+        "--num-workers applies to training and evaluation",
     ),
     (
         "abort-on-unmet-fused-kernel-constraints use-fused-rmsnorm use-fused-swiglu use-fused-rotary-pos-emb "
         "use-fused-sdpa use-fused-sdpa-with-recompute use-fast-softmax use-fused-layer-norm use-torch-compile "
         "use-torch-compiled-autograd compiled-autograd-fallback-mode use-mc2 mem-efficient-ln no-mem-efficient-ln "
         "async-tensor-model-parallel-allreduce use-cp-send-recv-overlap use-fused-ring-attention-update",
-        "which kernels are fused is decided by what is faster, and never changes results",
+        "the fastest kernels are always used, and fusion never changes results",
     ),
     (
         "reuse-fp32-param swap-attention",
-        "it saves memory on one maker's devices; --use-distributed-optimizer and --recompute-granularity save it here",
+        "it saves memory on NPUs; --use-distributed-optimizer and --recompute-granularity save memory here",
     ),
     (
         "tokenizer-not-use-fast trust-remote-code tokenizer-padding-side",
-        "tokenizers are read by the tokenizers library, which runs no code of a model's repository and pads nothing",
+        "the tokenizers library reads the tokenizer; it runs no remote code and adds no padding",
     ),
     (
         "reset-progress",
@@ -66,24 +65,24 @@ FORKS_IGNORED: tuple[tuple[str, str], ...] = (
     ),
     (
         "kill-switch-path",
-        "no file stops a run; --exit-signal-handler saves and stops it on SIGTERM",
+        "a run is not stopped by a file; --exit-signal-handler saves and stops it on SIGTERM",
     ),
     (
         "zero-bubble-pipeline-timers-start-iter zero-bubble-pipeline-timers-end-iter zero-bubble-max-pending-backward "
         "enable-optimizer-post-validation enable-exactly-numeric-match",
-        "schedules are planned before the run, and the optimizer's step waits for all gradients",
+        "the schedule is computed before the run, without measuring; the optimizer step waits for all gradients",
     ),
     (
         "gemm-gradient-accumulation-fusion no-shared-storage optimizer-selection",
-        "there is one way to accumulate gradients, to share files and to compute AdamW",
+        "there is only one implementation",
     ),
     (
         "repeated-dataloader resume-dataloader",
-        "data is repeated for as many epochs as --train-iters or --train-samples need",
+        "the data is always repeated until --train-iters or --train-samples is reached",
     ),
     (
         "model-name model-type-hf handler-name",
-        "the sizes and switches say which model is trained",
+        "the model is defined by its sizes and switches",
     ),
 )
 
@@ -101,16 +100,16 @@ FORKS_REFUSED: tuple[tuple[str, str], ...] = (
         "cpu-optimizer cpu_torch_adam optimizer-offload-policy optimizer-offload cpu-offloading "
         "cpu-offloading-num-layers checkpoint-in-cpu ds-sequence-parallel-fpdt ds-sequence-parallel-fpdt-chunk-size "
         "ds-sequence-parallel-fpdt-offloading",
-        "nothing is kept in the CPU's memory; --recompute-granularity full, --use-distributed-optimizer and more "
-        "model-parallel ranks save GPU memory",
+        "offloading to CPU memory is not available yet; --recompute-granularity full, --use-distributed-optimizer and "
+        "more model-parallel ranks save GPU memory",
     ),
     (
         "remote-device",
-        "weights stay on the GPU; --tensor-model-parallel-size and --pipeline-model-parallel-size divide them",
+        "offloading weights is not available yet; --tensor-model-parallel-size divides them",
     ),
     (
         "universal-checkpoint",
-        "every checkpoint loads at any layout; one of DeepSpeed's cannot be read",
+        "DeepSpeed's checkpoints cannot be read; checkpoints of this program load at any layout",
     ),
     (
         "pad-vocab-size-to",
@@ -118,7 +117,7 @@ FORKS_REFUSED: tuple[tuple[str, str], ...] = (
     ),
     (
         "vocab-extra-ids-list extra-vocab-size",
-        "the tokenizer's own special tokens count; --make-vocab-size-divisible-by pads the vocabulary",
+        "add tokens to the tokenizer's files; --make-vocab-size-divisible-by pads the vocabulary",
     ),
     (
         "patch-tokenizer-type",
@@ -132,17 +131,17 @@ FORKS_REFUSED: tuple[tuple[str, str], ...] = (
     ),
     (
         "skip-train-iteration-range",
-        "no iteration can be skipped yet; resume from a checkpoint before it with another --seed",
+        "skipping iterations is not available yet; leave it out",
     ),
     (
         "train-tokens lr-decay-tokens lr-warmup-tokens",
-        "lengths are counted in samples: give --train-samples, --lr-decay-samples and --lr-warmup-samples, which are "
-        "tokens divided by --seq-length",
+        "lengths in tokens are not available: give --train-samples, --lr-decay-samples and --lr-warmup-samples (tokens "
+        "divided by --seq-length)",
     ),
     (
         "curriculum-learning curriculum-learning-legacy data-efficiency-curriculum-learning random-ltd "
         "train-data-exact-num-epochs",
-        "every sample is used once an epoch at its full length; leave it out",
+        "curriculum learning and token dropping are not available; leave it out",
     ),
     (
         "kd load-teacher compression-training mos",
@@ -150,7 +149,7 @@ FORKS_REFUSED: tuple[tuple[str, str], ...] = (
     ),
     (
         "parallel-attn parallel-layernorm use-post-ln post-norm",
-        "each layer has its norms before attention and MLP, one after the other; leave it out for another model",
+        "layers are pre-norm, with attention and MLP one after the other; leave it out for another model",
     ),
     (
         "window-size sliding-window-size interleave-sliding-window",
@@ -162,12 +161,12 @@ FORKS_REFUSED: tuple[tuple[str, str], ...] = (
     ),
     (
         "output-logit-softcapping attn-logit-softcapping add-rmsnorm-offset",
-        "it belongs to Gemma's layers, which are not available yet; --apply-layernorm-1p stores norm weights minus one",
+        "Gemma's layers are not available yet; --apply-layernorm-1p stores norm weights minus one",
     ),
     (
         "loss-on-targets-only norm-target-loss prompt-type is-instruction-dataset stage data-type train-mode dataset "
         "max-padding-length no-pad-to-seq-lengths",
-        "instruction data is made by tools/preprocess_sft.py and trained on with --sft; for pretraining leave it out",
+        "for instruction data use tools/preprocess_sft.py and --sft; for pretraining leave it out",
     ),
     (
         "enable-hf2mg-convert load-hf-checkpoint",
@@ -176,11 +175,11 @@ FORKS_REFUSED: tuple[tuple[str, str], ...] = (
     (
         "recompute-activation-function recompute-activation-function-num-layers recompute-norm "
         "recompute-norm-num-layers enable-recompute-layers-per-pp-rank recompute-in-advance recompute-in-bubble",
-        "what is recomputed is chosen by --recompute-granularity full or --recompute-granularity selective",
+        "recomputation is --recompute-granularity full (layers) or --recompute-granularity selective (attention core)",
     ),
     (
         "train-data valid-data-file lazy-loader loose-json text-key presplit-sentences cache-dir use-tfrecords",
-        "text is made into PREFIX.bin and PREFIX.idx by tools/preprocess_data.py, and read with --data-path PREFIX",
+        "convert text with tools/preprocess_data.py, and give --data-path PREFIX",
     ),
     (
         "tokenizer-model-type tokenizer-path",
@@ -188,15 +187,15 @@ FORKS_REFUSED: tuple[tuple[str, str], ...] = (
     ),
     (
         "max-preds-per-seq",
-        "as many words are hidden as their share of each sample; leave it out",
+        "the number of masked words follows from their share; leave it out",
     ),
     (
         "fp32-embedding fp32-tokentypes fp32-layernorm",
-        "one format holds for all weights, and master weights are fp32; leave it out",
+        "all weights have one format, and master weights are fp32; leave it out",
     ),
     (
         "varuna",
-        "pipelines are those of --pipeline-model-parallel-size; leave it out",
+        "use --pipeline-model-parallel-size for a pipeline; leave it out",
     ),
     (
         "enable-zero-bubble zero-bubble-v-schedule",

@@ -8,11 +8,11 @@ IGNORED: tuple[tuple[str, str], ...] = (
         "no-masked-softmax-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion "
         "no-persist-layer-norm no-gradient-accumulation-fusion no-gradient-reduce-div-fusion "
         "no-async-tensor-model-parallel-allreduce",
-        "which kernels are fused is decided by what is faster, and never changes results",
+        "the fastest kernels are always used, and fusion never changes results",
     ),
     (
         "cross-entropy-loss-fusion cross-entropy-fusion-impl",
-        "the vocabulary loss is always fused and never holds all logits",
+        "the cross-entropy loss is always fused with the output layer",
     ),
     (
         "no-bias-gelu-fusion",
@@ -20,31 +20,31 @@ IGNORED: tuple[tuple[str, str], ...] = (
     ),
     (
         "openai-gelu gelu-tanh",
-        "GELU is the tanh approximation unless --exact-gelu",
+        "GELU is the tanh approximation unless --exact-gelu is given",
     ),
     (
         "fp16-lm-cross-entropy",
-        "the vocabulary loss is always computed in fp32",
+        "the cross-entropy loss is always computed in fp32",
     ),
     (
         "calculate-per-token-loss",
-        "the loss is always one sum over all tokens of the global batch divided by their number",
+        "the loss is always the mean over all tokens of the global batch",
     ),
     (
         "no-query-key-layer-scaling",
-        "attention scores are never scaled by layer",
+        "attention scores are never scaled by the layer number",
     ),
     (
         "use-cpu-initialization no-initialization init-model-with-meta-device",
-        "a weight's initial value depends on seed and name alone, on any device",
+        "initial weights depend only on --seed and the parameter's name, on any device",
     ),
     (
         "data-parallel-random-init",
-        "initial weights are the same on every replica and dropout differs, whatever the seed",
+        "initial weights are the same on every data-parallel rank, and dropout masks differ",
     ),
     (
         "te-rng-tracker inference-rng-tracker",
-        "random streams follow from seed and rank, with every kernel",
+        "random numbers depend only on --seed, sample, layer and rank, with every kernel",
     ),
     (
         "use-mcore-models use-legacy-models",
@@ -52,13 +52,13 @@ IGNORED: tuple[tuple[str, str], ...] = (
     ),
     (
         "transformer-impl",
-        "layers are built on PyTorch alone",
+        "all layers are PyTorch modules; Transformer Engine is not used",
     ),
     (
         "tp-comm-overlap tp-comm-overlap-cfg tp-comm-overlap-rs-dgrad disable-tp-comm-overlap-ag "
         "disable-tp-comm-overlap-rs disable-tp-comm-bulk-dgrad disable-tp-comm-bulk-wgrad "
         "disable-tp-comm-split-ag disable-tp-comm-split-rs tp-comm-bootstrap-backend",
-        "it tunes Transformer Engine's overlap of communication, which is not used",
+        "it tunes Transformer Engine's communication overlap, and Transformer Engine is not used",
     ),
     (
         "use-dist-ckpt ckpt-fully-parallel-save no-ckpt-fully-parallel-save ckpt-fully-parallel-load "
@@ -71,57 +71,59 @@ IGNORED: tuple[tuple[str, str], ...] = (
     ),
     (
         "dist-ckpt-strictness",
-        "a name missing from a checkpoint, or unknown to the model, is always an error",
+        "a missing or unexpected tensor in a checkpoint is always an error",
     ),
     (
         "no-align-grad-reduce no-align-param-gather ddp-pad-buckets-for-high-nccl-busbw ddp-average-in-collective "
         "no-contiguous-buffers-in-local-ddp DDP-impl suggested-communication-unit-size "
         "overlap-param-gather-with-optimizer-step",
-        "gradient buckets are laid out and reduced in one way; --ddp-bucket-size sets their size",
+        "there is one layout of gradient buckets; --ddp-bucket-size sets their size",
     ),
     (
         "overlap-p2p-communication-warmup-flush",
-        "pipeline messages overlap computing from the first to the last; --no-overlap-p2p-communication turns that off",
+        "pipeline communication always overlaps computation, also in warm-up and flush; --no-overlap-p2p-communication "
+        "turns the overlap off",
     ),
     (
         "no-scatter-gather-tensors-in-pipeline use-ring-exchange-p2p pipeline-model-parallel-comm-backend",
-        "pipeline messages are plain sends and receives on --distributed-backend",
+        "pipeline ranks use plain sends and receives of --distributed-backend",
     ),
     (
         "defer-embedding-wgrad-compute wgrad-deferral-limit",
-        "the output matrix's gradient is made with the loss; --pipeline-schedule zb-h1 or zb-v defer those of layers",
+        "the gradient of the output layer is computed with the loss; --pipeline-schedule zb-h1 and zb-v defer weight "
+        "gradients",
     ),
     (
         "no-clone-scatter-output-in-embedding",
-        "there is no such copy to avoid",
+        "no clone is made",
     ),
     (
         "distribute-saved-activations distribute-checkpointed-activations",
-        "--sequence-parallel divides what recomputation keeps over tensor-parallel ranks",
+        "--sequence-parallel splits the saved activations over tensor-parallel ranks",
     ),
     (
         "disable-gloo-process-groups",
-        "there are no gloo groups beside the main ones",
+        "no additional gloo process groups are created",
     ),
     (
         "local-rank local_rank",
-        "the local rank is read from LOCAL_RANK",
+        "the local rank is read from the environment variable LOCAL_RANK",
     ),
     (
         "no-create-attention-mask-in-dataloader",
-        "no mask is built while loading; attention is told what it may see",
+        "the data loader never builds an attention mask",
     ),
     (
         "num-dataset-builder-threads",
-        "the index of a data set is built by one process in well under a second",
+        "one process builds the index of a data set, usually in less than a second",
     ),
     (
         "mmap-warmup",
-        "files are mapped, so there is nothing to warm up",
+        "memory-mapped files are not read in advance",
     ),
     (
         "train-sync-interval",
-        "ranks are in step at every optimizer step",
+        "ranks already synchronize at every optimizer step",
     ),
     (
         "log-batch-size-to-tensorboard no-log-learnig-rate-to-tensorboard",
@@ -129,11 +131,11 @@ IGNORED: tuple[tuple[str, str], ...] = (
     ),
     (
         "no-one-logger one-logger-project one-logger-run-name one-logger-async app-tag-run-name app-tag-run-version",
-        "nothing is reported to NVIDIA's one logger",
+        "NVIDIA's one logger is not supported; --wandb-project and --tensorboard-dir report metrics",
     ),
     (
         "logging-level",
-        "what a run says is printed, not filtered by level",
+        "all messages are printed; there are no logging levels",
     ),
     (
         "config-logger-dir",
@@ -141,18 +143,18 @@ IGNORED: tuple[tuple[str, str], ...] = (
     ),
     (
         "rerun-mode",
-        "the rerun engine does not exist; --no-check-for-nan-in-loss-and-grad turns the check off",
+        "there is no rerun engine; --no-check-for-nan-in-loss-and-grad turns the check for non-finite losses off",
     ),
     (
         "inference-batch-times-seqlen-threshold max-tokens-to-oom flash-decode inference-logging-step-interval",
-        "it concerns the generation of text",
+        "it is a setting of text generation, not of training",
     ),
     (
         "nccl-communicator-config-path",
-        "no communicator is tuned by file; set NCCL's variables",
+        "there is no configuration file of communicators; set NCCL's environment variables",
     ),
     (
         "ckpt-format",
-        "checkpoints are always in torch.distributed.checkpoint's format; tools/checkpoint/convert.py converts others",
+        "checkpoints have the format of torch.distributed.checkpoint; tools/checkpoint/convert.py converts others",
     ),
 )

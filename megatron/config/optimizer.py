@@ -19,7 +19,7 @@ class OptimizerConfig:
         renamed_values={"adamw": ("adam", ""), "fusedadamw": ("adam", "")},
         refused_values={
             "muon": "the Muon optimizer is not available yet; use adam",
-            "hybridadam": "optimizer state is not kept in the CPU's memory; use adam with --use-distributed-optimizer",
+            "hybridadam": "offloading optimizer state is not available yet; use adam with --use-distributed-optimizer",
         },
     )
     lr: float | None = flag("Highest learning rate.", default=None, at_least=0)

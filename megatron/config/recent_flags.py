@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-_OPERATIONS = "it tunes one maker's hardware or library, which is not used"
+_TUNING = "it tunes a library or network feature that is not used"
 
 # flags without dashes, and why they have no effect
 RECENT_IGNORED: tuple[tuple[str, str], ...] = (
     (
         "use-te-activation-func use-fused-weighted-squared-relu disable-jit-fuser",
-        "which kernels are fused is decided by what is faster, and never changes results",
+        "the fastest kernels are always used, and fusion never changes results",
     ),
     (
         "use-sharp sharp-enabled-group use-nccl-ub disable-symmetric-registration high-priority-stream-groups "
         "nccl-all-reduce-for-prefill symmetric-ar-type",
-        _OPERATIONS,
+        _TUNING,
     ),
     (
         "ckpt-fully-parallel-load-exchange-algo ckpt-fully-parallel-save-process-group "
@@ -25,7 +25,7 @@ RECENT_IGNORED: tuple[tuple[str, str], ...] = (
     ),
     (
         "no-save-tokenizer-assets",
-        "it would only leave small files out of checkpoints",
+        "the tokenizer's small files stay in the checkpoint",
     ),
     (
         "legacy-tokenizer tokenizer-metadata tokenizer-hf-no-use-fast tokenizer-sentencepiece-legacy",
@@ -33,23 +33,23 @@ RECENT_IGNORED: tuple[tuple[str, str], ...] = (
     ),
     (
         "mid-level-dataset-surplus allow-ambiguous-pad-tokens",
-        "samples are counted exactly, and padding is known by its place, not by its token",
+        "the number of samples is exact, and padding is masked by position, not by token",
     ),
     (
         "enable-experimental exit-signal-handler-for-dataloader exit-signal-handler-for-training",
-        "there is nothing to enable",
+        "no feature depends on it",
     ),
     (
         "log-throughput-to-tensorboard throughput-window-size log-runtime-to-tensorboard runtime-time-unit "
         "log-memory-interval memory-keys log-device-memory-used log-l2-norm-grad-to-tensorboard "
         "log-max-attention-logit dump-param-to-param-group-map save-config-filepath filter-warnings "
         "no-filter-warnings modules-to-filter set-level-for-all-loggers",
-        "it is not written; --log-throughput, --log-memory-to-tensorboard and --log-params-norm say what is",
+        "that metric is not available; see --log-throughput, --log-memory-to-tensorboard and --log-params-norm",
     ),
     (
         "use-legacy-static-engine decode-only-cuda-graphs mlp-chunks-for-prefill disable-chunked-prefill "
         "inference-wandb-logging-step-interval inference-max-batch-size inference-ckpt-non-strict cache-mla-latents",
-        "it concerns the generation of text",
+        "it is a setting of text generation, not of training",
     ),
     (
         "ddp-reduce-scatter-with-fp32-accumulation",
@@ -57,11 +57,11 @@ RECENT_IGNORED: tuple[tuple[str, str], ...] = (
     ),
     (
         "distributed-timeout-seconds-after-init",
-        "--distributed-timeout-minutes holds from the start to the end",
+        "--distributed-timeout-minutes applies from startup to the end",
     ),
     (
         "delay-wgrad-compute",
-        "--pipeline-schedule zb-h1 and zb-v defer gradients of weights",
+        "--pipeline-schedule zb-h1 and zb-v defer weight gradients",
     ),
 )
 
@@ -77,11 +77,11 @@ RECENT_REFUSED: tuple[tuple[str, str], ...] = (
     ),
     (
         "qk-l2-norm",
-        "queries and keys are normed with learned weights: --qk-layernorm",
+        "an L2 norm of queries and keys is not available yet; --qk-layernorm has learned weights",
     ),
     (
         "no-rope-freq",
-        "all layers have the same positions; leave it out",
+        "layers without rotary positions are not available yet; leave it out",
     ),
     (
         "rope-type",
@@ -89,19 +89,19 @@ RECENT_REFUSED: tuple[tuple[str, str], ...] = (
     ),
     (
         "quick-geglu activation-func-clamp-value glu-linear-offset",
-        "the gated MLPs are --swiglu and --geglu, without offset or clamp",
+        "it is not available yet; the gated MLPs are --swiglu and --geglu",
     ),
     (
         "embedding-init-method-std",
-        "all matrices start from one standard deviation: --init-method-std",
+        "a separate standard deviation for embeddings is not available yet; use --init-method-std",
     ),
     (
         "no-weight-decay-cond-type",
-        "weight decay is that of matrices, not of norms and biases; leave it out",
+        "weight decay always applies to matrices and not to norms and biases; leave it out",
     ),
     (
         "outer-dp-sharding-strategy enable-full-sharding-in-hsdp torch-fsdp2-no-reshard-after-forward",
-        "weights and gradients are not sharded over data-parallel ranks; use --use-distributed-optimizer",
+        "ZeRO 2 and 3 are not available yet; --use-distributed-optimizer shards optimizer state (ZeRO 1)",
     ),
     (
         "reuse-grad-buf-for-mxfp8-param-ag kitchen-config-file kitchen-recipe-number te-precision-config-file",
@@ -113,12 +113,16 @@ RECENT_REFUSED: tuple[tuple[str, str], ...] = (
     ),
     (
         "load-main-params-from-ckpt",
-        "master weights are loaded with the optimizer's state; leave --no-load-optim out",
+        "fp32 master weights are loaded with the optimizer state; leave out --no-load-optim",
     ),
     (
         "save-params-interval save-activations-interval save-tokens-per-expert-interval save-wgrads-interval "
         "save-dgrads-interval",
-        "tensors are not written one by one; --save-interval writes checkpoints",
+        "single tensors are not written; --save-interval writes checkpoints",
+    ),
+    (
+        "verify-integrity",
+        "tools/checkpoint/inspect.py verifies checkpoints; leave it out",
     ),
     (
         "most-recent-k",
@@ -138,19 +142,19 @@ RECENT_REFUSED: tuple[tuple[str, str], ...] = (
     ),
     (
         "exit-signal",
-        "--exit-signal-handler reacts to SIGTERM; send that one",
+        "--exit-signal-handler reacts to SIGTERM only",
     ),
     (
         "start-eval-at-iter eval-global-batch-size",
-        "evaluations start at the first --eval-interval, in batches of --global-batch-size; leave it out",
+        "evaluation starts at the first --eval-interval and uses --global-batch-size; leave it out",
     ),
     (
         "validation-set-names",
-        "name the sets where they are given: --valid-data-path NAME=PREFIX with --multiple-validation-sets",
+        "give the names with the paths: --multiple-validation-sets --valid-data-path NAME=PREFIX",
     ),
     (
         "gpu-sniff-test-interval inprocess-restart",
-        "the launcher restarts ranks, and --load resumes; leave it out",
+        "torchrun or Slurm restarts ranks, and --load resumes the run; leave it out",
     ),
     (
         "perform-rl-step",
@@ -164,6 +168,6 @@ RECENT_REFUSED: tuple[tuple[str, str], ...] = (
 
 # prefixes of flags, known by name or not, and what to do instead
 RECENT_FAMILIES: dict[str, str] = {
-    "--inprocess-": "the launcher restarts ranks, and --load resumes; leave it out",
+    "--inprocess-": "torchrun or Slurm restarts ranks, and --load resumes the run; leave it out",
     "--muon-": "the Muon optimizer is not available yet; use --optimizer adam",
 }

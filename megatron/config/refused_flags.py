@@ -8,7 +8,7 @@ from megatron.config.renamed_flags import ZERO
 REFUSED: tuple[tuple[str, str], ...] = (
     (
         "init-method-xavier-uniform",
-        "weights start from a normal distribution: --init-method-std 0.02",
+        "weights are initialized from a normal distribution; --init-method-std sets its standard deviation",
     ),
     (
         "onnx-safe",
@@ -16,19 +16,19 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ),
     (
         "lazy-mpu-init",
-        "ranks always meet at the start; leave it out",
+        "process groups are always initialized at startup; leave it out",
     ),
     (
         "decrease-batch-size-if-needed",
-        "give a --global-batch-size that divides; --dry-run says which do",
+        "give a --global-batch-size that is divisible; the error message lists sizes that fit",
     ),
     (
         "disable-bf16-reduced-precision-matmul",
-        "matmuls are accumulated as torch does by default; leave it out",
+        "matmuls use torch's default accumulation; leave it out",
     ),
     (
         "adlr-autoresume adlr-autoresume-interval",
-        "use --exit-signal-handler or --exit-duration-in-mins and start the job again",
+        "use --exit-signal-handler or --exit-duration-in-mins, and restart the job",
     ),
     (
         "yaml-cfg",
@@ -36,47 +36,47 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ),
     (
         "no-data-sharding",
-        "shuffling by --dataloader-type cyclic is always over the whole data set; leave it out",
+        "--dataloader-type cyclic always shuffles the whole data set; leave it out",
     ),
     (
         "sample-rate",
-        "every sample is used; make a smaller data set or give --train-samples",
+        "every sample is used; make a smaller data set, or give --train-samples",
     ),
     (
         "bert-binary-head bert-no-binary-head",
-        "it belongs to BERT; train one with pretrain_bert.py",
+        "only BERT has it; train one with pretrain_bert.py",
     ),
     (
         "mask-prob short-seq-prob",
-        "it belongs to BERT (pretrain_bert.py) and T5 (pretrain_t5.py)",
+        "only BERT (pretrain_bert.py) and T5 (pretrain_t5.py) have it",
     ),
     (
         "decoder-num-layers",
-        "it belongs to T5 (pretrain_t5.py); for other models say --num-layers",
+        "only T5 has it (pretrain_t5.py); other models take --num-layers",
     ),
     (
         "decoder-seq-length",
-        "it belongs to T5 (pretrain_t5.py); for other models say --seq-length",
+        "only T5 has it (pretrain_t5.py); other models take --seq-length",
     ),
     (
         "relative-attention-num-buckets relative-attention-max-distance",
-        "it belongs to T5; train one with pretrain_t5.py",
+        "only T5 has it; train one with pretrain_t5.py",
     ),
     (
         "data-impl",
-        "data is read from PREFIX.bin and PREFIX.idx, as tools/preprocess_data.py writes them",
+        "only memory-mapped data (PREFIX.bin and PREFIX.idx, written by tools/preprocess_data.py) is read",
     ),
     (
         "ddp-num-buckets",
-        "say how large a bucket is: --ddp-bucket-size",
+        "give the size of a bucket instead: --ddp-bucket-size",
     ),
     (
         "decoupled-lr",
-        "one learning rate holds for all parameters: --lr",
+        "several learning rates are not available yet; --lr holds for all parameters",
     ),
     (
         "decoupled-min-lr",
-        "one learning rate holds for all parameters: --min-lr",
+        "several learning rates are not available yet; --min-lr holds for all parameters",
     ),
     (
         "use-torch-fsdp2 use-custom-fsdp use-megatron-fsdp keep-fp8-transpose-cache-when-using-custom-fsdp "
@@ -85,15 +85,15 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ),
     (
         "num-distributed-optimizer-instances",
-        "optimizer state is sharded over all data-parallel ranks; leave it out",
+        "optimizer state is always sharded over all data-parallel ranks; leave it out",
     ),
     (
         "iterations-to-skip",
-        "no iteration can be left out yet; leave it out",
+        "skipping iterations is not available yet; leave it out",
     ),
     (
         "error-injection-rate error-injection-type",
-        "there is no rerun engine to test; leave it out",
+        "there is no rerun engine; leave it out",
     ),
     (
         "result-rejected-tracker-filename",
@@ -101,11 +101,11 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ),
     (
         "check-for-spiky-loss",
-        "only non-finite losses stop a run; leave it out",
+        "only a loss that is not finite stops a run; leave it out",
     ),
     (
         "check-for-large-grads",
-        "only non-finite gradients stop a run; --clip-grad bounds their norm",
+        "only gradients that are not finite stop a run; --clip-grad limits their norm",
     ),
     (
         "log-energy",
@@ -113,11 +113,11 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ),
     (
         "test-mode",
-        "leave it out: tests use --mock-data",
+        "there is no test mode; leave it out, or use --mock-data",
     ),
     (
         "ckpt-convert-format ckpt-convert-save ckpt-convert-update-legacy-dist-opt-format",
-        "checkpoints are converted by a command of their own, tools/checkpoint/convert.py",
+        "convert checkpoints with tools/checkpoint/convert.py",
     ),
     (
         "dist-ckpt-format",
@@ -125,7 +125,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ),
     (
         "spec",
-        "layers are chosen by model flags, not by code named on the command line; leave it out",
+        "layers are chosen by model flags, not by a Python object; leave it out",
     ),
     (
         "use-workload-inspector-server run-workload-inspector-server",
@@ -133,23 +133,24 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ),
     (
         "pipeline-model-parallel-split-rank",
-        "encoder and decoder are one chain of layers; divide it with --pipeline-model-parallel-layout",
+        "encoder and decoder layers form one pipeline; --pipeline-model-parallel-layout divides it",
     ),
     (
         "data-parallel-size",
-        "data parallelism takes the ranks that the other sizes leave: start more ranks; for --dry-run say --world-size",
+        "the data-parallel size is the number of ranks divided by the other sizes: start more ranks (with --dry-run: "
+        "--world-size)",
     ),
     (
         "encoder-tensor-model-parallel-size",
-        "one --tensor-model-parallel-size holds for all layers",
+        "encoder and decoder share --tensor-model-parallel-size; leave it out",
     ),
     (
         "encoder-pipeline-model-parallel-size",
-        "one --pipeline-model-parallel-size holds for all layers",
+        "encoder and decoder share --pipeline-model-parallel-size; leave it out",
     ),
 )
 
-# values that ask for what happens anyway, taken without a word
+# values that ask for what happens anyway, accepted without a remark
 HARMLESS: dict[str, tuple[str, ...]] = {
     "--transformer-impl": ("local",),
     "--DDP-impl": ("local",),

@@ -67,7 +67,7 @@ RENAMED: Mapping[str, Renamed] = {
     "use-rms-norm": Renamed({"normalization": "RMSNorm"}),
     "apply-query-key-layer-scaling": Renamed(
         {"attention_softmax_in_fp32": True},
-        "scores divided by the layer number and multiplied back in the softmax are the same scores",
+        "dividing scores by the layer number and multiplying them back in the softmax cancels out",
     ),
     "checkpoint-activations": Renamed({"recompute_granularity": "full"}),
     "activations-checkpoint-method": Renamed({"recompute_granularity": "full", "recompute_method": None}),
@@ -111,8 +111,7 @@ BY_VALUE: Mapping[str, ByValue] = {
     ),
     "recompute-modules": ByValue(
         {},
-        "selective recomputation is always that of the attention core; --recompute-granularity full recomputes whole "
-        "layers",
+        "selective recomputation is that of the attention core only; --recompute-granularity full recomputes layers",
         harmless=("core_attn",),
     ),
 }

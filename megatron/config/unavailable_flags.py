@@ -24,7 +24,7 @@ UNAVAILABLE: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "multi-latent attention is",
-        " yet; --group-query-attention also makes keys and values small",
+        " yet; --group-query-attention reduces the size of keys and values",
         "multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim "
         "rotary-scaling-factor mscale mscale-all-dim",
     ),
@@ -40,8 +40,8 @@ UNAVAILABLE: tuple[tuple[str, str, str], ...] = (
         "fp8-param-gather first-last-layers-bf16 num-layers-at-start-in-bf16 num-layers-at-end-in-bf16",
     ),
     (
-        "an optimizer in reduced precision or on the CPU is",
-        " yet; --use-distributed-optimizer makes its state small",
+        "an optimizer with reduced precision or on the CPU is",
+        " yet; --use-distributed-optimizer shards its state over data-parallel ranks",
         "use-precision-aware-optimizer main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype "
         "optimizer-cpu-offload optimizer-offload-fraction use-torch-optimizer-for-cpu-offload "
         "overlap-cpu-optimizer-d2h-h2d no-pin-cpu-grads no-pin-cpu-params",
@@ -53,7 +53,7 @@ UNAVAILABLE: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "profiling by flag is",
-        " yet; start the run under your profiler",
+        " yet; run the program under a profiler",
         "profile profile-step-start profile-step-end profile-ranks use-pytorch-profiler record-memory-history "
         "memory-snapshot-path",
     ),
@@ -76,12 +76,12 @@ UNAVAILABLE: tuple[tuple[str, str, str], ...] = (
         "mamba-head-dim mamba-num-groups is-hybrid-model",
     ),
     (
-        "a model of unequal layers is",
+        "a model with layers of different sizes is",
         " yet; leave it out",
         "heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json",
     ),
     (
-        "output of BERT's embeddings is",
+        "writing BERT's embeddings is",
         " yet; leave it out",
         "output-bert-embeddings bert-embedder-type",
     ),
@@ -123,12 +123,12 @@ UNAVAILABLE: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "straggler detection is",
-        " yet; --timing-log-level 1 --timing-log-option all shows every rank's times",
+        " yet; --timing-log-level 1 --timing-log-option all shows the times of every rank",
         "log-straggler disable-straggler-on-startup straggler-ctrlr-port straggler-minmax-count",
     ),
     (
         "NVIDIA's fault-tolerance package is",
-        ": the launcher restarts ranks, --load resumes",
+        ": torchrun or Slurm restarts ranks, and --load resumes the run",
         "enable-ft-package calc-ft-timeouts",
     ),
     (

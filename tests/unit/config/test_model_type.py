@@ -34,7 +34,7 @@ def test_flags_are_those_of_the_family(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("model_type: BERT\nmask_prob: 0.2\n")
     assert parse_any_family(words(f"--config {tmp_path}/run.yaml"), prog="x").group(BertConfig).mask_prob == 0.2
     assert family_of(parse_any_family(words(""), prog="x").extra).name == "gpt"
-    with pytest.raises(ConfigError, match=r"--mask-prob 0.3: it belongs to BERT \(pretrain_bert.py\) and T5"):
+    with pytest.raises(ConfigError, match=r"--mask-prob 0.3: only BERT \(pretrain_bert.py\) and T5"):
         parse_any_family(words("--mask-prob 0.3"), prog="x")
     with pytest.raises(ConfigError, match=r"--model-type cannot be 'Bert' \(did you mean BERT\?\); choose GPT"):
         parse_any_family(words("--model-type Bert"), prog="x")
