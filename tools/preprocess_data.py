@@ -28,6 +28,7 @@ from typing import Any, Literal, TextIO
 
 from megatron.config.flags import check_flags, derive, flag
 from megatron.config.parse import parse_groups
+from megatron.config.preprocessing_flags import PREPROCESSING_FLAGS
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.datasets.files import replaced_file, write_errors
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter, token_dtype
@@ -172,7 +173,12 @@ def _tokens(tally: Tally) -> int:
 def main(argv: Sequence[str]) -> int:
     """Tokenize what the command line names."""
     config, tokenizer_config = parse_groups(
-        argv, PreprocessConfig, TokenizerConfig, prog="preprocess_data.py", about=" ".join((__doc__ or "").split())
+        argv,
+        PreprocessConfig,
+        TokenizerConfig,
+        prog="preprocess_data.py",
+        about=" ".join((__doc__ or "").split()),
+        legacy=PREPROCESSING_FLAGS,
     )
     if tokenizer_config.tokenizer_type is None:
         tokenizer_config = dataclasses.replace(tokenizer_config, tokenizer_type="GPT2BPETokenizer")

@@ -48,9 +48,10 @@ class Given:
 class Intake:
     """Settings as they come in, by field, with what is wrong with them and what a user should know."""
 
-    def __init__(self, groups: Sequence[type]) -> None:
+    def __init__(self, groups: Sequence[type], legacy: Mapping[str, LegacyFlag] | None = None) -> None:
         self.groups = tuple(groups)
         self.is_run = set(CORE_GROUPS) <= set(groups)  # a tool has no flags of Megatron-LM's training
+        self._legacy = legacy_flag if self.is_run else (legacy or {}).get
         self.given: dict[str, Given] = {}
         self.problems: list[str] = []
         self.notes: list[str] = []
@@ -195,7 +196,7 @@ class Intake:
     def _take_spelling(self, spelling: str, values: list[Any], *, source: str, rank: int) -> None:
         """One flag by its spelling, of ours or of Megatron-LM's."""
         with_dashes = spelling.replace("_", "-")
-        if self.is_run and not self._is_known(spelling) and self._is_known(with_dashes):
+        if not self._is_known(spelling) and self._is_known(with_dashes):
             self._underscored.append(spelling)
             spelling = with_dashes
         if spelling in self._by_spelling:
@@ -208,7 +209,7 @@ class Intake:
         if self.is_run and (spelling in DEEPSPEED_CONFIG or (spelling == "--deepspeed" and values)):
             self._deepspeed.append((spelling, str(values[0]) if values else ""))
             return
-        legacy = legacy_flag(spelling) if self.is_run else None
+        legacy = self._legacy(spelling)
         if legacy is not None:
             self._take_legacy(spelling, legacy, values, source=source, rank=rank)
             return
@@ -220,8 +221,9 @@ class Intake:
             self._wrong(f"{where}there is no flag {spelling}{hint}")
 
     def _is_known(self, spelling: str) -> bool:
-        known = spelling in self._by_spelling or spelling in DEEPSPEED_CONFIG
-        return known or bool(legacy_flag(spelling) or owner_of(spelling))
+        if spelling in self._by_spelling or self._legacy(spelling) is not None:
+            return True
+        return self.is_run and (spelling in DEEPSPEED_CONFIG or owner_of(spelling) is not None)
 
     def _take_legacy(self, spelling: str, legacy: LegacyFlag, values: list[Any], *, source: str, rank: int) -> None:
         words = " ".join([spelling, *map(str, values)])
@@ -359,17 +361,22 @@ def value_given(argv: Sequence[str], group: type, field: str) -> Any:
     return intake.given[field].value if field in intake.given else None
 
 
-def parse_groups(argv: Sequence[str], *groups: type, prog: str, about: str = "") -> tuple[Any, ...]:
+def parse_groups(
+    argv: Sequence[str], *groups: type, prog: str, about: str = "", legacy: Mapping[str, LegacyFlag] | None = None
+) -> tuple[Any, ...]:
     """The groups of a tool from its command line, in the order asked; ``--help`` prints and leaves with code 0.
 
+    ``legacy``: what becomes of flags of other programs' tools. Remarks go to standard error.
     Raises ConfigError with every failure at once.
     """
-    intake = _read_command_line(argv, groups, prog, about)
+    intake = _read_command_line(argv, groups, prog, about, legacy)
     intake.finish()
     built = tuple(intake.build(group) for group in groups)
     problems = [*intake.problems, *(sentence for group in built for sentence in _out_of_bounds(group))]
     if problems:
         raise ConfigError(listed(problems))
+    for note in intake.notes:
+        print(note, file=sys.stderr)  # noqa: T201  (a tool has no start-up report)
     return built
 
 
@@ -380,11 +387,17 @@ def _out_of_bounds(group: Any) -> Iterator[str]:
             yield sentence
 
 
-def _read_command_line(argv: Sequence[str], groups: Sequence[type], prog: str, about: str = "") -> Intake:
+def _read_command_line(
+    argv: Sequence[str],
+    groups: Sequence[type],
+    prog: str,
+    about: str = "",
+    legacy: Mapping[str, LegacyFlag] | None = None,
+) -> Intake:
     if {"-h", "--help"} & set(argv):
         print(format_help(groups, prog=prog, about=about), end="")  # noqa: T201  (what --help is for)
         sys.exit(0)
-    intake = Intake(groups)
+    intake = Intake(groups, legacy)
     intake.read_words(list(words_of(argv)))
     return intake
 

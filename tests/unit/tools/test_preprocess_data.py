@@ -252,7 +252,7 @@ def test_an_earlier_result_survives_a_failure(tmp_path: Path, corpus: Path, flag
         (("--json-keys", "text", "text"), ConfigError, "--json-keys needs different keys, not text text"),
         (("--json-keys",), ConfigError, "--json-keys"),
         (("--workers", "0"), ConfigError, "--workers is 0; it must be at least 1"),
-        (("--append-eos",), ConfigError, r"--append-eos \(did you mean --append-eod\?\)"),
+        (("--apend-eod",), ConfigError, r"--apend-eod \(did you mean --append-eod\?\)"),
         (("--on-bad-line", "ignore"), ConfigError, "--on-bad-line cannot be 'ignore'"),
         (("--tokenizer-model", "nowhere"), DataError, "--tokenizer-model nowhere does not exist"),
         (("--tokenizer-type", "BertWordPieceCase"), ConfigError, "BertWordPieceCase needs --vocab-file"),
@@ -270,6 +270,38 @@ def test_impossible_flags(
     with pytest.raises(kind, match=message):
         preprocess(corpus, tmp_path / "out", flags, *more)
     assert_nothing_left(tmp_path)
+
+
+def test_flags_of_other_programs(
+    tmp_path: Path, corpus: Path, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Public command lines of Megatron-LM's earlier versions, Megatron-DeepSpeed, GPT-NeoX and NeMo."""
+    preprocess(corpus, tmp_path / "plain", flags)
+    capsys.readouterr()
+    for number, (more, remark) in enumerate(
+        (
+            ("--dataset-impl mmap", "--dataset-impl mmap has no effect: it is what is always written"),
+            ("--chunk-size 25", "--chunk-size 25 has no effect: workers get about half a megabyte"),
+            ("--num-docs 100", "--num-docs 100 has no effect: progress is counted in bytes"),
+            ("--jsonl-keys text", "--jsonl-keys text: taken as --json-keys text"),
+            ("--json_keys text", "--json_keys: read with dashes for underscores"),
+            ("--make-vocab-size-divisible-by 128", "has no effect: data don't depend on padding"),
+            ("--tokenizer-library=megatron", "--tokenizer-library megatron has no effect: --tokenizer-type says"),
+        )
+    ):
+        preprocess(corpus, tmp_path / f"out{number}", flags, *more.split())
+        assert remark in capsys.readouterr().err
+        assert documents(tmp_path / f"out{number}") == documents(tmp_path / "plain")
+    for refused in ("--dataset-impl lazy", "--dataset-impl cached", "--ftfy", "--append-bos", "--dataset-impl"):
+        with pytest.raises(ConfigError, match=f"^{refused}: "):
+            preprocess(corpus, tmp_path / "none", flags, *refused.split())
+
+
+def test_old_name_of_the_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``--vocab`` is what Megatron-LM called it until 2023, and what tutorials still have."""
+    with pytest.raises(DataError, match="--vocab-file nowhere does not exist"):
+        preprocess_data.main(["--input", __file__, "--output-prefix", str(tmp_path / "x"), "--vocab", "nowhere"])
+    assert "--vocab nowhere: taken as --vocab-file nowhere" in capsys.readouterr().err
 
 
 def test_flags_of_megatron_without_effect(
