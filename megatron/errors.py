@@ -9,7 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 RESTART_MAY_HELP = 1
 """Exit code when the machine failed: a disk, a network, a process, a lost rank, a stall, a loss that is no number."""
@@ -69,6 +70,15 @@ def exit_code_of(error: OSError) -> int:
     return RESTART_CANNOT_HELP if error.errno in _LASTING else RESTART_MAY_HELP
 
 
+@contextmanager
+def kept_on_interrupt(what: Callable[[], str]) -> Iterator[None]:
+    """Let Ctrl-C in the block tell ``what`` is kept and lost; of nested blocks the inner one does."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        raise KeyboardInterrupt(*(interrupt.args or (what(),))) from None
+
+
 def run_command(main: Callable[[], int | None]) -> None:
     """Run a command's ``main`` and leave the process: a user's mistake is one sentence on stderr, never a traceback."""
     try:
@@ -76,8 +86,8 @@ def run_command(main: Callable[[], int | None]) -> None:
     except MegatronError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         code = error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
+    except KeyboardInterrupt as interrupt:
+        print(": ".join(["interrupted", *map(str, interrupt.args)]), file=sys.stderr, flush=True)
         code = 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # quiet the flush at exit

@@ -19,7 +19,7 @@ from megatron.config.parse import value_given
 from megatron.config.run import RunConfig
 from megatron.config.task import FINE_TUNING, TaskConfig
 from megatron.core.parallel.environment import launch_environment, told_once_a_node
-from megatron.errors import run_command
+from megatron.errors import kept_on_interrupt, run_command
 from megatron.training.pretrain import dry_run, parse
 from tasks.registry import DEFAULTS, TASKS, Task
 from tasks.result import check_predictions_dir, check_result_file
@@ -50,7 +50,8 @@ def main(argv: Sequence[str]) -> int:
         check_result_file(own.result_file)
         check_predictions_dir(own.predictions_dir)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-    measure(config, task, started=started)
+    with kept_on_interrupt(lambda: "no score is written"):
+        measure(config, task, started=started)
     return 0
 
 

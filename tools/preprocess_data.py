@@ -48,7 +48,7 @@ from megatron.core.tokenizers.text_files import (
     read_documents,
     total_size,
 )
-from megatron.errors import ConfigError, DataError, run_command
+from megatron.errors import ConfigError, DataError, kept_on_interrupt, run_command
 
 BAD_LINES_SHOWN = 20
 SHARD_BYTES = 64_000_000  # of text, between two places from which an interrupted run can go on
@@ -238,11 +238,13 @@ def _engine(config: PreprocessConfig, tokenizer: Tokenizer, probe: Sequence[str]
 
 @contextmanager
 def _kept_parts_mentioned(journal: Journal) -> Iterator[None]:
+    kept = "the finished shards are kept; the same command goes on from there"
     try:
-        yield
-    except BaseException:
-        if journal.path.exists():
-            print("the finished shards are kept; the same command goes on from there", file=sys.stderr)
+        with kept_on_interrupt(lambda: kept if journal.path.exists() else "nothing is kept, no shard was finished"):
+            yield
+    except BaseException as error:
+        if journal.path.exists() and not isinstance(error, KeyboardInterrupt):
+            print(kept, file=sys.stderr)
         raise
 
 

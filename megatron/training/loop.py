@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from megatron.config.run import RunConfig
 from megatron.core.datasets.splits import SplitName
 from megatron.core.parallel.context import ParallelContext
+from megatron.errors import kept_on_interrupt
 from megatron.training.agreement import check_parameter_count, check_ranks_agree, check_replicas_agree
 from megatron.training.checkpoint import load
 from megatron.training.evaluate import evaluate
@@ -56,7 +57,7 @@ def train_from_start_to_end(
 
 def train_and_save(run: Run) -> bool:
     """Train; whether the last iteration was reached. Every checkpoint is durable when this returns."""
-    with saving(run) as saver:
+    with saving(run) as saver, kept_on_interrupt(lambda: saver.kept()):
         return train(run, saver)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,6 +47,8 @@ class Saver:
         self._run = run
         self._root = path_of(run.config.checkpoint.save or "")
         self._pending: _Pending | None = None
+        loaded = None if run.loaded_from is None else path_of(run.loaded_from).parent
+        self._saved_at = run.progress.iteration if loaded == self._root else None
         self._staging = Staging() if run.config.checkpoint.async_save else None
 
     def save(self) -> None:
@@ -66,6 +69,17 @@ class Saver:
         if self._staging is None:
             self.finish()
 
+    def kept(self) -> str:
+        """What is left of the run if it ends now, for the first rank to say; the others leave with Ctrl-C's code."""
+        if self._run.context.mesh.world_rank > 0:
+            sys.exit(130)
+        now, saved = self._run.progress.iteration, self._saved_at
+        if self._run.config.checkpoint.save is None:
+            return f"no --save was given; iterations lost: {now:,}"
+        if saved is None:
+            return f"no checkpoint had been saved in {self._root}; iterations lost: {now:,}"
+        return f"the checkpoint of iteration {saved} is kept in {self._root}; iterations lost: {now - saved:,}"
+
     def settle(self) -> None:
         """At a step boundary: finish a background save that every rank has written; otherwise let it go on.
 
@@ -85,6 +99,7 @@ class Saver:
             return
         run, checkpoint = self._run, self._run.config.checkpoint
         pending.save.finish()
+        self._saved_at = pending.iteration
         run.reporter.say(f"  successfully saved checkpoint from iteration {pending.iteration:7d} to {self._root}")
         kept = Retention(checkpoint.keep_last_checkpoints, checkpoint.save_retain_interval)
         prune(self._root, pending.iteration, kept, run.context.mesh)

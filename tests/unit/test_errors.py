@@ -12,7 +12,16 @@ import pytest
 from megatron.core.checkpointing.agreement import run_on_all
 from megatron.core.datasets.files import write_errors
 from megatron.core.parallel.mesh import Mesh
-from megatron.errors import CheckpointError, ConfigError, DataError, MegatronError, ParallelError, exit_code_of
+from megatron.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    MegatronError,
+    ParallelError,
+    exit_code_of,
+    kept_on_interrupt,
+    run_command,
+)
 from megatron.training.stop import NonFiniteError
 
 
@@ -49,3 +58,16 @@ def test_errors_keep_their_code_between_processes() -> None:
     """Worker processes hand theirs over pickled."""
     error: MegatronError = pickle.loads(pickle.dumps(DataError("gone", exit_code=1)))
     assert (str(error), error.exit_code) == ("gone", 1)
+
+
+def test_ctrl_c_says_what_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    """After "interrupted" nobody knew how many hours of a run were lost. The inner block knows best."""
+
+    def main() -> int:
+        with kept_on_interrupt(lambda: "no score is written"), kept_on_interrupt(lambda: "iteration 50 is kept"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as ended:
+        run_command(main)
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "interrupted: iteration 50 is kept\n"

@@ -23,7 +23,7 @@ from megatron.config.flags import check_flags, flag
 from megatron.config.parse import parse_groups
 from megatron.core.checkpointing.manifest import MANIFEST
 from megatron.core.files.remote_path import AnyPath, path_of
-from megatron.errors import ConfigError, run_command
+from megatron.errors import ConfigError, kept_on_interrupt, run_command
 
 if TYPE_CHECKING:  # torch is imported when flags are known to be right
     from megatron.core.conversion.convert import Conversion, Format
@@ -108,7 +108,8 @@ def main(argv: Sequence[str]) -> int:
     job = job_of(config)
     from megatron.core.conversion.convert import convert
 
-    convert(job, say=print)
+    with kept_on_interrupt(lambda: f"nothing is written to --save {job.save}"):
+        convert(job, say=print)
     return 0
 
 
