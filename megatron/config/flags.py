@@ -31,6 +31,7 @@ class FlagOptions:
     aliases: tuple[str, ...] = ()
     off: str | None = None
     derived: str | None = None
+    follows: tuple[str, ...] = ()
     choices: tuple[Any, ...] = ()
     renamed_values: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     refused_values: Mapping[str, str] = field(default_factory=dict)
@@ -49,6 +50,7 @@ def flag(help: str, *, default: Any = dataclasses.MISSING, **options: Any) -> An
     ``name``: spelling when it is not ``--kebab-case`` of the field. ``aliases``: further spellings that are accepted.
     ``off``: the flag that turns a boolean off whose default is True; ``help`` then describes that flag.
     ``derived``: says what the value becomes when it is not given (``default`` is then None and the annotation plain).
+    ``follows``: the fields that it becomes another value with then.
     ``choices``: the only values, where the annotation can't list them.
     ``renamed_values``: values of Megatron-LM's that mean another one here, each with the word printed about it.
     ``refused_values``: values of Megatron-LM's that cannot be had, each with advice.

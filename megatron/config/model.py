@@ -23,12 +23,18 @@ class ModelConfig:
         "Inner width of the MLP.",
         default=None,
         derived="4 x hidden size; gated: 8/3 x hidden size, rounded down to a multiple of 64",
+        follows=("hidden_size", "swiglu", "geglu"),
         at_least=1,
         architecture=True,
     )
     num_attention_heads: int = flag("Query heads of each attention layer.", at_least=1, architecture=True)
     kv_channels: int = flag(
-        "Width of one attention head.", default=None, derived="hidden size / heads", at_least=1, architecture=True
+        "Width of one attention head.",
+        default=None,
+        derived="hidden size / heads",
+        follows=("hidden_size", "num_attention_heads"),
+        at_least=1,
+        architecture=True,
     )
     group_query_attention: bool = flag(
         "Let several query heads share one key/value head.", default=False, architecture=True
@@ -37,6 +43,7 @@ class ModelConfig:
         "Key/value heads with --group-query-attention.",
         default=None,
         derived="1 with --group-query-attention, else one per query head",
+        follows=("group_query_attention", "num_attention_heads"),
         at_least=1,
         architecture=True,
     )
@@ -44,6 +51,7 @@ class ModelConfig:
         "Longest sequence the model may see; rows of the learned position table.",
         default=None,
         derived="--seq-length",
+        follows=("seq_length", "decoder_seq_length"),
         at_least=1,
         from_checkpoint=True,
     )

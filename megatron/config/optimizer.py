@@ -46,10 +46,18 @@ class OptimizerConfig:
     lr_warmup_init: float = flag("Learning rate at the start of the warm-up.", default=0.0, at_least=0)
     weight_decay: float = flag("Decoupled weight decay of matrices.", default=0.01, at_least=0)
     start_weight_decay: float = flag(
-        "First weight decay, unless its style is constant.", default=None, derived="--weight-decay", at_least=0
+        "First weight decay, unless its style is constant.",
+        default=None,
+        derived="--weight-decay",
+        follows=("weight_decay",),
+        at_least=0,
     )
     end_weight_decay: float = flag(
-        "Last weight decay, unless its style is constant.", default=None, derived="--weight-decay", at_least=0
+        "Last weight decay, unless its style is constant.",
+        default=None,
+        derived="--weight-decay",
+        follows=("weight_decay",),
+        at_least=0,
     )
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = flag(
         "How weight decay goes from its first to its last value.", default="constant"

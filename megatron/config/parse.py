@@ -16,7 +16,7 @@ from megatron.config.help import format_help
 from megatron.config.legacy_flags import LEGACY_WORDS, LegacyFlag, legacy_flag
 from megatron.config.rules import failures, listed, remarks
 from megatron.config.run import CORE_GROUPS, CheckpointReader, RunConfig
-from megatron.config.suggestions import did_you_mean
+from megatron.config.suggestions import did_you_mean, meant_by
 from megatron.errors import ConfigError
 
 FLAG, FILE, CHECKPOINT, COMMAND = 3, 2, 1, 0
@@ -56,6 +56,7 @@ class Intake:
         self.problems: list[str] = []
         self.notes: list[str] = []
         self.faulted: set[str] = set()
+        self._refused: dict[str, tuple[int, list[str]]] = {}  # by reason: the place in problems, and the flags
         self._by_field: dict[str, FlagSpec] = {}
         self._by_spelling: dict[str, tuple[FlagSpec, bool | None]] = {}
         self._yielding: list[tuple[FlagSpec, Given]] = []
@@ -96,7 +97,7 @@ class Intake:
         try:
             settings = read_settings(path)
         except ConfigError as error:
-            self._wrong(str(error))
+            self._wrong_file(str(error))
             return
         names = {group_name(group) for group in self.groups if group is not CommandConfig}
         for key, value in settings.items():
@@ -217,8 +218,10 @@ class Intake:
         if owner is not None:
             self._wrong(f"{where}{spelling} belongs to {owner.title} (pretrain_{owner.name}.py); leave it out")
         else:
-            hint = did_you_mean(spelling, self._by_spelling, words=LEGACY_WORDS)
-            self._wrong(f"{where}there is no flag {spelling}{hint}")
+            meant = meant_by(spelling, self._by_spelling, words=LEGACY_WORDS)
+            self._wrong(f"{where}there is no flag {spelling}{f' (did you mean {meant}?)' if meant else ''}")
+            if meant and self._by_spelling[meant][0].field not in self.given:
+                self.faulted.add(self._by_spelling[meant][0].positive)
 
     def _is_known(self, spelling: str) -> bool:
         if spelling in self._by_spelling or self._legacy(spelling) is not None:
@@ -231,7 +234,7 @@ class Intake:
             return
         legacy = legacy.values.get(words.partition(" ")[2], legacy)
         if legacy.verdict == "refused":
-            self._wrong(f"{words}: {legacy.word}")
+            self._refuse(words, legacy.word)
         elif legacy.verdict == "ignored":
             self.notes.append(f"{words} has no effect: {legacy.word}")
         else:
@@ -265,7 +268,7 @@ class Intake:
         try:
             settings = deepspeed_settings(read_settings(path, flag=flag))
         except ConfigError as error:
-            self._wrong(str(error))
+            self._wrong_file(str(error))
             return
         for sentence in settings.refused:
             self._wrong(f"{path}: {sentence}")
@@ -315,6 +318,17 @@ class Intake:
     def _wrong(self, sentence: str) -> None:
         self.problems.append(sentence)
 
+    def _refuse(self, words: str, reason: str) -> None:
+        """Refuse a flag, in one sentence with all others that are refused for the same reason."""
+        at, refused = self._refused.setdefault(reason, (len(self.problems), []))
+        refused.append(words)
+        self.problems[at : at + 1] = [f"{', '.join(refused)}: {reason}"]
+
+    def _wrong_file(self, sentence: str) -> None:
+        """A file of settings can't be read: whatever was not given may be in it."""
+        self._wrong(sentence)
+        self.faulted.update(spec.positive for field, spec in self._by_field.items() if field not in self.given)
+
 
 def parse_run(
     argv: Sequence[str],
@@ -334,7 +348,8 @@ def parse_run(
     intake.read_checkpoint(checkpoint_config)
     intake.finish()
     command: CommandConfig = intake.build(CommandConfig)
-    problems = [*intake.problems, *_out_of_bounds(command)]
+    out_of_bounds = dict(_out_of_bounds(command))
+    problems = [*intake.problems, *out_of_bounds.values()]
     asked = command.world_size if command.dry_run else None
     run = RunConfig(
         **{group_name(group): intake.build(group) for group in CORE_GROUPS},
@@ -343,7 +358,7 @@ def parse_run(
         command=command,
     )
     object.__setattr__(run, "provenance", {spec.field: intake.source(spec, run.value(spec)) for spec in run.flags()})
-    problems += failures(run, faulted=intake.faulted)
+    problems += failures(run, faulted={*intake.faulted, *out_of_bounds})
     if problems:
         raise ConfigError(listed(problems))
     object.__setattr__(run, "notes", (*intake.notes, *remarks(run)))
@@ -372,7 +387,7 @@ def parse_groups(
     intake = _read_command_line(argv, groups, prog, about, legacy)
     intake.finish()
     built = tuple(intake.build(group) for group in groups)
-    problems = [*intake.problems, *(sentence for group in built for sentence in _out_of_bounds(group))]
+    problems = [*intake.problems, *(sentence for group in built for _, sentence in _out_of_bounds(group))]
     if problems:
         raise ConfigError(listed(problems))
     for note in intake.notes:
@@ -380,11 +395,12 @@ def parse_groups(
     return built
 
 
-def _out_of_bounds(group: Any) -> Iterator[str]:
+def _out_of_bounds(group: Any) -> Iterator[tuple[str, str]]:
+    """Flags whose numbers are out of their bounds, and a sentence about each."""
     for spec in flags_of(type(group)):
         sentence = spec.out_of_bounds(getattr(group, spec.field))
         if sentence:
-            yield sentence
+            yield spec.positive, sentence
 
 
 def _read_command_line(

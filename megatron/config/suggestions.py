@@ -15,7 +15,13 @@ _MOST_TYPOS = 2
 
 
 def did_you_mean(word: str, known: Iterable[Any], *, words: Collection[str] = ()) -> str:
-    """`` (did you mean X?)`` for the only known word that ``word`` is a likely typo of, else nothing.
+    """`` (did you mean X?)`` for what ``meant_by`` finds, else nothing."""
+    meant = meant_by(word, known, words=words)
+    return f" (did you mean {meant}?)" if meant else ""
+
+
+def meant_by(word: str, known: Iterable[Any], *, words: Collection[str] = ()) -> str | None:
+    """The only known word that ``word`` is a likely typo of, if there is one.
 
     ``words``: further parts that are correct as they stand, besides those of ``known``.
     """
@@ -27,7 +33,7 @@ def did_you_mean(word: str, known: Iterable[Any], *, words: Collection[str] = ()
     distances = {parts: found for parts in meant if (found := _typos(typed, parts, correct)) is not None}
     least = min(distances.values(), default=None)
     nearest = [parts for parts, distance in distances.items() if distance == least]
-    return f" (did you mean {meant[nearest[0]]}?)" if len(nearest) == 1 else ""
+    return meant[nearest[0]] if len(nearest) == 1 else None
 
 
 def parts_of(word: str) -> tuple[str, ...]:

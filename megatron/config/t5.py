@@ -25,11 +25,17 @@ class T5Config(SentenceConfig):
         "Tokens of a sample's decoder.",
         default=None,
         derived="a quarter of --seq-length",
+        follows=("seq_length",),
         at_least=1,
         from_checkpoint=True,
     )
     decoder_num_layers: int = flag(
-        "Layers of the decoder.", default=None, derived="as many as the encoder's", at_least=1, architecture=True
+        "Layers of the decoder.",
+        default=None,
+        derived="as many as the encoder's",
+        follows=("num_layers",),
+        at_least=1,
+        architecture=True,
     )
     relative_attention_num_buckets: int = flag(
         "Distances that relative positions tell apart.", default=32, at_least=4, architecture=True

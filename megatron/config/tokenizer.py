@@ -40,6 +40,7 @@ class TokenizerConfig:
         },
         derived="NullTokenizer with --mock-data and --vocab-size and no tokenizer files, else GPT2BPETokenizer, or "
         "BertWordPieceLowerCase for BERT",
+        follows=("mock_data", "vocab_size", "vocab_file", "merge_file", "tokenizer_model"),
         from_checkpoint=True,
     )
     vocab_file: str | None = flag(

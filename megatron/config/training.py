@@ -18,6 +18,10 @@ class TrainingConfig:
         "Samples of one optimizer step over all ranks.",
         default=None,
         derived="micro batch size x data-parallel size",
+        follows=(
+            *("micro_batch_size", "world_size", "tensor_model_parallel_size"),
+            *("pipeline_model_parallel_size", "context_parallel_size"),
+        ),
         at_least=1,
     )
     rampup_batch_size: tuple[int, int, int] | None = flag(

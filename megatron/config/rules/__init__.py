@@ -6,11 +6,9 @@ are listed at once, before any process group or device is touched.
 
 from __future__ import annotations
 
-import dataclasses
-import re
+import contextlib
 from collections.abc import Callable, Collection, Sequence
 
-from megatron.config.flags import FlagSpec, group_name
 from megatron.config.rules import (
     bert,
     context,
@@ -26,7 +24,8 @@ from megatron.config.rules import (
     task,
     training,
 )
-from megatron.config.run import CORE_GROUPS, RunConfig
+from megatron.config.rules.known import UnknownSettingError, without
+from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 
 Rule = Callable[[RunConfig], "str | None"]
@@ -55,25 +54,33 @@ def check(run: RunConfig) -> None:
 
 
 def failures(run: RunConfig, *, faulted: Collection[str] = ()) -> list[str]:
-    """One sentence per failure; rules that speak of ``faulted`` flags, already reported, are left out.
+    """One sentence per failure: numbers out of bounds first, and then what the rules find.
 
-    Numbers out of bounds are reported first and replaced by the nearest sound ones, so that the other rules still run.
+    A rule that reads a number out of bounds, one of the ``faulted`` flags, which were already reported, or what follows
+    from them is left out: what it would find may be no mistake once those are right.
     """
-    problems, wrong, fixed = [], set(faulted), run
+    problems, wrong = [], set(faulted)
     for spec in run.flags():
         sentence = spec.out_of_bounds(run.value(spec))
         if sentence is None:
             continue
-        fixed = _with_stand_in(fixed, spec)
-        if not spec.options.derived or run.given(spec.field) or not run.provenance:
+        if run.given(spec.field) or not (spec.options.derived and run.provenance):
             problems.append(sentence)
         wrong.add(spec.positive)
-    mentions_wrong = re.compile("|".join(rf"{re.escape(flag)}(?![\w-])" for flag in sorted(wrong))) if wrong else None
+    known = without(run, _unknown_fields(run, wrong)) if wrong else run
     for rule in RULES:
-        sentence = rule(fixed)
-        if sentence and not (mentions_wrong and mentions_wrong.search(sentence)):
-            problems.append(sentence)
+        with contextlib.suppress(UnknownSettingError):
+            if sentence := rule(known):
+                problems.append(sentence)
     return problems
+
+
+def _unknown_fields(run: RunConfig, wrong: Collection[str]) -> set[str]:
+    """Fields of the ``wrong`` flags, and those that follow from them where they were not given."""
+    fields = {spec.field for spec in run.flags() if spec.positive in wrong}
+    fields |= {"world_size"} if "--world-size" in wrong else set()
+    follow = {s.field for s in run.flags() if fields & set(s.options.follows) and not run.given(s.field)}
+    return fields | follow
 
 
 def remarks(run: RunConfig) -> list[str]:
@@ -87,12 +94,3 @@ def listed(problems: Sequence[str], *, of: str = "settings") -> str:
         return problems[0]
     lines = (f"  {number}. {problem}" for number, problem in enumerate(problems, start=1))
     return f"{len(problems)} things are wrong with the {of}:\n" + "\n".join(lines)
-
-
-def _with_stand_in(run: RunConfig, spec: FlagSpec) -> RunConfig:
-    """The run with the flag's default or smallest sound value; groups of recipes are left as they are."""
-    if spec.group not in {group_name(kind) for kind in CORE_GROUPS}:
-        return run
-    value = spec.stand_in()
-    group = dataclasses.replace(getattr(run, spec.group), **{spec.field: value})
-    return dataclasses.replace(run, **{spec.group: group})

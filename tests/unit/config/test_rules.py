@@ -357,3 +357,18 @@ def _refused(changes: str, ranks: int) -> bool:
     except ConfigError:
         return True
     return False
+
+
+def test_what_follows_from_a_flag_is_declared() -> None:
+    """A value that follows from a wrong flag, unknown to the rules as such, would be reported as a second mistake."""
+    for family in ("", "T5 "):
+        base = parsed(family, "", 16)
+        followers = [spec for spec in base.flags() if spec.options.derived and not base.given(spec.field)]
+        for spec in base.flags():
+            value = {int: "4", float: "0.25", bool: ""}.get(spec.kind, "x")
+            try:
+                changed = parsed(f"{family}{spec.spelling} {value}", "", 16)
+            except ConfigError:
+                continue
+            moved = [each for each in followers if each != spec and base.value(each) != changed.value(each)]
+            assert [each.field for each in moved if spec.field not in each.options.follows] == [], spec.field
