@@ -2,35 +2,47 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from megatron.config.flags import FlagSpec, flags_of, group_name, one_of
+from megatron.config.flags import FlagSpec, flags_of, one_of
 
 _COLUMN = 34
 
 
-def format_help(groups: Sequence[type], *, prog: str, about: str = "") -> str:
-    """Usage and all flags, wrapped to the terminal."""
-    width = min(max(shutil.get_terminal_size().columns, 80), 120)
+def format_help(
+    groups: Sequence[type], *, prog: str, about: str = "", defaults: Mapping[str, Any] | None = None
+) -> str:
+    """Usage and all flags, as wide as the terminal; 80 columns where there is none.
+
+    ``defaults``: the command's own by field, see ``RunConfig.parse``.
+    """
+    width = max(shutil.get_terminal_size().columns, 60)
     lines = [f"usage: {prog} --flag value ... [@FILE]"]
     if about:
         lines += ["", *textwrap.wrap(about, width)]
     lines += ["", "@FILE holds flags as on a command line, over any number of lines, with # comments."]
     for group in groups:
         title = (group.__doc__ or "").strip().splitlines()[0]
-        lines += ["", f"{group_name(group)}: {title}"]
+        lines += ["", f"{_heading(group)}: {title}"]
         for spec in flags_of(group):
             if not spec.options.internal:
-                lines += _entry(spec, width)
+                lines += _entry(spec, width, defaults or {})
     return "\n".join(lines) + "\n"
 
 
-def _entry(spec: FlagSpec, width: int) -> list[str]:
+def _heading(group: type) -> str:
+    """``TrainedModelConfig`` -> ``trained model``."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", group.__name__.removesuffix("Config")).lower()
+
+
+def _entry(spec: FlagSpec, width: int, defaults: Mapping[str, Any]) -> list[str]:
     head = f"  {usage(spec)}"
     choices = f"One of {one_of(spec.choices)}." if spec.choices and not _listed(spec) else ""
-    text = " ".join(part for part in (spec.options.help, choices, default_text(spec)) if part)
+    text = " ".join(part for part in (spec.options.help, choices, _default_here(spec, defaults)) if part)
     body = textwrap.wrap(text, width - _COLUMN, break_on_hyphens=False)
     if len(head) > _COLUMN - 2:
         return [head, *(" " * _COLUMN + line for line in body)]
@@ -53,6 +65,15 @@ def usage(spec: FlagSpec) -> str:
 def _listed(spec: FlagSpec) -> bool:
     """Whether the choices stand behind the flag; many are told in the text."""
     return 0 < len("".join(map(str, spec.choices))) <= 60
+
+
+def _default_here(spec: FlagSpec, defaults: Mapping[str, Any]) -> str:
+    """As ``default_text``, for a command with defaults of its own."""
+    if spec.field in defaults:
+        return "(on by default)" if defaults[spec.field] is True else f"(default: {defaults[spec.field]})"
+    if defaults.get("use_checkpoint_args") and (spec.options.architecture or spec.options.from_checkpoint):
+        return "(default: the checkpoint's)"
+    return default_text(spec)
 
 
 def default_text(spec: FlagSpec) -> str:

@@ -341,7 +341,7 @@ def parse_run(
 ) -> RunConfig:
     """See ``RunConfig.parse``."""
     groups = (*CORE_GROUPS, *extra_groups, CommandConfig)
-    intake = _read_command_line(argv, groups, prog)
+    intake = _read_command_line(argv, groups, prog, defaults=defaults)
     for path in intake.value("config"):
         intake.read_file(path)
     intake.read_defaults(defaults, prog)
@@ -409,9 +409,13 @@ def _read_command_line(
     prog: str,
     about: str = "",
     legacy: Mapping[str, LegacyFlag] | None = None,
+    *,
+    defaults: Mapping[str, Any] | None = None,
 ) -> Intake:
     if {"-h", "--help"} & set(argv):
-        print(format_help(groups, prog=prog, about=about), end="")  # noqa: T201  (what --help is for)
+        shared = {*CORE_GROUPS, CommandConfig}
+        shown = sorted(groups, key=shared.__contains__)  # first what the command alone has
+        print(format_help(shown, prog=prog, about=about, defaults=defaults), end="")  # noqa: T201  (what --help is for)
         sys.exit(0)
     intake = Intake(groups, legacy)
     intake.read_words(list(words_of(argv)))

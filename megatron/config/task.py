@@ -63,7 +63,9 @@ class TaskConfig(OwnDataConfig, RecipeConfig):
         "Passes over --train-data, of tasks that have one; 0 only evaluates.", default=None, at_least=0
     )
     keep_last: bool = flag(
-        "RACE, MNLI and QQP: train also on the samples that don't fill a batch; always so here.", default=False
+        "RACE, MNLI and QQP: train also on the samples that don't fill a batch, which is always done here. How many "
+        "checkpoints are kept, --keep-last-checkpoints says.",
+        default=False,
     )
     overlapping_eval: int | None = flag(
         "WIKITEXT103 and LM: tokens by which windows over the text advance, so that all but the first window's scored "
