@@ -49,6 +49,7 @@ from megatron.core.tokenizers.text_files import (
     total_size,
 )
 from megatron.errors import ConfigError, DataError, kept_on_interrupt, run_command
+from megatron.training.progress import ProgressLine, Work, duration
 
 BAD_LINES_SHOWN = 20
 SHARD_BYTES = 64_000_000  # of text, between two places from which an interrupted run can go on
@@ -106,24 +107,24 @@ class Progress:
         self, size: int | None, *, log_interval: int, stream: TextIO, done: Tally | None = None, bytes_done: int = 0
     ) -> None:
         self._size, self._interval, self._stream = size, log_interval, stream
-        self._terminal = stream.isatty()
-        self._start = self._last = time.monotonic()
+        self._line = ProgressLine(stream=stream, clock=lambda: time.monotonic())
+        self._start = time.monotonic()
         before = done or Tally()
         self._documents, self._text_bytes, self._tokens = before.documents, before.text_bytes, _tokens(before)
         self._bytes_done, self._logged = bytes_done, before.documents // log_interval
 
     def update(self, tally: Tally, bytes_read: int) -> None:
         """Show where things stand, if it is time to."""
-        now = time.monotonic()
-        if self._terminal:
-            if now - self._last >= 0.2:
-                self._last = now
-                self._stream.write(f"\r{self._bar(tally, bytes_read, now - self._start)}\x1b[K")
-                self._stream.flush()
+        size = None if self._size is None else self._size - self._bytes_done
+        left = Work(bytes_read - self._bytes_done, size).seconds_left(self.seconds)
+        if self._line.enabled:
+            rate = (tally.text_bytes - self._text_bytes) / self.seconds / 1e6
+            facts = f"{tally.documents:,} documents", f"{rate:.1f} MB/s"
+            self._line.show(Work(bytes_read, self._size), *facts, seconds_left=left, counted=False)
         elif tally.documents // self._interval > self._logged:
             self._logged = tally.documents // self._interval
-            left = f", {self._time_left(bytes_read, now - self._start)}" if self._size else ""
-            print(f"Processed {tally.documents} documents ({self.rates(tally)}{left}).", file=self._stream, flush=True)
+            until = f", {duration(left)} left" if self._size else ""
+            print(f"Processed {tally.documents} documents ({self.rates(tally)}{until}).", file=self._stream, flush=True)
 
     def say(self, line: str) -> None:
         """Print a line without leaving half a bar before it."""
@@ -132,9 +133,7 @@ class Progress:
 
     def clear(self) -> None:
         """Take the bar away."""
-        if self._terminal:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
+        self._line.clear()
 
     def rates(self, tally: Tally) -> str:
         """Documents, text and tokens a second since the start."""
@@ -149,21 +148,6 @@ class Progress:
     def seconds(self) -> float:
         """Time since the start, never 0."""
         return max(time.monotonic() - self._start, 1e-9)
-
-    def _time_left(self, bytes_read: int, seconds: float) -> str:
-        assert self._size, "there is no end to count towards"
-        done, all_of_it = bytes_read - self._bytes_done, self._size - self._bytes_done
-        left = int(seconds * max(all_of_it - done, 0) / done) if done else 0
-        return f"{left // 60}:{left % 60:02d} left"
-
-    def _bar(self, tally: Tally, bytes_read: int, seconds: float) -> str:
-        rate = (tally.text_bytes - self._text_bytes) / seconds / 1e6
-        text = f"{tally.documents:,} documents  {rate:.1f} MB/s"
-        if not self._size:
-            return text
-        share = min(bytes_read / self._size, 1.0)
-        filled = int(share * 24)
-        return f"[{'#' * filled}{'-' * (24 - filled)}] {share:4.0%}  {text}  {self._time_left(bytes_read, seconds)}"
 
 
 def _tokens(tally: Tally) -> int:

@@ -110,11 +110,13 @@ def train(run: Run, saver: Saver) -> bool:
 def validate(run: Run, split: SplitName, where: str, *, evaluation: int) -> None:
     """Evaluate on the data sets of a split for the ``evaluation``-th time, and report each by itself."""
     progress, found = run.progress, dict[str, Evaluation]()
+    total = None if split == "valid" and run.config.data.full_validation else run.config.training.eval_iters
     for name in run.data.evaluated(split):
         collect_garbage_around_evaluation(run.config.training)
         start = time.perf_counter()
         with run.reporter.aside("evaluate-time"):
-            loss = evaluate(run, run.data.evaluation_batches(split, evaluation=evaluation, name=name))
+            batches = run.data.evaluation_batches(split, evaluation=evaluation, name=name)
+            loss = evaluate(run, run.reporter.evaluating(batches, total=total))
         found[name] = Evaluation(loss.totals, time.perf_counter() - start)
         collect_garbage_around_evaluation(run.config.training)
         if any(count for _, count in loss.totals.values()):  # a test set without labels has no loss

@@ -1,4 +1,4 @@
-"""One line at the bottom of a terminal that says how far the run is and when it will be done; silent elsewhere."""
+"""One line at the bottom of a terminal that says how far a command is and when it will be done; silent elsewhere."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TextIO
 
 
@@ -18,18 +19,31 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
 
 
-def progress_text(
-    *, iteration: int, train_iters: int, loss: float | None, tokens_per_second: float, seconds_left: float, width: int
-) -> str:
-    """The line, cut to ``width`` columns: a bar, the iteration, the loss, the speed and the time remaining."""
-    share = iteration / max(1, train_iters)
-    filled = int(20 * share)
-    shown = "" if loss is None else f"  loss {loss:.4f}"
-    text = (
-        f"{'━' * filled}{'╌' * (20 - filled)} {iteration:,}/{train_iters:,} ({share:.0%}){shown}"
-        f"  {tokens_per_second:,.0f} tokens/s  {duration(seconds_left)} left"
-    )
-    return text[: max(0, width - 1)]
+@dataclass(frozen=True)
+class Work:
+    """What is done of what there is to do. ``total``: None where that isn't known."""
+
+    done: float
+    total: float | None
+
+    @property
+    def share(self) -> float:
+        """Between 0 and 1."""
+        return min(self.done / max(1, self.total), 1.0) if self.total else 0.0
+
+    def seconds_left(self, seconds: float) -> float:
+        """Time remaining, when what is done took ``seconds``."""
+        return seconds * max((self.total or 0) - self.done, 0) / self.done if self.done else 0.0
+
+
+def progress_text(work: Work, *facts: str, seconds_left: float, width: int, counted: bool = True) -> str:
+    """The line, cut to ``width`` columns: a bar, what is done (if ``counted``), ``facts`` and the time remaining."""
+    shown = list(facts)
+    if work.total:
+        filled = int(20 * work.share)
+        count = f"{work.done:,}/{work.total:,} ({work.share:.0%})" if counted else f"{work.share:.0%}"
+        shown = [f"{'━' * filled}{'╌' * (20 - filled)} {count}", *facts, f"{duration(seconds_left)} left"]
+    return "  ".join(shown)[: max(0, width - 1)]
 
 
 class ProgressLine:
@@ -39,25 +53,17 @@ class ProgressLine:
         self, *, stream: TextIO | None = None, enabled: bool = True, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._stream = sys.stderr if stream is None else stream
-        self._enabled = enabled and self._stream.isatty()
+        self.enabled = enabled and self._stream.isatty()
         self._clock = clock
         self._last_drawn = float("-inf")
         self._on_screen = False
 
-    def show(
-        self, *, iteration: int, train_iters: int, loss: float | None, tokens_per_second: float, seconds_left: float
-    ) -> None:
-        """Draw the state of the run, at most ten times a second."""
-        if not self._enabled or self._clock() - self._last_drawn < 0.1:
+    def show(self, work: Work, *facts: str, seconds_left: float, counted: bool = True) -> None:
+        """Draw how far the work is, at most ten times a second."""
+        if not self.enabled or self._clock() - self._last_drawn < 0.1:
             return
-        text = progress_text(
-            iteration=iteration,
-            train_iters=train_iters,
-            loss=loss,
-            tokens_per_second=tokens_per_second,
-            seconds_left=seconds_left,
-            width=shutil.get_terminal_size().columns,
-        )
+        width = shutil.get_terminal_size().columns
+        text = progress_text(work, *facts, seconds_left=seconds_left, width=width, counted=counted)
         self._stream.write(f"\r\x1b[K{text}")
         self._stream.flush()
         self._last_drawn, self._on_screen = self._clock(), True

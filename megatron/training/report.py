@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, TextIO, TypeVar
 
 import torch
 
 from megatron.training.flops import SpeedScale, Throughput, throughput_line
 from megatron.training.memory import memory_line, memory_scalars, memory_use
 from megatron.training.metrics import IntervalTotals, StepRecord, TrainingLine, training_line, validation_block
-from megatron.training.progress import ProgressLine
+from megatron.training.progress import ProgressLine, Work
 from megatron.training.tensorboard import TensorBoard
 from megatron.training.timers import Timers, longest, timer_report
 
 if TYPE_CHECKING:
     from megatron.config.reporting import ReportingConfig
 
+Batch = TypeVar("Batch")
 Figures = dict[str, float]
 """Named numbers of one rank: seconds of timers, bytes of memory."""
 
@@ -162,13 +163,23 @@ class Reporter:
         # The first step also builds caches, so it enters the average like any other but soon fades.
         previous = seconds if self._recent_seconds is None else self._recent_seconds
         self._recent_seconds = 0.9 * previous + 0.1 * seconds
+        speed = step.global_batch_size * self._scale.tokens_per_sample / self._recent_seconds
         self._progress.show(
-            iteration=step.iteration,
-            train_iters=self._train_iters,
-            loss=next(iter(step.losses.values()), None),
-            tokens_per_second=step.global_batch_size * self._scale.tokens_per_sample / self._recent_seconds,
+            Work(step.iteration, self._train_iters),
+            *(f"loss {loss:.4f}" for loss in list(step.losses.values())[:1] if loss is not None),
+            f"{speed:,.0f} tokens/s",
             seconds_left=(self._train_iters - step.iteration) * self._recent_seconds,
         )
+
+    def evaluating(self, batches: Iterable[Batch], *, total: int | None) -> Iterator[Batch]:
+        """The batches of an evaluation, with a line on how far it is. ``total``: how many, None when unknown."""
+        start = self._clock()
+        for done, batch in enumerate(batches):
+            yield batch
+            work = Work(done + 1, total)
+            left = work.seconds_left(self._clock() - start)
+            self._progress.show(work, "evaluation" if total else f"evaluation, batch {done + 1:,}", seconds_left=left)
+        self._progress.clear()
 
     def validation(
         self, where: str, losses: Mapping[str, float], *, iteration: int, consumed_samples: int, data_set: str = ""

@@ -13,6 +13,7 @@ from megatron.core.inference.scoring import Passage, TextScore
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.tokenizers.text_files import parse_json
 from megatron.errors import DataError
+from megatron.training.progress import ProgressLine, Work, duration
 from megatron.training.reading import Likelihoods, LoadedModel, load_model
 from megatron.training.recipes.gpt import GPTRecipe
 
@@ -74,14 +75,20 @@ def score(model: LoadedModel, passages: Sequence[Passage]) -> TextScore:
 
 
 def _teller(context: ParallelContext, total: int) -> Callable[[int], None]:
-    """Says now and then on the last rank how far reading has come."""
-    said = time.monotonic()
+    """Says on the last rank how far reading has come: in a line on a terminal, else now and then."""
+    start = said = time.monotonic()
+    is_last = context.mesh.world_rank == context.mesh.world_size - 1
+    line = ProgressLine(enabled=is_last)
 
     def tell(done: int) -> None:
         nonlocal said
-        is_last = context.mesh.world_rank == context.mesh.world_size - 1
-        if is_last and time.monotonic() - said > _SECONDS_BETWEEN_WORDS:
-            said = time.monotonic()
-            print(f"  {done:,} of {total:,} passages", flush=True)
+        work, now = Work(done, total), time.monotonic()
+        left = work.seconds_left(now - start)
+        line.show(work, "passages", seconds_left=left)
+        if done == total:
+            line.clear()
+        elif is_last and not line.enabled and now - said > _SECONDS_BETWEEN_WORDS:
+            said = now
+            print(f"  {done:,} of {total:,} passages, {duration(left)} left", flush=True)
 
     return tell

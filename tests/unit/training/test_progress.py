@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from megatron.training.progress import ProgressLine, duration, progress_text
+from megatron.training.progress import ProgressLine, Work, duration, progress_text
 
 
 class Terminal(io.StringIO):
@@ -30,9 +30,7 @@ def test_durations_read_well(seconds: float, text: str) -> None:
 
 
 def text(width: int = 200, iteration: int = 120) -> str:
-    return progress_text(
-        iteration=iteration, train_iters=480, loss=4.25, tokens_per_second=12345.6, seconds_left=83, width=width
-    )
+    return progress_text(Work(iteration, 480), "loss 4.2500", "12,346 tokens/s", seconds_left=83, width=width)
 
 
 def test_says_how_far_how_good_how_fast_and_how_long() -> None:
@@ -45,7 +43,7 @@ def test_never_wraps() -> None:
 
 
 def show(line: ProgressLine, iteration: int) -> None:
-    line.show(iteration=iteration, train_iters=480, loss=None, tokens_per_second=1.0, seconds_left=1.0)
+    line.show(Work(iteration, 480), seconds_left=1.0)
 
 
 def test_a_pipe_gets_nothing() -> None:

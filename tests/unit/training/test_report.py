@@ -201,3 +201,17 @@ def test_terminal_sees_progress_with_time_left_and_the_log_stays_clean() -> None
     assert "\r" not in stage.text
     stage.reporter.close()
     assert terminal.getvalue().endswith("\r\x1b[K")
+
+
+def test_evaluation_says_how_long_it_will_take() -> None:
+    """Minutes without a word, in the middle of a run."""
+    terminal = Terminal()
+    stage = Stage(terminal=terminal)
+    for _ in stage.reporter.evaluating(range(4), total=4):
+        stage.clock.now += 1.0
+    assert "1/4 (25%)  evaluation  0:03 left" in terminal.getvalue()
+    assert terminal.getvalue().endswith("\r\x1b[K")
+    for _ in stage.reporter.evaluating(range(2), total=None):
+        stage.clock.now += 1.0
+    assert "\x1b[Kevaluation, batch 1\r" in terminal.getvalue()
+    assert stage.text == ""
