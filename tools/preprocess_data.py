@@ -166,6 +166,9 @@ def main(argv: Sequence[str]) -> int:
     )
     if tokenizer_config.tokenizer_type is None:
         tokenizer_config = dataclasses.replace(tokenizer_config, tokenizer_type="GPT2BPETokenizer")
+    kind = tokenizer_config.tokenizer_type
+    if tokenizer_config.vocab_size and not (kind or "").startswith(("Null", "Tik", "BertWordPiece")):
+        print(f"--vocab-size has no effect: {kind} knows its own", file=sys.stderr)
     preprocess(config, tokenizer_config)
     return 0
 

@@ -31,7 +31,6 @@ _IGNORED = (
     ),
     ("preproc-folder", "--input may name a folder"),
     ("find-optimal-num-workers workers-to-check max-documents", "without --workers there is one for each core"),
-    ("log-level rank local-rank", "nothing depends on it"),
 )
 _REFUSED = (
     ("ftfy apply-ftfy", _CHANGES_TEXT),

@@ -70,11 +70,10 @@ class IndexedDataset:
         self.num_tokens = check_tables(
             self.local_prefix, dtype=self.dtype, lengths=self.lengths, offsets=self.offsets, boundaries=self.boundaries
         )
+        self._file = os.open(bin_path(self.local_prefix), os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
         if mmap:
             self._tokens = _map_array(bin_path(self.local_prefix), self.dtype, count=self.num_tokens)
-        else:
-            self._file = os.open(bin_path(self.local_prefix), os.O_RDONLY)
-            weakref.finalize(self, os.close, self._file)
 
     def _open_remote(self) -> RemoteTokens:
         if self._cache is None:
@@ -154,9 +153,14 @@ class IndexedDataset:
     def _read(self, start: int, count: int) -> NDArray[Any]:
         if self._remote is not None:
             self._remote.ensure(start * self.dtype.itemsize, (start + count) * self.dtype.itemsize)
+        size = self.dtype.itemsize
+        if os.fstat(self._file).st_size < (start + count) * size:  # reading a map beyond it would kill the process
+            raise DataError(
+                f"{bin_path(self.local_prefix)} was cut short while it was in use: it had "
+                f"{self.num_tokens * size} bytes and has {os.fstat(self._file).st_size}; copy it again"
+            )
         if self.mmap:
             return self._tokens[start : start + count]
-        size = self.dtype.itemsize
         return np.frombuffer(os.pread(self._file, count * size, start * size), self.dtype)
 
     def __reduce__(self) -> tuple[Any, ...]:  # worker processes open the files anew

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron.core.datasets.sampler import MicrobatchSampler
 from megatron.core.datasets.samples import SampleDataset
-from megatron.errors import DataError
+from megatron.errors import RESTART_MAY_HELP, DataError
 
 Batch = dict[str, Tensor]
 
@@ -49,7 +49,19 @@ class BatchLoader:
     def __iter__(self) -> Iterator[Batch]:
         with _no_signal_yet():
             batches = iter(self._loader)
-        for batch in batches:
+        while True:
+            try:
+                batch = next(batches, None)
+            except RuntimeError as error:
+                if not str(error).startswith("DataLoader worker"):
+                    raise
+                raise DataError(
+                    f"a process of --num-workers died ({str(error).partition('. ')[0]}): by a bus error if a data file "
+                    "was cut short or its disk failed, or killed if memory ran out; look at both and run again",
+                    exit_code=RESTART_MAY_HELP,
+                ) from error
+            if batch is None:
+                return
             if isinstance(batch, DataError):
                 raise batch
             yield batch

@@ -303,3 +303,23 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
     )
     assert int(ran.stdout) < 10_000  # KB; the tables alone would be 24,000
     assert IndexedDataset(tmp_path / "x").num_documents == 2_010_000
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_a_file_cut_short_under_a_run_is_an_error(tmp_path: Path, mmap: bool) -> None:
+    """Reading a map beyond the end of its file killed the process with SIGBUS, and plain reads gave fewer tokens."""
+    with IndexedDatasetWriter(tmp_path / "x", np.int32) as writer:
+        writer.add_documents(np.arange(5000), [2500, 2500])
+    data = IndexedDataset(tmp_path / "x", mmap=mmap)
+    os.truncate(tmp_path / "x.bin", 11_000)
+    assert data[0].tolist() == list(range(2500))
+    for read in (
+        lambda: data[1],
+        lambda: data.get(1, 2000, 100),
+        lambda: data.get_range(0, 2),
+        lambda: list(data.blocks()),
+    ):
+        with pytest.raises(
+            DataError, match=r"x\.bin was cut short .*: it had 20000 bytes and has 11000; copy it again"
+        ):
+            read()

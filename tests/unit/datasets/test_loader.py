@@ -115,3 +115,19 @@ def test_a_worker_that_has_just_started_survives_sigterm(monkeypatch: pytest.Mon
     batches = build_loader(Numbers(8), consumed=0, micro_batch_size=4, num_workers=2)
     assert first_tokens(batches) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+class Deadly(Numbers):
+    """Data whose third sample ends the process that reads it."""
+
+    def __getitem__(self, index: int | None) -> Sample:
+        if index == 3:
+            os.kill(os.getpid(), signal.SIGBUS)
+        return super().__getitem__(index)
+
+
+def test_a_worker_that_dies_is_explained() -> None:
+    """A disk that fails under a map ends a worker with SIGBUS; torch guesses at shared memory, in a traceback."""
+    with pytest.raises(DataError, match=r"^a process of --num-workers died \(DataLoader worker ") as caught:
+        list(build_loader(Deadly(), consumed=0, micro_batch_size=1, num_workers=1))
+    assert caught.value.exit_code == 1

@@ -282,6 +282,7 @@ def test_flags_of_other_programs(
         (
             ("--dataset-impl mmap", "--dataset-impl mmap has no effect: it is what is always written"),
             ("--chunk-size 25", "--chunk-size 25 has no effect: workers get about half a megabyte"),
+            ("--vocab-size 50304", "--vocab-size has no effect: HuggingFaceTokenizer knows its own"),
             ("--num-docs 100", "--num-docs 100 has no effect: progress is counted in bytes"),
             ("--jsonl-keys text", "--jsonl-keys text: taken as --json-keys text"),
             ("--json_keys text", "--json_keys: read with dashes for underscores"),
