@@ -27,8 +27,7 @@ FORKS_IGNORED: tuple[tuple[str, str], ...] = (
     ),
     (
         "use-mpi",
-        "rank and world size are read from the variables that torchrun or srun sets; with mpirun, set RANK, WORLD_SIZE "
-        "and LOCAL_RANK for each process",
+        "ranks that torchrun, Open MPI's mpirun or srun started are recognized by their environment variables",
     ),
     (
         "structured-logs structured-logs-dir transformer-timers log-path log-optimizer-states-to-tensorboard "

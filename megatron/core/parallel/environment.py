@@ -1,4 +1,4 @@
-"""Who started this process: torchrun, Slurm's srun, or nobody. Reads environment variables only."""
+"""Who started this process: torchrun, Open MPI's mpirun, Slurm's srun, or nobody. Reads environment variables only."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from megatron.errors import ConfigError, MegatronError
+
+_MPI = "OMPI_COMM_WORLD"
 
 
 @dataclass(frozen=True)
@@ -30,13 +32,15 @@ class LaunchEnvironment:
 
 
 def launch_environment(variables: Mapping[str, str] | None = None) -> LaunchEnvironment:
-    """Read the launcher's variables: torchrun's ``RANK …`` first, then those of a Slurm step.
+    """Read the launcher's variables: torchrun's ``RANK …`` first, then those of Open MPI, then those of a Slurm step.
 
     Raises ConfigError for variables that contradict each other.
     """
     env = os.environ if variables is None else variables
     if "RANK" in env or "WORLD_SIZE" in env:
         return _checked(_from_torchrun(env))
+    if _number(env, f"{_MPI}_SIZE", 1) > 1:
+        return _checked(_from_open_mpi(env))
     if _number(env, "SLURM_STEP_NUM_TASKS", 1) > 1:
         return _checked(_from_slurm(env))
     return LaunchEnvironment()
@@ -45,7 +49,8 @@ def launch_environment(variables: Mapping[str, str] | None = None) -> LaunchEnvi
 def launched_world_size(variables: Mapping[str, str] | None = None) -> int:
     """Number of ranks that a launcher started, 1 without one; for checking settings before anything is launched."""
     env = os.environ if variables is None else variables
-    return _number(env, "WORLD_SIZE" if "WORLD_SIZE" in env else "SLURM_STEP_NUM_TASKS", 1, at_least=1)
+    named = next((name for name in ("WORLD_SIZE", f"{_MPI}_SIZE") if name in env), "SLURM_STEP_NUM_TASKS")
+    return _number(env, named, 1, at_least=1)
 
 
 @contextmanager
@@ -58,7 +63,8 @@ def told_once_a_node(variables: Mapping[str, str] | None = None) -> Iterator[Non
     try:
         yield
     except MegatronError as error:
-        place = next((env[name] for name in ("LOCAL_RANK", "RANK", "SLURM_LOCALID") if name in env), "0")
+        names = ("LOCAL_RANK", "RANK", f"{_MPI}_LOCAL_RANK", "SLURM_LOCALID")
+        place = next((env[name] for name in names if name in env), "0")
         if place == "0":
             raise
         sys.exit(error.exit_code)
@@ -77,6 +83,23 @@ def _from_torchrun(env: Mapping[str, str]) -> LaunchEnvironment:
         local_rank=_number(env, "LOCAL_RANK", 0),
         local_world_size=_number(env, "LOCAL_WORLD_SIZE", world_size),
         master_address=env.get("MASTER_ADDR", "127.0.0.1") if world_size > 1 else None,
+        master_port=_number(env, "MASTER_PORT", 29500),
+    )
+
+
+def _from_open_mpi(env: Mapping[str, str]) -> LaunchEnvironment:
+    world_size, local_world_size = _number(env, f"{_MPI}_SIZE", 1), _number(env, f"{_MPI}_LOCAL_SIZE", 1)
+    if "MASTER_ADDR" not in env and local_world_size < world_size:
+        raise ConfigError(
+            f"mpirun started {world_size} processes on several nodes and MASTER_ADDR is not set: "
+            "give mpirun -x MASTER_ADDR=HOST, the host of rank 0"
+        )
+    return LaunchEnvironment(
+        rank=_number(env, f"{_MPI}_RANK", 0),
+        world_size=world_size,
+        local_rank=_number(env, f"{_MPI}_LOCAL_RANK", 0),
+        local_world_size=local_world_size,
+        master_address=env.get("MASTER_ADDR", "127.0.0.1"),
         master_port=_number(env, "MASTER_PORT", 29500),
     )
 

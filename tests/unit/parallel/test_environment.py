@@ -105,3 +105,25 @@ def test_contradictions() -> None:
         launch_environment({"WORLD_SIZE": "4", "RANK": "4"})
     with pytest.raises(ConfigError, match=r"the Slurm node list '\[3\]' names no host: set MASTER_ADDR"):
         first_host("[3]")
+
+
+def test_mpirun_is_one_run_of_many_ranks() -> None:
+    """Processes of mpirun took themselves for runs of one rank each, and all wrote into the same folder."""
+    env = {
+        "OMPI_COMM_WORLD_SIZE": "8",
+        "OMPI_COMM_WORLD_RANK": "5",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    }
+    found = launch_environment({**env, "MASTER_ADDR": "node0", "MASTER_PORT": "12803"})
+    assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (5, 8, 1, 4)
+    assert (found.master_address, found.master_port) == ("node0", 12803)
+    assert launched_world_size(env) == 8
+    with pytest.raises(ConfigError) as caught:
+        launch_environment(env)
+    assert str(caught.value) == (
+        "mpirun started 8 processes on several nodes and MASTER_ADDR is not set: "
+        "give mpirun -x MASTER_ADDR=HOST, the host of rank 0"
+    )
+    assert launch_environment({**env, "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}).master_address == "127.0.0.1"
+    assert launch_environment({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}).world_size == 1
