@@ -79,6 +79,17 @@ def kept_on_interrupt(what: Callable[[], str]) -> Iterator[None]:
         raise KeyboardInterrupt(*(interrupt.args or (what(),))) from None
 
 
+@contextmanager
+def read_errors(path: object) -> Iterator[None]:
+    """Turn a missing permission, a failed disk and the like into a DataError that names the file, or else ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{error.filename or path} cannot be read: {error.strerror or error}", exit_code=exit_code_of(error)
+        ) from error
+
+
 def run_command(main: Callable[[], int | None]) -> None:
     """Run a command's ``main`` and leave the process: a user's mistake is one sentence on stderr, never a traceback."""
     try:

@@ -34,7 +34,7 @@ from megatron.core.datasets.indexed_format import (
 from megatron.core.datasets.metadata import ContentDigests, DatasetMetadata, TokenizerStamp
 from megatron.core.datasets.remote import RemoteTokens
 from megatron.core.files.remote_path import is_url
-from megatron.errors import RESTART_MAY_HELP, ConfigError, DataError
+from megatron.errors import RESTART_MAY_HELP, ConfigError, DataError, read_errors
 
 __all__ = ["IndexedDataset", "IndexedDatasetWriter", "token_dtype"]
 
@@ -64,6 +64,10 @@ class IndexedDataset:
         self.prefix = self.local_prefix = str(prefix)
         self.mmap, self._cache = mmap, cache
         self._remote = self._open_remote() if is_url(self.prefix) else None
+        with read_errors(self.prefix):
+            self._open_files(multimodal=multimodal)
+
+    def _open_files(self, *, multimodal: bool) -> None:
         header = read_header(self.local_prefix, multimodal=multimodal)
         self.dtype = header.dtype
         self._map_index(header, multimodal=multimodal)
@@ -72,7 +76,7 @@ class IndexedDataset:
         )
         self._file = os.open(bin_path(self.local_prefix), os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
-        if mmap:
+        if self.mmap:
             self._tokens = _map_array(bin_path(self.local_prefix), self.dtype, count=self.num_tokens)
 
     def _open_remote(self) -> RemoteTokens:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol, cast
 
-from megatron.errors import DataError
+from megatron.errors import DataError, exit_code_of
 from megatron.small_files import read_json
 
 _ANY_IDS = "NullTokenizer"  # its ids are numbers that the data brings along, so it fits whatever made them
@@ -96,6 +96,8 @@ class DatasetMetadata:
             return None
         try:
             return cast(DatasetMetadata, read_json(path, cls, error=DataError))
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}", exit_code=exit_code_of(error)) from None
         except DataError as error:
             raise DataError(
                 f"{error}: preprocess the text again, or delete this file to train without the check that the data "

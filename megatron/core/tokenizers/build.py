@@ -9,7 +9,7 @@ from megatron.core.tokenizers.null import NullTokenizer
 from megatron.core.tokenizers.sentencepiece import PlainSentencePiece, SentencePieceTokenizer
 from megatron.core.tokenizers.tiktoken import TikTokenizer
 from megatron.core.tokenizers.wordpiece import WordPieceTokenizer
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, read_errors
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
@@ -17,6 +17,11 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
     Raises ConfigError for flags that are missing or have no effect, DataError for files that are missing or damaged.
     """
+    with read_errors(config.tokenizer_model or config.vocab_file):
+        return _build(config)
+
+
+def _build(config: TokenizerConfig) -> Tokenizer:
     kind, model, extra_ids = config.tokenizer_type, config.tokenizer_model, config.vocab_extra_ids
     match kind:
         case "GPT2BPETokenizer":

@@ -120,7 +120,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
             continue
         try:
             settings = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{path} is not JSON: {error}.") from None
         if not isinstance(settings, dict):
             raise DataError(f"{path} holds {type(settings).__name__}, not a JSON object of settings.")

@@ -122,7 +122,7 @@ def _read_ranks(path: Path) -> list[bytes]:
     """The tokens in the order of their rank."""
     try:
         entries = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"--tokenizer-model {path} is not JSON: {error}.") from None
     if not isinstance(entries, list):
         raise DataError(f"--tokenizer-model {path} holds {type(entries).__name__}, not a list of tokens.")

@@ -74,7 +74,7 @@ def read_pieces(path: Path) -> dict[str, int]:
             model = json.loads(path.read_text(encoding="utf-8"))["model"]
             pieces: dict[str, int] = model["vocab"]
             is_wordpiece = model["type"] == "WordPiece" and sorted(pieces.values()) == list(range(len(pieces)))
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             is_wordpiece = False  # JSON of another kind, or none
         if not is_wordpiece:
             raise DataError(f"--vocab-file {path} is not a tokenizer.json of WordPiece; give a vocab.txt.")

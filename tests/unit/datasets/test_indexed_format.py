@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetWriter, token_dtype
+from megatron.core.datasets.metadata import DatasetMetadata
+from megatron.core.tokenizers import build_tokenizer
 from megatron.errors import DataError
 
 Damage = Callable[[Path, Path], object]
@@ -162,3 +168,32 @@ def test_a_data_path_that_is_no_prefix_says_what_to_do(prefix: str, tmp_path: Pa
         IndexedDataset(tmp_path / "docs[1]")
     with pytest.raises(DataError, match=r"exists; did you mean \S*/docs\[1\]_text_document\?"):
         IndexedDataset(tmp_path)
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.EACCES, 2), (errno.EIO, 1)])
+def test_files_that_cannot_be_read_are_named(
+    prefix: str, monkeypatch: pytest.MonkeyPatch, number: int, code: int
+) -> None:
+    """A missing permission or a failed disk ended in a traceback, of the data, their metadata and tokenizers alike."""
+    vocabulary = Path(prefix).with_name("vocab.json")
+    vocabulary.write_text("{}")
+    bert = TokenizerConfig(tokenizer_type="BertWordPieceCase", vocab_file=str(vocabulary))
+    opened = Path.open
+    reads: dict[str, Callable[[], object]] = {
+        f"{prefix}.idx": lambda: IndexedDataset(prefix),
+        f"{prefix}.bin": lambda: IndexedDataset(prefix),
+        f"{prefix}.meta.json": lambda: DatasetMetadata.read(prefix),
+        str(vocabulary): lambda: build_tokenizer(bert),
+    }
+    for name, read in reads.items():
+
+        def refuse(path: Path, *arguments: Any, name: str = name, **options: Any) -> Any:
+            if str(path) == name:
+                raise OSError(number, os.strerror(number), name)
+            return opened(path, *arguments, **options)
+
+        monkeypatch.setattr(Path, "open", refuse)
+        with pytest.raises(DataError) as caught:
+            read()
+        assert str(caught.value).startswith(f"{name} cannot be read: {os.strerror(number)}")
+        assert caught.value.exit_code == code
