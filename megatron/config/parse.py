@@ -132,10 +132,24 @@ class Intake:
             )
             self.faulted.update(spec.positive for spec in self._checkpoint_fields())
             return
+        saved = self._with_one_tokenizer(saved)
         for spec in self._checkpoint_fields():
             value = spec.restore(saved.get(spec.group, {}).get(spec.field))
             if value is not None:
                 self._offer(spec, Given(value, f"checkpoint {path}", CHECKPOINT))
+
+    def _with_one_tokenizer(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The settings without those of its tokenizer where another kind is given; the rows of its embedding stay."""
+        own: Mapping[str, Any] = saved.get("tokenizer") or {}
+        kind, rows = own.get("tokenizer_type"), own.get("vocab_size")
+        given = {field: each.value for field, each in self.given.items() if each.rank > CHECKPOINT}
+        if kind == "NullTokenizer" and not given.keys().isdisjoint(("vocab_file", "merge_file", "tokenizer_model")):
+            given.setdefault("tokenizer_type", None)  # what follows from the files
+        if given.get("tokenizer_type", kind) == kind:
+            return saved
+        if kind == "NullTokenizer" and rows is not None:
+            rows += 1  # the id that ends documents
+        return {**saved, "tokenizer": {"vocab_size": rows}}
 
     def _checkpoint_fields(self) -> Iterator[FlagSpec]:
         for spec in self._by_field.values():

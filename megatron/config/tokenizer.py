@@ -61,11 +61,13 @@ class TokenizerConfig:
         at_least=1,
         from_checkpoint=True,
     )
-    vocab_extra_ids: int = flag("Sentinel tokens added to the vocabulary.", default=0, at_least=0)
+    vocab_extra_ids: int = flag("Sentinel tokens added to the vocabulary.", default=0, at_least=0, from_checkpoint=True)
     tiktoken_pattern: Literal["v1", "v2"] | None = flag(
         "Version of the pattern that cuts text for TikTokenizer; v2 unless given.", default=None, from_checkpoint=True
     )
-    tiktoken_num_special_tokens: int = flag("Special tokens of TikTokenizer.", default=1000, at_least=0)
+    tiktoken_num_special_tokens: int = flag(
+        "Special tokens of TikTokenizer.", default=1000, at_least=0, from_checkpoint=True
+    )
     tiktoken_special_tokens: tuple[str, ...] = flag(
-        "Special tokens of TikTokenizer: the first ones' spellings.", default=()
+        "Special tokens of TikTokenizer: the first ones' spellings.", default=(), from_checkpoint=True
     )

@@ -12,6 +12,7 @@ from megatron.core.checkpointing.agreement import run_on_first
 from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint, is_unused
 from megatron.core.checkpointing.load import load_checkpoint, read_run_state
 from megatron.core.checkpointing.stored_tensors import StoredTensors
+from megatron.core.conversion.kept_tokenizer import kept_files
 from megatron.core.files.remote_path import AnyPath, RemotePath, path_of
 from megatron.core.optimizer.schedule import Schedule, resumed_schedule
 from megatron.core.parallel.collectives import gather_objects
@@ -190,10 +191,12 @@ def check_same_model(
 
 def saved_config(load: str, step: int | None) -> Mapping[str, Any] | None:
     """The settings stored in the checkpoint that ``load`` and ``step`` name, for ``--use-checkpoint-args``; None when
-    nothing has been saved there yet.
+    nothing has been saved there yet. Its tokenizer is the one that the checkpoint keeps, where it does.
     """
     if is_unused(load):
         return None
     # Loading verifies every file; reading the settings needs no more than to know which checkpoint it will be.
-    state: Mapping[str, Any] = read_run_state(find_checkpoint(load, step=step, verify=False))["config"]
-    return state
+    folder = find_checkpoint(load, step=step, verify=False)
+    config: Mapping[str, Any] = read_run_state(folder)["config"]
+    tokenizer = config.get("tokenizer") or {}
+    return {**config, "tokenizer": {**tokenizer, **kept_files(tokenizer, folder.path)}}

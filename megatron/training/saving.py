@@ -20,6 +20,7 @@ from megatron.core.checkpointing.agreement import run_on_all
 from megatron.core.checkpointing.retention import Retention, prune
 from megatron.core.checkpointing.save import PendingSave, begin_save
 from megatron.core.checkpointing.sharded_view import Staging
+from megatron.core.conversion.kept_tokenizer import files_to_keep
 from megatron.core.files.remote_path import AnyPath, RemotePath, path_of
 from megatron.core.parallel.collectives import all_reduce
 from megatron.core.parallel.context import ParallelContext
@@ -50,6 +51,7 @@ class Saver:
         loaded = None if run.loaded_from is None else path_of(run.loaded_from).parent
         self._saved_at = run.progress.iteration if loaded == self._root else None
         self._staging = Staging() if run.config.checkpoint.async_save else None
+        self._tokenizer = _tokenizer_files(run)
 
     def save(self) -> None:
         """Save the run as it is now; with ``--async-save``, return when the tensors have been copied.
@@ -63,7 +65,13 @@ class Saver:
         if checkpoint.save_optim:
             state = chain(state, run.optimizer.entries())
         save = begin_save(
-            self._root, progress.iteration, state, run_state(run), run.context.mesh, background=self._staging
+            self._root,
+            progress.iteration,
+            state,
+            run_state(run),
+            run.context.mesh,
+            background=self._staging,
+            files=self._tokenizer,
         )
         self._pending = _Pending(save, progress.iteration, progress.consumed_samples)
         if self._staging is None:
@@ -105,6 +113,17 @@ class Saver:
         prune(self._root, pending.iteration, kept, run.context.mesh)
         if run.config.reporting.log_progress and run.context.mesh.world_rank == 0:
             note_progress(self._root, run, pending.samples, f"saved checkpoint\titeration: {pending.iteration}")
+
+
+def _tokenizer_files(run: Run) -> dict[str, bytes]:
+    """What every checkpoint of the run keeps of its tokenizer, as it is at the start; on rank 0, which writes it."""
+    if run.context.mesh.world_rank != 0:
+        return {}
+    try:
+        return files_to_keep(run.config.tokenizer)
+    except (OSError, CheckpointError) as error:
+        logger.warning("checkpoints won't hold the tokenizer, whose files are needed beside them: %s", error)
+        return {}
 
 
 @contextmanager

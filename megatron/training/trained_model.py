@@ -16,6 +16,7 @@ from megatron.config.run import RunConfig
 from megatron.config.trained_model import TrainedModelConfig
 from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint
 from megatron.core.checkpointing.load import load_checkpoint, read_run_state
+from megatron.core.conversion.kept_tokenizer import with_kept_files
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.environment import LaunchEnvironment, told_once_a_node
 from megatron.core.parallel.launch import parallel_context
@@ -55,6 +56,7 @@ def trained_model(
                 f"{folder.path} holds a {state['recipe']} model; this tool works with {', '.join(recipes)}"
             )
         saved = RunConfig.from_json(state["config"])
+        saved = dataclasses.replace(saved, tokenizer=with_kept_files(saved.tokenizer, folder.path))
         config = _for_inference(saved, choice, launch.world_size)
         tokenizer = build_tokenizer(config.tokenizer)
         check_same_tokenizer(state, folder, tokenizer)
@@ -113,6 +115,11 @@ def _for_inference(saved: RunConfig, choice: TrainedModelConfig, world_size: int
             f"({groups} for keys and values) don't divide by {world_size}: start 1 rank, or a divisor of both"
         )
     tokenizer = saved.tokenizer
+    if tokenizer.tokenizer_type == "NullTokenizer" and (choice.vocab_file or choice.tokenizer_model):
+        raise ConfigError(
+            f"the checkpoint in {choice.load} keeps no tokenizer, and its kind is not known: convert the model again "
+            "from a folder with its tokenizer's files, or give token ids as text"
+        )
     return dataclasses.replace(
         saved,
         world_size=world_size,

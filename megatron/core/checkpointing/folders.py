@@ -156,14 +156,16 @@ def _warn(text: str) -> None:
     logger.warning(text)
 
 
-def write_durably(path: AnyPath, text: str) -> None:
+def write_durably(path: AnyPath, content: str | bytes) -> None:
     """Write a small file so that it has the old contents or the new ones after a crash, never a mixture."""
+    data = content.encode() if isinstance(content, str) else content
     if isinstance(path, RemotePath):
-        path.write_text(text, encoding="utf-8")
+        with path.open("wb") as put:
+            put.write(data)
         return
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
+    with temporary.open("wb") as file:
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)

@@ -59,12 +59,17 @@ class Manifest:
         """Files of ``folder`` that are missing or of another size, each with the reason. Reads no contents."""
         if isinstance(folder, RemotePath):
             return self._remote_size_problems(folder)
-        problems = (_size_problem(folder / name, record) for name, record in self.files.items())
+        problems = (_size_problem(folder, name, record) for name, record in self.files.items())
         return [problem for problem in problems if problem]
 
     def _remote_size_problems(self, folder: RemotePath) -> list[str]:
         try:
-            sizes = folder.sizes_below()
+            inner = {name.rpartition("/")[0] for name in self.files}
+            sizes = {
+                f"{below}/{name}".lstrip("/"): size
+                for below in inner
+                for name, size in (folder / below if below else folder).sizes_below().items()
+            }
         except OSError as error:
             return [f"{folder.name} cannot be read ({error.strerror})"]
         found = ((name, sizes.get(name), record.size) for name, record in self.files.items())
@@ -93,14 +98,14 @@ def checksum(path: AnyPath) -> FileRecord:
     return FileRecord(size, crc)
 
 
-def _size_problem(path: Path, record: FileRecord) -> str | None:
+def _size_problem(folder: Path, name: str, record: FileRecord) -> str | None:
     try:
-        size = path.stat().st_size
+        size = (folder / name).stat().st_size
     except FileNotFoundError:
-        return _size_words(path.name, None, record.size)
+        return _size_words(name, None, record.size)
     except OSError as error:
-        return f"{path.name} cannot be read ({error.strerror})"
-    return None if size == record.size else _size_words(path.name, size, record.size)
+        return f"{name} cannot be read ({error.strerror})"
+    return None if size == record.size else _size_words(name, size, record.size)
 
 
 def _size_words(name: str, size: int | None, expected: int) -> str:

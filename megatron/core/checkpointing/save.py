@@ -61,14 +61,16 @@ def begin_save(
     mesh: Mesh,
     *,
     background: Staging | None = None,
+    files: Mapping[str, bytes] | None = None,
 ) -> PendingSave:
     """Plan a save; with memory for a ``background`` one, copy what this rank writes and start writing. A collective.
 
     Training may go on as soon as this returns in the background case. Call ``finish`` on every rank, at the same point
-    of the program, to make the checkpoint durable; at most one save of a root may be pending.
+    of the program, to make the checkpoint durable; at most one save of a root may be pending. ``files``: small ones
+    that rank 0 writes beside the tensors, by their paths in the checkpoint.
     """
     views = sharded_views(state, mesh)
-    pending = _pending(path_of(root), iteration, run_state, mesh)
+    pending = _pending(path_of(root), iteration, run_state, mesh, files)
     with pending.all_or_nothing():
         pending.plan(views)
         if background is not None:
@@ -77,10 +79,15 @@ def begin_save(
 
 
 def save_streamed(
-    root: str | AnyPath, iteration: int, boxes: Sequence[StreamedBox], run_state: Mapping[str, Any]
+    root: str | AnyPath,
+    iteration: int,
+    boxes: Sequence[StreamedBox],
+    run_state: Mapping[str, Any],
+    *,
+    files: Mapping[str, bytes] | None = None,
 ) -> AnyPath:
     """As ``save_checkpoint`` by one process, of tensors that are made one after another while they are written."""
-    pending = _pending(path_of(root), iteration, run_state, Mesh.single())
+    pending = _pending(path_of(root), iteration, run_state, Mesh.single(), files)
     pending.stream(boxes)
     return pending.finish()
 
@@ -96,11 +103,13 @@ class _Written:
 class PendingSave:
     """A planned save, written by ``finish`` or, before that, by a background thread."""
 
-    def __init__(self, root: AnyPath, iteration: int, aside: AnyPath, run_file: str, mesh: Mesh) -> None:
+    def __init__(
+        self, root: AnyPath, iteration: int, aside: AnyPath, files: Mapping[str, str | bytes], mesh: Mesh
+    ) -> None:
         self._root = root
         self._iteration = iteration
         self._aside = aside
-        self._run_file = run_file
+        self._files = files
         self._mesh = mesh
         self._planner = _SavePlanner(mesh)
         self._writer = CheckpointWriter(aside)
@@ -162,9 +171,11 @@ class PendingSave:
     def _publish(self, written: list[_Written]) -> AnyPath:
         """Rank 0: everything that makes a folder of files a checkpoint."""
         self._writer.finish(self._metadata, [rank.results for rank in written])
-        write_durably(self._aside / RUN_FILE, self._run_file)
+        for name, content in self._files.items():
+            (self._aside / name).parent.mkdir(exist_ok=True)
+            write_durably(self._aside / name, content)
         files = {name: record for rank in written for name, record in rank.files.items()}
-        files |= {name: checksum(self._aside / name) for name in (METADATA, RUN_FILE)}
+        files |= {name: checksum(self._aside / name) for name in (METADATA, *self._files)}
         manifest = Manifest(self._iteration, time.time(), files)
         if problems := manifest.size_problems(self._aside):
             raise CheckpointError(
@@ -225,12 +236,14 @@ def on_first_stages(plans: list[SavePlan], mesh: Mesh) -> list[SavePlan]:
     ]
 
 
-def _pending(root: AnyPath, iteration: int, run_state: Mapping[str, Any], mesh: Mesh) -> PendingSave:
+def _pending(
+    root: AnyPath, iteration: int, run_state: Mapping[str, Any], mesh: Mesh, files: Mapping[str, bytes] | None
+) -> PendingSave:
     """A save with its folder made and nothing planned yet. A collective."""
-    run_file = _describe_run(iteration, run_state, mesh)
+    all_files: dict[str, str | bytes] = {**(files or {}), RUN_FILE: _describe_run(iteration, run_state, mesh)}
     with _explained(root, iteration):
         aside = run_on_first(lambda: begin(root, iteration), mesh)
-    return PendingSave(root, iteration, aside, run_file, mesh)
+    return PendingSave(root, iteration, aside, all_files, mesh)
 
 
 @contextmanager

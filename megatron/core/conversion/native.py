@@ -27,6 +27,7 @@ from megatron.core.conversion.companions import (
     tokenizer_files,
     tokenizer_of,
 )
+from megatron.core.conversion.kept_tokenizer import files_to_keep, with_kept_files
 from megatron.core.conversion.portable import LazyTensor, PortableModel, parameters_of, report_differences
 from megatron.core.files.remote_path import AnyPath
 
@@ -44,14 +45,15 @@ def read_native(root: AnyPath, *, step: int | None = None) -> PortableModel:
     run = RunConfig.from_json(state["config"])
     vocab_size = run.model.vocab_size or _vocabulary_rows(StoredTensors(folder.path))
     model = dataclasses.replace(run.model, vocab_size=vocab_size)
+    tokenizer = with_kept_files(run.tokenizer, folder.path)
     progress = state.get("progress") or {}
     return PortableModel(
         model=model,
         groups=run.extra,
         tensors=_tensors(folder.path, model, run.extra),
-        tokenizer=run.tokenizer,
+        tokenizer=tokenizer,
         seq_length=run.data.seq_length,
-        companions={**companions_in(folder.path.parent / FOLDER), **tokenizer_files(run.tokenizer)},
+        companions={**companions_in(folder.path.parent / FOLDER), **tokenizer_files(tokenizer)},
         iteration=folder.iteration,
         consumed_samples=int(progress.get("consumed_samples", 0)),
     )
@@ -86,6 +88,7 @@ def write_native(portable: PortableModel, root: Path, *, final: AnyPath) -> None
     root.mkdir(parents=True)
     copy_files(portable.companions, root / FOLDER)
     tokenizer = tokenizer_of(portable.tokenizer)
+    has_words = tokenizer is not None and portable.tokenizer.tokenizer_type != "NullTokenizer"
     moved = portable.tokenizer
     if portable.companions and tokenizer is not None:
         moved = copied_tokenizer(portable.tokenizer, final / FOLDER)
@@ -110,11 +113,12 @@ def write_native(portable: PortableModel, root: Path, *, final: AnyPath) -> None
         "random_seed": None,
         "tokenizer": {
             "name": tokenizer.name if tokenizer else moved.tokenizer_type,
-            "fingerprint": tokenizer.fingerprint if tokenizer else None,
+            "fingerprint": tokenizer.fingerprint if tokenizer is not None and has_words else None,
         },
     }
     boxes = [
         StreamedBox.whole(PREFIX + name, tensor.shape, tensor.dtype, tensor.make)
         for name, tensor in portable.tensors.items()
     ]
-    save_streamed(root, portable.iteration, boxes, state)
+    files = files_to_keep(portable.tokenizer) if tokenizer is not None else None
+    save_streamed(root, portable.iteration, boxes, state, files=files)

@@ -216,6 +216,26 @@ def test_checkpoint_gives_model_parallel_sizes_when_asked() -> None:
     assert stage_sizes(run) == [1, 3]
 
 
+def test_another_tokenizer_takes_the_place_of_the_checkpoints() -> None:
+    """A model converted without tokenizer has NullTokenizer's ids; with real files that was "--vocab-size 50256 is
+    smaller", of a value that nobody typed.
+    """
+    saved = run_of().to_json()
+    saved["tokenizer"] = {"tokenizer_type": "NullTokenizer", "vocab_size": 50256, "vocab_extra_ids": 0}
+    changes, files = "--use-checkpoint-args --load a", " --vocab-file v.json --merge-file m.txt"
+    sizes = "--tokenizer-type --vocab-size"
+    for given in (changes + files, changes + files + " --tokenizer-type GPT2BPETokenizer"):
+        run = parse(given, without=sizes, checkpoint_config=reader(saved, []))
+        assert (run.tokenizer.tokenizer_type, run.model.vocab_size) == ("GPT2BPETokenizer", 50257)
+        assert run.with_vocab_size(50257).model.vocab_size == 50257
+    saved["tokenizer"] = {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "old.json", "merge_file": "old.txt"}
+    run = parse(changes + files, without=sizes, checkpoint_config=reader(saved, []))
+    assert (run.tokenizer.vocab_file, run.tokenizer.merge_file) == ("v.json", "m.txt")
+    given = changes + " --tokenizer-type Llama2Tokenizer --tokenizer-model x.model"
+    run = parse(given, without=sizes, checkpoint_config=reader(saved, []))
+    assert (run.tokenizer.vocab_file, run.tokenizer.merge_file) == (None, None)
+
+
 def test_checkpoint_tokenizer_can_be_left() -> None:
     """The path of a tokenizer's model may have moved."""
     saved = run_of().to_json()
