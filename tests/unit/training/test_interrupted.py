@@ -11,19 +11,20 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.training import loop
 from megatron.training.checkpoint import load
 from megatron.training.run import Run
+from megatron.training.step import train_step
 from tests.harness.runs import tiny_run
 
 
 def interrupted(monkeypatch: pytest.MonkeyPatch, flags: str, *, after: int) -> str:
     """What a run says that is interrupted in the step after iteration ``after``."""
-    run, step = tiny_run(ParallelContext.single(), f"--mock-data {flags}"), loop.train_step
+    run = tiny_run(ParallelContext.single(), f"--mock-data {flags}")
 
-    def train_step(run: Run, microbatches: Any) -> Any:
+    def interrupted_step(run: Run, microbatches: Any) -> Any:
         if run.progress.iteration == after:
             raise KeyboardInterrupt
-        return step(run, microbatches)
+        return train_step(run, microbatches)
 
-    monkeypatch.setattr(loop, "train_step", train_step)
+    monkeypatch.setattr(loop, "train_step", interrupted_step)
     load(run)
     with pytest.raises(KeyboardInterrupt) as caught:
         loop.train_and_save(run)
