@@ -47,7 +47,7 @@ class Stage:
         self.run.reporter.say = lambda text: self.events.append(text.split()[0])
         self.run.progress.iteration = 7
 
-    def begin(self, *_: object, background: object) -> FakeSave:
+    def begin(self, *_: object, background: object, files: object) -> FakeSave:
         self.saves.append(FakeSave(self.events, len(self.saves)))
         self.events.append(f"begin {len(self.saves) - 1}{' in background' if background else ''}")
         return self.saves[-1]
