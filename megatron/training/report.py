@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
 import torch
@@ -21,6 +24,8 @@ from megatron.training.timers import Timers, longest, timer_report
 
 if TYPE_CHECKING:
     from megatron.config.reporting import ReportingConfig
+
+logger = logging.getLogger(__name__)
 
 Batch = TypeVar("Batch")
 Figures = dict[str, float]
@@ -76,6 +81,7 @@ class Reporter:
         self._step_start = self._interval_start
         self._recent_seconds: float | None = None
         self._memory_told = False
+        self._log_failed = False
 
     def say(self, text: str) -> None:
         """Print on the last rank, above the progress line."""
@@ -196,10 +202,20 @@ class Reporter:
         """Leave the terminal clean and end the event file."""
         self._progress.clear()
         self._curves.close()
+        if self._log_failed and self._out is None:  # Python's flush at exit would fail, and the exit code say so
+            with Path(os.devnull).open("wb") as nowhere:
+                os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
     def _print(self, text: str) -> None:
         if text:
             self._progress.clear()
             stream = self._out or sys.stdout
-            stream.write(text + "\n")
-            stream.flush()
+            try:
+                stream.write(text + "\n")
+                stream.flush()
+            except BrokenPipeError:  # nobody listens any more
+                raise
+            except OSError as error:  # a full disk under a log file
+                if not self._log_failed:
+                    logger.warning("the log can't be written (%s): training goes on", error.strerror)
+                self._log_failed = True

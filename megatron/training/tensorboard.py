@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -11,6 +12,8 @@ from megatron.training.metrics import StepRecord, has_perplexity, perplexity
 
 if TYPE_CHECKING:
     from megatron.config.reporting import ReportingConfig
+
+logger = logging.getLogger(__name__)
 
 
 class Writer(Protocol):
@@ -52,30 +55,35 @@ def open_writer(config: ReportingConfig) -> Writer | None:
 
 
 class Writers:
-    """Several writers as one."""
+    """Several writers as one. A writer that fails is left out from then on, with a warning: no curve is worth a run."""
 
     def __init__(self, writers: Sequence[Writer]) -> None:
-        self._writers = writers
+        self._writers = list(writers)
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
         """One point of the curve ``tag``."""
-        for writer in self._writers:
-            writer.add_scalar(tag, scalar_value, global_step)
+        self._each(lambda writer: writer.add_scalar(tag, scalar_value, global_step))
 
     def add_text(self, tag: str, text_string: str, global_step: int) -> None:
         """A text under ``tag``."""
-        for writer in self._writers:
-            writer.add_text(tag, text_string, global_step)
+        self._each(lambda writer: writer.add_text(tag, text_string, global_step))
 
     def flush(self) -> None:
         """Write what is queued."""
-        for writer in self._writers:
-            writer.flush()
+        self._each(lambda writer: writer.flush())
 
     def close(self) -> None:
         """End all of them."""
-        for writer in self._writers:
-            writer.close()
+        self._each(lambda writer: writer.close())
+
+    def _each(self, write: Callable[[Writer], None]) -> None:
+        for writer in list(self._writers):
+            try:
+                write(writer)
+            except Exception as error:  # a full disk, a lost service: each library has its own
+                self._writers.remove(writer)
+                name = type(writer).__name__
+                logger.warning("%s failed (%s): training goes on, and no more curves are written there", name, error)
 
 
 class TensorBoard:

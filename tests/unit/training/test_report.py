@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import re
 from datetime import datetime
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from megatron.config.reporting import ReportingConfig
 from megatron.training.flops import Peak, SpeedScale
@@ -84,6 +87,20 @@ def test_a_line_every_interval_with_the_mean_since_the_last() -> None:
     assert re.findall(r"iteration +(\d+)/", stage.text) == ["2", "4"]
     assert re.findall(r"lm loss: (\S+)", stage.text) == ["1.500000E+00", "3.500000E+00"]
     assert stage.elapsed() == [1000.0, 1000.0]
+
+
+def test_a_log_that_cannot_be_written_does_not_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    """A full disk under the log file ended training; it is said once, and lines come back with the space."""
+    stage = Stage()
+    with Path("/dev/full").open("w") as full:
+        stage.reporter._out = full
+        stage.steps(1, 6)
+        stage.reporter._out = stage.out
+        stage.steps(7, 8)
+        with pytest.raises(OSError, match="No space left"):
+            full.close()  # what is still in the buffer
+    assert caplog.text.count("the log can't be written (No space left on device)") == 1
+    assert re.findall(r"iteration +(\d+)/", stage.text) == ["8"]
 
 
 def test_memory_is_told_once() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import resource
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from megatron.config.reporting import ReportingConfig
 from megatron.errors import ConfigError
 from megatron.training.metrics import StepRecord
-from megatron.training.tensorboard import TensorBoard, open_writer
+from megatron.training.tensorboard import TensorBoard, Writers, open_writer
 
 STEP = StepRecord(
     iteration=4,
@@ -137,3 +139,29 @@ def test_event_files_can_be_read_back(tmp_path: Path) -> None:
     board.close()
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [(point.step, point.value) for point in events.Scalars("lm loss vs samples")] == [(64, 5.5)]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the thread's own, as it ends
+def test_a_full_disk_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The event file's thread failed, and training ended with its error at a later point."""
+    pytest.importorskip("tensorboard", reason="the tensorboard package is optional")
+    config = ReportingConfig(tensorboard_dir=str(tmp_path), tensorboard_queue_size=1)
+    writer = open_writer(config)
+    assert writer is not None
+    recorder = Recorder()
+    board = TensorBoard(config, Writers([writer, recorder]), world_size=1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (500, before[1])
+        )  # the kernel's answer is an OSError, as of a full disk
+        for _ in range(100):
+            board.step(STEP)
+            time.sleep(0.001)  # the thread's turn
+        board.validation({"lm loss": 1.5}, iteration=9, consumed_samples=99)
+        board.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caplog.text.count("SummaryWriter failed") == 1
+    assert "File too large" in caplog.text
+    assert recorder.points["lm loss validation"] == (1.5, 9), "the other writer goes on"
