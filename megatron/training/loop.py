@@ -15,7 +15,7 @@ from megatron.training.evaluate import evaluate
 from megatron.training.metrics import Evaluation
 from megatron.training.recipe import Recipe
 from megatron.training.run import Run, build_run, startup_facts
-from megatron.training.saving import Saver, check_save_folder, saving
+from megatron.training.saving import Saver, holding_save_folder, saving
 from megatron.training.startup import startup_report
 from megatron.training.step import train_step
 from megatron.training.upkeep import (
@@ -40,18 +40,18 @@ def train_from_start_to_end(
     run = build_run(config, recipe, context, started=started)
     run.evaluated = evaluated or run.evaluated
     parameters = check_parameter_count(run.config, list(run.model_state()), context)
-    load(run)
-    check_save_folder(run.config, context)
-    run.reporter.say(startup_report(run.config, startup_facts(run, parameters=parameters)))
-    run.reporter.say("\n".join(["== data", *(f"   {line}" for line in run.data.describe())]))
-    training = config.training
-    with run.exit_watch.catching_signals(), garbage_on_schedule(training), deterministic_algorithms(training):
-        finished = True if training.skip_train else train_and_save(run)
-        if finished and training.eval_iters:
-            iteration, regular = run.progress.iteration, config.train_iters // training.eval_interval
-            validate(run, "valid", f"iteration {iteration} on validation set", evaluation=regular)
-            validate(run, "test", f"iteration {iteration} on test set", evaluation=0)
-    run.reporter.close()
+    with holding_save_folder(run.config, context):
+        load(run)
+        run.reporter.say(startup_report(run.config, startup_facts(run, parameters=parameters)))
+        run.reporter.say("\n".join(["== data", *(f"   {line}" for line in run.data.describe())]))
+        training = config.training
+        with run.exit_watch.catching_signals(), garbage_on_schedule(training), deterministic_algorithms(training):
+            finished = True if training.skip_train else train_and_save(run)
+            if finished and training.eval_iters:
+                iteration, regular = run.progress.iteration, config.train_iters // training.eval_interval
+                validate(run, "valid", f"iteration {iteration} on validation set", evaluation=regular)
+                validate(run, "test", f"iteration {iteration} on test set", evaluation=0)
+        run.reporter.close()
     return run
 
 

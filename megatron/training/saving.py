@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from itertools import chain
 from typing import Any
@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from megatron.config.run import RunConfig
-from megatron.core.checkpointing.agreement import run_on_all
+from megatron.core.checkpointing.agreement import run_on_all, run_on_first
+from megatron.core.checkpointing.lease import held
 from megatron.core.checkpointing.retention import Retention, prune
 from megatron.core.checkpointing.save import PendingSave, begin_save
 from megatron.core.checkpointing.sharded_view import Staging
@@ -25,7 +26,7 @@ from megatron.core.files.remote_path import AnyPath, RemotePath, path_of
 from megatron.core.parallel.collectives import all_reduce
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.sharding import ShardedState
-from megatron.errors import CheckpointError
+from megatron.errors import RESTART_MAY_HELP, CheckpointError
 from megatron.training.run import Run
 from megatron.training.stop import NonFiniteError
 
@@ -136,6 +137,23 @@ def saving(run: Run) -> Iterator[Saver]:
         saver.finish()
         raise
     saver.finish()
+
+
+@contextmanager
+def holding_save_folder(config: RunConfig, context: ParallelContext) -> Iterator[None]:
+    """Make sure of the ``--save`` folder and keep other runs out of it for the block; runs that only evaluate don't.
+
+    A collective. Raises CheckpointError on all ranks when it can't be written, or another run saves there.
+    """
+    check_save_folder(config, context)
+    save = config.checkpoint.save
+    with ExitStack() as stack:
+        if save is not None and not config.training.skip_train:
+            try:
+                run_on_first(lambda: stack.enter_context(held(path_of(save))), context.mesh)
+            except CheckpointError as error:
+                raise CheckpointError(str(error), exit_code=RESTART_MAY_HELP) from error
+        yield
 
 
 def check_save_folder(config: RunConfig, context: ParallelContext) -> None:

@@ -8,14 +8,17 @@ from importlib import import_module
 from pathlib import Path
 
 import fsspec
+import numpy as np
 import pytest
 
 from megatron.core.checkpointing.find import find_checkpoint
+from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.core.files.remote_path import path_of
 from megatron.errors import ConfigError
 from megatron.training.pretrain import pretrain
 from megatron.training.recipes.gpt import GPTRecipe
 from tests.end_to_end.commands import TINY, assert_same_tensors, losses
+from tests.harness.s3 import credentials, s3_server
 
 convert, inspect = (import_module(f"tools.checkpoint.{name}") for name in ("convert", "inspect"))
 ROOT = "memory://bucket/run"
@@ -63,3 +66,45 @@ def test_a_missing_library_is_named(
     with pytest.raises(ConfigError, match="s3://bucket/run needs another library: Install s3fs to access S3"):
         train(capsys, f"{flag} s3://bucket/run --save-interval 5" if flag == "--save" else f"{flag} s3://bucket/run")
     assert "iteration" not in capsys.readouterr().out
+
+
+def test_the_command_with_data_and_checkpoints_at_s3(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Data at s3:// ended with "The requested range is not satisfiable"; a storage in memory had hidden it."""
+    with IndexedDatasetWriter(tmp_path / "data", np.uint16) as writer:
+        for number in range(200):
+            writer.add_document([(number + step) % 300 for step in range(40)])
+    with s3_server() as server:
+        for name, value in credentials(server).items():
+            monkeypatch.setenv(name, value)
+        files = fsspec.filesystem("s3", skip_instance_cache=True)
+        files.mkdir("bucket")
+        files.put([f"{tmp_path}/data.bin", f"{tmp_path}/data.idx"], "bucket/")
+        fsspec.filesystem("s3").clear_instance_cache()
+        flags = (
+            f"{TINY.replace('--mock-data', '')} --train-iters 4 --split 100,0,0 --tokenizer-type NullTokenizer".split()
+        )
+        cache = ["--data-cache-path", str(tmp_path / "cache")]
+        at_s3 = [
+            "--save",
+            "s3://bucket/run",
+            "--load",
+            "s3://bucket/run",
+            "--save-interval",
+            "1",
+            "--keep-last",
+            "1",
+            "--async-save",
+        ]
+        logs = []
+        for more in [
+            ["--data-path", f"{tmp_path}/data"],
+            ["--data-path", "s3://bucket/data", *at_s3, "--exit-interval", "2"],
+            ["--data-path", "s3://bucket/data", *at_s3],
+        ]:
+            assert pretrain(GPTRecipe, [*flags, *cache, *more], prog="pretrain_gpt.py") == 0
+            logs.append(losses(capsys.readouterr().out))
+        assert logs[1] | logs[2] == logs[0]
+        assert len(files.ls("bucket/run", refresh=True)) == 2, "one checkpoint and the tracker; the lease is given up"
+        fsspec.filesystem("s3").clear_instance_cache()

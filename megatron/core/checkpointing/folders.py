@@ -121,11 +121,12 @@ def remove(path: AnyPath) -> bool:
         if isinstance(path, RemotePath):
             (path / MANIFEST).unlink()
             path.remove_tree()
-        else:
-            going = aside_path(path.parent, iteration, os.urandom(4).hex(), kind="removed")
-            path.rename(going)
+            return True
+        going = aside_path(path.parent, iteration, os.urandom(4).hex(), kind="removed")
+        path.rename(going)
+        with _cleaning(going):  # the name that later saves find it by
             _delete(going)
-        return True
+            return True
     return False
 
 

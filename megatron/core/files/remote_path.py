@@ -128,11 +128,10 @@ class RemotePath:
 
     def mkdir(self, *, parents: bool = False, exist_ok: bool = False) -> None:
         """Make the folder and those above it, where the storage has such a thing; never a bucket."""
-        if self.url.partition("://")[0] in _BUCKET_STORES:
-            return
         files, path = self._found()
-        with self._explained():
-            files.makedirs(path, exist_ok=True)
+        if self.url.partition("://")[0] not in _BUCKET_STORES:
+            with self._explained():
+                files.makedirs(path, exist_ok=True)
 
     def open(self, mode: str, *, buffering: int = -1) -> io.RawIOBase | io.BufferedReader:
         """The file, open to be read (``rb``) or written (``wb``); what is written is there once it is closed."""

@@ -1,0 +1,139 @@
+"""One run at a time in a save folder: the second is refused by name, a dead one's place is free."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import multiprocessing
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.core.checkpointing import lease
+from megatron.core.checkpointing.find import is_unused
+from megatron.core.checkpointing.lease import IN_USE, held
+from megatron.core.files.remote_path import AnyPath, path_of
+from megatron.errors import CheckpointError
+from tests.harness.bucket import url
+from tests.harness.ranks import fork_server
+
+QUICK: dict[str, Any] = {"beat": 0.2, "grace": 0.2}
+
+
+def hold_until_told(place: str, report: Connection) -> None:
+    with held(path_of(place), **QUICK):
+        report.send("held")
+        report.recv()
+
+
+@contextmanager
+def another_run(place: str) -> Iterator[tuple[Any, Connection]]:
+    """A process that holds ``place``, and the connection by which it is told to end."""
+    ours, theirs = multiprocessing.Pipe()
+    process = fork_server().Process(target=hold_until_told, args=(place, theirs), daemon=True)
+    process.start()
+    try:
+        assert ours.poll(60)
+        ours.recv()
+        yield process, ours
+    finally:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.parametrize("kind", ["disk", "bucket"])
+def test_the_second_run_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    """Two runs in one folder deleted each other's unfinished checkpoints, and neither said a word."""
+    place = str(tmp_path) if kind == "disk" else url(tmp_path)
+    with another_run(place) as (process, told):
+        with pytest.raises(CheckpointError) as caught, held(path_of(place), **QUICK):
+            pass
+        assert f"--save {place}: another run (process {process.pid} on {os.uname().nodename}, since 2" in str(
+            caught.value
+        )
+        assert "wait for its end or stop it, or give another folder" in str(caught.value)
+        assert caught.value.exit_code == 1, "a job that comes back may get in"
+        told.send("end")
+        process.join()
+        assert os.listdir(tmp_path) == []
+    with held(path_of(place), **QUICK):
+        assert is_unused(place), "it is no checkpoint"
+
+
+@pytest.mark.parametrize("kind", ["disk", "bucket"])
+def test_a_killed_run_makes_way_at_once(kind: str, tmp_path: Path) -> None:
+    """A job that is killed and started anew must not be locked out by its own predecessor."""
+    place = str(tmp_path) if kind == "disk" else url(tmp_path)
+    with another_run(place) as (process, _):
+        process.kill()
+        process.join()
+    assert (tmp_path / IN_USE).exists()
+    with held(path_of(place), beat=1000.0, grace=0.0) if kind == "disk" else held(path_of(place), beat=1.0):
+        assert json.loads((tmp_path / IN_USE).read_text())["pid"] == os.getpid()
+    assert os.listdir(tmp_path) == []
+
+
+def test_children_do_not_hold_it_on(tmp_path: Path) -> None:
+    """Workers that load data outlive a killed run by seconds; the lock is the run's own."""
+    with ExitStack() as stack:
+        stack.enter_context(held(tmp_path, **QUICK))
+        child = os.fork()
+        if child == 0:
+            os.read(os.pipe()[0], 1)
+            os._exit(0)
+    try:
+        with another_run(str(tmp_path)):
+            pass
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+
+
+def test_silence_is_death_and_a_beat_is_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In object storage a holder on another machine is known by its beats alone."""
+    place = path_of(url(tmp_path))
+    with another_run(str(place)) as (process, _):
+        monkeypatch.setattr(lease, "_machine", lambda: "elsewhere")
+        with pytest.raises(CheckpointError, match="saves there already"), held(place, **QUICK):
+            pass
+        process.kill()
+        process.join()
+    with held(place, **QUICK):
+        assert json.loads((tmp_path / IN_USE).read_text())["machine"] == "elsewhere"
+
+
+def test_a_file_system_without_locks_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such a mount must not refuse every run."""
+
+    def none(*arguments: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "lockf", none)
+    with held(tmp_path, **QUICK):
+        pass
+    assert f"{tmp_path} has no locks (Operation not supported): make sure that only one run saves there" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"pid": 4}', "\x00" * 10])
+def test_damaged_notes_are_taken_over(text: str, tmp_path: Path) -> None:
+    """A note that was half written is nobody's."""
+    places: list[AnyPath] = [tmp_path, path_of(url(tmp_path))]
+    for place in places:
+        (tmp_path / IN_USE).write_text(text)
+        with held(place, **QUICK):
+            pass
+
+
+def test_a_process_may_run_twice(tmp_path: Path) -> None:
+    """Two runs after one another in a process: the first has gone."""
+    for place in [tmp_path, path_of(url(tmp_path))] * 2:
+        with held(place, **QUICK):
+            pass
+    assert os.listdir(tmp_path) == []
