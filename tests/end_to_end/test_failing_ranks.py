@@ -26,9 +26,10 @@ def misbehave(run, microbatches):
     if run.progress.iteration == 1 and RANK == 1:
         if how == "raise":
             raise ValueError("a fault of the program")
-        if how == "die":
+        if how == "die" or (how == "die once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"):
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(1000)
+        if how == "hang":
+            time.sleep(1000)
     return train_step(run, microbatches)
 
 loop.train_step = misbehave
@@ -133,3 +134,22 @@ def test_torchrun_shows_the_traceback_once(tmp_path: Path) -> None:
     assert done.stdout.count("failed in iteration 2") == 1
     assert done.stdout.count("ValueError: a fault of the program") == 1
     assert done.stdout.count(f'File "{script}"') == 2  # its main program and the fault: one traceback
+
+
+def test_torchrun_restarts_ranks_after_one_was_killed(tmp_path: Path) -> None:
+    """Most restarts failed: the new ranks connected to addresses of dead ones, which torchrun's store still held."""
+    script = tmp_path / "misbehaving.py"
+    script.write_text(MISBEHAVING)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
+    done = subprocess.run(
+        [*launcher, str(script), "die once", *FLAGS],
+        env=environment() | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert re.findall(r"iteration +(\d+)/", done.stdout) == ["1", "1", "2", "3"]
+    assert "failed to connect" not in done.stdout

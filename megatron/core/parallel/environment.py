@@ -19,7 +19,8 @@ class LaunchEnvironment:
     """This process among all: its rank, its rank on the node, and where rank 0 listens (None for a world of one).
 
     ``may_see_own_device_alone``: the launcher can show each process one GPU, its own, as number 0; Slurm's
-    ``--gpus-per-task=1`` does.
+    ``--gpus-per-task=1`` does. ``launcher``: the process without which this one has nothing to do. ``restarts``: the
+    launcher may start ranks again on the store of ranks that have died.
     """
 
     rank: int = 0
@@ -29,6 +30,8 @@ class LaunchEnvironment:
     master_address: str | None = None
     master_port: int = 29500
     may_see_own_device_alone: bool = False
+    launcher: int | None = None
+    restarts: bool = False
 
 
 def launch_environment(variables: Mapping[str, str] | None = None) -> LaunchEnvironment:
@@ -84,6 +87,8 @@ def _from_torchrun(env: Mapping[str, str]) -> LaunchEnvironment:
         local_world_size=_number(env, "LOCAL_WORLD_SIZE", world_size),
         master_address=env.get("MASTER_ADDR", "127.0.0.1") if world_size > 1 else None,
         master_port=_number(env, "MASTER_PORT", 29500),
+        launcher=os.getppid() if "TORCHELASTIC_RUN_ID" in env else None,  # other parents are shells, which may end
+        restarts=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 

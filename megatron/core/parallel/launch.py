@@ -9,10 +9,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from megatron.config.parallel import ParallelConfig
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.environment import LaunchEnvironment
+from megatron.core.parallel.launcher import leaving_with_launcher, store_of_this_attempt
 from megatron.core.parallel.liveness import Patience, watched
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RngStreams
@@ -29,6 +31,14 @@ def parallel_context(
 
     Raises ConfigError when the asked backend has no device here, ParallelError when the ranks can't meet.
     """
+    with leaving_with_launcher(launch), _joined(parallel, launch, params_dtype=params_dtype, seed=seed) as context:
+        yield context
+
+
+@contextmanager
+def _joined(
+    parallel: ParallelConfig, launch: LaunchEnvironment, *, params_dtype: str, seed: int
+) -> Iterator[ParallelContext]:
     device = choose_device(parallel.distributed_backend, launch)
     if launch.world_size > 1:
         _join(parallel, launch, "nccl" if device.type == "cuda" else "gloo")
@@ -91,14 +101,13 @@ def choose_device(backend: str | None, launch: LaunchEnvironment) -> torch.devic
 def _join(parallel: ParallelConfig, launch: LaunchEnvironment, backend: str) -> None:
     os.environ.setdefault("MASTER_ADDR", launch.master_address or "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(launch.master_port))
+    # A minute more than a stall may last, so that it is explained before the backend gives up.
+    timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes + 1)
     try:
-        dist.init_process_group(
-            backend,
-            rank=launch.rank,
-            world_size=launch.world_size,
-            # A minute more than a stall may last, so that it is explained before the backend gives up.
-            timeout=datetime.timedelta(minutes=parallel.distributed_timeout_minutes + 1),
-        )
+        store, *_ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
+        if launch.restarts:
+            store = store_of_this_attempt(store, launch, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
     except (RuntimeError, ValueError, dist.DistNetworkError) as error:
         raise ParallelError(
             f"rank {launch.rank} could not join the {launch.world_size} ranks at {os.environ['MASTER_ADDR']}:"
