@@ -10,6 +10,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
+from megatron.config.profiling import ProfilingConfig
 from megatron.config.reporting import ReportingConfig
 from megatron.config.run import RunConfig
 from megatron.config.tokenizer import TokenizerConfig
@@ -23,6 +24,7 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "PrecisionConfig",
+    "ProfilingConfig",
     "ReportingConfig",
     "RunConfig",
     "TokenizerConfig",

@@ -190,6 +190,5 @@ HARMLESS: dict[str, tuple[str, ...]] = {
     "--main-params-dtype": ("fp32",),
     "--exp-avg-dtype": ("fp32",),
     "--exp-avg-sq-dtype": ("fp32",),
-    "--profile-ranks": ("0",),
     "--replication-factor": ("2",),
 }

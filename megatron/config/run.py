@@ -21,6 +21,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
+from megatron.config.profiling import ProfilingConfig
 from megatron.config.recipe import Outline, RecipeConfig
 from megatron.config.reporting import ReportingConfig
 from megatron.config.tokenizer import TokenizerConfig
@@ -40,6 +41,7 @@ CORE_GROUPS: tuple[type, ...] = (
     TokenizerConfig,
     CheckpointConfig,
     ReportingConfig,
+    ProfilingConfig,
     InferenceConfig,
 )
 
@@ -62,6 +64,7 @@ class RunConfig:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     reporting: ReportingConfig = field(default_factory=ReportingConfig)
+    profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     inference: InferenceConfig = field(default_factory=InferenceConfig)
     extra: tuple[object, ...] = ()
     world_size: int = 1

@@ -12,6 +12,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline import chunks_per_rank, num_stages
 from megatron.config.precision import PrecisionConfig
+from megatron.config.profiling import ProfilingConfig
 from megatron.config.recipe import RecipeConfig
 from megatron.config.reporting import ReportingConfig
 from megatron.config.run import RunConfig
@@ -41,6 +42,7 @@ def without_files(run: RunConfig, *, vocab_size: int, steps: int) -> RunConfig:
         precision=PrecisionConfig(),
         checkpoint=CheckpointConfig(),
         reporting=ReportingConfig(),
+        profiling=ProfilingConfig(),
         optimizer=OptimizerConfig(optimizer=run.optimizer.optimizer, lr=1e-2, clip_grad=run.optimizer.clip_grad),
         training=dataclasses.replace(
             run.training,

@@ -52,12 +52,6 @@ UNAVAILABLE: tuple[tuple[str, str, str], ...] = (
         "enable-cuda-graph cuda-graph-warmup-steps external-cuda-graph cuda-graph-scope cuda-graph-impl",
     ),
     (
-        "profiling by flag is",
-        " yet; run the program under a profiler",
-        "profile profile-step-start profile-step-end profile-ranks use-pytorch-profiler record-memory-history "
-        "memory-snapshot-path",
-    ),
-    (
         "a non-persistent checkpoint is",
         " yet; use --save and --save-interval",
         "non-persistent-save-interval non-persistent-ckpt-type non-persistent-global-ckpt-dir "

@@ -13,6 +13,7 @@ from megatron.training.agreement import check_parameter_count, check_ranks_agree
 from megatron.training.checkpoint import load
 from megatron.training.evaluate import evaluate
 from megatron.training.metrics import Evaluation
+from megatron.training.profiling import Profiled, profiling
 from megatron.training.recipe import Recipe
 from megatron.training.run import Run, build_run, startup_facts
 from megatron.training.saving import Saver, holding_save_folder, saving
@@ -57,11 +58,15 @@ def train_from_start_to_end(
 
 def train_and_save(run: Run) -> bool:
     """Train; whether the last iteration was reached. Every checkpoint is durable when this returns."""
-    with saving(run) as saver, kept_on_interrupt(lambda: saver.kept()):
-        return train(run, saver)
+    with (
+        saving(run) as saver,
+        kept_on_interrupt(lambda: saver.kept()),
+        profiling(run.config, run.context) as profiled,
+    ):
+        return train(run, saver, profiled)
 
 
-def train(run: Run, saver: Saver) -> bool:
+def train(run: Run, saver: Saver, profiled: Profiled) -> bool:
     """Train until the last iteration, or until something says stop; evaluate and save on the way, and save at the end.
 
     Returns whether the last iteration was reached.
@@ -80,9 +85,10 @@ def train(run: Run, saver: Saver) -> bool:
     reporter.restart_clock()
     while progress.iteration < config.train_iters and reason is None:
         run.context.mesh.activity.phase = f"iteration {progress.iteration + 1}"
-        with reporter.timers("batch-generator", level=1):
-            microbatches = next(batches)
-        reporter.step(train_step(run, microbatches))
+        with profiled(progress.iteration + 1):
+            with reporter.timers("batch-generator", level=1):
+                microbatches = next(batches)
+            reporter.step(train_step(run, microbatches))
         saver.settle()
         release_memory(training, run.context, level=1)
         collect_garbage(training, iteration=progress.iteration)

@@ -30,6 +30,7 @@ from megatron.training.data import TrainingData
 from megatron.training.flops import SpeedScale, device_peak
 from megatron.training.metrics import Evaluation
 from megatron.training.pipeline import PipelineSettings, Plans, routes
+from megatron.training.profiling import annotated
 from megatron.training.recipe import ModelChunk, Recipe, stages_here
 from megatron.training.report import Reporter, Speaker
 from megatron.training.startup import StartupFacts
@@ -176,7 +177,7 @@ def build_reporter(config: RunConfig, recipe: Recipe, context: ParallelContext) 
         level=reporting.timing_log_level,
         synchronize=None if context.device.type == "cpu" else torch.accelerator.synchronize,
         barrier=(lambda: barrier(mesh)) if reporting.barrier_with_level_1_timing else None,
-        during=mesh.activity.during,
+        during=annotated(mesh.activity.during, config, context.device),
     )
     scale = SpeedScale(
         flops_per_sample=recipe.flops_per_sample(config),

@@ -56,6 +56,29 @@ def tensorboard_needs_a_folder(run: RunConfig) -> str | None:
     return f"{', '.join(named)}: no effect without --tensorboard-dir" if named else None
 
 
+def profiling_must_be_asked_for(run: RunConfig) -> str | None:
+    """Which iterations and ranks matters only where something is profiled."""
+    profiling = run.profiling
+    needs = {
+        "--profile": ("profile_step_start", "profile_step_end", "use_pytorch_profiler"),
+        "--profile or --record-memory-history": ("profile_ranks",),
+        "--record-memory-history": ("memory_snapshot_path",),
+        "--profile --use-pytorch-profiler": ("pytorch_profiler_collect_callstack",),
+    }
+    wanted = (
+        profiling.profile,
+        profiling.profile or profiling.record_memory_history,
+        profiling.record_memory_history,
+        profiling.with_torch,
+    )
+    said = [
+        f"{', '.join(named)}: no effect without {need}"
+        for (need, fields), is_wanted in zip(needs.items(), wanted)
+        if not is_wanted and (named := [f"--{field.replace('_', '-')}" for field in fields if run.given(field)])
+    ]
+    return "; ".join(said) or None
+
+
 def wandb_needs_a_project(run: RunConfig) -> str | None:
     """Nothing is sent without a project."""
     if run.reporting.wandb_project:
@@ -248,6 +271,7 @@ RULES = (
     messages_need_a_pipeline,
     loss_scale_needs_fp16,
     tensorboard_needs_a_folder,
+    profiling_must_be_asked_for,
     wandb_needs_a_project,
     limits_of_generation,
     lengths_in_the_other_unit,

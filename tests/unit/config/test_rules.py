@@ -176,6 +176,13 @@ REMARKS = [
         "",
         "--wandb-exp-name, --wandb-save-dir: no effect without --wandb-project",
     ),
+    (
+        "--profile-ranks 1 --use-pytorch-profiler --memory-snapshot-path a --pytorch-profiler-collect-callstack",
+        "",
+        "--use-pytorch-profiler: no effect without --profile; --profile-ranks: no effect without --profile or "
+        "--record-memory-history; --memory-snapshot-path: no effect without --record-memory-history; "
+        "--pytorch-profiler-collect-callstack: no effect without --profile --use-pytorch-profiler",
+    ),
     ("--inference-max-seq-length 8", "", "--inference-max-seq-length: no effect on training"),
     ("--save-interval 5", "", "--save-interval 5: no effect without --save"),
     (

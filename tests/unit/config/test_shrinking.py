@@ -93,7 +93,8 @@ def test_one_rank_has_the_same_model_and_batches() -> None:
 
 def test_nothing_is_left_behind() -> None:
     """A proof would write its settings and its losses among the curves of the run itself."""
-    flags = "@examples/gpt/llama3_8b.flags --tensorboard-dir a --wandb-project b --save c --save-interval 1 --load c"
-    _, little = small(flags, ranks=8)
+    flags = "--profile --tensorboard-dir a --wandb-project b --save c --save-interval 1 --load c"
+    _, little = small(f"@examples/gpt/llama3_8b.flags {flags}", ranks=8)
     assert (little.reporting.tensorboard_dir, little.reporting.wandb_project) == (None, None)
+    assert not little.profiling.profile
     assert (little.checkpoint.save, little.checkpoint.load) == (None, None)

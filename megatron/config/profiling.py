@@ -1,0 +1,39 @@
+"""Which iterations are profiled, on which ranks and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.flags import check_flags, flag
+
+
+@check_flags
+@dataclass(frozen=True, kw_only=True)
+class ProfilingConfig:
+    """Profiles of time and of GPU memory."""
+
+    profile: bool = flag(
+        "Profile some iterations: with CUDA's profiler, for a run under nsys, or with --use-pytorch-profiler.",
+        default=False,
+    )
+    profile_step_start: int = flag("Iterations before the first profiled one.", default=10, at_least=0)
+    profile_step_end: int = flag("The last profiled iteration.", default=12, at_least=1)
+    profile_ranks: tuple[int, ...] = flag("Ranks that are profiled.", default=(0,), at_least=0)
+    use_pytorch_profiler: bool = flag(
+        "Profile with torch's profiler: a trace per rank in --tensorboard-dir, and a summary in the log.", default=False
+    )
+    pytorch_profiler_collect_shapes: bool = flag("Keep the shapes of operators' inputs.", default=False)
+    pytorch_profiler_collect_callstack: bool = flag("Keep the Python stack of each operator.", default=False)
+    nvtx_ranges: bool = flag("Mark the parts of an iteration as NVTX ranges, for nsys.", default=False)
+    record_memory_history: bool = flag(
+        "Record the GPU allocations of --profile-ranks, and write them at the end or when memory runs out.",
+        default=False,
+    )
+    memory_snapshot_path: str = flag(
+        "File for --record-memory-history, to open at pytorch.org/memory_viz.", default="snapshot.pickle"
+    )
+
+    @property
+    def with_torch(self) -> bool:
+        """Whether torch's profiler runs, rather than CUDA's or none."""
+        return self.profile and self.use_pytorch_profiler

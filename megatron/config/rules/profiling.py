@@ -1,0 +1,32 @@
+"""Rules about profiles."""
+
+from __future__ import annotations
+
+from megatron.config.run import RunConfig
+
+
+def profiled_iterations_exist(run: RunConfig) -> str | None:
+    """At least one iteration lies after the start, up to the end."""
+    start, end = run.profiling.profile_step_start, run.profiling.profile_step_end
+    if not run.profiling.profile or start < end:
+        return None
+    return f"--profile-step-start {start} is not before --profile-step-end {end}: no iteration would be profiled"
+
+
+def profiled_ranks_exist(run: RunConfig) -> str | None:
+    """A rank that doesn't exist would give no profile, and no error."""
+    profiling, last = run.profiling, run.world_size - 1
+    wrong = [rank for rank in profiling.profile_ranks if rank > last]
+    if not wrong or not (profiling.profile or profiling.record_memory_history):
+        return None
+    return f"--profile-ranks {' '.join(map(str, wrong))}: the run has ranks 0 to {last}"
+
+
+def trace_has_a_folder(run: RunConfig) -> str | None:
+    """Traces are files."""
+    if not run.profiling.with_torch or run.reporting.tensorboard_dir:
+        return None
+    return "--use-pytorch-profiler writes its traces into --tensorboard-dir, which is not given"
+
+
+RULES = (profiled_iterations_exist, profiled_ranks_exist, trace_has_a_folder)

@@ -1,0 +1,130 @@
+"""Profiles of chosen iterations on chosen ranks: torch's profiler, CUDA's for nsys, the GPU allocator's history."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+from torch import profiler
+
+from megatron.config.run import RunConfig
+from megatron.core.parallel.context import ParallelContext
+from megatron.errors import ConfigError
+
+During = Callable[[str], AbstractContextManager[None]]
+Profiled = Callable[[int], AbstractContextManager[None]]
+"""``with profiled(number): …`` around the work of an iteration; numbers start from 1."""
+
+_HISTORY = 100_000  # allocations that are kept
+_ROWS = 15
+
+
+def annotated(during: During, config: RunConfig, device: torch.device) -> During:
+    """``during`` that also names the parts of a step in profiles.
+
+    Raises ConfigError for flags that need a GPU where there is none.
+    """
+    _check_device(config, device)
+    profiling = config.profiling
+    marks: list[Callable[[str], AbstractContextManager[object]]] = []
+    if profiling.profile:
+        marks.append(profiler.record_function)
+    if profiling.nvtx_ranges:
+        marks.append(torch.get_device_module(device).nvtx.range)
+
+    @contextmanager
+    def with_marks(name: str) -> Iterator[None]:
+        with ExitStack() as stack:
+            for mark in marks:
+                stack.enter_context(mark(name))
+            stack.enter_context(during(name))
+            yield
+
+    return with_marks if marks else during
+
+
+@contextmanager
+def profiling(config: RunConfig, context: ParallelContext) -> Iterator[Profiled]:
+    """What profiles the iterations of a ``with`` block; what is open when it ends, also by an error, is written."""
+    settings, rank = config.profiling, context.mesh.world_rank
+    if rank not in settings.profile_ranks or not (settings.profile or settings.record_memory_history):
+        yield lambda number: nullcontext()
+        return
+    with ExitStack() as recorded, ExitStack() as running:
+        if settings.record_memory_history:
+            recorded.enter_context(_memory_history(config, context))
+
+        @contextmanager
+        def profiled(number: int) -> Iterator[None]:
+            inside = settings.profile and settings.profile_step_start < number <= settings.profile_step_end
+            if inside and not started:
+                running.enter_context(
+                    (_torch_profile if settings.use_pytorch_profiler else _cuda_profile)(config, context)
+                )
+                started.append(number)
+            yield
+            if number == settings.profile_step_end:
+                running.close()
+
+        started = list[int]()
+        yield profiled
+
+
+def _check_device(config: RunConfig, device: torch.device) -> None:
+    settings = config.profiling
+    if device.type != "cpu":
+        return
+    for asked, flag, advice in (
+        (settings.profile and not settings.use_pytorch_profiler, "--profile", "; add --use-pytorch-profiler"),
+        (settings.record_memory_history, "--record-memory-history", ": leave it out"),
+        (settings.nvtx_ranges, "--nvtx-ranges", ": leave it out"),
+    ):
+        if asked:
+            raise ConfigError(f"{flag} needs a GPU, and the run is on a CPU{advice}")
+
+
+@contextmanager
+def _torch_profile(config: RunConfig, context: ParallelContext) -> Iterator[None]:
+    """Write a trace that Chrome, Perfetto and TensorBoard show; the first profiled rank prints where time went."""
+    settings, rank, on_cpu = config.profiling, context.mesh.world_rank, context.device.type == "cpu"
+    folder = str(config.reporting.tensorboard_dir)
+    with profiler.profile(
+        record_shapes=settings.pytorch_profiler_collect_shapes,
+        with_stack=settings.pytorch_profiler_collect_callstack,
+        on_trace_ready=profiler.tensorboard_trace_handler(folder, worker_name=f"rank{rank}"),
+    ) as profile:
+        yield
+    if rank == settings.profile_ranks[0]:
+        key = "self_cpu_time_total" if on_cpu else "self_device_time_total"
+        table = profile.key_averages().table(sort_by=key, row_limit=_ROWS, max_name_column_width=40)
+        print(f"profile of rank {rank}, traces in {folder}:\n{table}", flush=True)
+
+
+@contextmanager
+def _cuda_profile(config: RunConfig, context: ParallelContext) -> Iterator[None]:
+    """Let CUDA's profiler record, for ``nsys profile --capture-range=cudaProfilerApi``. Not tried without a GPU."""
+    device = torch.get_device_module(context.device)
+    device.cudart().cudaProfilerStart()
+    shapes = config.profiling.pytorch_profiler_collect_shapes
+    with torch.autograd.profiler.emit_nvtx(record_shapes=shapes):  # type: ignore[no-untyped-call]
+        yield
+    device.cudart().cudaProfilerStop()
+
+
+@contextmanager
+def _memory_history(config: RunConfig, context: ParallelContext) -> Iterator[None]:
+    """Record allocations, and write them when the block ends, also by an error."""
+    memory, rank, ranks = (
+        torch.get_device_module(context.device).memory,
+        context.mesh.world_rank,
+        config.profiling.profile_ranks,
+    )
+    path = Path(config.profiling.memory_snapshot_path)
+    memory._record_memory_history(max_entries=_HISTORY)
+    try:
+        yield
+    finally:
+        memory._dump_snapshot(str(path if len(ranks) == 1 else path.with_stem(f"{path.stem}-rank{rank}")))
+        memory._record_memory_history(enabled=None)
