@@ -69,7 +69,7 @@ def test_it_may_agree_or_leave_things_open(tmp_path: Path) -> None:
         (
             {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
             "",
-            "{path}: zero_optimization.offload_optimizer: nothing is kept in the CPU's memory; leave it out",
+            "{path}: zero_optimization.offload_optimizer: offloading to CPU memory is not available yet; leave it out",
         ),
         (
             {"curriculum_learning": {"enabled": True}},
