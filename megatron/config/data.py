@@ -50,7 +50,7 @@ class DataConfig:
         refused_values={"external": "data loaders are not plugged in by flag; leave it out"},
     )
     num_workers: int = flag(
-        "Processes that load data, per rank; 0: the training process itself.", default=2, at_least=0
+        "Processes that load data, per rank; 0: the training process itself.", default=2, at_least=0, at_most=1024
     )
     mmap_bin_files: bool = flag(
         "Read .bin files with ordinary reads instead of mapping them.", default=True, off="--no-mmap-bin-files"

@@ -55,9 +55,14 @@ class MemoryEstimate:
     working: int
 
     @property
+    def states(self) -> int:
+        """What is there all the time."""
+        return self.weights + self.gradients + self.masters + self.moments
+
+    @property
     def total(self) -> int:
         """The peak."""
-        return self.weights + self.gradients + self.masters + self.moments + self.kept + self.working
+        return self.states + self.kept + self.working
 
 
 @dataclass(frozen=True)
@@ -149,10 +154,11 @@ def _mlp_parameters(model: ModelConfig, ranks: int) -> int:
 def memory_estimate(run: RunConfig, *, schedule: ScheduleSimulator = without_pipeline) -> MemoryEstimate:
     """Of the rank that needs most; the vocabulary size must be known."""
     peaks = schedule(run, kept_activations(run)).peaks
-    return max((_rank_memory(run, rank, int(peak)) for rank, peak in enumerate(peaks)), key=lambda each: each.total)
+    return max((rank_memory(run, rank, kept=int(peak)) for rank, peak in enumerate(peaks)), key=lambda each: each.total)
 
 
-def _rank_memory(run: RunConfig, pipeline_rank: int, kept: int) -> MemoryEstimate:
+def rank_memory(run: RunConfig, pipeline_rank: int, *, kept: int = 0) -> MemoryEstimate:
+    """Of one rank, which keeps ``kept`` bytes of activations; the vocabulary size must be known."""
     parameters, width = rank_parameters(run, pipeline_rank=pipeline_rank).total, _width(run)
     shards = run.data_parallel_size * run.parallel.context_parallel_size
     owned = -(-parameters // shards) if run.parallel.use_distributed_optimizer else parameters

@@ -19,6 +19,7 @@ from megatron.errors import ConfigError
 
 _Group = TypeVar("_Group")
 _KEY = "megatron.flag"
+_MOST = 2**53  # of whole numbers without a bound of their own: what JSON and 64-bit counters keep
 _NOUNS: dict[type, str] = {int: "a whole number", float: "a number", str: "a word", bool: "on or off"}
 
 
@@ -158,13 +159,14 @@ class FlagSpec:
     def out_of_bounds(self, value: Any) -> str | None:
         """One sentence when a number lies outside the flag's bounds."""
         bounds = self.options
+        at_most = bounds.at_most if bounds.at_most is not None or self.kind is not int else _MOST
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, (bool, str)) or number is None:
                 continue
             for limit, wrong, words in (
                 (bounds.at_least, bounds.at_least is not None and number < bounds.at_least, "at least"),
                 (bounds.above, bounds.above is not None and number <= bounds.above, "more than"),
-                (bounds.at_most, bounds.at_most is not None and number > bounds.at_most, "at most"),
+                (at_most, at_most is not None and number > at_most, "at most"),
                 (bounds.below, bounds.below is not None and number >= bounds.below, "less than"),
             ):
                 if wrong:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+
+from megatron.config.estimate import rank_memory, rank_parameters
+from megatron.config.report import count, gigabytes
+from megatron.config.run import RunConfig
+from megatron.core.parallel.context import ParallelContext
+from megatron.errors import ConfigError
 
 _MB = 1024 * 1024
 
@@ -24,6 +32,42 @@ def memory_use(device: torch.device) -> dict[str, int]:
         "reserved": accelerator.memory_reserved(device),
         "max reserved": accelerator.max_memory_reserved(device),
     }
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes of the device, or of the machine that all ranks on its CPU share."""
+    if device.type == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free_and_total: tuple[int, int] = torch.get_device_module(device).mem_get_info(device)
+    return free_and_total[1]
+
+
+def check_states_fit(config: RunConfig, context: ParallelContext) -> None:
+    """Raise ConfigError, before anything is allocated, for a part of the model that the device can't hold."""
+    needed = rank_memory(config, context.mesh.rank("pp")).states
+    if needed > total_memory(context.device):
+        raise ConfigError(_too_large(config, context))
+
+
+@contextmanager
+def sized_allocations(config: RunConfig, context: ParallelContext) -> Iterator[None]:
+    """Raise ConfigError where the block runs out of memory: one sentence on what the rank needs and has."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "allocate memory" not in str(error):
+            raise
+        raise ConfigError(f"out of memory: {_too_large(config, context)}") from error
+
+
+def _too_large(config: RunConfig, context: ParallelContext) -> str:
+    stage = context.mesh.rank("pp")
+    parameters, states = rank_parameters(config, pipeline_rank=stage).total, rank_memory(config, stage).states
+    return (
+        f"this rank holds {count(parameters)} parameters, which take {gigabytes(states)} with gradients and optimizer "
+        f"state, before any activations, and its {context.device.type} has {gigabytes(total_memory(context.device))}: "
+        "use a smaller model or --micro-batch-size, or more ranks; --dry-run says what would fit"
+    )
 
 
 def memory_line(use: Mapping[str, float], *, rank: int, iteration: int) -> str:

@@ -105,7 +105,9 @@ def launch_on_ranks(
     """Join the other ranks and train; of errors on several ranks, the first is shown."""
     from megatron.core.parallel.launch import parallel_context
     from megatron.training.loop import train_from_start_to_end
+    from megatron.training.memory import sized_allocations
 
     precision, seed = config.precision.params_dtype, config.training.seed
-    with parallel_context(config.parallel, launch, params_dtype=precision, seed=seed) as context:
+    joined = parallel_context(config.parallel, launch, params_dtype=precision, seed=seed)
+    with joined as context, sized_allocations(config, context):
         train_from_start_to_end(config, load_recipe(), context, started=started)

@@ -6,6 +6,8 @@ from megatron.config.rules.sizes import divisors, multiples_near, some
 from megatron.config.run import RunConfig
 from megatron.config.task import TaskConfig
 
+_MOST_MICROBATCHES = 100_000
+
 
 def batch_divides(run: RunConfig) -> str | None:
     """Every rank runs whole micro batches."""
@@ -15,6 +17,18 @@ def batch_divides(run: RunConfig) -> str | None:
     return (
         f"--global-batch-size {total} does not divide by --micro-batch-size {micro} x {ranks} data-parallel ranks "
         f"= {micro * ranks}; use {multiples_near(total, micro * ranks)}"
+    )
+
+
+def batch_is_countable(run: RunConfig) -> str | None:
+    """A step is a list of forward and backward passes, which is simulated before it runs."""
+    total, unit = run.training.global_batch_size, run.training.micro_batch_size * run.data_parallel_size
+    if total // unit <= _MOST_MICROBATCHES:
+        return None
+    return (
+        f"--global-batch-size {total} makes {total // unit} microbatches of --micro-batch-size "
+        f"{run.training.micro_batch_size} on each of {run.data_parallel_size} data-parallel ranks; use at most "
+        f"{_MOST_MICROBATCHES * unit}"
     )
 
 
@@ -93,6 +107,7 @@ def something_to_do(run: RunConfig) -> str | None:
 
 RULES = (
     batch_divides,
+    batch_is_countable,
     ramp_is_sound,
     length_is_given,
     length_makes_a_step,

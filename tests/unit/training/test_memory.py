@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import mmap
 
+import pytest
 import torch
 
-from megatron.training.memory import memory_line, memory_scalars, memory_use
+from megatron.core.parallel.context import ParallelContext
+from megatron.errors import ConfigError
+from megatron.training.memory import check_states_fit, memory_line, memory_scalars, memory_use, sized_allocations
+from tests.unit.config.command_lines import parse
 
 CPU = torch.device("cpu")
 
@@ -41,3 +45,20 @@ def test_line_on_cpu_says_resident() -> None:
 
 def test_curves_on_cpu_do_not_pretend_to_be_an_allocators() -> None:
     assert set(memory_scalars(CPU)) == {"mem-resident-bytes", "mem-max-resident-bytes"}
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_built() -> None:
+    """--hidden-size 4000000 ended in the allocator's traceback, and --num-layers 10**12 built layers for minutes."""
+    for changes in ("--hidden-size 4000000", "--num-layers 1000000000000", "--seq-length 100000000000"):
+        with pytest.raises(ConfigError, match=r"this rank holds .* parameters, which take .* GB .* its cpu has .* GB"):
+            check_states_fit(parse(changes), ParallelContext.single())
+    check_states_fit(parse(), ParallelContext.single())
+
+
+def test_running_out_of_memory_is_one_sentence() -> None:
+    """Activations may still be too much; other errors stay what they are."""
+    context = ParallelContext.single()
+    with pytest.raises(ConfigError, match="out of memory: this rank holds"), sized_allocations(parse(), context):
+        torch.empty(10**15)
+    with pytest.raises(RuntimeError, match="another"), sized_allocations(parse(), context):
+        raise RuntimeError("another")
