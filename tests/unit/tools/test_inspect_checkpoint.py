@@ -182,7 +182,7 @@ def test_what_can_load(more: str, root: Path, said: Said) -> None:
         ("--swiglu --train-iters 9", "(for 1 rank and batches of 8; --world-size says how many there are)"),
         ("--swiglu --train-iters 9 --world-size 4", "72 from the flags"),
         ("--swiglu --optimizer sgd", "lacks optimizer.momentum, which --optimizer sgd continues from"),
-        ("--swigloo", "there is no flag --swigloo (did you mean --swiglu?)"),
+        ("--swigllu", "there is no flag --swigllu (did you mean --swiglu?)"),
     ],
 )
 def test_what_cannot_load_and_why(more: str, reason: str, root: Path, said: Said) -> None:

@@ -59,7 +59,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, inputs: list[Path], prefix: Path,
 
     with monkeypatch.context() as patched:
         patched.setattr(IndexedDatasetWriter, "add_documents", add_some)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt, match="the finished shards are kept"):
             preprocess(inputs, prefix)
 
 
@@ -75,7 +75,7 @@ def test_it_goes_on_to_the_same_bytes(
     whole = preprocess(inputs, tmp_path / "whole")
     interrupt(monkeypatch, inputs, tmp_path / "out", after=after)
     assert not list(tmp_path.glob("out*.idx")), "files must not appear before they are complete"
-    assert "the finished shards are kept" in capsys.readouterr().err
+    capsys.readouterr()
     assert preprocess(inputs, tmp_path / "out") == whole
     assert "documents of an interrupted run" in capsys.readouterr().err
     summaries = [json.loads((tmp_path / f"{name}_summary.json").read_text()) for name in ("whole", "out")]
