@@ -7,7 +7,7 @@ longer run keeps the order of a shorter one, and the choice needs no randomness.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,12 @@ class BlendSpec:
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None = None
+
+    def without(self, prefixes: Collection[str]) -> BlendSpec:
+        """The same proportions without some prefixes."""
+        kept = [place for place, prefix in enumerate(self.prefixes) if prefix not in prefixes]
+        weights = None if self.weights is None else tuple(self.weights[place] for place in kept)
+        return BlendSpec(tuple(self.prefixes[place] for place in kept), weights)
 
 
 def parse_blend(entries: Sequence[str], *, flag: str = "--data-path") -> BlendSpec:

@@ -178,39 +178,50 @@ class _SplitBuilder:
         self.remarks: list[str] = []
 
     def build(self, split: SplitName, num_samples: int | None) -> MixedDataset | None:
-        """Data set of a split; None when no samples are asked of it, or it has no share of the data.
-
-        A small corpus is trained on without validation and test where nobody asked for a split.
-        """
+        """Data set of a split; None when no samples are asked of it, or it has no share of the data."""
         share = self._share(split)
         if num_samples == 0 or share is None:
             return None
         if self._data.mock_data:
             return self._dataset(self._part(self._family.mock(), split=split, share=share, copy=0), num_samples)
-        spec = self._given[split].blend()
-        try:
-            return self._build_blend(spec, split, share, num_samples)
-        except ShortSplitError:
-            nobody_asked = self._given[split].shared and self._data.split == DEFAULT_SPLIT
-            if split == "train" or not nobody_asked or len(set(spec.prefixes)) > 1:
-                raise
-            self.remarks.append(
-                f"{split}: nothing is evaluated, as {spec.prefixes[0]} is too small: its share under the default "
-                f"--split {DEFAULT_SPLIT} is less than one sample"
-            )
-            return None
+        return self._build_blend(self._given[split].blend(), split, share, num_samples)
 
     def build_named(self, split: SplitName, num_samples: int | None) -> dict[str, MixedDataset]:
         """Every source of a split by itself."""
         share = self._share(split)
         if num_samples == 0 or share is None:
             return {}
-        return {
+        built = {
             name: self._build_blend(spec, split, share, num_samples)
             for name, spec in self._given[split].named().items()
         }
+        return {name: dataset for name, dataset in built.items() if dataset is not None}
 
-    def _build_blend(self, spec: BlendSpec, split: SplitName, share: Share, num_samples: int | None) -> MixedDataset:
+    def _build_blend(
+        self, spec: BlendSpec, split: SplitName, share: Share, num_samples: int | None
+    ) -> MixedDataset | None:
+        """The blend; where nobody asked for a split, evaluation leaves out sources that are too small for it."""
+        try:
+            return self._mixed(spec, split, share, num_samples)
+        except ShortSplitError:
+            if split == "train" or not self._given[split].shared or self._data.split != DEFAULT_SPLIT:
+                raise
+        small = [prefix for prefix in dict.fromkeys(spec.prefixes) if self._is_short(prefix, split, share)]
+        rest, subject = spec.without(small), "it is" if len(small) == 1 else "they are"
+        self.remarks.append(
+            f"{split}: nothing is evaluated on {' and '.join(small)}, as {subject} too small: the share under the "
+            f"default --split {DEFAULT_SPLIT} is less than one sample"
+        )
+        return self._mixed(rest, split, share, num_samples) if rest.prefixes else None
+
+    def _is_short(self, prefix: str, split: SplitName, share: Share) -> bool:
+        try:
+            self._dataset(self._part(self._open(prefix), split=split, share=share, copy=0), None)
+        except ShortSplitError:
+            return True
+        return False
+
+    def _mixed(self, spec: BlendSpec, split: SplitName, share: Share, num_samples: int | None) -> MixedDataset:
         parts = [
             self._part(self._open(prefix), split=split, share=share, copy=spec.prefixes[:i].count(prefix))
             for i, prefix in enumerate(spec.prefixes)

@@ -164,9 +164,37 @@ def test_a_small_corpus_is_trained_on_without_evaluation(write_documents: WriteD
     assert splits.train is not None
     assert splits.valid is splits.test is None
     for split, remark in zip(("valid", "test"), splits.remarks, strict=True):
-        assert remark.startswith(f"{split}: nothing is evaluated, as {prefix} is too small: ")
+        assert remark.startswith(f"{split}: nothing is evaluated on {prefix}, as it is too small: ")
     with pytest.raises(DataError, match="the train split has 9 tokens"):
         build(data_path=(write_documents([[1, 2, 3]] * 3, "less"),), seq_length=9)
+
+
+def test_small_sources_of_a_blend_are_trained_on_without_evaluation(write_documents: WriteDocuments) -> None:
+    """Two tiny sources under the default --split were an error, while one alone trained; a blend with a large source
+    is evaluated on that one."""
+    tiny = [write_documents(numbered(first, documents=10), f"tiny{first}") for first in (0, 20)]
+    large = write_documents([[40] * 30] * 60, "large")
+    for path in (tuple(tiny), ("0.5", tiny[0], "0.5", tiny[1])):
+        splits = build(data_path=path)
+        assert splits.train is not None
+        assert splits.valid is splits.test is None
+        for split, remark in zip(("valid", "test"), splits.remarks, strict=True):
+            assert remark.startswith(
+                f"{split}: nothing is evaluated on {tiny[0]} and {tiny[1]}, as they are too small: "
+            )
+    for path in (("1", tiny[0], "2", large, "1", tiny[1]), (tiny[0], large, tiny[1])):
+        for order in ("epoch", "megatron"):
+            # without weights, Megatron-LM's order gives one pass, which is 148 samples
+            splits = build(SplitSizes(100, 4, 0), data_path=path, data_order=order)
+            assert {token for tokens in tokens_of(splits.valid) for token in tokens} == {40}
+            assert [remark.partition(", as")[0] for remark in splits.remarks] == [
+                f"valid: nothing is evaluated on {tiny[0]} and {tiny[1]}"
+            ]
+    named = build(data_path=(f"a={tiny[0]}", f"b={large}"), multiple_validation_sets=True)
+    assert list(named.valid_sets) == ["b"]
+    assert named.remarks[0].startswith(f"valid: nothing is evaluated on {tiny[0]}, as it is too small: ")
+    with pytest.raises(DataError, match="the valid split has 40 tokens .* give a larger share in --split"):
+        build(data_path=tuple(tiny), split="8,1,1", seq_length=50)
 
 
 def test_longer_run_keeps_the_prefix(write_documents: WriteDocuments) -> None:

@@ -256,6 +256,25 @@ def test_errors(prefix: str, tmp_path: Any) -> None:
         build_bert_splits(DataConfig(seq_length=64, mock_data=True), tokenizer=TOKENIZER, vocab_size=7, **arguments)
 
 
+def test_small_sources_of_a_blend_are_trained_on_without_evaluation(tmp_path: Any) -> None:
+    """Few documents, by themselves or in a blend, train BERT and T5 under the default --split as they train GPT."""
+    for name in ("a", "b"):
+        with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
+            writer.add_documents([5, 6, 7, 8] * 4, [2] * 8, [2] * 4)
+    config = DataConfig(seq_length=64, data_path=(str(tmp_path / "a"), str(tmp_path / "b")))
+    arguments: dict[str, Any] = {"seed": 1, "sizes": SplitSizes(9, 4, 2), "tokenizer": TOKENIZER}
+    for splits in (
+        build_bert_splits(config, binary_head=False, **arguments),
+        build_t5_splits(config, decoder_seq_length=32, **arguments),
+    ):
+        assert splits.train is not None
+        assert splits.valid is splits.test is None
+        assert [remark.partition(" on ")[0] for remark in splits.remarks] == [
+            "valid: nothing is evaluated",
+            "test: nothing is evaluated",
+        ]
+
+
 def test_made_up_sentences() -> None:
     """A model is tried without files: samples of every length, of ids that it knows, with words to find."""
     config = DataConfig(seq_length=64, mock_data=True)
