@@ -1,7 +1,7 @@
 """Small structured files, JSON and YAML, of anybody: bounded in size, depth and digits, and checked against types.
 
 Whatever is wrong comes as one sentence that names the file and the key. Types are annotations, as dataclasses have
-them; ``Annotated[int, range(1, 100)]`` has bounds as well.
+them; ``Annotated[float, Between(0, 1)]`` has bounds as well.
 """
 
 from __future__ import annotations
@@ -21,6 +21,14 @@ SETTINGS_BYTES, VOCABULARY_BYTES = 1 << 24, 1 << 28
 MOST_DEPTH, MOST_DIGITS = 100, 100
 _MOST_SHOWN = 60
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Between:
+    """Bounds of a number, both included."""
+
+    least: float
+    most: float
 
 
 class OpenedByPath(Protocol):
@@ -169,8 +177,8 @@ class _Reader:
             return value
         if origin is Annotated:
             found, (bounds,) = self.read(value, arguments[0], key), arguments[1:]
-            if found not in bounds:
-                raise self.wrong(value, f"{_words(arguments[0])} from {bounds.start} to {bounds.stop - 1:,}", key)
+            if not bounds.least <= found <= bounds.most:
+                raise self.wrong(value, f"{_words(arguments[0])} from {bounds.least} to {bounds.most:,}", key)
             return found
         if origin in (Union, types.UnionType):
             fitting = [each for each in arguments if _is_of(value, each)]

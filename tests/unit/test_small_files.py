@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.small_files import as_kind, check_kinds, parse_json, parse_yaml, read_json
+from megatron.small_files import Between, as_kind, check_kinds, parse_json, parse_yaml, read_json
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Outer:
     name: str
     files: Mapping[str, Inner]
     share: float = 0.5
-    layers: Annotated[int, range(1, 100)] = 1
+    layers: Annotated[int, Between(1, 99)] = 1
     kind: Literal["a", "b"] = "a"
     words: tuple[str, ...] = ()
     seed: int | None = None

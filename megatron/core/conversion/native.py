@@ -28,7 +28,13 @@ from megatron.core.conversion.companions import (
     tokenizer_of,
 )
 from megatron.core.conversion.kept_tokenizer import files_to_keep, with_kept_files
-from megatron.core.conversion.portable import LazyTensor, PortableModel, parameters_of, report_differences
+from megatron.core.conversion.portable import (
+    LazyTensor,
+    PortableModel,
+    parameters_of,
+    refuse_more_layers,
+    report_differences,
+)
 from megatron.core.files.remote_path import AnyPath
 
 PREFIX = "model."
@@ -66,6 +72,7 @@ def _vocabulary_rows(stored: StoredTensors) -> int:
 def _tensors(folder: AnyPath, model: ModelConfig, groups: Sequence[object]) -> dict[str, LazyTensor]:
     stored = StoredTensors(folder)
     entries = {name.removeprefix(PREFIX): entry for name, entry in stored.entries.items() if name.startswith(PREFIX)}
+    refuse_more_layers(model, groups, entries, where=str(folder))
     expected = {name: sharding.shape for name, sharding in parameters_of(model, groups).items()}
     report_differences(
         str(folder),

@@ -5,7 +5,7 @@ A format only knows how to give one of these and how to write one, so any format
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -62,13 +62,17 @@ class PortableModel:
     @property
     def num_layers(self) -> int:
         """Layers one after the other: a T5's of the encoder and then of the decoder."""
-        decoders = [group.decoder_num_layers for group in self.groups if isinstance(group, T5Config)]
-        return self.model.num_layers + sum(decoders)
+        return num_layers_of(self.model, self.groups)
 
     @property
     def num_parameters(self) -> int:
         """Numbers of all tensors together."""
         return sum(int(torch.Size(tensor.shape).numel()) for tensor in self.tensors.values())
+
+
+def num_layers_of(model: ModelConfig, groups: Sequence[object]) -> int:
+    """Layers of all stacks."""
+    return model.num_layers + sum(group.decoder_num_layers for group in groups if isinstance(group, T5Config))
 
 
 def parameters_of(model: ModelConfig, groups: Sequence[object] = ()) -> dict[str, Sharding]:
@@ -79,6 +83,13 @@ def parameters_of(model: ModelConfig, groups: Sequence[object] = ()) -> dict[str
     mesh, cpu = Mesh.single(), torch.device("cpu")
     context = ParallelContext(mesh=mesh, rng=RngStreams(1, mesh, cpu), device=torch.device("meta"), dtype=torch.float32)
     return {name: sharding for name, _, sharding in sharded_parameters(build_model(model, groups, context))}
+
+
+def refuse_more_layers(model: ModelConfig, groups: Sequence[object], tensors: Collection[str], *, where: str) -> None:
+    """Raise CheckpointError for more layers than there are ``tensors``, before anybody builds a billion of them."""
+    layers = num_layers_of(model, groups)
+    if layers > len(tensors):
+        raise CheckpointError(f"{where} describes {layers:,} layers, and there are {len(tensors):,} tensors in all")
 
 
 def report_differences(where: str, *, missing: list[str], surplus: list[str], mismatched: list[str]) -> None:

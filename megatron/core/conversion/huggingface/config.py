@@ -64,7 +64,7 @@ def model_from_config(config: Json, *, where: str) -> ModelConfig:
         )
     if "quantization_config" in config:
         raise CheckpointError(f"{where} is of quantized weights; convert the model in bf16, fp16 or fp32")
-    known = Known(config, _DEFAULTS[family], where)
+    known = Known(config, _DEFAULTS[str(family)], where)
     if family in bert.FAMILIES:
         return bert.model_from_config(known, family)
     if family == t5.FAMILY:
@@ -100,6 +100,8 @@ def _llama_model(known: Known, family: str) -> ModelConfig:
         raise known.refuse(name, "this project has biases in all linear layers or in none (or in query, key and value)")
     heads = known("num_attention_heads")
     groups = known.get("num_key_value_heads") or heads
+    if heads % groups:
+        raise known.refuse("num_key_value_heads", f"num_attention_heads = {heads} is not divisible by it")
     return ModelConfig(
         num_layers=known("num_hidden_layers"),
         hidden_size=known("hidden_size"),
@@ -140,18 +142,18 @@ def _refuse_sliding_window(known: Known, family: str) -> None:
 
 def _rotary_settings(known: Known) -> dict[str, Any]:
     """Rotary flags of ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (4)."""
-    rope = {**(known.get("rope_scaling") or {}), **(known.get("rope_parameters") or {})}
+    rope = known.within("rope_scaling", "rope_parameters")
     kind = rope.get("rope_type", rope.get("type", "default"))
     settings: dict[str, Any] = {"rotary_base": float(rope.get("rope_theta") or known("rope_theta"))}
     if rope.get("partial_rotary_factor", known.get("partial_rotary_factor", 1.0)) != 1.0:
         raise known.refuse("partial_rotary_factor", "these families rotate whole heads")
     if kind == "linear":
-        settings["rotary_seq_len_interpolation_factor"] = float(rope["factor"])
+        settings["rotary_seq_len_interpolation_factor"] = float(rope("factor"))
     elif kind == "llama3":
         other = {name: rope.get(name) for name, value in _LLAMA3.items() if rope.get(name) != value}
         if other:
             raise known.refuse("rope_parameters", f"llama3 scaling is here with {_LLAMA3} only, not with {other}")
-        settings |= {"use_rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
+        settings |= {"use_rope_scaling": True, "rope_scaling_factor": float(rope("factor"))}
     elif kind != "default":
         raise known.refuse("rope_parameters", f"rotary scaling {kind!r} is not here; default, linear and llama3 are")
     return settings

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,11 @@ from megatron.core.conversion.huggingface import bert, t5
 from megatron.core.conversion.huggingface.config import model_from_config
 from megatron.core.conversion.huggingface.families import IGNORED, PREFIXES, TIED_COPIES, table_of
 from megatron.core.conversion.huggingface.known import Json, Known
-from megatron.core.conversion.portable import LazyTensor, PortableModel
+from megatron.core.conversion.portable import LazyTensor, PortableModel, refuse_more_layers
 from megatron.core.conversion.tables import matches, to_ours
 from megatron.core.files.remote_path import AnyPath
 from megatron.errors import CheckpointError
+from megatron.small_files import VOCABULARY_BYTES, as_kind, read_json
 
 CONFIG = "config.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -36,7 +36,8 @@ def read_huggingface(folder: Path) -> PortableModel:
     config = read_config(folder)
     model = model_from_config(config, where=str(folder / CONFIG))
     theirs = _as_today(tensors_in(folder), config["model_type"])
-    groups = groups_of(config, theirs, where=str(folder))
+    groups = groups_of(config, theirs, where=str(folder / CONFIG))
+    refuse_more_layers(model, groups, theirs, where=str(folder / CONFIG))
     if config["model_type"] == t5.FAMILY and "lm_head.weight" not in theirs:  # a v1.1 that transformers 5 made anew
         model = dataclasses.replace(model, untie_embeddings_and_output_weights=False)
     found = matches(table_of(config["model_type"], model), model, groups, where=str(folder))
@@ -84,16 +85,14 @@ def read_config(folder: AnyPath) -> dict[str, Any]:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder: give the folder of a Hugging Face model")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config: dict[str, Any] = read_json(path, dict[str, Any], error=CheckpointError)
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder} has no {CONFIG}, so it is not a Hugging Face model: give the folder that "
             "`hf download NAME --local-dir FOLDER` made"
         ) from None
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} is not an object of settings")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror})") from None
     return config
 
 
@@ -113,14 +112,16 @@ def _weight_files(folder: Path, single: str) -> list[Path]:
     if not index.exists():
         return []
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is not an index of weight files ({type(error).__name__}: {error})") from None
-    outside = [name for name in names if Path(name).name != name]
-    missing = [name for name in names if not (folder / name).is_file()]
-    if outside or missing:
-        raise CheckpointError(f"{index} names files that are not in the folder: {', '.join(outside or missing)}")
-    return [folder / name for name in names]
+        found = read_json(index, dict[str, Any], error=CheckpointError, most_bytes=VOCABULARY_BYTES)
+    except OSError as error:
+        raise CheckpointError(f"{index} cannot be read ({error.strerror})") from None
+    weights = as_kind(found.get("weight_map"), dict[str, str], where=f"{index}: weight_map", error=CheckpointError)
+    held = {path.name for path in folder.iterdir() if path.is_file()}
+    missing = sorted(set(weights.values()) - held)
+    if missing or not weights:
+        named = ", ".join(map(repr, missing[:6])) or "no files at all"
+        raise CheckpointError(f"{index} names files that are not in the folder: {named}")
+    return [folder / name for name in sorted(set(weights.values()))]
 
 
 def _safetensors(path: Path) -> Iterator[tuple[str, LazyTensor]]:
@@ -137,7 +138,7 @@ def _safetensors(path: Path) -> Iterator[tuple[str, LazyTensor]]:
                 if view.get_dtype() not in _DTYPES:
                     raise CheckpointError(f"{path}: {name} is of type {view.get_dtype()}; weights are {_kinds()}")
                 yield name, LazyTensor(tuple(view.get_shape()), _DTYPES[view.get_dtype()], _reader(path, name))
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is damaged or incomplete ({error})") from None
 
 

@@ -1,0 +1,152 @@
+"""Files of a Hugging Face folder with settings of other types and sizes: each comes to one sentence, at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.core.conversion.huggingface.known import KINDS
+from megatron.core.conversion.huggingface.reading import read_config, read_huggingface, tensors_in
+from megatron.core.conversion.portable import refuse_more_layers
+from megatron.errors import CheckpointError, MegatronError
+
+Folder = Callable[[str], Path]
+VALUES: list[Any] = ["abc", True, [], [1], {}, {"factor": "x"}, float("nan"), float("inf"), -1, 0, 0.5, 1e9, 10**9]
+VALUES += [10**30, 7, None]
+
+
+def sentence_of(call: Callable[[], Any]) -> str | None:
+    """What the call says to the user; None where it goes well. Anything else than one line fails."""
+    found: MegatronError | None = None
+    try:
+        call()
+    except MegatronError as error:
+        found = error
+    assert found is None or ("\n" not in str(found) and found.exit_code == 2)
+    return None if found is None else str(found)
+
+
+def hostile_files() -> dict[str, bytes]:
+    """Contents that no settings file has."""
+    return {
+        "empty": b"",
+        "nested": b'{"a":' * 100_000,
+        "digits": b'{"a": ' + b"9" * 5000 + b"}",
+        "twice": b'{"a": 1, "a": 2}',
+        "latin": b'{"a": "\xe9"}',
+        "list": b"[1]",
+        "number": b"NaN",
+    }
+
+
+@pytest.mark.parametrize("family", ["llama 3", "gpt2", "qwen2", "bert", "t5"])
+def test_every_setting_of_every_type(family: str, model_folder: Folder, tmp_path: Path) -> None:
+    """``n_layer: 1e9`` ran for minutes and ``"abc"`` ended in a TypeError; both are named by file, key and value."""
+    folder = Path(shutil.copytree(model_folder(family), tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    for key in [key for key in KINDS if key in config or key in ("sliding_window", "tie_word_embeddings")]:
+        for value in VALUES:
+            (folder / "config.json").write_text(json.dumps({**config, key: value}))
+            said = sentence_of(lambda: read_huggingface(folder))
+            if (
+                (value == "abc" and KINDS[key] is not str)
+                or value == [1]
+                or (value in (-1, 10**30) and type(value) is int)
+            ):
+                shown = {"abc": '"abc"', "[1]": "a list of 1"}.get(str(value), str(value))
+                expected = "describes a model of type" if key == "model_type" else f"config.json: {key} is {shown}"
+                assert said is not None and expected in said, (key, said)
+            if said is not None:
+                assert str(folder) in said, said
+
+
+def test_settings_of_rotary_scaling(model_folder: Folder, tmp_path: Path) -> None:
+    """A missing factor was a KeyError, and a text in its place a ValueError."""
+    folder = Path(shutil.copytree(model_folder("llama 3"), tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    wrong: dict[str, dict[str, Any]] = {
+        "rope_parameters lacks factor": {"rope_type": "linear"},
+        'rope_parameters: factor is "4"; expected a number': {"rope_type": "linear", "factor": "4"},
+        "rope_parameters: rope_theta is NaN; expected a number": {"rope_theta": float("nan")},
+        "rope_parameters: rope_type is a list of 0; expected a text": {"rope_type": []},
+    }
+    for message, rope in wrong.items():
+        (folder / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
+        assert message in (sentence_of(lambda: read_huggingface(folder)) or "")
+
+
+def test_more_layers_than_tensors(model_folder: Folder) -> None:
+    """A model of so many layers would be built first, for minutes, and then compared with the files."""
+    portable = read_huggingface(model_folder("llama"))
+    many = dataclasses.replace(portable.model, num_layers=99_999)
+    with pytest.raises(CheckpointError, match="^x describes 99,999 layers, and there are 30 tensors in all$"):
+        refuse_more_layers(many, (), portable.tensors.keys() | map(str, range(30 - len(portable.tensors))), where="x")
+
+
+def test_other_files_in_place_of_settings(tmp_path: Path) -> None:
+    """Nested 100,000 deep it was a RecursionError, and a folder of that name an IsADirectoryError."""
+    for name, content in hostile_files().items():
+        (tmp_path / "config.json").write_bytes(content)
+        assert "config.json" in (sentence_of(lambda: read_config(tmp_path)) or ""), name
+        (tmp_path / "model.safetensors.index.json").write_bytes(content)
+        assert "index.json" in (sentence_of(lambda: tensors_in(tmp_path)) or ""), name
+    for name in ("config.json", "model.safetensors.index.json"):
+        (tmp_path / name).unlink()
+        (tmp_path / name).mkdir()
+    assert sentence_of(lambda: read_config(tmp_path)) == f"{tmp_path}/config.json cannot be read (Is a directory)"
+    assert "index.json cannot be read (Is a directory)" in (sentence_of(lambda: tensors_in(tmp_path)) or "")
+
+
+def test_indexes_of_other_types(tmp_path: Path) -> None:
+    """Names that leave the folder, that no disk takes, and none at all: an index without weights is no model."""
+    (tmp_path.parent / "outside.safetensors").write_bytes(b"")
+    wrong: list[Any] = [None, [], "abc", {"x": 1}, {"x": None}, {"x": ["a"]}, {}]
+    for weights in wrong:
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+        assert "index.json" in (sentence_of(lambda: tensors_in(tmp_path)) or ""), weights
+    for name in (
+        "../outside.safetensors",
+        "..",
+        ".",
+        "",
+        "a\0b",
+        "x" * 5000,
+        str(tmp_path.parent / "outside.safetensors"),
+    ):
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
+        assert "names files that are not in the folder" in (sentence_of(lambda: tensors_in(tmp_path)) or ""), name
+
+
+def test_hostile_headers_of_safetensors(tmp_path: Path) -> None:
+    """Sizes and places beyond the file are said before anything is allocated."""
+    path = tmp_path / "model.safetensors"
+    tensor: dict[str, Any] = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    headers: list[Any] = [
+        {"x": {**tensor, "data_offsets": [0, 1 << 60]}},
+        {"x": {**tensor, "data_offsets": [8, 0]}},
+        {"x": {**tensor, "data_offsets": [-8, 0]}},
+        {"x": {**tensor, "data_offsets": "abc"}},
+        {"x": {**tensor, "shape": [1 << 40, 1 << 40]}},
+        {"x": {**tensor, "shape": [-1]}},
+        {"x": {**tensor, "shape": ["2"]}},
+        {"x": {**tensor, "dtype": "F3"}},
+        {"x": {**tensor, "dtype": 1}},
+        {"x": 1},
+        {"x": tensor, "y": tensor},
+        [],
+    ]
+    texts = [json.dumps(header).encode() for header in headers] + [b"[" * 10_000, b'{"a":' * 10_000, b"\xff" * 9, b""]
+    files = [struct.pack("<Q", len(text)) + text + bytes(8) for text in texts]
+    for content in [*files, struct.pack("<Q", 1 << 62), struct.pack("<Q", (1 << 64) - 1) + b"{}", b"", b"x"]:
+        path.write_bytes(content)
+        assert f"{path} is damaged or incomplete" in (sentence_of(lambda: tensors_in(tmp_path)) or ""), content[:80]
+    path.unlink()
+    path.mkdir()
+    assert str(path) in (sentence_of(lambda: tensors_in(tmp_path)) or "")
