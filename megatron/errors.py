@@ -97,6 +97,10 @@ def run_command(main: Callable[[], int | None]) -> None:
     except MegatronError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         code = error.exit_code
+    except PermissionError as error:
+        said = f"{error.filename}: {error.strerror}; allow this user to read and write it, or name another one"
+        print(f"error: {said if error.filename else error}", file=sys.stderr, flush=True)
+        code = RESTART_CANNOT_HELP
     except KeyboardInterrupt as interrupt:
         print(": ".join(["interrupted", *map(str, interrupt.args)]), file=sys.stderr, flush=True)
         code = 130

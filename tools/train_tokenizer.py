@@ -38,6 +38,7 @@ from megatron.core.tokenizers.text_files import (
 )
 from megatron.core.tokenizers.wordpiece import BERT_TOKENS, UNKNOWN, words_pipeline
 from megatron.errors import ConfigError, DataError, run_command
+from megatron.training.progress import ProgressLine, Work
 
 NUM_BYTES = 256
 
@@ -115,7 +116,7 @@ def train(config: TrainTokenizerConfig) -> tokenizers.Tokenizer:
         "vocab_size": config.vocab_size,
         "min_frequency": config.min_frequency,
         "special_tokens": special,
-        "show_progress": sys.stderr.isatty(),
+        "show_progress": False,  # the library's own bar is of another style
     }
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.WordPieceTrainer(**common) if words else trainers.BpeTrainer(**common, initial_alphabet=alphabet)
@@ -141,6 +142,7 @@ class Texts:
         self.first_bad = ""
 
     def __iter__(self) -> Iterator[list[str]]:
+        line, read = ProgressLine(), 0
         for batch in read_batches(self._paths, keys=[self._config.json_key]):
             plain = is_plain_text(batch.path)
             documents = read_plain_lines(batch) if plain else read_documents(batch, [self._config.json_key])
@@ -150,10 +152,13 @@ class Texts:
             except DataError:
                 documents.drop_unless(lambda text: check_encodable([text]))
             if documents.bad and self._config.on_bad_line == "error":
-                raise DataError(f"{documents.bad[0]}; mend the line, or leave such lines out with --on-bad-line skip.")
+                raise DataError(f"{documents.bad[0]}; fix the line, or skip such lines with --on-bad-line skip.")
             self.first_bad = self.first_bad or "".join(map(str, documents.bad[:1]))
             self.bad += len(documents.bad)
+            read += len(texts)
+            line.show(Work(read, None), f"{read:,} documents read", seconds_left=0)
             yield texts
+        line.clear()
 
 
 def save(pipeline: tokenizers.Tokenizer, folder: Path) -> None:

@@ -61,7 +61,9 @@ class TokenizerConfig:
         at_least=1,
         from_checkpoint=True,
     )
-    vocab_extra_ids: int = flag("Sentinel tokens added to the vocabulary.", default=0, at_least=0, from_checkpoint=True)
+    vocab_extra_ids: int = flag(
+        "Sentinel tokens added to the vocabulary.", default=0, at_least=0, at_most=1_000_000, from_checkpoint=True
+    )
     tiktoken_pattern: Literal["v1", "v2"] | None = flag(
         "Version of the pattern that cuts text for TikTokenizer; v2 unless given.", default=None, from_checkpoint=True
     )

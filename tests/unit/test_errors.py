@@ -71,3 +71,15 @@ def test_ctrl_c_says_what_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
         run_command(main)
     assert ended.value.code == 130
     assert capsys.readouterr().err == "interrupted: iteration 50 is kept\n"
+
+
+def test_a_forbidden_file_is_one_sentence_in_any_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that the user may not read ended commands in a traceback, wherever they opened it."""
+
+    def forbidden() -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "runs/mine/manifest.json")
+
+    with pytest.raises(SystemExit) as ended:
+        run_command(forbidden)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("error: runs/mine/manifest.json: Permission denied; ")

@@ -1,13 +1,16 @@
 """Data sets in object storage: the index is copied, tokens are fetched in blocks as they are read, and kept on disk.
 
-The local ``.bin`` is a sparse file of full size, so everything that reads files reads it; a byte for each block in a
-file beside it says which ones are there. Processes of a machine share both: a block fetched twice is the same bytes.
+The local ``.bin`` is a sparse file of full size, so everything that reads files reads it; the file ``.crc32`` beside it
+has a checksum of each block that is there, and 0 for others. Each process compares a block with it before its first
+use. Processes of a machine share both files: a block fetched twice is the same bytes.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +23,7 @@ from megatron.core.files.remote_path import RemotePath
 from megatron.errors import RESTART_MAY_HELP, DataError, exit_code_of
 
 BLOCK = 4 << 20
+_logger = logging.getLogger(__name__)
 
 
 class RemoteTokens:
@@ -41,9 +45,10 @@ class RemoteTokens:
                 for ending in (".idx", ".meta.json"):
                     self._copy(RemotePath(prefix + ending), Path(self.local_prefix + ending))
                 self._create(bin_path(self.local_prefix), size)
-                self._create(Path(f"{self.local_prefix}.blocks"), -(-size // BLOCK))
+                self._create(Path(f"{self.local_prefix}.crc32"), -(-size // BLOCK) * 4)
         self._size = size
-        self._present = np.memmap(f"{self.local_prefix}.blocks", np.uint8, mode="r+") if size else np.zeros(0, np.uint8)
+        self._checksums = np.memmap(f"{self.local_prefix}.crc32", "<u4", mode="r+") if size else np.zeros(0, "<u4")
+        self._checked = set[int]()
 
     @staticmethod
     def _copy(remote: RemotePath, local: Path) -> None:
@@ -61,8 +66,21 @@ class RemoteTokens:
     def ensure(self, start: int, stop: int) -> None:
         """Have bytes ``[start, stop)`` of the tokens in the local file."""
         for block in range(start // BLOCK, -(-stop // BLOCK)):
-            if not self._present[block]:
-                self._fetch(block)
+            if block not in self._checked:
+                if not self._is_whole(block):
+                    self._fetch(block)
+                self._checked.add(block)
+
+    def _is_whole(self, block: int) -> bool:
+        """Whether the block is on the disk as it was fetched."""
+        if not self._checksums[block]:
+            return False
+        with bin_path(self.local_prefix).open("rb") as file:
+            file.seek(block * BLOCK)
+            if _checksum(file.read(BLOCK)) == self._checksums[block]:
+                return True
+        _logger.warning("%s: block %d is damaged, fetched again", bin_path(self.local_prefix), block)
+        return False
 
     def _fetch(self, block: int) -> None:
         start, stop = block * BLOCK, min((block + 1) * BLOCK, self._size)
@@ -77,10 +95,15 @@ class RemoteTokens:
             file = os.open(bin_path(self.local_prefix), os.O_WRONLY)
             try:
                 os.pwrite(file, content, start)
-                os.fsync(file)  # the mark must not reach the disk before what it speaks of
+                os.fsync(file)  # the checksum must not reach the disk before its block
             finally:
                 os.close(file)
-        self._present[block] = 1
+        self._checksums[block] = _checksum(content)
+
+
+def _checksum(content: bytes) -> int:
+    """CRC-32, never 0."""
+    return zlib.crc32(content) or 1
 
 
 @contextmanager

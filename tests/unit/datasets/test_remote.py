@@ -84,6 +84,27 @@ def test_training_reads_it(prefix: str, write_documents: WriteDocuments, tmp_pat
         )
 
 
+def test_damaged_blocks_are_fetched_again(
+    prefix: str, bucket: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One flipped byte in the marks of what was fetched let zeros of a sparse file be read as tokens."""
+    first = IndexedDataset(prefix, cache=tmp_path / "cache")
+    assert first[0].tolist() == DOCUMENTS[0]
+    blocks = -(-first.num_tokens * 2 // 512)
+    (marks,) = (tmp_path / "cache").glob("*.crc32")
+    flipped = bytearray(marks.read_bytes())
+    flipped[-4] ^= 1  # the last block, which was never fetched
+    marks.write_bytes(flipped)
+    (tokens,) = (tmp_path / "cache").glob("*.bin")
+    with tokens.open("r+b") as file:
+        file.write(b"\xff")
+    assert [each.tolist() for each in IndexedDataset(prefix, cache=tmp_path / "cache")[:]] == DOCUMENTS
+    assert sorted(bucket.fetched) == sorted([0, *(512 * number for number in range(blocks))])
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
+        f"block {block} is damaged, fetched again" for block in (0, blocks - 1)
+    ]
+
+
 def test_replaced_data_are_other_data(prefix: str, bucket: Any, tmp_path: Path) -> None:
     """Blocks of the old version between blocks of the new one would be noise."""
     old = IndexedDataset(prefix, cache=tmp_path / "cache")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megatron.config.parse import parse_groups
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.tokenizers import build_tokenizer
 from megatron.errors import ConfigError
@@ -21,3 +22,9 @@ def test_unknown_kind_from_code() -> None:
     settings: dict[str, Any] = {"tokenizer_type": "WhateverTokenizer"}
     with pytest.raises(ConfigError, match="--tokenizer-type WhateverTokenizer is no tokenizer"):
         build_tokenizer(TokenizerConfig(**settings))
+
+
+def test_more_sentinels_than_a_machine_holds_are_refused() -> None:
+    """4,000,000,000 of them took all memory, as each is a text in a list."""
+    with pytest.raises(ConfigError, match="--vocab-extra-ids is 4000000000; it must be at most 1000000"):
+        parse_groups(["--vocab-extra-ids", "4000000000"], TokenizerConfig, prog="x.py", about="")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tokenizers import trainers
 
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.errors import ConfigError, DataError
+from megatron.training.progress import ProgressLine
 from tests.unit.tools.conftest import TEXTS, run, write_lines
 from tools import train_tokenizer
 
@@ -90,8 +93,7 @@ def test_bad_lines_stop_the_training(tmp_path: Path) -> None:
     done = run("train_tokenizer.py", "--input", bad, "--output-dir", tmp_path / "out", "--vocab-size", "300")
     assert done.returncode == 2
     assert done.stderr == (
-        f'error: {bad}:2: no key "text" (its keys are txt); mend the line, or leave such lines out with '
-        "--on-bad-line skip.\n"
+        f'error: {bad}:2: no key "text" (its keys are txt); fix the line, or skip such lines with --on-bad-line skip.\n'
     )
     assert not (tmp_path / "out").exists()
 
@@ -127,3 +129,21 @@ def test_wordpiece_for_bert(tmp_path: Path, corpus: Path) -> None:
     assert texts[0].split("\n")[:5] == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     config = TokenizerConfig(tokenizer_type="BertWordPieceLowerCase", vocab_file=str(tmp_path / "one/vocab.txt"))
     assert build_tokenizer(config).vocab_size == 122
+
+
+def test_progress_has_the_projects_style(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal the library drew bars of its own, of another style than all other commands."""
+    shown: list[str] = []
+    made, trainer = list[Any](), trainers.BpeTrainer
+
+    def make(**how: Any) -> Any:
+        made.append(trainer(**how))
+        return made[0]
+
+    monkeypatch.setattr(trainers, "BpeTrainer", make)
+    monkeypatch.setattr(ProgressLine, "show", lambda self, work, *facts, **how: shown.extend(facts))
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    text = write_lines(tmp_path / "text.jsonl", [{"text": "low lower lowest"}] * 5)
+    train_tokenizer.main(["--input", str(text), "--output-dir", str(tmp_path), "--vocab-size", "260"])
+    assert shown == ["5 documents read"]
+    assert not made[0].show_progress
