@@ -34,10 +34,10 @@ run_command(lambda: check_parity.main(sys.argv[1:]))
 @pytest.mark.parametrize(
     "flags",
     [
-        "@examples/gpt/llama3_8b.flags --world-size 4",
-        "@examples/gpt/llama3_70b.flags --world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
-        "--num-layers-per-virtual-pipeline-stage 8",
-        "@examples/gpt/gpt_345m.flags --world-size 4 --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 "
+        "@examples/llama/llama3_8b.flags --world-size 4",
+        "@examples/llama/llama3_70b.flags --world-size 8 --tensor-model-parallel-size 2 "
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 8",
+        "@examples/gpt3/gpt_345m.flags --world-size 4 --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 "
         "--tensor-model-parallel-size 2 --fp32-residual-connection --attention-softmax-in-fp32",
         "@examples/bert/bert_340m_distributed.flags --model-type BERT --world-size 4 --tensor-model-parallel-size 2 "
         "--pipeline-model-parallel-size 2",

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from megatron.config.families import FAMILIES
 from megatron.training.recipes import recipe_of
-from tests.golden.regenerate_examples import FLAG_FILES, GOLDEN, example, resolved
+from tests.golden.regenerate_examples import FLAG_FILES, GOLDEN, example, family_of_example, resolved
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "examples").rglob("train_*.sh"))
@@ -24,7 +24,7 @@ PARAMETERS = {
     "train_llama2_7b.sh": "6.74 B",
     "train_llama3_8b.sh": "8.03 B",
     "train_llama3_70b.sh": "70.6 B",
-    "train_gpt3_175b.sh": "175 B",
+    "train_gpt3_175b_distributed.sh": "175 B",
     "train_bert_340m_distributed.sh": "336,228,158 in the model",
     "train_t5_220m_distributed.sh": "221,748,480 in the model",
 }
@@ -88,7 +88,7 @@ def test_time_in_the_head_follows_from_the_settings(script: Path) -> None:
     """A month of GPUs is planned on it."""
     name = script.stem.removeprefix("train_")
     run = example(script.with_name(f"{name}.flags"))
-    flops = recipe_of(FAMILIES[script.parent.name]).flops_per_sample(run) * run.train_samples
+    flops = recipe_of(family_of_example(script)).flops_per_sample(run) * run.train_samples
     found = TIME.search(script.read_text(encoding="utf-8"))
     assert found is not None
     said, days, gpus, tflops = found.groups()
@@ -99,10 +99,56 @@ def test_time_in_the_head_follows_from_the_settings(script: Path) -> None:
 
 def test_script_hands_on_a_users_mistake() -> None:
     """Flags after the script's name reach the command, and its exit code comes back."""
-    done = run_bash(str(ROOT / "examples" / "gpt" / "train_llama3_8b.sh"), "--dry-run", "--num-layer", "3")
+    done = run_bash(str(ROOT / "examples" / "llama" / "train_llama3_8b.sh"), "--dry-run", "--num-layer", "3")
     assert done.returncode == 2
     assert "--num-layers" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def paths_of(script: Path) -> list[str]:
+    """The paths that a script takes before its flags, by name."""
+    return re.findall(r"^paths='(.+)'$", script.read_text(encoding="utf-8"), re.MULTILINE)[0].split()
+
+
+def test_scripts_take_paths_where_megatron_lm_does() -> None:
+    """Megatron-LM's documented lines name no flag: bash examples/NAME/train_NAME.sh CHECKPOINT_PATH … DATA_PATH."""
+    for script in SCRIPTS:
+        names = paths_of(script)
+        done = run_bash(str(script), *(f"/my/{name}" for name in names), "--dry-run", "--no-check-files")
+        assert done.returncode == 0, done.stderr
+        assert "given twice" not in done.stdout + done.stderr
+        used = dict(re.findall(r"^ +(--\S+) +(/my/\S+) +flag$", done.stdout, re.MULTILINE))
+        assert used.pop("--save") == used.pop("--load") == "/my/CHECKPOINT_PATH"
+        assert used.pop("--tensorboard-dir") == "/my/TENSORBOARD_LOGS_PATH"
+        assert used == {"--" + name.lower().replace("_", "-"): f"/my/{name}" for name in names[2:]}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("c t v m", "give no path, or all 5 (CHECKPOINT_PATH TENSORBOARD_LOGS_PATH VOCAB_FILE MERGE_FILE DATA_PATH)"),
+        ("c t v m d e --lr 1", "before the flags; got 6: c t v m d e"),
+        ("c t '' m d", "VOCAB_FILE, path 3 of 5"),
+    ],
+)
+def test_script_refuses_paths_that_would_be_taken_for_others(words: str, message: str) -> None:
+    """An unset variable in the line would move every path after it by one: the merges would be read as the data."""
+    done = run_bash(str(ROOT / "examples" / "gpt3" / "train_gpt3_175b_distributed.sh"), *shlex.split(words))
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_blend_is_one_path_and_paths_may_be_variables() -> None:
+    """ "0.3 A 0.7 B" in DATA_PATH is two data sets, as it is where the shell splits it."""
+    script, check = (
+        str(ROOT / "examples" / "bert" / "train_bert_340m_distributed.sh"),
+        ["--dry-run", "--no-check-files"],
+    )
+    paths = dict(zip(paths_of(Path(script)), ("c", "t", "v", "0.3 A 0.7 B")))
+    settings = run_bash(script, *paths.values(), *check).stdout
+    assert settings == run_bash(script, *check, **paths).stdout
+    assert "data-path 0.3 A 0.7 B" in " ".join(settings.split())
 
 
 def test_launch_starts_one_process_a_gpu(tmp_path: Path) -> None:

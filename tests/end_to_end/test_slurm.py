@@ -14,7 +14,8 @@ from tests.harness.slurm import SlurmCluster, slurm_cluster
 JOB = ROOT / "examples" / "slurm" / "train_gpt.sbatch"
 SMALL = "--nodes 2 --ntasks-per-node 1 --gpus-per-node 1 --cpus-per-task 2 --job-name test"
 TRAINING = f"""#!/usr/bin/env bash
-exec bash {ROOT}/examples/launch.sh pretrain_gpt.py {TINY} --train-iters 100000 --save-interval 100000 "$@"
+exec bash {ROOT}/examples/launch.sh pretrain_gpt.py {TINY} --save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH" \\
+    --train-iters 100000 --save-interval 100000 "$@"
 """
 
 
@@ -39,7 +40,7 @@ class Job:
     ) -> None:
         script, self.run, self._cluster = folder / "train_tiny.sh", folder / "run", cluster
         script.write_text(text)
-        variables = {"SCRIPT": str(script), "RUN": str(self.run), "RESTART_SECONDS": "0"}
+        variables = {"SCRIPT": str(script), "CHECKPOINT_PATH": str(self.run), "RESTART_SECONDS": "0"}
         self.number = cluster.submit(JOB, *flags, options=f"{SMALL} {options}", **variables)
 
     @property

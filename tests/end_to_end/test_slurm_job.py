@@ -23,8 +23,8 @@ tasks=()
 for task in 0 1; do SLURM_PROCID=$task SLURM_LOCALID=$task "$@" & tasks+=($!); done
 echo "${tasks[@]}" >"$TASKS"
 trap 'kill -KILL "${tasks[@]}"' TERM
-if [ ! -e "$RUN/latest_checkpointed_iteration.txt" ]; then
-    (until [ -e "$RUN/latest_checkpointed_iteration.txt" ]; do sleep 0.05; done; kill -KILL "${tasks[1]}") &
+if [ ! -e "$CHECKPOINT_PATH/latest_checkpointed_iteration.txt" ]; then
+    (until [ -e "$CHECKPOINT_PATH/latest_checkpointed_iteration.txt" ]; do sleep 0.05; done; kill -KILL "${tasks[1]}") &
 fi
 highest=0
 for task in "${tasks[@]}"; do
@@ -36,7 +36,8 @@ exit "$highest"
 """
 COMMANDS = {"scontrol": 'echo "scontrol $*"', "scancel": "kill -TERM $(cat $TASKS)", "squeue": "echo RUNNING"}
 SCRIPT = f"""#!/usr/bin/env bash
-exec bash {ROOT}/examples/launch.sh pretrain_gpt.py {TINY} --train-iters 100000 --save-interval 4 "$@"
+exec bash {ROOT}/examples/launch.sh pretrain_gpt.py {TINY} --save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH" \\
+    --train-iters 100000 --save-interval 4 "$@"
 """
 
 
@@ -56,7 +57,7 @@ class Cluster:
             "SLURM_JOB_NUM_NODES": "1",
             "SLURM_NTASKS_PER_NODE": "2",
             "SCRIPT": str(self.script),
-            "RUN": str(self.run),
+            "CHECKPOINT_PATH": str(self.run),
             "TASKS": str(folder / "tasks"),
             "RESTART_SECONDS": "0",
         }

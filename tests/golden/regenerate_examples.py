@@ -6,18 +6,23 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron.config.families import FAMILIES
+from megatron.config.families import FAMILIES, Family
 from megatron.config.run import RunConfig
 
 GOLDEN = Path(__file__).with_name("examples.json")
 FLAG_FILES = sorted((Path(__file__).resolve().parents[2] / "examples").rglob("*.flags"))
-WORLD_SIZES = {"gpt_345m": 1, "llama2_7b": 16, "llama3_70b": 512, "gpt3_175b": 1024}  # others: one node of eight
+WORLD_SIZES = {"gpt_345m": 1, "llama2_7b": 16, "llama3_70b": 512, "gpt3_175b_distributed": 1024}  # others: 8
 FILES = ["--data-path", "data", "--vocab-file", "vocab", "--merge-file", "merges", "--tokenizer-model", "model"]
 
 
+def family_of_example(flag_file: Path) -> Family:
+    """The family that an example's folder is named after, else GPT: ``gpt3`` and ``llama`` hold GPT models."""
+    return FAMILIES.get(flag_file.parent.name, FAMILIES["gpt"])
+
+
 def example(flag_file: Path) -> RunConfig:
-    """An example on the ranks it is meant for, of the family that its folder is named after."""
-    groups, ranks = FAMILIES[flag_file.parent.name].groups, WORLD_SIZES.get(flag_file.stem, 8)
+    """An example on the ranks it is meant for."""
+    groups, ranks = family_of_example(flag_file).groups, WORLD_SIZES.get(flag_file.stem, 8)
     return RunConfig.parse([f"@{flag_file}", *FILES], world_size=ranks, extra_groups=groups)
 
 

@@ -12,7 +12,8 @@ from megatron.config.run import RunConfig
 from megatron.config.shrinking import SMALL_VOCABULARY, on_one_rank, shrunk, without_files
 from megatron.config.t5 import T5Config
 
-EXAMPLES = sorted((Path(__file__).parents[3] / "examples" / "gpt").glob("*.flags"))
+FOLDER = Path(__file__).parents[3] / "examples"
+EXAMPLES = sorted([*FOLDER.glob("gpt3/*.flags"), *FOLDER.glob("llama/*.flags")])
 FILES = ["--tokenizer-model", "x", "--vocab-file", "x", "--merge-file", "x"]  # named, not read
 OWN = ""
 OTHERS = (
@@ -68,7 +69,7 @@ def test_both_stacks_of_a_t5_shrink(layout: str) -> None:
 
 def test_it_is_small() -> None:
     """A user's laptop has to hold every rank of it."""
-    _, little = small("@examples/gpt/llama3_8b.flags --pipeline-model-parallel-size 4", ranks=1024)
+    _, little = small("@examples/llama/llama3_8b.flags --pipeline-model-parallel-size 4", ranks=1024)
     assert little.world_size == 16
     assert little.model.hidden_size <= 64 and little.data.seq_length <= 32 and little.model.num_layers <= 8
     assert little.training.global_batch_size <= 32
@@ -76,14 +77,14 @@ def test_it_is_small() -> None:
 
 def test_given_stages_keep_their_layers() -> None:
     """A layout string says how many layers there are."""
-    flags = "@examples/gpt/llama3_8b.flags --num-layers 7 --pipeline-model-parallel-size 3"
+    flags = "@examples/llama/llama3_8b.flags --num-layers 7 --pipeline-model-parallel-size 3"
     _, little = small(f"{flags} --pipeline-model-parallel-layout Et*2|t*3|t*2L", ranks=6)
     assert little.model.num_layers == 7
 
 
 def test_one_rank_has_the_same_model_and_batches() -> None:
     """The comparison would be with something else."""
-    _, little = small("@examples/gpt/llama3_8b.flags --pipeline-model-parallel-size 2", ranks=8)
+    _, little = small("@examples/llama/llama3_8b.flags --pipeline-model-parallel-size 2", ranks=8)
     alone = on_one_rank(little)
     assert failures(alone) == []
     assert alone.world_size == 1 and alone.model == little.model and alone.data == little.data
@@ -94,7 +95,7 @@ def test_one_rank_has_the_same_model_and_batches() -> None:
 def test_nothing_is_left_behind() -> None:
     """A proof would write its settings and its losses among the curves of the run itself."""
     flags = "--profile --tensorboard-dir a --wandb-project b --save c --save-interval 1 --load c"
-    _, little = small(f"@examples/gpt/llama3_8b.flags {flags}", ranks=8)
+    _, little = small(f"@examples/llama/llama3_8b.flags {flags}", ranks=8)
     assert (little.reporting.tensorboard_dir, little.reporting.wandb_project) == (None, None)
     assert not little.profiling.profile
     assert (little.checkpoint.save, little.checkpoint.load) == (None, None)

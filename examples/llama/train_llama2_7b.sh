@@ -8,11 +8,17 @@
 # Time      6.0e21 FLOPs: 10.9 days at 16 x 400 TFLOP/s, an assumption (four tenths of an H100's peak).
 # Fewer     NODES=1: 70.50 GB; 22 days.
 #           NODES=1 --tensor-model-parallel-size 2 --sequence-parallel: 41.42 GB; for 8 GPUs of 48 GB or more.
-# Data      DATA: prefix of a data set that tools/preprocess_data.py made; TOKENIZER: folder of tokenizer.json.
+# Data      DATA_PATH: prefix of a data set that tools/preprocess_data.py made; TOKENIZER_MODEL: folder of tokenizer.json.
+# Paths     Megatron-LM's, all or none, before the flags, or variables of these names:
+#           CHECKPOINT_PATH TENSORBOARD_LOGS_PATH TOKENIZER_MODEL DATA_PATH
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+paths='CHECKPOINT_PATH TENSORBOARD_LOGS_PATH TOKENIZER_MODEL DATA_PATH'
+source examples/paths.sh
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-runs/llama2_7b}
 
 export NODES="${NODES:-2}"
-exec bash examples/launch.sh pretrain_gpt.py @examples/gpt/llama2_7b.flags \
-    --data-path "${DATA:-data/fineweb_text_document}" --tokenizer-model "${TOKENIZER:-data/llama2}" \
-    --save runs/llama2_7b --load runs/llama2_7b --tensorboard-dir runs/llama2_7b/tensorboard "$@"
+exec bash examples/launch.sh pretrain_gpt.py @examples/llama/llama2_7b.flags \
+    --data-path ${DATA_PATH:-data/fineweb_text_document} --tokenizer-model "${TOKENIZER_MODEL:-data/llama2}" \
+    --save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH" \
+    --tensorboard-dir "${TENSORBOARD_LOGS_PATH:-$CHECKPOINT_PATH/tensorboard}" "$@"

@@ -10,11 +10,17 @@
 # Fewer     NODES=16: 45.28 GB; four times as long.
 #           NODES=8: 52.09 GB; a single replica.
 #           NODES=4 --context-parallel-size 1 --recompute-granularity full: 43.29 GB; all layers computed twice.
-# Data      DATA: prefix of a data set that tools/preprocess_data.py made; TOKENIZER: folder of tokenizer.json.
+# Data      DATA_PATH: prefix of a data set that tools/preprocess_data.py made; TOKENIZER_MODEL: folder of tokenizer.json.
+# Paths     Megatron-LM's, all or none, before the flags, or variables of these names:
+#           CHECKPOINT_PATH TENSORBOARD_LOGS_PATH TOKENIZER_MODEL DATA_PATH
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+paths='CHECKPOINT_PATH TENSORBOARD_LOGS_PATH TOKENIZER_MODEL DATA_PATH'
+source examples/paths.sh
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-runs/llama3_70b}
 
 export NODES="${NODES:-64}"
-exec bash examples/launch.sh pretrain_gpt.py @examples/gpt/llama3_70b.flags \
-    --data-path "${DATA:-data/fineweb_text_document}" --tokenizer-model "${TOKENIZER:-data/llama3}" \
-    --save runs/llama3_70b --load runs/llama3_70b --tensorboard-dir runs/llama3_70b/tensorboard "$@"
+exec bash examples/launch.sh pretrain_gpt.py @examples/llama/llama3_70b.flags \
+    --data-path ${DATA_PATH:-data/fineweb_text_document} --tokenizer-model "${TOKENIZER_MODEL:-data/llama3}" \
+    --save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH" \
+    --tensorboard-dir "${TENSORBOARD_LOGS_PATH:-$CHECKPOINT_PATH/tensorboard}" "$@"

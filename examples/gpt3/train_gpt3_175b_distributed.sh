@@ -11,12 +11,18 @@
 # Fewer     NODES=48 --pipeline-model-parallel-size 12: 43.90 GB; 12 pipeline ranks of 2 chunks on 384 GPUs.
 #           NODES=16: 57.50 GB; eight times as long.
 #           NODES=8 --recompute-granularity full --recompute-method uniform: 51.99 GB; all layers computed twice.
-# Data      DATA: prefix of a data set that tools/preprocess_data.py made; GPT2: folder of vocab.json and merges.txt.
+# Data      DATA_PATH: prefix of a data set that tools/preprocess_data.py made.
+# Paths     Megatron-LM's, all or none, before the flags, or variables of these names:
+#           CHECKPOINT_PATH TENSORBOARD_LOGS_PATH VOCAB_FILE MERGE_FILE DATA_PATH
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+paths='CHECKPOINT_PATH TENSORBOARD_LOGS_PATH VOCAB_FILE MERGE_FILE DATA_PATH'
+source examples/paths.sh
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-runs/gpt3_175b_distributed}
 
 export NODES="${NODES:-128}"
-exec bash examples/launch.sh pretrain_gpt.py @examples/gpt/gpt3_175b.flags \
-    --data-path "${DATA:-data/openwebtext_text_document}" \
-    --vocab-file "${GPT2:-data/gpt2}/vocab.json" --merge-file "${GPT2:-data/gpt2}/merges.txt" \
-    --save runs/gpt3_175b --load runs/gpt3_175b --tensorboard-dir runs/gpt3_175b/tensorboard "$@"
+exec bash examples/launch.sh pretrain_gpt.py @examples/gpt3/gpt3_175b_distributed.flags \
+    --data-path ${DATA_PATH:-data/openwebtext_text_document} \
+    --vocab-file "${VOCAB_FILE:-data/gpt2/vocab.json}" --merge-file "${MERGE_FILE:-data/gpt2/merges.txt}" \
+    --save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH" \
+    --tensorboard-dir "${TENSORBOARD_LOGS_PATH:-$CHECKPOINT_PATH/tensorboard}" "$@"
