@@ -279,7 +279,7 @@ class Conversion:
 
     def _report(self, bad: Sequence[BadLine]) -> None:
         if bad and self.config.on_bad_line == "error":
-            remedy = "mend the line, or leave such lines out with --on-bad-line skip"
+            remedy = "fix the line, or skip such lines with --on-bad-line skip"
             if is_plain_text(bad[0].path):
                 remedy = (
                     "the file is plain text, but each document must be a line of JSON; to make one of each line: "

@@ -118,7 +118,7 @@ def _encoded(
             except DataError as error:
                 bad = BadLine(batch.path, number, str(error))
                 if config.on_bad_line == "error":
-                    raise DataError(f"{bad}; mend the line, or leave such lines out with --on-bad-line skip.") from None
+                    raise DataError(f"{bad}; fix the line, or skip such lines with --on-bad-line skip.") from None
                 print(f"skipped {bad}", file=sys.stderr)
                 counts.bad += 1
             else:

@@ -15,7 +15,7 @@ from megatron.config.estimate import rank_memory, rank_parameters
 from megatron.config.report import count, gigabytes
 from megatron.config.run import RunConfig
 from megatron.core.parallel.context import ParallelContext
-from megatron.errors import ConfigError
+from megatron.errors import RESTART_CANNOT_HELP, RESTART_MAY_HELP, ConfigError
 
 _MB = 1024 * 1024
 
@@ -51,13 +51,19 @@ def check_states_fit(config: RunConfig, context: ParallelContext) -> None:
 
 @contextmanager
 def sized_allocations(config: RunConfig, context: ParallelContext) -> Iterator[None]:
-    """Raise ConfigError where the block runs out of memory: one sentence on what the rank needs and has."""
+    """Raise ConfigError where the block runs out of memory: what the allocator says, and what the rank needs and has.
+
+    A run that had begun to train may have better luck when it is started again.
+    """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "allocate memory" not in str(error):
             raise
-        raise ConfigError(f"out of memory: {_too_large(config, context)}") from error
+        phase, (reason, *_) = context.mesh.activity.phase, str(error).splitlines() or [type(error).__name__]
+        code = RESTART_MAY_HELP if phase.startswith("iteration") else RESTART_CANNOT_HELP
+        message = f"out of memory at {phase} ({reason.rstrip('.')}): {_too_large(config, context)}"
+        raise ConfigError(message, exit_code=code) from error
 
 
 def _too_large(config: RunConfig, context: ParallelContext) -> str:

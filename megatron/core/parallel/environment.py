@@ -52,8 +52,10 @@ def launch_environment(variables: Mapping[str, str] | None = None) -> LaunchEnvi
 def launched_world_size(variables: Mapping[str, str] | None = None) -> int:
     """Number of ranks that a launcher started, 1 without one; for checking settings before anything is launched."""
     env = os.environ if variables is None else variables
-    named = next((name for name in ("WORLD_SIZE", f"{_MPI}_SIZE") if name in env), "SLURM_STEP_NUM_TASKS")
-    return _number(env, named, 1, at_least=1)
+    if "WORLD_SIZE" in env:
+        return _number(env, "WORLD_SIZE", 1, at_least=1)
+    mpi = _number(env, f"{_MPI}_SIZE", 1, at_least=1)  # of one process it may be what is left of another start
+    return mpi if mpi > 1 else _number(env, "SLURM_STEP_NUM_TASKS", 1, at_least=1)
 
 
 @contextmanager

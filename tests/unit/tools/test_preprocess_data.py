@@ -184,7 +184,7 @@ def test_bad_line_stops(tmp_path: Path, flags: tuple[str, ...], line: bytes, rea
     with pytest.raises(DataError) as failure:
         preprocess(source, tmp_path / "out", flags)
     assert str(failure.value) == (
-        f"{source}:2: {reason}; mend the line, or leave such lines out with --on-bad-line skip. Nothing is written."
+        f"{source}:2: {reason}; fix the line, or skip such lines with --on-bad-line skip. Nothing is written."
     )
     assert_nothing_left(tmp_path)
 

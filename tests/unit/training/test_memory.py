@@ -56,9 +56,18 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_built() -> None:
 
 
 def test_running_out_of_memory_is_one_sentence() -> None:
-    """Activations may still be too much; other errors stay what they are."""
+    """Activations may still be too much: torch's own reason is kept, a run that had trained may be started again, and
+    other errors stay what they are.
+    """
     context = ParallelContext.single()
-    with pytest.raises(ConfigError, match="out of memory: this rank holds"), sized_allocations(parse(), context):
-        torch.empty(10**15)
+    sentence = r"out of memory at {} \(.*allocate memory.*\): this rank holds"
+    for phase, code in (("start", 2), ("iteration 7", 1)):
+        context.mesh.activity.phase = phase
+        with (
+            pytest.raises(ConfigError, match=sentence.format(phase)) as raised,
+            sized_allocations(parse(), context),
+        ):
+            torch.empty(10**15)
+        assert raised.value.exit_code == code
     with pytest.raises(RuntimeError, match="another"), sized_allocations(parse(), context):
         raise RuntimeError("another")
