@@ -56,6 +56,10 @@ def _batch(run: RunConfig) -> list[str]:
     if training.rampup_batch_size:
         start, increment, samples = training.rampup_batch_size
         lines.append(f"from {start:,} samples a step, {increment:,} more at a time, over the first {samples:,} samples")
+    lines += [
+        f"{size:,} samples a step from sample {start:,} on ({count(start * length)} tokens)"
+        for start, size in run.batch_steps
+    ]
     if training.skip_train:
         return lines
     task = run.find(TaskConfig)

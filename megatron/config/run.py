@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
-from megatron.config.batch_ramp import BatchRamp
+from megatron.config.batch_ramp import BatchRamp, read_batch_steps
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.command import CommandConfig
 from megatron.config.data import DataConfig
@@ -86,7 +87,8 @@ class RunConfig:
         if model.max_position_embeddings is None:
             found["model"]["max_position_embeddings"] = max(self.data.seq_length, self.outline.decoder_length)
         if training.global_batch_size is None:
-            found["training"]["global_batch_size"] = training.micro_batch_size * self.data_parallel_size
+            usual = training.micro_batch_size * self.data_parallel_size
+            found["training"]["global_batch_size"] = self._schedule[-1][1] if self._schedule else usual
         if precision.fp16 and precision.loss_scale is None:
             found["training"]["check_for_nan_in_loss_and_grad"] = (
                 False  # overflows are how the loss scale finds its way
@@ -177,10 +179,27 @@ class RunConfig:
 
     @cached_property
     def batch_ramp(self) -> BatchRamp:
-        """The global batch size over the run; without ``--rampup-batch-size`` it is full from the start."""
+        """The global batch size over the run."""
         full = self.training.global_batch_size
-        start, increment, samples = self.training.rampup_batch_size or (full, 1, 0)
-        return BatchRamp(start, increment, samples, full)
+        if self.training.rampup_batch_size:
+            start, increment, samples = self.training.rampup_batch_size
+            return BatchRamp.growing(start=start, increment=increment, samples=samples, full=full)
+        return BatchRamp.of_steps(self.batch_steps or ((0, full),))
+
+    @property
+    def batch_steps(self) -> tuple[tuple[int, int], ...]:
+        """(consumed samples, size) of each entry of ``--step-batch-size-schedule``; none without it.
+
+        Thresholds are tokens of ``--seq-length``, rounded down to samples, as Megatron-LM does.
+        """
+        return tuple((tokens // self.data.seq_length, size) for tokens, size in self._schedule)
+
+    @property
+    def _schedule(self) -> list[tuple[int, int]]:
+        """The entries of ``--step-batch-size-schedule``; none where a rule says that it can't be read."""
+        with contextlib.suppress(ConfigError):
+            return read_batch_steps(self.training.step_batch_size_schedule or "")
+        return []
 
     def global_batch_size_at(self, consumed_samples: int) -> int:
         """Samples of the step that begins after ``consumed_samples`` samples."""

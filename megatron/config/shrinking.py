@@ -51,6 +51,7 @@ def without_files(run: RunConfig, *, vocab_size: int, steps: int) -> RunConfig:
             train_samples=None,
             eval_iters=0,
             rampup_batch_size=None,
+            step_batch_size_schedule=None,
         ),
     )
 
@@ -168,4 +169,5 @@ def _small_training(run: RunConfig, replicas: int) -> TrainingConfig:
         global_batch_size=micro * replicas * max(count, 2),
         recompute_num_layers=None if training.recompute_num_layers is None else 1,
         rampup_batch_size=None,
+        step_batch_size_schedule=None,
     )

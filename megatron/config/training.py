@@ -17,15 +17,20 @@ class TrainingConfig:
     global_batch_size: int = flag(
         "Samples of one optimizer step over all ranks.",
         default=None,
-        derived="micro batch size x data-parallel size",
+        derived="the last size of --step-batch-size-schedule, or micro batch size x data-parallel size",
         follows=(
-            *("micro_batch_size", "world_size", "tensor_model_parallel_size"),
+            *("step_batch_size_schedule", "micro_batch_size", "world_size", "tensor_model_parallel_size"),
             *("pipeline_model_parallel_size", "context_parallel_size"),
         ),
         at_least=1,
     )
     rampup_batch_size: tuple[int, int, int] | None = flag(
         "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES.", default=None, at_least=1
+    )
+    step_batch_size_schedule: str | None = flag(
+        "TOKENS:BATCH_SIZE pairs in quotes, as '0:768 250B:1536': the global batch size from so many tokens on. "
+        "The numbers take the suffixes K, M, B and T.",
+        default=None,
     )
     train_iters: int | None = flag("Optimizer steps of the whole run.", default=None, at_least=0)
     train_samples: int | None = flag("Samples of the whole run, instead of --train-iters.", default=None, at_least=0)

@@ -89,7 +89,7 @@ def _batch(run: RunConfig) -> str:
     micro, replicas = training.micro_batch_size, run.data_parallel_size
     full = training.global_batch_size
     accumulated = full // (micro * replicas)
-    ramp = f", from {run.batch_ramp.start} up" if training.rampup_batch_size else ""
+    ramp = f", {run.batch_ramp.size_at(0)} at first" if len(run.batch_ramp.sizes) > 1 else ""
     return (
         f"{full} samples of {_sequences(run)}{run.data.seq_length:,} tokens{ramp}: {replicas} replicas x {micro} a "
         f"microbatch x {accumulated} accumulated"

@@ -135,6 +135,14 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         "--train-samples 60 --rampup-batch-size 4 4 30 --lr-decay-style cosine --lr-warmup-samples 10 "
         "--start-weight-decay 0.01 --end-weight-decay 0.2 --weight-decay-incr-style cosine",
     ),
+    "another batch size from where it is cut": (
+        {"dp": 2},
+        "--train-samples 60 --step-batch-size-schedule 0:4,192:8 --lr-warmup-samples 14 --lr-decay-style cosine",
+    ),
+    "a step of the batch size cut in two, two more after it": (
+        {"dp": 2},
+        "--train-samples 80 --step-batch-size-schedule 0:4,64:12,640:16,960:8 --dataloader-type cyclic",
+    ),
     "WSD, linear weight decay": (
         {},
         "--lr-decay-style WSD --lr-wsd-decay-iters 4 --start-weight-decay 0 --end-weight-decay 0.2 "

@@ -63,6 +63,7 @@ def epochs_are_the_length(run: RunConfig) -> str | None:
         "--train-iters": training.train_iters is not None,
         "--train-samples": training.train_samples is not None,
         "--rampup-batch-size": training.rampup_batch_size is not None,
+        "--step-batch-size-schedule": training.step_batch_size_schedule is not None,
         "--dataloader-type cyclic": run.data.dataloader_type == "cyclic",
         "--data-order megatron": run.data.data_order == "megatron",
     }

@@ -114,12 +114,14 @@ def lengths_in_the_other_unit(run: RunConfig) -> str | None:
 
 
 def ramp_of_a_run_in_iterations(run: RunConfig) -> str | None:
-    """Iterations of a ramp are not equally long, so the number of samples is no product."""
-    if run.training.rampup_batch_size is None or run.training.train_iters is None:
+    """Iterations of a changing batch are not equally long, so the number of samples is no product."""
+    ramp = "--rampup-batch-size" if run.training.rampup_batch_size else "--step-batch-size-schedule"
+    if len(run.batch_ramp.sizes) == 1 or run.training.train_iters is None:
         return None
     return (
-        f"--rampup-batch-size with --train-iters {run.training.train_iters}: the run takes {run.train_samples} "
-        "samples; lengths of the schedule in iterations count full batches"
+        f"{ramp} with --train-iters {run.training.train_iters}: the run takes {run.train_samples} "
+        "samples; lengths of the schedule in iterations count batches of --global-batch-size "
+        f"{run.training.global_batch_size}"
     )
 
 

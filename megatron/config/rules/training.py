@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+from megatron.config.batch_ramp import read_batch_steps
 from megatron.config.rules.sizes import divisors, multiples_near, some
 from megatron.config.run import RunConfig
 from megatron.config.task import TaskConfig
+from megatron.errors import ConfigError
 
 _MOST_MICROBATCHES = 100_000
 
@@ -12,7 +16,7 @@ _MOST_MICROBATCHES = 100_000
 def batch_divides(run: RunConfig) -> str | None:
     """Every rank runs whole micro batches."""
     total, micro, ranks = run.training.global_batch_size, run.training.micro_batch_size, run.data_parallel_size
-    if total % (micro * ranks) == 0:
+    if total % (micro * ranks) == 0 or run.batch_steps:
         return None
     return (
         f"--global-batch-size {total} does not divide by --micro-batch-size {micro} x {ranks} data-parallel ranks "
@@ -23,7 +27,7 @@ def batch_divides(run: RunConfig) -> str | None:
 def batch_is_countable(run: RunConfig) -> str | None:
     """A step is a list of forward and backward passes, which is simulated before it runs."""
     total, unit = run.training.global_batch_size, run.training.micro_batch_size * run.data_parallel_size
-    if total // unit <= _MOST_MICROBATCHES:
+    if total // unit <= _MOST_MICROBATCHES or run.batch_steps:
         return None
     return (
         f"--global-batch-size {total} makes {total // unit} microbatches of --micro-batch-size "
@@ -45,13 +49,47 @@ def ramp_is_sound(run: RunConfig) -> str | None:
     if (full - start) % increment:
         fits = some(divisors(full - start), near=increment)
         return f"{asked} does not reach --global-batch-size {full} in whole steps; increments that fit: {fits}"
-    wrong = next((size for size in run.batch_ramp.sizes() if size % unit), None)
+    wrong = next((size for size in run.batch_ramp.sizes if size % unit), None)
     if wrong is None:
         return None
     return (
         f"{asked} comes to a batch of {wrong}, which does not divide by --micro-batch-size "
         f"{run.training.micro_batch_size} x {run.data_parallel_size} data-parallel ranks = {unit}; "
         f"use multiples of {unit} for start and increment"
+    )
+
+
+def step_schedule_is_sound(run: RunConfig) -> str | None:
+    """Each batch size has its own start, the first at 0, and every one is of whole micro batches."""
+    text, full = run.training.step_batch_size_schedule, run.training.global_batch_size
+    if text is None:
+        return None
+    if run.training.rampup_batch_size is not None:
+        return "--step-batch-size-schedule and --rampup-batch-size exclude each other; keep one"
+    asked = f"--step-batch-size-schedule '{text}'"
+    try:
+        entries = read_batch_steps(text)
+    except ConfigError as error:
+        return f"{asked} {error}"
+    steps, unit = run.batch_steps, run.training.micro_batch_size * run.data_parallel_size
+    if steps[0][0] > 0:
+        return f"{asked} says no batch size before {entries[0][0]} tokens; begin with 0:{steps[0][1]}"
+    same = next((pair for pair, two in zip(pairwise(entries), pairwise(steps)) if two[0][0] == two[1][0]), None)
+    if same is not None:
+        return (
+            f"{asked} has two sizes from the same sample on, at {same[0][0]} and {same[1][0]} tokens; keep one, or set "
+            f"them at least --seq-length {run.data.seq_length} apart"
+        )
+    if full != steps[-1][1]:
+        return f"--global-batch-size {full} is not the last size of {asked}; leave it out, or give {steps[-1][1]}"
+    wrong = next((size for _, size in steps if size % unit or size // unit > _MOST_MICROBATCHES), None)
+    if wrong is None:
+        return None
+    if wrong % unit == 0:
+        return f"{asked} makes {wrong // unit} microbatches a step; use sizes of at most {_MOST_MICROBATCHES * unit}"
+    return (
+        f"{asked} has a batch of {wrong}, which does not divide by --micro-batch-size {run.training.micro_batch_size} "
+        f"x {run.data_parallel_size} data-parallel ranks = {unit}; use {multiples_near(wrong, unit)}"
     )
 
 
@@ -109,6 +147,7 @@ RULES = (
     batch_divides,
     batch_is_countable,
     ramp_is_sound,
+    step_schedule_is_sound,
     length_is_given,
     length_makes_a_step,
     recompute_method_needs_full,

@@ -223,6 +223,11 @@ def test_ramp_and_evaluation_only() -> None:
     """Runs that grow their batch, and runs that train nothing, are described as such."""
     grown = parse("--train-samples 100 --global-batch-size 8 --rampup-batch-size 2 2 20", without="--train-iters")
     assert "from 2 samples a step, 2 more at a time, over the first 20 samples" in dry_run_report(grown)
+    stepped = parse("--train-samples 100 --step-batch-size-schedule 0:4,640:8,1.28K:2", without="--train-iters")
+    lines = [line.strip() for line in dry_run_report(stepped).splitlines()]
+    begin = lines.index("8 samples a step from sample 20 on (640 tokens)")
+    assert lines[begin - 1] == "4 samples a step from sample 0 on (0 tokens)"
+    assert lines[begin + 2].startswith("36 steps, 100 samples, ")
     evaluated = parse("--skip-train", without="--train-iters --lr")
     assert " steps, " not in dry_run_report(evaluated)
 

@@ -189,7 +189,7 @@ REMARKS = [
         "--rampup-batch-size 2 2 8 --global-batch-size 8",
         "",
         "--rampup-batch-size with --train-iters 10: the run takes 64 samples; lengths of the schedule in iterations "
-        "count full batches",
+        "count batches of --global-batch-size 8",
     ),
     ("--recompute-num-layers 1", "", "--recompute-num-layers 1: no effect without --recompute-granularity full"),
     (
@@ -300,6 +300,14 @@ def test_remarks(changes: str, without: str, remark: str) -> None:
 def test_nothing_is_said_where_megatron_lm_computes_the_same(changes: str) -> None:
     """A remark that is always there is not read."""
     assert parsed(changes, "", 1).notes == ()
+
+
+def test_iterations_of_a_batch_size_schedule() -> None:
+    """Who gives iterations with batches of several sizes would not know how many samples that is."""
+    assert rules.remarks(parse("--step-batch-size-schedule 0:2,128:4")) == [
+        "--step-batch-size-schedule with --train-iters 10: the run takes 36 samples; lengths of the schedule in "
+        "iterations count batches of --global-batch-size 4"
+    ]
 
 
 def test_every_remark_is_tested() -> None:

@@ -12,7 +12,7 @@ from megatron.config import ParallelConfig, PrecisionConfig, RunConfig, Tokenize
 from megatron.config.batch_ramp import BatchRamp
 from megatron.config.bert import BertConfig
 from megatron.errors import ConfigError
-from tests.unit.config.command_lines import parse, run_of
+from tests.unit.config.command_lines import parse, run_of, words
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 
@@ -172,28 +172,46 @@ def test_ramp_equals_megatron() -> None:
 
 def ramps() -> list[BatchRamp]:
     shapes = [(4, 4, 16), (2, 2, 8), (8, 8, 8), (1, 1, 5), (3, 5, 13)]
-    return [BatchRamp(a, i, n, full) for a, i, full in shapes for n in (0, 1, 7, 40, 100)]
+    steps = [
+        [(0, 3)],
+        [(0, 4), (1, 8)],
+        [(0, 2), (6, 4), (7, 6), (8, 2)],
+        [(0, 9), (40, 1)],
+        [(0, 1), (5, 7), (300, 2)],
+    ]
+    return [
+        *(
+            BatchRamp.growing(start=a, increment=i, samples=n, full=full)
+            for a, i, full in shapes
+            for n in (0, 1, 7, 40)
+        ),
+        *map(BatchRamp.of_steps, steps),
+    ]
 
 
-@pytest.mark.parametrize("ramp", ramps(), ids=str)
-def test_iterations_by_simulation(ramp: BatchRamp) -> None:
+def test_iterations_by_simulation() -> None:
     """Steps from samples and samples from steps agree with walking through the run step by step."""
-    walked, consumed = [0], 0
-    while consumed < 400:
-        size = ramp.size_at(consumed)
-        assert size in ramp.sizes()
-        consumed += size
-        walked.append(consumed)
-    for steps, samples in enumerate(walked[:-1]):
-        assert ramp.samples_after(steps) == samples
-        for between in range(samples, walked[steps + 1]):
-            assert ramp.iterations(between) == steps
+    for ramp in ramps():
+        starts = [ramp.start_of(index) for index in range(len(ramp.sizes))]
+        walked, consumed = [0], 0
+        while consumed < 400:
+            reached = [size for start, size in zip(starts, ramp.sizes) if start <= consumed]
+            assert ramp.size_at(consumed) == reached[-1]
+            consumed += reached[-1]
+            walked.append(consumed)
+        for steps, samples in enumerate(walked[:-1]):
+            assert ramp.samples_after(steps) == samples
+            for between in range(samples, walked[steps + 1]):
+                assert ramp.iterations(between) == steps
 
 
-def test_length_in_either_unit() -> None:
-    """Iterations come to samples and samples to whole iterations."""
-    by_iterations = parse("--global-batch-size 8")
-    assert (by_iterations.train_iters, by_iterations.train_samples) == (10, 80)
-    by_samples = parse("--global-batch-size 8 --train-samples 85", without="--train-iters")
-    assert (by_samples.train_iters, by_samples.train_samples) == (10, 85)
-    assert parse("--skip-train", without="--train-iters --lr").train_iters == 0
+def test_a_schedule_as_megatron_reads_it() -> None:
+    """Thresholds are tokens, in any order, with suffixes on both sides; the run would take other batches than there."""
+    text = "0.128K:1k, 0:0.01K 96:20 160:20"
+    for each in (text, text.replace(",", " "), text.replace(", ", ",")):
+        run = RunConfig.parse(
+            [*words("--train-samples 5000", without="--train-iters"), "--step-batch-size-schedule", each]
+        )
+        assert run.training.global_batch_size == 20  # as the last size, unless it is given
+        assert RunConfig.from_json(json.loads(json.dumps(run.to_json()))) == run
+        assert run.batch_steps == ((0, 10), (3, 20), (4, 1000), (5, 20))

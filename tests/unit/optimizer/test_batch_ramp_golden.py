@@ -15,7 +15,7 @@ MICRO_BATCH, DATA_PARALLEL = 2, 2
 
 def test_sizes_equal_megatron() -> None:
     """A run with --rampup-batch-size would take other batches than the same command does there."""
-    ramp = BatchRamp(start=8, increment=8, samples=100, full=32)
+    ramp = BatchRamp.growing(start=8, increment=8, samples=100, full=32)
     for consumed, size, microbatches in GOLDEN:
         assert ramp.size_at(consumed) == size
         assert size // (MICRO_BATCH * DATA_PARALLEL) == microbatches
@@ -23,7 +23,7 @@ def test_sizes_equal_megatron() -> None:
 
 def test_steps_follow_the_recorded_run() -> None:
     """The number of iterations of --train-samples would not be the number of steps that are taken."""
-    ramp = BatchRamp(start=8, increment=8, samples=100, full=32)
+    ramp = BatchRamp.growing(start=8, increment=8, samples=100, full=32)
     for steps, (consumed, _, _) in enumerate(GOLDEN):
         assert ramp.iterations(consumed) == steps
         assert ramp.samples_after(steps) == consumed
