@@ -9,11 +9,12 @@ writes into ``iter_0001000-5f3a9c1e/``, a name of its own, and its manifest, whi
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import cast
@@ -91,9 +92,25 @@ def publish(folder: AnyPath, iteration: int) -> AnyPath:
 def _publish_remotely(folder: RemotePath, iteration: int) -> None:
     write_durably(folder.parent / TRACKER, f"{iteration}\n")
     with _cleaning(folder.parent):
-        for path in folder.parent.iterdir():
-            if path != folder and iteration_of(path) == iteration and (path / MANIFEST).exists():
-                remove(path)
+        for path in _superseded(folder):
+            remove(path)
+
+
+def _superseded(newest: RemotePath) -> list[RemotePath]:
+    """Checkpoints with a later one of their iteration: ``newest``'s, and those that earlier saves could not delete."""
+    again: dict[int | None, list[RemotePath]] = {}
+    for path in newest.parent.iterdir():
+        again.setdefault(iteration_of(path), []).append(path)
+    saved_at: dict[RemotePath, float] = {newest: math.inf}
+    for iteration, paths in again.items():
+        if iteration is not None and len(paths) > 1:
+            for path in paths:
+                with suppress(CheckpointError):  # no checkpoint, or one that can't be judged now
+                    saved_at.setdefault(path, Manifest.read(path).saved_at)
+    latest = {
+        iteration: max(paths, key=lambda path: saved_at.get(path, -math.inf)) for iteration, paths in again.items()
+    }
+    return [path for path in saved_at if path != latest[iteration_of(path)]]
 
 
 def discard(folder: AnyPath) -> None:

@@ -194,6 +194,10 @@ def test_a_failure_after_publishing_keeps_the_checkpoint(tmp_path: Path, caplog:
     assert loaded(root) == (20, 3.0)
     assert caplog.text.count("could not be deleted") == 2
     assert "manifest.json: 403 forbidden" in caplog.text
+    assert " ".join(objects(tmp_path)).count("iter_0000010-") == 8
+    save(root, 30, 4.0)
+    assert " ".join(objects(tmp_path)).count("iter_0000010-") == 4, "each later save tries again, as the warning says"
+    assert read_run_state(find_checkpoint(root, step=10)) == {"value": 2.0}
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "delete"])
