@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import io
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -136,7 +137,7 @@ class RemotePath:
     def open(self, mode: str, *, buffering: int = -1) -> io.RawIOBase | io.BufferedReader:
         """The file, open to be read (``rb``) or written (``wb``); what is written is there once it is closed."""
         files, path = self._found()
-        with self._explained():
+        with _as_os_error(self.url, writing=mode == "wb"):
             file = _RemoteFile(files.open(path, mode), self)
         return io.BufferedReader(file) if mode == "rb" and buffering else file
 
@@ -157,7 +158,7 @@ class RemotePath:
     def write_text(self, text: str, *, encoding: str) -> None:
         """Put the file, in place of one that is there."""
         files, path = self._found()
-        with self._explained():
+        with _as_os_error(self.url, writing=True):
             files.pipe_file(path, text.encode(encoding))
 
     def copy_to(self, local: Path) -> None:
@@ -190,6 +191,7 @@ class RemotePath:
             raise ConfigError(f"{self.url} needs another library: {error}") from None
         except Exception as error:  # credentials that can't be read, options that are missing: each library has its own
             raise ConfigError(f"{self.url} can't be opened: {error}") from error
+        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs the traceback of each error that it raises
         files.invalidate_cache()  # other ranks write, too
         return files, str(path)
 
@@ -227,7 +229,7 @@ class _RemoteFile(io.RawIOBase):
         return len(data)
 
     def write(self, data: Buffer, /) -> int:
-        with _as_os_error(self.name):
+        with _as_os_error(self.name, writing=True):
             self._file.write(data)
         return memoryview(data).nbytes
 
@@ -241,26 +243,34 @@ class _RemoteFile(io.RawIOBase):
     def close(self) -> None:
         if not self.closed:
             try:
-                with _as_os_error(self.name):
+                with _as_os_error(self.name, writing=self.writable()):
                     self._file.close()
             finally:
                 super().close()
 
 
 @contextmanager
-def _as_os_error(url: str) -> Iterator[None]:
+def _as_os_error(url: str, *, writing: bool = False) -> Iterator[None]:
+    """Each library has its own exceptions, some with a whole answer of the service as their text."""
     try:
         yield
-    except FileNotFoundError as error:
-        no_bucket = "bucket does not exist" in str(error)
-        reason = "the bucket does not exist; make it first" if no_bucket else "there is no such file"
-        raise FileNotFoundError(errno.ENOENT, reason, url) from error
     except PermissionError as error:
         reason = f"{error.strerror or error}; the credentials must be valid and allow this"
         raise PermissionError(errno.EACCES, reason, url) from error
     except Exception as error:
         code = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        if reason == "Bad Request":  # all that an answer without a body says
+        is_missing, text = isinstance(error, FileNotFoundError), str(error)
+        # Where nothing need be for a write, only the bucket can be missing. Azure calls it a container.
+        if "bucket does not exist" in text or "ContainerNotFound" in text or (is_missing and writing):
+            code, reason = errno.ENOENT, "the bucket does not exist; make it first"
+        elif is_missing:
+            code, reason = errno.ENOENT, "there is no such file"
+        elif reason == "Bad Request":  # all that an answer without a body says
             reason = "the service says Bad Request; have the credentials expired?"
-        raise OSError(code, reason or type(error).__name__, url) from error
+        elif "AuthenticationFailed" in text or "AuthorizationFailure" in text:  # Azure's, in HTTP errors of its library
+            code, reason = (
+                errno.EACCES,
+                f"{reason.splitlines()[0].rstrip('.')}; the credentials must be valid and allow this",
+            )
+        raise OSError(code, (reason.splitlines() or [type(error).__name__])[0], url) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from pathlib import Path
 
@@ -87,6 +88,26 @@ def test_any_error_of_a_library_is_an_oserror_that_names_the_place(tmp_path: Pat
         file.write(b"x")
     with pytest.raises(FileNotFoundError, match="there is no such file"):
         place.read_text(encoding="utf-8")
+
+
+def test_answers_of_azure_and_google_are_one_sentence(tmp_path: Path) -> None:
+    """A missing bucket was ten lines of XML (Azure), or "no such file" about the file to be written (Google)."""
+    place, answer = path_of(url(tmp_path / "file")), "\nRequestId:1\nErrorCode:{}\nContent: <?xml?>"
+    for error, sentence in {
+        ServiceError("No container." + answer.format("ContainerNotFound")): "the bucket does not exist; make it first",
+        FileNotFoundError(f"{place}"): "the bucket does not exist; make it first",
+        ServiceError(
+            "Bad key." + answer.format("AuthenticationFailed")
+        ): "Bad key; the credentials must be valid and allow this",
+        ServiceError("Busy." + answer.format("ServerBusy")): "Busy.",
+    }.items():
+
+        def fail(name: str, path: str, error: Exception = error) -> None:
+            raise error
+
+        with failing(fail), pytest.raises(OSError, match=re.escape(sentence)) as caught:
+            place.write_text("x", encoding="utf-8")
+        assert (caught.value.strerror, caught.value.filename) == (sentence, str(place))
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
