@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -51,7 +52,19 @@ def open_writer(config: ReportingConfig) -> Writer | None:
         writer: Writer = SummaryWriter(config.tensorboard_dir, max_queue=config.tensorboard_queue_size)
     except OSError as error:
         raise ConfigError(f"--tensorboard-dir {config.tensorboard_dir} cannot be written: {error.strerror}") from None
+    _quiet_about_event_files()
     return writer
+
+
+def _quiet_about_event_files() -> None:
+    """Let the threads of event files end without a traceback: ``Writers`` warns of the same error."""
+    others = threading.excepthook
+
+    def report(failed: threading.ExceptHookArgs) -> None:
+        if not type(failed.thread).__module__.startswith("tensorboard."):
+            others(failed)
+
+    threading.excepthook = report
 
 
 class Writers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import resource
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -141,9 +142,12 @@ def test_event_files_can_be_read_back(tmp_path: Path) -> None:
     assert [(point.step, point.value) for point in events.Scalars("lm loss vs samples")] == [(64, 5.5)]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the thread's own, as it ends
-def test_a_full_disk_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The event file's thread failed, and training ended with its error at a later point."""
+def test_a_full_disk_does_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event file's thread failed, and training ended with its error at a later point, or showed its traceback."""
+    tracebacks: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", tracebacks.append)
     pytest.importorskip("tensorboard", reason="the tensorboard package is optional")
     config = ReportingConfig(tensorboard_dir=str(tmp_path), tensorboard_queue_size=1)
     writer = open_writer(config)
@@ -162,6 +166,11 @@ def test_a_full_disk_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCapt
         board.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert tracebacks == []
+    other = threading.Thread(target=lambda: 1 / 0)
+    other.start()
+    other.join()
+    assert [each.exc_type for each in tracebacks] == [ZeroDivisionError], "those of other threads are shown"
     assert caplog.text.count("SummaryWriter failed") == 1
     assert "File too large" in caplog.text
     assert recorder.points["lm loss validation"] == (1.5, 9), "the other writer goes on"
