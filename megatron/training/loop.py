@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from megatron.config.run import RunConfig
+from megatron.core.checkpointing.lease import StillHeld
 from megatron.core.datasets.splits import SplitName
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import kept_on_interrupt
@@ -41,13 +42,13 @@ def train_from_start_to_end(
     run = build_run(config, recipe, context, started=started)
     run.evaluated = evaluated or run.evaluated
     parameters = check_parameter_count(run.config, list(run.model_state()), context)
-    with holding_save_folder(run.config, context):
+    with holding_save_folder(run.config, context) as still_held:
         load(run)
         run.reporter.say(startup_report(run.config, startup_facts(run, parameters=parameters)))
         run.reporter.say("\n".join(["== data", *(f"   {line}" for line in run.data.describe())]))
         training = config.training
         with run.exit_watch.catching_signals(), garbage_on_schedule(training), deterministic_algorithms(training):
-            finished = True if training.skip_train else train_and_save(run)
+            finished = True if training.skip_train else train_and_save(run, still_held)
             if finished and training.eval_iters:
                 iteration, regular = run.progress.iteration, config.train_iters // training.eval_interval
                 validate(run, "valid", f"iteration {iteration} on validation set", evaluation=regular)
@@ -56,10 +57,10 @@ def train_from_start_to_end(
     return run
 
 
-def train_and_save(run: Run) -> bool:
+def train_and_save(run: Run, still_held: StillHeld = lambda: None) -> bool:
     """Train; whether the last iteration was reached. Every checkpoint is durable when this returns."""
     with (
-        saving(run) as saver,
+        saving(run, still_held) as saver,
         kept_on_interrupt(lambda: saver.kept()),
         profiling(run.config, run.context) as profiled,
     ):

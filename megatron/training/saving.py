@@ -17,7 +17,7 @@ import torch
 
 from megatron.config.run import RunConfig
 from megatron.core.checkpointing.agreement import run_on_all, run_on_first
-from megatron.core.checkpointing.lease import held
+from megatron.core.checkpointing.lease import StillHeld, held
 from megatron.core.checkpointing.retention import Retention, prune
 from megatron.core.checkpointing.save import PendingSave, begin_save
 from megatron.core.checkpointing.sharded_view import Staging
@@ -45,8 +45,9 @@ class _Pending:
 class Saver:
     """Writes the run's checkpoints into ``--save``, one at a time. Its methods are collectives."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, still_held: StillHeld = lambda: None) -> None:
         self._run = run
+        self._still_held = still_held
         self._root = path_of(run.config.checkpoint.save or "")
         self._pending: _Pending | None = None
         loaded = None if run.loaded_from is None else path_of(run.loaded_from).parent
@@ -92,8 +93,9 @@ class Saver:
     def settle(self) -> None:
         """At a step boundary: finish a background save that every rank has written; otherwise let it go on.
 
-        Raises CheckpointError when a rank could not write.
+        Raises CheckpointError when a rank could not write, or another run saves there now.
         """
+        self._still_held()
         if self._pending is None:
             return
         context = self._run.context
@@ -104,6 +106,7 @@ class Saver:
     def finish(self) -> None:
         """Wait until the save under way, if any, is durable; then delete what retention gives up."""
         pending, self._pending = self._pending, None
+        self._still_held()
         if pending is None:
             return
         run, checkpoint = self._run, self._run.config.checkpoint
@@ -128,9 +131,9 @@ def _tokenizer_files(run: Run) -> dict[str, bytes]:
 
 
 @contextmanager
-def saving(run: Run) -> Iterator[Saver]:
+def saving(run: Run, still_held: StillHeld = lambda: None) -> Iterator[Saver]:
     """A run's saver; a save under way is finished when the block ends, also by a loss that is not a number."""
-    saver = Saver(run)
+    saver = Saver(run, still_held)
     try:
         yield saver
     except NonFiniteError:  # on every rank alike, so that all take part in finishing
@@ -140,20 +143,26 @@ def saving(run: Run) -> Iterator[Saver]:
 
 
 @contextmanager
-def holding_save_folder(config: RunConfig, context: ParallelContext) -> Iterator[None]:
+def holding_save_folder(config: RunConfig, context: ParallelContext) -> Iterator[StillHeld]:
     """Make sure of the ``--save`` folder and keep other runs out of it for the block; runs that only evaluate don't.
 
-    A collective. Raises CheckpointError on all ranks when it can't be written, or another run saves there.
+    A collective. Raises CheckpointError on all ranks when it can't be written, or another run saves there. Yields what
+    tells whether the folder is still held; rank 0 knows.
     """
     check_save_folder(config, context)
-    save = config.checkpoint.save
+    save, checks = config.checkpoint.save, list[StillHeld]()
+
+    def still_held() -> None:
+        for check in checks:
+            check()
+
     with ExitStack() as stack:
         if save is not None and not config.training.skip_train:
             try:
-                run_on_first(lambda: stack.enter_context(held(path_of(save))), context.mesh)
+                run_on_first(lambda: checks.append(stack.enter_context(held(path_of(save)))), context.mesh)
             except CheckpointError as error:
                 raise CheckpointError(str(error), exit_code=RESTART_MAY_HELP) from error
-        yield
+        yield still_held
 
 
 def check_save_folder(config: RunConfig, context: ParallelContext) -> None:

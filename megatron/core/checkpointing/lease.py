@@ -14,7 +14,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -26,20 +26,24 @@ logger = logging.getLogger(__name__)
 
 IN_USE = ".in_use.json"
 
+StillHeld = Callable[[], None]
+"""Raises CheckpointError when another run has taken the folder over; it costs nothing, so ask before each write."""
+
 
 @contextmanager
-def held(root: AnyPath, *, beat: float = 15.0, grace: float = 5.0) -> Iterator[None]:
+def held(root: AnyPath, *, beat: float = 15.0, grace: float = 5.0) -> Iterator[StillHeld]:
     """Hold the folder ``root``, which must exist, for the block; call it in one process of a run.
 
+    Yields what tells whether it still is: in object storage another run may take it over from one that was silent.
     ``beat``: seconds between two signs of life in object storage; three without one are a death. ``grace``: seconds
     that a predecessor may take to end. Raises CheckpointError that names the run that holds it.
     """
-    with _beating(root, beat) if isinstance(root, RemotePath) else _locked(root, grace):
-        yield
+    with _beating(root, beat) if isinstance(root, RemotePath) else _locked(root, grace) as still_held:
+        yield still_held
 
 
 @contextmanager
-def _locked(root: Path, grace: float) -> Iterator[None]:
+def _locked(root: Path, grace: float) -> Iterator[StillHeld]:
     path = root / IN_USE
     until = time.monotonic() + grace
     while (file := _lock(path)) is None:
@@ -51,7 +55,7 @@ def _locked(root: Path, grace: float) -> Iterator[None]:
         file.write(json.dumps(_myself()))
         file.flush()
         try:
-            yield
+            yield lambda: None
         finally:
             with suppress(OSError):
                 path.unlink()
@@ -75,7 +79,7 @@ def _lock(path: Path) -> TextIO | None:
 
 
 @contextmanager
-def _beating(root: RemotePath, beat: float) -> Iterator[None]:
+def _beating(root: RemotePath, beat: float) -> Iterator[StillHeld]:
     path, mine = root / IN_USE, _myself()
     seen, until = _read(path), time.monotonic() + 3 * beat
     while seen and not _is_dead_here(seen) and time.monotonic() < until:
@@ -88,27 +92,54 @@ def _beating(root: RemotePath, beat: float) -> Iterator[None]:
     time.sleep(beat / 30)  # of two that start together, the last to write has it
     if (now := _read(path)).get("token") != mine["token"]:
         raise _in_use(root, now)
-    ended = threading.Event()
-    thread = threading.Thread(target=_beat, args=(path, mine, beat, ended), name="lease", daemon=True)
+    lease = _Lease(path, mine, beat)
+    thread = threading.Thread(target=lease.keep, name="lease", daemon=True)
     thread.start()
     try:
-        yield
+        yield lease.check
     finally:
-        ended.set()
+        lease.ended.set()
         thread.join()
         with suppress(OSError):
             if _read(path).get("token") == mine["token"]:
                 path.unlink()
 
 
-def _beat(path: RemotePath, mine: dict[str, Any], beat: float, ended: threading.Event) -> None:
-    while not ended.wait(beat):
-        with suppress(OSError):  # the next beat may work
-            other = _read(path)
-            if other and other.get("token") != mine["token"]:
-                logger.warning("%s: this run was silent for too long, and %s", path.parent, _words(other))
-                return
-            path.write_text(json.dumps({**mine, "beat": time.time()}), encoding="utf-8")
+class _Lease:
+    """What this run wrote into ``path``, and whether it is still there."""
+
+    def __init__(self, path: RemotePath, mine: dict[str, Any], beat: float) -> None:
+        self._path, self._mine, self._beat = path, mine, beat
+        self._seen_at = time.monotonic()
+        self._successor: dict[str, Any] = {}
+        self.ended = threading.Event()
+
+    def keep(self) -> None:
+        """Give signs of life until ``ended``, or until another run has the folder."""
+        while not self.ended.wait(self._beat) and not self._successor:
+            with suppress(OSError):  # the next beat may work
+                self._look()
+                if not self._successor:
+                    self._path.write_text(json.dumps({**self._mine, "beat": time.time()}), encoding="utf-8")
+
+    def check(self) -> None:
+        """Raise CheckpointError when another run has the folder; a request only after a silence (a stopped process)."""
+        if time.monotonic() - self._seen_at > 2 * self._beat:
+            with suppress(OSError):  # a save that comes now says what is wrong
+                self._look()
+        if self._successor:
+            raise CheckpointError(
+                f"--save {self._path.parent}: this run gave no sign of life for {3 * self._beat:.0f} seconds, and "
+                f"{_words(self._successor)} saves there now; this one stops, so that they don't delete each other's "
+                "checkpoints",
+                exit_code=RESTART_MAY_HELP,
+            )
+
+    def _look(self) -> None:
+        found = _read(self._path)
+        if found and found.get("token") != self._mine["token"]:
+            self._successor = found
+        self._seen_at = time.monotonic()
 
 
 def _myself() -> dict[str, Any]:

@@ -6,6 +6,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
@@ -105,6 +106,28 @@ def test_silence_is_death_and_a_beat_is_life(tmp_path: Path, monkeypatch: pytest
         process.join()
     with held(place, **QUICK):
         assert json.loads((tmp_path / IN_USE).read_text())["machine"] == "elsewhere"
+
+
+def test_a_run_whose_place_was_taken_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It warned and went on: two runs saved into one folder and deleted each other's checkpoints."""
+    place, successor = path_of(url(tmp_path)), {"pid": 7, "host": "other", "since": "now", "token": "other"}
+    now = time.monotonic
+    for beat, silence in (
+        (0.05, 0.0),
+        (3.0, 7.0),
+    ):  # it learns by its next sign of life; asked after a silence, at once
+        with held(place, beat=beat) as still_held:
+            still_held()
+            (tmp_path / IN_USE).write_text(json.dumps(successor))
+            time.sleep(0.2)
+            monkeypatch.setattr(time, "monotonic", lambda silence=silence: now() + silence)
+            with pytest.raises(CheckpointError, match=r"another run \(process 7 on other, since now\) saves there now"):
+                still_held()
+            monkeypatch.undo()
+        assert json.loads((tmp_path / IN_USE).read_text()) == successor, "it is the other's"
+        (tmp_path / IN_USE).unlink()
+    with held(tmp_path) as still_held:
+        still_held()
 
 
 def test_a_file_system_without_locks_is_a_warning(

@@ -111,6 +111,19 @@ def test_failure_surfaces_at_the_next_step(stage: Stage) -> None:
     saver.finish()  # what failed is not tried again
 
 
+def test_nothing_is_written_where_another_run_saves(stage: Stage) -> None:
+    """Object storage has no locks: a run that was silent for long may find its folder taken."""
+
+    def taken() -> None:
+        raise CheckpointError("taken")
+
+    saver = Saver(stage.run, taken)
+    for write in (saver.settle, saver.save):
+        with pytest.raises(CheckpointError, match="taken"):
+            write()
+    assert stage.events == []
+
+
 def test_last_save_is_waited_for(stage: Stage) -> None:
     """The process would end before its last checkpoint is durable."""
     with saving(stage.run) as saver:
