@@ -28,6 +28,7 @@ from megatron.config.reporting import ReportingConfig
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.training import TrainingConfig
 from megatron.errors import ConfigError
+from megatron.small_files import as_kind, check_kinds
 
 Group = TypeVar("Group")
 CheckpointReader = Callable[[str, "int | None"], "Mapping[str, Any] | None"]
@@ -276,7 +277,8 @@ class RunConfig:
         built = {group_name(kind): _group_from_json(kind, data.get(group_name(kind), {})) for kind in CORE_GROUPS}
         known = (kind for family in FAMILIES.values() for kind in family.groups)
         extra = tuple(_group_from_json(kind, data[group_name(kind)]) for kind in known if group_name(kind) in data)
-        return cls(world_size=int(data.get("world_size", 1)), extra=extra, **built)
+        check_kinds(data, {"world_size": int}, where="the saved settings", error=ConfigError)
+        return cls(world_size=data.get("world_size") or 1, extra=extra, **built)
 
     @cached_property
     def digest(self) -> str:
@@ -289,6 +291,7 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _group_from_json(kind: type, values: Mapping[str, Any]) -> Any:
+    as_kind(values, dict[str, Any], where=f"the saved settings: {group_name(kind)}", error=ConfigError)
     known = {spec.field: spec for spec in flags_of(kind)}
     unknown = sorted(set(values) - set(known))
     if unknown:

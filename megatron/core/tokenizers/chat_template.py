@@ -20,6 +20,7 @@ from megatron.core.tokenizers.base import check_encodable
 from megatron.core.tokenizers.huggingface import special_tokens
 from megatron.core.tokenizers.rust import RustTokenizer
 from megatron.errors import ConfigError, DataError
+from megatron.small_files import read_json
 
 OWN = "tokenizer"
 """What ``--chat-template`` calls the template beside the tokenizer."""
@@ -157,9 +158,10 @@ def _own_template(folder: Path) -> str:
     if (folder / "chat_template.jinja").is_file():
         return _read(folder / "chat_template.jinja")
     path = folder / "tokenizer_config.json"
-    found = json.loads(_read(path)).get("chat_template") if path.is_file() else None
+    found = read_json(path, dict[str, Any], error=DataError).get("chat_template") if path.is_file() else None
     if isinstance(found, list):  # several by name
-        found = {each["name"]: each["template"] for each in found}.get("default")
+        named = [each for each in found if isinstance(each, dict) and each.get("name") == "default"]
+        found = named[0].get("template") if named else None
     if not isinstance(found, str):
         raise ConfigError(
             f"--chat-template {OWN}: {folder} has no chat_template.jinja and no chat_template in "

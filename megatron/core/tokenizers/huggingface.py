@@ -13,6 +13,7 @@ import tokenizers
 from megatron.core.tokenizers.base import extra_id_tokens, refuse_url
 from megatron.core.tokenizers.rust import RustTokenizer
 from megatron.errors import ConfigError, DataError
+from megatron.small_files import read_json
 
 KIND = "HuggingFaceTokenizer"
 _SPACES = ("\u2581", "\u0120")  # how a space before a word is spelled by SentencePiece's models and by byte-level BPE
@@ -118,12 +119,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
         path = folder / name
         if not path.is_file():
             continue
-        try:
-            settings = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path} is not JSON: {error}.") from None
-        if not isinstance(settings, dict):
-            raise DataError(f"{path} holds {type(settings).__name__}, not a JSON object of settings.")
+        settings = read_json(path, dict[str, Any], error=DataError)
         roles.update({role: word for role, value in settings.items() if (word := _spelling(value)) is not None})
     return roles
 

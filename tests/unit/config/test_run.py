@@ -215,3 +215,24 @@ def test_a_schedule_as_megatron_reads_it() -> None:
         assert run.training.global_batch_size == 20  # as the last size, unless it is given
         assert RunConfig.from_json(json.loads(json.dumps(run.to_json()))) == run
         assert run.batch_steps == ((0, 10), (3, 20), (4, 1000), (5, 20))
+
+
+def test_length_in_either_unit() -> None:
+    """Iterations come to samples and samples to whole iterations."""
+    by_iterations = parse("--global-batch-size 8")
+    assert (by_iterations.train_iters, by_iterations.train_samples) == (10, 80)
+    by_samples = parse("--global-batch-size 8 --train-samples 85", without="--train-iters")
+    assert (by_samples.train_iters, by_samples.train_samples) == (10, 85)
+    assert parse("--skip-train", without="--train-iters --lr").train_iters == 0
+
+
+def test_saved_settings_of_other_types() -> None:
+    """A list in place of a group was a TypeError without a word of the file."""
+    for data in (
+        {"model": [1]},
+        {"model": "abc"},
+        {"model": None},
+        {"model": {"num_layers": "abc", "hidden_size": 8, "num_attention_heads": 2}},
+    ):
+        with pytest.raises(ConfigError, match="model is|--num-layers is a whole number"):
+            RunConfig.from_json({**data, "world_size": 1})

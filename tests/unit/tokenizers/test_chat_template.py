@@ -151,3 +151,17 @@ def test_where_the_template_comes_from(folder: Path, tmp_path: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ConfigError, match="needs the jinja2 library: pip install jinja2"):
         ChatTemplate("x", tokens={})
+
+
+def test_templates_of_other_types(tmp_path: Path) -> None:
+    """A list of templates without names was a KeyError, and a list in place of the settings an AttributeError."""
+    for text in (
+        '{"chat_template": [{"template": "x"}]}',
+        '{"chat_template": [1, {"name": []}]}',
+        "[1]",
+        "{",
+        '{"a":' * 9999,
+    ):
+        (tmp_path / "tokenizer_config.json").write_text(text)
+        with pytest.raises((ConfigError, DataError), match=r"tokenizer_config\.json"):
+            load_template("tokenizer", str(tmp_path), learned="assistant")

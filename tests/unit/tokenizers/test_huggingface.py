@@ -172,7 +172,7 @@ def test_other_files_are_explained(tmp_path: Path, bpe_folder: Path) -> None:
     with pytest.raises(DataError, match=r"is not a tokenizer.json"):
         build(bpe_folder / "merges.txt")
     shutil.copy(bpe_folder / "tokenizer.json", tmp_path)
-    for text, reason in (("{", "is not JSON"), ("[]", "not a JSON object")):
+    for text, reason in (("{", "is not JSON"), ("[]", "expected an object")):
         (tmp_path / "tokenizer_config.json").write_text(text)
         with pytest.raises(DataError, match=reason):
             build(tmp_path)
