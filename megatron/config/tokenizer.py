@@ -7,37 +7,41 @@ from typing import Literal
 
 from megatron.config.flags import check_flags, flag
 
+TokenizerType = Literal[
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
+    "GPT2BPETokenizer",
+    "HuggingFaceTokenizer",
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "TikTokenizer",
+    "NullTokenizer",
+]
+RENAMED_TOKENIZERS = dict.fromkeys(
+    ("HFTokenizer", "PretrainedFromHF", "TokenizerFromFile", "TokenizerFromFileWithFIM"),
+    ("HuggingFaceTokenizer", ""),
+)
+REFUSED_TOKENIZERS = {
+    "MultimodalTokenizer": "models of text and images are outside this project",
+    **dict.fromkeys(
+        ("Llama3Tokenizer", "FalconTokenizer", "AbejaJapaneseGPT2Tokenizer", "SFTTokenizer"),
+        "use HuggingFaceTokenizer with --tokenizer-model FOLDER, which holds the model's tokenizer.json",
+    ),
+    "BertWordPieceTokenizer": "use BertWordPieceLowerCase or BertWordPieceCase with --vocab-file",
+}
+
 
 @check_flags
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
     """The tokenizer and its files."""
 
-    tokenizer_type: Literal[
-        "BertWordPieceLowerCase",
-        "BertWordPieceCase",
-        "GPT2BPETokenizer",
-        "HuggingFaceTokenizer",
-        "SentencePieceTokenizer",
-        "GPTSentencePieceTokenizer",
-        "Llama2Tokenizer",
-        "TikTokenizer",
-        "NullTokenizer",
-    ] = flag(
+    tokenizer_type: TokenizerType = flag(  # noqa: RUF009
         "Kind of tokenizer.",
         default=None,
-        renamed_values=dict.fromkeys(
-            ("HFTokenizer", "PretrainedFromHF", "TokenizerFromFile", "TokenizerFromFileWithFIM"),
-            ("HuggingFaceTokenizer", ""),
-        ),
-        refused_values={
-            "MultimodalTokenizer": "models of text and images are outside this project",
-            **dict.fromkeys(
-                ("Llama3Tokenizer", "FalconTokenizer", "AbejaJapaneseGPT2Tokenizer", "SFTTokenizer"),
-                "use HuggingFaceTokenizer with --tokenizer-model FOLDER, which holds the model's tokenizer.json",
-            ),
-            "BertWordPieceTokenizer": "use BertWordPieceLowerCase or BertWordPieceCase with --vocab-file",
-        },
+        renamed_values=RENAMED_TOKENIZERS,
+        refused_values=REFUSED_TOKENIZERS,
         derived="NullTokenizer with --mock-data and --vocab-size and no tokenizer files, else GPT2BPETokenizer, or "
         "BertWordPieceLowerCase for BERT",
         follows=("mock_data", "vocab_size", "vocab_file", "merge_file", "tokenizer_model"),

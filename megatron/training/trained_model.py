@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -13,6 +14,7 @@ from torch import nn
 from megatron.config.parallel import ParallelConfig
 from megatron.config.rules.sizes import divide
 from megatron.config.run import RunConfig
+from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.trained_model import TrainedModelConfig
 from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint
 from megatron.core.checkpointing.load import load_checkpoint, read_run_state
@@ -23,7 +25,7 @@ from megatron.core.parallel.launch import parallel_context
 from megatron.core.parallel.sharding import ShardedState, sharded_parameters, sharding_of
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.errors import CheckpointError, ConfigError
+from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.training.recipe import Recipe
 
 
@@ -60,6 +62,11 @@ def trained_model(
         config = _for_inference(saved, choice, launch.world_size)
         tokenizer = build_tokenizer(config.tokenizer)
         check_same_tokenizer(state, folder, tokenizer)
+        if config.model.vocab_size is not None and tokenizer.vocab_size > config.model.vocab_size:
+            raise ConfigError(
+                f"{tokenizer.name} has {tokenizer.vocab_size} tokens, and the model in {folder.path} knows "
+                f"{config.model.vocab_size}: name the files of the tokenizer that it was trained with"
+            )
     precision, seed = config.precision.params_dtype, config.training.seed
     with parallel_context(config.parallel, launch, params_dtype=precision, seed=seed) as context:
         (whole,) = recipe.stages(config)
@@ -114,20 +121,29 @@ def _for_inference(saved: RunConfig, choice: TrainedModelConfig, world_size: int
             f"{world_size} ranks were started, and each takes a part of every layer's heads; the model's {heads} heads "
             f"({groups} for keys and values) don't divide by {world_size}: start 1 rank, or a divisor of both"
         )
-    tokenizer = saved.tokenizer
-    if tokenizer.tokenizer_type == "NullTokenizer" and (choice.vocab_file or choice.tokenizer_model):
-        raise ConfigError(
-            f"the checkpoint in {choice.load} keeps no tokenizer, and its kind is not known: convert the model again "
-            "from a folder with its tokenizer's files, or give token ids as text"
-        )
     return dataclasses.replace(
         saved,
         world_size=world_size,
         parallel=ParallelConfig(tensor_model_parallel_size=world_size),
-        tokenizer=dataclasses.replace(
-            tokenizer,
-            vocab_file=choice.vocab_file or tokenizer.vocab_file,
-            merge_file=choice.merge_file or tokenizer.merge_file,
-            tokenizer_model=choice.tokenizer_model or tokenizer.tokenizer_model,
-        ),
+        tokenizer=_chosen_tokenizer(saved, choice),
     )
+
+
+def _chosen_tokenizer(saved: RunConfig, choice: TrainedModelConfig) -> TokenizerConfig:
+    """The checkpoint's tokenizer with the files that are given, or one of another kind that is given."""
+    own, fields = saved.tokenizer, ("vocab_file", "merge_file", "tokenizer_model", "vocab_extra_ids")
+    given = {field: getattr(choice, field) for field in fields if getattr(choice, field) is not None}
+    if choice.tokenizer_type not in (None, own.tokenizer_type):
+        return TokenizerConfig(tokenizer_type=choice.tokenizer_type, vocab_size=saved.model.vocab_size, **given)
+    if own.tokenizer_type == "NullTokenizer" and given:
+        raise ConfigError(
+            f"the checkpoint in {choice.load} keeps no tokenizer: say its kind with --tokenizer-type, too"
+        )
+    for field in fields[:3]:
+        path, flag = getattr(own, field), f"--{field.replace('_', '-')}"
+        if path is not None and field not in given and not Path(path).exists():
+            raise DataError(
+                f"the checkpoint in {choice.load} keeps no tokenizer, and says that its file was {path}, which is not "
+                f"there now: say where it is with {flag}"
+            )
+    return dataclasses.replace(own, **given)

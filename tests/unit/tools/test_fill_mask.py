@@ -9,7 +9,8 @@ import torch
 
 from megatron.core.models.bert import BertModel, BertOutput
 from megatron.core.tokenizers.wordpiece import WordPieceTokenizer
-from megatron.errors import CheckpointError, ConfigError
+from megatron.errors import CheckpointError, ConfigError, DataError
+from megatron.training import trained_model
 from megatron.training.run import Run
 from tests.harness.runs import PIECES, saved_model
 from tests.harness.scripts import run_script
@@ -75,3 +76,36 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
     saved_model(tmp_path / "bert", "bert")
     with pytest.raises(ConfigError, match=r"was trained with NullTokenizer, which has no \[MASK\]"):
         fill_mask.main(["--load", str(tmp_path / "bert/saved"), "--text", "a [MASK]"])
+
+
+def test_a_checkpoint_without_its_tokenizer_is_given_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that was converted from a folder without a tokenizer could not be asked about any text."""
+    saved_model(tmp_path, "bert")
+    read = trained_model.read_run_state
+    monkeypatch.setattr(
+        trained_model,
+        "read_run_state",
+        lambda folder: (state := read(folder)) | {"tokenizer": {**state["tokenizer"], "fingerprint": None}},
+    )
+    words = tmp_path / "words.txt"
+    words.write_text("".join(f"{word}\n" for word in [*PIECES, *(f"w{number}" for number in range(37))]))
+    flags = ["--load", str(tmp_path / "saved"), "--text", TEXT, "--vocab-file", str(words)]
+    with pytest.raises(ConfigError, match="keeps no tokenizer: say its kind with --tokenizer-type, too"):
+        fill_mask.main(flags)
+    flags += ["--tokenizer-type", "BertWordPieceLowerCase"]
+    assert fill_mask.main(flags) == 0
+    assert "  => the " in capsys.readouterr().out
+    words.write_text(words.read_text() + "more\n")
+    with pytest.raises(ConfigError, match="has 54 tokens, and the model in .* knows 51"):
+        fill_mask.main(flags)
+
+
+def test_the_place_of_a_tokenizer_that_is_gone_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error named a --vocab-file that the user had not given; it was where training had read it."""
+    saved_model(tmp_path, "bert", WORDS)
+    monkeypatch.setattr(trained_model, "with_kept_files", lambda config, folder: config)  # as checkpoints of before
+    (tmp_path / "vocab.txt").unlink()
+    with pytest.raises(DataError, match=r"its file was .*vocab.txt, which is not there now: say .* with --vocab-file"):
+        fill_mask.main(["--load", str(tmp_path / "saved"), "--text", TEXT])
