@@ -21,7 +21,7 @@ from megatron.core.files.remote_path import is_url, path_of
 from megatron.core.files.writable import why_not_writable
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.errors import ConfigError, MegatronError
+from megatron.errors import ConfigError, MegatronError, read_errors
 
 T = TypeVar("T")
 _WITHOUT = "to check all else where these files are missing, as on another machine, add --no-check-files"
@@ -49,11 +49,10 @@ class Findings:
     def check(self, look: Callable[[], T]) -> T | None:
         """What ``look`` finds, or None where it raises an error meant for users, which is kept."""
         try:
-            return look()
+            with read_errors("a file"):
+                return look()
         except MegatronError as error:
             self.errors.append(error)
-        except PermissionError as error:
-            self.errors.append(ConfigError(f"{error.filename} may not be read: change its permissions"))
         return None
 
     def raise_errors(self) -> None:
@@ -117,9 +116,19 @@ def _check_load(
 
 def _check_folders(run: RunConfig, found: Findings) -> None:
     """Folders that the run writes into; raises nothing for a cache, without which a run goes on."""
-    folders = {"--save": run.checkpoint.save, "--tensorboard-dir": run.reporting.tensorboard_dir}
+    folders = {
+        "--save": run.checkpoint.save,
+        "--tensorboard-dir": run.reporting.tensorboard_dir,
+        "--wandb-save-dir": run.reporting.wandb_save_dir if run.reporting.wandb_project else None,
+        "--memory-snapshot-path": str(Path(run.profiling.memory_snapshot_path).parent)
+        if run.profiling.record_memory_history
+        else None,
+    }
     for flag, folder in folders.items():
-        if folder is None or is_url(folder):
+        if folder is None:
+            continue
+        if is_url(folder):
+            found.lines.append(f"{flag}: {folder} is not checked, since it is a URL")
             continue
         reason = why_not_writable(Path(folder))
         if reason is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -12,6 +13,8 @@ from torch import profiler
 from megatron.config.run import RunConfig
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 During = Callable[[str], AbstractContextManager[None]]
 Profiled = Callable[[int], AbstractContextManager[None]]
@@ -108,9 +111,11 @@ def _cuda_profile(config: RunConfig, context: ParallelContext) -> Iterator[None]
     device = torch.get_device_module(context.device)
     device.cudart().cudaProfilerStart()
     shapes = config.profiling.pytorch_profiler_collect_shapes
-    with torch.autograd.profiler.emit_nvtx(record_shapes=shapes):  # type: ignore[no-untyped-call]
-        yield
-    device.cudart().cudaProfilerStop()
+    try:
+        with torch.autograd.profiler.emit_nvtx(record_shapes=shapes):  # type: ignore[no-untyped-call]
+            yield
+    finally:
+        device.cudart().cudaProfilerStop()
 
 
 @contextmanager
@@ -122,9 +127,14 @@ def _memory_history(config: RunConfig, context: ParallelContext) -> Iterator[Non
         config.profiling.profile_ranks,
     )
     path = Path(config.profiling.memory_snapshot_path)
+    path = path if len(ranks) == 1 else path.with_stem(f"{path.stem}-rank{rank}")
     memory._record_memory_history(max_entries=_HISTORY)
     try:
         yield
     finally:
-        memory._dump_snapshot(str(path if len(ranks) == 1 else path.with_stem(f"{path.stem}-rank{rank}")))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            memory._dump_snapshot(str(path))
+        except OSError as error:  # the run's own error, if any, says more
+            logger.warning("--memory-snapshot-path %s cannot be written: %s", path, error.strerror)
         memory._record_memory_history(enabled=None)

@@ -39,7 +39,8 @@ def gather_from_all(work: Callable[[], T], mesh: Mesh) -> list[T]:
         raise caught
     failures = [outcome for outcome in outcomes if isinstance(outcome, _Failure)]
     messages = "; ".join(dict.fromkeys(failure.message for failure in failures))
-    raise CheckpointError(messages, exit_code=min(failure.exit_code for failure in failures)) from caught
+    code = max(failure.exit_code for failure in failures)  # a restart is worth it only when it is for each of them
+    raise CheckpointError(messages, exit_code=code) from caught
 
 
 def run_on_all(work: Callable[[], T], mesh: Mesh) -> T:

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.core.checkpointing.agreement import gather_from_all, run_on_all, run_on_first
 from megatron.core.parallel.mesh import Mesh
-from megatron.errors import CheckpointError
+from megatron.errors import RESTART_CANNOT_HELP, CheckpointError
 from tests.unit.checkpointing.simulated import on_ranks
 
 MESHES = [Mesh.of(tp=2, pp=2, rank=rank) for rank in range(4)]
@@ -51,6 +51,18 @@ def test_errors_of_the_system_name_rank_path_and_reason() -> None:
         return str(caught.value)
 
     assert on_ranks(MESHES, attempt) == ["rank 2 (pp=1 dp=0 cp=0 tp=0): /data/x: No space left on device"] * 4
+
+
+def test_a_restart_is_advised_only_when_it_may_help_on_every_rank() -> None:
+    """A full disk beside a folder that may not be written told the scheduler to start again, for ever."""
+
+    def attempt(mesh: Mesh) -> int:
+        code = errno.ENOSPC if mesh.world_rank == 0 else errno.EACCES
+        with pytest.raises(CheckpointError) as caught:
+            run_on_all(failing_on({0, 2}, OSError(code, "x"), mesh), mesh)
+        return caught.value.exit_code
+
+    assert on_ranks(MESHES, attempt) == [RESTART_CANNOT_HELP] * 4
 
 
 def test_the_same_finding_of_all_ranks_is_said_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import subprocess
 import sys
@@ -15,13 +16,16 @@ from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.core.datasets.indexed_format import idx_path
 from megatron.core.datasets.metadata import TokenizerStamp
+from megatron.core.files.writable import why_not_writable
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.tokenizers import build_tokenizer
-from megatron.errors import ConfigError
+from megatron.errors import RESTART_MAY_HELP, ConfigError
+from megatron.training.preflight import Findings
 from megatron.training.pretrain import pretrain
 from megatron.training.recipes.gpt import GPTRecipe
 from megatron.training.saving import Saver
 from tasks import main as tasks
+from tests.harness.bucket import url
 from tests.harness.runs import TINY_RUN, tiny_run
 
 ROOT = Path(__file__).parents[3]
@@ -71,6 +75,14 @@ DATA = "--data-path {0}/data --train-iters 3"
         (f"{DATA} --save {{0}}/data.idx --save-interval 1", "--save {0}/data.idx cannot be written"),
         (f"{DATA} --save /proc/x --save-interval 1", "--save /proc/x cannot be written"),
         (f"{DATA} --tensorboard-dir {{0}}/data.idx", "--tensorboard-dir {0}/data.idx cannot be written"),
+        (
+            f"{DATA} --wandb-project p --wandb-save-dir {{0}}/data.idx",
+            "--wandb-save-dir {0}/data.idx cannot be written",
+        ),
+        (
+            f"{DATA} --record-memory-history --memory-snapshot-path {{0}}/data.idx/a",
+            "--memory-snapshot-path {0}/data.idx cannot be written",
+        ),
         (f"{DATA} --load {{0}}/none", "--load {0}/none: there is no such folder"),
         (f"{DATA} --load {{0}}/run --ckpt-step 7", "no usable checkpoint of --ckpt-step 7"),
         (f"{DATA} --pretrained-checkpoint {{0}}/none", "--pretrained-checkpoint {0}/none: there is no such folder"),
@@ -103,6 +115,35 @@ def test_what_can_start_is_described(check: Check, folder: Path, tmp_path: Path)
     assert sorted(folder.rglob("*")) == before
     assert f"{folder}/run/iter_0000001, of iteration 1" in check(f"{DATA} --load {{0}}/run")
     assert check(f"{DATA} --data-path none --load none --no-check-files") == ""
+
+
+def test_urls_are_said_not_to_be_checked(check: Check, tmp_path: Path) -> None:
+    """A dry run said nothing of a --save in object storage, as if all were well."""
+    said = check(f"{DATA} --save {url(tmp_path)} --save-interval 1")
+    assert f"--save: {url(tmp_path)} is not checked, since it is a URL" in said
+
+
+def test_folders_that_may_not_be_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--save below another user's private folder ended a dry run in a traceback."""
+
+    def forbidden(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_symlink", forbidden)
+    assert why_not_writable(tmp_path / "x") == f"{tmp_path}/x: Permission denied"
+
+
+def test_reads_that_fail_are_sentences() -> None:
+    """A damaged disk ended a dry run in a traceback, and hid what else was wrong."""
+    found = Findings()
+
+    def look() -> None:
+        raise OSError(errno.EIO, "Input/output error", "a/b.idx")
+
+    found.check(look)
+    assert [(str(error), error.exit_code) for error in found.errors] == [
+        ("a/b.idx cannot be read: Input/output error", RESTART_MAY_HELP)
+    ]
 
 
 def test_splits_that_nothing_is_read_of_may_be_missing(check: Check, folder: Path) -> None:

@@ -77,3 +77,23 @@ def test_on_a_gpu(tmp_path: Path) -> None:
         "nvtx.range",
     ]
     device.memory._dump_snapshot.assert_called_once_with(f"{tmp_path}/a.pickle")
+
+
+def test_errors_while_profiling(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An error in a profiled iteration left CUDA's profiler on, and a bad --memory-snapshot-path hid the error."""
+    (tmp_path / "file").touch()
+    flags = f"--profile --record-memory-history --memory-snapshot-path {tmp_path}/file/a.pickle"
+    config = tiny_config(f"--mock-data {flags} --profile-step-start 1 --profile-step-end 3")
+    context = replace(ParallelContext.single(), device=torch.device("meta"))
+    device = mock.MagicMock()
+    nvtx = mock.patch("torch.autograd.profiler.emit_nvtx", side_effect=MemoryError)
+
+    def train() -> None:
+        with profiling(config, context) as profiled, profiled(2):
+            pass
+
+    with mock.patch("torch.get_device_module", return_value=device), nvtx, pytest.raises(MemoryError):
+        train()
+    device.cudart().cudaProfilerStop.assert_called_once_with()
+    device.memory._record_memory_history.assert_called_with(enabled=None)
+    assert f"--memory-snapshot-path {tmp_path}/file/a.pickle cannot be written: " in caplog.text
