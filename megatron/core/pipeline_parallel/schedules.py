@@ -37,30 +37,29 @@ def interleaved(
     """1F1B over ``num_chunks`` shorter chunks a rank, which makes the bubble as many times smaller (arXiv:2104.04473).
 
     ``group_size`` microbatches go through a chunk before the next chunk's turn; None: as many as there are ranks. Any
-    size and any number of microbatches will do: the schedule is that of the next larger numbers that fit, without the
-    actions of microbatches that don't exist, and leaving out whole microbatches can't make a schedule hang.
+    size and any number of microbatches will do: a group smaller than the number of ranks takes as many turns as there
+    are ranks, without the actions of microbatches that don't exist; leaving those out can't make a schedule hang.
     """
-    group_size = group_size or num_ranks
+    group_size = min(group_size or num_ranks, num_microbatches)
     groups = [
         [*range(start, min(start + group_size, num_microbatches))] for start in range(0, num_microbatches, group_size)
     ]
-    places = max(group_size, num_ranks)
-    forward, backward = (list(_turns(groups, places, kind, num_chunks)) for kind in ("F", "B"))
+    forward, backward = (list(_turns(groups, num_ranks, kind, num_chunks)) for kind in ("F", "B"))
     orders = []
     for rank in range(num_ranks):
-        ahead = 2 * (num_ranks - rank - 1) + (num_chunks - 1) * places
+        ahead = 2 * (num_ranks - rank - 1) + (num_chunks - 1) * max(group_size, num_ranks)
         order = one_after_another(forward, backward, ahead=ahead)
         orders.append(tuple(action for action in order if action.microbatch >= 0))
     return PipelineSchedule("interleaved", tuple(orders), Placement.looped(num_ranks, num_chunks))
 
 
-def _turns(groups: list[list[int]], places: int, kind: str, num_chunks: int) -> Iterator[Action]:
-    """Group by group, chunk by chunk; places of a group that no microbatch takes have the number -1."""
+def _turns(groups: list[list[int]], num_ranks: int, kind: str, num_chunks: int) -> Iterator[Action]:
+    """Group by group, chunk by chunk; a turn of a group smaller than ``num_ranks`` that nobody takes is number -1."""
     chunks = range(num_chunks) if kind == "F" else reversed(range(num_chunks))
     order = list(chunks)
     for group in groups:
         for chunk in order:
-            for place in range(places):
+            for place in range(max(len(group), num_ranks)):
                 yield Action("F" if kind == "F" else "B", chunk, group[place] if place < len(group) else -1)
 
 

@@ -25,38 +25,23 @@ from megatron.core.conversion.megatron_lm.forward import megatron_lm_answer
 from megatron.core.conversion.native import read_native, write_native
 from megatron.core.conversion.proof import native_answer
 from megatron.core.conversion.questions import Answer, question_for
+from tests.harness.megatron_core import FOLDER, ON_CPU
 from tests.unit.conversion.megatron_checkpoints import CLASSIC, MODERN, portable, random_tensors
 
-FOLDER = os.environ.get("MEGATRON_CORE_PATH")
 pytestmark = pytest.mark.skipif(
     FOLDER is None, reason="needs MEGATRON_CORE_PATH, a folder with the megatron-core package"
 )
 
-# megatron-core 0.12 expects a GPU, psutil and an older torch; on a CPU none of the three changes what it computes.
-PRELUDE = """
-import argparse, json, os, sys, types
-
-sys.path[:] = [path for path in sys.path if not os.path.exists(os.path.join(path, "megatron", "__init__.py"))]  # ours
-psutil = types.ModuleType("psutil")
-class Process:
-    def __init__(self, *pid): pass
-    def memory_info(self): return types.SimpleNamespace(rss=0)
-    def nice(self, *value): pass
-psutil.Process = Process
-sys.modules["psutil"] = psutil
-
-import torch
+PRELUDE = f"""{ON_CPU}
+import argparse, json
 import torch.distributed.checkpoint.filesystem as files
-torch.cuda.synchronize = lambda *device: None
-torch.cuda.current_device = lambda: "cpu"
 import megatron.core.dist_checkpointing.strategies.filesystem_async as writer
 if hasattr(files, "SerializationFormat"):
     plain = files._write_item
     writer._write_item = lambda *a, **k: plain(*a, **k, serialization_format=files.SerializationFormat.TORCH_SAVE)
+"""
 
-import contextlib
-from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
+SCRIPT = """
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
 from megatron.core.models.bert.bert_model import BertModel
@@ -161,7 +146,7 @@ def run_megatron_core(body: str, name: str, folder: Path, work: Path) -> Answer:
     torch.save(vars(question_for(ModelConfig(**settings), groups)), f"{folder}.question")
     script = work / "script.py"
     call = f"main({settings!r}, {family_of(groups).title!r}, {str(folder)!r})"
-    script.write_text(f"{PRELUDE}\n{textwrap.dedent(body)}\nif __name__ == '__main__':\n    {call}\n")
+    script.write_text(f"{PRELUDE}{SCRIPT}\n{textwrap.dedent(body)}\nif __name__ == '__main__':\n    {call}\n")
     ran = subprocess.run(
         [sys.executable, str(script)],
         env=os.environ | {"PYTHONPATH": str(FOLDER), "PYTHONWARNINGS": "ignore"},
