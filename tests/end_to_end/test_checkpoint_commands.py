@@ -113,7 +113,9 @@ def test_the_tokenizer_travels_along(said: dict[str, str], folder: Path) -> None
     """Training takes it from the checkpoint, and the folder that goes back has it."""
     state: Any = json.loads((folder / "runs/tuned/iter_0000002/run.json").read_text())["state"]
     assert state["tokenizer"]["name"] == "HuggingFaceTokenizer"
-    assert state["config"]["tokenizer"]["tokenizer_model"] == str(folder / "runs/llama/huggingface")
+    kept = state["config"]["tokenizer"]["tokenizer_model"]
+    assert kept == "runs/llama/iter_0000000/tokenizer"
+    assert (folder / kept / "tokenizer.json").exists()
     assert state["config"]["model"]["vocab_size"] == 320
     assert state["config"]["parallel"]["tensor_model_parallel_size"] == 2
     for name in ("models/tuned", "models/from_theirs", "theirs/dist/huggingface"):

@@ -107,7 +107,9 @@ def test_script_hands_on_a_users_mistake() -> None:
 
 def paths_of(script: Path) -> list[str]:
     """The paths that a script takes before its flags, by name."""
-    return re.findall(r"^paths='(.+)'$", script.read_text(encoding="utf-8"), re.MULTILINE)[0].split()
+    found = re.search(r"^paths='(.+)'$", script.read_text(encoding="utf-8"), re.MULTILINE)
+    assert found is not None
+    return found[1].split()
 
 
 def test_scripts_take_paths_where_megatron_lm_does() -> None:

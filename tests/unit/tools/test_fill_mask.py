@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.core.checkpointing.load import read_run_state
 from megatron.core.models.bert import BertModel, BertOutput
 from megatron.core.tokenizers.wordpiece import WordPieceTokenizer
 from megatron.errors import CheckpointError, ConfigError, DataError
@@ -83,7 +84,7 @@ def test_a_checkpoint_without_its_tokenizer_is_given_one(
 ) -> None:
     """A model that was converted from a folder without a tokenizer could not be asked about any text."""
     saved_model(tmp_path, "bert")
-    read = trained_model.read_run_state
+    read = read_run_state
     monkeypatch.setattr(
         trained_model,
         "read_run_state",
