@@ -193,7 +193,7 @@ def test_the_vocabulary_travels(kind: str, lower: bool, model_folder: Folder, tm
     do("hf", source, "megatron", tmp_path / "ours")
     config = read_native(tmp_path / "ours").tokenizer
     assert config.tokenizer_type == ("BertWordPieceLowerCase" if lower else "BertWordPieceCase")
-    assert config.vocab_file == str(tmp_path / "ours/huggingface" / kind)
+    assert config.vocab_file == str(tmp_path / "ours/iter_0000000/tokenizer" / kind)
     tokenizer = build_tokenizer(config)
     assert tokenizer.vocab_size == 101
     assert tokenizer.tokenize("The Cats sat") == reference("The Cats sat", add_special_tokens=False)["input_ids"]

@@ -309,6 +309,6 @@ def test_the_tokenizer_of_training_travels_along(tmp_path: Path) -> None:
     found = read_native(tmp_path / "ours")
     tokenizer = build_tokenizer(found.tokenizer)
     assert found.model.vocab_size == tokenizer.vocab_size < 500
-    assert found.tokenizer.vocab_file == str(tmp_path / "ours/huggingface/vocab.json")
+    assert found.tokenizer.vocab_file == str(tmp_path / "ours/iter_0000500/tokenizer/vocab.json")
     state = json.loads((tmp_path / "ours/iter_0000500/run.json").read_text())["state"]
     assert state["tokenizer"]["fingerprint"] == tokenizer.fingerprint
