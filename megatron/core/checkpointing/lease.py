@@ -7,6 +7,7 @@ seconds, and one that stays as it is belongs to a run that is dead.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -25,6 +26,7 @@ from megatron.errors import RESTART_MAY_HELP, CheckpointError
 logger = logging.getLogger(__name__)
 
 IN_USE = ".in_use.json"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system without locks
 
 StillHeld = Callable[[], None]
 """Raises CheckpointError when another run has taken the folder over; it costs nothing, so ask before each write."""
@@ -69,9 +71,10 @@ def _lock(path: Path) -> TextIO | None:
         with suppress(FileNotFoundError):
             if path.stat().st_ino == os.fstat(file.fileno()).st_ino:
                 return file
-    except (BlockingIOError, PermissionError):
-        pass
     except OSError as error:
+        if error.errno not in _NO_LOCKS:  # held by another process, or the file is gone: the caller tries again
+            file.close()
+            return None
         logger.warning("%s has no locks (%s): make sure that only one run saves there", path.parent, error.strerror)
         return file
     file.close()
