@@ -161,7 +161,7 @@ def test_megatron_lms_own_spelling(title: str, tmp_path: Path, capsys: pytest.Ca
         assert_holds(found, values)
         assert found.groups == (group,)
         assert build_tokenizer(found.tokenizer).vocab_size == 77
-        assert found.tokenizer.vocab_file == str(tmp_path / name / "huggingface/vocab.txt")
+        assert found.tokenizer.vocab_file == str(tmp_path / name / "iter_0000500/tokenizer/vocab.txt")
     other = "BERT" if title == "T5" else "T5"
     with pytest.raises(CheckpointError, match=f"--model-type {other}: .*theirs holds a {title}"):
         tool.main([*words.replace(title, other, 1).split(), "--save-dir", str(tmp_path / "x")])

@@ -295,7 +295,7 @@ def test_the_vocabulary_travels(tmp_path: Path) -> None:
     (source / "spiece.model").write_bytes(written.getvalue())
     do("hf", source, "megatron", tmp_path / "plain", skip_proof=True)
     config = read_native(tmp_path / "plain").tokenizer
-    assert config.tokenizer_model == str(tmp_path / "plain/huggingface/spiece.model")
+    assert config.tokenizer_model == str(tmp_path / "plain/iter_0000000/tokenizer/tokenizer.model")
     tokenizer = build_tokenizer(config)
     assert tokenizer.tokenize("the cat sat") == model.encode("the cat sat")
     assert (tokenizer.vocab_size, tokenizer.eod) == (model.get_piece_size(), 1)
