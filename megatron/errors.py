@@ -72,7 +72,7 @@ def exit_code_of(error: OSError) -> int:
 
 @contextmanager
 def kept_on_interrupt(what: Callable[[], str]) -> Iterator[None]:
-    """Let Ctrl-C in the block tell ``what`` is kept and lost; of nested blocks the inner one does."""
+    """Let Ctrl-C in the block tell ``what`` is kept and lost, or nothing if that is empty; the innermost block does."""
     try:
         yield
     except KeyboardInterrupt as interrupt:
@@ -102,7 +102,8 @@ def run_command(main: Callable[[], int | None]) -> None:
         print(f"error: {said if error.filename else error}", file=sys.stderr, flush=True)
         code = RESTART_CANNOT_HELP
     except KeyboardInterrupt as interrupt:
-        print(": ".join(["interrupted", *map(str, interrupt.args)]), file=sys.stderr, flush=True)
+        if interrupt.args != ("",):  # another rank tells
+            print(": ".join(["interrupted", *map(str, interrupt.args)]), file=sys.stderr, flush=True)
         code = 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # quiet the flush at exit

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import megatron
@@ -50,14 +50,9 @@ def check_result_file(path: str | None, *, make: bool = True) -> None:
         return
     if Path(path).is_dir():
         raise ConfigError(f"--result-file {path} is a folder; name a file in it")
-    reason = why_not_writable(Path(path).parent)
-    try:
-        if make and reason is None:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            with Path(path).open("a"):
-                pass
-    except OSError as error:
-        reason = error.strerror
+    reason = why_not_writable(Path(path).parent, make=make)
+    if reason is None and Path(path).exists() and not os.access(path, os.W_OK):
+        reason = "this user may not write it"
     if reason is not None:
         raise ConfigError(f"--result-file {path} cannot be written: {reason}; name another file")
 
@@ -66,14 +61,7 @@ def check_predictions_dir(path: str | None, *, make: bool = True) -> None:
     """Raise ConfigError now rather than after hours when ``--predictions-dir`` takes no files. ``make``: try it."""
     if path is None:
         return
-    reason = why_not_writable(Path(path))
-    try:
-        if make and reason is None:
-            Path(path).mkdir(parents=True, exist_ok=True)
-            with TemporaryFile(dir=path):
-                pass
-    except OSError as error:
-        reason = error.strerror
+    reason = why_not_writable(Path(path), make=make)
     if reason is not None:
         raise ConfigError(f"--predictions-dir {path} takes no files: {reason}; name another folder")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from megatron.config.flags import check_flags, flag
@@ -50,3 +51,15 @@ class CheckpointConfig:
     async_save: bool = flag(
         "Write checkpoints while training goes on, from a copy in main memory; one at a time.", default=False
     )
+
+    @property
+    def may_be_new(self) -> bool:
+        """Whether ``--load`` may have no checkpoint yet: it is ``--save``, and no checkpoint is asked for by name."""
+        if self.save is None or self.load is None or self.ckpt_step is not None or self.exit_on_missing_checkpoint:
+            return False
+        return _place(self.save) == _place(self.load)
+
+
+def _place(named: str) -> str:
+    path = named.removeprefix("file://")
+    return path.rstrip("/") if "://" in path else os.path.realpath(path)

@@ -13,7 +13,6 @@ from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint, 
 from megatron.core.checkpointing.load import load_checkpoint, read_run_state
 from megatron.core.checkpointing.stored_tensors import StoredTensors
 from megatron.core.conversion.kept_tokenizer import kept_files
-from megatron.core.files.remote_path import AnyPath, RemotePath, path_of
 from megatron.core.optimizer.schedule import Schedule, resumed_schedule
 from megatron.core.parallel.collectives import gather_objects
 from megatron.core.parallel.mesh import Mesh
@@ -64,16 +63,9 @@ def checkpoint_to_load(
     """
     if settings.load is None:
         return None
-    same_folder = settings.save is not None and _resolved(settings.save) == _resolved(settings.load)
-    may_be_new = same_folder and settings.ckpt_step is None and not settings.exit_on_missing_checkpoint
-    if may_be_new and run_on_first(lambda: is_unused(settings.load or ""), mesh or Mesh.single()):
+    if settings.may_be_new and run_on_first(lambda: is_unused(settings.load or ""), mesh or Mesh.single()):
         return None
     return find_checkpoint(settings.load, step=settings.ckpt_step, mesh=mesh, verify=verify)
-
-
-def _resolved(place: str) -> AnyPath:
-    path = path_of(place)
-    return path if isinstance(path, RemotePath) else path.resolve()
 
 
 def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> None:

@@ -101,10 +101,8 @@ def _check_load(
     settings = run.checkpoint
     if settings.load is None and settings.pretrained_checkpoint is None:
         return
-    is_new = settings.load == settings.save and not (
-        is_url(settings.load or "") or path_of(settings.load or "").exists()
-    )
-    if is_new and not (settings.pretrained_checkpoint or settings.ckpt_step or settings.exit_on_missing_checkpoint):
+    is_new = settings.may_be_new and not is_url(settings.load or "") and not path_of(settings.load or "").exists()
+    if is_new and settings.pretrained_checkpoint is None:
         found.lines.append(f"checkpoint: none in {settings.load} yet, a new run")
         return
     from megatron.training.loadable import describe_start

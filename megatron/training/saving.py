@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
@@ -23,6 +21,7 @@ from megatron.core.checkpointing.save import PendingSave, begin_save
 from megatron.core.checkpointing.sharded_view import Staging
 from megatron.core.conversion.kept_tokenizer import files_to_keep
 from megatron.core.files.remote_path import AnyPath, RemotePath, path_of
+from megatron.core.files.writable import try_to_write
 from megatron.core.parallel.collectives import all_reduce
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.sharding import ShardedState
@@ -80,9 +79,9 @@ class Saver:
             self.finish()
 
     def kept(self) -> str:
-        """What is left of the run if it ends now, for the first rank to say; the others leave with Ctrl-C's code."""
+        """What is left of the run if it ends now; empty on all ranks but the first, which says it."""
         if self._run.context.mesh.world_rank > 0:
-            sys.exit(130)
+            return ""
         now, saved = self._run.progress.iteration, self._saved_at
         if self._run.config.checkpoint.save is None:
             return f"no --save was given; iterations lost: {now:,}"
@@ -174,18 +173,8 @@ def check_save_folder(config: RunConfig, context: ParallelContext) -> None:
         return
     root = path_of(config.checkpoint.save)
 
-    def try_to_write() -> None:
-        root.mkdir(parents=True, exist_ok=True)
-        if isinstance(root, RemotePath):
-            probe = root / f".writable-{os.urandom(4).hex()}"
-            probe.write_text("writable", encoding="utf-8")
-            probe.unlink()
-        else:
-            with tempfile.TemporaryFile(dir=root) as file:
-                file.write(b"writable")
-
     try:
-        run_on_all(try_to_write, context.mesh)
+        run_on_all(lambda: try_to_write(root), context.mesh)
     except CheckpointError as error:
         raise CheckpointError(
             f"--save {root} cannot be written: {error}; name a folder that every rank may write into",

@@ -73,6 +73,18 @@ def test_ctrl_c_says_what_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "interrupted: iteration 50 is kept\n"
 
 
+def test_ctrl_c_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every rank of a run is interrupted; those that have nothing to tell say nothing, and leave with the same code."""
+
+    def main() -> int:
+        with kept_on_interrupt(lambda: ""):
+            raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as ended:
+        run_command(main)
+    assert (ended.value.code, capsys.readouterr().err) == (130, "")
+
+
 def test_a_forbidden_file_is_one_sentence_in_any_command(capsys: pytest.CaptureFixture[str]) -> None:
     """A file that the user may not read ended commands in a traceback, wherever they opened it."""
 

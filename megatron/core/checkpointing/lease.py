@@ -8,7 +8,6 @@ seconds, and one that stays as it is belongs to a run that is dead.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -17,16 +16,38 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
+from megatron.core.files.locks import lock
 from megatron.core.files.remote_path import AnyPath, RemotePath
 from megatron.errors import RESTART_MAY_HELP, CheckpointError
+from megatron.small_files import read_json
 
 logger = logging.getLogger(__name__)
 
 IN_USE = ".in_use.json"
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system without locks
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Holder:
+    """What ``.in_use.json`` says of a run. ``machine``: see ``_machine``. ``beat``: seconds since 1970."""
+
+    host: str = ""
+    machine: str = ""
+    pid: int = 0
+    since: str = ""
+    job: str = ""
+    token: str = ""
+    beat: float = 0.0
+
+    def __str__(self) -> str:
+        place = f"process {self.pid} on {self.host}" if self.pid and self.host else ""
+        facts = (place, self.job and f"Slurm job {self.job}", self.since and f"since {self.since}")
+        known = ", ".join(filter(None, facts))
+        return f"another run ({known})" if known else "another run"
+
 
 StillHeld = Callable[[], None]
 """Raises CheckpointError when another run has taken the folder over; it costs nothing, so ask before each write."""
@@ -54,7 +75,7 @@ def _locked(root: Path, grace: float) -> Iterator[StillHeld]:
         time.sleep(0.1)
     with file:
         file.truncate(0)
-        file.write(json.dumps(_myself()))
+        file.write(json.dumps(asdict(_myself())))
         file.flush()
         try:
             yield lambda: None
@@ -64,19 +85,19 @@ def _locked(root: Path, grace: float) -> Iterator[StillHeld]:
 
 
 def _lock(path: Path) -> TextIO | None:
-    """The locked file; None while another process has it, or when it has just been deleted."""
+    """The locked file; None while another process holds it, or when it has just been deleted."""
     file = path.open("a", encoding="utf-8")
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with suppress(FileNotFoundError):
-            if path.stat().st_ino == os.fstat(file.fileno()).st_ino:
-                return file
+        found = lock(file, inherited=False)
+        if found == "no locks here":
+            logger.warning("%s is on a file system without locks: make sure that only one run saves there", path.parent)
+            return file
+        if found == "locked" and path.stat().st_ino == os.fstat(file.fileno()).st_ino:
+            return file
     except OSError as error:
-        if error.errno not in _NO_LOCKS:  # held by another process, or the file is gone: the caller tries again
+        if error.errno not in (errno.ENOENT, errno.ESTALE):  # ESTALE: deleted by another machine
             file.close()
-            return None
-        logger.warning("%s has no locks (%s): make sure that only one run saves there", path.parent, error.strerror)
-        return file
+            raise
     file.close()
     return None
 
@@ -91,9 +112,11 @@ def _beating(root: RemotePath, beat: float) -> Iterator[StillHeld]:
         if now and now != seen:
             raise _in_use(root, now)
         seen = now
-    path.write_text(json.dumps(mine), encoding="utf-8")
-    time.sleep(beat / 30)  # of two that start together, the last to write has it
-    if (now := _read(path)).get("token") != mine["token"]:
+    began = time.monotonic()
+    path.write_text(json.dumps(asdict(mine)), encoding="utf-8")
+    # Of two that start together, the last to write has it: wait until one has written that looked before this did.
+    time.sleep(max(beat / 30, 2 * (time.monotonic() - began)))
+    if (now := _read(path)) is None or now.token != mine.token:
         raise _in_use(root, now)
     lease = _Lease(path, mine, beat)
     thread = threading.Thread(target=lease.keep, name="lease", daemon=True)
@@ -104,17 +127,17 @@ def _beating(root: RemotePath, beat: float) -> Iterator[StillHeld]:
         lease.ended.set()
         thread.join()
         with suppress(OSError):
-            if _read(path).get("token") == mine["token"]:
+            if (now := _read(path)) and now.token == mine.token:
                 path.unlink()
 
 
 class _Lease:
     """What this run wrote into ``path``, and whether it is still there."""
 
-    def __init__(self, path: RemotePath, mine: dict[str, Any], beat: float) -> None:
+    def __init__(self, path: RemotePath, mine: _Holder, beat: float) -> None:
         self._path, self._mine, self._beat = path, mine, beat
-        self._seen_at = time.monotonic()
-        self._successor: dict[str, Any] = {}
+        self._seen_at = self._renewed_at = time.monotonic()
+        self._successor: _Holder | None = None
         self.ended = threading.Event()
 
     def keep(self) -> None:
@@ -123,7 +146,9 @@ class _Lease:
             with suppress(OSError):  # the next beat may work
                 self._look()
                 if not self._successor:
-                    self._path.write_text(json.dumps({**self._mine, "beat": time.time()}), encoding="utf-8")
+                    beat = replace(self._mine, beat=time.time())
+                    self._path.write_text(json.dumps(asdict(beat)), encoding="utf-8")
+                    self._renewed_at = time.monotonic()
 
     def check(self) -> None:
         """Raise CheckpointError when another run has the folder; a request only after a silence (a stopped process)."""
@@ -132,28 +157,27 @@ class _Lease:
                 self._look()
         if self._successor:
             raise CheckpointError(
-                f"--save {self._path.parent}: this run gave no sign of life for {3 * self._beat:.0f} seconds, and "
-                f"{_words(self._successor)} saves there now; this one stops, so that they don't delete each other's "
-                "checkpoints",
+                f"{self._successor} has taken over --save {self._path.parent}, because this run did not renew "
+                f"{IN_USE} for {time.monotonic() - self._renewed_at:.0f} s; stop one of them",
                 exit_code=RESTART_MAY_HELP,
             )
 
     def _look(self) -> None:
         found = _read(self._path)
-        if found and found.get("token") != self._mine["token"]:
+        if found and found.token != self._mine.token:
             self._successor = found
         self._seen_at = time.monotonic()
 
 
-def _myself() -> dict[str, Any]:
-    return {
-        "host": socket.gethostname(),
-        "machine": _machine(),
-        "pid": os.getpid(),
-        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "job": os.environ.get("SLURM_JOB_ID", ""),
-        "token": os.urandom(8).hex(),
-    }
+def _myself() -> _Holder:
+    return _Holder(
+        host=socket.gethostname(),
+        machine=_machine(),
+        pid=os.getpid(),
+        since=time.strftime("%Y-%m-%d %H:%M:%S"),
+        job=os.environ.get("SLURM_JOB_ID", ""),
+        token=os.urandom(8).hex(),
+    )
 
 
 def _machine() -> str:
@@ -165,36 +189,32 @@ def _machine() -> str:
         return ""
 
 
-def _is_dead_here(holder: dict[str, Any]) -> bool:
-    if not holder.get("machine") or holder["machine"] != _machine():
+def _is_dead_here(holder: _Holder) -> bool:
+    if not holder.machine or holder.machine != _machine() or holder.pid <= 0:
         return False
     try:
-        os.kill(int(holder["pid"]), 0)
-    except ProcessLookupError:
+        os.kill(holder.pid, 0)
+    except (ProcessLookupError, OverflowError):
         return True
     except PermissionError:
         return False
-    return int(holder["pid"]) == os.getpid()  # a run of this process that has ended
+    return holder.pid == os.getpid()  # a run of this process that has ended
 
 
-def _read(path: AnyPath) -> dict[str, Any]:
-    """Who holds the folder; empty where nobody does, or it can't be told."""
+def _read(path: AnyPath) -> _Holder | None:
+    """Who holds the folder; None where nobody does, and a holder without a name where it can't be told."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found: _Holder = read_json(path, _Holder, error=CheckpointError)
     except FileNotFoundError:
-        return {}
-    except ValueError:
-        return {"pid": 0}
-    return found if isinstance(found, dict) else {"pid": 0}
+        return None
+    except CheckpointError:
+        return _Holder()
+    return found
 
 
-def _in_use(root: AnyPath, holder: dict[str, Any]) -> CheckpointError:
+def _in_use(root: AnyPath, holder: _Holder | None) -> CheckpointError:
     return CheckpointError(
-        f"--save {root}: {_words(holder)} saves there already; wait for its end or stop it, or give another folder",
+        f"--save {root}: {holder or _Holder()} is already saving there: wait until it ends, stop it, or give another "
+        "--save",
         exit_code=RESTART_MAY_HELP,
     )
-
-
-def _words(holder: dict[str, Any]) -> str:
-    job = f", Slurm job {holder['job']}" if holder.get("job") else ""
-    return f"another run (process {holder.get('pid')} on {holder.get('host')}{job}, since {holder.get('since')})"

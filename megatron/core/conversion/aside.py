@@ -6,14 +6,15 @@ with the process, however that ends. A folder of another host is never deleted: 
 
 from __future__ import annotations
 
-import fcntl
 import os
 import platform
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+from megatron.core.files.locks import lock
 
 _LOCK = "lock"
 _NAME = re.compile(r"\..+\.partial-(.+)-[0-9a-f]{8}")
@@ -40,38 +41,38 @@ def folder_aside(parent: Path, name: str, *, say: Callable[[str], None]) -> Iter
 def _is_locked(folder: Path, stack: ExitStack) -> bool:
     """Lock ``folder`` until ``stack`` ends; False where another conversion deleted it before it was locked."""
     try:
-        lock = stack.enter_context((folder / _LOCK).open("w"))
+        lock(stack.enter_context((folder / _LOCK).open("w")), wait=True)
     except FileNotFoundError:
         return False
-    with suppress(OSError):  # a file system without locks: nobody will delete the folder
-        fcntl.flock(lock, fcntl.LOCK_EX)
     return (folder / _LOCK).exists()
 
 
 def delete_leftovers(parent: Path, *, say: Callable[[str], None]) -> None:
     """Delete the folders in ``parent`` whose conversions are dead, and name those of which that isn't known."""
-    for folder in sorted(path for path in parent.glob(".*.partial-*") if path.is_dir()):
+    for folder in sorted(parent.glob(".*.partial-*")):
         match = _NAME.fullmatch(folder.name)
-        state = _state_of(folder, match[1]) if match else "no conversion's"
-        if state == "dead":
-            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-            shutil.rmtree(folder, ignore_errors=True)
-            say(f"deleted {folder}: {size / 1e9:.1f} GB that a killed conversion left")
-        elif state == "unknown":
-            say(f"note: {folder} is what another conversion left, or is still writing: delete it if none is running")
+        if match is None or not folder.is_dir():
+            continue
+        try:
+            is_known = match[1] == platform.node() and _delete_unless_locked(folder, say)
+        except OSError:
+            is_known = not folder.exists()
+        if not is_known:
+            say(f"note: {folder} is another conversion's, which may have been killed: delete it if none is running")
 
 
-def _state_of(folder: Path, host: str | None) -> str:
-    """``dead``, ``in use`` or ``unknown``."""
-    if host != platform.node():
-        return "unknown"
+def _delete_unless_locked(folder: Path, say: Callable[[str], None]) -> bool:
+    """Delete ``folder``, holding its lock; False where there are no locks, so that it may be in use."""
     try:
-        with (folder / _LOCK).open("r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return "dead"
-    except BlockingIOError:
-        return "in use"
-    except FileNotFoundError:
-        return "dead" if not any(folder.iterdir()) else "unknown"
-    except OSError:
-        return "unknown"
+        file = (folder / _LOCK).open("r+")
+    except FileNotFoundError:  # killed before it wrote anything; a folder with files is not empty and stays
+        folder.rmdir()
+        say(f"deleted {folder}: a killed conversion left it empty")
+        return True
+    with file:
+        found = lock(file)
+        if found == "locked":
+            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            shutil.rmtree(folder)
+            say(f"deleted {folder}: {size / 1e9:.1f} GB that a killed conversion left")
+        return found != "no locks here"

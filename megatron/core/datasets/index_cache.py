@@ -7,12 +7,11 @@ checksum of its name and all bytes before them; a file that doesn't match is bui
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 
 from megatron.core.datasets.files import replaced_file
 from megatron.core.datasets.index_build import SampleIndex
+from megatron.core.files.locks import lock
 
 _FORMAT = 2  # part of every name: raise it when an index of the same inputs changes
 _CHECKSUM = np.dtype("<u4")
@@ -95,8 +95,7 @@ def _one_builder(folder: Path) -> Iterator[None]:
     """Wait while another process builds. Without locks (some network file systems) several build the same bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as file:
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
+        lock(file, wait=True)
         yield
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import os
 import shutil
@@ -33,6 +31,7 @@ from megatron.core.datasets.indexed_format import (
 )
 from megatron.core.datasets.metadata import ContentDigests, DatasetMetadata, TokenizerStamp
 from megatron.core.datasets.remote import RemoteTokens
+from megatron.core.files.locks import lock
 from megatron.core.files.remote_path import is_url
 from megatron.errors import RESTART_MAY_HELP, ConfigError, DataError, read_errors
 
@@ -42,7 +41,6 @@ _BLOCK_BYTES = 1 << 23
 _TABLE_BYTES = 1 << 18
 _NUM_PROBES, _PROBE_TOKENS = 4, 1024
 _FREE_SPACE = "free some space, or write to another folder"
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system without locks, as some across networks
 
 
 class IndexedDataset:
@@ -219,16 +217,11 @@ class IndexedDatasetWriter:
     def _lock(self, path: Path) -> None:
         """Keep other writers off until the files have names, if locks are there; a killed writer keeps nobody off."""
         file = self._alone.enter_context(path.open("ab"))
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if lock(file) == "held elsewhere":
             raise DataError(
                 f"another process is writing {bin_path(self.prefix)}: wait for it, or give another prefix",
                 exit_code=RESTART_MAY_HELP,
-            ) from None
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
+            )
 
     def _table(self, name: str, *, size: int) -> IO[bytes]:
         self._tables.append(Path(f"{self.prefix}.{name}.part"))

@@ -1,20 +1,44 @@
-"""Whether files could be written somewhere, found out without leaving anything there."""
+"""Whether files can be written somewhere, found out without leaving any there."""
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from tempfile import TemporaryFile
 
+from megatron.core.files.remote_path import AnyPath, RemotePath
 
-def why_not_writable(folder: Path) -> str | None:
-    """Why no file could be put into ``folder``, or None when it can be, after making the folder if it is missing."""
-    for path in (folder, *folder.absolute().parents):
-        try:
-            if path.is_symlink() and not path.exists():
-                return f"{path} is a link to nothing"
-            if path.exists():
-                with TemporaryFile(dir=path):  # permissions alone don't tell: root, networks, read-only mounts
-                    return None
-        except OSError as error:  # also of looking, in a folder that may not be searched
-            return f"{path}: {error.strerror}"
+
+def try_to_write(folder: AnyPath, *, make: bool = True) -> None:
+    """Write a file into ``folder`` and delete it; raises the OSError that names what can't be written.
+
+    ``make``: make the folder if it is missing; otherwise the file goes into its nearest parent that exists.
+    """
+    if isinstance(folder, RemotePath):
+        probe = folder / f".writable-{os.urandom(4).hex()}"
+        probe.write_text("writable", encoding="utf-8")
+        probe.unlink()
+        return
+    path = folder.absolute()
+    while not path.exists():
+        if path.is_symlink():
+            raise FileNotFoundError(errno.ENOENT, "it is a link to nothing", str(path))
+        path = path.parent
+    if make:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder
+    try:
+        with TemporaryFile(dir=path) as file:  # permissions alone don't tell: root, networks, read-only mounts
+            file.write(b"writable")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def why_not_writable(folder: Path, *, make: bool = False) -> str | None:
+    """The reason why ``try_to_write`` fails, or None."""
+    try:
+        try_to_write(folder, make=make)
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
     return None

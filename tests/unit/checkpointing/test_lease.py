@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from megatron.core.checkpointing.find import is_unused
 from megatron.core.checkpointing.lease import IN_USE, held
 from megatron.core.files.remote_path import AnyPath, path_of
 from megatron.errors import CheckpointError
-from tests.harness.bucket import url
+from tests.harness.bucket import failing, url
 from tests.harness.ranks import fork_server
 
 QUICK: dict[str, Any] = {"beat": 0.2, "grace": 0.2}
@@ -52,12 +54,12 @@ def test_the_second_run_is_refused_by_name(kind: str, tmp_path: Path) -> None:
     """Two runs in one folder deleted each other's unfinished checkpoints, and neither said a word."""
     place = str(tmp_path) if kind == "disk" else url(tmp_path)
     with another_run(place) as (process, told):
-        with pytest.raises(CheckpointError) as caught, held(path_of(place), **QUICK):
+        with pytest.raises(CheckpointError) as caught, held(path_of(place), beat=1.0, grace=0.2):
             pass
         assert f"--save {place}: another run (process {process.pid} on {os.uname().nodename}, since 2" in str(
             caught.value
         )
-        assert "wait for its end or stop it, or give another folder" in str(caught.value)
+        assert "is already saving there: wait until it ends, stop it, or give another --save" in str(caught.value)
         assert caught.value.exit_code == 1, "a job that comes back may get in"
         told.send("end")
         process.join()
@@ -100,7 +102,7 @@ def test_silence_is_death_and_a_beat_is_life(tmp_path: Path, monkeypatch: pytest
     place = path_of(url(tmp_path))
     with another_run(str(place)) as (process, _):
         monkeypatch.setattr(lease, "_machine", lambda: "elsewhere")
-        with pytest.raises(CheckpointError, match="saves there already"), held(place, **QUICK):
+        with pytest.raises(CheckpointError, match="is already saving there"), held(place, beat=1.0):
             pass
         process.kill()
         process.join()
@@ -121,7 +123,9 @@ def test_a_run_whose_place_was_taken_stops(tmp_path: Path, monkeypatch: pytest.M
             (tmp_path / IN_USE).write_text(json.dumps(successor))
             time.sleep(0.2)
             monkeypatch.setattr(time, "monotonic", lambda silence=silence: now() + silence)
-            with pytest.raises(CheckpointError, match=r"another run \(process 7 on other, since now\) saves there now"):
+            with pytest.raises(
+                CheckpointError, match=f"process 7 on other, since now. has taken over --save {place}, because"
+            ):
                 still_held()
             monkeypatch.undo()
         assert json.loads((tmp_path / IN_USE).read_text()) == successor, "it is the other's"
@@ -141,7 +145,7 @@ def test_a_file_system_without_locks_is_a_warning(
     monkeypatch.setattr(fcntl, "lockf", none)
     with held(tmp_path, **QUICK):
         pass
-    assert f"{tmp_path} has no locks (Operation not supported): make sure that only one run saves there" in caplog.text
+    assert f"{tmp_path} is on a file system without locks: make sure that only one run saves there" in caplog.text
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"pid": 4}', "\x00" * 10])
@@ -160,3 +164,60 @@ def test_a_process_may_run_twice(tmp_path: Path) -> None:
         with held(place, **QUICK):
             pass
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
+def test_only_a_lack_of_locks_goes_without_one(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file that NFS had deleted, or a disk that failed, was taken for a file system without locks: two runs saved."""
+    tries, take = 0, fcntl.lockf
+
+    def refuse_once(*arguments: Any) -> None:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            raise OSError(number, os.strerror(number))
+        take(*arguments)
+
+    monkeypatch.setattr(fcntl, "lockf", refuse_once)
+    with pytest.raises(OSError, match=IN_USE) if number == errno.EIO else nullcontext(), held(tmp_path, **QUICK):
+        assert tries == 2
+    assert "locks" not in caplog.text
+
+
+def test_two_that_start_together_over_a_slow_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each looked for the other's note before that had arrived, and both saved into the folder."""
+    monkeypatch.setattr(lease, "_is_dead_here", lambda holder: False)  # both are of this process
+    place, ended = path_of(url(tmp_path)), list[str]()
+
+    def slow(operation: str, path: str) -> None:
+        if operation == "put":
+            time.sleep(0.2)
+
+    def start(delay: float) -> None:
+        time.sleep(delay)
+        try:
+            with held(place, beat=1.2):
+                time.sleep(0.5)
+                ended.append("held")
+        except CheckpointError:
+            ended.append("refused")
+
+    with failing(slow):
+        runs = [threading.Thread(target=start, args=(delay,)) for delay in (0.0, 0.1)]
+        for run in runs:
+            run.start()
+        for run in runs:
+            run.join()
+    assert sorted(ended) == ["held", "refused"]
+
+
+def test_a_holder_without_a_name(tmp_path: Path) -> None:
+    """A note that is being written, or somebody else's, was called "process None on None"."""
+    for note in ("", "{}", "[" * 1000, '{"pid": "x"}', '{"pid": 5}', '{"host": "there"}', "x" * (17 << 20)):
+        (tmp_path / IN_USE).write_text(note)
+        assert str(lease._in_use(tmp_path, lease._read(tmp_path / IN_USE))) == (
+            f"--save {tmp_path}: another run is already saving there: wait until it ends, stop it, or give another "
+            "--save"
+        )

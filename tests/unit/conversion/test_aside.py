@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import platform
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,9 +27,9 @@ def test_only_what_a_dead_process_of_this_host_left_is_deleted(tmp_path: Path) -
     said: list[str] = []
     with folder_aside(tmp_path, "a", say=said.append) as mine:
         assert said == [
-            f"note: {other} is what another conversion left, or is still writing: delete it if none is running",
+            f"note: {other} is another conversion's, which may have been killed: delete it if none is running",
             f"deleted {dead}: 0.0 GB that a killed conversion left",
-            f"deleted {starting}: 0.0 GB that a killed conversion left",
+            f"deleted {starting}: a killed conversion left it empty",
         ]
         mine.mkdir()
         delete_leftovers(tmp_path, say=lambda words: None)
@@ -44,3 +47,39 @@ def test_nothing_stays_after_an_error(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert not list((tmp_path / "new").iterdir())
+
+
+def test_cleaners_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock was free while a folder was counted and deleted: another conversion ended in a traceback."""
+    dead = tmp_path / f".a.partial-{platform.node()}-0123abcd"
+    dead.mkdir()
+    (dead / "lock").touch()
+    said: list[str] = []
+    count = Path.rglob
+
+    def meanwhile(folder: Path, pattern: str) -> Iterator[Path]:
+        delete_leftovers(tmp_path, say=lambda words: said.append(f"the other: {words}"))
+        return count(folder, pattern)
+
+    monkeypatch.setattr(Path, "rglob", meanwhile)
+    delete_leftovers(tmp_path, say=said.append)
+    assert said == [f"deleted {dead}: 0.0 GB that a killed conversion left"]
+
+
+def test_what_vanishes_or_cannot_be_deleted_is_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that another conversion deletes first is nobody's news; one that stays was called deleted."""
+    said: list[str] = []
+    gone, stays = (tmp_path / f".a.partial-{platform.node()}-0123abc{number}" for number in "12")
+    for folder in (gone, stays):
+        (folder / "a").mkdir(parents=True)
+        (folder / "lock").touch()
+    delete = shutil.rmtree
+
+    def fail(folder: Path) -> None:
+        if folder == gone:
+            delete(folder)
+        raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+
+    monkeypatch.setattr(shutil, "rmtree", fail)
+    delete_leftovers(tmp_path, say=said.append)
+    assert said == [f"note: {stays} is another conversion's, which may have been killed: delete it if none is running"]

@@ -86,6 +86,7 @@ DATA = "--data-path {0}/data --train-iters 3"
         (f"{DATA} --load {{0}}/none", "--load {0}/none: there is no such folder"),
         (f"{DATA} --load {{0}}/run --ckpt-step 7", "no usable checkpoint of --ckpt-step 7"),
         (f"{DATA} --pretrained-checkpoint {{0}}/none", "--pretrained-checkpoint {0}/none: there is no such folder"),
+        (f"{DATA} --load {{0}}/new --save {{0}}/new --save-interval 1 --ckpt-step 0", "--load {0}/new: there is no"),
         (f"{DATA} --load {{0}}/run --swiglu", "is of another architecture"),
         (f"{DATA} --load {{0}}/run --optimizer sgd", "lacks optimizer."),
         (f"{DATA} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {{0}}/none", "--tokenizer-model {0}/none"),
