@@ -280,7 +280,7 @@ class Conversion:
     def _report(self, bad: Sequence[BadLine]) -> None:
         if bad and self.config.on_bad_line == "error":
             remedy = "fix the line, or skip such lines with --on-bad-line skip"
-            if is_plain_text(bad[0].path):
+            if is_plain_text(bad[0].path) and bad[0].reason == "not JSON: Expecting value at column 1":
                 remedy = (
                     "the file is plain text, but each document must be a line of JSON; to make one of each line: "
                     f"jq -Rc '{{text: .}}' {bad[0].path} > {Path(bad[0].path).stem}.jsonl"

@@ -17,9 +17,7 @@ class CheckpointConfig:
     save_interval: int | None = flag(
         "Iterations between checkpoints.", default=None, aliases=("--persistent-save-interval",), at_least=1
     )
-    keep_last_checkpoints: int | None = flag(
-        "Keep only the newest so many checkpoints.", default=None, aliases=("--keep-last",), at_least=1
-    )
+    keep_last_checkpoints: int | None = flag("Number of newest checkpoints to keep.", default=None, at_least=1)
     save_retain_interval: int | None = flag(
         "Keep the newest checkpoint and those whose iteration is a multiple of this.",
         default=None,

@@ -15,7 +15,7 @@ class CommandConfig:
     config: tuple[str, ...] = flag("YAML or JSON files of settings, flat or nested by group; flags win.", default=())
     dry_run: bool = flag(
         "Check every rule and every file that the run reads or writes, print settings, layout, parameters and memory, "
-        "and leave: no device, nothing is written.",
+        "then exit. Uses no device and writes nothing.",
         default=False,
     )
     check_files: bool = flag(

@@ -99,9 +99,6 @@ class DataConfig:
             "--sft": self.sft,
             "--fim-rate": self.fim_rate > 0,
         }
-        return [*(flag for flag, value in given.items() if value), *self.given_fill_in_flags()]
-
-    def given_fill_in_flags(self) -> list[str]:
-        """The flags among those given that say how documents are rearranged that --fim-rate chooses."""
         specs = (spec for spec in flags_of(DataConfig) if spec.field.startswith("fim_") and spec.field != "fim_rate")
-        return [spec.positive for spec in specs if getattr(self, spec.field) != spec.default]
+        fill_in = [spec.positive for spec in specs if getattr(self, spec.field) != spec.default]
+        return [*(flag for flag, value in given.items() if value), *fill_in]

@@ -5,17 +5,14 @@ None is ignored silently: a flag that cannot have its effect says so, or stops t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from megatron.config.fork_flags import FORKS_IGNORED, FORKS_REFUSED
 from megatron.config.ignored_flags import IGNORED
-from megatron.config.recent_flags import RECENT_IGNORED, RECENT_REFUSED
-from megatron.config.refused_flags import HARMLESS, REFUSED
-from megatron.config.renamed_flags import BY_VALUE, RENAMED, SAME_VALUE
+from megatron.config.refused_flags import REFUSED
+from megatron.config.renamed_flags import BY_VALUE, HARMLESS, RENAMED, SAME_VALUE
 from megatron.config.suggestions import parts_of
-from megatron.config.unavailable_flags import FAMILIES, UNAVAILABLE
 
 Verdict = Literal["renamed", "ignored", "refused"]
 
@@ -40,14 +37,12 @@ class LegacyFlag:
 
 def legacy_flag(spelling: str) -> LegacyFlag | None:
     """What becomes of ``spelling``, if it is or was a flag of Megatron-LM or of a fork."""
-    if spelling in LEGACY_FLAGS:
-        return LEGACY_FLAGS[spelling]
-    family = next((prefix for prefix in FAMILIES if spelling.startswith(prefix)), None)
-    return LegacyFlag("refused", FAMILIES[family]) if family else None
+    families = (legacy for name, legacy in LEGACY_FLAGS.items() if name[-1] == "*" and spelling.startswith(name[:-1]))
+    return LEGACY_FLAGS.get(spelling) or next(families, None)
 
 
 def _tables() -> Iterator[tuple[str, LegacyFlag]]:
-    """Every name without dashes, with its verdict."""
+    """Every name without dashes, with its verdict; one that ends in * is that of all flags that begin so."""
     for name, field_name in SAME_VALUE.items():
         yield name, LegacyFlag("renamed", sets={field_name: None})
     for name, renamed in RENAMED.items():
@@ -55,13 +50,9 @@ def _tables() -> Iterator[tuple[str, LegacyFlag]]:
     for name, by_value in BY_VALUE.items():
         values = {value: LegacyFlag("renamed", sets=sets) for value, sets in by_value.meanings.items()}
         yield name, LegacyFlag("refused", by_value.refused, by_value.harmless, values=values)
-    unavailable = ((names, f"{feature} not available{advice}") for feature, advice, names in UNAVAILABLE)
-    verdicts: dict[Verdict, Iterable[tuple[str, str]]] = {
-        "ignored": (*IGNORED, *RECENT_IGNORED, *FORKS_IGNORED),
-        "refused": (*REFUSED, *RECENT_REFUSED, *FORKS_REFUSED, *unavailable),
-    }
+    verdicts: Mapping[Verdict, Mapping[str, str]] = {"ignored": IGNORED, "refused": REFUSED}
     for verdict, rows in verdicts.items():
-        for names, word in rows:
+        for word, names in rows.items():
             for name in names.split():
                 yield name, LegacyFlag(verdict, word)
 

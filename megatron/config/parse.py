@@ -15,6 +15,7 @@ from megatron.config.flags import FlagSpec, flags_of, group_name
 from megatron.config.help import format_help
 from megatron.config.legacy_flags import LEGACY_WORDS, LegacyFlag, legacy_flag
 from megatron.config.rules import failures, listed, remarks
+from megatron.config.rules.no_effect import without_effect
 from megatron.config.run import CORE_GROUPS, CheckpointReader, RunConfig
 from megatron.config.suggestions import did_you_mean, meant_by
 from megatron.errors import ConfigError
@@ -56,7 +57,8 @@ class Intake:
         self.problems: list[str] = []
         self.notes: list[str] = []
         self.faulted: set[str] = set()
-        self._refused: dict[str, tuple[int, list[str]]] = {}  # by reason: the place in problems, and the flags
+        self.renamed: dict[str, str] = {}  # by spelling: the note about it
+        self._said: dict[tuple[str, str], tuple[int, list[str]]] = {}  # by reason: the sentence's place, and its flags
         self._by_field: dict[str, FlagSpec] = {}
         self._by_spelling: dict[str, tuple[FlagSpec, bool | None]] = {}
         self._yielding: list[tuple[FlagSpec, Given]] = []
@@ -64,12 +66,8 @@ class Intake:
         self._deepspeed: list[tuple[str, str]] = []
         for spec in (spec for group in groups for spec in flags_of(group)):
             for spelling, value in spec.spellings().items():
-                other = self._by_spelling.get(spelling)
-                gives_way = spelling in spec.options.aliases  # to the flag of a task or family with that very name
-                other_gives_way = other is not None and spelling in other[0].options.aliases
-                assert other is None or gives_way != other_gives_way, f"two fields claim {spelling}"
-                if other is None or other_gives_way:
-                    self._by_spelling[spelling] = (spec, value)
+                assert spelling not in self._by_spelling, f"two fields claim {spelling}"
+                self._by_spelling[spelling] = (spec, value)
                 self._by_field[spec.field] = spec
 
     def value(self, field: str) -> Any:
@@ -248,9 +246,9 @@ class Intake:
             return
         legacy = legacy.values.get(words.partition(" ")[2], legacy)
         if legacy.verdict == "refused":
-            self._refuse(words, legacy.word)
+            self._say(self.problems, words, legacy.word)
         elif legacy.verdict == "ignored":
-            self.notes.append(f"{words} has no effect: {legacy.word}")
+            self._say(self.notes, words, legacy.word, one=" has no effect", more=" have no effect")
         else:
             self._take_as(words, legacy, values, rank=rank)
 
@@ -262,7 +260,8 @@ class Intake:
         ]
         text = f"taken as {' '.join(_flag_text(spec, value) for spec, value in meant)}"
         if not legacy.yields:
-            self.notes.append(f"{words}: {text}{_reason(legacy.word)}")
+            self.renamed[spelling] = f"{words}: {text}{_reason(legacy.word)}"
+            self.notes.append(self.renamed[spelling])
         for spec, raw in meant:
             try:
                 given = Given(spec.convert(raw), spelling, rank)
@@ -332,11 +331,11 @@ class Intake:
     def _wrong(self, sentence: str) -> None:
         self.problems.append(sentence)
 
-    def _refuse(self, words: str, reason: str) -> None:
-        """Refuse a flag, in one sentence with all others that are refused for the same reason."""
-        at, refused = self._refused.setdefault(reason, (len(self.problems), []))
-        refused.append(words)
-        self.problems[at : at + 1] = [f"{', '.join(refused)}: {reason}"]
+    def _say(self, sentences: list[str], words: str, reason: str, *, one: str = "", more: str = "") -> None:
+        """Say something about a flag, in one sentence with all others of the same reason."""
+        at, flags = self._said.setdefault((reason, one), (len(sentences), []))
+        flags.append(words)
+        sentences[at : at + 1] = [f"{', '.join(flags)}{more if flags[1:] else one}: {reason}"]
 
     def _wrong_file(self, sentence: str) -> None:
         """A file of settings can't be read: whatever was not given may be in it."""
@@ -375,7 +374,9 @@ def parse_run(
     problems += failures(run, faulted={*intake.faulted, *out_of_bounds})
     if problems:
         raise ConfigError(listed(problems))
-    object.__setattr__(run, "notes", (*intake.notes, *remarks(run)))
+    unused = [intake.renamed.get(flag) for flags, _ in without_effect(run) for flag in flags]
+    notes = [note for note in intake.notes if note not in unused]
+    object.__setattr__(run, "notes", (*notes, *remarks(run)))
     return run
 
 

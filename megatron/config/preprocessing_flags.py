@@ -1,6 +1,6 @@
 """Flags of other programs' preprocessing (Megatron-LM's older versions, Megatron-DeepSpeed, GPT-NeoX, NeMo).
 
-Each is taken as another, ignored with a remark, or refused: none has a silent effect, or silently none.
+Each is taken as another flag, ignored with a remark, or refused with the reason.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from megatron.config.help import default_text, usage
 from megatron.config.legacy_flags import LEGACY_FLAGS
 from megatron.config.run import CORE_GROUPS
 from megatron.config.task import HarnessConfig, TaskConfig
-from megatron.config.unavailable_flags import FAMILIES as UNAVAILABLE
 
 REFERENCE, SNAPSHOT = "docs/flags.md", "tests/golden/flags.txt"
 _OF_FAMILIES = tuple(group for family in FAMILIES.values() for group in family.groups)
@@ -37,9 +36,7 @@ def reference() -> str:
         lines += [f"## {group_name(group)}", "", (group.__doc__ or "").strip().splitlines()[0], ""]
         lines += ["| flag | meaning | default |", "|---|---|---|", *map(_row, _flags(group)), ""]
     lines += ["## Flags of Megatron-LM that are no settings here", ""]
-    lines += ["| flag | what becomes of it | |", "|---|---|---|", *_legacy_rows(), ""]
-    starts = ", ".join(f"`{prefix}…`" for prefix in UNAVAILABLE)
-    lines += [f"Any other flag that starts with {starts} is refused with the same advice as its family.", ""]
+    lines += ["| flags | what becomes of them | |", "|---|---|---|", *_legacy_rows(), ""]
     return "\n".join(lines)
 
 
@@ -74,17 +71,16 @@ def _default(spec: FlagSpec) -> str:
 
 
 def _legacy_rows() -> Iterator[str]:
+    rows: dict[tuple[str, str], list[str]] = {}
     for spelling, legacy in LEGACY_FLAGS.items():
         word = legacy.word
-        meanings = {
-            "": legacy,
-            **{f"{value.replace('|', '&#124;')} ": meaning for value, meaning in legacy.values.items()},
-        }
-        for value, meaning in meanings.items():
+        for value, meaning in {"": legacy, **legacy.values}.items():
             if meaning.sets:
                 taken = ", ".join(f"`{name}`" + (f" = `{to}`" if to else "") for name, to in meaning.sets.items())
-                word = f"{value}taken as {taken}{f'; {word}' if word else ''}"
-        yield f"| `{spelling}` | {legacy.verdict} | {word} |"
+                given = f"{value} ".lstrip().replace("|", "&#124;")
+                word = f"{given}taken as {taken}{f'; {word}' if word else ''}"
+        rows.setdefault((legacy.verdict, word), []).append(f"`{spelling}`")
+    return (f"| {', '.join(spellings)} | {verdict} | {word} |" for (verdict, word), spellings in rows.items())
 
 
 def write(root: Path) -> None:

@@ -63,8 +63,8 @@ class TaskConfig(OwnDataConfig, RecipeConfig):
         "Passes over --train-data, of tasks that have one; 0 only evaluates.", default=None, at_least=0
     )
     keep_last: bool = flag(
-        "RACE, MNLI and QQP: train also on the samples that don't fill a batch, which is always done here. How many "
-        "checkpoints are kept, --keep-last-checkpoints says.",
+        "RACE, MNLI and QQP: also train on the samples that don't fill a batch, which is always done here. "
+        "--keep-last-checkpoints sets how many checkpoints are kept.",
         default=False,
     )
     overlapping_eval: int | None = flag(

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import profiler
 
+from megatron.config.rules.profiling import needs_a_gpu
 from megatron.config.run import RunConfig
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import ConfigError
@@ -29,7 +30,8 @@ def annotated(during: During, config: RunConfig, device: torch.device) -> During
 
     Raises ConfigError for flags that need a GPU where there is none.
     """
-    _check_device(config, device)
+    if device.type == "cpu" and (sentence := needs_a_gpu(config)):
+        raise ConfigError(sentence)
     profiling = config.profiling
     marks: list[Callable[[str], AbstractContextManager[object]]] = []
     if profiling.profile:
@@ -73,19 +75,6 @@ def profiling(config: RunConfig, context: ParallelContext) -> Iterator[Profiled]
 
         started = list[int]()
         yield profiled
-
-
-def _check_device(config: RunConfig, device: torch.device) -> None:
-    settings = config.profiling
-    if device.type != "cpu":
-        return
-    for asked, flag, advice in (
-        (settings.profile and not settings.use_pytorch_profiler, "--profile", "; add --use-pytorch-profiler"),
-        (settings.record_memory_history, "--record-memory-history", ": leave it out"),
-        (settings.nvtx_ranges, "--nvtx-ranges", ": leave it out"),
-    ):
-        if asked:
-            raise ConfigError(f"{flag} needs a GPU, and the run is on a CPU{advice}")
 
 
 @contextmanager

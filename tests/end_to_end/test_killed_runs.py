@@ -23,7 +23,7 @@ KILLS = 12
 """Of a run. ``TEST_KILLS=100`` asks for as many of each kind of save, in several runs."""
 RUNS = -(-int(os.environ.get("TEST_KILLS", KILLS)) // KILLS)
 ITERATIONS = 12 * KILLS
-FLAGS = f"{TINY} --train-iters {ITERATIONS} --save-interval 1 --keep-last 3"
+FLAGS = f"{TINY} --train-iters {ITERATIONS} --save-interval 1 --keep-last-checkpoints 3"
 
 
 def train(flags: list[str], log: str) -> None:

@@ -38,7 +38,7 @@ def train(capsys: pytest.CaptureFixture[str], flags: str) -> str:
 
 def test_a_run_saves_and_goes_on_at_a_url(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As in a folder: resumed bitwise, the last one kept, progress noted, read by the tools."""
-    flags = f"--save {ROOT} --load {ROOT} --save-interval 1 --keep-last 1 --log-progress"
+    flags = f"--save {ROOT} --load {ROOT} --save-interval 1 --keep-last-checkpoints 1 --log-progress"
     whole = train(capsys, f"--save {tmp_path / 'whole'} --save-interval 4")
     first = train(capsys, f"{flags} --exit-interval 2")
     second = train(capsys, f"{flags} --async-save")
@@ -93,7 +93,7 @@ def test_the_command_with_data_and_checkpoints_at_s3(
             "s3://bucket/run",
             "--save-interval",
             "1",
-            "--keep-last",
+            "--keep-last-checkpoints",
             "1",
             "--async-save",
         ]

@@ -68,7 +68,7 @@ def outcome_of(line: LaunchLine, folder: Path) -> tuple[str, ...]:
 
 def _subject(note: str) -> list[str]:
     """The flags that a remark is about: those it begins with."""
-    head = re.split(r": | has no effect| with | without ", note)[0]
+    head = re.split(r": | ha[sv]e? no effect| with | without ", note)[0]
     return re.findall(r"--[\w-]+", head)
 
 

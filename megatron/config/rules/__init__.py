@@ -16,6 +16,7 @@ from megatron.config.rules import (
     inputs,
     layout,
     model,
+    no_effect,
     pipeline,
     profiling,
     remarking,
@@ -87,7 +88,8 @@ def _unknown_fields(run: RunConfig, wrong: Collection[str]) -> set[str]:
 
 def remarks(run: RunConfig) -> list[str]:
     """What a user should know about settings that are sound but have no effect, or another one than it seems."""
-    return [sentence for rule in remarking.RULES if (sentence := rule(run))]
+    unused = [f"{', '.join(flags)}: no effect{reason}" for flags, reason in no_effect.without_effect(run)]
+    return unused + [sentence for rule in remarking.RULES if (sentence := rule(run))]
 
 
 def listed(problems: Sequence[str], *, of: str = "settings") -> str:

@@ -29,4 +29,21 @@ def trace_has_a_folder(run: RunConfig) -> str | None:
     return "--use-pytorch-profiler writes its traces into --tensorboard-dir, which is not given"
 
 
-RULES = (profiled_iterations_exist, profiled_ranks_exist, trace_has_a_folder)
+def needs_a_gpu(run: RunConfig) -> str | None:
+    """What has nothing to record on a CPU."""
+    asked = run.profiling
+    needs = {
+        "--profile": (asked.profile and not asked.use_pytorch_profiler, "add --use-pytorch-profiler"),
+        "--record-memory-history": (asked.record_memory_history, "leave it out"),
+        "--nvtx-ranges": (asked.nvtx_ranges, "leave it out"),
+    }
+    said = [f"{flag} needs a GPU; on a CPU {advice}" for flag, (given, advice) in needs.items() if given]
+    return "; ".join(said) or None
+
+
+def gloo_profiles_a_cpu(run: RunConfig) -> str | None:
+    """This backend is that of runs on CPUs."""
+    return needs_a_gpu(run) if run.parallel.distributed_backend == "gloo" else None
+
+
+RULES = (gloo_profiles_a_cpu, profiled_iterations_exist, profiled_ranks_exist, trace_has_a_folder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.config.bert import BertConfig
-from megatron.config.pipeline import schedule_name
+from megatron.config.rules.profiling import needs_a_gpu
 from megatron.config.rules.sizes import LENGTHS, length_in
 from megatron.config.run import RunConfig
 from megatron.config.task import TaskConfig
@@ -14,91 +14,6 @@ def sequence_parallel_needs_tensor_ranks(run: RunConfig) -> str | None:
     if run.given("sequence_parallel") and not run.parallel.sequence_parallel:
         return "--sequence-parallel: off, because --tensor-model-parallel-size is 1"
     return None
-
-
-def exchange_needs_context_ranks(run: RunConfig) -> str | None:
-    """Keys are exchanged where ranks hold different ones."""
-    if run.given("cp_comm_type") and run.parallel.context_parallel_size == 1:
-        kinds = " ".join(run.parallel.cp_comm_type)
-        return f"--cp-comm-type {kinds}: no effect, because --context-parallel-size is 1"
-    return None
-
-
-def messages_need_a_pipeline(run: RunConfig) -> str | None:
-    """Only pipeline ranks send each other messages."""
-    if run.given("overlap_p2p_communication") and run.parallel.pipeline_model_parallel_size == 1:
-        return "--no-overlap-p2p-communication: no effect, because --pipeline-model-parallel-size is 1"
-    return None
-
-
-def loss_scale_needs_fp16(run: RunConfig) -> str | None:
-    """Only fp16 has a loss scale."""
-    if run.precision.fp16:
-        return None
-    fields = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
-    named = [f"--{field.replace('_', '-')}" for field in fields if run.given(field)]
-    return f"{', '.join(named)}: no effect without --fp16" if named else None
-
-
-def tensorboard_needs_a_folder(run: RunConfig) -> str | None:
-    """Points are written only where there is a folder."""
-    if run.reporting.tensorboard_dir:
-        return None
-    fields = (
-        "tensorboard_log_interval",
-        "tensorboard_queue_size",
-        "log_timers_to_tensorboard",
-        "log_validation_ppl_to_tensorboard",
-        "log_memory_to_tensorboard",
-        "log_world_size_to_tensorboard",
-    )
-    named = [f"--{field.replace('_', '-')}" for field in fields if run.given(field)]
-    return f"{', '.join(named)}: no effect without --tensorboard-dir" if named else None
-
-
-def profiling_must_be_asked_for(run: RunConfig) -> str | None:
-    """Which iterations and ranks matters only where something is profiled."""
-    profiling = run.profiling
-    needs = {
-        "--profile": ("profile_step_start", "profile_step_end", "use_pytorch_profiler"),
-        "--profile or --record-memory-history": ("profile_ranks",),
-        "--record-memory-history": ("memory_snapshot_path",),
-        "--profile --use-pytorch-profiler": ("pytorch_profiler_collect_callstack",),
-    }
-    wanted = (
-        profiling.profile,
-        profiling.profile or profiling.record_memory_history,
-        profiling.record_memory_history,
-        profiling.with_torch,
-    )
-    said = [
-        f"{', '.join(named)}: no effect without {need}"
-        for (need, fields), is_wanted in zip(needs.items(), wanted)
-        if not is_wanted and (named := [f"--{field.replace('_', '-')}" for field in fields if run.given(field)])
-    ]
-    return "; ".join(said) or None
-
-
-def wandb_needs_a_project(run: RunConfig) -> str | None:
-    """Nothing is sent without a project."""
-    if run.reporting.wandb_project:
-        return None
-    named = [
-        f"--wandb-{field}"
-        for field in ("entity", "exp-name", "save-dir")
-        if run.given(f"wandb_{field}".replace("-", "_"))
-    ]
-    return f"{', '.join(named)}: no effect without --wandb-project" if named else None
-
-
-def limits_of_generation(run: RunConfig) -> str | None:
-    """Training does not generate."""
-    named = [
-        f"--{field.replace('_', '-')}"
-        for field in ("inference_max_seq_length", "inference_max_requests")
-        if run.given(field)
-    ]
-    return f"{', '.join(named)}: no effect on training" if named else None
 
 
 def lengths_in_the_other_unit(run: RunConfig) -> str | None:
@@ -125,27 +40,6 @@ def ramp_of_a_run_in_iterations(run: RunConfig) -> str | None:
     )
 
 
-def recomputed_layers_need_full(run: RunConfig) -> str | None:
-    """A number of layers belongs to the recomputation of whole layers."""
-    layers = run.training.recompute_num_layers
-    if layers is None or run.training.recompute_granularity == "full":
-        return None
-    return f"--recompute-num-layers {layers}: no effect without --recompute-granularity full"
-
-
-def accounting_needs_a_pipeline(run: RunConfig) -> str | None:
-    """Embedding and loss count as layers where layers are divided over stages."""
-    sizes = run.parallel
-    flags = {
-        "--account-for-embedding-in-pipeline-split": sizes.account_for_embedding_in_pipeline_split,
-        "--account-for-loss-in-pipeline-split": sizes.account_for_loss_in_pipeline_split,
-    }
-    named = [flag for flag, value in flags.items() if value]
-    if not named or sizes.pipeline_model_parallel_size > 1:
-        return None
-    return f"{', '.join(named)}: no effect, because --pipeline-model-parallel-size is 1"
-
-
 def saving_without_an_interval(run: RunConfig) -> str | None:
     """A folder alone asks for one checkpoint."""
     checkpoint = run.checkpoint
@@ -154,27 +48,6 @@ def saving_without_an_interval(run: RunConfig) -> str | None:
     if run.training.skip_train:
         return None
     return f"--save {checkpoint.save} without --save-interval: the only checkpoint is saved when the run ends"
-
-
-def progress_needs_a_folder(run: RunConfig) -> str | None:
-    """Progress lines are written beside checkpoints."""
-    if run.reporting.log_progress and run.checkpoint.save is None:
-        return "--log-progress: no effect without --save, the folder of progress.txt"
-    return None
-
-
-def save_interval_needs_a_folder(run: RunConfig) -> str | None:
-    """Checkpoints are written only where there is a folder."""
-    if run.given("save_interval") and run.checkpoint.save is None:
-        return f"--save-interval {run.checkpoint.save_interval}: no effect without --save"
-    return None
-
-
-def collection_interval_needs_manual_collection(run: RunConfig) -> str | None:
-    """Python collects on its own unless told otherwise."""
-    if run.training.manual_gc_interval and not run.training.manual_gc:
-        return f"--manual-gc-interval {run.training.manual_gc_interval}: no effect without --manual-gc"
-    return None
 
 
 def default_split(run: RunConfig) -> str | None:
@@ -189,27 +62,6 @@ def nan_check_is_off(run: RunConfig) -> str | None:
     if run.precision.fp16 and run.precision.loss_scale is None:
         return "the check for losses that are not finite is off: with --fp16 and a dynamic loss scale they are skipped"
     return None
-
-
-def positions_need_to_enter(run: RunConfig) -> str | None:
-    """Positions that start anew matter only where positions enter."""
-    if run.given("reset_position_ids") and run.model.position_embedding_type == "none":
-        return "--reset-position-ids: no effect with --position-embedding-type none"
-    return None
-
-
-def fill_in_settings_need_a_rate(run: RunConfig) -> str | None:
-    """How documents are rearranged matters only where some are."""
-    named = run.data.given_fill_in_flags()
-    return f"{', '.join(named)}: no effect without --fim-rate" if named and not run.data.fim_rate else None
-
-
-def microbatch_groups_need_virtual_stages(run: RunConfig) -> str | None:
-    """Microbatches take turns between chunks only where a rank has several."""
-    size = run.parallel.microbatch_group_size_per_virtual_pipeline_stage
-    if size is None or schedule_name(run) == "interleaved":
-        return None
-    return f"--microbatch-group-size-per-virtual-pipeline-stage {size}: no effect without virtual stages"
 
 
 def epochs_set_the_pace(run: RunConfig) -> str | None:
@@ -267,30 +119,33 @@ def mean_of_a_step(run: RunConfig) -> str | None:
     )
 
 
+def profiled_iterations_are_reached(run: RunConfig) -> str | None:
+    """A run may end before the first iteration that is profiled."""
+    start = run.profiling.profile_step_start
+    if not run.profiling.profile or run.recipe.trains_in_epochs or start < run.train_iters:
+        return None
+    return (
+        f"--profile: no iteration is profiled, because --profile-step-start is {start} and the run ends at iteration "
+        f"{run.train_iters}"
+    )
+
+
+def profiles_of_a_gpu(run: RunConfig) -> str | None:
+    """A dry run doesn't know on which device the run will be."""
+    return needs_a_gpu(run) if run.command.dry_run else None
+
+
 RULES = (
     sequence_parallel_needs_tensor_ranks,
-    exchange_needs_context_ranks,
-    messages_need_a_pipeline,
-    loss_scale_needs_fp16,
-    tensorboard_needs_a_folder,
-    profiling_must_be_asked_for,
-    wandb_needs_a_project,
-    limits_of_generation,
     lengths_in_the_other_unit,
     ramp_of_a_run_in_iterations,
-    recomputed_layers_need_full,
-    accounting_needs_a_pipeline,
     saving_without_an_interval,
-    progress_needs_a_folder,
-    save_interval_needs_a_folder,
-    collection_interval_needs_manual_collection,
     default_split,
     nan_check_is_off,
-    positions_need_to_enter,
-    fill_in_settings_need_a_rate,
-    microbatch_groups_need_virtual_stages,
     epochs_set_the_pace,
     gelu_without_biases,
     gelu_of_the_word_head,
     mean_of_a_step,
+    profiled_iterations_are_reached,
+    profiles_of_a_gpu,
 )

@@ -182,14 +182,10 @@ class WortConfig:
     wort: bool = flag("A switch of that name.", default=False)
 
 
-def test_an_alias_gives_way_to_a_flag_of_that_name() -> None:
-    """``--keep-last`` would be claimed twice where a task has a flag of that name, or one of the two would be lost."""
-    assert parsed("--wort", "x").word == "x"
-    words = ["--size", "3", "--wort", "--word", "x"]
-    for groups in ((ToolConfig, WortConfig), (WortConfig, ToolConfig)):
-        found = {type(group): group for group in parse_groups(words, *groups, prog="tool")}
-        assert found[WortConfig] == WortConfig(wort=True)
-        assert found[ToolConfig] == ToolConfig(size=3, word="x")
+def test_no_two_flags_have_one_name() -> None:
+    """``--keep-last 3`` kept three checkpoints in training and was a switch about batches in tasks."""
+    with pytest.raises(AssertionError, match="two fields claim --wort"):
+        parse_groups(["--size", "3"], ToolConfig, WortConfig, prog="tool")
 
 
 def test_types_without_a_spelling_are_refused_at_import() -> None:

@@ -125,6 +125,19 @@ def test_renamed_flags_that_yield() -> None:
     assert parse("--use-flash-attn --attention-backend reference").model.attention_backend == "reference"
 
 
+def test_notes_with_one_reason_are_one_line() -> None:
+    """A GPT-3 script of Megatron-LM was answered with eleven lines, five of which ended in the same words."""
+    notes = parse("--no-rope-fusion --use-mcore-models --no-bias-swiglu-fusion --use-legacy-models").notes
+    assert notes == (
+        "--no-rope-fusion, --no-bias-swiglu-fusion have no effect: the fastest kernels are always used, and fusion "
+        "never changes results",
+        "--use-mcore-models, --use-legacy-models have no effect: there is one model implementation",
+    )
+    together = parse("--wandb-name a --wandb-entity b").notes
+    assert together == ("--wandb-entity, --wandb-name: no effect without --wandb-project",)
+    assert parse("--wandb-name a --wandb-project b").notes == ("--wandb-name a: taken as --wandb-exp-name a",)
+
+
 def test_old_and_new_name_together() -> None:
     """When both are given and differ, which one counts is said."""
     run = parse("--batch-size 4")
@@ -257,7 +270,7 @@ def test_other_dashes_are_meant_as_flags(typed: str) -> None:
             "lengths in tokens are not available: give --train-samples, --lr-decay-samples and "
             "--lr-warmup-samples (tokens divided by --seq-length)",
         ),
-        ("--retro-add-retriever", "RETRO is not available: retrieval models are outside this project"),
+        ("--retro-add-retriever", "retrieval models are not available: they are outside this project"),
         ("--img-h 224", "a vision model is not available: only language models are trained here"),
         ("--grpo-group-size 4", "reinforcement learning is not available: this project pretrains; leave it out"),
         (

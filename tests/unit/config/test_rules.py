@@ -23,6 +23,7 @@ from megatron.config.rules import (
     layout,
     listed,
     model,
+    no_effect,
     pipeline,
     remarking,
     remarks,
@@ -140,7 +141,7 @@ GOOD = [
     (f"--train-data-path a --valid-data-path 1 b 2 c {FILES}", "--mock-data", 1),
     (f"--valid-data-path b --skip-train {FILES}", "--mock-data", 1),
     (
-        "--save a --save-interval 5 --log-progress --keep-last 3 --save-retain-interval 10",
+        "--save a --save-interval 5 --log-progress --keep-last-checkpoints 3 --save-retain-interval 10",
         "",
         1,
     ),
@@ -176,22 +177,29 @@ REMARKS = [
         "",
         "--wandb-exp-name, --wandb-save-dir: no effect without --wandb-project",
     ),
+    ("--use-pytorch-profiler", "", "--use-pytorch-profiler: no effect without --profile"),
+    ("--profile-ranks 1", "", "--profile-ranks: no effect without --profile or --record-memory-history"),
+    ("--memory-snapshot-path a", "", "--memory-snapshot-path: no effect without --record-memory-history"),
     (
-        "--profile-ranks 1 --use-pytorch-profiler --memory-snapshot-path a --pytorch-profiler-collect-callstack",
+        "--pytorch-profiler-collect-callstack --pytorch-profiler-collect-shapes --profile --profile-step-start 1",
         "",
-        "--use-pytorch-profiler: no effect without --profile; --profile-ranks: no effect without --profile or "
-        "--record-memory-history; --memory-snapshot-path: no effect without --record-memory-history; "
-        "--pytorch-profiler-collect-callstack: no effect without --profile --use-pytorch-profiler",
+        "--pytorch-profiler-collect-callstack: no effect without --use-pytorch-profiler",
     ),
+    (
+        "--profile --use-pytorch-profiler --tensorboard-dir a --profile-step-start 10 --profile-step-end 20",
+        "",
+        "--profile: no iteration is profiled, because --profile-step-start is 10 and the run ends at iteration 10",
+    ),
+    ("--nvtx-ranges --dry-run", "", "--nvtx-ranges needs a GPU; on a CPU leave it out"),
     ("--inference-max-seq-length 8", "", "--inference-max-seq-length: no effect on training"),
-    ("--save-interval 5", "", "--save-interval 5: no effect without --save"),
+    ("--save-interval 5", "", "--save-interval: no effect without --save"),
     (
         "--rampup-batch-size 2 2 8 --global-batch-size 8",
         "",
         "--rampup-batch-size with --train-iters 10: the run takes 64 samples; lengths of the schedule in iterations "
         "count batches of --global-batch-size 8",
     ),
-    ("--recompute-num-layers 1", "", "--recompute-num-layers 1: no effect without --recompute-granularity full"),
+    ("--recompute-num-layers 1", "", "--recompute-num-layers: no effect without --recompute-granularity full"),
     (
         "--account-for-loss-in-pipeline-split",
         "",
@@ -205,7 +213,7 @@ REMARKS = [
         "--lr-decay-iters 40, --lr-warmup-iters 5 with --train-samples: taken as --lr-decay-samples 80, "
         "--lr-warmup-samples 10, at 2 samples an iteration",
     ),
-    ("--manual-gc-interval 5", "", "--manual-gc-interval 5: no effect without --manual-gc"),
+    ("--manual-gc-interval 5", "", "--manual-gc-interval: no effect without --manual-gc"),
     (
         f"--data-path a {FILES}",
         "--mock-data",
@@ -229,12 +237,12 @@ REMARKS = [
     (
         "--microbatch-group-size-per-virtual-pipeline-stage 4",
         "",
-        "--microbatch-group-size-per-virtual-pipeline-stage 4: no effect without virtual stages",
+        "--microbatch-group-size-per-virtual-pipeline-stage: no effect without virtual stages",
     ),
     (
         "--cp-comm-type a2a",
         "",
-        "--cp-comm-type a2a: no effect, because --context-parallel-size is 1",
+        "--cp-comm-type: no effect, because --context-parallel-size is 1",
     ),
     (
         "--no-overlap-p2p-communication",
@@ -312,7 +320,7 @@ def test_iterations_of_a_batch_size_schedule() -> None:
 
 def test_every_remark_is_tested() -> None:
     """A remark that no settings cause may be dead."""
-    assert len(REMARKS) == len(remarking.RULES)
+    assert len(REMARKS) == len(remarking.RULES) + len(no_effect.NEEDS) + 1  # two of --pipeline-model-parallel-size
     assert len({remark for *_, remark in REMARKS}) == len(REMARKS)
 
 

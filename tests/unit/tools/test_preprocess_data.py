@@ -197,6 +197,10 @@ def test_plain_text_is_explained(tmp_path: Path, flags: tuple[str, ...]) -> None
         preprocess(source, tmp_path / "out", flags)
     source.write_text('{"text": "fox"}\n')
     preprocess(source, tmp_path / "out", flags)
+    for line in ('{"txt": "fox"}', '{"text": "fox"'):  # JSON after all
+        source.write_text(f"{line}\n")
+        with pytest.raises(DataError, match="fix the line, or skip such lines"):
+            preprocess(source, tmp_path / "again", flags)
 
 
 def test_bad_lines_are_left_out_and_counted(
