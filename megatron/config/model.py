@@ -132,7 +132,10 @@ class ModelConfig:
         internal=True,
     )
     make_vocab_size_divisible_by: int = flag(
-        "Pad the vocabulary to a multiple of this times the tensor-parallel size.", default=128, at_least=1
+        "Pad the vocabulary to a multiple of this times the tensor-parallel size. Padding gets no probability; "
+        "Megatron-LM's softmax includes it.",
+        default=128,
+        at_least=1,
     )
     attention_backend: Literal["auto", "sdpa", "blocked", "reference"] = flag(
         "Which attention kernel runs; auto takes the first that supports the request.",
