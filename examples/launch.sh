@@ -22,6 +22,9 @@ if [ "${LAUNCH:-torchrun}" = srun ]; then # one task a GPU; ranks find each othe
     # Ranks end each other, so that srun's exit code is theirs; those that are stuck are killed after a minute.
     exec srun --kill-on-bad-exit=0 --wait=60 "$python" "$@"
 fi
+# torchrun passes these signals on to its ranks and kills those that haven't saved and left after ten minutes.
+export TORCHELASTIC_SIGNALS_TO_HANDLE=${TORCHELASTIC_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2}
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 if [ "$nodes" -eq 1 ]; then
     exec "$python" -m torch.distributed.run --standalone --nproc-per-node "$gpus" "$@"
 fi

@@ -69,7 +69,7 @@ REFUSED: dict[str, str] = {
     ),
     "give --make-vocab-size-divisible-by 1": "no-pad-vocab-size",
     "give --tiktoken-special-tokens": "tokenizer-special-tokens",
-    "--exit-signal-handler reacts to SIGTERM only": "exit-signal",
+    "--exit-signal-handler reacts to SIGTERM, SIGINT, SIGUSR1 and SIGUSR2; send one of these": "exit-signal",
     "evaluation starts at the first --eval-interval and uses --global-batch-size; leave it out": (
         "start-eval-at-iter eval-global-batch-size"
     ),

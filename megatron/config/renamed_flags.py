@@ -137,7 +137,7 @@ HARMLESS: Mapping[str, tuple[str, ...]] = {
     "--rope-type": ("rope",),
     "--glu-linear-offset": ("0", "0.0"),
     "--most-recent-k": ("-1",),
-    "--exit-signal": ("SIGTERM",),
+    "--exit-signal": ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"),
     "--mlp-type": ("standard",),
     "--extra-vocab-size": ("0",),
     "--stage": ("pt",),

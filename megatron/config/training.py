@@ -46,7 +46,9 @@ class TrainingConfig:
         "Save and leave when the iteration is a multiple of this; 0: never.", default=None, at_least=0
     )
     exit_duration_in_mins: int | None = flag("Save and leave after so many minutes.", default=None, at_least=1)
-    exit_signal_handler: bool = flag("Save and leave on SIGTERM.", default=False)
+    exit_signal_handler: bool = flag(
+        "Save and leave on SIGTERM, SIGINT, SIGUSR1 and SIGUSR2, after the step in progress.", default=False
+    )
     seed: int = flag("Seed of initial weights, dropout and data order.", default=1234, at_least=1)
     recompute_granularity: Literal["full", "selective"] | None = flag(
         "Recompute in the backward pass instead of keeping: full layers, or (selective) only the attention core.",

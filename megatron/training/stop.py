@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from megatron.core.parallel.environment import EXIT_SIGNALS
 from megatron.errors import MegatronError
 
 if TYPE_CHECKING:
@@ -63,11 +64,11 @@ class ExitWatch:
 
     @contextmanager
     def catching_signals(self) -> Iterator[None]:
-        """With ``--exit-signal-handler``, note SIGTERM and SIGINT instead of dying of them, for the ``with`` block."""
+        """With ``--exit-signal-handler``, note EXIT_SIGNALS instead of dying of them, for the ``with`` block."""
         if not self._training.exit_signal_handler:
             yield
             return
-        before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        before = {number: signal.signal(number, self._note) for number in EXIT_SIGNALS}
         try:
             yield
         finally:

@@ -96,7 +96,12 @@ class Writers:
             except Exception as error:  # a full disk, a lost service: each library has its own
                 self._writers.remove(writer)
                 name = type(writer).__name__
-                logger.warning("%s failed (%s): training goes on, and no more curves are written there", name, error)
+                logger.warning(
+                    "%s failed (%s): training goes on, but its curves end here, also if the cause is removed; they "
+                    "resume when the run is restarted",
+                    name,
+                    error,
+                )
 
 
 class TensorBoard:

@@ -91,7 +91,7 @@ def test_job_goes_on_after_a_failure_and_after_its_time_limit(tmp_path: Path) ->
     assert job.wait(timeout=60) == 0, cluster.log
     saved = int((cluster.run / "latest_checkpointed_iteration.txt").read_text())
     assert cluster.log.rstrip().endswith(f"scontrol requeue {os.getpid()}")
-    assert re.search(r"failed with exit code \d+; starting again", cluster.log)
+    assert re.search(r"failed with exit code \d+; restarting", cluster.log)
 
     assert cluster.job("--exit-interval", "20") == 0, cluster.log
     starts = re.findall(r"starting from checkpoint: (\w+)", cluster.log)

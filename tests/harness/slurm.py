@@ -29,6 +29,7 @@ SlurmctldPort={ports[0]}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/none
+AuthInfo=cred_expire=20
 CredType=cred/none
 MailProg=/bin/true
 MpiDefault=none
@@ -89,14 +90,14 @@ class SlurmCluster:
         """What ``scontrol show job`` says: JobState, Restarts, ExitCode, Reason, …"""
         return dict(re.findall(r"(\w+)=(\S*)", self.call("scontrol", "show", "job", job)))
 
-    def until(self, condition: Callable[[], object], job: str, *, seconds: float = 120.0) -> None:
+    def until(self, condition: Callable[[], object], job: str, *, seconds: float = 240.0) -> None:
         """Wait for ``condition``; the job's log and state are shown when it doesn't come."""
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"{self.facts(job)}\n{self.log(job)[-5000:]}"
             time.sleep(0.2)
 
-    def until_state(self, job: str, *states: str, seconds: float = 120.0) -> None:
+    def until_state(self, job: str, *states: str, seconds: float = 240.0) -> None:
         """Wait until the job is in one of ``states``."""
         self.until(lambda: self.facts(job)["JobState"] in states, job, seconds=seconds)
 

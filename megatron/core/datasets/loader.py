@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron.core.datasets.sampler import MicrobatchSampler
 from megatron.core.datasets.samples import SampleDataset
+from megatron.core.parallel.environment import EXIT_SIGNALS
 from megatron.errors import RESTART_MAY_HELP, DataError
 
 Batch = dict[str, Tensor]
@@ -115,11 +118,11 @@ def _unchanged(batch: Any) -> Any:
 
 @contextmanager
 def _no_signal_yet() -> Iterator[None]:
-    """Workers begin with SIGTERM blocked: torch's loop would die of one before ``_leave_signals_to_the_trainer``."""
+    """Workers begin with signals blocked: they would die of one before ``_leave_signals_to_the_trainer``."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, EXIT_SIGNALS)
     try:
         yield
     finally:
@@ -127,8 +130,10 @@ def _no_signal_yet() -> Iterator[None]:
 
 
 def _leave_signals_to_the_trainer(_: int) -> None:
-    """Terminals, torchrun and Slurm send Ctrl-C and SIGTERM to every process; the trainer still has a save to make."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Terminals, torchrun and Slurm signal every process of a run; the trainer ends its workers when it has saved."""
+    sys.excepthook = _quiet_about_a_dead_trainer
+    for number in set(EXIT_SIGNALS) - {signal.SIGTERM}:
+        signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):  # not on macOS
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_end_when_the_trainer_says_so, args=(os.getppid(),), daemon=True).start()
@@ -138,3 +143,9 @@ def _end_when_the_trainer_says_so(trainer: int) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer:
         pass
     os._exit(0)
+
+
+def _quiet_about_a_dead_trainer(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """multiprocessing's thread that hands batches over shows a traceback when the trainer ends in the middle of one."""
+    if not isinstance(error, (EOFError, ConnectionError)):
+        sys.__excepthook__(kind, error, trace)

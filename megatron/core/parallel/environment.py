@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from megatron.errors import ConfigError, MegatronError
+
+EXIT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+"""What terminals, launchers and schedulers (Slurm's ``--signal``) send to the processes of a run that should end."""
 
 _MPI = "OMPI_COMM_WORLD"
 

@@ -14,6 +14,7 @@ import torch
 from megatron.core.datasets import loader as module
 from megatron.core.datasets.loader import Batch, build_loader
 from megatron.core.datasets.samples import Sample
+from megatron.core.parallel.environment import EXIT_SIGNALS
 from megatron.errors import DataError
 
 
@@ -103,18 +104,28 @@ def test_shuffled_loading_goes_on_for_ever() -> None:
         assert sorted(itertools.chain(*one_pass)) == list(range(12))
 
 
-def test_a_worker_that_has_just_started_survives_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_survive_signals_to_the_whole_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job is told to end while an evaluation starts its workers: torch's loop died of it, and the run with it."""
     prepare = module._leave_signals_to_the_trainer
 
     def told_to_end_at_once(number: int) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
+        for each in (*EXIT_SIGNALS, *EXIT_SIGNALS):
+            os.kill(os.getpid(), each)
         prepare(number)
+        for each in EXIT_SIGNALS:
+            os.kill(os.getpid(), each)
 
     monkeypatch.setattr(module, "_leave_signals_to_the_trainer", told_to_end_at_once)
     batches = build_loader(Numbers(8), consumed=0, micro_batch_size=4, num_workers=2)
     assert first_tokens(batches) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {*EXIT_SIGNALS}
+
+
+def test_workers_do_not_tell_of_a_dead_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+    """A trainer that was told to end left a traceback of each worker that was handing a batch over."""
+    for error in (EOFError(), ConnectionResetError(), ValueError("a defect")):
+        module._quiet_about_a_dead_trainer(type(error), error, None)
+    assert capsys.readouterr().err == "ValueError: a defect\n"
 
 
 class Deadly(Numbers):

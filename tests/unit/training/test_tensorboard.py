@@ -173,4 +173,5 @@ def test_a_full_disk_does_not_end_the_run(
     assert [each.exc_type for each in tracebacks] == [ZeroDivisionError], "those of other threads are shown"
     assert caplog.text.count("SummaryWriter failed") == 1
     assert "File too large" in caplog.text
+    assert "they resume when the run is restarted" in caplog.text, "a disk that was freed did not bring them back"
     assert recorder.points["lm loss validation"] == (1.5, 9), "the other writer goes on"
