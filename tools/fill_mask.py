@@ -1,4 +1,4 @@
-"""See what a trained BERT puts where words are missing: texts with [MASK] in, its likeliest words out."""
+"""Fill in [MASK] in texts with a trained BERT, and show its most probable words."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # torch is imported when flags are known to be right
 @check_flags
 @dataclass(frozen=True, kw_only=True)
 class FillConfig:
-    """What is filled in, and how much is shown."""
+    """Texts, and how much is shown."""
 
     text: tuple[str, ...] = flag(f"Texts with {MASK} where a word is missing.")
     top_k: int = flag("Candidates shown for each missing word.", default=5, at_least=1)

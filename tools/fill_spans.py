@@ -1,4 +1,4 @@
-"""See what a trained T5 says where spans of a text are missing: texts with [MASK] in, its words for each out.
+"""Fill in [MASK] spans in texts with a trained T5.
 
 With --samples it is asked about the hidden spans of its run's validation data, and how often it is right is counted.
 """
@@ -40,11 +40,11 @@ BATCH, CANDIDATES = 32, 5
 @check_flags
 @dataclass(frozen=True, kw_only=True)
 class SpanConfig:
-    """What is filled in."""
+    """Texts or samples to fill in."""
 
     text: tuple[str, ...] = flag(f"Texts with {MASK} where words are missing.", default=())
-    samples: int = flag("Samples of the run's validation data whose spans are guessed.", default=0, at_least=0)
-    examples: int = flag("How many of these samples are shown.", default=3, at_least=0)
+    samples: int = flag("Samples of the run's validation data whose spans are predicted.", default=0, at_least=0)
+    examples: int = flag("Number of these samples to show.", default=3, at_least=0)
 
 
 def main(argv: Sequence[str]) -> int:

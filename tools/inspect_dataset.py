@@ -49,12 +49,14 @@ class InspectConfig:
 
     prefix: tuple[str, ...] = flag("Prefixes of PREFIX.bin and PREFIX.idx.")
     document: int | None = flag("Show this document, as text if the tokenizer is given.", default=None, at_least=0)
-    histogram: str | None = flag("Picture of the documents' lengths to write: .png, .svg or .pdf.", default=None)
-    unigrams: bool = flag("Entropy of the tokens: the loss of guessing each by how often it occurs.", default=False)
-    data_cache_path: str | None = flag("Folder into which data at a URL are fetched.", default=None)
+    histogram: str | None = flag("File for a histogram of document lengths: .png, .svg or .pdf.", default=None)
+    unigrams: bool = flag(
+        "Unigram entropy of the tokens: the loss of predicting each token by its frequency.", default=False
+    )
+    data_cache_path: str | None = flag("Folder for data fetched from a URL.", default=None)
     verify: bool = flag("Read every token, and check it against the metadata and the tokenizer.", default=False)
     write_digests: bool = flag(
-        "Verify, and store the SHA-256 of both files in PREFIX.meta.json: for data made elsewhere, or before.",
+        "Verify, and store the SHA-256 of both files in PREFIX.meta.json, for data without digests.",
         default=False,
     )
 

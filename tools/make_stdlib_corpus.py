@@ -1,4 +1,4 @@
-"""Gather several MB of English that every Python carries: its language reference, its docstrings and its comments.
+"""Gather several MB of English text from Python itself: its language reference, docstrings and comments.
 
 Nothing is imported or downloaded: the files of the standard library are parsed. The same Python gives the same bytes.
 """
@@ -40,7 +40,7 @@ MIN_DOCUMENT = 300  # characters
 @check_flags
 @dataclass(frozen=True, kw_only=True)
 class CorpusConfig:
-    """Where the corpus goes and how it is divided."""
+    """Output folder and split of the corpus."""
 
     output_dir: str = flag("Folder of train.jsonl and heldout.jsonl.")
     heldout_percent: int = flag("Share of the documents kept for evaluation.", default=5, at_least=1, at_most=99)

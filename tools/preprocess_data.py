@@ -65,27 +65,29 @@ class PreprocessConfig:
         "JSON lines, one object a line (.gz, .bz2, .xz, .zst too), or .parquet files: files, folders, globs in quotes, "
         "or - for JSON lines on standard input."
     )
-    output_prefix: str = flag("Start of the names of all files written.")
+    output_prefix: str = flag("Prefix of all files written.")
     json_keys: tuple[str, ...] = flag(
         "Keys of each object whose text is tokenized, each into its own files.", default=("text",)
     )
     append_eod: bool = flag("End each document with the tokenizer's end-of-document id.", default=False)
     workers: int = flag("Processes that tokenize.", default=None, derived="one for each core", at_least=1)
     on_bad_line: Literal["error", "skip"] = flag(
-        "What to do about a line that holds no document: stop at the first, or report, count and leave them out.",
+        "For lines that hold no document: stop at the first, or report, count and skip them.",
         default="error",
     )
     log_interval: int = flag(
         "Documents between two lines of progress when no terminal shows it.", default=1000, at_least=1
     )
-    keep_sequential_samples: bool = flag("Megatron-LM's; here documents always keep their order.", default=False)
-    partitions: int = flag("Megatron-LM's; here all workers share all input.", default=1, at_least=1)
+    keep_sequential_samples: bool = flag(
+        "Accepted for Megatron-LM's scripts: documents always keep their order.", default=False
+    )
+    partitions: int = flag("Accepted for Megatron-LM's scripts: all workers share all input.", default=1, at_least=1)
     tokenizer_engine: Literal["auto", "own", "gigatoken"] = flag(
         "Library that encodes; auto: gigatoken where it is installed and gives the tokenizer's own ids.", default="auto"
     )
-    split_sentences: bool = flag("Make each sentence a sequence of its own, for BERT and T5.", default=False)
-    keep_newlines: bool = flag("With --split-sentences: sentences keep the whitespace after them.", default=False)
-    lang: str = flag("With --split-sentences: the language whose rules to look for in NLTK_DATA.", default="english")
+    split_sentences: bool = flag("Make each sentence a separate sequence, for BERT and T5.", default=False)
+    keep_newlines: bool = flag("With --split-sentences: keep the whitespace after each sentence.", default=False)
+    lang: str = flag("With --split-sentences: language of the rules in NLTK_DATA.", default="english")
 
     def __post_init__(self) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

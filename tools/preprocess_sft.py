@@ -43,15 +43,17 @@ class SftConfig:
     """Conversations in, tokens and targets out."""
 
     input: tuple[str, ...] = flag("JSON lines (.gz, .bz2, .xz, .zst too): files, folders, globs in quotes, or -.")
-    output_prefix: str = flag("Start of the names of all files written.")
-    turn_start: str = flag("What begins a turn; {role} stands for who speaks.", default="<|im_start|>{role}\\n")
-    turn_end: str = flag("What ends a turn.", default="<|im_end|>\\n")
+    output_prefix: str = flag("Prefix of all files written.")
+    turn_start: str = flag(
+        "Text at the start of a turn; {role} is replaced by the speaker's role.", default="<|im_start|>{role}\\n"
+    )
+    turn_end: str = flag("Text at the end of a turn.", default="<|im_end|>\\n")
     chat_template: str | None = flag(
         "Jinja template that writes conversations: a file, or the word tokenizer for the tokenizer's own.", default=None
     )
-    learned_role: str = flag("Whose turns are learned.", default="assistant")
+    learned_role: str = flag("Role whose turns are trained on.", default="assistant")
     on_bad_line: Literal["error", "skip"] = flag(
-        "What to do about a line that holds no conversation: stop at the first, or report, count and leave them out.",
+        "For lines that hold no conversation: stop at the first, or report, count and skip them.",
         default="error",
     )
 

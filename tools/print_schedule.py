@@ -46,18 +46,20 @@ class ScheduleConfig:
     pipeline_model_parallel_size: int = flag("Ranks of the pipeline.", default=4, at_least=1)
     num_microbatches: int = flag("Microbatches of a step.", default=8, at_least=1)
     num_virtual_stages_per_pipeline_rank: int | None = flag(
-        "Interleaved: chunks of one rank; without it: 2.", default=None, at_least=1
+        "Interleaved schedule: model chunks on each rank; 2 unless given.", default=None, at_least=1
     )
     microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
-        "Interleaved: microbatches through a chunk before the next chunk's turn; without it: one for each rank.",
+        "Interleaved schedule: microbatches that pass one chunk before the next chunk runs; one per rank unless given.",
         default=None,
         at_least=1,
     )
-    forward_time: float = flag("Of a microbatch through one chunk, in any unit.", default=1.0, above=0)
-    input_backward_time: float = flag("Of the gradients of a chunk's inputs.", default=1.0, above=0)
-    weight_backward_time: float = flag("Of the gradients of a chunk's weights.", default=1.0, above=0)
-    transfer_time: float = flag("From one rank to another.", default=0.0, at_least=0)
-    output: str | None = flag("Picture to write: .png, .svg or .pdf.", default=None)
+    forward_time: float = flag(
+        "Forward time of one microbatch through one model chunk (any unit).", default=1.0, above=0
+    )
+    input_backward_time: float = flag("Time for the gradients of a chunk's inputs.", default=1.0, above=0)
+    weight_backward_time: float = flag("Time for the gradients of a chunk's weights.", default=1.0, above=0)
+    transfer_time: float = flag("Time of a transfer between two ranks.", default=0.0, at_least=0)
+    output: str | None = flag("File for a picture: .png, .svg or .pdf.", default=None)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""See a trained model speak: continue prompts given on the command line, in a file, or typed one after another."""
+"""Continue prompts with a trained model; prompts come from the command line, a file, or the terminal."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ if TYPE_CHECKING:  # torch is imported when flags are known to be right
 @check_flags
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
-    """What is continued, and how tokens are drawn."""
+    """Prompts, and how tokens are sampled."""
 
-    prompt: tuple[str, ...] = flag("Texts to continue; without any, they are asked for.", default=())
+    prompt: tuple[str, ...] = flag("Texts to continue; without them the terminal asks for prompts.", default=())
     prompt_file: str | None = flag("File with one prompt a line.", default=None)
-    tokens_to_generate: int = flag("Tokens to generate at most.", default=64, at_least=1)
-    temperature: float = flag("Divides the logits; 0 takes always the likeliest token.", default=1.0, at_least=0)
+    tokens_to_generate: int = flag("Maximum number of tokens to generate.", default=64, at_least=1)
+    temperature: float = flag("Divides the logits; 0 always takes the most probable token.", default=1.0, at_least=0)
     top_k: int = flag(
-        "Draw from so many likeliest tokens; 0: all, 1: the likeliest.", default=0, aliases=("--top_k",), at_least=0
+        "Sample from this many most probable tokens; 0: from all.", default=0, aliases=("--top_k",), at_least=0
     )
     top_p: float = flag(
-        "Draw from the likeliest tokens that together exceed this probability; 0: all.",
+        "Sample from the most probable tokens whose probabilities together exceed this; 0: from all.",
         default=0.0,
         aliases=("--top_p",),
         at_least=0,

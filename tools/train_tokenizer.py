@@ -57,13 +57,13 @@ class TrainTokenizerConfig:
     )
     vocab_size: int = flag("Tokens of the vocabulary, the 256 bytes and special tokens included.")
     kind: Literal["byte-level-bpe", "wordpiece"] = flag(
-        "byte-level-bpe: GPT-2's kind; wordpiece: that of BERT, in lower case.", default="byte-level-bpe"
+        "byte-level-bpe: GPT-2's kind; wordpiece: BERT's, in lower case.", default="byte-level-bpe"
     )
     json_key: str = flag("Key of each object whose text is used.", default="text")
     special_tokens: tuple[str, ...] = flag(f"Special tokens besides {END_OF_TEXT}, which ends documents.", default=())
-    min_frequency: int = flag("Times that a pair must occur to become a token.", default=2, at_least=1)
+    min_frequency: int = flag("Occurrences a pair needs to become a token.", default=2, at_least=1)
     on_bad_line: Literal["error", "skip"] = flag(
-        "What to do about a line that holds no document: stop at the first, or count and leave them out.",
+        "For lines that hold no document: stop at the first, or count and skip them.",
         default="error",
     )
 

@@ -19,13 +19,13 @@ class BertConfig(SentenceConfig):
     """Flags of pretrain_bert.py alone."""
 
     bert_binary_head: bool = flag(
-        "Only hidden words: samples are one text, and nothing tells the order of two.",
+        "Train on masked words only: a sample is one text, without the sentence-order head.",
         default=True,
         off="--bert-no-binary-head",
         architecture=True,
     )
     exact_gelu_head: bool = flag(
-        "In the head for hidden words GELU by the error function, whatever the layers have, as Megatron-LM's.",
+        "Use exact GELU in the head for masked words, as Megatron-LM does, whatever the layers use.",
         default=False,
         architecture=True,
     )

@@ -26,7 +26,7 @@ class CheckpointConfig:
     )
     save_optim: bool = flag("Leave optimizer state out of checkpoints.", default=True, off="--no-save-optim")
     save_rng: bool = flag("Leave random-number state out of checkpoints.", default=True, off="--no-save-rng")
-    load: str | None = flag("Folder of checkpoints to go on from; may be a URL.", default=None)
+    load: str | None = flag("Folder of checkpoints to resume from; may be a URL.", default=None)
     load_optim: bool = flag("Do not load optimizer state.", default=True, off="--no-load-optim")
     load_rng: bool = flag("Do not load random-number state.", default=True, off="--no-load-rng")
     ckpt_step: int | None = flag("Iteration to load instead of the newest.", default=None, at_least=0)
@@ -47,7 +47,7 @@ class CheckpointConfig:
         off="--no-use-tokenizer-model-from-checkpoint-args",
     )
     async_save: bool = flag(
-        "Write checkpoints while training goes on, from a copy in main memory; one at a time.", default=False
+        "Write checkpoints in the background from a copy in main memory, one at a time.", default=False
     )
 
     @property

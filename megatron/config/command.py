@@ -12,14 +12,16 @@ from megatron.config.flags import check_flags, flag
 class CommandConfig:
     """Where settings come from and whether the run is only checked."""
 
-    config: tuple[str, ...] = flag("YAML or JSON files of settings, flat or nested by group; flags win.", default=())
+    config: tuple[str, ...] = flag(
+        "YAML or JSON files of settings, flat or nested by group; flags take precedence.", default=()
+    )
     dry_run: bool = flag(
         "Check every rule and every file that the run reads or writes, print settings, layout, parameters and memory, "
         "then exit. Uses no device and writes nothing.",
         default=False,
     )
     check_files: bool = flag(
-        "With --dry-run: do not look for data, tokenizer, checkpoints and folders, which are on another machine.",
+        "With --dry-run: skip checks of data, tokenizer, checkpoints and folders, such as those of another machine.",
         default=True,
         off="--no-check-files",
     )
@@ -28,7 +30,8 @@ class CommandConfig:
     )
     ranks_per_node: int = flag("With --dry-run: ranks of one node.", default=8, at_least=1)
     device_memory_gb: float | None = flag(
-        "With --dry-run: memory of one device in GB (10^9 bytes), to see whether and what would fit.",
+        "With --dry-run: memory of one device in GB (10^9 bytes); the report says whether the run fits, and which "
+        "changes would make it fit.",
         default=None,
         above=0,
     )

@@ -17,21 +17,21 @@ class DataConfig:
 
     seq_length: int = flag("Tokens of one sample.", at_least=1, from_checkpoint=True)
     data_path: tuple[str, ...] = flag(
-        "Prefix of PREFIX.bin and PREFIX.idx (a path, or a URL as s3://...), or several: PREFIX PREFIX ..., or "
-        "WEIGHT PREFIX WEIGHT PREFIX ...",
+        "Prefix of PREFIX.bin and PREFIX.idx (a path, or a URL such as s3://...), or several: PREFIX PREFIX ..., "
+        "or WEIGHT PREFIX WEIGHT PREFIX ...",
         default=(),
     )
     split: str = flag("Shares of --data-path for training, validation and test.", default=None, derived=DEFAULT_SPLIT)
     train_data_path: tuple[str, ...] = flag("As --data-path, for training only.", default=())
     valid_data_path: tuple[str, ...] = flag("As --data-path, for validation only.", default=())
     test_data_path: tuple[str, ...] = flag("As --data-path, for test only.", default=())
-    data_args_path: str | None = flag("Text file that holds what --data-path would take.", default=None)
+    data_args_path: str | None = flag("Text file with the values of --data-path.", default=None)
     per_split_data_args_path: str | None = flag(
-        'JSON file {"train": [...], "valid": [...], "test": [...]} that holds what the paths of each split would take.',
+        'JSON file {"train": [...], "valid": [...], "test": [...]} with the data paths of each split.',
         default=None,
     )
     multiple_validation_sets: bool = flag(
-        "Evaluate each validation data set by itself, under its name: PREFIX PREFIX ... or NAME=PREFIX ...",
+        "Evaluate each validation data set separately, under its name: PREFIX PREFIX ... or NAME=PREFIX ...",
         default=False,
     )
     full_validation: bool = flag(
@@ -39,7 +39,8 @@ class DataConfig:
     )
     mock_data: bool = flag("Synthetic data, no files.", default=False)
     data_cache_path: str | None = flag(
-        "Folder of index caches, and of what is fetched from URLs; without it caches lie beside the data.", default=None
+        "Folder for index caches and for data fetched from URLs; unless given, caches are stored beside the data.",
+        default=None,
     )
     data_order: Literal["epoch", "megatron"] = flag(
         "epoch: sample i depends on seed and data alone; megatron: exactly Megatron-LM's order.", default="epoch"
@@ -50,7 +51,7 @@ class DataConfig:
         refused_values={"external": "data loaders are not plugged in by flag; leave it out"},
     )
     num_workers: int = flag(
-        "Processes that load data, per rank; 0: the training process itself.", default=2, at_least=0, at_most=1024
+        "Data loading processes per rank; 0: load in the training process.", default=2, at_least=0, at_most=1024
     )
     mmap_bin_files: bool = flag(
         "Read .bin files with ordinary reads instead of mapping them.", default=True, off="--no-mmap-bin-files"
@@ -60,13 +61,14 @@ class DataConfig:
         "those of other ranks (about a second a GB, on each rank).",
         default=False,
     )
-    reset_position_ids: bool = flag("Positions start anew after each end of document.", default=False)
+    reset_position_ids: bool = flag("Restart positions after each end of document.", default=False)
     reset_attention_mask: bool = flag("Attend only within a document.", default=False)
     eod_mask_loss: bool = flag("No loss where the input token is the end of a document.", default=False)
 
     packing: Literal["stream", "padding-free", "best-fit"] = flag(
-        "stream: documents follow each other and are cut where a sample is full; padding-free: the same, but each "
-        "stands by itself in attention, positions and loss; best-fit: that, and whole where it can be, with padding.",
+        "stream: concatenate documents and cut them at the ends of samples; padding-free: the same, with separate "
+        "attention, positions and loss for each document; best-fit: as padding-free, but keep documents whole "
+        "where they fit, and pad samples.",
         default="stream",
     )
     sft: bool = flag("Loss on the targets only, in data made by tools/preprocess_sft.py.", default=False)

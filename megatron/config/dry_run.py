@@ -20,6 +20,8 @@ from megatron.config.run import RunConfig
 from megatron.config.task import TaskConfig
 from megatron.config.vocabulary import vocabulary_size
 
+_LARGEST_GPU_GB = 288
+
 
 def dry_run_report(run: RunConfig, *, schedule: ScheduleSimulator = without_pipeline, files: Sequence[str] = ()) -> str:
     """Sections of text about a checked run. ``schedule`` simulates its pipeline schedule; ``files``: what they told.
@@ -121,7 +123,8 @@ def _verdict(run: RunConfig, memory: MemoryEstimate, schedule: ScheduleSimulator
     """Whether the run fits into ``--device-memory-gb``, and what would."""
     gb = run.command.device_memory_gb
     if gb is None:
-        return []
+        said = f"more than any GPU has ({_LARGEST_GPU_GB} GB); give --device-memory-gb to see what would fit"
+        return [said] if memory.total > _LARGEST_GPU_GB * 1e9 else []
     if memory.total <= gb * 1e9:
         return [f"fits into {gb:g} GB, with {gigabytes(gb * 1e9 - memory.total)} to spare for libraries and fragments"]
     per_node = run.command.ranks_per_node

@@ -84,4 +84,5 @@ def default_text(spec: FlagSpec) -> str:
         return f"(default: {spec.options.derived})"
     if spec.is_switch or spec.default is None or spec.default == ():
         return ""
-    return f"(default: {spec.default:g})" if isinstance(spec.default, float) else f"(default: {spec.default})"
+    values = spec.default if isinstance(spec.default, tuple) else (spec.default,)
+    return f"(default: {' '.join(f'{value:g}' if isinstance(value, float) else str(value) for value in values)})"

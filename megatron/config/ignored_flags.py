@@ -11,7 +11,8 @@ IGNORED: dict[str, str] = {
         "abort-on-unmet-fused-kernel-constraints use-fused-rmsnorm use-fused-swiglu use-fused-rotary-pos-emb "
         "use-fused-sdpa use-fused-sdpa-with-recompute use-fast-softmax use-fused-layer-norm use-torch-compile "
         "use-torch-compiled-autograd compiled-autograd-fallback-mode use-mc2 mem-efficient-ln no-mem-efficient-ln "
-        "async-tensor-model-parallel-allreduce use-cp-send-recv-overlap use-fused-ring-attention-update"
+        "async-tensor-model-parallel-allreduce use-cp-send-recv-overlap use-fused-ring-attention-update "
+        "jit-compile use-ascend-mc2 megatron-cp-in-bnsd"
     ),
     "the cross-entropy loss is always fused with the output layer": (
         "cross-entropy-loss-fusion cross-entropy-fusion-impl"
@@ -69,7 +70,7 @@ IGNORED: dict[str, str] = {
     "--sequence-parallel splits the saved activations over tensor-parallel ranks": (
         "distribute-saved-activations distribute-checkpointed-activations"
     ),
-    "no additional gloo process groups are created": "disable-gloo-process-groups",
+    "no additional gloo process groups are created": "disable-gloo-process-groups disable-gloo-group",
     "the local rank is read from the environment variable LOCAL_RANK": "local-rank local_rank",
     "the data loader never builds an attention mask": "no-create-attention-mask-in-dataloader",
     "one process builds the index of a data set, usually in less than a second": "num-dataset-builder-threads",
@@ -132,12 +133,13 @@ IGNORED: dict[str, str] = {
         "codecarbon-dir log-level log-level-replica"
     ),
     "--wandb-project turns Weights & Biases on; --wandb-exp-name names the run": (
-        "wandb-logger wandb-id wandb-tags wandb-model wandb-optimizer wandb-optimizer-version wandb-save-code "
+        "wandb-logger wandb-id wandb-group use-wandb wandb-tags wandb-model wandb-optimizer "
+        "wandb-optimizer-version wandb-save-code "
         "wandb-save_code"
     ),
     "--num-workers applies to training and evaluation": "valid-num-workers",
     "it saves memory on NPUs; --use-distributed-optimizer and --recompute-granularity save memory here": (
-        "reuse-fp32-param swap-attention"
+        "reuse-fp32-param swap-attention adaptive-recompute-device-swap"
     ),
     "the tokenizers library reads the tokenizer; it runs no remote code and adds no padding": (
         "tokenizer-not-use-fast trust-remote-code tokenizer-padding-side"
@@ -151,6 +153,10 @@ IGNORED: dict[str, str] = {
     "there is only one implementation": "gemm-gradient-accumulation-fusion no-shared-storage optimizer-selection",
     "the data is always repeated until --train-iters or --train-samples is reached": (
         "repeated-dataloader resume-dataloader"
+    ),
+    "it tunes a profiler of NPUs; see --use-pytorch-profiler": (
+        "profile-level profile-with-cpu profile-with-memory profile-with-stack profile-save-path profile-export-type "
+        "profile-record-shapes profile-data-simplification"
     ),
     "the model is defined by its sizes and switches": "model-name model-type-hf handler-name",
 }

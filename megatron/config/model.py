@@ -15,7 +15,7 @@ _FLASH = "auto takes sdpa, PyTorch's fused and flash kernels, wherever they supp
 @check_flags
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The transformer. Sizes that are not given are filled in from the others when the group is built."""
+    """The transformer. Sizes that are not given follow from the others."""
 
     num_layers: int = flag("Transformer layers.", at_least=1, architecture=True)
     hidden_size: int = flag("Width of the hidden states.", at_least=1, architecture=True)
@@ -56,7 +56,7 @@ class ModelConfig:
         from_checkpoint=True,
     )
     position_embedding_type: Literal["learned_absolute", "rope", "relative", "none"] = flag(
-        "How positions enter; relative: as T5's bias on attention scores.",
+        "Position embedding type; relative is T5's bias on attention scores.",
         default="learned_absolute",
         renamed_values={"rotary": ("rope", ""), "absolute": ("learned_absolute", "")},
         refused_values={
@@ -67,7 +67,7 @@ class ModelConfig:
         architecture=True,
     )
     rotary_percent: float = flag(
-        "Part of each head that is rotated.", default=1.0, above=0, at_most=1, architecture=True
+        "Fraction of each head's width that is rotated.", default=1.0, above=0, at_most=1, architecture=True
     )
     rotary_base: float = flag("Base of the rotary frequencies (theta).", default=10000.0, above=1, architecture=True)
     rotary_interleaved: bool = flag(
@@ -89,7 +89,7 @@ class ModelConfig:
         "Store norm weights minus one, so that a weight of zero scales by one.", default=False, architecture=True
     )
     apply_residual_connection_post_layernorm: bool = flag(
-        "Residuals start behind the norms, as in the original BERT, instead of before them.",
+        "Post-LN: the residual branches off after the norm, as in the original BERT.",
         default=False,
         architecture=True,
     )
@@ -97,7 +97,7 @@ class ModelConfig:
         "No biases in linear layers.", default=True, off="--disable-bias-linear", architecture=True
     )
     add_qkv_bias: bool = flag(
-        "Biases in the query/key/value layer; always there unless --disable-bias-linear.",
+        "Add biases to the query/key/value layer; always on without --disable-bias-linear.",
         default=False,
         architecture=True,
     )
@@ -109,20 +109,24 @@ class ModelConfig:
         "GELU by the error function instead of its tanh approximation.", default=False, architecture=True
     )
     softmax_scale: float | None = flag(
-        "Factor of attention scores; 1 / sqrt(width of a head) unless given. The original T5 has 1.",
+        "Scale of attention scores; 1 / sqrt(width of a head) unless given. The original T5 uses 1.",
         default=None,
         above=0,
         architecture=True,
     )
-    qk_layernorm: bool = flag("Norm queries and keys in each head.", default=False, architecture=True)
+    qk_layernorm: bool = flag("Apply the norm to the queries and keys of each head.", default=False, architecture=True)
     untie_embeddings_and_output_weights: bool = flag(
-        "Own weights for the output layer instead of the word embeddings'.", default=False, architecture=True
+        "Use separate weights for the output layer, not those of the word embeddings.", default=False, architecture=True
     )
     attention_dropout: float = flag(
         "Dropout on attention probabilities.", default=0.1, at_least=0, below=1, from_checkpoint=True
     )
     hidden_dropout: float = flag(
-        "Dropout on embeddings and on what each sublayer adds.", default=0.1, at_least=0, below=1, from_checkpoint=True
+        "Dropout on embeddings and on the output of each sublayer.",
+        default=0.1,
+        at_least=0,
+        below=1,
+        from_checkpoint=True,
     )
     init_method_std: float = flag("Standard deviation of the initial weights.", default=0.02, above=0)
     vocab_size: int | None = flag(
@@ -138,7 +142,7 @@ class ModelConfig:
         at_least=1,
     )
     attention_backend: Literal["auto", "sdpa", "blocked", "reference"] = flag(
-        "Which attention kernel runs; auto takes the first that supports the request.",
+        "Attention kernel; auto takes the first that supports the call.",
         default="auto",
         renamed_values={
             "flash": ("auto", _FLASH),
@@ -147,7 +151,9 @@ class ModelConfig:
             "local": ("reference", "the unfused attention is called reference here"),
         },
     )
-    attention_softmax_in_fp32: bool = flag("Attention softmax in fp32 whatever the model's precision.", default=False)
+    attention_softmax_in_fp32: bool = flag(
+        "Compute the attention softmax in fp32, whatever the model's precision.", default=False
+    )
     fp32_residual_connection: bool = flag("Keep the residual stream in fp32.", default=False)
 
     def __post_init__(self) -> None:

@@ -18,7 +18,7 @@ _TITLES = {family.title: family for family in FAMILIES.values()}
 @check_flags
 @dataclass(frozen=True, kw_only=True)
 class FamilyConfig:
-    """Whose flags the others are."""
+    """The model family of the other flags."""
 
     model_type: str = flag("Family of the model.", default="GPT", choices=tuple(_TITLES))
 

@@ -46,21 +46,21 @@ class OptimizerConfig:
     lr_warmup_init: float = flag("Learning rate at the start of the warm-up.", default=0.0, at_least=0)
     weight_decay: float = flag("Decoupled weight decay of matrices.", default=0.01, at_least=0)
     start_weight_decay: float = flag(
-        "First weight decay, unless its style is constant.",
+        "Weight decay at the start, with another --weight-decay-incr-style than constant.",
         default=None,
         derived="--weight-decay",
         follows=("weight_decay",),
         at_least=0,
     )
     end_weight_decay: float = flag(
-        "Last weight decay, unless its style is constant.",
+        "Weight decay at the end, with another --weight-decay-incr-style than constant.",
         default=None,
         derived="--weight-decay",
         follows=("weight_decay",),
         at_least=0,
     )
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = flag(
-        "How weight decay goes from its first to its last value.", default="constant"
+        "Shape of weight decay between start and end.", default="constant"
     )
     clip_grad: float = flag("Largest gradient norm; 0 turns clipping off.", default=1.0, at_least=0)
     adam_beta1: float = flag("Adam's decay of the first moment.", default=0.9, at_least=0, below=1)

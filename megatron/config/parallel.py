@@ -21,18 +21,18 @@ def head_exchange_size(kind: CpCommType, ranks: int, levels: Sequence[int]) -> i
 @check_flags
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How ranks divide the work; what is left over after all other axes is data parallelism."""
+    """How ranks divide the work. Ranks that the other axes leave are data parallel."""
 
     tensor_model_parallel_size: int = flag("Ranks that split each layer's matrices.", default=1, at_least=1)
     pipeline_model_parallel_size: int = flag("Pipeline stages.", default=1, at_least=1)
     num_layers_per_virtual_pipeline_stage: int | None = flag(
-        "Interleave the pipeline: layers of one chunk.", default=None, at_least=1
+        "Interleave the pipeline, with this many layers in each model chunk.", default=None, at_least=1
     )
     num_virtual_stages_per_pipeline_rank: int | None = flag(
-        "Interleave the pipeline: chunks of one rank.", default=None, at_least=1
+        "Interleave the pipeline, with this many model chunks on each rank.", default=None, at_least=1
     )
     microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
-        "Interleaved: microbatches through a chunk before the next chunk's turn; without it: one for each rank.",
+        "Interleaved schedule: microbatches that pass one chunk before the next chunk runs; one per rank unless given.",
         default=None,
         at_least=1,
     )
@@ -49,34 +49,34 @@ class ParallelConfig:
         "Count output and loss as a layer when layers are divided over stages.", default=False
     )
     pipeline_model_parallel_layout: str | None = flag(
-        "What each stage holds, first to last: E embedding, t layer, L loss, bars between stages, *N after a letter, "
-        "a bar or parentheses for repetition.",
+        "Contents of the stages, in order: E is the embedding, t a layer, L the loss; a bar separates stages; *N "
+        "repeats the letter, bar or parentheses before it.",
         default=None,
     )
     pipeline_schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"] | None = flag(
-        "Order of forward and backward passes; zb-h1 and zb-v split the backward pass to fill bubbles. Without it: "
-        "interleaved where virtual stages are asked for, else 1f1b.",
+        "Order of forward and backward passes; zb-h1 and zb-v split the backward pass to fill bubbles. Unless "
+        "given: interleaved with virtual stages, else 1f1b.",
         default=None,
     )
     overlap_p2p_communication: bool = flag(
-        "Do not move pipeline messages while computing.", default=True, off="--no-overlap-p2p-communication"
+        "Do not overlap pipeline communication with computation.", default=True, off="--no-overlap-p2p-communication"
     )
     context_parallel_size: int = flag("Ranks that split the sequence in attention.", default=1, at_least=1)
     cp_comm_type: tuple[CpCommType, ...] = flag(
-        "How context-parallel ranks attend to each other's keys, for all layers or for each: keys go round a ring, are "
-        "gathered, or whole sequences are exchanged for heads (within each group of the first of "
-        "--hierarchical-context-parallel-sizes ranks, between which keys go round a ring).",
+        "How context-parallel ranks attend to each other's keys, one value for all layers or one per layer. p2p: "
+        "keys travel around a ring; all_gather: keys are gathered; a2a: ranks exchange slices of the sequence for "
+        "attention heads; a2a+p2p: a2a inside groups of ranks, and a ring between the groups.",
         default=("p2p",),
         renamed_values={"allgather": ("all_gather", "")},
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = flag(
-        "With --cp-comm-type a2a+p2p: ranks that exchange heads, and ranks of a ring.", default=None, at_least=1
+        "With --cp-comm-type a2a+p2p: number of ranks of an a2a group, and of a ring.", default=None, at_least=1
     )
     sequence_parallel: bool = flag(
         "Also split activations along the sequence between the tensor-parallel matmuls.", default=False
     )
     use_tp_pp_dp_mapping: bool = flag(
-        "Number ranks tensor, context, pipeline, data (fastest first) instead of tensor, context, data, pipeline.",
+        "Order of ranks: tensor, context, pipeline, data (fastest first), not tensor, context, data, pipeline.",
         default=False,
     )
     use_distributed_optimizer: bool = flag(
@@ -87,15 +87,15 @@ class ParallelConfig:
         "Gather updated parameters bucket by bucket during the next forward pass.", default=False
     )
     ddp_bucket_size: int | None = flag(
-        "Parameters of one gradient bucket; without it: max(40 million, 1 million x ranks that reduce together).",
+        "Parameters of one gradient bucket; unless given: max(40 million, 1 million x ranks that reduce together).",
         default=None,
         at_least=1,
     )
     distributed_backend: Literal["nccl", "gloo"] | None = flag(
-        "torch.distributed backend; without it: nccl on GPUs, gloo on CPUs.", default=None
+        "torch.distributed backend; unless given: nccl on GPUs, gloo on CPUs.", default=None
     )
     distributed_timeout_minutes: float = flag(
-        "Minutes a collective may wait for a rank before the run ends and says which.", default=10.0, above=0
+        "Minutes a collective may wait for a rank; then the run ends and names the rank.", default=10.0, above=0
     )
 
     @property

@@ -21,11 +21,11 @@ class PrecisionConfig:
     initial_loss_scale: float = flag("First dynamic loss scale.", default=2.0**32, above=0)
     min_loss_scale: float = flag("Smallest dynamic loss scale.", default=1.0, above=0)
     loss_scale_window: float = flag(
-        "Good steps in a row after which the loss scale doubles.", default=1000.0, at_least=1
+        "Consecutive steps without overflow after which the loss scale doubles.", default=1000.0, at_least=1
     )
     hysteresis: int = flag("Overflows before the loss scale is halved.", default=2, at_least=1)
     accumulate_allreduce_grads_in_fp32: bool = flag(
-        "Accumulate and reduce gradients in fp32; always so with --bf16 or --fp16 unless --grad-reduce-in-bf16.",
+        "Accumulate and reduce gradients in fp32; always on with --bf16 or --fp16 unless --grad-reduce-in-bf16.",
         default=False,
     )
     grad_reduce_in_bf16: bool = flag("Accumulate and reduce gradients in bf16.", default=False)

@@ -13,7 +13,8 @@ class ProfilingConfig:
     """Profiles of time and of GPU memory."""
 
     profile: bool = flag(
-        "Profile some iterations: with CUDA's profiler, for a run under nsys, or with --use-pytorch-profiler.",
+        "Profile the iterations after --profile-step-start, up to --profile-step-end: with CUDA's profiler under "
+        "nsys, or with --use-pytorch-profiler.",
         default=False,
     )
     profile_step_start: int = flag("Iterations before the first profiled one.", default=10, at_least=0)
@@ -26,7 +27,7 @@ class ProfilingConfig:
     pytorch_profiler_collect_callstack: bool = flag("Keep the Python stack of each operator.", default=False)
     nvtx_ranges: bool = flag("Mark the parts of an iteration as NVTX ranges, for nsys.", default=False)
     record_memory_history: bool = flag(
-        "Record the GPU allocations of --profile-ranks, and write them at the end or when memory runs out.",
+        "Record GPU allocations of --profile-ranks; write them at the end or when memory runs out.",
         default=False,
     )
     memory_snapshot_path: str = flag(

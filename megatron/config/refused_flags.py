@@ -68,6 +68,10 @@ REFUSED: dict[str, str] = {
         "padded-vocab-size pad-vocab-size-to"
     ),
     "give --make-vocab-size-divisible-by 1": "no-pad-vocab-size",
+    "give --data-args-path FILE, with weights and prefixes as --data-path takes them": "data-file-list",
+    "give --cp-comm-type a2a+p2p with --hierarchical-context-parallel-sizes": "ulysses-degree-in-cp",
+    "GLM's rotary positions are those of --rotary-interleaved --rotary-percent 0.5; leave it out": "use-glm-rope",
+    "attention is causal, and within documents with --reset-attention-mask; leave it out": "attention-mask-type",
     "give --tiktoken-special-tokens": "tokenizer-special-tokens",
     "--exit-signal-handler reacts to SIGTERM, SIGINT, SIGUSR1 and SIGUSR2; send one of these": "exit-signal",
     "evaluation starts at the first --eval-interval and uses --global-batch-size; leave it out": (
@@ -97,7 +101,7 @@ REFUSED: dict[str, str] = {
     "give --softmax-scale: 1 divided by the root of this number": "query-pre-attn-scalar",
     "for instruction data use tools/preprocess_sft.py and --sft; for pretraining leave it out": (
         "loss-on-targets-only norm-target-loss prompt-type is-instruction-dataset stage data-type train-mode "
-        "dataset max-padding-length no-pad-to-seq-lengths"
+        "dataset max-padding-length fix-sub-seq-length variable-seq-lengths neat-pack no-pad-to-seq-lengths"
     ),
     "convert the model first: tools/checkpoint/convert.py": "enable-hf2mg-convert load-hf-checkpoint",
     "recomputation is --recompute-granularity full (layers) or --recompute-granularity selective (attention core)": (
@@ -105,7 +109,8 @@ REFUSED: dict[str, str] = {
         "recompute-norm-num-layers enable-recompute-layers-per-pp-rank recompute-in-advance recompute-in-bubble"
     ),
     "convert text with tools/preprocess_data.py, and give --data-path PREFIX": (
-        "train-data valid-data-file lazy-loader loose-json text-key presplit-sentences cache-dir use-tfrecords"
+        "dataset-path train-data valid-data-file lazy-loader loose-json text-key presplit-sentences cache-dir "
+        "use-tfrecords"
     ),
     "tokenizers are read from files: --vocab-file and --merge-file, or --tokenizer-model": (
         "tokenizer-model-type tokenizer-path"
@@ -122,17 +127,24 @@ REFUSED: dict[str, str] = {
     ),
     ZERO: (
         "fsdp-* use-torch-fsdp2 use-custom-fsdp use-megatron-fsdp keep-fp8-transpose-cache-when-using-custom-fsdp "
-        "keep-fp8-transpose-cache outer-dp-sharding-strategy enable-full-sharding-in-hsdp "
+        "keep-fp8-transpose-cache outer-dp-sharding-strategy enable-full-sharding-in-hsdp fsdp2-config-path "
         "torch-fsdp2-no-reshard-after-forward"
     ),
     "skipping iterations is not available yet; leave it out": "iterations-to-skip skip-train-iteration-range",
     "attention with another softmax is not available yet; leave it out": "softmax-type",
     "attention within a window is not available yet; leave it out for full attention": (
-        "window-attn-skip-freq window-size sliding-window-size interleave-sliding-window"
+        "cp-window-size window-attn-skip-freq window-size sliding-window-size interleave-sliding-window"
     ),
     "an L2 norm of queries and keys is not available yet; --qk-layernorm has learned weights": "qk-l2-norm",
     "layers without rotary positions are not available yet; leave it out": "no-rope-freq",
-    "YaRN is not available yet; leave it out, or use --use-rope-scaling as Llama 3 does": "rope-type",
+    "YaRN is not available yet; leave it out, or use --use-rope-scaling as Llama 3 does": (
+        "rope-type rope-scaling-* beta-fast beta-slow dynamic-factor rotary-scale-factor"
+    ),
+    "LoRA is not available yet; leave it out to train all weights": "lora-*",
+    "MiniCPM's scaled embeddings and layers are not available yet; leave it out": (
+        "scale-emb scale-depth dim-model-base"
+    ),
+    "a gate on the output of attention is not available yet; leave it out": "attention-output-gate",
     "it is not available yet; the gated MLPs are --swiglu and --geglu": (
         "quick-geglu activation-func-clamp-value glu-linear-offset"
     ),
@@ -144,12 +156,15 @@ REFUSED: dict[str, str] = {
         "no-fp8-wgrad first-last-layers-bf16 num-layers-at-start-in-bf16 num-layers-at-end-in-bf16"
     ),
     "mixture of experts is not available yet; leave it out for a dense model": (
-        "moe-* overlap-moe-expert-parallel-comm num-experts-teacher expert-interval mlp-type topk noisy-gate-policy "
+        "moe-* fix-router first-k-dense-replace overlap-moe-expert-parallel-comm num-experts-teacher "
+        "expert-interval mlp-type topk noisy-gate-policy "
         "create-moe-param-group disable-moe-token-dropping expert-model-parallel-size expert-tensor-parallel-size "
         "num-experts moe-layer-freq"
     ),
     "reinforcement learning is not available: this project pretrains; leave it out": (
-        "rl-* langrl-* grpo-* perform-rl-step"
+        "rl-* rollout-* sglang-* vllm-* advantage-estimator kl-loss-coef kl-loss-type kl-coef use-kl-loss "
+        "entropy-coef eps-clip eps-clip-high use-dynamic-batch-size max-tokens-per-gpu langrl-* grpo-* "
+        "perform-rl-step"
     ),
     "Mamba and hybrid models are not available yet; leave it out for a transformer": (
         "hybrid-* mamba-* disable-mamba-mem-eff-path is-hybrid-model"
@@ -162,7 +177,8 @@ REFUSED: dict[str, str] = {
         "offloading to CPU memory is not available yet; --recompute-granularity full, --use-distributed-optimizer "
         "and more model-parallel ranks save GPU memory"
     ): (
-        "cpu-optimizer cpu_torch_adam optimizer-offload-policy optimizer-offload cpu-offloading "
+        "cpu-optimizer cpu_torch_adam swap-optimizer fine-grained-activation-offloading offload-modules "
+        "optimizer-offload-policy optimizer-offload cpu-offloading "
         "cpu-offloading-num-layers checkpoint-in-cpu ds-sequence-parallel-fpdt ds-sequence-parallel-fpdt-chunk-size "
         "ds-sequence-parallel-fpdt-offloading"
     ),
@@ -172,7 +188,8 @@ REFUSED: dict[str, str] = {
         "(tokens divided by --seq-length)"
     ): ("train-tokens lr-decay-tokens lr-warmup-tokens"),
     "curriculum learning and token dropping are not available; leave it out": (
-        "curriculum-learning curriculum-learning-legacy data-efficiency-curriculum-learning random-ltd "
+        "curriculum-learning curriculum-learning-legacy warmup-seq-length data-efficiency-curriculum-learning "
+        "random-ltd "
         "train-data-exact-num-epochs"
     ),
     "distillation is not available yet; leave it out": "kd load-teacher compression-training mos",

@@ -46,6 +46,8 @@ SAME_VALUE: Mapping[str, str] = {
     "activations-checkpoint-num-layers": "recompute_num_layers",
     "activations-checkpoint-granularity": "recompute_granularity",
     "learning-rate": "lr",
+    "virtual-pipeline-model-parallel-size": "num_virtual_stages_per_pipeline_rank",
+    "use-deter-comp": "deterministic_mode",
     "wandb-name": "wandb_exp_name",
     "wandb-entity-name": "wandb_entity",
     "wandb-project-name": "wandb_project",
@@ -109,6 +111,10 @@ BY_VALUE: Mapping[str, ByValue] = {
         "say what each stage holds with --pipeline-model-parallel-layout",
         harmless=("type:transformer",),
     ),
+    "context-parallel-algo": ByValue(
+        {"megatron_cp_algo": {"cp_comm_type": "p2p"}, "ulysses_cp_algo": {"cp_comm_type": "a2a"}},
+        "give --cp-comm-type a2a+p2p with --hierarchical-context-parallel-sizes",
+    ),
     "recompute-modules": ByValue(
         {},
         "selective recomputation is that of the attention core only; --recompute-granularity full recomputes layers",
@@ -157,4 +163,6 @@ HARMLESS: Mapping[str, tuple[str, ...]] = {
     "--exp-avg-dtype": ("fp32",),
     "--exp-avg-sq-dtype": ("fp32",),
     "--replication-factor": ("2",),
+    "--attention-mask-type": ("causal",),
+    "--cp-window-size": ("1",),
 }

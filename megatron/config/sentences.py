@@ -12,7 +12,7 @@ from megatron.config.recipe import RecipeConfig
 class SentenceConfig(RecipeConfig):
     """Fields of the families that learn from sentences."""
 
-    mask_prob: float = flag("Share of the tokens that are hidden.", default=0.15, above=0, below=1)
+    mask_prob: float = flag("Fraction of the tokens that are masked.", default=0.15, above=0, below=1)
     short_seq_prob: float = flag(
-        "Share of the samples that are made shorter than --seq-length.", default=0.1, at_least=0, at_most=1
+        "Fraction of the samples that are shorter than --seq-length.", default=0.1, at_least=0, at_most=1
     )

@@ -22,7 +22,7 @@ class T5Config(SentenceConfig):
     """Flags of pretrain_t5.py alone. ``--num-layers`` and ``--seq-length`` are the encoder's."""
 
     decoder_seq_length: int = flag(
-        "Tokens of a sample's decoder.",
+        "Tokens of one decoder sample.",
         default=None,
         derived="a quarter of --seq-length",
         follows=("seq_length",),
@@ -38,13 +38,14 @@ class T5Config(SentenceConfig):
         architecture=True,
     )
     relative_attention_num_buckets: int = flag(
-        "Distances that relative positions tell apart.", default=32, at_least=4, architecture=True
+        "Number of buckets of relative positions.", default=32, at_least=4, architecture=True
     )
     relative_attention_max_distance: int = flag(
-        "Distance from which on relative positions are all the same.", default=128, at_least=2, architecture=True
+        "Distance beyond which all relative positions share one bucket.", default=128, at_least=2, architecture=True
     )
     scale_output: bool = flag(
-        "Multiply what the output layer is given by 1 / sqrt(hidden size), as the original T5 with its tied output.",
+        "Multiply the input of the output layer by 1 / sqrt(hidden size), as the original T5 does with tied "
+        "embeddings.",
         default=False,
         architecture=True,
     )

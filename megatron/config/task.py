@@ -40,7 +40,7 @@ class OwnDataConfig:
 class HarnessConfig(OwnDataConfig):
     """Settings of lm-evaluation-harness's model alone; tasks/lm_eval.py."""
 
-    max_gen_toks: int = flag("Tokens to generate where the harness's task doesn't say.", default=256, at_least=1)
+    max_gen_toks: int = flag("Tokens to generate for tasks that set no limit.", default=256, at_least=1)
     add_bos_token: bool = flag("Begin texts with the tokenizer's first token.", default=False)
 
 
@@ -50,17 +50,17 @@ class TaskConfig(OwnDataConfig, RecipeConfig):
     """Flags of tasks/main.py alone."""
 
     task: Literal["WIKITEXT103", "LAMBADA", "LM", "RACE", "MNLI", "QQP"] = flag(
-        "What is measured.",
+        "Task to run.",
         refused_values={
             "ICT-ZEROSHOT-NQ": _RETRIEVAL,
             "RETRIEVER-EVAL": _RETRIEVAL,
             "RET-FINETUNE-NQ": _RETRIEVAL,
         },
     )
-    train_data: tuple[str, ...] = flag("Files or folders to train on, of tasks that do.", default=())
+    train_data: tuple[str, ...] = flag("Files or folders to train on, for tasks that train.", default=())
     valid_data: tuple[str, ...] = flag("Files or folders to measure on.", default=())
     epochs: int | None = flag(
-        "Passes over --train-data, of tasks that have one; 0 only evaluates.", default=None, at_least=0
+        "Passes over --train-data, for tasks that train; 0 only evaluates.", default=None, at_least=0
     )
     keep_last: bool = flag(
         "RACE, MNLI and QQP: also train on the samples that don't fill a batch, which is always done here. "
@@ -68,21 +68,19 @@ class TaskConfig(OwnDataConfig, RecipeConfig):
         default=False,
     )
     overlapping_eval: int | None = flag(
-        "WIKITEXT103 and LM: tokens by which windows over the text advance, so that all but the first window's scored "
-        "tokens see nearly a whole window; 32 for WIKITEXT103, half of --seq-length for LM unless given.",
+        "WIKITEXT103 and LM: stride of the windows over the text, in tokens; a smaller stride gives scored tokens "
+        "more context. Unless given: 32 for WIKITEXT103, half of --seq-length for LM.",
         default=None,
         at_least=1,
     )
     strict_lambada: bool = flag("LAMBADA: the whole last word, not its last token, must be predicted.", default=False)
     json_key: str = flag("LM: field of a JSON line that holds the text.", default="text")
     predictions_dir: str | None = flag(
-        "RACE, MNLI and QQP with --epochs 0: folder to write what the model answers into, a NAME.tsv for each set of "
-        "--valid-data, as GLUE takes them; the sets may be test sets without labels.",
+        "RACE, MNLI and QQP with --epochs 0: folder for the predictions, one NAME.tsv in GLUE's format for each "
+        "set of --valid-data; the sets may be test sets without labels.",
         default=None,
     )
-    result_file: str | None = flag(
-        "JSON file to write the result into, with what it was measured on and by.", default=None
-    )
+    result_file: str | None = flag("JSON file for the result, with its data, checkpoint and settings.", default=None)
 
     @property
     def answers(self) -> AnswerShape | None:

@@ -59,8 +59,9 @@ class TokenizerConfig:
         from_checkpoint=True,
     )
     vocab_size: int | None = flag(
-        "Words of the vocabulary, before padding, if more than the tokenizer's; the ids of NullTokenizer, "
-        "which adds one that ends documents; as many as the file has, for BertWordPiece without [BOS] and [EOS].",
+        "Size of the vocabulary before padding, if larger than the tokenizer's. NullTokenizer: number of ids, to "
+        "which it adds one for the end of document. BertWordPiece: the number of entries of the file leaves out "
+        "[BOS] and [EOS].",
         default=None,
         at_least=1,
         from_checkpoint=True,
@@ -69,11 +70,11 @@ class TokenizerConfig:
         "Sentinel tokens added to the vocabulary.", default=0, at_least=0, at_most=1_000_000, from_checkpoint=True
     )
     tiktoken_pattern: Literal["v1", "v2"] | None = flag(
-        "Version of the pattern that cuts text for TikTokenizer; v2 unless given.", default=None, from_checkpoint=True
+        "Version of TikTokenizer's split pattern; v2 unless given.", default=None, from_checkpoint=True
     )
     tiktoken_num_special_tokens: int = flag(
-        "Special tokens of TikTokenizer.", default=1000, at_least=0, from_checkpoint=True
+        "Number of special tokens of TikTokenizer.", default=1000, at_least=0, from_checkpoint=True
     )
     tiktoken_special_tokens: tuple[str, ...] = flag(
-        "Special tokens of TikTokenizer: the first ones' spellings.", default=(), from_checkpoint=True
+        "Names of the first special tokens of TikTokenizer.", default=(), from_checkpoint=True
     )

@@ -11,7 +11,7 @@ from megatron.config.tokenizer import REFUSED_TOKENIZERS, RENAMED_TOKENIZERS, To
 @check_flags
 @dataclass(frozen=True, kw_only=True)
 class TrainedModelConfig:
-    """Which trained model a tool uses. The checkpoint knows its architecture and tokenizer."""
+    """The trained model. Architecture and tokenizer come from the checkpoint."""
 
     load: str = flag("Folder of checkpoints.")
     ckpt_step: int | None = flag("Iteration to load instead of the newest.", default=None, at_least=0)
@@ -27,6 +27,6 @@ class TrainedModelConfig:
         at_least=0,
         at_most=1_000_000,
     )
-    vocab_file: str | None = flag("Where vocab.json is now, if not where it was in training.", default=None)
-    merge_file: str | None = flag("Where merges.txt is now.", default=None)
-    tokenizer_model: str | None = flag("Where the tokenizer's model file is now.", default=None)
+    vocab_file: str | None = flag("Path of vocab.json, if it has moved since training.", default=None)
+    merge_file: str | None = flag("Path of merges.txt, if it has moved.", default=None)
+    tokenizer_model: str | None = flag("Path of the tokenizer's model file, if it has moved.", default=None)

@@ -28,8 +28,8 @@ class TrainingConfig:
         "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES.", default=None, at_least=1
     )
     step_batch_size_schedule: str | None = flag(
-        "TOKENS:BATCH_SIZE pairs in quotes, as '0:768 250B:1536': the global batch size from so many tokens on. "
-        "The numbers take the suffixes K, M, B and T.",
+        "TOKENS:BATCH_SIZE pairs in quotes, such as '0:768 250B:1536': the global batch size from that number of "
+        "tokens on. Suffixes K, M, B and T are allowed.",
         default=None,
     )
     train_iters: int | None = flag("Optimizer steps of the whole run.", default=None, at_least=0)
@@ -43,15 +43,15 @@ class TrainingConfig:
         at_least=0,
     )
     exit_interval: int | None = flag(
-        "Save and leave when the iteration is a multiple of this; 0: never.", default=None, at_least=0
+        "Save and exit when the iteration is a multiple of this; 0: never.", default=None, at_least=0
     )
-    exit_duration_in_mins: int | None = flag("Save and leave after so many minutes.", default=None, at_least=1)
+    exit_duration_in_mins: int | None = flag("Save and exit after this many minutes.", default=None, at_least=1)
     exit_signal_handler: bool = flag(
-        "Save and leave on SIGTERM, SIGINT, SIGUSR1 and SIGUSR2, after the step in progress.", default=False
+        "Save and exit on SIGTERM, SIGINT, SIGUSR1 and SIGUSR2, after the step in progress.", default=False
     )
     seed: int = flag("Seed of initial weights, dropout and data order.", default=1234, at_least=1)
     recompute_granularity: Literal["full", "selective"] | None = flag(
-        "Recompute in the backward pass instead of keeping: full layers, or (selective) only the attention core.",
+        "What is recomputed in the backward pass instead of kept: full layers, or (selective) the attention core.",
         default=None,
     )
     recompute_activations: bool = flag("Short for --recompute-granularity selective.", default=False)
@@ -65,10 +65,10 @@ class TrainingConfig:
         "Do not stop when a loss or gradient is not finite.", default=True, off="--no-check-for-nan-in-loss-and-grad"
     )
     check_weight_hash_across_dp_replicas_interval: int | None = flag(
-        "Compare the weights of data-parallel replicas every so many iterations.", default=None, at_least=1
+        "Iterations between comparisons of the weights of data-parallel replicas.", default=None, at_least=1
     )
-    deterministic_mode: bool = flag("Only deterministic kernels.", default=False)
-    manual_gc: bool = flag("Collect Python's garbage on a schedule instead of whenever it likes.", default=False)
+    deterministic_mode: bool = flag("Use deterministic kernels only.", default=False)
+    manual_gc: bool = flag("Run Python's garbage collector on a schedule, not automatically.", default=False)
     manual_gc_interval: int = flag(
         "Iterations between collections with --manual-gc; 0: never during training.", default=0, at_least=0
     )

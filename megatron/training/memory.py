@@ -11,10 +11,12 @@ from pathlib import Path
 
 import torch
 
-from megatron.config.estimate import rank_memory, rank_parameters
+from megatron.config.estimate import MemoryEstimate, kept_activations, rank_memory, rank_parameters
+from megatron.config.pipeline import stage_shapes
 from megatron.config.report import count, gigabytes
 from megatron.config.run import RunConfig
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.environment import launch_environment
 from megatron.errors import RESTART_CANNOT_HELP, RESTART_MAY_HELP, ConfigError
 
 _MB = 1024 * 1024
@@ -35,17 +37,20 @@ def memory_use(device: torch.device) -> dict[str, int]:
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes of the device, or of the machine that all ranks on its CPU share."""
+    """Bytes of the device; on a CPU, of the machine, divided by the ranks that share it."""
     if device.type == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // launch_environment().local_world_size
     free_and_total: tuple[int, int] = torch.get_device_module(device).mem_get_info(device)
     return free_and_total[1]
 
 
-def check_states_fit(config: RunConfig, context: ParallelContext) -> None:
-    """Raise ConfigError, before anything is allocated, for a part of the model that the device can't hold."""
-    needed = rank_memory(config, context.mesh.rank("pp")).states
-    if needed > total_memory(context.device):
+def check_memory(config: RunConfig, context: ParallelContext) -> None:
+    """Raise ConfigError, before anything is allocated, for a part of the model that the device can't hold.
+
+    Activations are estimated, so those of one micro batch are refused from twice the device's memory on.
+    """
+    needed, total = _needed(config, context), total_memory(context.device)
+    if needed.states > total or needed.total > 2 * total:
         raise ConfigError(_too_large(config, context))
 
 
@@ -66,13 +71,22 @@ def sized_allocations(config: RunConfig, context: ParallelContext) -> Iterator[N
         raise ConfigError(message, exit_code=code) from error
 
 
+def _needed(config: RunConfig, context: ParallelContext) -> MemoryEstimate:
+    """Of this rank, with a single microbatch in each of its stages."""
+    rank = context.mesh.rank("pp")
+    kept = [kept for stage, kept in zip(stage_shapes(config), kept_activations(config)) if stage.rank == rank]
+    return rank_memory(config, rank, kept=sum(kept))
+
+
 def _too_large(config: RunConfig, context: ParallelContext) -> str:
-    stage = context.mesh.rank("pp")
-    parameters, states = rank_parameters(config, pipeline_rank=stage).total, rank_memory(config, stage).states
+    needed = _needed(config, context)
+    parameters = rank_parameters(config, pipeline_rank=context.mesh.rank("pp")).total
     return (
-        f"this rank holds {count(parameters)} parameters, which take {gigabytes(states)} with gradients and optimizer "
-        f"state, before any activations, and its {context.device.type} has {gigabytes(total_memory(context.device))}: "
-        "use a smaller model or --micro-batch-size, or more ranks; --dry-run says what would fit"
+        f"this rank holds {count(parameters)} parameters, which take {gigabytes(needed.states)} with gradients and "
+        f"optimizer state, --micro-batch-size {config.training.micro_batch_size} of --seq-length "
+        f"{config.data.seq_length} needs about {gigabytes(needed.total - needed.states)} more, and its "
+        f"{context.device.type} has {gigabytes(total_memory(context.device))}: use a smaller model, micro batch or "
+        "sequence, or more ranks; --dry-run says what would fit"
     )
 
 

@@ -28,7 +28,7 @@ from megatron.core.tokenizers.build import build_tokenizer
 from megatron.training.agreement import check_stages
 from megatron.training.data import TrainingData
 from megatron.training.flops import SpeedScale, device_peak
-from megatron.training.memory import check_states_fit
+from megatron.training.memory import check_memory
 from megatron.training.metrics import Evaluation
 from megatron.training.pipeline import PipelineSettings, Plans, routes
 from megatron.training.profiling import annotated
@@ -89,7 +89,7 @@ def build_run(config: RunConfig, recipe: Recipe, context: ParallelContext, *, st
     """
     tokenizer = build_tokenizer(config.tokenizer)
     config = config.with_vocab_size(tokenizer.vocab_size)
-    check_states_fit(config, context)
+    check_memory(config, context)
     reporter = build_reporter(config, recipe, context)
     data = TrainingData(config, recipe, context, tokenizer)
 

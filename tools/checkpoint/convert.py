@@ -70,14 +70,14 @@ class ConvertConfig:
     save: str | None = flag("New folder for the converted model.", default=None)
     ckpt_step: int | None = flag("Iteration to convert instead of the newest.", default=None, at_least=0)
     max_shard_size: str | None = flag(
-        "Largest weight file of a Hugging Face target, as 200MB; 5GB unless given.", default=None
+        "Largest weight file of a Hugging Face target, such as 200MB; 5GB unless given.", default=None
     )
     ckpt_format: Literal["torch_dist", "torch"] | None = flag(
         "Format of a Megatron-LM target: torch_dist (unless given) loads there at any layout, torch on one rank.",
         default=None,
     )
     true_vocab_size: int | None = flag(
-        "Words of a Megatron-LM source before padding, where its tokenizer's files are not at hand.",
+        "Vocabulary size of a Megatron-LM source before padding, if its tokenizer's files are missing.",
         default=None,
         at_least=1,
     )
@@ -85,9 +85,9 @@ class ConvertConfig:
         "Saved arguments of a Megatron-LM source, unknown here, that do not change what its model computes.",
         default=(),
     )
-    skip_proof: bool = flag("Do not compare logits of source and target: nothing is proven then.", default=False)
+    skip_proof: bool = flag("Do not compare logits of source and target, which proves nothing.", default=False)
     model_type: str | None = flag(
-        "What the model has to be; the source says what it is, so this only checks it.",
+        "Expected family of the model; only checked, since the source names it.",
         default=None,
         choices=tuple(family.title for family in FAMILIES.values()),
     )
@@ -96,7 +96,7 @@ class ConvertConfig:
     load_dir: str | None = flag("Megatron-LM's spelling of --load.", default=None)
     save_dir: str | None = flag("Megatron-LM's spelling of --save.", default=None)
     checkpoint_type: Literal["hf"] | None = flag(
-        "What --loader llama_mistral finds.",
+        "Format that --loader llama_mistral reads.",
         default=None,
         refused_values={"meta": "only hf is read; convert Meta's files to Hugging Face's first"},
     )

@@ -109,7 +109,7 @@ class _Machine:
         elif full in self._builders or self._is_stood_in_for(full):
             self.push(StandIn(full))
         else:
-            raise CheckpointError(f"it names {ascii(full)[1:-1][:100]}, which has no business there")
+            raise CheckpointError(f"it names {ascii(full)[1:-1][:100]}, which checkpoints may not name")
 
     def _is_stood_in_for(self, full: str) -> bool:
         return bool(self._stood_in_for) and (full.split(".")[0] in self._stood_in_for or full == _STOOD_IN_FOR_TOO)

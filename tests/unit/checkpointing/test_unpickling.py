@@ -79,7 +79,7 @@ def test_nothing_is_run(tmp_path: Path, zipped: bool, function: Callable[..., An
     code = str(tmp_path / "pwned") if function is open else f"open({str(tmp_path / 'pwned')!r}, 'w')"
     arguments = (code, "w") if function is open else (code,)
     torch.save({"x": Attack(function, *arguments)}, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
-    with pytest.raises(CheckpointError, match=rf"x\.pt is refused: it names \w+\.{function.__name__}, which has no"):
+    with pytest.raises(CheckpointError, match=rf"x\.pt is refused: it names \w+\.{function.__name__}, which"):
         load_torch_file(tmp_path / "x.pt")
     assert not (tmp_path / "pwned").exists()
 
@@ -122,6 +122,6 @@ def test_other_files_are_named(tmp_path: Path, content: bytes) -> None:
 def test_foreign_tables_of_contents_run_nothing(tmp_path: Path) -> None:
     """A torch_dist folder of Megatron-LM's may name its own classes; anything else is refused all the same."""
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Attack(open, str(tmp_path / "pwned"), "w")))
-    with pytest.raises(CheckpointError, match=r"it names \w+\.open, which has no business there"):
+    with pytest.raises(CheckpointError, match=r"it names \w+\.open, which checkpoints may not name"):
         StoredTensors(tmp_path, foreign=True)
     assert not (tmp_path / "pwned").exists()

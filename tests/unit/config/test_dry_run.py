@@ -33,6 +33,14 @@ def test_a_thousand_ranks() -> None:
     assert dry_run_report(RunConfig.parse(THOUSAND_RANKS.split())) + "\n" == expected
 
 
+def test_a_rank_that_no_gpu_holds() -> None:
+    """A dry run answered a model of a million GB a rank with its figures, and no word about them."""
+    said = "more than any GPU has (288 GB); give --device-memory-gb to see what would fit"
+    assert said in dry_run_report(parse("--dry-run --hidden-size 400000"))
+    assert said not in dry_run_report(parse("--dry-run"))
+    assert said not in dry_run_report(parse("--dry-run --hidden-size 400000 --device-memory-gb 80"))
+
+
 def dry_run(arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
     """Parse and report in a fresh process that fails when torch or numpy gets imported."""
     program = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.config.data import DataConfig
 from megatron.config.help import format_help
 from megatron.config.run import RunConfig
 from megatron.config.task import TaskConfig
@@ -27,7 +28,7 @@ def test_a_task_opens_with_its_own_flags_and_requires_only_what_it_needs(capsys:
 def test_as_wide_as_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was 80 to 120 columns whatever there was room for."""
     monkeypatch.setenv("COLUMNS", str(columns))
-    widest = max(map(len, format_help([TaskConfig], prog="tasks/main.py").splitlines()))
+    widest = max(map(len, format_help([DataConfig], prog="pretrain_gpt.py").splitlines()))
     assert columns - 15 < widest <= max(columns, 90)
 
 

@@ -9,7 +9,14 @@ import torch
 
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import ConfigError
-from megatron.training.memory import check_states_fit, memory_line, memory_scalars, memory_use, sized_allocations
+from megatron.training.memory import (
+    check_memory,
+    memory_line,
+    memory_scalars,
+    memory_use,
+    sized_allocations,
+    total_memory,
+)
 from tests.unit.config.command_lines import parse
 
 CPU = torch.device("cpu")
@@ -51,8 +58,28 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_built() -> None:
     """--hidden-size 4000000 ended in the allocator's traceback, and --num-layers 10**12 built layers for minutes."""
     for changes in ("--hidden-size 4000000", "--num-layers 1000000000000", "--seq-length 100000000000"):
         with pytest.raises(ConfigError, match=r"this rank holds .* parameters, which take .* GB .* its cpu has .* GB"):
-            check_states_fit(parse(changes), ParallelContext.single())
-    check_states_fit(parse(), ParallelContext.single())
+            check_memory(parse(changes), ParallelContext.single())
+    check_memory(parse(), ParallelContext.single())
+
+
+def test_activations_that_cannot_fit_are_refused() -> None:
+    """--micro-batch-size 100000000 was killed by the kernel, or ended in the allocator's traceback."""
+    rope = "--position-embedding-type rope"
+    for changes in ("--micro-batch-size 100000000", f"--seq-length 4000000000 {rope}"):
+        with pytest.raises(
+            ConfigError, match=r"--micro-batch-size \d+ of --seq-length \d+ needs about .* GB"
+        ) as raised:
+            check_memory(parse(changes), ParallelContext.single())
+        assert raised.value.exit_code == 2
+
+
+def test_ranks_on_one_cpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of eight ranks was compared with all of the machine's memory, and the kernel killed them."""
+    alone = total_memory(CPU)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert total_memory(CPU) == alone // 4
 
 
 def test_running_out_of_memory_is_one_sentence() -> None:
