@@ -16,15 +16,15 @@ for argument in "$@"; do
     if [ "$argument" = --dry-run ]; then
         exec "$python" "$@" --world-size $((nodes * gpus)) --ranks-per-node "$gpus"
     fi
+    if [ "$argument" = --exit-signal-handler ]; then # torchrun kills ranks that take longer to save, by default 30 s
+        export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
+    fi
 done
 
 if [ "${LAUNCH:-torchrun}" = srun ]; then # one task a GPU; ranks find each other from Slurm's own variables
     # Ranks end each other, so that srun's exit code is theirs; those that are stuck are killed after a minute.
     exec srun --kill-on-bad-exit=0 --wait=60 "$python" "$@"
 fi
-# torchrun passes these signals on to its ranks and kills those that haven't saved and left after ten minutes.
-export TORCHELASTIC_SIGNALS_TO_HANDLE=${TORCHELASTIC_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2}
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 if [ "$nodes" -eq 1 ]; then
     exec "$python" -m torch.distributed.run --standalone --nproc-per-node "$gpus" "$@"
 fi
