@@ -42,7 +42,7 @@ def test_help_and_mistakes_take_no_time() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("", r"name its folder with --load\n.*missing: --task \(what is measured\)$"),
+        ("", r"name its folder with --load\n.*missing: --task \(task to run\)$"),
         ("--task LM --valid-data a", "takes the architecture from a checkpoint: name its folder with --load$"),
         ("--task LM --valid-data a --load nowhere", "^--use-checkpoint-args finds no checkpoint in nowhere: [^\n]*$"),
         ("--task RACEE", r"--task cannot be 'RACEE'"),
