@@ -44,12 +44,12 @@ def models(shape: Shape, folder: Path) -> tuple[Any, Any]:
     import transformers
 
     from megatron.config.run import RunConfig
-    from megatron.config.task import TaskConfig
     from megatron.core.conversion.convert import Conversion, convert
     from megatron.core.parallel.context import ParallelContext
     from megatron.training.checkpoint import saved_config
     from megatron.training.reading import load_model
     from megatron.training.recipes.gpt import GPTRecipe
+    from tasks.settings import TaskConfig
 
     transformers.utils.logging.set_verbosity_error()
     sizes: dict[str, Any] = {"n_embd": shape.hidden, "n_layer": shape.layers, "n_head": shape.hidden // 64}

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from megatron.config.task import HarnessConfig
 from megatron.core.parallel.environment import launch_environment
 from megatron.core.parallel.launch import parallel_context
 from megatron.errors import run_command
@@ -27,6 +26,7 @@ from megatron.training.reading import LoadedModel, load_model
 from megatron.training.recipes.gpt import GPTRecipe
 from tasks.model_args import run_of
 from tasks.result import checkpoint_facts
+from tasks.settings import HarnessConfig
 from tasks.zero_shot.questions import Asked, Questions, passage_of
 
 try:

@@ -14,15 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.config.families import fine_tuned_name
 from megatron.config.parse import value_given
 from megatron.config.run import RunConfig
-from megatron.config.task import FINE_TUNING, TaskConfig
 from megatron.core.parallel.environment import launch_environment, told_once_a_node
 from megatron.errors import kept_on_interrupt, run_command
 from megatron.training.pretrain import dry_run, parse
 from tasks.registry import DEFAULTS, TASKS, Task
 from tasks.result import check_predictions_dir, check_result_file
+from tasks.settings import FINE_TUNING, TaskConfig, fine_tuned_name
 
 if TYPE_CHECKING:
     from megatron.training.preflight import Findings
@@ -68,7 +67,7 @@ def check_own_files(settings: TaskConfig, found: Findings) -> None:
     found.check(lambda: check_result_file(settings.result_file, make=False))
     found.check(lambda: check_predictions_dir(settings.predictions_dir, make=False))
     if settings.task in FINE_TUNING:
-        from tasks.fine_tuning import read
+        from tasks.fine_tuning.run import read
 
         data = found.check(lambda: read(settings))
         if data is not None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.config.run import RunConfig
-from megatron.config.task import HarnessConfig
 from megatron.errors import ConfigError
 from megatron.training.pretrain import parse
 from tasks.registry import DEFAULTS
+from tasks.settings import HarnessConfig
 
 
 def run_of(flags: dict[str, Any], *, batch_size: int | str | None, device: str | None) -> RunConfig:

@@ -47,5 +47,5 @@ TASKS: Mapping[str, Task] = {
     "WIKITEXT103": Task("tasks.zero_shot.wikitext"),
     "LAMBADA": Task("tasks.zero_shot.lambada"),
     "LM": Task("tasks.zero_shot.lm"),
-    **dict.fromkeys(("RACE", "MNLI", "QQP"), Task("tasks.fine_tuning", defaults={"use_checkpoint_args": True})),
+    **dict.fromkeys(("RACE", "MNLI", "QQP"), Task("tasks.fine_tuning.run", defaults={"use_checkpoint_args": True})),
 }

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import megatron
 from megatron.config.run import RunConfig
-from megatron.config.task import TaskConfig
 from megatron.core.files.writable import why_not_writable
 from megatron.errors import ConfigError
+from tasks.settings import TaskConfig
 
 if TYPE_CHECKING:  # torch is imported when flags are known to be right
     from megatron.core.checkpointing.find import CheckpointFolder

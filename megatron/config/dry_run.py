@@ -17,7 +17,6 @@ from megatron.config.fitting import what_fits
 from megatron.config.pipeline import num_stages
 from megatron.config.report import count, gigabytes, layout_report, settings_report, stages_report
 from megatron.config.run import RunConfig
-from megatron.config.task import TaskConfig
 from megatron.config.vocabulary import vocabulary_size
 
 _LARGEST_GPU_GB = 288
@@ -64,9 +63,8 @@ def _batch(run: RunConfig) -> list[str]:
     ]
     if training.skip_train:
         return lines
-    task = run.find(TaskConfig)
-    if task is not None:
-        lines.append(f"epochs of --train-data: {task.epochs}; how many steps each is, the data will tell")
+    if run.recipe.epochs is not None:
+        lines.append(f"{run.recipe.epochs} epochs of --train-data, whose length in steps depends on the data")
     else:
         lines.append(
             f"{run.train_iters:,} steps, {run.train_samples:,} samples, {count(run.train_samples * length)} tokens"

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from megatron.config.bert import BertConfig
 from megatron.config.flags import flags_of
 from megatron.config.t5 import T5Config
-from megatron.config.task import FINE_TUNING
 from megatron.errors import CheckpointError
 
 
@@ -32,19 +31,15 @@ FAMILIES = {family.name: family for family in (_GPT, *_OTHERS)}
 
 def family_named(name: str, *, where: str) -> Family:
     """The family that a checkpoint calls ``name``; CheckpointError for one that this version doesn't know."""
-    for task in FINE_TUNING:
-        if name == fine_tuned_name(task):
-            raise CheckpointError(
-                f"{where} holds a BERT that was fine-tuned on {task}, which only tasks/main.py --task {task} loads"
-            )
+    body, _, task = name.partition("-")
+    if body in FAMILIES and task:
+        title, task = FAMILIES[body].title, task.upper()
+        raise CheckpointError(
+            f"{where} holds a {title} that was fine-tuned on {task}, which only tasks/main.py --task {task} loads"
+        )
     if name not in FAMILIES:
         raise CheckpointError(f"{where} holds a {name} model; this version knows {', '.join(FAMILIES)}")
     return FAMILIES[name]
-
-
-def fine_tuned_name(task: str) -> str:
-    """What checkpoints call a BERT with a head for ``task``, which means nothing to another task."""
-    return f"bert-{task.lower()}"
 
 
 def family_of(groups: Iterable[object]) -> Family:

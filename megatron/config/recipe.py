@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,9 @@ if TYPE_CHECKING:
 
     from megatron.config.data import DataConfig
     from megatron.config.model import ModelConfig
+    from megatron.config.run import RunConfig
+
+    Rule = Callable[[RunConfig], "str | None"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,14 @@ class Outline:
 class RecipeConfig:
     """Base of the groups of flags that one recipe adds to those of every model."""
 
+    def rules(self) -> Sequence[Rule]:
+        """Checks of a run with this group: each returns what is wrong in one sentence, or None."""
+        return ()
+
+    def remarks(self) -> Sequence[Rule]:
+        """What a user should know about settings of such a run that are sound but have no effect, as rules do."""
+        return ()
+
     def resolved(self, model: ModelConfig, data: DataConfig) -> Self:
         """This group with the values that follow from other groups."""
         return self
@@ -66,6 +78,16 @@ class RecipeConfig:
     def only_reads(self) -> bool:
         """Whether the model is asked and nothing else: no rank holds gradients or an optimizer's state."""
         return False
+
+    @property
+    def reads_own_data(self) -> bool:
+        """Whether samples come from files of the command's own, not from ``--data-path``."""
+        return False
+
+    @property
+    def epochs(self) -> int | None:
+        """Passes over the command's own data; None where iterations or samples say how long training is."""
+        return None
 
     @property
     def trains_in_epochs(self) -> bool:

@@ -23,7 +23,7 @@ def gpt_flops_per_sample(model: ModelConfig, seq_length: int, *, tensor_model_pa
     vocabulary as padded for the tensor-parallel size. Recomputation, norms and activations are not counted.
     """
     padded_vocab_size = model.padded_vocab_size(tensor_model_parallel_size)
-    layers = _layers(model, seq_length / 2)
+    layers = layers_flops_per_token(model, seq_length / 2)
     return float(seq_length * (layers + 6 * model.hidden_size * padded_vocab_size))
 
 
@@ -38,15 +38,7 @@ def bert_flops_per_sample(
     hidden = model.hidden_size
     words = 6 * hidden * (hidden + hidden_share * model.padded_vocab_size(tensor_model_parallel_size))
     order = 6 * hidden * (hidden + 2) if binary_head else 0
-    return float(seq_length * (_layers(model, seq_length) + words) + order)
-
-
-def classification_flops_per_sample(model: ModelConfig, seq_length: int, *, choices: int, classes: int) -> float:
-    """Model FLOPs of one sample of ``choices`` sequences, forward and backward: layers over the whole square of
-    attention, and pooler and head on one token of each sequence.
-    """
-    hidden = model.hidden_size
-    return float(choices * (seq_length * _layers(model, seq_length) + 6 * hidden * (hidden + classes)))
+    return float(seq_length * (layers_flops_per_token(model, seq_length) + words) + order)
 
 
 def t5_flops_per_sample(
@@ -69,12 +61,12 @@ def t5_flops_per_sample(
     queries = decoder_seq_length * (1 + seq_length / hidden)
     cross = 12 * decoder_num_layers * hidden * query_width * (queries + seq_length * shared)
     words = 6 * hidden * model.padded_vocab_size(tensor_model_parallel_size)
-    spoken = decoder_seq_length * (_layers(decoder, decoder_seq_length / 2) + words)
-    return float(seq_length * _layers(model, seq_length) + spoken + cross)
+    spoken = decoder_seq_length * (layers_flops_per_token(decoder, decoder_seq_length / 2) + words)
+    return float(seq_length * layers_flops_per_token(model, seq_length) + spoken + cross)
 
 
-def _layers(model: ModelConfig, keys: float) -> float:
-    """Of all layers for one token that sees ``keys`` others."""
+def layers_flops_per_token(model: ModelConfig, keys: float) -> float:
+    """Model FLOPs of all layers for one token that attends to ``keys`` others, forward and backward."""
     query_width = model.num_attention_heads * model.kv_channels
     mlp = model.ffn_hidden_size * (1.5 if model.gated else 1.0)
     attention = query_width * (1 + model.num_query_groups / model.num_attention_heads + keys / model.hidden_size)

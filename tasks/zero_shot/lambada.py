@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from megatron.config.run import RunConfig
-from megatron.config.task import TaskConfig
 from megatron.core.inference.scoring import Passage
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.errors import DataError
 from tasks.result import TaskResult, framed
+from tasks.settings import TaskConfig
 from tasks.zero_shot.reading import json_lines, likelihoods, load_gpt
 
 

@@ -6,11 +6,11 @@ import math
 from pathlib import Path
 
 from megatron.config.run import RunConfig
-from megatron.config.task import TaskConfig
 from megatron.core.inference.scoring import passages_of
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import DataError
 from tasks.result import TaskResult, framed
+from tasks.settings import TaskConfig
 from tasks.zero_shot.detokenize import detokenizer_for
 from tasks.zero_shot.reading import load_gpt, read_text, score
 

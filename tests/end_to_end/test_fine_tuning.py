@@ -213,7 +213,7 @@ def test_example_is_sound_at_two_layouts() -> None:
     for flags, promised in (([], head[1]), (head[2].split(), head[3])):
         words = ["bash", str(script), "--dry-run", "--no-check-files", *flags]
         done = subprocess.run(words, capture_output=True, text=True, check=True)
-        assert "335,144,961 in the model" in done.stdout and "epochs of --train-data: 3; how many steps" in done.stdout
+        assert "335,144,961 in the model" in done.stdout and "3 epochs of --train-data, whose length" in done.stdout
         assert re.search(rf"^   together +{promised}$", done.stdout, re.MULTILINE)
 
 

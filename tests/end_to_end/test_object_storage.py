@@ -10,6 +10,7 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
+from fsspec.registry import _registry
 
 from megatron.core.checkpointing.find import find_checkpoint
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
@@ -63,6 +64,7 @@ def test_a_missing_library_is_named(
 ) -> None:
     """Before anything is trained."""
     monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.delitem(_registry, "s3", raising=False)  # it may have been imported before
     with pytest.raises(ConfigError, match="s3://bucket/run needs another library: Install s3fs to access S3"):
         train(capsys, f"{flag} s3://bucket/run --save-interval 5" if flag == "--save" else f"{flag} s3://bucket/run")
     assert "iteration" not in capsys.readouterr().out
@@ -79,8 +81,8 @@ def test_the_command_with_data_and_checkpoints_at_s3(
         for name, value in credentials(server).items():
             monkeypatch.setenv(name, value)
         files = fsspec.filesystem("s3", skip_instance_cache=True)
-        files.mkdir("bucket")
-        files.put([f"{tmp_path}/data.bin", f"{tmp_path}/data.idx"], "bucket/")
+        files.mkdir("training")
+        files.put([f"{tmp_path}/data.bin", f"{tmp_path}/data.idx"], "training/")
         fsspec.filesystem("s3").clear_instance_cache()
         flags = (
             f"{TINY.replace('--mock-data', '')} --train-iters 4 --split 100,0,0 --tokenizer-type NullTokenizer".split()
@@ -88,9 +90,9 @@ def test_the_command_with_data_and_checkpoints_at_s3(
         cache = ["--data-cache-path", str(tmp_path / "cache")]
         at_s3 = [
             "--save",
-            "s3://bucket/run",
+            "s3://training/run",
             "--load",
-            "s3://bucket/run",
+            "s3://training/run",
             "--save-interval",
             "1",
             "--keep-last-checkpoints",
@@ -100,11 +102,11 @@ def test_the_command_with_data_and_checkpoints_at_s3(
         logs = []
         for more in [
             ["--data-path", f"{tmp_path}/data"],
-            ["--data-path", "s3://bucket/data", *at_s3, "--exit-interval", "2"],
-            ["--data-path", "s3://bucket/data", *at_s3],
+            ["--data-path", "s3://training/data", *at_s3, "--exit-interval", "2"],
+            ["--data-path", "s3://training/data", *at_s3],
         ]:
             assert pretrain(GPTRecipe, [*flags, *cache, *more], prog="pretrain_gpt.py") == 0
             logs.append(losses(capsys.readouterr().out))
         assert logs[1] | logs[2] == logs[0]
-        assert len(files.ls("bucket/run", refresh=True)) == 2, "one checkpoint and the tracker; the lease is given up"
+        assert len(files.ls("training/run", refresh=True)) == 2, "one checkpoint and the tracker; the lease is given up"
         fsspec.filesystem("s3").clear_instance_cache()

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.config.t5 import T5Config
 from megatron.core.models.bert import BertModel
-from megatron.core.models.classification import BertClassifier
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.stage import Stage
 from megatron.core.models.t5 import T5Model
@@ -21,9 +20,10 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.core.pipeline_parallel.chunk import WireSpec
 from megatron.training.recipe import Recipe
 from megatron.training.recipes.bert import ORDER, WORDS, BertRecipe
-from megatron.training.recipes.classification import ACCURACY, LOSS, ClassificationRecipe, LabelledData
 from megatron.training.recipes.gpt import GPTRecipe
 from megatron.training.recipes.t5 import T5Recipe
+from tasks.fine_tuning.model import BertClassifier
+from tasks.fine_tuning.recipe import ACCURACY, LOSS, ClassificationRecipe, LabelledData
 
 GLOBAL_BATCH, LENGTH, VOCABULARY = 8, 16, 67
 """The vocabulary is prime, so that it divides at no layout."""

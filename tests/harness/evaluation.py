@@ -11,13 +11,13 @@ import torch
 from tokenizers import models, pre_tokenizers, trainers
 
 from megatron.config.run import RunConfig
-from megatron.config.task import TaskConfig
 from megatron.core.conversion.convert import Conversion, convert
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.tokenizers.gpt2_bpe import byte_level
 from megatron.training.checkpoint import saved_config
 from tasks.registry import TASKS
 from tasks.result import TaskResult
+from tasks.settings import TaskConfig
 
 # Written for these tests, with the oddities of WikiText's files: blanks around marks, at line ends, @-@, <unk>.
 WIKITEXT = """

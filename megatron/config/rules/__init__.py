@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Sequence
 from megatron.config.rules import (
     bert,
     context,
-    fine_tuning,
     inputs,
     layout,
     model,
@@ -23,7 +22,6 @@ from megatron.config.rules import (
     schedule,
     sentences,
     t5,
-    task,
     training,
 )
 from megatron.config.rules.known import UnknownSettingError, without
@@ -44,9 +42,12 @@ RULES: tuple[Rule, ...] = (
     *sentences.RULES,
     *bert.RULES,
     *t5.RULES,
-    *task.RULES,
-    *fine_tuning.RULES,
 )
+
+
+def rules_of(run: RunConfig) -> tuple[Rule, ...]:
+    """Those of every run, and those that its recipe's own settings bring."""
+    return (*RULES, *run.recipe.rules())
 
 
 def check(run: RunConfig) -> None:
@@ -71,7 +72,7 @@ def failures(run: RunConfig, *, faulted: Collection[str] = ()) -> list[str]:
             problems.append(sentence)
         wrong.add(spec.positive)
     known = without(run, _unknown_fields(run, wrong)) if wrong else run
-    for rule in RULES:
+    for rule in rules_of(run):
         with contextlib.suppress(UnknownSettingError):
             if sentence := rule(known):
                 problems.append(sentence)
@@ -89,7 +90,7 @@ def _unknown_fields(run: RunConfig, wrong: Collection[str]) -> set[str]:
 def remarks(run: RunConfig) -> list[str]:
     """What a user should know about settings that are sound but have no effect, or another one than it seems."""
     unused = [f"{', '.join(flags)}: no effect{reason}" for flags, reason in no_effect.without_effect(run)]
-    return unused + [sentence for rule in remarking.RULES if (sentence := rule(run))]
+    return unused + [sentence for rule in (*remarking.RULES, *run.recipe.remarks()) if (sentence := rule(run))]
 
 
 def listed(problems: Sequence[str], *, of: str = "settings") -> str:

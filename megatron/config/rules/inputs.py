@@ -7,7 +7,6 @@ import re
 from megatron.config.data import DEFAULT_SPLIT
 from megatron.config.rules.sizes import multiples_near
 from megatron.config.run import RunConfig
-from megatron.config.task import OwnDataConfig
 
 
 def one_data_source(run: RunConfig) -> str | None:
@@ -23,7 +22,7 @@ def one_data_source(run: RunConfig) -> str | None:
     ]
     if len(named) > 1:
         return f"{' and '.join(named)} exclude each other; keep one"
-    if not named and run.find(OwnDataConfig) is None:
+    if not named and not run.recipe.reads_own_data:
         return "there is no data: give --data-path PREFIX (of PREFIX.bin and PREFIX.idx), or --mock-data"
     return None
 

@@ -6,7 +6,6 @@ from megatron.config.bert import BertConfig
 from megatron.config.rules.profiling import needs_a_gpu
 from megatron.config.rules.sizes import LENGTHS, length_in
 from megatron.config.run import RunConfig
-from megatron.config.task import TaskConfig
 
 
 def sequence_parallel_needs_tensor_ranks(run: RunConfig) -> str | None:
@@ -62,21 +61,6 @@ def nan_check_is_off(run: RunConfig) -> str | None:
     if run.precision.fp16 and run.precision.loss_scale is None:
         return "the check for losses that are not finite is off: with --fp16 and a dynamic loss scale they are skipped"
     return None
-
-
-def epochs_set_the_pace(run: RunConfig) -> str | None:
-    """A fine-tuning is evaluated after each epoch, on all data, and drops no sample."""
-    task = run.find(TaskConfig)
-    if task is None or task.answers is None:
-        return None
-    fields = ("eval_interval", "eval_iters")
-    named = [f"--{field.replace('_', '-')}" for field in fields if run.given(field)] + ["--keep-last"] * task.keep_last
-    if not named:
-        return None
-    return (
-        f"{', '.join(named)}: no effect with --task {task.task}: each epoch ends with scores of all --valid-data, and "
-        "no sample is dropped"
-    )
 
 
 def gelu_without_biases(run: RunConfig) -> str | None:
@@ -142,7 +126,6 @@ RULES = (
     saving_without_an_interval,
     default_split,
     nan_check_is_off,
-    epochs_set_the_pace,
     gelu_without_biases,
     gelu_of_the_word_head,
     mean_of_a_step,

@@ -7,7 +7,6 @@ from itertools import pairwise
 from megatron.config.batch_ramp import read_batch_steps
 from megatron.config.rules.sizes import divisors, multiples_near, some
 from megatron.config.run import RunConfig
-from megatron.config.task import TaskConfig
 from megatron.errors import ConfigError
 
 _MOST_MICROBATCHES = 100_000
@@ -98,7 +97,7 @@ def length_is_given(run: RunConfig) -> str | None:
     iters, samples = run.training.train_iters, run.training.train_samples
     if iters is not None and samples is not None:
         return f"--train-iters {iters} and --train-samples {samples} exclude each other; keep one"
-    if iters is None and samples is None and not run.training.skip_train and run.find(TaskConfig) is None:
+    if iters is None and samples is None and not run.training.skip_train and not run.recipe.trains_in_epochs:
         return "the run has no length: give --train-iters or --train-samples"
     return None
 

@@ -13,9 +13,9 @@ import pytest
 from megatron.config import RunConfig
 from megatron.config.dry_run import dry_run_report
 from megatron.config.report import axes, count, gigabytes, layout_report, stages_report
-from megatron.config.task import TaskConfig
 from megatron.config.vocabulary import vocabulary_size
 from megatron.errors import ConfigError
+from tasks.settings import TaskConfig
 from tests.unit.config.command_lines import parse, words
 
 REPOSITORY = Path(__file__).parents[3]

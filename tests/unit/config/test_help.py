@@ -7,8 +7,8 @@ import pytest
 from megatron.config.data import DataConfig
 from megatron.config.help import format_help
 from megatron.config.run import RunConfig
-from megatron.config.task import TaskConfig
 from megatron.config.trained_model import TrainedModelConfig
+from tasks.settings import TaskConfig
 
 
 def test_a_task_opens_with_its_own_flags_and_requires_only_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:

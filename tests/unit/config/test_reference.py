@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.reference import REFERENCE, SNAPSHOT, reference, snapshot, write
+from tests.golden.regenerate_flags import REFERENCE, SNAPSHOT, reference, snapshot, write
 
 REPOSITORY = Path(__file__).parents[3]
-ADVICE = "the command line changed: run `python -m megatron.config.reference` and review the diff"
+ADVICE = "the command line changed: run `python -m tests.golden.regenerate_flags` and review the diff"
 
 
 @pytest.mark.parametrize(("name", "text"), [(REFERENCE, reference()), (SNAPSHOT, snapshot())])

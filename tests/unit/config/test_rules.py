@@ -18,7 +18,6 @@ from megatron.config.rules import (
     check,
     context,
     failures,
-    fine_tuning,
     inputs,
     layout,
     listed,
@@ -30,14 +29,14 @@ from megatron.config.rules import (
     schedule,
     sentences,
     t5,
-    task,
     training,
 )
 from megatron.config.rules.sizes import divisors, divisors_near, multiples_near, some, tensor_parallel_sizes
 from megatron.config.t5 import T5Config
-from megatron.config.task import TaskConfig
 from megatron.core.optimizer.schedule import Schedule
 from megatron.errors import ConfigError
+from tasks import rules as task_rules
+from tasks.settings import TaskConfig
 from tests.unit.config.command_lines import parse, run_of
 
 FILES = "--tokenizer-type GPT2BPETokenizer --vocab-file v --merge-file m"
@@ -92,17 +91,18 @@ def test_there_are_many() -> None:
 def test_every_rule_has_a_bad_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule that no bad configuration meets may be dead."""
     met = set()
-    monkeypatch.setattr(rules, "RULES", ())
+    known = {*RULES, *task_rules.RULES}
+    monkeypatch.setattr(rules, "rules_of", lambda run: ())
     for changes, without, ranks, message in BAD:
         try:
             run = parsed(changes, without, ranks)
         except ConfigError:
             continue
-        met |= {rule for rule in RULES if (sentence := rule(run)) and sentence in message}
-    assert [rule.__name__ for rule in RULES if rule not in met] == []
+        met |= {rule for rule in (*RULES, *run.recipe.rules()) if (sentence := rule(run)) and sentence in message}
+    assert [rule.__name__ for rule in known - met] == []
 
 
-MODULES = [layout, pipeline, context, model, training, schedule, inputs, sentences, bert, t5, task, fine_tuning]
+MODULES = [layout, pipeline, context, model, training, schedule, inputs, sentences, bert, t5]
 
 
 @pytest.mark.parametrize("module", [*MODULES, remarking])
@@ -114,6 +114,16 @@ def test_every_rule_is_listed(module: ModuleType) -> None:
         if function.__module__ == module.__name__ and not name.startswith("_")
     }
     assert written == set(module.RULES)
+
+
+def test_every_rule_of_tasks_is_listed() -> None:
+    """As above."""
+    written = {
+        function
+        for _, function in inspect.getmembers(task_rules, inspect.isfunction)
+        if "run" in function.__annotations__
+    }
+    assert written == {*task_rules.RULES, *task_rules.REMARKS}
 
 
 GOOD = [
@@ -320,7 +330,7 @@ def test_iterations_of_a_batch_size_schedule() -> None:
 
 def test_every_remark_is_tested() -> None:
     """A remark that no settings cause may be dead."""
-    assert len(REMARKS) == len(remarking.RULES) + len(no_effect.NEEDS) + 1  # two of --pipeline-model-parallel-size
+    assert len(REMARKS) == len(remarking.RULES) + len(task_rules.REMARKS) + len(no_effect.NEEDS) + 1  # two of one flag
     assert len({remark for *_, remark in REMARKS}) == len(REMARKS)
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fsspec.registry import _registry
 
 from megatron.core.files.remote_path import AnyPath, RemotePath, path_of
 from megatron.errors import ConfigError
@@ -113,6 +114,7 @@ def test_answers_of_azure_and_google_are_one_sentence(tmp_path: Path) -> None:
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which package to install, or that there is no such kind of URL."""
     monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.delitem(_registry, "s3", raising=False)  # it may have been imported before
     with pytest.raises(ConfigError, match="s3://bucket/run needs another library: Install s3fs to access S3"):
         path_of("s3://bucket/run").exists()
     with pytest.raises(ConfigError, match="nowhere://x can't be opened: Protocol not known: nowhere"):

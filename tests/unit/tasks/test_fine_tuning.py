@@ -9,11 +9,11 @@ from unittest import mock
 import pytest
 
 from megatron.config.run import RunConfig
-from megatron.config.task import TaskConfig
-from megatron.core.datasets.labelled_files import LabelledText, LabelledTexts
 from megatron.errors import DataError
 from megatron.training.metrics import Evaluation
-from tasks.fine_tuning import Scores, in_iterations, read
+from tasks.fine_tuning.files import LabelledText, LabelledTexts
+from tasks.fine_tuning.run import Scores, in_iterations, read
+from tasks.settings import TaskConfig
 from tests.unit.config.command_lines import words
 
 ROWS = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n0\t1\t2\ta\tb\t0\n"

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megatron.config.run import RunConfig
-from megatron.config.task import HarnessConfig
 from megatron.core.inference.sampling import Sampling
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import ConfigError
@@ -18,6 +17,7 @@ from megatron.training.reading import LoadedModel, load_model
 from megatron.training.recipes.gpt import GPTRecipe
 from tasks.model_args import words_of
 from tasks.registry import DEFAULTS
+from tasks.settings import HarnessConfig
 from tasks.zero_shot.questions import Asked, Questions, cut_at, disjoint_windows, passage_of
 from tests.harness.evaluation import OPENINGS, WIKITEXT_AS_TEXT, SmallGPT2
 from tests.harness.ranks import run_ranks

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from megatron.config.flags import flags_of
-from megatron.config.task import TaskConfig
 from megatron.errors import ConfigError
 from tasks import main as tasks
 from tasks.registry import TASKS
 from tasks.result import check_predictions_dir, check_result_file
+from tasks.settings import TaskConfig
 from tests.end_to_end.commands import ROOT, environment
 
 

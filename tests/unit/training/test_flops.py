@@ -11,13 +11,14 @@ from megatron.config.model import ModelConfig
 from megatron.training.flops import (
     Peak,
     SpeedScale,
-    classification_flops_per_sample,
     data_sheet_peak,
     device_peak,
     gpt_flops_per_sample,
     measured_peak,
     throughput_line,
 )
+from tasks.fine_tuning.recipe import answer_flops
+from tasks.settings import AnswerShape
 
 CPU = torch.device("cpu")
 
@@ -116,7 +117,7 @@ def test_answers_are_layers_for_each_choice_and_a_head_on_one_token() -> None:
     head = nn.Sequential(nn.Linear(config.hidden_size, config.hidden_size), nn.Linear(config.hidden_size, 3))
     with counter:
         head(layers(torch.randn(choices, s, config.hidden_size, requires_grad=True))[:, 0]).sum().backward()
-    counted = classification_flops_per_sample(config, s, choices=choices, classes=3)
+    counted = answer_flops(config, s, AnswerShape(choices=choices, classes=3))
     assert counted == pytest.approx(counter.get_total_flops(), rel=1e-3)
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.config.task import TaskConfig
-from megatron.core.datasets.labelled_files import ANSWERS, LabelledTexts
 from megatron.core.parallel.collectives import all_reduce
 from megatron.core.parallel.context import ParallelContext
+from tasks.fine_tuning.files import ANSWERS, LabelledTexts
+from tasks.settings import TaskConfig
 
 
 class Predictions:

@@ -10,22 +10,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from megatron.config.families import fine_tuned_name
+from megatron.config.model import ModelConfig
 from megatron.config.pipeline import stage_sizes
 from megatron.config.run import RunConfig
-from megatron.config.task import AnswerShape, TaskConfig
 from megatron.core.datasets.build import DatasetSplits
-from megatron.core.datasets.labelled_dataset import EpochsDataset, LabelledDataset, PairLayout
-from megatron.core.datasets.labelled_files import LabelledTexts
 from megatron.core.datasets.masking import check_marks_texts
 from megatron.core.datasets.splits import SplitSizes
-from megatron.core.models.classification import AnswerLogits, BertClassifier
 from megatron.core.models.stage import Stage, stages_of
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, Wires, WireSpec
 from megatron.core.tokenizers.base import MaskingTokenizer, Tokenizer
-from megatron.training.flops import classification_flops_per_sample
+from megatron.training.flops import layers_flops_per_token
 from megatron.training.recipes.parts import hidden_wires, recompute_plan, run_bert
+from tasks.fine_tuning.dataset import EpochsDataset, LabelledDataset, PairLayout
+from tasks.fine_tuning.files import LabelledTexts
+from tasks.fine_tuning.model import AnswerLogits, BertClassifier
+from tasks.settings import AnswerShape, TaskConfig, fine_tuned_name
 
 LOSS, ACCURACY = "lm loss", "accuracy"  # Megatron-LM's name of every loss, which log parsers know
 
@@ -148,10 +148,16 @@ class ClassificationRecipe:
 
     def flops_per_sample(self, run: RunConfig) -> float:
         """Layers over the whole square of attention for each choice, and the head on the first token."""
-        answers = _answers(run)
-        return classification_flops_per_sample(
-            run.model, run.data.seq_length, choices=answers.choices, classes=answers.classes
-        )
+        return answer_flops(run.model, run.data.seq_length, _answers(run))
+
+
+def answer_flops(model: ModelConfig, seq_length: int, answers: AnswerShape) -> float:
+    """Model FLOPs of one sample, forward and backward: layers over the whole square of attention for each choice, and
+    pooler and head on one token of each.
+    """
+    hidden = model.hidden_size
+    head = 6 * hidden * (hidden + answers.classes)
+    return float(answers.choices * (seq_length * layers_flops_per_token(model, seq_length) + head))
 
 
 def _answers(run: RunConfig) -> AnswerShape:

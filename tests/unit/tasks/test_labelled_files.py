@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron.core.datasets.labelled_files import joined, name_in_scores, read_labelled
 from megatron.errors import DataError
+from tasks.fine_tuning.files import joined, name_in_scores, read_labelled
 
 ARTICLE: dict[str, Any] = {
     "id": "high1.txt",

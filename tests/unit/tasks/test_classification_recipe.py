@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from megatron.core.models.classification import AnswerLogits
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.pipeline_parallel.chunk import Microbatch
-from megatron.training.recipes.classification import ACCURACY, LOSS, ClassificationRecipe, LabelledData
+from tasks.fine_tuning.model import AnswerLogits
+from tasks.fine_tuning.recipe import ACCURACY, LOSS, ClassificationRecipe, LabelledData
 
 CONTEXT = ParallelContext.single(dtype=torch.float64)
 RECIPE = ClassificationRecipe("MNLI", LabelledData())

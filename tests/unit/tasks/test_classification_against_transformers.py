@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from megatron.core.models.classification import AnswerLogits, BertClassifier
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.rng import StreamKey
+from tasks.fine_tuning.model import AnswerLogits, BertClassifier
 from tests.unit.models.test_bert_against_transformers import (
     LENGTH,
     batch,

@@ -1,4 +1,4 @@
-"""The reference of all flags, written from the groups by ``python -m megatron.config.reference``."""
+"""The reference of all flags, written from the groups by ``python -m tests.golden.regenerate_flags``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.config.flags import FlagSpec, flags_of, group_name
 from megatron.config.help import default_text, usage
 from megatron.config.legacy_flags import LEGACY_FLAGS
 from megatron.config.run import CORE_GROUPS
-from megatron.config.task import HarnessConfig, TaskConfig
+from tasks.settings import HarnessConfig, TaskConfig
 
 REFERENCE, SNAPSHOT = "docs/flags.md", "tests/golden/flags.txt"
 _OF_FAMILIES = tuple(group for family in FAMILIES.values() for group in family.groups)
@@ -19,7 +19,7 @@ _GROUPS = (*CORE_GROUPS, *_OF_FAMILIES, TaskConfig, HarnessConfig, CommandConfig
 
 _INTRODUCTION = """# Flags
 
-Written by `python -m megatron.config.reference` from the groups in `megatron/config`; do not edit.
+Written by `python -m tests.golden.regenerate_flags` from the groups in `megatron/config`; do not edit.
 
 A value comes from, in this order: the flag; `@FILE` (words as on a command line, with `#` comments) or
 `--config FILE` (YAML or JSON, flat or nested by group); the checkpoint, with `--use-checkpoint-args` (fields marked

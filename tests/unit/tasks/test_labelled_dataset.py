@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.datasets.labelled_dataset import EpochsDataset, LabelledDataset, PairLayout, batches_of_an_epoch
-from megatron.core.datasets.labelled_files import LabelledText, LabelledTexts
 from megatron.core.datasets.loader import build_loader
 from megatron.core.tokenizers.wordpiece import WordPieceTokenizer
 from megatron.errors import DataError
+from tasks.fine_tuning.dataset import EpochsDataset, LabelledDataset, PairLayout, batches_of_an_epoch
+from tasks.fine_tuning.files import LabelledText, LabelledTexts
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "dog", "ran", "##s", "?", "_"]
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]

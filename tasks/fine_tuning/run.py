@@ -7,18 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from megatron.config.run import RunConfig
-from megatron.config.task import TaskConfig
 from megatron.core.checkpointing.find import find_checkpoint
-from megatron.core.datasets.labelled_dataset import batches_of_an_epoch
-from megatron.core.datasets.labelled_files import LabelledTexts, joined, read_labelled
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import DataError
 from megatron.training.loop import train_from_start_to_end
 from megatron.training.metrics import Evaluation
-from megatron.training.recipes.classification import ACCURACY, LOSS, ClassificationRecipe, LabelledData
 from megatron.training.run import Run
-from tasks.predictions import Predictions
+from tasks.fine_tuning.dataset import batches_of_an_epoch
+from tasks.fine_tuning.files import LabelledTexts, joined, read_labelled
+from tasks.fine_tuning.predictions import Predictions
+from tasks.fine_tuning.recipe import ACCURACY, LOSS, ClassificationRecipe, LabelledData
 from tasks.result import TaskResult
+from tasks.settings import TaskConfig
 
 
 def run(config: RunConfig, context: ParallelContext) -> TaskResult:

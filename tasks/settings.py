@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from megatron.config.bert import TOKEN_TYPES
 from megatron.config.flags import check_flags, flag
 from megatron.config.model import ModelConfig
 from megatron.config.recipe import Outline, RecipeConfig
+
+if TYPE_CHECKING:
+    from megatron.config.recipe import Rule
 
 
 @dataclass(frozen=True)
@@ -31,8 +35,24 @@ ZERO_SHOT = ("WIKITEXT103", "LAMBADA", "LM")  # tasks that train nothing
 _RETRIEVAL = "retrieval models are outside this project"
 
 
-class OwnDataConfig:
-    """What commands' groups have in common whose samples don't come from ``--data-path``."""
+def fine_tuned_name(task: str) -> str:
+    """What checkpoints call a BERT with a head for ``task``, which means nothing to another task."""
+    return f"bert-{task.lower()}"
+
+
+class OwnDataConfig(RecipeConfig):
+    """What the groups of commands have in common whose samples don't come from ``--data-path``."""
+
+    @property
+    def reads_own_data(self) -> bool:
+        """From ``--train-data`` and ``--valid-data``, or from the harness."""
+        return True
+
+    def rules(self) -> Sequence[Rule]:
+        """Those of every task."""
+        from tasks.rules import tasks_read_their_own_data
+
+        return (tasks_read_their_own_data,)
 
 
 @check_flags
@@ -46,7 +66,7 @@ class HarnessConfig(OwnDataConfig):
 
 @check_flags
 @dataclass(frozen=True, kw_only=True)
-class TaskConfig(OwnDataConfig, RecipeConfig):
+class TaskConfig(OwnDataConfig):
     """Flags of tasks/main.py alone."""
 
     task: Literal["WIKITEXT103", "LAMBADA", "LM", "RACE", "MNLI", "QQP"] = flag(
@@ -81,6 +101,18 @@ class TaskConfig(OwnDataConfig, RecipeConfig):
         default=None,
     )
     result_file: str | None = flag("JSON file for the result, with its data, checkpoint and settings.", default=None)
+
+    def rules(self) -> Sequence[Rule]:
+        """Each says which of the flags of tasks/main.py it has a use for."""
+        from tasks.rules import RULES
+
+        return RULES
+
+    def remarks(self) -> Sequence[Rule]:
+        """About flags of training that fine-tuning doesn't read."""
+        from tasks.rules import REMARKS
+
+        return REMARKS
 
     @property
     def answers(self) -> AnswerShape | None:

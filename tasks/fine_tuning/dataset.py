@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from megatron.core.datasets.index_build import random_state
 from megatron.core.datasets.index_cache import digest_of
-from megatron.core.datasets.labelled_files import LabelledTexts
 from megatron.core.datasets.samples import Sample
 from megatron.core.tokenizers.base import MaskingTokenizer
 from megatron.errors import DataError
+from tasks.fine_tuning.files import LabelledTexts
 
 COUNTS_FOR_NOTHING = -1
 
