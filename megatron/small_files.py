@@ -66,6 +66,11 @@ def read_bytes(
     return content
 
 
+def read_text(path: OpenedByPath, *, where: str, error: type[MegatronError], most_bytes: int = SETTINGS_BYTES) -> str:
+    """As ``read_bytes``, decoded from UTF-8, with or without a byte order mark."""
+    return _text(read_bytes(path, where=where, error=error, most_bytes=most_bytes), where, error)
+
+
 def parse_json(text: str | bytes, kind: Any = Any, *, where: str, error: type[MegatronError]) -> Any:
     """The value of a JSON text, as ``kind``; raises ``error``."""
 
@@ -99,24 +104,34 @@ def parse_yaml(text: str | bytes, *, where: str, error: type[MegatronError]) -> 
     """
     import yaml
 
-    try:
-        loader = yaml.SafeLoader(_text(text, where, error))
+    class Loader(yaml.SafeLoader):
         depth = 0
-        for event in yaml.parse(_text(text, where, error), Loader=yaml.SafeLoader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > MOST_DEPTH:
-                raise _too_deep(where, error)
-            if isinstance(event, yaml.AliasEvent):
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            """One node, unless it is an alias or too deep."""
+            if self.check_event(yaml.AliasEvent):
+                event = self.get_event()  # type: ignore[no-untyped-call]
                 raise error(
                     f"{where}:{_line(event.start_mark)} has the alias *{event.anchor}; write out what it stands for"
                 )
+            if self.depth > MOST_DEPTH:
+                raise _too_deep(where, error)
+            self.depth += 1
+            node = super().compose_node(parent, index)
+            self.depth -= 1
+            return node
+
+    try:
+        loader = Loader(_text(text, where, error))
         node = loader.get_single_node()
         for scalar in _scalars(node, where, error):
             _check_scalar(scalar, where, error)
         return None if node is None else loader.construct_document(node)
     except yaml.MarkedYAMLError as damage:
         raise error(f"{where}:{_line(damage.problem_mark)} is not YAML: {damage.problem}") from None
-    except (yaml.YAMLError, ValueError) as damage:
+    except MegatronError:
+        raise
+    except Exception as damage:  # of wrong words PyYAML raises almost anything
         raise error(f"{where} is not YAML: {str(damage).partition(chr(10))[0]}") from None
 
 
@@ -189,7 +204,7 @@ class _Reader:
             raise self.wrong(value, _words(kind), key)
         if dataclasses.is_dataclass(kind):
             return self.fields(value, kind, key)
-        if origin in (dict, Mapping, types.MappingProxyType) or origin is _ABSTRACT_MAPPING:
+        if origin in (dict, Mapping):
             return {name: self.read(each, arguments[1], _joined(key, name)) for name, each in value.items()}
         if origin in (list, tuple):
             items = [self.read(each, arguments[0], f"{key}[{number}]") for number, each in enumerate(value)]
@@ -211,9 +226,6 @@ class _Reader:
         return self.error(f"{where} {_shown(value)}; expected {expected}")
 
 
-_ABSTRACT_MAPPING = get_origin(Mapping[str, int])
-
-
 def _is_of(value: Any, kind: Any) -> bool:
     """Whether a value is of the kind, on the outside."""
     origin = get_origin(kind) or kind
@@ -223,7 +235,7 @@ def _is_of(value: Any, kind: Any) -> bool:
         return True
     if origin is Literal:
         return value in get_args(kind)
-    if dataclasses.is_dataclass(origin) or origin is _ABSTRACT_MAPPING:
+    if dataclasses.is_dataclass(origin) or origin is Mapping:
         return isinstance(value, dict)
     if origin in (list, tuple):
         return isinstance(value, list)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from megatron.config.renamed_flags import ZERO
+from megatron.errors import ConfigError
+from megatron.small_files import Between, check_kinds
 
 DEEPSPEED_CONFIG = ("--deepspeed-config", "--deepspeed_config")
 
@@ -45,9 +47,32 @@ class DeepSpeedSettings:
     without_effect: tuple[str, ...]
 
 
-def deepspeed_settings(config: Mapping[str, Any]) -> DeepSpeedSettings:
-    """The settings that the mapping of a DeepSpeed configuration file asks for; ``"auto"`` asks for nothing."""
+# what those keys hold, and others that are looked at
+_KINDS: Mapping[str, Any] = {
+    "train_batch_size": int,
+    "train_micro_batch_size_per_gpu": int,
+    "gradient_clipping": float,
+    "fp16.enabled": bool,
+    "fp16.loss_scale": float,
+    "fp16.loss_scale_window": int,
+    "fp16.hysteresis": int,
+    "fp16.min_loss_scale": float,
+    "fp16.initial_scale_power": Annotated[float, Between(0, 127)],
+    "bf16.enabled": bool,
+    "zero_optimization.stage": Literal[0, 1, 2, 3],
+    "zero_optimization.offload_optimizer.device": str,
+    "zero_optimization.offload_param.device": str,
+    **{f"{name}.enabled": bool for name in _REFUSED},
+}
+
+
+def deepspeed_settings(config: Mapping[str, Any], *, where: str) -> DeepSpeedSettings:
+    """The settings that the mapping of a DeepSpeed configuration file asks for; ``"auto"`` asks for nothing.
+
+    Raises ConfigError for values of a wrong type; ``where``: what it calls the file.
+    """
     entries = {key: value for key, value in _flat(config) if value not in ("auto", None)}
+    check_kinds(entries, _KINDS, where=where, error=ConfigError)
     for half in ("fp16", "bf16"):
         if not entries.get(f"{half}.enabled"):
             entries = {key: value for key, value in entries.items() if not key.startswith(f"{half}.")}
@@ -56,7 +81,7 @@ def deepspeed_settings(config: Mapping[str, Any]) -> DeepSpeedSettings:
     asked = [(key, field, entries.pop(key)) for key, field in _SAME_VALUE.items() if key in entries]
     if "fp16.initial_scale_power" in entries:
         power = entries.pop("fp16.initial_scale_power")
-        asked.append(("fp16.initial_scale_power", "initial_loss_scale", 2.0 ** float(power)))
+        asked.append(("fp16.initial_scale_power", "initial_loss_scale", 2.0**power))
     stage = entries.pop("zero_optimization.stage", 0)
     refused = [f"zero_optimization.stage {stage}: {ZERO}"] if stage not in (0, 1) else []
     if stage == 1:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import ConfigError
-from megatron.small_files import parse_json, parse_yaml, read_bytes
+from megatron.small_files import parse_json, parse_yaml, read_text
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,6 @@ def read_settings(path: str, *, flag: str = "--config") -> dict[str, Any]:
 
 def _read(path: Path, prefix: str) -> str:
     try:
-        return read_bytes(path, where=f"{prefix}{path}", error=ConfigError).decode("utf-8")
+        return read_text(path, where=f"{prefix}{path}", error=ConfigError)
     except OSError as error:
         raise ConfigError(f"{prefix}{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{prefix}{path} is not a text file in UTF-8") from None

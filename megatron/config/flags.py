@@ -133,10 +133,13 @@ class FlagSpec:
         return converted if self.is_list else converted[0]
 
     def restore(self, saved: Any) -> Any:
-        """The field's value from what JSON kept of it; raises ConfigError for a value that is none."""
+        """The field's value from what JSON kept of it; raises ConfigError for a value that no flag could give."""
         if saved is None:
             return None
-        return () if saved == [] else self.convert(saved)
+        value = () if saved == [] else self.convert(saved)
+        if wrong := self.out_of_bounds(value):
+            raise ConfigError(wrong)
+        return value
 
     def _convert_one(self, raw: Any) -> Any:
         if isinstance(raw, (bool, list, dict)) or raw is None:

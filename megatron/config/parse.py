@@ -279,7 +279,7 @@ class Intake:
     def _take_deepspeed(self, flag: str, path: str) -> None:
         """DeepSpeed's configuration file: settings that no flag gives, and contradictions of those that one does."""
         try:
-            settings = deepspeed_settings(read_settings(path, flag=flag))
+            settings = deepspeed_settings(read_settings(path, flag=flag), where=f"{flag} {path}")
         except ConfigError as error:
             self._wrong_file(str(error))
             return

@@ -299,7 +299,7 @@ def _group_from_json(kind: type, values: Mapping[str, Any]) -> Any:
             f"the saved settings have {group_name(kind)}.{unknown[0]}, which this version does not know: "
             "they were written by another version"
         )
-    missing = sorted(name for name, spec in known.items() if spec.required and name not in values)
+    missing = sorted(name for name, spec in known.items() if spec.required and values.get(name) is None)
     if missing:
         raise ConfigError(f"the saved settings lack {group_name(kind)}.{missing[0]}")
     return kind(**{name: known[name].restore(value) for name, value in values.items()})

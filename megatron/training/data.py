@@ -26,7 +26,8 @@ from megatron.core.parallel.rng import StreamKey
 from megatron.core.pipeline_parallel.chunk import Microbatch
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.errors import RESTART_CANNOT_HELP, DataError, ParallelError
+from megatron.errors import RESTART_CANNOT_HELP, CheckpointError, DataError, ParallelError
+from megatron.small_files import as_kind
 from megatron.training.preflight import split_sizes
 from megatron.training.recipe import Recipe, stages_here
 
@@ -80,7 +81,10 @@ class TrainingData:
         train = self._splits.train
         if train is None or not phases:
             return
-        before, data = [Phase.from_json(phase) for phase in phases], self._config.data
+        before, data = (
+            as_kind(phases, list[Phase], where="the checkpoint's data_phases", error=CheckpointError),
+            self._config.data,
+        )
         self._phases = next_phases(before, mix_of(train), consumed=consumed_samples)
         if len(self._phases) > 1 and (data.data_order == "megatron" or data.dataloader_type == "cyclic"):
             flag = "--data-order megatron" if data.data_order == "megatron" else "--dataloader-type cyclic"

@@ -25,7 +25,7 @@ from megatron.core.files.writable import try_to_write
 from megatron.core.parallel.collectives import all_reduce
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.sharding import ShardedState
-from megatron.errors import RESTART_MAY_HELP, CheckpointError
+from megatron.errors import CheckpointError
 from megatron.training.run import Run
 from megatron.training.stop import NonFiniteError
 
@@ -52,7 +52,8 @@ class Saver:
         loaded = None if run.loaded_from is None else path_of(run.loaded_from).parent
         self._saved_at = run.progress.iteration if loaded == self._root else None
         self._staging = Staging() if run.config.checkpoint.async_save else None
-        self._tokenizer = _tokenizer_files(run)
+        # What every checkpoint keeps of the tokenizer, as it is at the start; rank 0 writes it.
+        self._tokenizer = files_to_keep(run.config.tokenizer) if run.context.mesh.world_rank == 0 else {}
 
     def save(self) -> None:
         """Save the run as it is now; with ``--async-save``, return when the tensors have been copied.
@@ -118,17 +119,6 @@ class Saver:
             note_progress(self._root, run, pending.samples, f"saved checkpoint\titeration: {pending.iteration}")
 
 
-def _tokenizer_files(run: Run) -> dict[str, bytes]:
-    """What every checkpoint of the run keeps of its tokenizer, as it is at the start; on rank 0, which writes it."""
-    if run.context.mesh.world_rank != 0:
-        return {}
-    try:
-        return files_to_keep(run.config.tokenizer)
-    except (OSError, CheckpointError) as error:
-        logger.warning("checkpoints won't hold the tokenizer, whose files are needed beside them: %s", error)
-        return {}
-
-
 @contextmanager
 def saving(run: Run, still_held: StillHeld = lambda: None) -> Iterator[Saver]:
     """A run's saver; a save under way is finished when the block ends, also by a loss that is not a number."""
@@ -157,10 +147,7 @@ def holding_save_folder(config: RunConfig, context: ParallelContext) -> Iterator
 
     with ExitStack() as stack:
         if save is not None and not config.training.skip_train:
-            try:
-                run_on_first(lambda: checks.append(stack.enter_context(held(path_of(save)))), context.mesh)
-            except CheckpointError as error:
-                raise CheckpointError(str(error), exit_code=RESTART_MAY_HELP) from error
+            run_on_first(lambda: checks.append(stack.enter_context(held(path_of(save)))), context.mesh)
         yield still_held
 
 

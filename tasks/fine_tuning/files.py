@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.core.tokenizers.text_files import parse_json
+from megatron.core.tokenizers.text_files import parse_line
 from megatron.errors import DataError
 
 MNLI_LABELS = {"contradiction": 0, "entailment": 1, "neutral": 2}
@@ -123,7 +123,7 @@ def _questions(line: str, file: Path, number: int) -> Iterator[LabelledText]:
     """The samples of one line: each question with its four options."""
     where = f"{file}:{number}"
     try:
-        content = parse_json(line)
+        content = parse_line(line)
     except DataError as error:
         raise DataError(f"{where} is {error}; each line of RACE's files is JSON that holds an article") from None
     article = _member(content, "article", str, where)

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.config.run import RunConfig
 from megatron.core.inference.scoring import Passage, TextScore
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.tokenizers.text_files import parse_json
+from megatron.core.tokenizers.text_files import parse_line
 from megatron.errors import DataError
 from megatron.training.progress import ProgressLine, Work, duration
 from megatron.training.reading import Likelihoods, LoadedModel, load_model
@@ -39,7 +39,7 @@ def json_lines(path: Path, *, key: str) -> Iterator[tuple[str, str]]:
 
 def _text_of(line: str, key: str, *, where: str) -> str:
     try:
-        document = parse_json(line)
+        document = parse_line(line)
     except DataError as error:
         raise DataError(f"{where} is {error}") from None
     if not isinstance(document, dict) or not isinstance(document.get(key), str):

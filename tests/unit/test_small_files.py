@@ -106,6 +106,11 @@ def test_hostile_yaml_ends_at_once() -> None:
             "'tag:yaml.org,2002:python/object/apply:os.system'"
         ),
         "a: [": "x:1 is not YAML: expected the node content, but found '<stream end>'",
+        'a: !!float "_"': "x is not YAML: string index out of range",
+        'a: !!bool "x"': "x is not YAML: 'x'",
+        'a: !!int ""': "x is not YAML: string index out of range",
+        'a: !!timestamp "x"': "x:1 has x, which YAML takes for a date; put it in quotes",
+        "? [a, {}]\n: 1": "x:1 is not YAML: found unhashable key",
     }.items():
         with pytest.raises(ConfigError) as caught:
             parse_yaml(text, where="x", error=ConfigError)

@@ -5,8 +5,12 @@ What it says is checked against itself: boxes lie in their tensors, and numbers 
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from operator import add, gt
 from typing import IO, Any
 
 import torch
@@ -20,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron.core.checkpointing.unpickling import STOOD_IN_FOR, Builders, StandIn, key_of, mapping_of, unpickle
+from megatron.core.checkpointing.unpickling import MOST_DIMS, STOOD_IN_FOR, Builders, StandIn, mapping_of, unpickle
 from megatron.errors import CheckpointError
 
 _DCP = "torch.distributed.checkpoint."
@@ -45,6 +49,19 @@ _NAMES = (
 )
 
 
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """A million new containers, none of them garbage, would be searched through over and over."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_without_garbage_collection()
 def read_table(file: IO[bytes], *, is_foreign: bool) -> Metadata:
     """The table of contents in ``file``; CheckpointError, or almost any other error, where it is none.
 
@@ -60,14 +77,17 @@ def read_table(file: IO[bytes], *, is_foreign: bool) -> Metadata:
         for chunk in entry.chunks:
             place = places.get(MetadataIndex(name, chunk.offsets))
             if place is None or math.prod(chunk.sizes) * entry.properties.dtype.itemsize > place.length:
-                raise CheckpointError(f"a box of {name} at {list(chunk.offsets)} has no place that could hold it")
+                raise CheckpointError(
+                    f"tensor {name}, shape {list(entry.size)}, has no storage file listed with room for its chunk "
+                    f"of shape {list(chunk.sizes)} at {list(chunk.offsets)}"
+                )
     return Metadata(entries, storage_data=places)
 
 
 def _fields(value: Any, name: str) -> Mapping[str, Any]:
     """The attributes of what was an instance of DCP's class ``name``."""
     if not isinstance(value, StandIn) or value.stands_for != _DCP + name or not isinstance(value.state, dict):
-        raise CheckpointError(f"{ascii(value)[:60]} is not a {name.rpartition('.')[2]}")
+        raise CheckpointError(f"{_shown(value)} is not a {name.rpartition('.')[2]}")
     return value.state
 
 
@@ -78,26 +98,26 @@ def _entry(name: str, value: Any) -> TensorStorageMetadata | BytesStorageMetadat
     properties, size = fields["properties"], _shape(fields["size"])
     dtype = properties.state[0] if isinstance(properties, StandIn) and properties.state else None
     if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"{name} has no type of numbers")
-    chunks = []
+        raise CheckpointError(f"tensor {name}, shape {list(size)}, has no dtype")
+    chunks, filled = [], 0
     for each in fields["chunks"]:
         chunk = _fields(each, "metadata.ChunkStorageMetadata")
         offsets, sizes = _shape(chunk["offsets"]), _shape(chunk["sizes"])
-        ends = [offset + length for offset, length in zip(offsets, sizes)]
-        if not len(offsets) == len(sizes) == len(size) or any(end > length for end, length in zip(ends, size)):
-            raise CheckpointError(f"a box of {name} at {list(offsets)} lies outside its shape {list(size)}")
+        if not len(offsets) == len(sizes) == len(size) or any(map(gt, map(add, offsets, sizes), size)):
+            raise CheckpointError(
+                f"tensor {name}, shape {list(size)}, has a chunk of shape {list(sizes)} at {list(offsets)}, outside it"
+            )
         chunks.append(ChunkStorageMetadata(offsets, sizes))
-    if sum(math.prod(chunk.sizes) for chunk in chunks) < math.prod(size):
-        raise CheckpointError(f"the boxes of {name} are fewer than its shape {list(size)} needs")
+        filled += math.prod(sizes)
+    if filled < math.prod(size):
+        raise CheckpointError(f"tensor {name}, shape {list(size)}, has chunks for only {filled:,} of its elements")
     return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
 
 
 def _index(value: Any) -> MetadataIndex:
     fields = _fields(value, "metadata.MetadataIndex")
-    offset, hint = fields.get("offset"), fields.get("index")
-    if hint is not None and type(hint) is not int:
-        raise CheckpointError("a box has no number")
-    return MetadataIndex(_text(fields["fqn"]), None if offset is None else _shape(offset), hint)
+    offset = fields.get("offset")
+    return MetadataIndex(_text(fields["fqn"]), None if offset is None else _shape(offset))
 
 
 def _place(value: Any) -> _StorageInfo:
@@ -110,14 +130,26 @@ def _place(value: Any) -> _StorageInfo:
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise CheckpointError(f"{ascii(value)[:60]} is not a name")
+        raise CheckpointError(f"{_shown(value)} is not a name")
     return value
 
 
 def _shape(value: Any) -> torch.Size:
-    if type(value) is not tuple or not all(type(length) is int and 0 <= length < 2**48 for length in value):
-        raise CheckpointError(f"{ascii(value)[:60]} is not a shape")
+    if type(value) is not tuple or len(value) > MOST_DIMS:
+        raise CheckpointError(f"{_shown(value)} is not a shape")
+    for length in value:
+        if type(length) is not int or not 0 <= length < 2**48:
+            raise CheckpointError(f"{_shown(value)} is not a shape")
     return torch.Size(value)
 
 
-_BUILDERS: Builders = {**dict.fromkeys(_NAMES), "torch.Size": key_of, "collections.OrderedDict": mapping_of}
+def _shown(value: Any) -> str:
+    """The beginning of a value, which may be very large."""
+    return ascii(reprlib.repr(value))[1:-1][:60]
+
+
+def _size(dims: Any = ()) -> Any:
+    return dims  # looked at where a shape is needed
+
+
+_BUILDERS: Builders = {**dict.fromkeys(_NAMES), "torch.Size": _size, "collections.OrderedDict": mapping_of}

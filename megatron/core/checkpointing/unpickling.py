@@ -8,10 +8,12 @@ Whatever else the program of the file may need ends the reading.
 
 from __future__ import annotations
 
+import pickle
 import pickletools
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from sys import getsizeof
 from typing import IO, Any
 
 import torch
@@ -25,7 +27,8 @@ and checks it, or None for a ``StandIn``."""
 # Packages whose classes are met in checkpoints and needed by no conversion: random states, enums, plans.
 STOOD_IN_FOR = ("megatron", "transformer_engine", "apex", "numpy", "torch", "signal", "functools", "pathlib", "enum")
 _STOOD_IN_FOR_TOO = "builtins.getattr"  # how Python 3.11 pickles a member of an enum
-_MOST_VALUES, _MOST_DEPTH = 10_000_000, 100
+_MOST_SHARED, _MOST_DEPTH, _MOST_COPIED_BYTES = 300_000, 100, 1 << 24
+MOST_DIMS = 64
 
 
 @dataclass(eq=False, slots=True, repr=False)
@@ -50,60 +53,87 @@ def unpickle(
     """The value of the pickle at the position of ``file``, which is left behind the pickle's end.
 
     Names that are neither in ``builders`` nor of a package in ``stood_in_for`` raise CheckpointError; so do objects
-    within themselves or too large when written out. ``storage``: what a persistent id stands for. A damaged pickle
-    raises almost anything.
+    within themselves, and shared ones that make the value far larger than its file when written out. ``storage``: what
+    a persistent id stands for. A damaged pickle raises almost anything.
     """
-    machine = _Machine(builders, stood_in_for, storage)
-    for opcode, argument, _ in pickletools.genops(file):
-        if opcode.name in _VALUES:
-            machine.stack.append(argument)
-        elif opcode.name in _OPERATIONS:
-            _OPERATIONS[opcode.name](machine, argument)
-        elif opcode.name != "STOP":
-            raise CheckpointError(f"it uses {opcode.name}, which no checkpoint needs")
+    machine, begin = _Machine(file, builders, stood_in_for, storage), file.tell()
+    machine.run()
     value = machine.stack.pop()
-    _measure(value, {}, depth=0)
+    _check_bounds(value, most=_MOST_SHARED + file.tell() - begin)
     return value
 
 
 class _Machine:
     """The state of a pickle being read. Only objects made here are changed, by their own type's means."""
 
-    def __init__(self, builders: Builders, stood_in_for: tuple[str, ...], storage: Callable[[Any], Any] | None) -> None:
+    def __init__(
+        self,
+        file: IO[bytes],
+        builders: Builders,
+        stood_in_for: tuple[str, ...],
+        storage: Callable[[Any], Any] | None,
+    ) -> None:
         self.stack: list[Any] = []
-        self.marked: list[list[Any]] = []
+        self.marks: list[int] = []  # lengths of the stack
         self.memo: dict[int, Any] = {}
-        self._builders, self._stood_in_for, self._storage = builders, stood_in_for, storage
+        self._copied_bytes = 0
+        self._file, self._builders, self._stood_in_for, self._storage = file, builders, stood_in_for, storage
+
+    def run(self) -> None:
+        """Carry out all operations up to STOP; the commonest, over half of all, in place."""
+        read, stack, memo = self._file.read, self.stack, self.memo
+        while (code := read(1)) != pickle.STOP:
+            if code == pickle.MEMOIZE:
+                memo[len(memo)] = stack[-1]
+            elif code == pickle.BINGET:
+                stack.append(memo[read(1)[0]])
+            elif code == pickle.LONG_BINGET:
+                stack.append(memo[int.from_bytes(read(4), "little")])
+            elif code == pickle.BININT1:
+                stack.append(read(1)[0])
+            elif code in _OPERATIONS:
+                operation, read_argument = _OPERATIONS[code]
+                if read_argument is None:
+                    operation(self)
+                else:
+                    operation(self, read_argument(self._file))
+            elif name := _OTHERS.get(code):
+                raise CheckpointError(f"it uses {name}, which no checkpoint needs")
+            else:
+                raise ValueError(f"no operation of a pickle ends at byte {self._file.tell():,}")
 
     def push(self, value: Any) -> None:
         self.stack.append(value)
 
+    def ignore(self, _: Any) -> None:
+        pass
+
     def pop(self) -> None:
-        if self.stack:
-            self.stack.pop()
+        if self.marks and self.marks[-1] == len(self.stack):
+            self.marks.pop()
         else:
-            self.since_mark()
+            self.stack.pop()
 
     def mark(self) -> None:
-        self.marked.append(self.stack)
-        self.stack = []
+        self.marks.append(len(self.stack))
 
     def since_mark(self) -> list[Any]:
-        found, self.stack = self.stack, self.marked.pop()
+        begin = self.marks.pop()
+        found = self.stack[begin:]
+        del self.stack[begin:]
         return found
 
-    def tuple_of(self, count: int) -> None:
-        if count > len(self.stack):
-            raise CheckpointError("it takes more values than it has made")
-        self.stack[-count:] = [tuple(self.stack[-count:])]
+    def put(self, place: int) -> None:
+        self.memo[place] = self.stack[-1]
 
-    def memoize(self, place: int | None = None) -> None:
-        self.memo[len(self.memo) if place is None else place] = self.stack[-1]
+    def get(self, place: int) -> None:
+        self.stack.append(self.memo[place])
 
     def name(self, module: Any, name: Any) -> None:
         """A global: one of torch's types of numbers, or a record of the name."""
         module = "builtins" if module == "__builtin__" else module  # as Python 2 called it, and protocol 2 does
         full = f"{module}.{name}" if type(module) is type(name) is str else ""
+        self._count_copied(full)
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             self.push(dtype)
         elif full in self._builders or self._is_stood_in_for(full):
@@ -114,25 +144,37 @@ class _Machine:
     def _is_stood_in_for(self, full: str) -> bool:
         return bool(self._stood_in_for) and (full.split(".")[0] in self._stood_in_for or full == _STOOD_IN_FOR_TOO)
 
-    def call(self, function: Any, arguments: Any) -> None:
+    def call(self) -> None:
+        arguments, function = self.stack.pop(), self.stack.pop()
         if not isinstance(function, StandIn) or function.arguments is not None or type(arguments) is not tuple:
             raise CheckpointError(f"it calls a {type(function).__name__}, which is not callable")
         build = self._builders.get(function.stands_for)
-        self.push(build(*arguments) if build else StandIn(function.stands_for, arguments))
+        if build is None:
+            self.stack.append(StandIn(function.stands_for, arguments))
+            return
+        self._count_copied(*arguments)
+        self.stack.append(build(*arguments))
+
+    def _count_copied(self, *values: Any) -> None:
+        """Bound what all copies take together: of one large object a short file can ask for any number."""
+        self._copied_bytes += sum(map(getsizeof, values))
+        if self._copied_bytes > _MOST_COPIED_BYTES + self._file.tell():
+            raise CheckpointError("it copies the same objects so often that they are far larger than its file")
 
     def persistent(self, identity: Any) -> None:
         if self._storage is None:
             raise CheckpointError("it names tensors outside of it")
         self.push(self._storage(identity))
 
-    def set_state(self, state: Any) -> None:
-        target = self.stack[-1]
+    def set_state(self) -> None:
+        state, target = self.stack.pop(), self.stack[-1]
         if isinstance(target, StandIn) and target.arguments is not None:
             target.state = state
         elif type(target) is Namespace:
+            self._count_copied(state)
             vars(target).update((key, value) for key, value in state.items() if type(key) is str)
         elif type(target) is not dict:  # an OrderedDict has attributes, which nobody needs
-            raise CheckpointError(f"it sets attributes of {target!r}"[:200])
+            raise CheckpointError(f"it sets attributes of a {type(target).__name__}")
 
     def append(self, values: list[Any]) -> None:
         target = self.stack[-1]
@@ -146,7 +188,8 @@ class _Machine:
     def set_items(self, values: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) is dict:
-            target.update(zip(map(key_of, values[::2]), values[1::2], strict=True))
+            for key, value in zip(values[::2], values[1::2], strict=True):
+                target[key if type(key) is str else key_of(key)] = value
         elif not isinstance(target, StandIn):
             raise CheckpointError(f"it sets items of a {type(target).__name__}")
 
@@ -157,12 +200,13 @@ class _Machine:
 
     def make_instance(self) -> None:
         function, *arguments = self.since_mark()
-        self.call(function, tuple(arguments))
+        self.stack += [function, tuple(arguments)]
+        self.call()
 
 
 def key_of(value: Any, *, nested: bool = False) -> Any:
     """``value`` if it may be a key: Python's hash of deeply nested tuples overflows the stack of the process."""
-    if type(value) is tuple and not nested:
+    if type(value) is tuple and not nested and len(value) <= MOST_DIMS:
         return tuple(key_of(each, nested=True) for each in value)
     if value is None or type(value) in (str, int, float, bool, bytes, torch.dtype, StandIn):
         return value
@@ -174,73 +218,83 @@ def mapping_of(items: Any = ()) -> dict[Any, Any]:
     return {key_of(key): value for key, value in items}
 
 
-def _measure(value: Any, known: dict[int, tuple[int, int]], *, depth: int) -> tuple[int, int]:
-    """How many values ``value`` has when written out, and how deep; CheckpointError where that has no bounds."""
-    if isinstance(value, Namespace):
+def _check_bounds(value: Any, most: int) -> None:
+    """Raise CheckpointError where ``value`` has more than ``most`` values when written out, or is nested too deep."""
+    level: list[Any] = [[value]]  # what is at one depth; of what it holds, only what may hold more
+    for _ in range(_MOST_DEPTH):
+        below: list[Any] = []
+        for each in level:
+            parts = _parts(each)
+            most -= len(parts)
+            if most < 0:
+                raise CheckpointError("it refers to the same objects so often that it is far larger than its file")
+            below += [part for part in parts if type(part) in _HOLDERS]
+        level = below
+        if not level:
+            return
+    raise CheckpointError(f"it is nested more than {_MOST_DEPTH} deep, or holds objects within themselves")
+
+
+def _parts(value: Any) -> Any:
+    if type(value) is StandIn:
+        return value.arguments, value.state
+    if type(value) is Namespace:
         value = vars(value)
-    if not isinstance(value, (dict, list, tuple, set)):
-        return 1, 0
-    if id(value) not in known:
-        if depth > _MOST_DEPTH:
-            raise CheckpointError(f"it is nested more than {_MOST_DEPTH} deep")
-        known[id(value)] = _MOST_VALUES, 0  # while it is open: within itself it has no end
-        parts = [_measure(each, known, depth=depth + 1) for each in _children(value)]
-        known[id(value)] = 1 + sum(size for size, _ in parts), 1 + max((height for _, height in parts), default=0)
-    size, height = known[id(value)]
-    if size > _MOST_VALUES or depth + height > 2 * _MOST_DEPTH:
-        raise CheckpointError(f"it holds objects within themselves, or more than {_MOST_VALUES:,} values")
-    return size, height
+    return [*value, *value.values()] if type(value) is dict else value
 
 
-def _children(value: Any) -> Any:
-    return value.values() if isinstance(value, dict) else value
-
+_HOLDERS = frozenset({dict, list, tuple, set, StandIn, Namespace})
 
 # Operations whose argument is a value.
-_VALUES = frozenset(
-    ("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT", "STRING", "BINSTRING")
-    + ("SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES")
-    + ("BINBYTES8", "BYTEARRAY8")
+_VALUES = (
+    *("INT", "BININT", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT", "STRING", "BINSTRING"),
+    *("SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES"),
+    *("BINBYTES8", "BYTEARRAY8"),
 )
-_OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
-    "PROTO": lambda machine, _: None,
-    "FRAME": lambda machine, _: None,
-    "NONE": lambda machine, _: machine.push(None),
-    "NEWTRUE": lambda machine, _: machine.push(True),
-    "NEWFALSE": lambda machine, _: machine.push(False),
-    "EMPTY_LIST": lambda machine, _: machine.push([]),
-    "EMPTY_TUPLE": lambda machine, _: machine.push(()),
-    "EMPTY_DICT": lambda machine, _: machine.push({}),
-    "EMPTY_SET": lambda machine, _: machine.push(set()),
-    "MARK": lambda machine, _: machine.mark(),
-    "POP_MARK": lambda machine, _: machine.since_mark().clear(),
-    "POP": lambda machine, _: machine.pop(),
-    "DUP": lambda machine, _: machine.push(machine.stack[-1]),
-    "LIST": lambda machine, _: machine.push(machine.since_mark()),
-    "TUPLE": lambda machine, _: machine.push(tuple(machine.since_mark())),
-    "TUPLE1": lambda machine, _: machine.tuple_of(1),
-    "TUPLE2": lambda machine, _: machine.tuple_of(2),
-    "TUPLE3": lambda machine, _: machine.tuple_of(3),
-    "DICT": lambda machine, _: machine.make_dict(),
-    "FROZENSET": lambda machine, _: machine.push({key_of(each) for each in machine.since_mark()}),
-    "APPEND": lambda machine, _: machine.append([machine.stack.pop()]),
-    "APPENDS": lambda machine, _: machine.append(machine.since_mark()),
-    "ADDITEMS": lambda machine, _: machine.append(machine.since_mark()),
-    "SETITEM": lambda machine, _: machine.set_items([machine.stack.pop(-2), machine.stack.pop()]),
-    "SETITEMS": lambda machine, _: machine.set_items(machine.since_mark()),
-    "PUT": lambda machine, place: machine.memoize(place),
-    "BINPUT": lambda machine, place: machine.memoize(place),
-    "LONG_BINPUT": lambda machine, place: machine.memoize(place),
-    "MEMOIZE": lambda machine, _: machine.memoize(),
-    "GET": lambda machine, place: machine.push(machine.memo[place]),
-    "BINGET": lambda machine, place: machine.push(machine.memo[place]),
-    "LONG_BINGET": lambda machine, place: machine.push(machine.memo[place]),
+_KNOWN: dict[str, Callable[..., None]] = {
+    **dict.fromkeys(_VALUES, _Machine.push),
+    "PROTO": _Machine.ignore,
+    "FRAME": _Machine.ignore,
+    "NONE": lambda machine: machine.stack.append(None),
+    "NEWTRUE": lambda machine: machine.stack.append(True),
+    "NEWFALSE": lambda machine: machine.stack.append(False),
+    "EMPTY_LIST": lambda machine: machine.stack.append([]),
+    "EMPTY_TUPLE": lambda machine: machine.stack.append(()),
+    "EMPTY_DICT": lambda machine: machine.stack.append({}),
+    "EMPTY_SET": lambda machine: machine.stack.append(set()),
+    "MARK": _Machine.mark,
+    "POP_MARK": lambda machine: machine.since_mark().clear(),
+    "POP": _Machine.pop,
+    "DUP": lambda machine: machine.stack.append(machine.stack[-1]),
+    "LIST": lambda machine: machine.stack.append(machine.since_mark()),
+    "TUPLE": lambda machine: machine.stack.append(tuple(machine.since_mark())),
+    "TUPLE1": lambda machine: machine.stack.append((machine.stack.pop(),)),
+    "TUPLE2": lambda machine: machine.stack.append((machine.stack.pop(-2), machine.stack.pop())),
+    "TUPLE3": lambda machine: machine.stack.append(tuple(machine.stack.pop(-3 + at) for at in range(3))),
+    "DICT": _Machine.make_dict,
+    "FROZENSET": lambda machine: machine.stack.append({key_of(each) for each in machine.since_mark()}),
+    "APPEND": lambda machine: machine.append([machine.stack.pop()]),
+    "APPENDS": lambda machine: machine.append(machine.since_mark()),
+    "ADDITEMS": lambda machine: machine.append(machine.since_mark()),
+    "SETITEM": lambda machine: machine.set_items([machine.stack.pop(-2), machine.stack.pop()]),
+    "SETITEMS": lambda machine: machine.set_items(machine.since_mark()),
+    "PUT": _Machine.put,
+    "BINPUT": _Machine.put,
+    "LONG_BINPUT": _Machine.put,
+    "GET": _Machine.get,
     "GLOBAL": lambda machine, names: machine.name(*names.split(" ", 1)),
-    "STACK_GLOBAL": lambda machine, _: machine.name(machine.stack.pop(-2), machine.stack.pop()),
-    "REDUCE": lambda machine, _: machine.call(machine.stack.pop(-2), machine.stack.pop()),
-    "NEWOBJ": lambda machine, _: machine.call(machine.stack.pop(-2), machine.stack.pop()),
-    "OBJ": lambda machine, _: machine.make_instance(),
-    "BUILD": lambda machine, _: machine.set_state(machine.stack.pop()),
-    "PERSID": lambda machine, identity: machine.persistent(identity),
-    "BINPERSID": lambda machine, _: machine.persistent(machine.stack.pop()),
+    "STACK_GLOBAL": lambda machine: machine.name(machine.stack.pop(-2), machine.stack.pop()),
+    "REDUCE": _Machine.call,
+    "NEWOBJ": _Machine.call,
+    "OBJ": _Machine.make_instance,
+    "BUILD": _Machine.set_state,
+    "PERSID": _Machine.persistent,
+    "BINPERSID": lambda machine: machine.persistent(machine.stack.pop()),
+}
+# By its byte: what carries out an operation, and what reads its argument from the file; names of all operations.
+_OTHERS = {each.code.encode("latin-1"): each.name for each in pickletools.opcodes}
+_OPERATIONS = {
+    each.code.encode("latin-1"): (_KNOWN[each.name], each.arg and each.arg.reader)
+    for each in pickletools.opcodes
+    if each.name in _KNOWN
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from megatron.core.files.remote_path import AnyPath, RemotePath
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.errors import CheckpointError, MegatronError
+from megatron.small_files import VOCABULARY_BYTES, check_kinds, read_json
 
 FOLDER = "huggingface"
 """Folder beside converted checkpoints that keeps these files."""
@@ -78,24 +78,25 @@ def _wordpiece_file(folder: Path) -> Path | None:
     if (folder / "vocab.txt").is_file():
         return folder / "vocab.txt"
     path = folder / "tokenizer.json"
-    return path if path.is_file() and _json(path).get("model", {}).get("type") == "WordPiece" else None
+    return path if (_json(path, {"model": dict[str, Any]}).get("model") or {}).get("type") == "WordPiece" else None
 
 
 def _is_lower_case(folder: Path) -> bool:
     """Whether the tokenizer lowers letters; BERT's does unless its settings say else."""
-    normalizer = _json(folder / "tokenizer.json").get("normalizer") or {}
-    return bool(_json(folder / "tokenizer_config.json").get("do_lower_case", normalizer.get("lowercase", True)))
+    normalizer = _json(folder / "tokenizer.json", {"normalizer": dict[str, Any]}).get("normalizer") or {}
+    settings = _json(folder / "tokenizer_config.json", {"do_lower_case": bool})
+    return bool(settings.get("do_lower_case", normalizer.get("lowercase", True)))
 
 
-def _json(path: Path) -> Any:
-    """The file's settings; none where it is missing, and CheckpointError where it is damaged."""
+def _json(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
+    """The file's settings, some of the given ``kinds``; none where it is missing, and CheckpointError where it is
+    damaged.
+    """
     if not path.is_file():
         return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from None
-    return found if isinstance(found, dict) else {}
+    found: dict[str, Any] = read_json(path, dict[str, Any], error=CheckpointError, most_bytes=VOCABULARY_BYTES)
+    check_kinds(found, kinds, where=str(path), error=CheckpointError)
+    return found
 
 
 def copied_tokenizer(config: TokenizerConfig, folder: AnyPath) -> TokenizerConfig:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,8 @@ from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.files.remote_path import AnyPath, RemotePath
 from megatron.errors import CheckpointError
 from megatron.small_files import read_bytes
+
+logger = logging.getLogger(__name__)
 
 FOLDER = "tokenizer"
 LARGEST_KEPT = 1 << 26
@@ -44,9 +47,7 @@ _OF_A_FOLDER = (
 
 
 def files_to_keep(config: TokenizerConfig) -> dict[str, bytes]:
-    """The tokenizer's files by their names in a checkpoint. Raises CheckpointError when one is too large to be kept,
-    OSError when it can't be read.
-    """
+    """The tokenizer's files by their names in a checkpoint; warns and gives none if one is too large or unreadable."""
     sources: dict[str, Path] = {}
     for field, names in _NAMES.get(config.tokenizer_type, {}).items():
         path = Path(getattr(config, field))
@@ -56,10 +57,14 @@ def files_to_keep(config: TokenizerConfig) -> dict[str, bytes]:
         folder = given if given.is_dir() else given.parent
         sources = {name: folder / name for name in _OF_A_FOLDER if (folder / name).is_file()}
         sources |= {} if given.is_dir() else {"tokenizer.json": given}
-    return {
-        f"{FOLDER}/{name}": read_bytes(path, where=str(path), error=CheckpointError, most_bytes=LARGEST_KEPT)
-        for name, path in sources.items()
-    }
+    try:
+        return {
+            f"{FOLDER}/{name}": read_bytes(path, where=str(path), error=CheckpointError, most_bytes=LARGEST_KEPT)
+            for name, path in sources.items()
+        }
+    except (OSError, CheckpointError) as error:
+        logger.warning("checkpoints won't hold the tokenizer, whose files are needed beside them: %s", error)
+        return {}
 
 
 def kept_files(tokenizer: Mapping[str, Any], folder: AnyPath) -> dict[str, str]:

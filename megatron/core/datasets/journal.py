@@ -16,6 +16,8 @@ from megatron.core.datasets.files import replaced_file, write_errors
 from megatron.core.datasets.metadata import DatasetMetadata
 from megatron.core.datasets.tally import Tally
 from megatron.core.tokenizers.text_files import STDIN, Position
+from megatron.errors import DataError
+from megatron.small_files import VOCABULARY_BYTES, as_kind, read_json
 
 _REMEDY = "free some space, or write to another folder"
 
@@ -43,13 +45,13 @@ class Journal:
     def read(self) -> Milestone | None:
         """Where to go on; None when nothing is left of an earlier run, or it was another one."""
         try:
-            saved = json.loads(self.path.read_text(encoding="utf-8"))
-            position = Position(**saved["position"])
+            saved = read_json(self.path, dict[str, Any], error=DataError, most_bytes=VOCABULARY_BYTES)
+            position = as_kind(saved["position"], Position, where=str(self.path), error=DataError)
             if not self.possible or saved["settings"] != self._settings or saved["inputs"] != self._files(position):
                 return None
             outputs = {prefix: DatasetMetadata(tokenizer=None, **counts) for prefix, counts in saved["outputs"].items()}
             return Milestone(position, saved["bytes_read"], outputs, Tally.from_json(saved["tally"]))
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, DataError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
     def write(self, milestone: Milestone) -> None:

@@ -7,7 +7,7 @@ digest of their order, not by their paths: data that moved go on, other data beg
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -39,11 +39,6 @@ class Phase:
     def to_json(self) -> dict[str, Any]:
         """The phase, for a checkpoint."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, saved: Mapping[str, Any]) -> Phase:
-        """What ``to_json`` described."""
-        return cls(saved["start"], tuple(MixedSource(**each) for each in saved["sources"]))
 
 
 def samples_taken(phases: Sequence[Phase], *, until: int) -> dict[str, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from megatron.config.data import DataConfig
 from megatron.core.datasets.blend import BlendSpec, parse_blend
 from megatron.core.datasets.splits import SPLITS, SplitName
 from megatron.errors import ConfigError, DataError
+from megatron.small_files import parse_json, read_text
 
 
 @dataclass(frozen=True)
@@ -79,25 +79,15 @@ def read_sources(data: DataConfig) -> dict[SplitName, SplitSources]:
 
 def _per_split(path: str, flag: str) -> dict[SplitName, tuple[str, ...]]:
     """Megatron-LM's file: JSON that maps train, valid and test to lists of words, or to words in one string."""
-    try:
-        found = json.loads(_content(path, "--per-split-data-args-path"))
-        unknown = set(found) - set(SPLITS)
-        lists = {
-            split: tuple(each.split() if isinstance(each, str) else map(str, each)) for split, each in found.items()
-        }
-    except (ValueError, TypeError, AttributeError) as error:
-        raise DataError(
-            f'{flag} cannot be understood ({error}): write {{"train": [WEIGHT, PREFIX, ...], "valid": [PREFIX]}}'
-        ) from None
-    if unknown:
-        raise DataError(f"{flag} has data for {', '.join(sorted(unknown))}; splits are train, valid and test")
-    return lists
+    text = _content(path, "--per-split-data-args-path")
+    found = parse_json(text, dict[str, str | list[str | float]], where=flag, error=DataError)
+    if unknown := sorted(found.keys() - set(SPLITS)):
+        raise DataError(f"{flag} has data for {', '.join(unknown)}; splits are train, valid and test")
+    return {split: tuple(each.split() if isinstance(each, str) else map(str, each)) for split, each in found.items()}
 
 
 def _content(path: str, flag: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_text(Path(path), where=f"{flag} {path}", error=DataError)
     except OSError as error:
         raise DataError(f"{flag} {path} cannot be read: {error.strerror}; give a text file of data paths") from None
-    except UnicodeDecodeError:
-        raise DataError(f"{flag} {path} is not UTF-8: give a text file of data paths") from None

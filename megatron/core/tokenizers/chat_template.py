@@ -20,7 +20,7 @@ from megatron.core.tokenizers.base import check_encodable
 from megatron.core.tokenizers.huggingface import special_tokens
 from megatron.core.tokenizers.rust import RustTokenizer
 from megatron.errors import ConfigError, DataError
-from megatron.small_files import read_json
+from megatron.small_files import read_json, read_text
 
 OWN = "tokenizer"
 """What ``--chat-template`` calls the template beside the tokenizer."""
@@ -172,7 +172,7 @@ def _own_template(folder: Path) -> str:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path, where=f"--chat-template {path}", error=DataError)
     except OSError as error:
         raise ConfigError(f"--chat-template {path}: {error.strerror}; name a file of Jinja, or {OWN}") from None
 

@@ -245,13 +245,13 @@ def read_record(line: bytes) -> dict[str, Any]:
         record, end = None, -1  # the slower way below says what is wrong
     if end == len(text) and isinstance(record, dict):
         return record
-    record = parse_json(text)
+    record = parse_line(text)
     if not isinstance(record, dict):
         raise DataError(f"{_json_kind(record)} where a JSON object belongs")
     return record
 
 
-def parse_json(line: str) -> Any:
+def parse_line(line: str) -> Any:
     """The value that a line spells in JSON; raises DataError with the reason."""
     try:
         return json.loads(line)

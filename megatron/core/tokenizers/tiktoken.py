@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.core.tokenizers.base import check_encodable, fingerprint_of, required_file
 from megatron.errors import ConfigError, DataError
+from megatron.small_files import VOCABULARY_BYTES, read_json
 
 if TYPE_CHECKING:
     from tiktoken import Encoding
@@ -120,12 +120,8 @@ def _special_tokens(spelled: Sequence[str], count: int) -> list[str]:
 
 def _read_ranks(path: Path) -> list[bytes]:
     """The tokens in the order of their rank."""
-    try:
-        entries = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"--tokenizer-model {path} is not JSON: {error}.") from None
-    if not isinstance(entries, list):
-        raise DataError(f"--tokenizer-model {path} holds {type(entries).__name__}, not a list of tokens.")
+    where = f"--tokenizer-model {path}"
+    entries = read_json(path, list[Any], where=where, error=DataError, most_bytes=VOCABULARY_BYTES)
     tokens = [_token(path, rank, entry) for rank, entry in enumerate(entries)]
     if tokens[:256] != [bytes([value]) for value in range(256)]:
         raise DataError(f"--tokenizer-model {path}: ranks 0 to 255 must be the 256 single bytes in order.")

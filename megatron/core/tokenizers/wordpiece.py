@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
@@ -12,6 +12,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from megatron.core.tokenizers.base import extra_id_tokens, required_file
 from megatron.core.tokenizers.rust import RustTokenizer
 from megatron.errors import DataError
+from megatron.small_files import VOCABULARY_BYTES, as_kind, read_json
 
 UNKNOWN = "[UNK]"
 BERT_TOKENS = ("[PAD]", UNKNOWN, "[CLS]", "[SEP]", "[MASK]")
@@ -70,14 +71,14 @@ class WordPieceTokenizer(RustTokenizer):
 def read_pieces(path: Path) -> dict[str, int]:
     """Ids of the pieces in a vocab.txt or a tokenizer.json; DataError for another file."""
     if path.suffix == ".json":
-        try:
-            model = json.loads(path.read_text(encoding="utf-8"))["model"]
-            pieces: dict[str, int] = model["vocab"]
-            is_wordpiece = model["type"] == "WordPiece" and sorted(pieces.values()) == list(range(len(pieces)))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            is_wordpiece = False  # JSON of another kind, or none
-        if not is_wordpiece:
-            raise DataError(f"--vocab-file {path} is not a tokenizer.json of WordPiece; give a vocab.txt.")
+        where = f"--vocab-file {path}"
+        content = read_json(path, dict[str, Any], where=where, error=DataError, most_bytes=VOCABULARY_BYTES)
+        model = as_kind(content.get("model"), dict[str, Any], where=f"{where}: model", error=DataError)
+        if model.get("type") != "WordPiece":
+            raise DataError(f"{where} is not a tokenizer.json of WordPiece; give a vocab.txt.")
+        pieces: dict[str, int] = as_kind(model.get("vocab"), dict[str, int], where=f"{where}: vocab", error=DataError)
+        if sorted(pieces.values()) != list(range(len(pieces))):
+            raise DataError(f"{where}: the ids of vocab are not 0 to {len(pieces) - 1}; give a vocab.txt.")
         return pieces
     try:
         return models.WordPiece.read_file(str(path))

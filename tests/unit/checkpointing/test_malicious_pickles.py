@@ -9,7 +9,9 @@ import copyreg
 import io
 import os
 import pathlib
+import pickle
 import struct
+import time
 import types
 import zipfile
 from collections.abc import Callable, Iterator
@@ -216,3 +218,48 @@ def test_archives_that_say_two_things_are_refused() -> None:
     ):
         with pytest.raises(CheckpointError, match="here is (refused|damaged)"):
             load_torch_bytes(io.BytesIO(content), len(content), name="here")
+
+
+def crafted_tables() -> Iterator[bytes]:
+    """Tables of contents of about 14 kB that share objects, so that they are large when written out."""
+    sizes = torch.Size([1])
+    chunk = dcp_metadata.ChunkStorageMetadata(sizes, sizes)
+    properties = dcp_metadata.TensorProperties(dtype=torch.float32)
+    entry = dcp_metadata.TensorStorageMetadata(properties, sizes, [chunk] * 2500)
+    yield pickle.dumps(dcp_metadata.Metadata({f"{number}": entry for number in range(1500)}))
+    nested: Any = chunk
+    for _ in range(40):
+        nested = dcp_metadata.ChunkStorageMetadata(nested, nested)
+    yield pickle.dumps(nested)
+    entry = dcp_metadata.TensorStorageMetadata(properties, torch.Size([1]), [nested])
+    yield pickle.dumps(dcp_metadata.Metadata({"w": entry}))
+
+
+def test_files_far_larger_when_written_out_are_refused() -> None:
+    """A table of contents of 14 kB took 41 s to read: one list of chunks was shared by thousands of tensors."""
+    for data in crafted_tables():
+        assert len(data) < 25_000
+        began = time.process_time()
+        for read in (read_zip, read_metadata):
+            with pytest.raises(CheckpointError, match="refers to the same objects so often"):
+                read(data)
+        assert time.process_time() - began < 2
+
+
+def test_copies_of_one_large_object_are_bounded() -> None:
+    """A file of 1 MB asks for 300,000 copies of its largest text, or of its longest list, in two bytes each."""
+    large, again = b"X" + struct.pack("<I", 10**6) + b"x" * 10**6, 20_000
+    calls = {
+        "a name": large + b"q\x00" + b"S'torch'\nh\x00\x930" * again,
+        "encoded": b"c_codecs\nencode\nq\x01" + large + b"S'latin1'\n\x86q\x000" + b"h\x01h\x00R0" * again,
+        "state": b"}q\x00("
+        + b"".join(b"I%d\nN" % at for at in range(1000))
+        + b"ucargparse\nNamespace\n)R"
+        + b"h\x00b" * again,
+        "a set": b"c__builtin__\nset\nq\x01](" + b"K\x00" * 10_000 + b"e\x85q\x000" + b"h\x01h\x00R0" * again,
+    }
+    for what, data in calls.items():
+        with pytest.raises(CheckpointError, match="it copies the same objects so often"):
+            pytest.fail(f"{what}: {read_zip(b'0'.join([data, b'N.']))!r:.100}")
+    with pytest.raises(CheckpointError, match="has a tuple as a key"):
+        read_zip(b"}(" + b"N" * 10_000 + b"tNs.")

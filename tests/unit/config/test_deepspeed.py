@@ -79,7 +79,7 @@ def test_it_may_agree_or_leave_things_open(tmp_path: Path) -> None:
         (
             {"gradient_clipping": "much"},
             "",
-            "{path}: gradient_clipping: --clip-grad is a number, not 'much'",
+            '--deepspeed_config {path}: gradient_clipping is "much"; expected a number',
         ),
     ],
 )
@@ -106,3 +106,30 @@ def test_bad_files(tmp_path: Path, text: str | None, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(f"--deepspeed_config {path}")
     assert str(caught.value) == message.format(path=path)
+
+
+def test_wrong_types_are_named_by_their_key(tmp_path: Path) -> None:
+    """``"initial_scale_power": "sixteen"`` was a ValueError's traceback, 5000 an OverflowError's."""
+    for config, message in (
+        ({"fp16": {"enabled": True, "initial_scale_power": "sixteen"}}, 'fp16.initial_scale_power is "sixteen"'),
+        ({"fp16": {"enabled": True, "initial_scale_power": 5000}}, "a number from 0 to 127"),
+        ({"fp16": {"enabled": True, "initial_scale_power": []}}, "fp16.initial_scale_power is a list of 0"),
+        ({"zero_optimization": {"stage": {"x": 1}}}, None),
+        ({"zero_optimization": {"stage": "two"}}, 'zero_optimization.stage is "two"; expected 0 or 1 or 2 or 3'),
+        ({"train_batch_size": [8]}, "train_batch_size is a list of 1; expected a whole number"),
+        ({"fp16": {"enabled": "yes"}}, 'fp16.enabled is "yes"; expected true or false'),
+    ):
+        if message is None:
+            parse_with(tmp_path, config)
+            continue
+        with pytest.raises(ConfigError) as caught:
+            parse_with(tmp_path, config)
+        assert message in str(caught.value)
+
+
+def test_a_byte_order_mark_is_no_setting(tmp_path: Path) -> None:
+    """Editors on Windows write one; the JSON was then refused, and of an ``@file`` the first flag."""
+    for name, text in (("ds.json", '{"train_batch_size": 8}'), ("args.txt", "--seed 7")):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    run = parse(f"--deepspeed_config {tmp_path / 'ds.json'} @{tmp_path / 'args.txt'}")
+    assert (run.training.global_batch_size, run.training.seed) == (8, 7)

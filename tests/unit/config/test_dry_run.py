@@ -194,7 +194,7 @@ def test_vocabulary_of_tiktoken(tmp_path: Path) -> None:
         ),
         (
             "--vocab-file {folder}/bad --merge-file m",
-            "--vocab-file {folder}/bad is not JSON; to go on without it, give --vocab-size",
+            "--vocab-file {folder}/bad:1 is not JSON: Expecting property name enclosed in double quotes",
         ),
         (
             "--vocab-file {folder}/list --merge-file m",
@@ -203,8 +203,7 @@ def test_vocabulary_of_tiktoken(tmp_path: Path) -> None:
         ),
         (
             "--tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}/list",
-            "--tokenizer-model {folder}/list holds no vocabulary of words and their ids; to go on without it, give "
-            "--vocab-size",
+            "--tokenizer-model {folder}/list is a list of 1; expected an object",
         ),
         (
             "--tokenizer-type SentencePieceTokenizer --tokenizer-model m",

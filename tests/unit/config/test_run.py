@@ -127,6 +127,8 @@ def test_digest_sees_every_setting_and_nothing_else() -> None:
             "written by another version",
         ),
         (("model", "num_layers", "x"), "--num-layers is a whole number, not 'x'"),
+        (("model", "num_layers", -3), "--num-layers is -3; it must be at least 1"),
+        (("model", "num_layers", None), "the saved settings lack model.num_layers"),
     ],
 )
 def test_foreign_json(change: tuple[str, str, object], message: str) -> None:

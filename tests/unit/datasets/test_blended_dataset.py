@@ -17,6 +17,8 @@ from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.phases import MixedSource, Phase, next_phases, samples_taken
 from megatron.core.datasets.sample_order import EpochOrder
+from megatron.errors import CheckpointError
+from megatron.small_files import as_kind
 from tests.unit.datasets.conftest import WriteDocuments
 
 
@@ -73,7 +75,14 @@ def changing(blend: BlendedDataset, *mixes: tuple[int, list[float]]) -> list[Mix
         shares = normalized(weights)
         asked = BlendedDataset(blend.sources, interleave(shares, size=200), shares=shares)
         phases = next_phases(phases, asked.mix, consumed=consumed)
-        found.append(continue_phases(asked, [Phase.from_json(json.loads(json.dumps(p.to_json()))) for p in phases]))
+        found.append(
+            continue_phases(
+                asked,
+                as_kind(
+                    json.loads(json.dumps([p.to_json() for p in phases])), list[Phase], where="x", error=CheckpointError
+                ),
+            )
+        )
     return found
 
 

@@ -99,7 +99,7 @@ def test_impossible_settings(tiktoken_vocabulary: Path, settings: dict[str, Any]
     ("damage", "message"),
     [
         (lambda rows: rows[300:], "must be the 256 single bytes"),
-        (lambda rows: {"a": 1}, "holds dict, not a list"),
+        (lambda rows: {"a": 1}, "is an object of 1; expected a list"),
         (lambda rows: [*rows[:256], {"rank": 256}], "entry 256 must be an object"),
         (lambda rows: [*rows[:256], {**rows[256], "rank": 7}], "entry 256 must be an object"),
         (lambda rows: [*rows[:256], {**rows[256], "token_bytes": "!"}], "entry 256 is not base64"),
