@@ -90,6 +90,7 @@ def train(run: Run, saver: Saver, profiled: Profiled) -> bool:
             with reporter.timers("batch-generator", level=1):
                 microbatches = next(batches)
             reporter.step(train_step(run, microbatches))
+        run.context.mesh.activity.steps += 1
         saver.settle()
         release_memory(training, run.context, level=1)
         collect_garbage(training, iteration=progress.iteration)

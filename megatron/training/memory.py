@@ -58,7 +58,7 @@ def check_memory(config: RunConfig, context: ParallelContext) -> None:
 def sized_allocations(config: RunConfig, context: ParallelContext) -> Iterator[None]:
     """Raise ConfigError where the block runs out of memory: what the allocator says, and what the rank needs and has.
 
-    A run that had begun to train may have better luck when it is started again.
+    The next start would do a process's first iteration again, and fail; one that came further may have better luck.
     """
     try:
         yield
@@ -66,7 +66,7 @@ def sized_allocations(config: RunConfig, context: ParallelContext) -> Iterator[N
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "allocate memory" not in str(error):
             raise
         phase, (reason, *_) = context.mesh.activity.phase, str(error).splitlines() or [type(error).__name__]
-        code = RESTART_MAY_HELP if phase.startswith("iteration") else RESTART_CANNOT_HELP
+        code = RESTART_MAY_HELP if context.mesh.activity.steps else RESTART_CANNOT_HELP
         message = f"out of memory at {phase} ({reason.rstrip('.')}): {_too_large(config, context)}"
         raise ConfigError(message, exit_code=code) from error
 

@@ -294,7 +294,7 @@ _KNOWN: dict[str, Callable[..., None]] = {
 # By its byte: what carries out an operation, and what reads its argument from the file; names of all operations.
 _OTHERS = {each.code.encode("latin-1"): each.name for each in pickletools.opcodes}
 _OPERATIONS = {
-    each.code.encode("latin-1"): (_KNOWN[each.name], each.arg and each.arg.reader)
+    each.code.encode("latin-1"): (_KNOWN[each.name], each.arg.reader if each.arg else None)
     for each in pickletools.opcodes
     if each.name in _KNOWN
 }

@@ -15,7 +15,7 @@ class Activity:
 
     ``phase``: e.g. ``iteration 12``. ``part``: of that phase, e.g. ``forward-backward``. ``action``: what the pipeline
     runner does in it. ``collective``: what the rank waits for together with ``group``, world ranks; empty outside of
-    collectives. ``since``: monotonic time at which this one began.
+    collectives. ``since``: monotonic time at which this one began. ``steps``: iterations done by this process.
     """
 
     phase: str = "start"
@@ -24,6 +24,7 @@ class Activity:
     collective: str = ""
     group: tuple[int, ...] = ()
     since: float = 0.0
+    steps: int = 0
 
     @contextmanager
     def during(self, part: str) -> Iterator[None]:

@@ -83,13 +83,13 @@ def test_ranks_on_one_cpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_running_out_of_memory_is_one_sentence() -> None:
-    """Activations may still be too much: torch's own reason is kept, a run that had trained may be started again, and
-    other errors stay what they are.
+    """Activations may still be too much: torch's own reason is kept, only a run that has done an iteration since its
+    start may be started again (a first one too large was tried for ever), and other errors stay what they are.
     """
     context = ParallelContext.single()
     sentence = r"out of memory at {} \(.*allocate memory.*\): this rank holds"
-    for phase, code in (("start", 2), ("iteration 7", 1)):
-        context.mesh.activity.phase = phase
+    for phase, steps, code in (("start", 0, 2), ("iteration 7", 0, 2), ("iteration 7", 1, 1)):
+        context.mesh.activity.phase, context.mesh.activity.steps = phase, steps
         with (
             pytest.raises(ConfigError, match=sentence.format(phase)) as raised,
             sized_allocations(parse(), context),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from megatron.errors import CheckpointError
 from megatron.training import saving as module
 from megatron.training.saving import Saver, saving
 from megatron.training.stop import NonFiniteError
+from tests.unit.config.command_lines import parse
 
 
 class FakeSave:
@@ -122,6 +125,19 @@ def test_nothing_is_written_where_another_run_saves(stage: Stage) -> None:
         with pytest.raises(CheckpointError, match="taken"):
             write()
     assert stage.events == []
+
+
+@pytest.mark.parametrize(("error", "code"), [(errno.EACCES, 2), (errno.ENOSPC, 1)])
+def test_a_folder_that_cannot_be_held_ends_with_the_code_of_its_reason(tmp_path: Path, error: int, code: int) -> None:
+    """A folder nobody may write into ended with 1, so that the job was started again and again."""
+    config = parse(f"--save {tmp_path} --save-interval 1")
+    with (
+        mock.patch.object(module, "held", side_effect=OSError(error, os.strerror(error))),
+        pytest.raises(CheckpointError) as caught,
+        module.holding_save_folder(config, ParallelContext.single()),
+    ):
+        pass
+    assert caught.value.exit_code == code
 
 
 def test_last_save_is_waited_for(stage: Stage) -> None:
