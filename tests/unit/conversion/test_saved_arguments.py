@@ -117,6 +117,24 @@ def test_rotary_settings_that_the_script_does_not_hand_on(tmp_path: Path) -> Non
         assert all(line.endswith("add --ignore-saved-args rope_scaling_factor") for line in warned)
 
 
+def test_wrong_types_and_sizes_are_one_sentence(tmp_path: Path) -> None:
+    """They came out as tracebacks from the middle of the proof."""
+    values = random_tensors(ModelConfig(**CLASSIC))
+    wrong: list[tuple[str, Any, str]] = [
+        ("norm_epsilon", "1e-5", 'norm_epsilon is "1e-5"; expected a number'),
+        ("rotary_base", "x", 'rotary_base is "x"; expected a number'),
+        ("hidden_size", -3, "hidden_size is -3; expected a whole number from 1 to 16,777,216"),
+        ("num_layers", "2", 'num_layers is "2"; expected a whole number'),
+        ("num_attention_heads", 0, "num_attention_heads is 0; expected a whole number from 1 to 65,536"),
+        ("normalization", 5, "normalization is 5; expected "),
+        ("attention_dropout", float("nan"), "attention_dropout is NaN; expected a number"),
+    ]
+    for name, value, expected in wrong:
+        write_torch(tmp_path / name, CLASSIC, values, style="core", **{name: value})
+        with pytest.raises(CheckpointError, match=re.escape(f"its saved settings: {expected}")):
+            read_megatron_lm(tmp_path / name)
+
+
 def test_flags_of_releases_are_known() -> None:
     """A checkpoint must not be refused for a flag of training, whatever its value."""
     flags = (REPOSITORY / "tests/golden/megatron_flags.txt").read_text().split()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 from megatron.config.model import ModelConfig
+from megatron.core.conversion.bounds import Count, Factor, Heads, Layers, Rate, Small, Width
 from megatron.errors import CheckpointError
 from megatron.small_files import Between, check_kinds
 
@@ -13,23 +14,16 @@ Json = Mapping[str, Any]
 ACTIVATIONS = {"gelu_new": False, "gelu_pytorch_tanh": False, "gelu_fast": False, "gelu": True}
 """Their names of GELU, and whether each is the exact one."""
 
-_Count = Annotated[int, Between(1, 1 << 31)]
-_Layers = Annotated[int, Between(1, 100_000)]
-_Width = Annotated[int, Between(1, 1 << 24)]
-_Heads = Annotated[int, Between(1, 1 << 16)]
-_Rate = Annotated[float, Between(0, 0.999)]
-_Small = Annotated[float, Between(1e-30, 1)]
-_Factor = Annotated[float, Between(1e-6, 1e12)]
 KINDS: dict[str, Any] = {
-    **dict.fromkeys(("n_layer", "num_layers", "num_hidden_layers", "num_decoder_layers"), _Layers),
-    **dict.fromkeys(("n_embd", "hidden_size", "d_model", "n_inner", "intermediate_size", "d_ff"), _Width),
-    **dict.fromkeys(("n_head", "num_heads", "num_attention_heads", "num_key_value_heads", "head_dim", "d_kv"), _Heads),
-    **dict.fromkeys(("n_positions", "max_position_embeddings", "vocab_size", "type_vocab_size"), _Count),
-    **dict.fromkeys(("relative_attention_num_buckets", "relative_attention_max_distance"), _Width),
-    **dict.fromkeys(("resid_pdrop", "attn_pdrop", "attention_dropout", "dropout_rate"), _Rate),
-    **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), _Rate),
-    **dict.fromkeys(("layer_norm_epsilon", "layer_norm_eps", "rms_norm_eps", "initializer_range"), _Small),
-    **dict.fromkeys(("rope_theta", "factor", "partial_rotary_factor"), _Factor),
+    **dict.fromkeys(("n_layer", "num_layers", "num_hidden_layers", "num_decoder_layers"), Layers),
+    **dict.fromkeys(("n_embd", "hidden_size", "d_model", "n_inner", "intermediate_size", "d_ff"), Width),
+    **dict.fromkeys(("n_head", "num_heads", "num_attention_heads", "num_key_value_heads", "head_dim", "d_kv"), Heads),
+    **dict.fromkeys(("n_positions", "max_position_embeddings", "vocab_size", "type_vocab_size"), Count),
+    **dict.fromkeys(("relative_attention_num_buckets", "relative_attention_max_distance"), Width),
+    **dict.fromkeys(("resid_pdrop", "attn_pdrop", "attention_dropout", "dropout_rate"), Rate),
+    **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), Rate),
+    **dict.fromkeys(("layer_norm_epsilon", "layer_norm_eps", "rms_norm_eps", "initializer_range"), Small),
+    **dict.fromkeys(("rope_theta", "factor", "partial_rotary_factor"), Factor),
     **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window"), bool),
     **dict.fromkeys(("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention"), bool),
     **dict.fromkeys(("is_decoder", "is_gated_act", "scale_decoder_outputs"), bool),

@@ -5,21 +5,38 @@ from __future__ import annotations
 import dataclasses
 from argparse import Namespace
 from collections.abc import Collection
-from typing import Any
+from typing import Annotated, Any
 
 from megatron.config.bert import BertConfig
 from megatron.config.families import Family
 from megatron.config.model import ModelConfig
 from megatron.config.t5 import T5Config
 from megatron.config.tokenizer import TokenizerConfig
+from megatron.core.conversion.bounds import Count, Factor, Heads, Layers, Rate, Small, Width
 from megatron.core.conversion.megatron_lm.known_arguments import limits, refuse, without
 from megatron.core.conversion.megatron_lm.names import depths_of
 from megatron.core.conversion.portable import PortableModel
 from megatron.errors import CheckpointError, ConfigError
+from megatron.small_files import Between, check_kinds
 
 _ABSENT = object()
 # What the newest releases call a flag.
 _TODAY = {"apply_layernorm_1p": "layernorm_zero_centered_gamma", "norm_epsilon": "layernorm_epsilon"}
+_KINDS: dict[str, Any] = {
+    **dict.fromkeys(("num_layers", "encoder_num_layers", "decoder_num_layers"), Layers),
+    **dict.fromkeys(("hidden_size", "ffn_hidden_size"), Width),
+    **dict.fromkeys(("num_attention_heads", "num_query_groups", "kv_channels"), Heads),
+    **dict.fromkeys(("max_position_embeddings", "seq_length", "decoder_seq_length"), Count),
+    **dict.fromkeys(("make_vocab_size_divisible_by", "vocab_size", "padded_vocab_size"), Count),
+    **dict.fromkeys(("relative_attention_num_buckets", "relative_attention_max_distance"), Width),
+    **dict.fromkeys(("attention_dropout", "hidden_dropout"), Rate),
+    **dict.fromkeys(("norm_epsilon", "layernorm_epsilon", "init_method_std"), Small),
+    **dict.fromkeys(("rotary_base", "rotary_percent", "rope_scaling_factor"), Factor),
+    "rotary_seq_len_interpolation_factor": Factor,
+    **dict.fromkeys(("position_embedding_type", "normalization", "tokenizer_type", "tiktoken_pattern"), str),
+    **dict.fromkeys(("vocab_file", "merge_file", "tokenizer_model"), str),
+    **dict.fromkeys(("vocab_extra_ids", "tiktoken_num_special_tokens"), Annotated[int, Between(0, 1 << 24)]),
+}
 _OF_T5 = ("decoder_seq_length", "relative_attention_num_buckets", "relative_attention_max_distance")
 _TOKENIZERS = (
     "GPT2BPETokenizer",
@@ -46,6 +63,7 @@ class Arguments:
                 "Megatron-LM's training saved"
             )
         self.values, self.where = without(vars(saved), ignored, where=where), where
+        check_kinds(self.values, _KINDS, where=f"{where}: its saved settings", error=CheckpointError)
 
     def __call__(self, name: str, default: Any = _ABSENT) -> Any:
         """The value of a flag, or ``default`` where it is not there or None; CheckpointError without a default."""
