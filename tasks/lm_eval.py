@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron.core.parallel.environment import launch_environment
 from megatron.core.parallel.launch import parallel_context
-from megatron.errors import run_command
+from megatron.errors import RESTART_CANNOT_HELP, run_command
 from megatron.training.agreement import check_ranks_agree
 from megatron.training.reading import LoadedModel, load_model
 from megatron.training.recipes.gpt import GPTRecipe
@@ -36,9 +36,11 @@ try:
     from lm_eval.models.utils import normalize_gen_kwargs
     from lm_eval.utils import simple_parse_args_string
 except ImportError as error:
-    raise SystemExit(
-        f"error: lm-evaluation-harness is not installed ({error}); pip install -e '.[lm-eval]' in the checkout"
-    ) from None
+    print(
+        f"error: lm-evaluation-harness is not installed ({error}); pip install -e '.[lm-eval]' in the checkout",
+        file=sys.stderr,
+    )
+    raise SystemExit(RESTART_CANNOT_HELP) from None
 
 TextAndIds = tuple[tuple[str, str], list[int], list[int]]
 """Context and continuation as texts, and each as ids."""

@@ -24,6 +24,7 @@ from megatron.core.tokenizers.build import build_tokenizer
 from megatron.errors import ConfigError, MegatronError, read_errors
 
 T = TypeVar("T")
+_WITH_BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 _WITHOUT = "to check all else where these files are missing, as on another machine, add --no-check-files"
 
 
@@ -126,10 +127,20 @@ def _check_folders(run: RunConfig, found: Findings) -> None:
         if folder is None:
             continue
         if is_url(folder):
-            found.lines.append(f"{flag}: {folder} is not checked, since it is a URL")
+            line = found.check(partial(_look_at_url, flag, folder))
+            found.lines += [line] if line is not None else []
             continue
         reason = why_not_writable(Path(folder))
         if reason is not None:
             found.errors.append(ConfigError(f"{flag} {folder} cannot be written: {reason}; name another folder"))
         else:
             found.lines.append(f"{flag}: {folder} {'can be written' if Path(folder).exists() else 'can be made'}")
+
+
+def _look_at_url(flag: str, url: str) -> str:
+    """What is known of a place in object storage without writing into it; raises ConfigError for a missing bucket."""
+    scheme, _, path = url.partition("://")
+    bucket = path.partition("/")[0]
+    if scheme in _WITH_BUCKETS and not path_of(f"{scheme}://{bucket}").exists():
+        raise ConfigError(f"{flag} {url}: the bucket {bucket} does not exist; make it first")
+    return f"{flag}: {url} is reachable; that it can be written is checked at the start of the run"

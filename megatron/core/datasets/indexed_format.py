@@ -143,9 +143,9 @@ def _check_files_exist(prefix: str) -> None:
         pattern = f"{glob.escape(prefix)}/*.idx" if Path(prefix).is_dir() else f"{glob.escape(prefix)}*.idx"
         meant = " or ".join(path.removesuffix(".idx") for path in sorted(glob.glob(pattern))[:3])
         if meant:
-            raise DataError(f"neither {missing[0]} nor {missing[1].name} exists; did you mean {meant}?")
+            raise DataError(f"neither {missing[0]} nor {missing[1]} exists; did you mean {meant}?")
         raise DataError(
-            f"neither {missing[0]} nor {missing[1].name} exists: data paths are the prefix that both files share, "
+            f"neither {missing[0]} nor {missing[1]} exists: data paths are the prefix that both files share, "
             "as --output-prefix of tools/preprocess_data.py made it (ending in _text_document or the like)"
         )
     other = idx_path(prefix) if missing[0].suffix == ".bin" else bin_path(prefix)

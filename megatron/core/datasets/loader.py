@@ -8,6 +8,8 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from multiprocessing.queues import Queue
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +26,7 @@ from megatron.errors import RESTART_MAY_HELP, DataError
 Batch = dict[str, Tensor]
 
 _PREFETCHED = 4  # batches each worker reads ahead
+_LOOK_SECONDS = 2.0  # between a worker's looks whether the trainer is alive
 
 
 class BatchLoader:
@@ -44,7 +47,7 @@ class BatchLoader:
             num_workers=num_workers,
             prefetch_factor=_PREFETCHED if num_workers else None,
             pin_memory=pin_memory,
-            worker_init_fn=_leave_signals_to_the_trainer,
+            worker_init_fn=partial(_leave_signals_to_the_trainer, os.getpid()),
             persistent_workers=num_workers > 0,  # whoever iterates again needn't wait for new ones
             generator=torch.Generator(),  # its own: loading must not move the run's random numbers
         )
@@ -129,23 +132,28 @@ def _no_signal_yet() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _leave_signals_to_the_trainer(_: int) -> None:
+def _leave_signals_to_the_trainer(trainer: int, _: int) -> None:
     """Terminals, torchrun and Slurm signal every process of a run; the trainer ends its workers when it has saved."""
     sys.excepthook = _quiet_about_a_dead_trainer
+    hook = staticmethod(lambda error, _: _quiet_about_a_dead_trainer(type(error), error, error.__traceback__))
+    Queue._on_queue_feeder_error = hook  # type: ignore[attr-defined]
     for number in set(EXIT_SIGNALS) - {signal.SIGTERM}:
         signal.signal(number, signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):  # not on macOS
+    if hasattr(signal, "sigtimedwait"):  # not on macOS
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_end_when_the_trainer_says_so, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=_end_when_the_trainer_says_so, args=(trainer,), daemon=True).start()
 
 
 def _end_when_the_trainer_says_so(trainer: int) -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer:
-        pass
+    """Also when it died, be it before this process had begun."""
+    while os.getppid() == trainer:
+        came = signal.sigtimedwait({signal.SIGTERM}, _LOOK_SECONDS)
+        if came is not None and came.si_pid == trainer:
+            break
     os._exit(0)
 
 
 def _quiet_about_a_dead_trainer(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """multiprocessing's thread that hands batches over shows a traceback when the trainer ends in the middle of one."""
+    """multiprocessing's threads that hand batches over show a traceback when the trainer ends in the middle of one."""
     if not isinstance(error, (EOFError, ConnectionError)):
         sys.__excepthook__(kind, error, trace)

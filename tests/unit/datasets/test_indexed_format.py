@@ -43,7 +43,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "no idx": (lambda b, i: i.unlink(), r"x\.idx is missing beside x\.bin: copy it too, or write both again"),
     "neither": (
         remove,
-        r"neither .*x\.bin nor x\.idx exists: data paths are the prefix",
+        r"neither .*x\.bin nor .*x\.idx exists: data paths are the prefix",
     ),
     "bin cut": (
         lambda b, i: b.write_bytes(b.read_bytes()[:-3]),

@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import subprocess
+import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,7 @@ from megatron.core.datasets.loader import Batch, build_loader
 from megatron.core.datasets.samples import Sample
 from megatron.core.parallel.environment import EXIT_SIGNALS
 from megatron.errors import DataError
+from tests.harness.data import REPOSITORY
 
 
 class Numbers:
@@ -108,10 +112,10 @@ def test_workers_survive_signals_to_the_whole_job(monkeypatch: pytest.MonkeyPatc
     """A job is told to end while an evaluation starts its workers: torch's loop died of it, and the run with it."""
     prepare = module._leave_signals_to_the_trainer
 
-    def told_to_end_at_once(number: int) -> None:
+    def told_to_end_at_once(trainer: int, number: int) -> None:
         for each in (*EXIT_SIGNALS, *EXIT_SIGNALS):
             os.kill(os.getpid(), each)
-        prepare(number)
+        prepare(trainer, number)
         for each in EXIT_SIGNALS:
             os.kill(os.getpid(), each)
 
@@ -119,6 +123,19 @@ def test_workers_survive_signals_to_the_whole_job(monkeypatch: pytest.MonkeyPatc
     batches = build_loader(Numbers(8), consumed=0, micro_batch_size=4, num_workers=2)
     assert first_tokens(batches) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {*EXIT_SIGNALS}
+
+
+def test_a_worker_that_begins_after_its_trainer_died_ends() -> None:
+    """It waited for ever with SIGTERM blocked, and kept the pipe of ``pretrain_gpt.py | tail`` open."""
+    program = (
+        "import os, time\nfrom megatron.core.datasets import loader\ntrainer, loader._LOOK_SECONDS = os.getpid(), 0.1\n"
+        "if os.fork(): os._exit(0)\n"
+        "while os.getppid() == trainer: time.sleep(0.01)\n"
+        "loader._leave_signals_to_the_trainer(trainer, 0); time.sleep(60)"
+    )
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, stdout=subprocess.PIPE, timeout=50, check=True)
+    assert time.monotonic() - began < 50
 
 
 def test_workers_do_not_tell_of_a_dead_trainer(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,8 @@ from megatron.core.files.remote_path import RemotePath, path_of
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState, Sharding
 from megatron.errors import CheckpointError, ConfigError, DataError
+from megatron.training.pretrain import pretrain
+from megatron.training.recipes.gpt import GPTRecipe
 from tests.harness.s3 import S3Server, credentials, s3_server
 
 SINGLE = Mesh.single()
@@ -169,6 +171,13 @@ def test_what_the_user_got_wrong(server: S3Server, monkeypatch: pytest.MonkeyPat
     with pytest.raises(CheckpointError, match="the bucket does not exist; make it first"):
         save_checkpoint(nowhere, 10, state(1.0), {}, SINGLE)
     assert not s3fs.S3FileSystem().exists("buckte")
+    words = (
+        "--mock-data --vocab-size 60 --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --lr 1e-3"
+    )
+    flags = [*words.split(), "--micro-batch-size", "1", "--train-iters", "1", "--dry-run", "--save"]
+    with pytest.raises(ConfigError, match="--save s3://buckte/run: the bucket buckte does not exist; make it first"):
+        pretrain(GPTRecipe, [*flags, str(nowhere)], prog="pretrain_gpt.py")
+    assert pretrain(GPTRecipe, [*flags, str(place("run"))], prog="pretrain_gpt.py") == 0
     with pytest.raises(CheckpointError, match="s3://buckte/run: there is no such folder"):
         find_checkpoint(nowhere)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):

@@ -68,7 +68,7 @@ DATA = "--data-path {0}/data --train-iters 3"
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--data-path {0}/none --train-iters 3", "neither {0}/none.bin nor none.idx exists"),
+        ("--data-path {0}/none --train-iters 3", "neither {0}/none.bin nor {0}/none.idx exists"),
         ("--data-path {0}/data {0}/none {0}/nil --train-iters 3", "2. neither {0}/nil.bin"),
         ("--data-args-path {0}/none --train-iters 3", "--data-args-path {0}/none cannot be read"),
         ("--data-path {0}/data.idx --train-iters 3", "give {0}/data, without the ending .idx"),
@@ -121,7 +121,7 @@ def test_what_can_start_is_described(check: Check, folder: Path, tmp_path: Path)
 def test_urls_are_said_not_to_be_checked(check: Check, tmp_path: Path) -> None:
     """A dry run said nothing of a --save in object storage, as if all were well."""
     said = check(f"{DATA} --save {url(tmp_path)} --save-interval 1")
-    assert f"--save: {url(tmp_path)} is not checked, since it is a URL" in said
+    assert f"--save: {url(tmp_path)} is reachable; that it can be written is checked at the start of the run" in said
 
 
 def test_folders_that_may_not_be_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
