@@ -1,9 +1,11 @@
-"""Rules for all tests: one thread a process, no stray environment, GPU tests only where there is a GPU."""
+"""Rules for all tests: one thread a process, no stray environment, GPU tests only where there is a GPU, two tiers."""
 
 from __future__ import annotations
 
 import os
+import random
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,40 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jo
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+STARTED = time.monotonic()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--slow``: the second tier."""
+    parser.addoption(
+        "--slow",
+        type=float,
+        metavar="SECONDS",
+        help="run the tests marked slow, and no others, in random order, and begin none after SECONDS",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Take the tier that is asked for, unless tests are named."""
+    skip_without_gpu(items)
+    seconds = config.getoption("--slow")
+    if seconds is None and any("::" in word for word in config.args):
+        return
+    left = [item for item in items if (item.get_closest_marker("slow") is not None) != (seconds is not None)]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if item not in set(left)]
+    if seconds is not None:  # all processes must agree on the order
+        random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID", STARTED)).shuffle(items)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Begin no slow test when the time is up."""
+    seconds = item.config.getoption("--slow")
+    if seconds is not None and time.monotonic() - STARTED > seconds:
+        pytest.skip("the time that --slow gives is up")
+
+
+def skip_without_gpu(items: list[pytest.Item]) -> None:
     """Skip tests below tests/gpu on a machine without a GPU."""
     on_gpu = [item for item in items if item.path.is_relative_to(GPU_TESTS)]
     if not on_gpu:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All checks, then all tests; arguments go to pytest: bash tests/run.sh tests/unit -k rotary
+# All checks, then all tests but those marked slow; arguments go to pytest: bash tests/run.sh tests/unit -k rotary
 # Makes .venv when there is none. TEST_WORKERS sets the number of test processes (default 2).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -15,6 +15,7 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.core.transformer.block import RecomputePlan
 from megatron.training.parity import Observed
 from tests.equivalence.test_equivalence import DRAWING, VARIANTS, check, train_at
+from tests.equivalence.tiers import pairs
 from tests.equivalence.training import Layout, train
 
 FULL, SELECTIVE = RecomputePlan("full"), RecomputePlan("selective")
@@ -83,29 +84,49 @@ def reference(variant: str, *, layers: int) -> list[Observed]:
     return [train(ParallelContext.single(dtype=torch.float64), settings(variant, layers=layers), Layout())]
 
 
-@pytest.mark.parametrize("layout", STAGES)
-@pytest.mark.parametrize("variant", ["gpt2 tied", "gpt2 untied", "llama", "llama tied, qk norm, documents", *BERT])
+@pytest.mark.parametrize(
+    ("variant", "layout"),
+    pairs(
+        ["gpt2 tied", "gpt2 untied", "llama", "llama tied, qk norm, documents", *BERT],
+        STAGES,
+        every=("gpt2 tied", "llama"),
+        always=("pp4", "pp2 vpp2", "pp2 zb-v"),
+    ),
+)
 def test_stages_compute_the_model_of_one_rank(variant: str, layout: str) -> None:
     """A lost, doubled or late gradient between stages would train another model."""
     check(train_at(settings(variant, layers=5), STAGES[layout]), reference(variant, layers=5))
 
 
-@pytest.mark.parametrize("layout", COMBINED)
-@pytest.mark.parametrize("variant", ["gpt2 tied", "llama", "bert"])
+@pytest.mark.parametrize(
+    ("variant", "layout"),
+    pairs(
+        ["gpt2 tied", "llama", "bert"], COMBINED, every=("llama",), always=("pp2 cp2", "pp2 zb-v dp2 zero overlapped")
+    ),
+)
 def test_stages_combine_with_other_ways(variant: str, layout: str) -> None:
     """Each way of dividing work may be right alone and wrong together."""
     check(train_at(settings(variant, layers=5), COMBINED[layout]), reference(variant, layers=5))
 
 
-@pytest.mark.parametrize("layout", EIGHT_RANKS)
-@pytest.mark.parametrize("variant", ["gpt2 tied", "llama tied, qk norm, documents", *BERT])
+@pytest.mark.parametrize(
+    ("variant", "layout"),
+    pairs(
+        ["gpt2 tied", "llama tied, qk norm, documents", *BERT],
+        EIGHT_RANKS,
+        every=("llama tied, qk norm, documents",),
+        always=("pp2 zb-v tp2 sp dp2 zero",),
+    ),
+)
 def test_everything_at_once(variant: str, layout: str) -> None:
     """The layouts that large runs use."""
     check(train_at(settings(variant, layers=5), EIGHT_RANKS[layout]), reference(variant, layers=5))
 
 
-@pytest.mark.parametrize("layout", MANY_STAGES)
-@pytest.mark.parametrize("variant", ["gpt2 tied", "llama", "bert"])
+@pytest.mark.parametrize(
+    ("variant", "layout"),
+    pairs(["gpt2 tied", "llama", "bert"], MANY_STAGES, every=("gpt2 tied",), always=("pp4 zb-v",)),
+)
 def test_many_stages(variant: str, layout: str) -> None:
     """Chunks of one rank must not be taken for one another."""
     check(train_at(settings(variant, layers=9), MANY_STAGES[layout]), reference(variant, layers=9))

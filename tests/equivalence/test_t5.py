@@ -17,6 +17,7 @@ from megatron.training.parity import Observed
 from tests.equivalence.test_context import SLICED_STAGES
 from tests.equivalence.test_equivalence import GATHER, LAYOUTS, LLAMA, SMALL, STILL, check, train_at
 from tests.equivalence.test_pipeline import COMBINED, EIGHT_RANKS, OVERLAPPED, STAGES, VEE
+from tests.equivalence.tiers import pairs
 from tests.equivalence.training import Layout, train
 
 T5: dict[str, Any] = SMALL | {
@@ -92,27 +93,40 @@ def test_stages_compute_the_t5_of_one_rank(layout: str) -> None:
     check_at("original", STAGES[layout])
 
 
-@pytest.mark.parametrize("layout", CUTS)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "layout"), pairs(VARIANTS, CUTS, every=("original",), always=("pp2 vpp2 dp2 zero overlapped",))
+)
 def test_stages_may_be_cut_anywhere(variant: str, layout: str) -> None:
     """Tied and untied matrices and tables, on any set of stages."""
     check_at(variant, CUTS[layout])
 
 
-@pytest.mark.parametrize("layout", [*COMBINED, *EIGHT_RANKS])
+@pytest.mark.parametrize("layout", [*COMBINED, *(pytest.param(each, marks=pytest.mark.slow) for each in EIGHT_RANKS)])
 def test_stages_combine_with_other_ways(layout: str) -> None:
     """Each way of dividing work may be right alone and wrong together."""
     check_at("original", (COMBINED | EIGHT_RANKS)[layout])
 
 
-@pytest.mark.parametrize("layout", ["tp4 sp", "cp2 tp2 sp dp2 zero recompute", "pp2 zb-v tp2, recompute selective"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "pp2 zb-v tp2, recompute selective",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("tp4 sp", "cp2 tp2 sp dp2 zero recompute")),
+    ],
+)
 def test_untied_output(layout: str) -> None:
     """Both embeddings stay one when the output isn't."""
     check_at("v1.1", EVERYTHING[layout])
 
 
-@pytest.mark.parametrize("layout", ["tp4 sp", "cp2 tp2 sp dp2 zero recompute", "pp2 zb-v", *EXCHANGING])
-@pytest.mark.parametrize("variant", ["megatron", "untied, residuals behind norms", "rotary, few groups, qk norm"])
+@pytest.mark.parametrize(
+    ("variant", "layout"),
+    pairs(
+        ["megatron", "untied, residuals behind norms", "rotary, few groups, qk norm"],
+        ["tp4 sp", "cp2 tp2 sp dp2 zero recompute", "pp2 zb-v", *EXCHANGING],
+        always=("pp2 zb-v", "cp2 tp2 heads", "cp2 heads, recompute selective"),
+    ),
+)
 def test_other_positions_and_arrangements(variant: str, layout: str) -> None:
     """Positions that enter elsewhere, heads that ranks exchange or share, biases and norms of other kinds."""
     check_at(variant, EVERYTHING[layout])

@@ -38,7 +38,7 @@ class Phase:
 
     def to_json(self) -> dict[str, Any]:
         """The phase, for a checkpoint."""
-        return asdict(self)
+        return {**asdict(self), "sources": [asdict(source) for source in self.sources]}
 
 
 def samples_taken(phases: Sequence[Phase], *, until: int) -> dict[str, int]:

@@ -82,10 +82,10 @@ def test_paths_from_files(write_documents: WriteDocuments, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[1]", "cannot be understood .*write"),
-        ('{"train": 5}', "cannot be understood"),
+        ("[1]", "list.json is a list of 1; expected an object"),
+        ('{"train": 5}', "list.json: train is 5; expected a text or a list"),
         ('{"dev": ["a"]}', "has data for dev; splits are train, valid and test"),
-        ("{", "cannot be understood"),
+        ("{", "list.json:1 is not JSON"),
     ],
 )
 def test_damaged_path_files(tmp_path: Path, content: str, message: str) -> None:
