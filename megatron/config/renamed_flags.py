@@ -95,7 +95,7 @@ BY_VALUE: Mapping[str, ByValue] = {
     ),
     "attention-head-type": ByValue(
         {"multiquery": {"group_query_attention": True, "num_query_groups": 1}},
-        "give --group-query-attention and --num-query-groups",
+        "choose multihead or multiquery, or give --group-query-attention and --num-query-groups",
         harmless=("multihead",),
     ),
     "glu-activation": ByValue(
