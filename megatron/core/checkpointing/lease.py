@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TextIO
@@ -28,6 +28,7 @@ from megatron.small_files import read_json
 logger = logging.getLogger(__name__)
 
 IN_USE = ".in_use.json"
+_GONE = (errno.ENOENT, errno.ESTALE)  # the latter when another machine deleted a file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,7 @@ class _Holder:
 
 
 StillHeld = Callable[[], None]
-"""Raises CheckpointError when another run has taken the folder over; it costs nothing, so ask before each write."""
+"""Raises CheckpointError when another run has taken the folder over; it costs little, so ask before each write."""
 
 
 @contextmanager
@@ -68,20 +69,43 @@ def held(root: AnyPath, *, beat: float = 15.0, grace: float = 5.0) -> Iterator[S
 @contextmanager
 def _locked(root: Path, grace: float) -> Iterator[StillHeld]:
     path = root / IN_USE
+    with ExitStack() as files:
+        file = files.enter_context(_take(path, grace))
+
+        def still_held() -> None:
+            nonlocal file
+            if not _is_at(path, file):  # somebody deleted the folder: another run could hold a new one
+                root.mkdir(parents=True, exist_ok=True)
+                file = files.enter_context(_take(path, grace))
+
+        try:
+            yield still_held
+        finally:
+            with suppress(OSError):
+                if _is_at(path, file):
+                    path.unlink()
+
+
+def _take(path: Path, grace: float) -> TextIO:
+    """The locked file, which names this run; raises CheckpointError when another run has it for ``grace`` seconds."""
     until = time.monotonic() + grace
     while (file := _lock(path)) is None:
         if time.monotonic() > until:
-            raise _in_use(root, _read(path))
+            raise _in_use(path.parent, _read(path))
         time.sleep(0.1)
-    with file:
-        file.truncate(0)
-        file.write(json.dumps(asdict(_myself())))
-        file.flush()
-        try:
-            yield lambda: None
-        finally:
-            with suppress(OSError):
-                path.unlink()
+    file.truncate(0)
+    file.write(json.dumps(asdict(_myself())))
+    file.flush()
+    return file
+
+
+def _is_at(path: Path, file: TextIO) -> bool:
+    try:
+        return path.stat().st_ino == os.fstat(file.fileno()).st_ino
+    except OSError as error:
+        if error.errno in _GONE:
+            return False
+        raise
 
 
 def _lock(path: Path) -> TextIO | None:
@@ -92,10 +116,10 @@ def _lock(path: Path) -> TextIO | None:
         if found == "no locks here":
             logger.warning("%s is on a file system without locks: make sure that only one run saves there", path.parent)
             return file
-        if found == "locked" and path.stat().st_ino == os.fstat(file.fileno()).st_ino:
+        if found == "locked" and _is_at(path, file):
             return file
     except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ESTALE):  # ESTALE: deleted by another machine
+        if error.errno not in _GONE:
             file.close()
             raise
     file.close()

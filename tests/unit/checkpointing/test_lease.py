@@ -7,6 +7,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -79,6 +80,22 @@ def test_a_killed_run_makes_way_at_once(kind: str, tmp_path: Path) -> None:
     with held(path_of(place), beat=1000.0, grace=0.0) if kind == "disk" else held(path_of(place), beat=1.0):
         assert json.loads((tmp_path / IN_USE).read_text())["pid"] == os.getpid()
     assert os.listdir(tmp_path) == []
+
+
+def test_a_deleted_folder_is_held_anew(tmp_path: Path) -> None:
+    """A run whose folder was deleted made it again, and a second run could save there."""
+    place = tmp_path / "run"
+    place.mkdir()
+    with held(place, **QUICK) as still_held:
+        shutil.rmtree(place)
+        still_held()
+        assert json.loads((place / IN_USE).read_text())["pid"] == os.getpid()
+        shutil.rmtree(place)
+        place.mkdir()
+        with another_run(str(place)), pytest.raises(CheckpointError, match="is already saving there"):
+            still_held()
+    with held(place, **QUICK):
+        pass
 
 
 def test_children_do_not_hold_it_on(tmp_path: Path) -> None:
