@@ -20,7 +20,9 @@ TIKTOKEN = ["tiktoken"]  # --tokenizer-type TikTokenizer
 HUGGINGFACE = ["transformers", "safetensors"]  # conversion from and to its format, and the proof; parity tests
 LM_EVAL = ["lm_eval>=0.4.13"]  # tasks/lm_eval.py
 PLOT = ["matplotlib"]  # the picture of a loss curve
-TEST = ["pytest>=9", "pytest-xdist", "hypothesis", "moto[s3]", "flask", "flask-cors"]  # moto: a server of S3's protocol
+GCS = [*STORAGE, "gcsfs"]  # gs:// URLs
+TEST = ["pytest>=9", "pytest-xdist", "hypothesis", "moto[s3]", "flask", "flask-cors", "gcp-storage-emulator"]
+# moto and the emulator: servers of S3's and Google Cloud Storage's protocols
 CHECK = ["ruff", "mypy", "import-linter", "types-PyYAML"]
 
 setup(
@@ -54,8 +56,9 @@ setup(
         "lm-eval": LM_EVAL,
         "storage": STORAGE,
         "s3": S3,
+        "gcs": GCS,
         "chat": CHAT,
         "plot": PLOT,
-        "dev": PARQUET + GIGATOKEN + TIKTOKEN + HUGGINGFACE + S3 + CHAT + PLOT + TEST + CHECK,
+        "dev": PARQUET + GIGATOKEN + TIKTOKEN + HUGGINGFACE + S3 + GCS + CHAT + PLOT + TEST + CHECK,
     },
 )

@@ -1,0 +1,81 @@
+"""Google Cloud Storage through the real client library: the paths, a checkpoint, and what a user gets wrong."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron.core.checkpointing.find import find_checkpoint
+from megatron.core.checkpointing.load import load_checkpoint
+from megatron.core.checkpointing.retention import Retention, prune
+from megatron.core.checkpointing.save import save_checkpoint
+from megatron.core.files.remote_path import RemotePath, path_of
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.sharding import ShardedState, Sharding
+from megatron.errors import CheckpointError
+from tests.harness.gcs import gcs_server
+
+SINGLE = Mesh.single()
+
+
+@pytest.fixture(autouse=True)
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with gcs_server(bucket="bucket") as variables:
+        import gcsfs
+
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        gcsfs.GCSFileSystem.clear_instance_cache()
+        yield
+        gcsfs.GCSFileSystem.clear_instance_cache()
+
+
+def place(name: str) -> RemotePath:
+    path = path_of(f"gs://bucket/{name}")
+    assert isinstance(path, RemotePath)
+    return path
+
+
+def test_the_methods_of_a_path() -> None:
+    """What checkpoints and data ask of a place."""
+    file = place("run/below/b.bin")
+    with file.open("wb") as sink:
+        sink.write(bytes(range(200)))
+    assert file.read_range(0, 100) == bytes(range(100))
+    assert file.read_range(150, 300) == bytes(range(150, 200))
+    with file.open("rb") as source:
+        source.seek(-2, io.SEEK_END)
+        assert source.read() == bytes([198, 199])
+    place("run/a.txt").write_text("é", encoding="utf-8")
+    assert [path.name for path in place("run").iterdir()] == ["a.txt", "below"]
+    assert place("run").sizes_below() == {"a.txt": 2}
+    assert (file.stat().st_size, file.is_file(), place("run").is_dir(), place("x").exists()) == (200, True, True, False)
+    before = file.version()
+    file.write_text("other", encoding="utf-8")
+    assert (file.version() != before, file.read_text(encoding="utf-8")) == (True, "other")
+    place("run").remove_tree()
+    assert list(place("run").iterdir()) == []
+
+
+def test_checkpoints_are_saved_pruned_and_loaded() -> None:
+    """The last one counts, and others are deleted as asked."""
+    root = place("run")
+    for iteration in (10, 20, 30):
+        state = [ShardedState("model.w", torch.full((8,), float(iteration)), Sharding((8,)))]
+        save_checkpoint(root, iteration, state, {}, SINGLE)
+        prune(root, iteration, Retention(keep_last=2), SINGLE)
+    assert len([path for path in root.iterdir() if path.is_dir()]) == 2
+    found, state = find_checkpoint(root), [ShardedState("model.w", torch.zeros(8), Sharding((8,)))]
+    load_checkpoint(found, state, SINGLE)
+    assert (found.iteration, state[0].tensor.tolist()) == (30, [30.0] * 8)
+
+
+def test_a_missing_bucket_is_said() -> None:
+    """It comes as an HTTP error whose text is the service's whole answer."""
+    with pytest.raises(OSError, match="the bucket does not exist; make it first"):
+        path_of("gs://buckte/run/a").write_text("x", encoding="utf-8")
+    with pytest.raises(CheckpointError, match="gs://buckte/run: there is no such folder"):
+        find_checkpoint(path_of("gs://buckte/run"))
