@@ -23,7 +23,8 @@ SHOWN = {  # what guessing by frequency costs, and what is filled in
 }
 
 
-@pytest.mark.parametrize("family", ["bert", pytest.param("t5", marks=pytest.mark.slow)])
+@pytest.mark.slow  # the commands are those of examples/quickstart.sh with another family's flags
+@pytest.mark.parametrize("family", SHOWN)
 def test_quickstart(family: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Run for a few iterations in a folder with a space: loss, entropy, words and picture are there."""
     folder = tmp_path_factory.mktemp("quick start")
