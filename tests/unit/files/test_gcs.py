@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +16,7 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState, Sharding
 from megatron.errors import CheckpointError
 from tests.harness.gcs import gcs_server
+from tests.harness.place import check_methods
 
 SINGLE = Mesh.single()
 
@@ -41,23 +41,7 @@ def place(name: str) -> RemotePath:
 
 def test_the_methods_of_a_path() -> None:
     """What checkpoints and data ask of a place."""
-    file = place("run/below/b.bin")
-    with file.open("wb") as sink:
-        sink.write(bytes(range(200)))
-    assert file.read_range(0, 100) == bytes(range(100))
-    assert file.read_range(150, 300) == bytes(range(150, 200))
-    with file.open("rb") as source:
-        source.seek(-2, io.SEEK_END)
-        assert source.read() == bytes([198, 199])
-    place("run/a.txt").write_text("é", encoding="utf-8")
-    assert [path.name for path in place("run").iterdir()] == ["a.txt", "below"]
-    assert place("run").sizes_below() == {"a.txt": 2}
-    assert (file.stat().st_size, file.is_file(), place("run").is_dir(), place("x").exists()) == (200, True, True, False)
-    before = file.version()
-    file.write_text("other", encoding="utf-8")
-    assert (file.version() != before, file.read_text(encoding="utf-8")) == (True, "other")
-    place("run").remove_tree()
-    assert list(place("run").iterdir()) == []
+    check_methods(place("run"))
 
 
 def test_checkpoints_are_saved_pruned_and_loaded() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from megatron.core.parallel.sharding import ShardedState, Sharding
 from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.training.pretrain import pretrain
 from megatron.training.recipes.gpt import GPTRecipe
+from tests.harness.place import check_methods
 from tests.harness.s3 import S3Server, credentials, s3_server
 
 SINGLE = Mesh.single()
@@ -72,24 +72,7 @@ def place(name: str) -> RemotePath:
 
 def test_the_methods_of_a_path(server: S3Server) -> None:
     """Ranges were passed by position, where this library has a version: all of a file but its first bytes was read."""
-    file = place("run/below/b.bin")
-    with file.open("wb") as sink:
-        sink.write(bytes(range(200)))
-    assert file.read_range(0, 100) == bytes(range(100))
-    assert file.read_range(150, 300) == bytes(range(150, 200))
-    with file.open("rb") as source:
-        source.seek(-2, io.SEEK_END)
-        assert source.read() == bytes([198, 199])
-    place("run/a.txt").write_text("é", encoding="utf-8")
-    assert [path.name for path in place("run").iterdir()] == ["a.txt", "below"]
-    assert [str(path) for path in place("run").glob("*/b.*")] == [str(file)]
-    assert place("run").sizes_below() == {"a.txt": 2}
-    assert (file.stat().st_size, file.is_file(), place("run").is_dir(), place("x").exists()) == (200, True, True, False)
-    before = file.version()
-    file.write_text("other", encoding="utf-8")
-    assert (file.version() != before, file.read_text(encoding="utf-8")) == (True, "other")
-    place("run").remove_tree()
-    assert list(place("run").iterdir()) == []
+    check_methods(place("run"))
 
 
 def test_data_are_read_as_from_a_disk(server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
