@@ -47,7 +47,7 @@ def total_memory(device: torch.device) -> int:
 def check_memory(config: RunConfig, context: ParallelContext) -> None:
     """Raise ConfigError, before anything is allocated, for a part of the model that the device can't hold.
 
-    Activations are estimated, so those of one micro batch are refused from twice the device's memory on.
+    Activations are an estimate, so one microbatch is refused only above twice the device's memory.
     """
     needed, total = _needed(config, context), total_memory(context.device)
     if needed.states > total or needed.total > 2 * total:
@@ -58,7 +58,7 @@ def check_memory(config: RunConfig, context: ParallelContext) -> None:
 def sized_allocations(config: RunConfig, context: ParallelContext) -> Iterator[None]:
     """Raise ConfigError where the block runs out of memory: what the allocator says, and what the rank needs and has.
 
-    The next start would do a process's first iteration again, and fail; one that came further may have better luck.
+    Out of memory in a process's first iteration, the next start would fail alike; later, a restart may help.
     """
     try:
         yield
