@@ -21,6 +21,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -102,7 +103,8 @@ def throughput(megabytes: int, folder: Path, rounds: int) -> None:
         take("save: torch.save", lambda: torch_save(tensors, other))
         take("save: plain file", lambda: plain_write(tensors, plain))
         take("find: compare checksums", lambda: find_checkpoint(root, mesh=mesh))
-        take("load: ours, found before", lambda: load_checkpoint(root / "iter_0000001", state, mesh))
+        load = partial(load_checkpoint, find_checkpoint(root, mesh=mesh), state, mesh)
+        take("load: ours, found before", load)
         take("load: torch.load", lambda: torch.load(other, weights_only=True))
         take("load: plain file", lambda: plain_read(tensors, plain))
         began = time.perf_counter()

@@ -22,11 +22,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """A checkpoint whose files are all there; ``passed_over`` names what should have come first, and why it didn't."""
+    """A checkpoint whose files are all there; ``passed_over`` names what should have come first, and why it didn't.
+
+    ``is_verified``: the checksum of every file has been compared with the manifest.
+    """
 
     path: AnyPath
     iteration: int
     passed_over: tuple[str, ...] = ()
+    is_verified: bool = False
 
 
 def find_checkpoint(
@@ -56,7 +60,7 @@ def find_checkpoint(
         passed_over = damaged if survey.has_favourite else survey.rejected + damaged
         if passed_over and mesh.world_rank == 0:
             logger.warning("loading %s in place of what was asked for: %s", found.path, "; ".join(passed_over))
-        return CheckpointFolder(found.path, found.iteration, tuple(passed_over))
+        return CheckpointFolder(found.path, found.iteration, tuple(passed_over), is_verified=verify)
     raise CheckpointError(_nothing_usable(named, root, step, survey, damaged))
 
 

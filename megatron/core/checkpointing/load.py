@@ -81,7 +81,7 @@ def load_checkpoint(
     Raises CheckpointError on all ranks, listing missing, surplus and mismatched names, before anything is changed.
     """
     path = _path(folder)
-    reader = CheckpointReader(path)
+    reader = CheckpointReader(path, is_verified=isinstance(folder, CheckpointFolder) and folder.is_verified)
     views = sharded_views(state, mesh)
     metadata = run_on_all(reader.read_metadata, mesh)
     stored = tensors_in(metadata)

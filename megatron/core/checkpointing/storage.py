@@ -133,13 +133,15 @@ class CheckpointReader(FileSystemReader):
     """DCP's reader for folders that anybody may have written.
 
     ``foreign``: the folder is of another program (Megatron-LM's torch_dist), whose table of contents may name its own
-    classes and list pickled objects beside tensors; nothing of either is built.
+    classes and list pickled objects beside tensors; nothing of either is built. ``is_verified``: the files' checksums
+    have just been compared, so those of single boxes are not.
     """
 
-    def __init__(self, folder: AnyPath, *, foreign: bool = False) -> None:
+    def __init__(self, folder: AnyPath, *, foreign: bool = False, is_verified: bool = False) -> None:
         super().__init__("")
         self._folder = folder
         self._foreign = foreign
+        self._is_verified = is_verified
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Table of contents of the checkpoint; raises CheckpointError when it isn't one."""
@@ -189,7 +191,8 @@ class CheckpointReader(FileSystemReader):
         """What was saved at a place of a file. Its bytes are taken in one go: over a network each read is a request."""
         place = self.storage_data[index]
         file.seek(place.offset)
-        return load_torch_bytes(file, place.length, name=f"{file.name}: {index.fqn}")
+        name = f"{file.name}: {index.fqn}"
+        return load_torch_bytes(file, place.length, name=name, is_checked=not self._is_verified)
 
 
 def _copy(stored: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> None:

@@ -58,9 +58,9 @@ def load_torch_file(path: Path) -> Any:
         return _load(mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY) if length else None, str(path))
 
 
-def load_torch_bytes(file: IO[bytes], length: int, *, name: str) -> Any:
-    """As ``load_torch_file``, of the next ``length`` bytes of ``file``, which are read and checked as a whole; ``name``
-    stands for them in messages.
+def load_torch_bytes(file: IO[bytes], length: int, *, name: str, is_checked: bool = True) -> Any:
+    """As ``load_torch_file``, of the next ``length`` bytes of ``file``, which are read as a whole; ``name`` stands for
+    them in messages. ``is_checked``: the checksums of tensors are compared, too.
     """
     with _explained(name):
         begin = file.tell()
@@ -70,7 +70,7 @@ def load_torch_bytes(file: IO[bytes], length: int, *, name: str) -> Any:
         buffer = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if file.readinto(buffer) != length:  # type: ignore[attr-defined]
             raise CheckpointError("it became shorter while it was read")
-        return _load(buffer, name, is_checked=True)
+        return _load(buffer, name, is_checked=is_checked)
 
 
 @contextmanager

@@ -45,9 +45,9 @@ def damage(path: Path, how: str, at: float = 0.5) -> None:
 
 def test_the_tracker_decides(root: Path) -> None:
     """Also when a user edits it to go back; and a healthy load is silent."""
-    assert find_checkpoint(root) == CheckpointFolder(root / "iter_0000030", 30)
+    assert find_checkpoint(root) == CheckpointFolder(root / "iter_0000030", 30, is_verified=True)
     (root / "latest_checkpointed_iteration.txt").write_text("10")
-    assert find_checkpoint(root) == CheckpointFolder(root / "iter_0000010", 10)
+    assert find_checkpoint(root) == CheckpointFolder(root / "iter_0000010", 10, is_verified=True)
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "run.json", "manifest.json"])
@@ -134,7 +134,7 @@ def test_a_given_step_is_taken_or_refused(root: Path) -> None:
 
 def test_one_checkpoint_may_be_named_itself(root: Path) -> None:
     """--load root/iter_0000020 works; with another --ckpt-step it is a contradiction, not a choice."""
-    assert find_checkpoint(root / "iter_0000020") == CheckpointFolder(root / "iter_0000020", 20)
+    assert find_checkpoint(root / "iter_0000020") == CheckpointFolder(root / "iter_0000020", 20, is_verified=True)
     assert find_checkpoint(root / "iter_0000020", step=20).iteration == 20
     with pytest.raises(
         CheckpointError, match="iter_0000020 is the checkpoint of iteration 20, not of --ckpt-step 30: leave"

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
+from megatron.core.checkpointing.find import find_checkpoint
 from megatron.core.checkpointing.load import load_checkpoint, read_run_state
 from megatron.core.checkpointing.save import save_checkpoint
 from megatron.core.parallel.mesh import Mesh
@@ -53,6 +54,18 @@ def test_weights_alone_can_be_loaded(folder: Path) -> None:
     state = [part("model.a", (2, 3)), part("model.b", (4,))]
     load_checkpoint(folder, state, SINGLE)
     assert [state.tensor.flatten()[0].item() for state in state] == [1.0, 2.0]
+
+
+def test_checksums_are_compared_once(folder: Path) -> None:
+    """Those of the whole files when the checkpoint is chosen, or those of its boxes while it is read."""
+    verified, unverified = (find_checkpoint(folder.parent, verify=verify) for verify in (True, False))
+    (data,) = folder.glob("*.distcp")
+    content = data.read_bytes()
+    number = torch.full((2, 3), 1.0).numpy().tobytes()
+    data.write_bytes(content.replace(number, number[:-1] + bytes([number[-1] ^ 1])))
+    with pytest.raises(CheckpointError, match="record .* is damaged"):
+        load_checkpoint(unverified, [part("model.a", (2, 3)), part("model.b", (4,))], SINGLE)
+    load_checkpoint(verified, [part("model.a", (2, 3)), part("model.b", (4,))], SINGLE)
 
 
 def test_everything_that_does_not_fit_is_listed_before_anything_changes(folder: Path) -> None:
