@@ -399,7 +399,7 @@ def _summarize(run: Conversion, summary: Summary) -> None:
         "tokenizer": dataclasses.asdict(stamp),
         "outputs": outputs,
     }
-    with write_errors(path, remedy="free some space"), replaced_file(path) as aside:
+    with write_errors(path), replaced_file(path) as aside:
         aside.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

@@ -184,7 +184,7 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
     """Write the files by name; raises DataError when the folder cannot be written."""
     for name, text in files.items():
         path = folder / name
-        with write_errors(path, remedy="free some space, or give --output-dir another folder"):
+        with write_errors(path, remedy="give --output-dir another folder"):
             folder.mkdir(parents=True, exist_ok=True)
             with replaced_file(path) as aside:
                 aside.write_text(text, encoding="utf-8")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from megatron.errors import ConfigError
+from megatron.errors import RESTART_CANNOT_HELP, ConfigError, exit_code_of
 from megatron.training.metrics import StepRecord, has_perplexity, perplexity
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ class Writer(Protocol):
 def open_writer(config: ReportingConfig) -> Writer | None:
     """Writer into ``--tensorboard-dir``; None when no folder is named. Call it on the last rank only.
 
-    Raises ConfigError when the tensorboard package is missing or the folder can't be made.
+    Raises ConfigError when the tensorboard package is missing or the folder can't be made or written. A full disk and
+    the like are a warning, and there is no writer.
     """
     if config.tensorboard_dir is None:
         return None
@@ -47,12 +48,20 @@ def open_writer(config: ReportingConfig) -> Writer | None:
             f"--tensorboard-dir {config.tensorboard_dir} needs the tensorboard package, which is not installed; "
             "pip install tensorboard, or leave the flag out"
         ) from None
+    _quiet_about_event_files()
     try:
         Path(config.tensorboard_dir).mkdir(parents=True, exist_ok=True)
         writer: Writer = SummaryWriter(config.tensorboard_dir, max_queue=config.tensorboard_queue_size)
     except OSError as error:
-        raise ConfigError(f"--tensorboard-dir {config.tensorboard_dir} cannot be written: {error.strerror}") from None
-    _quiet_about_event_files()
+        failed = f"--tensorboard-dir {config.tensorboard_dir} cannot be written"
+        if exit_code_of(error) == RESTART_CANNOT_HELP:
+            raise ConfigError(f"{failed}: {error.strerror}") from None
+        logger.warning(
+            "%s (%s): training goes on without its curves; they resume when the run is restarted",
+            failed,
+            error.strerror or error,
+        )
+        return None
     return writer
 
 

@@ -35,7 +35,7 @@ from megatron.core.checkpointing.streamed import StreamedBox, table_of, write_bo
 from megatron.core.files.remote_path import AnyPath, path_of
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState
-from megatron.errors import CheckpointError
+from megatron.errors import RESTART_MAY_HELP, CheckpointError
 
 RUN_FILE = "run.json"
 RUN_FORMAT = 1
@@ -251,9 +251,10 @@ def _explained(root: AnyPath, iteration: int) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
+        space = "free space there, or " if error.exit_code == RESTART_MAY_HELP else ""
         raise CheckpointError(
             f"iteration {iteration} could not be saved in {root}: {error}. "
-            "Checkpoints saved before are untouched; free space there, or point --save at a folder that can be written",
+            f"Checkpoints saved before are untouched; {space}point --save at a folder that can be written",
             exit_code=error.exit_code,
         ) from error
 

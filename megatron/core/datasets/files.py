@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron.errors import DataError, exit_code_of
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
@@ -34,10 +37,14 @@ def sync_file(path: Path) -> None:
 
 
 @contextmanager
-def write_errors(path: Path, *, remedy: str) -> Iterator[None]:
-    """Turn a full disk, a missing permission and the like into a DataError that names ``path``."""
+def write_errors(path: Path, *, remedy: str = "write to another folder") -> Iterator[None]:
+    """Turn a full disk, a missing permission and the like into a DataError that names ``path``.
+
+    ``remedy``: what works whatever the reason; space is asked for only where it is lacking.
+    """
     try:
         yield
     except OSError as error:
-        said = f"cannot write {path}: {error.strerror or error}; {remedy}"
+        advice = f"free some space, or {remedy}" if error.errno in _NO_SPACE else remedy
+        said = f"cannot write {path}: {error.strerror or error}; {advice}"
         raise DataError(said, exit_code=exit_code_of(error)) from error

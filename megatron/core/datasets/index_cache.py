@@ -92,10 +92,15 @@ class IndexCache:
 
 @contextmanager
 def _one_builder(folder: Path) -> Iterator[None]:
-    """Wait while another process builds. Without locks (some network file systems) several build the same bytes."""
+    """Wait while another process builds, then delete what killed ones left.
+
+    Without locks (some network file systems) several build the same bytes.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as file:
-        lock(file, wait=True)
+        if lock(file, wait=True) == "locked":
+            for left in folder.glob(".*.npy.*"):
+                left.unlink(missing_ok=True)
         yield
 
 
@@ -113,10 +118,13 @@ def _checksum(path: Path, content: NDArray[np.uint8]) -> bytes:
 
 
 def _store(files: tuple[Path, Path], index: SampleIndex) -> None:
-    for path, table in zip(files, (index.documents, index.samples)):
+    for path, array in zip(files, (index.documents, index.samples)):
+        table = np.ascontiguousarray(array)
         with replaced_file(path) as aside:
             with aside.open("wb") as file:
-                np.save(file, table)
+                # Not np.save, whose error of a full disk has no reason.
+                np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(table))
+                file.write(table.data)
             checksum = _checksum(path, np.memmap(aside, np.uint8, mode="r"))
             with aside.open("ab") as file:
                 file.write(checksum)

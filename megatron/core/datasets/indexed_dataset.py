@@ -40,7 +40,6 @@ __all__ = ["IndexedDataset", "IndexedDatasetWriter", "token_dtype"]
 _BLOCK_BYTES = 1 << 23
 _TABLE_BYTES = 1 << 18
 _NUM_PROBES, _PROBE_TOKENS = 4, 1024
-_FREE_SPACE = "free some space, or write to another folder"
 
 
 class IndexedDataset:
@@ -241,7 +240,7 @@ class IndexedDatasetWriter:
     @contextmanager
     def _writing(self) -> Iterator[None]:
         try:
-            with write_errors(bin_path(self.prefix), remedy=_FREE_SPACE):
+            with write_errors(bin_path(self.prefix)):
                 yield
         except BaseException:
             self.abort()

@@ -19,8 +19,6 @@ from megatron.core.tokenizers.text_files import STDIN, Position
 from megatron.errors import DataError
 from megatron.small_files import VOCABULARY_BYTES, as_kind, read_json
 
-_REMEDY = "free some space, or write to another folder"
-
 
 @dataclass(frozen=True)
 class Milestone:
@@ -68,12 +66,12 @@ class Journal:
             "outputs": counts,
             "tally": milestone.tally.to_json(),
         }
-        with write_errors(self.path, remedy=_REMEDY), replaced_file(self.path) as aside:
+        with write_errors(self.path), replaced_file(self.path) as aside:
             aside.write_text(json.dumps(content), encoding="utf-8")
 
     def remove(self) -> None:
         """Forget everything: the output is complete, or it is begun anew."""
-        with write_errors(self.path, remedy=_REMEDY):
+        with write_errors(self.path):
             self.path.unlink(missing_ok=True)
 
     def _files(self, position: Position) -> list[list[Any]]:

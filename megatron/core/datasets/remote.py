@@ -40,7 +40,7 @@ class RemoteTokens:
             version = hashlib.sha256(f"{prefix} {index.version()} {self._tokens.version()}".encode())
             self.local_prefix = str(cache / f"{Path(prefix).name}-{version.hexdigest()[:16]}")
             size = self._tokens.stat().st_size
-            with write_errors(bin_path(self.local_prefix), remedy="free some space, or give another --data-cache-path"):
+            with write_errors(bin_path(self.local_prefix), remedy="give another --data-cache-path"):
                 cache.mkdir(parents=True, exist_ok=True)
                 for ending in (".idx", ".meta.json"):
                     self._copy(RemotePath(prefix + ending), Path(self.local_prefix + ending))
@@ -91,7 +91,7 @@ class RemoteTokens:
                 f"{self._tokens} ends at byte {start + len(content)} of {self._size}: it is being replaced",
                 exit_code=RESTART_MAY_HELP,
             )
-        with write_errors(bin_path(self.local_prefix), remedy="free some space, or give another --data-cache-path"):
+        with write_errors(bin_path(self.local_prefix), remedy="give another --data-cache-path"):
             file = os.open(bin_path(self.local_prefix), os.O_WRONLY)
             try:
                 os.pwrite(file, content, start)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -42,10 +44,17 @@ def test_two_writers_do_not_meet(tmp_path: Path) -> None:
     assert path.read_text() == "same"
 
 
-def test_disk_trouble_names_the_file_and_the_remedy() -> None:
-    """The user reads what could not be written, why, and what to do."""
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.ENOSPC, "No space left on device; free some space, or buy a disk"),
+        (errno.EACCES, "Permission denied; buy a disk"),
+    ],
+)
+def test_disk_trouble_names_the_file_and_the_remedy(number: int, said: str) -> None:
+    """Of a folder that nobody can write to, the user was told to free space in it."""
     with (
-        pytest.raises(DataError, match=r"cannot write /x/y: No space left on device; buy a disk"),
+        pytest.raises(DataError, match=f"cannot write /x/y: {said}$"),
         write_errors(Path("/x/y"), remedy="buy a disk"),
     ):
-        raise OSError(28, "No space left on device")
+        raise OSError(number, os.strerror(number))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,28 @@ def test_folder_that_cannot_be_written_says_so_once_and_works(tmp_path: Path, ca
         f"indices stay in memory: the cache {cache.folder} cannot be written (Not a directory)"
     ]
     assert build.calls == 2
+
+
+def test_full_disk_is_named_and_leaves_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The reason was given as "(None)": numpy's own writing of arrays loses the operating system's."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[1]))
+        assert_right(get(tmp_path, Builder()))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caplog.messages == [f"indices stay in memory: the cache {tmp_path} cannot be written (File too large)"]
+    assert not list(tmp_path.glob(".*.npy.*"))
+
+
+def test_what_a_killed_builder_left_is_deleted(tmp_path: Path) -> None:
+    """Its unfinished files, as large as an index, stayed in the cache for good."""
+    get(tmp_path, Builder())
+    left = tmp_path / f".{digest_of(0)}-samples.npy.4711-0123abcd"
+    left.touch()
+    get(tmp_path, Builder(), inputs=(2,))
+    assert not left.exists()
+    assert len(list(tmp_path.iterdir())) == 5
 
 
 def test_read_only_folder_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -130,6 +130,26 @@ def test_unwritable_folder_is_one_sentence(tmp_path: Path) -> None:
         open_writer(ReportingConfig(tensorboard_dir=str(blocked / "sub")))
 
 
+def test_a_disk_that_is_full_at_the_start_does_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restart ended with the code of a user's mistake, so that its job gave up, below a traceback of the thread."""
+    tracebacks: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", tracebacks.append)
+    pytest.importorskip("tensorboard", reason="the tensorboard package is optional")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+        assert open_writer(ReportingConfig(tensorboard_dir=str(tmp_path))) is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caplog.messages == [
+        f"--tensorboard-dir {tmp_path} cannot be written (File too large): training goes on without its curves; they "
+        "resume when the run is restarted"
+    ]
+    assert tracebacks == []
+
+
 def test_event_files_can_be_read_back(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="the tensorboard package is optional")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
