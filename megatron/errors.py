@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,13 +33,17 @@ _LASTING = {
 }
 
 
+# A word of more than a path's length is some file's content; its beginning is enough.
+_LONG_WORD = re.compile(r"(\S{200})\S{3896,}")
+
+
 class MegatronError(Exception):
     """Base of every error meant for a user; ``exit_code``: what the process ends with, where not as its class says."""
 
     exit_code = RESTART_MAY_HELP
 
     def __init__(self, message: str = "", *, exit_code: int | None = None) -> None:
-        super().__init__(message)
+        super().__init__(_LONG_WORD.sub(r"\1…", message))
         if exit_code is not None:
             self.exit_code = exit_code
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from megatron.config.parse import value_given
 from megatron.config.run import RunConfig
+from megatron.config.typed_spellings import errors_as_typed
 from megatron.core.parallel.environment import launch_environment, told_once_a_node
 from megatron.errors import kept_on_interrupt, run_command
 from megatron.training.pretrain import dry_run, parse
@@ -49,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
         check_result_file(own.result_file)
         check_predictions_dir(own.predictions_dir)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-    with kept_on_interrupt(lambda: "no score is written"):
+    with kept_on_interrupt(lambda: "no score is written"), errors_as_typed(config):
         measure(config, task, started=started)
     return 0
 

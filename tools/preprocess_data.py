@@ -70,7 +70,7 @@ class PreprocessConfig:
         "Keys of each object whose text is tokenized, each into its own files.", default=("text",)
     )
     append_eod: bool = flag("End each document with the tokenizer's end-of-document id.", default=False)
-    workers: int = flag("Processes that tokenize.", default=None, derived="one for each core", at_least=1)
+    workers: int = flag("Processes that tokenize.", default=None, derived="one for each core", at_least=1, at_most=1024)
     on_bad_line: Literal["error", "skip"] = flag(
         "For lines that hold no document: stop at the first, or report, count and skip them.",
         default="error",

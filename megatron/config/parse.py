@@ -18,6 +18,7 @@ from megatron.config.rules import failures, listed, remarks
 from megatron.config.rules.no_effect import without_effect
 from megatron.config.run import CORE_GROUPS, CheckpointReader, RunConfig
 from megatron.config.suggestions import did_you_mean, meant_by
+from megatron.config.typed_spellings import as_typed
 from megatron.errors import ConfigError
 
 FLAG, FILE, CHECKPOINT, COMMAND = 3, 2, 1, 0
@@ -170,9 +171,8 @@ class Intake:
         missing = [spec for spec in self._by_field.values() if spec.required and spec.field not in self.given]
         missing = [spec for spec in missing if spec.positive not in self.faulted]
         if missing:
-            self._wrong(
-                f"missing: {', '.join(f'{spec.positive} ({spec.options.help[:-1].lower()})' for spec in missing)}"
-            )
+            named = (f"{spec.positive} ({_within_a_sentence(spec.options.help)})" for spec in missing)
+            self._wrong(f"missing: {', '.join(named)}")
             self.faulted.update(spec.positive for spec in missing)
 
     def build(self, group: type) -> Any:
@@ -371,7 +371,7 @@ def parse_run(
         command=command,
     )
     object.__setattr__(run, "provenance", {spec.field: intake.source(spec, run.value(spec)) for spec in run.flags()})
-    problems += failures(run, faulted={*intake.faulted, *out_of_bounds})
+    problems += [as_typed(run, sentence) for sentence in failures(run, faulted={*intake.faulted, *out_of_bounds})]
     if problems:
         raise ConfigError(listed(problems))
     unused = [intake.renamed.get(flag) for flags, _ in without_effect(run) for flag in flags]
@@ -451,6 +451,11 @@ def _grouped(words: Sequence[Word]) -> Iterator[tuple[Word, list[str]]]:
 
 def _flag_text(spec: FlagSpec, value: Any) -> str:
     return spec.positive if value is True else f"{spec.positive} {_plain(value)}"
+
+
+def _within_a_sentence(help: str) -> str:
+    """Without the full stop, and begun in lower case unless an abbreviation begins it."""
+    return f"{help[0] if help[1:2].isupper() else help[0].lower()}{help[1:-1]}"
 
 
 def _reason(word: str) -> str:

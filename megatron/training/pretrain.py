@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.config.families import family_of
 from megatron.config.model_type import FamilyConfig, family_asked
 from megatron.config.run import RunConfig
+from megatron.config.typed_spellings import errors_as_typed
 from megatron.errors import run_command
 
 if TYPE_CHECKING:
@@ -57,10 +58,11 @@ def dry_run(
         from megatron.training.preflight import Findings, check_files
 
         found = Findings()
-        config = check_files(config, found, recipe=recipe, bodies=bodies)
-        if more is not None:
-            more(found)
-        found.raise_errors()
+        with errors_as_typed(config):
+            config = check_files(config, found, recipe=recipe, bodies=bodies)
+            if more is not None:
+                more(found)
+            found.raise_errors()
         lines = found.lines
     print(dry_run_report(config, schedule=schedule_facts, files=lines))
 
@@ -109,5 +111,5 @@ def launch_on_ranks(
 
     precision, seed = config.precision.params_dtype, config.training.seed
     joined = parallel_context(config.parallel, launch, params_dtype=precision, seed=seed)
-    with joined as context, sized_allocations(config, context):
+    with errors_as_typed(config), joined as context, sized_allocations(config, context):
         train_from_start_to_end(config, load_recipe(), context, started=started)

@@ -60,6 +60,12 @@ def test_errors_keep_their_code_between_processes() -> None:
     assert (str(error), error.exit_code) == ("gone", 1)
 
 
+def test_a_files_content_is_not_shown_whole() -> None:
+    """--data-args-path of a file without spaces put all of its 200 kB into the message, twice."""
+    message = str(DataError(f"neither {'[' * 100_000}.bin nor {'/x' * 2000}.idx exists"))
+    assert message == f"neither {'[' * 200}… nor {'/x' * 2000}.idx exists"
+
+
 def test_ctrl_c_says_what_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     """After "interrupted" nobody knew how many hours of a run were lost. The inner block knows best."""
 

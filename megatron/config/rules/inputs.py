@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from megatron.config.data import DEFAULT_SPLIT
@@ -79,7 +80,7 @@ def blends_are_sound(run: RunConfig) -> str | None:
         stray = next((word for word in words[1::2] if _number(word) is not None), None)
         if stray is not None:
             return f"{flag} {' '.join(words)}: a prefix is missing before the weight {stray}"
-        if min(known) < 0 or sum(known) == 0:
+        if not (all(0 <= weight < math.inf for weight in known) and any(known)):
             return f"{flag} {' '.join(words)}: weights must be 0 or more, and one more than 0"
     return None
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from megatron.config.pipeline import schedule_name
 from megatron.config.run import RunConfig
+from megatron.config.typed_spellings import typed_spelling
 
 # fields, why they have no effect, and whether they do have one
 NEEDS: tuple[tuple[str, str, Callable[[RunConfig], object]], ...] = (
@@ -88,7 +89,7 @@ def without_effect(run: RunConfig) -> Iterator[tuple[list[str], str]]:
     for fields, reason, has_effect in NEEDS:
         given = [specs[field] for field in fields.split() if run.given(field)]
         named = [
-            source if (source := run.provenance[spec.field]).startswith("--") else spec.spelling
+            typed_spelling(run, spec) or spec.spelling
             for spec in given
             if not spec.is_switch or run.value(spec) != spec.default
         ]

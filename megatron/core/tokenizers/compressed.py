@@ -9,15 +9,23 @@ from __future__ import annotations
 import bz2
 import io
 import lzma
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, DataError
 
-ENDINGS = (".gz", ".bz2", ".xz", ".zst")
+# endings, and how such files begin
+_SIGNATURES = {
+    ".gz": rb"\x1f\x8b\x08",
+    ".bz2": rb"BZh[1-9]1AY&SY",
+    ".xz": rb"\xfd7zXZ\x00",
+    ".zst": rb"\x28\xb5\x2f\xfd",
+}
+ENDINGS = tuple(_SIGNATURES)
 _PIECE = 1 << 12  # bytes decompressed at a time; at the highest ratios they become about 100 MB
 
 
@@ -35,12 +43,17 @@ class _Kind:
     padding: bool = False
 
 
-def decompressed(path: str, raw: BinaryIO) -> IO[bytes]:
+def decompressed(path: str, raw: io.BufferedReader) -> IO[bytes]:
     """What the file holds, decompressed as its ending says; raises ConfigError when the library is missing.
 
-    Reading raises DamagedStreamError.
+    Raises DataError for a file that is packed otherwise than its ending says; reading raises DamagedStreamError.
     """
-    ending = Path(path).suffix
+    ending, start = Path(path).suffix, raw.peek(16)
+    packed = next((each for each, signature in _SIGNATURES.items() if re.match(signature, start)), ending)
+    if packed != ending:
+        raise DataError(
+            f"--input {path} holds a {packed} file's bytes: let its name end in {packed}, or unpack it first"
+        )
     return io.BufferedReader(_Streams(raw, _kind_of(path, ending))) if ending in ENDINGS else raw
 
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any
 
 from megatron.core.tokenizers import compressed
 from megatron.core.tokenizers.compressed import DamagedStreamError, decompressed
@@ -218,7 +218,7 @@ def _matches(pattern: str, endings: Sequence[str]) -> list[str]:
     return matches
 
 
-def _open(path: str) -> BinaryIO:
+def _open(path: str) -> io.BufferedReader:
     if path == STDIN:
         return open(sys.stdin.fileno(), "rb", closefd=False)
     return open(path, "rb")
@@ -227,7 +227,7 @@ def _open(path: str) -> BinaryIO:
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError):
         return error.strerror or str(error)
-    return f"{error}; the file is damaged or cut short, copy it again"
+    return f"{error}; the file is damaged or cut short, copy it again (or rename it, if it isn't compressed)"
 
 
 def _texts_of(line: bytes, keys: Sequence[str]) -> list[str]:
@@ -258,7 +258,9 @@ def parse_line(line: str) -> Any:
     except json.JSONDecodeError as error:
         if not line.strip():
             raise DataError("the line is empty") from None
-        raise DataError(f"not JSON: {error.msg} at column {error.colno}") from None
+        spread = line.lstrip().startswith("[") or line.strip() == "{"  # an array, or an object over several lines
+        hint = "; each line must be an object of its own, without brackets or commas around it" if spread else ""
+        raise DataError(f"not JSON: {error.msg} at column {error.colno}{hint}") from None
     except ValueError:
         raise DataError(f"not readable: a number has more than {sys.get_int_max_str_digits():,} digits") from None
     except RecursionError:

@@ -73,8 +73,8 @@ def read_pieces(path: Path) -> dict[str, int]:
     if path.suffix == ".json":
         where = f"--vocab-file {path}"
         content = read_json(path, dict[str, Any], where=where, error=DataError, most_bytes=VOCABULARY_BYTES)
-        model = as_kind(content.get("model"), dict[str, Any], where=f"{where}: model", error=DataError)
-        if model.get("type") != "WordPiece":
+        model = content.get("model")
+        if not isinstance(model, dict) or model.get("type") != "WordPiece":
             raise DataError(f"{where} is not a tokenizer.json of WordPiece; give a vocab.txt.")
         pieces: dict[str, int] = as_kind(model.get("vocab"), dict[str, int], where=f"{where}: vocab", error=DataError)
         if sorted(pieces.values()) != list(range(len(pieces))):

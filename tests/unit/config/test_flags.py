@@ -17,7 +17,7 @@ from megatron.errors import ConfigError
 class ToolConfig:
     """A tool's flags, one of every kind."""
 
-    size: int = flag("A size.", at_least=1)
+    size: int = flag("SI units.", at_least=1)
     rate: float = flag("A rate.", default=0.5, above=0, below=1)
     word: str | None = flag("A word.", default=None, aliases=("--wort",))
     kind: Literal["red", "green"] = flag(
@@ -121,7 +121,7 @@ def test_all_at_once() -> None:
         "4 things are wrong with the settings:\n"
         "  1. 'stray' stands alone: values follow a flag that starts with --\n"
         "  2. --level is a whole number, not 'x'\n"
-        "  3. missing: --size (a size)\n"
+        "  3. missing: --size (SI units)\n"
         "  4. --rate is 2.0; it must be less than 1"
     )
 
@@ -135,7 +135,7 @@ def test_help_is_grouped(capsys: pytest.CaptureFixture[str]) -> None:
     assert text.startswith("usage: tool --flag value ... [@FILE]\n\nDoes things.\n")
     assert "\ntool: A tool's flags, one of every kind.\n" in text
     for line in (
-        "  --size N                        A size. (required)",
+        "  --size N                        SI units. (required)",
         "  --rate X                        A rate. (default: 0.5)",
         "  --kind {red,green}              A kind. (default: red)",
         "  --many N ...                    Many numbers.",

@@ -11,7 +11,9 @@ from megatron.config.flags import flags_of
 from megatron.config.legacy_flags import LEGACY_FLAGS, legacy_flag
 from megatron.config.renamed_flags import ZERO
 from megatron.config.run import CORE_GROUPS
-from megatron.errors import ConfigError
+from megatron.config.typed_spellings import as_typed, errors_as_typed
+from megatron.core.tokenizers.build import build_tokenizer
+from megatron.errors import ConfigError, DataError
 from tests.unit.config.command_lines import parse
 
 # Every flag of Megatron-LM 2.6 and 0.12, and those that its main branch added until 2026.
@@ -241,6 +243,29 @@ def test_a_wrong_value_under_an_old_name_is_told_under_both_names() -> None:
     assert str(caught.value) == (
         "--warmup 100 is taken as --lr-warmup-fraction 100, and --lr-warmup-fraction is 100.0; it must be less than 1"
     )
+
+
+def test_an_error_names_the_flag_that_was_typed() -> None:
+    """--rope-theta 5000 ended in an error about --rotary-base, which nobody had typed."""
+    for changes, without, message in (
+        ("--rope-theta 5000", "", "--rope-theta (here --rotary-base) has no effect with --position-embedding-type"),
+        ("--num-key-value-heads 3", "", "8 does not divide by --num-key-value-heads (here --num-query-groups 3); "),
+        ("--batch-size 3 --global-batch-size 8", "--micro-batch-size", "--batch-size (here --micro-batch-size 3)"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            parse(changes, without=without)
+        assert message in str(caught.value)
+        assert str(caught.value).count("(here") <= 1
+
+
+def test_errors_after_parsing_name_the_flag_that_was_typed() -> None:
+    """--tokenizer-file /nowhere ended in an error about --tokenizer-model."""
+    run = parse("--tokenizer-file /no/where --tokenizer-type HuggingFaceTokenizer", without="--vocab-size")
+    with pytest.raises(DataError) as caught, errors_as_typed(run):
+        build_tokenizer(run.tokenizer)
+    assert str(caught.value).startswith("--tokenizer-file (here --tokenizer-model /no/where) does not exist")
+    run = parse("--num-layers 4")
+    assert as_typed(run, "--num-layers 4") == "--num-layers 4"
 
 
 @pytest.mark.parametrize("typed", ["-num-layers", "–num-layers", "—num-layers"])

@@ -103,6 +103,27 @@ def test_damaged_files_are_named(tmp_path: Path, ending: str) -> None:
         lines_of(path, batch_bytes=1000)
 
 
+def test_packed_files_are_known_without_their_ending(tmp_path: Path) -> None:
+    """A .jsonl that was gzip's ended in "not UTF-8", with the advice to skip such lines; a plain .gz was "damaged"."""
+    rows = b'{"text": "a"}\n' * 300
+    for ending, pack in PACKERS.items():
+        for name in ("in.jsonl", "in.jsonl.other", *({"in.jsonl.gz"} if ending == ".bz2" else ())):
+            path = tmp_path / name
+            path.write_bytes(pack(rows))
+            if not ending:
+                assert b"".join(batch.data for batch in read_batches([str(path)])) == rows
+                continue
+            with pytest.raises(DataError) as caught:
+                lines_of(path, batch_bytes=100)
+            assert str(caught.value) == (
+                f"--input {path} holds a {ending} file's bytes: let its name end in {ending}, or unpack it first"
+            )
+    path = tmp_path / "in.jsonl.gz"
+    path.write_bytes(rows)
+    with pytest.raises(DataError, match=r"copy it again \(or rename it, if it isn't compressed\)"):
+        lines_of(path, batch_bytes=100)
+
+
 def test_missing_zstandard_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
     path = tmp_path / "in.jsonl.zst"
@@ -118,6 +139,8 @@ def test_missing_zstandard_is_explained(tmp_path: Path, monkeypatch: pytest.Monk
         (b"   ", "the line is empty"),
         (b'{"text": "a"', "not JSON: Expecting ',' delimiter at column 13"),
         (b"text", "not JSON: Expecting value at column 1"),
+        (b'[{"text": "a"},', "not JSON: Expecting value at column 16; each line must be an object of its own"),
+        (b"{", "not JSON: Expecting property name enclosed in double quotes at column 2; each line must be an object"),
         (b'{"text": "tab\there"}', "not JSON: Invalid control character"),
         (b'{"text": "caf\xe9"}', "not UTF-8: byte 0xe9 at column 14"),
         (b"\xff\xfe{\x00", "not UTF-8: byte 0xff at column 1"),

@@ -74,5 +74,9 @@ def test_wrong_files(tmp_path: Path, vocabulary: str) -> None:
     lacking.write_text("the\n[PAD]\n[UNK]\n")
     with pytest.raises(DataError, match=r"has no \[CLS\]: a vocab.txt of BERT has one piece a line"):
         WordPieceTokenizer(str(lacking), name="x", lower_case=True, extra_ids=0)
+    gpt = tmp_path / "vocab.json"
+    gpt.write_text('{"a": 0}')
+    with pytest.raises(DataError, match=r"vocab.json is not a tokenizer.json of WordPiece; give a vocab.txt"):
+        WordPieceTokenizer(str(gpt), name="x", lower_case=True, extra_ids=0)
     with pytest.raises(ConfigError, match="x needs --vocab-file"):
         WordPieceTokenizer(None, name="x", lower_case=True, extra_ids=0)

@@ -256,6 +256,7 @@ def test_an_earlier_result_survives_a_failure(tmp_path: Path, corpus: Path, flag
         (("--json-keys", "text", "text"), ConfigError, "--json-keys needs different keys, not text text"),
         (("--json-keys",), ConfigError, "--json-keys"),
         (("--workers", "0"), ConfigError, "--workers is 0; it must be at least 1"),
+        (("--workers", "1000000"), ConfigError, "--workers is 1000000; it must be at most 1024"),
         (("--apend-eod",), ConfigError, r"--apend-eod \(did you mean --append-eod\?\)"),
         (("--on-bad-line", "ignore"), ConfigError, "--on-bad-line cannot be 'ignore'"),
         (("--tokenizer-model", "nowhere"), DataError, "--tokenizer-model nowhere does not exist"),
