@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 
 # Here folders are only beginnings of names, and making one would make its bucket where that doesn't exist.
 _BUCKET_STORES = frozenset(("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"))
+# What the client libraries say where credentials are missing, wrong or too weak and they raise no PermissionError.
+_REFUSALS = (
+    *("Unable to locate credentials", "Partial credentials found"),  # S3
+    *("Forbidden:", "Invalid Credentials", "Anonymous caller"),  # Google Cloud Storage
+    *("AuthenticationFailed", "AuthorizationFailure", "AuthorizationPermissionMismatch"),  # Azure
+)
 
 
 def is_url(place: str) -> bool:
@@ -254,9 +260,6 @@ def _as_os_error(url: str, *, writing: bool = False) -> Iterator[None]:
     """Each library has its own exceptions, some with a whole answer of the service as their text."""
     try:
         yield
-    except PermissionError as error:
-        reason = f"{error.strerror or error}; the credentials must be valid and allow this"
-        raise PermissionError(errno.EACCES, reason, url) from error
     except Exception as error:
         code = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -268,9 +271,7 @@ def _as_os_error(url: str, *, writing: bool = False) -> Iterator[None]:
             code, reason = errno.ENOENT, "there is no such file"
         elif reason == "Bad Request":  # all that an answer without a body says
             reason = "the service says Bad Request; have the credentials expired?"
-        elif "AuthenticationFailed" in text or "AuthorizationFailure" in text:  # Azure's, in HTTP errors of its library
-            code, reason = (
-                errno.EACCES,
-                f"{reason.splitlines()[0].rstrip('.')}; the credentials must be valid and allow this",
-            )
-        raise OSError(code, (reason.splitlines() or [type(error).__name__])[0], url) from error
+        reason = (reason.splitlines() or [type(error).__name__])[0].rstrip(".")
+        if isinstance(error, PermissionError) or any(words in text for words in _REFUSALS):
+            code, reason = errno.EACCES, f"{reason}; the credentials must be valid and allow this"
+        raise OSError(code, reason, url) from error

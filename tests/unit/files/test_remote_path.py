@@ -11,7 +11,7 @@ import pytest
 from fsspec.registry import _registry
 
 from megatron.core.files.remote_path import AnyPath, RemotePath, path_of
-from megatron.errors import ConfigError
+from megatron.errors import RESTART_CANNOT_HELP, RESTART_MAY_HELP, ConfigError, exit_code_of
 from tests.harness.bucket import ServiceError, failing, url
 
 
@@ -92,7 +92,10 @@ def test_any_error_of_a_library_is_an_oserror_that_names_the_place(tmp_path: Pat
 
 
 def test_answers_of_azure_and_google_are_one_sentence(tmp_path: Path) -> None:
-    """A missing bucket was ten lines of XML (Azure), or "no such file" about the file to be written (Google)."""
+    """A missing bucket was ten lines of XML (Azure), or "no such file" about the file to be written (Google).
+
+    Without credentials at S3 or Google's a job was started again and again.
+    """
     place, answer = path_of(url(tmp_path / "file")), "\nRequestId:1\nErrorCode:{}\nContent: <?xml?>"
     for error, sentence in {
         ServiceError("No container." + answer.format("ContainerNotFound")): "the bucket does not exist; make it first",
@@ -100,7 +103,16 @@ def test_answers_of_azure_and_google_are_one_sentence(tmp_path: Path) -> None:
         ServiceError(
             "Bad key." + answer.format("AuthenticationFailed")
         ): "Bad key; the credentials must be valid and allow this",
-        ServiceError("Busy." + answer.format("ServerBusy")): "Busy.",
+        ServiceError("Busy." + answer.format("ServerBusy")): "Busy",
+        PermissionError(
+            "The token has expired."
+        ): "The token has expired; the credentials must be valid and allow this",
+        ServiceError(
+            "Unable to locate credentials"
+        ): "Unable to locate credentials; the credentials must be valid and allow this",
+        OSError(
+            "Forbidden: b/bucket/o\nNo access."
+        ): "Forbidden: b/bucket/o; the credentials must be valid and allow this",
     }.items():
 
         def fail(name: str, path: str, error: Exception = error) -> None:
@@ -109,6 +121,7 @@ def test_answers_of_azure_and_google_are_one_sentence(tmp_path: Path) -> None:
         with failing(fail), pytest.raises(OSError, match=re.escape(sentence)) as caught:
             place.write_text("x", encoding="utf-8")
         assert (caught.value.strerror, caught.value.filename) == (sentence, str(place))
+        assert exit_code_of(caught.value) == (RESTART_MAY_HELP if sentence == "Busy" else RESTART_CANNOT_HELP)
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
