@@ -87,10 +87,11 @@ def test_a_window_that_never_matters_is_full_attention(llama: Path) -> None:
     for window in (None, 64, 4096):
         change(llama, model_type="mistral", sliding_window=window)
         assert read_huggingface(llama).model.num_layers == 3
-    config = {**SIZES, "model_type": "mistral"}  # transformers takes 4096 where nothing is said
-    assert model_from_config(config, where="x").max_position_embeddings == 64
-    with pytest.raises(CheckpointError, match="sliding_window = 4096"):
-        model_from_config({**config, "max_position_embeddings": 8192}, where="x")
+    for family in ("mistral", "qwen2", "qwen3"):  # transformers takes 4096 where nothing is said
+        config = {**SIZES, "model_type": family, "use_sliding_window": True}
+        assert model_from_config(config, where="x").max_position_embeddings == 64
+        with pytest.raises(CheckpointError, match="sliding_window = 4096"):
+            model_from_config({**config, "max_position_embeddings": 8192}, where="x")
 
 
 @pytest.mark.parametrize(

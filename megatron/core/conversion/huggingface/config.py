@@ -44,8 +44,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "llama": _LLAMA_DEFAULTS,
     "mistral": {**_LLAMA_DEFAULTS, "max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen2": {**_LLAMA_DEFAULTS, "max_position_embeddings": 32768},
-    "qwen3": {**_LLAMA_DEFAULTS, "max_position_embeddings": 32768, "head_dim": 128},
+    "qwen2": {**_LLAMA_DEFAULTS, "max_position_embeddings": 32768, "sliding_window": 4096},
+    "qwen3": {**_LLAMA_DEFAULTS, "max_position_embeddings": 32768, "sliding_window": 4096, "head_dim": 128},
     **dict.fromkeys(bert.FAMILIES, bert.DEFAULTS),
     t5.FAMILY: t5.DEFAULTS,
 }
