@@ -375,8 +375,8 @@ def parse_run(
     if problems:
         raise ConfigError(listed(problems))
     unused = [intake.renamed.get(flag) for flags, _ in without_effect(run) for flag in flags]
-    notes = [note for note in intake.notes if note not in unused]
-    object.__setattr__(run, "notes", (*notes, *remarks(run)))
+    object.__setattr__(run, "notes", tuple(note for note in intake.notes if note not in unused))
+    object.__setattr__(run, "notes", (*run.notes, *remarks(run)))
     return run
 
 

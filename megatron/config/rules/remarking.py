@@ -87,6 +87,8 @@ def mean_of_a_step(run: RunConfig) -> str | None:
     batch, micro = run.training.global_batch_size, run.training.micro_batch_size
     if not run.provenance or batch == micro or run.training.skip_train or not run.outline.predicts_words:
         return None
+    if any("--calculate-per-token-loss" in note for note in run.notes):  # no field: it asks for what is always done
+        return None
     why = {
         "--eod-mask-loss": run.data.eod_mask_loss,
         "--sft": run.data.sft,

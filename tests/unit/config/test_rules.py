@@ -320,6 +320,14 @@ def test_nothing_is_said_where_megatron_lm_computes_the_same(changes: str) -> No
     assert parsed(changes, "", 1).notes == ()
 
 
+def test_nothing_is_said_of_means_where_the_flag_asks_for_ours() -> None:
+    """Who gave --calculate-per-token-loss was told what Megatron-LM does without it."""
+    run = parsed("--eod-mask-loss --global-batch-size 6 --calculate-per-token-loss", "", 1)
+    assert run.notes == (
+        "--calculate-per-token-loss has no effect: the loss is always the mean over all tokens of the global batch",
+    )
+
+
 def test_iterations_of_a_batch_size_schedule() -> None:
     """Who gives iterations with batches of several sizes would not know how many samples that is."""
     assert rules.remarks(parse("--step-batch-size-schedule 0:2,128:4")) == [
