@@ -87,12 +87,17 @@ def _check_data(run: RunConfig, found: Findings, *, tokenizer: Tokenizer | None,
         fetches = run.data.data_cache_path is not None
         data = replace(run.data, data_cache_path=folder) if fetches else run.data
         for prefix in found.check(lambda: sources_read(data, split_sizes(run))) or ():
-            look = partial(open_source, prefix, data, stamp=stamp, vocab_size=vocab_size)
+            reads_all = data.verify_data and not is_url(prefix)  # the run fetches what is at a URL
+            look = partial(
+                open_source, prefix, replace(data, verify_data=reads_all), stamp=stamp, vocab_size=vocab_size
+            )
             source = found.check(look)
             if source is not None:
                 lengths = source.documents.lengths
+                when = "all bytes read" if reads_all else "all bytes are read at the start of the run"
                 found.lines.append(
                     f"data: {prefix}, {int(lengths.sum(dtype='int64')):,} tokens in {len(lengths):,} sequences"
+                    f"{f', {when} (--verify-data)' if data.verify_data else ''}"
                 )
 
 

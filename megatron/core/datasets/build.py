@@ -71,13 +71,16 @@ class DatasetSplits:
 class Source:
     """An opened data set; ``ids_known`` when its largest id is known to lie in the vocabulary.
 
-    ``targets``: with ``--sft``, token for token whether it is to be learned.
+    ``targets``: with ``--sft``, token for token whether it is to be learned. ``contents``: digests of all bytes behind
+    each prefix, as far as they are known; ``remarks``: on how they were compared.
     """
 
     documents: Documents
     cache: IndexCache
     ids_known: bool
     targets: Documents | None = None
+    contents: Mapping[str, ContentDigests] = field(default_factory=dict)
+    remarks: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,8 @@ def _share_of_files(data: DataConfig, given: Mapping[SplitName, SplitSources], s
 def open_source(prefix: str, data: DataConfig, *, stamp: TokenizerStamp | None, vocab_size: int | None) -> Source:
     """A data set, checked against the run's tokenizer and vocabulary as far as these are known.
 
-    Raises DataError for files that are missing, damaged or of another tokenizer.
+    With ``--verify-data`` all bytes are read and compared with their digests. Raises DataError for files that are
+    missing, damaged or of another tokenizer.
     """
     cache = Path(data.data_cache_path) if data.data_cache_path else None
     documents = IndexedDataset(prefix, mmap=data.mmap_bin_files, cache=cache)
@@ -160,7 +164,27 @@ def open_source(prefix: str, data: DataConfig, *, stamp: TokenizerStamp | None, 
         if vocab_size is not None:
             metadata.check_vocabulary(prefix, vocab_size=vocab_size)
     targets = _targets_of(documents, cache=cache) if data.sft else None
-    return Source(documents, IndexCache(cache or Path(f"{prefix}_index_cache")), metadata is not None, targets)
+    contents, remarks = _contents_of([documents] if targets is None else [documents, targets], verify=data.verify_data)
+    index_cache = IndexCache(cache or Path(f"{prefix}_index_cache"))
+    return Source(documents, index_cache, metadata is not None, targets, contents, remarks)
+
+
+def _contents_of(files: Sequence[IndexedDataset], *, verify: bool) -> tuple[dict[str, ContentDigests], list[str]]:
+    """The digests stored beside data sets, or with ``verify`` those that they have, and a remark on each comparison."""
+    contents, remarks = dict[str, ContentDigests](), list[str]()
+    for each in files:
+        metadata = DatasetMetadata.read(each.local_prefix)
+        known = metadata.sha256 if metadata else None
+        if verify:
+            found = each.digests()
+            if metadata is not None:
+                metadata.check_content(each.local_prefix, found)
+            compared = "as written" if known else "the same on every rank, and there is no digest to compare with"
+            remarks.append(f"{each.prefix}: all bytes are {compared} (--verify-data)")
+            known = found
+        if known is not None:
+            contents[each.prefix] = known
+    return contents, remarks
 
 
 class _SplitBuilder:
@@ -240,24 +264,10 @@ class _SplitBuilder:
     def _open(self, prefix: str) -> Source:
         if prefix not in self._opened:
             source = open_source(prefix, self._data, stamp=self._stamp, vocab_size=self._vocab_size)
-            for documents in (source.documents, source.targets):
-                if isinstance(documents, IndexedDataset):
-                    self._note_content(documents, DatasetMetadata.read(documents.local_prefix))
+            self.contents |= source.contents
+            self.remarks += source.remarks
             self._opened[prefix] = source
         return self._opened[prefix]
-
-    def _note_content(self, documents: IndexedDataset, metadata: DatasetMetadata | None) -> None:
-        """Note the digests stored beside a data set, or with ``--verify-data`` those that it has."""
-        known = metadata.sha256 if metadata else None
-        if self._data.verify_data:
-            found = documents.digests()
-            if metadata is not None:
-                metadata.check_content(documents.local_prefix, found)
-            compared = "as written" if known else "the same on every rank, and there is no digest to compare with"
-            self.remarks.append(f"{documents.prefix}: all bytes are {compared} (--verify-data)")
-            known = found
-        if known is not None:
-            self.contents[documents.prefix] = known
 
     def _part(self, source: Source, *, split: SplitName, share: Share, copy: int) -> Part:
         return Part(source, split, share.units(self._family.count_units(source.documents)), copy)

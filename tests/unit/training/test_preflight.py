@@ -175,6 +175,18 @@ def test_the_start_raises_the_same(folder: Path, tmp_path: Path) -> None:
     assert said[0] == said[1]
 
 
+def test_all_bytes_are_compared_where_it_is_asked_for(check: Check, folder: Path) -> None:
+    """--verify-data had no effect in a dry run, which approved data that the run then refused."""
+    flags = f"{DATA} --verify-data"
+    assert "1,000 tokens in 1 sequences, all bytes read (--verify-data)" in check(flags)
+    sound = (folder / "data.bin").read_bytes()
+    (folder / "data.bin").write_bytes(bytes([sound[0] ^ 1]) + sound[1:])
+    try:
+        assert "data.bin is not what was written" in check(flags)
+    finally:
+        (folder / "data.bin").write_bytes(sound)
+
+
 def test_no_torch_where_there_is_no_checkpoint(folder: Path) -> None:
     """Torch alone takes seconds to load, and a check before each job should take a fraction of one."""
     blocker = "import sys; sys.modules['torch'] = None; import pretrain_gpt as p; p.main(p.recipe)"
