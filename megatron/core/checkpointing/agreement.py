@@ -30,6 +30,8 @@ def gather_from_all(work: Callable[[], T], mesh: Mesh) -> list[T]:
     try:
         outcome = work()
     except Exception as error:
+        if isinstance(error.__context__, KeyboardInterrupt):  # torch.save answers Ctrl-C with a RuntimeError of its own
+            raise error.__context__ from None
         caught, outcome = error, _Failure(_describe(error, mesh), _exit_code(error))
     outcomes: list[T | _Failure] = gather_objects(outcome, mesh)
     results = [outcome for outcome in outcomes if not isinstance(outcome, _Failure)]

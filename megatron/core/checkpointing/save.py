@@ -187,11 +187,11 @@ class PendingSave:
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """Leave no trace of a save that fails, and say what that means for the user."""
+        """Leave no trace of a save that fails or is interrupted, and say what that means for the user."""
         try:
             with _explained(self._root, self._iteration):
                 yield
-        except Exception:
+        except BaseException:
             if self._mesh.world_rank == 0:
                 discard(self._aside)
             raise

@@ -39,13 +39,13 @@ def loaded_value(root: Path) -> float:
     return states[0].tensor[0].item()
 
 
-def limit_files(monkeypatch: pytest.MonkeyPatch, prefix: str, room: int, code: int) -> None:
-    """Let files whose names start with ``prefix`` grow to ``room`` bytes and no further."""
+def limit_files(monkeypatch: pytest.MonkeyPatch, prefix: str, room: int, error: BaseException | int) -> None:
+    """Raise ``error``, or the OSError of that number, where a file named ``prefix…`` would exceed ``room`` bytes."""
 
     class SmallFile(io.FileIO):
         def write(self, data: Buffer, /) -> int:
             if self.tell() + memoryview(data).nbytes > room:
-                raise OSError(code, os.strerror(code))
+                raise OSError(error, os.strerror(error)) if isinstance(error, int) else error
             return super().write(data)
 
     open_path = Path.open
@@ -223,6 +223,21 @@ def test_background_failures_surface_at_finish(tmp_path: Path, monkeypatch: pyte
         pending.finish()
     assert is_unused(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("room", [0, 300, 2000])
+def test_ctrl_c_during_a_save_stays_one_and_leaves_nothing(
+    room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a tensor it became torch's RuntimeError, and ended the run in two tracebacks with code 1.
+
+    What had been written stayed as a hidden folder as large as the checkpoint.
+    """
+    save_checkpoint(tmp_path, 10, state(1.0), {}, SINGLE)
+    limit_files(monkeypatch, "__0_", room, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(tmp_path, 20, state(2.0, size=1000), {}, SINGLE)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", "latest_checkpointed_iteration.txt"]
 
 
 def test_the_tracker_moves_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
