@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from megatron.config.flags import check_flags, flag
 from megatron.config.parse import parse_groups
+from megatron.config.pipeline import too_long_to_schedule
 from megatron.core.pipeline_parallel.actions import Kind
 from megatron.core.pipeline_parallel.schedules import training_schedule
 from megatron.core.pipeline_parallel.simulate import Durations, Simulation, simulate
@@ -66,6 +67,12 @@ def main(argv: Sequence[str]) -> int:
     """Simulate the schedule, print it, and draw it when asked."""
     (config,) = parse_groups(argv, ScheduleConfig, prog="print_schedule.py", about=__doc__ or "")
     check_interleaved(config)
+    chunks = {"interleaved": config.num_virtual_stages_per_pipeline_rank or 2, "zb-v": 2}.get(
+        config.pipeline_schedule, 1
+    )
+    stages = config.pipeline_model_parallel_size * chunks
+    if wrong := too_long_to_schedule(stages=stages, microbatches=config.num_microbatches):
+        raise ConfigError(wrong)
     durations = Durations(
         forward=config.forward_time,
         input_backward=config.input_backward_time,
@@ -76,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
         config.pipeline_schedule,
         num_ranks=config.pipeline_model_parallel_size,
         num_microbatches=config.num_microbatches,
-        num_chunks=config.num_virtual_stages_per_pipeline_rank or 2,
+        num_chunks=chunks,
         group_size=config.microbatch_group_size_per_virtual_pipeline_stage,
     )
     simulation = simulate(schedule, durations)

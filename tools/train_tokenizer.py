@@ -55,7 +55,7 @@ class TrainTokenizerConfig:
     output_dir: str = flag(
         "Folder of tokenizer.json, tokenizer_config.json, vocab.json and merges.txt, or of WordPiece's vocab.txt."
     )
-    vocab_size: int = flag("Tokens of the vocabulary, the 256 bytes and special tokens included.")
+    vocab_size: int = flag("Tokens of the vocabulary, the 256 bytes and special tokens included.", at_most=10_000_000)
     kind: Literal["byte-level-bpe", "wordpiece"] = flag(
         "byte-level-bpe: GPT-2's kind; wordpiece: BERT's, in lower case.", default="byte-level-bpe"
     )
@@ -123,6 +123,8 @@ def train(config: TrainTokenizerConfig) -> tokenizers.Tokenizer:
     pipeline.train_from_iterator(iter(texts), trainer)
     if texts.bad:
         print(f"left out {texts.bad:,} bad lines, the first: {texts.first_bad}", file=sys.stderr)
+    if not texts.documents:
+        raise DataError(f"--input {' '.join(config.input)} holds no documents ({texts.bad} bad lines).")
     if pipeline.get_vocab_size() < config.vocab_size:
         raise DataError(
             f"--vocab-size {config.vocab_size} is more than this text supports, which has only "
@@ -138,11 +140,11 @@ class Texts:
     def __init__(self, config: TrainTokenizerConfig) -> None:
         self._config = config
         self._paths = find_inputs(config.input, endings=(*JSON_ENDINGS, PARQUET_ENDING, *TEXT_ENDINGS))
-        self.bad = 0
+        self.bad = self.documents = 0
         self.first_bad = ""
 
     def __iter__(self) -> Iterator[list[str]]:
-        line, read = ProgressLine(), 0
+        line = ProgressLine()
         for batch in read_batches(self._paths, keys=[self._config.json_key]):
             plain = is_plain_text(batch.path)
             documents = read_plain_lines(batch) if plain else read_documents(batch, [self._config.json_key])
@@ -155,8 +157,8 @@ class Texts:
                 raise DataError(f"{documents.bad[0]}; fix the line, or skip such lines with --on-bad-line skip.")
             self.first_bad = self.first_bad or "".join(map(str, documents.bad[:1]))
             self.bad += len(documents.bad)
-            read += len(texts)
-            line.show(Work(read, None), f"{read:,} documents read", seconds_left=0)
+            self.documents += len(texts)
+            line.show(Work(self.documents, None), f"{self.documents:,} documents read", seconds_left=0)
             yield texts
         line.clear()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from megatron.errors import ConfigError
 _EMBEDDING, _LAYER, _LOSS = "E", "t", "L"
 _TOKEN = re.compile(r"\*\d+|.")
 _LONGEST = 100_000  # letters of a layout
+_MOST_PASSES = 500_000  # that a schedule is worked out for
 LAYOUT_EXAMPLE = "'Et*2|t*3|t*2L' for 7 layers in 3 stages"
 
 
@@ -25,6 +27,19 @@ class StageShape:
     layers: range
     is_first: bool
     is_last: bool
+
+
+def too_long_to_schedule(*, stages: int, microbatches: int) -> str | None:
+    """Why a schedule is refused whose passes, all listed before a step, would take minutes and gigabytes."""
+    too_many, most = "too many to work out a schedule for", math.isqrt(_MOST_PASSES)
+    if stages > most:
+        return f"{stages} pipeline stages are {too_many}; use at most {most}"
+    if stages * microbatches > _MOST_PASSES:
+        fitting = _MOST_PASSES // stages
+        return (
+            f"{microbatches} microbatches a step through {stages} pipeline stages are {too_many}; use at most {fitting}"
+        )
+    return None
 
 
 def layers_asked(run: RunConfig) -> str:

@@ -32,7 +32,7 @@ def layout_report(run: RunConfig, *, ranks_per_node: int) -> list[str]:
     for name, size, stride in axes(run):
         if size == 1:
             continue
-        members = [rank * stride for rank in range(size)]
+        members = range(0, size * stride, stride)
         shown = ", ".join(map(str, members)) if size <= 4 else f"{members[0]}, {members[1]}, ... {members[-1]}"
         # Groups lie in blocks of consecutive ranks; unless blocks fill nodes evenly, some group is in two nodes.
         within = "within a node" if nodes == 1 or ranks_per_node % (stride * size) == 0 else "across nodes"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.config.pipeline import chunks_per_rank, stage_sizes
+from megatron.config.pipeline import chunks_per_rank, num_stages, stage_sizes, too_long_to_schedule
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 
@@ -92,6 +92,15 @@ def schedule_suits_the_chunks(run: RunConfig) -> str | None:
     return None
 
 
+def schedule_can_be_listed(run: RunConfig) -> str | None:
+    """A step is a list of passes through stages, which is worked out before the first."""
+    if run.parallel.pipeline_model_parallel_size == 1 or layers_fall_into_stages(run):
+        return None
+    training = run.training
+    microbatches = training.global_batch_size // (training.micro_batch_size * run.data_parallel_size)
+    return too_long_to_schedule(stages=num_stages(run), microbatches=max(microbatches, 1))
+
+
 def _named(run: RunConfig, *fields: str) -> list[str]:
     """Flags of those fields that are set."""
     return [f"--{field.replace('_', '-')}" for field in fields if getattr(run.parallel, field)]
@@ -104,4 +113,5 @@ RULES = (
     layout_stands_alone,
     ends_stand_alone,
     schedule_suits_the_chunks,
+    schedule_can_be_listed,
 )

@@ -102,6 +102,11 @@ def layout(changes: str, *, ranks: int, ranks_per_node: int = 8) -> list[str]:
     return layout_report(parse(changes, ranks=ranks), ranks_per_node=ranks_per_node)
 
 
+def test_a_layout_of_any_number_of_ranks_is_reported() -> None:
+    """--world-size 1000000000 listed every rank of a group: gigabytes, and a traceback."""
+    assert layout("", ranks=2 * 10**12)[1].startswith("data     2,000,000,000,000 ranks: all of them")
+
+
 def test_layout() -> None:
     """Which ranks form each group, and whether their traffic stays in a node."""
     assert layout("", ranks=1) == ["1 rank on one node"]

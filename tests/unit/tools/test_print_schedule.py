@@ -67,6 +67,13 @@ def test_every_shade_is_explained(name: str, most: int, tmp_path: Path) -> None:
     assert ("backward, gradients of weights, chunk 1" in labels) == (name == "zb-v")
 
 
+def test_a_schedule_of_millions_is_refused() -> None:
+    """--pipeline-model-parallel-size 1000000 took minutes and gigabytes without a word."""
+    for flags in ("--pipeline-model-parallel-size 1000000", "--num-microbatches 1000000 --pipeline-schedule zb-v"):
+        with pytest.raises(ConfigError, match="are too many to work out a schedule for; use"):
+            main(flags.split())
+
+
 def test_pictures_that_cannot_be_written(tmp_path: Path) -> None:
     """One sentence, not a traceback."""
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")

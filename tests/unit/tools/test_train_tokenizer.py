@@ -87,6 +87,15 @@ def test_too_small_a_vocabulary_is_refused(tmp_path: Path, corpus: Path) -> None
         train(tmp_path, corpus, vocab_size=100)
 
 
+def test_a_vocabulary_without_bound_or_text_is_refused(tmp_path: Path, corpus: Path) -> None:
+    """4,000,000,000 tokens ended in the library's abort with 40 lines of its stack; no text in advice about size."""
+    with pytest.raises(ConfigError, match="--vocab-size is 4000000000; it must be at most 10000000"):
+        train(tmp_path, corpus, vocab_size=4_000_000_000)
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(DataError, match=r"empty.jsonl holds no documents \(0 bad lines\)"):
+        train(tmp_path / "out", tmp_path / "empty.jsonl")
+
+
 def test_bad_lines_stop_the_training(tmp_path: Path) -> None:
     """Through the library's loop over our texts: still one sentence with file and line, and nothing written."""
     bad = write_lines(tmp_path / "in.jsonl", [{"text": TEXTS[0]}, {"txt": "a"}])
