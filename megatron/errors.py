@@ -18,6 +18,8 @@ RESTART_MAY_HELP = 1
 RESTART_CANNOT_HELP = 2
 """Exit code for a user's mistake: settings, and files that they name, which are missing, damaged or the wrong ones."""
 
+_NOBODY_READS = 141  # what shells give for a command that SIGPIPE ended
+
 # Reasons of the operating system that the next start would meet as well; a full disk or a broken link may pass.
 _LASTING = {
     errno.ENOENT,
@@ -97,20 +99,25 @@ def read_errors(path: object) -> Iterator[None]:
 
 def run_command(main: Callable[[], int | None]) -> None:
     """Run a command's ``main`` and leave the process: a user's mistake is one sentence on stderr, never a traceback."""
+    said = ""
     try:
         code = main() or 0
     except MegatronError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        code = error.exit_code
+        code, said = error.exit_code, f"error: {error}\n"
     except PermissionError as error:
-        said = f"{error.filename}: {error.strerror}; allow this user to read and write it, or name another one"
-        print(f"error: {said if error.filename else error}", file=sys.stderr, flush=True)
-        code = RESTART_CANNOT_HELP
+        reason = f"{error.filename}: {error.strerror}; allow this user to read and write it, or name another one"
+        code, said = RESTART_CANNOT_HELP, f"error: {reason if error.filename else error}\n"
     except KeyboardInterrupt as interrupt:
-        if interrupt.args != ("",):  # another rank tells
-            print(": ".join(["interrupted", *map(str, interrupt.args)]), file=sys.stderr, flush=True)
         code = 130
+        if interrupt.args != ("",):  # another rank tells
+            said = ": ".join(["interrupted", *map(str, interrupt.args)]) + "\n"
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # quiet the flush at exit
-        code = 141
+        code = _NOBODY_READS
+    for stream, text in ((sys.stdout, ""), (sys.stderr, said)):
+        try:
+            stream.write(text)
+            stream.flush()
+        except BrokenPipeError:  # also when Ctrl-C has ended the reader of the pipe
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # quiet the flush at exit
+            code = code or _NOBODY_READS
     sys.exit(code)

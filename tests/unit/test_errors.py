@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,7 @@ from megatron.errors import (
     run_command,
 )
 from megatron.training.stop import NonFiniteError
+from tests.harness.data import REPOSITORY
 
 
 def test_a_users_mistake_is_2_and_a_machines_failure_1() -> None:
@@ -89,6 +92,23 @@ def test_ctrl_c_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         run_command(main)
     assert (ended.value.code, capsys.readouterr().err) == (130, "")
+
+
+def test_a_closed_pipe_changes_neither_message_nor_exit_code() -> None:
+    """Ctrl-C ends ``| tee run.log``, too: the run then left with 120 and a BrokenPipeError, or, by ``2>&1``, with 1."""
+    program = "import sys\nfrom megatron.errors import run_command\ndef main(): print('a line'); {}\nrun_command(main)"
+    reader, writer = os.pipe()
+    os.close(reader)
+    for end, code, said in (
+        ("raise KeyboardInterrupt('kept')", 130, "interrupted: kept\n"),
+        ("raise PermissionError('no')", 2, "error: no\n"),
+        ("return 0", 141, ""),
+    ):
+        for stderr in (subprocess.PIPE, writer):
+            command = [sys.executable, "-E", "-c", program.format(end)]  # -E: stdout has a buffer
+            done = subprocess.run(command, stdout=writer, stderr=stderr, text=True, cwd=REPOSITORY, check=False)
+            assert (done.returncode, done.stderr or said) == (code, said)
+    os.close(writer)
 
 
 def test_a_forbidden_file_is_one_sentence_in_any_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -27,6 +28,7 @@ Batch = dict[str, Tensor]
 
 _PREFETCHED = 4  # batches each worker reads ahead
 _LOOK_SECONDS = 2.0  # between a worker's looks whether the trainer is alive
+_TOLD_SECONDS = 1.0  # until the trainer has heard of a worker's death
 
 
 class BatchLoader:
@@ -57,9 +59,9 @@ class BatchLoader:
             batches = iter(self._loader)
         while True:
             try:
-                batch = next(batches, None)
-            except RuntimeError as error:
-                if not str(error).startswith("DataLoader worker"):
+                batch = _next(batches)
+            except (RuntimeError, ConnectionError, EOFError) as error:
+                if isinstance(error, RuntimeError) and not str(error).startswith("DataLoader worker"):
                     raise
                 raise DataError(
                     f"a process of --num-workers died ({str(error).partition('. ')[0]}): by a bus error if a data file "
@@ -113,6 +115,15 @@ class _Batches(Dataset[Any]):
         except DataError as error:
             return error
         return {name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in samples[0]}
+
+
+def _next(batches: Iterator[Any]) -> Any:
+    """The next batch, or None at the end."""
+    try:
+        return next(batches, None)
+    except (ConnectionError, EOFError):  # a worker died while it handed a batch over
+        time.sleep(_TOLD_SECONDS)  # torch's signal handler interrupts this with an error that says of what
+        raise
 
 
 def _unchanged(batch: Any) -> Any:

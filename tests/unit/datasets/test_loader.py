@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,7 @@ from megatron.core.datasets.samples import Sample
 from megatron.core.parallel.environment import EXIT_SIGNALS
 from megatron.errors import DataError
 from tests.harness.data import REPOSITORY
+from tests.harness.ranks import fork_server
 
 
 class Numbers:
@@ -145,6 +149,24 @@ def test_workers_do_not_tell_of_a_dead_trainer(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err == "ValueError: a defect\n"
 
 
+def hand_over_to_nobody(log: str) -> None:
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+    module._leave_signals_to_the_trainer(os.getppid(), 0)
+    queue: Any = multiprocessing.Queue()
+    queue._reader.close()
+    queue.put(bytes(1_000_000))
+    queue.close()
+    queue.join_thread()
+
+
+def test_the_thread_that_hands_over_is_quiet_when_the_trainer_is_gone(tmp_path: Path) -> None:
+    """Ctrl-C on one rank ended in a BrokenPipeError of its workers' threads."""
+    process = fork_server().Process(target=hand_over_to_nobody, args=(str(tmp_path / "log"),), daemon=True)
+    process.start()
+    process.join(60)
+    assert (process.exitcode, (tmp_path / "log").read_text()) == (0, "")
+
+
 class Deadly(Numbers):
     """Data whose third sample ends the process that reads it."""
 
@@ -158,4 +180,22 @@ def test_a_worker_that_dies_is_explained() -> None:
     """A disk that fails under a map ends a worker with SIGBUS; torch guesses at shared memory, in a traceback."""
     with pytest.raises(DataError, match=r"^a process of --num-workers died \(DataLoader worker ") as caught:
         list(build_loader(Deadly(), consumed=0, micro_batch_size=1, num_workers=1))
+    assert caught.value.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    "error", [BrokenPipeError(32, "Broken pipe"), ConnectionResetError(104, "Connection reset by peer"), EOFError()]
+)
+def test_a_worker_that_dies_while_it_hands_a_batch_over(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a worker that was killed then, the run ended in a traceback, or without a word: at a broken pipe."""
+    monkeypatch.setattr(module, "_TOLD_SECONDS", 0.0)
+
+    def handed_over() -> Iterator[None]:
+        raise error
+        yield
+
+    batches = build_loader(Numbers(), consumed=0, micro_batch_size=1, num_workers=1)
+    monkeypatch.setattr(batches, "_loader", handed_over())
+    with pytest.raises(DataError, match=r"^a process of --num-workers died") as caught:
+        next(iter(batches))
     assert caught.value.exit_code == 1
