@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # From text files to a trained, resumed and evaluated GPT, on two CPU cores: bash examples/quickstart.sh
 #
-# About five minutes the first time (most of it installing), then three to four. Nothing is downloaded but packages: the
-# corpus is the English that every Python carries. What it runs is printed as the commands you would type, from the
-# repository's root. Everything it makes lies in runs/quickstart and .venv; a second run keeps .venv and trains anew.
+# Six to ten minutes on two cores: four to eight of training, and installing the first time. Nothing is downloaded but
+# packages: the corpus is the English that every Python carries. What it runs is printed as the commands you would type,
+# from the repository's root. Everything it makes lies in runs/quickstart and .venv; a second run keeps .venv and trains
+# anew.
 #
 # Expect the training loss to fall from 9.1 (guessing among 8,192 tokens costs 9.0) to about 4.3, the loss on documents
 # kept out of training to about 5.0, and text that looks like documentation without being any.

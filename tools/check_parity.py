@@ -26,11 +26,14 @@ from megatron.config.families import family_of
 from megatron.config.flags import check_flags, flag
 from megatron.config.run import RunConfig
 from megatron.config.shrinking import SMALL_VOCABULARY, on_one_rank, shrunk, without_files
-from megatron.errors import ParallelError, run_command
+from megatron.errors import ConfigError, ParallelError, run_command
 from megatron.training.pretrain import parse_any_family
 
 if TYPE_CHECKING:  # torch is imported when flags are known to be right
     from megatron.training.parity import Observed
+
+
+MOST_RANKS = 256
 
 
 @check_flags
@@ -49,6 +52,11 @@ def main(argv: Sequence[str]) -> int:
     config = without_files(config, vocab_size=vocabulary(config, parity), steps=parity.steps)
     if parity.shrink:
         config = shrunk(config)
+    if config.world_size > MOST_RANKS:
+        raise ConfigError(
+            f"every rank is a process of this machine, and {config.world_size} are too many: give at most --world-size "
+            f"{MOST_RANKS}"
+        )
     print(f"== {describe(config)} against one rank, {parity.steps} steps in fp64", flush=True)
     return report(config, parity.steps)
 

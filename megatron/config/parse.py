@@ -118,7 +118,9 @@ class Intake:
         load, pretrained = self.value("load"), self.value("pretrained_checkpoint")
         path = load or pretrained
         if path is None:
-            self._wrong("--use-checkpoint-args takes the architecture from a checkpoint: name its folder with --load")
+            asked = self.given["use_checkpoint_args"]
+            taker = "this command" if asked.rank == COMMAND else "--use-checkpoint-args"
+            self._wrong(f"{taker} takes the architecture from a checkpoint: name its folder with --load")
             self.faulted.update(spec.positive for spec in self._checkpoint_fields())
             return
         assert reader is not None, "a command with --use-checkpoint-args passes checkpoint_config"
@@ -127,7 +129,8 @@ class Intake:
             path, saved = pretrained, reader(pretrained, None)
         if saved is None:
             self._wrong(
-                f"--use-checkpoint-args finds no checkpoint in {path}: give another --load or the sizes as flags"
+                f"there is no checkpoint in {path} to take the architecture from: give another --load or the sizes as "
+                "flags"
             )
             self.faulted.update(spec.positive for spec in self._checkpoint_fields())
             return

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.errors import ConfigError
 from tests.end_to_end.commands import ROOT, TINY, environment, run
+from tools import check_parity
 
 TOOL = "tools/check_parity.py"
 SHRUNKEN = "--shrink --mock-data --tokenizer-model unused --vocab-file unused --merge-file unused"
@@ -75,6 +77,13 @@ def test_fault_is_named(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     assert "layernorm" in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_more_ranks_than_a_machine_has_processes_for_are_refused() -> None:
+    """--world-size 1000000 began to start a million processes."""
+    flags = "--vocab-size 100 --train-iters 2 --world-size 1000000 --global-batch-size 2000000"
+    with pytest.raises(ConfigError, match="1000000 are too many: give at most --world-size 256"):
+        check_parity.main([*TINY.split(), *flags.split()])
 
 
 def test_layout_that_does_not_fit_is_refused_in_a_sentence() -> None:

@@ -252,7 +252,7 @@ def test_checkpoint_args_need_a_checkpoint() -> None:
         "--use-checkpoint-args takes the architecture from a checkpoint: name its folder with --load"
     )
     assert message_of("--use-checkpoint-args --load a", checkpoint_config=reader(None, [])) == (
-        "--use-checkpoint-args finds no checkpoint in a: give another --load or the sizes as flags"
+        "there is no checkpoint in a to take the architecture from: give another --load or the sizes as flags"
     )
 
 

@@ -14,7 +14,7 @@ from tests.harness.evaluation import SmallGPT2
 def test_mistakes_are_one_sentence(gpt2: SmallGPT2) -> None:
     load = str(gpt2.native)
     for flags, message in (
-        ({"load": "nowhere"}, "--use-checkpoint-args finds no checkpoint in nowhere: give another --load"),
+        ({"load": "nowhere"}, "there is no checkpoint in nowhere to take the architecture from: give another --load"),
         ({"load": load, "sizes": 3}, "there is no flag --sizes"),
         ({"load": load, "data_path": "a"}, "leave --data-path out"),
     ):

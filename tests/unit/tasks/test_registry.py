@@ -43,8 +43,14 @@ def test_help_and_mistakes_take_no_time() -> None:
     ("flags", "message"),
     [
         ("", r"name its folder with --load\n.*missing: --task \(task to run\)$"),
-        ("--task LM --valid-data a", "takes the architecture from a checkpoint: name its folder with --load$"),
-        ("--task LM --valid-data a --load nowhere", "^--use-checkpoint-args finds no checkpoint in nowhere: [^\n]*$"),
+        (
+            "--task LM --valid-data a",
+            "^this command takes the architecture from a checkpoint: name its folder with --load$",
+        ),
+        (
+            "--task LM --valid-data a --load nowhere",
+            "^there is no checkpoint in nowhere to take the architecture from: [^\n]*$",
+        ),
         ("--task RACEE", r"--task cannot be 'RACEE'"),
     ],
     ids=["nothing", "no model", "no such folder", "no such task"],
