@@ -59,7 +59,8 @@ def test_what_the_tokenizer_refuses_becomes_a_bad_line() -> None:
     encoded = encode_batch(batch("1", "2 x", "3", "99"), encoding())
     assert documents(encoded) == [[1, 9], [3, 9]]
     assert [str(bad) for bad in encoded.bad] == [
-        "in.jsonl:2: 'x' is not a token id; NullTokenizer reads numbers of digits 0 to 9, separated by spaces",
+        "in.jsonl:2: 'x' is not a token id; NullTokenizer reads numbers of digits 0 to 9, separated by spaces: "
+        "for text give another --tokenizer-type and its files",
         "in.jsonl:4: token id 99 is outside 0 to 9, which --vocab-size 9 allows",
     ]
 
