@@ -179,8 +179,8 @@ def naming(trained: TrainedModel) -> SpanTokenizer:
     tokenizer = trained.tokenizer
     if not getattr(tokenizer, "sentinels", ()):
         raise ConfigError(
-            f"{trained.folder.path} was trained with {tokenizer.name}, which has no tokens that name missing spans: "
-            "name a checkpoint of a T5 that was trained on text"
+            f"{trained.folder.path} is used with {tokenizer.name}, which has no tokens that name missing spans: name a "
+            "checkpoint of a T5 that was trained on text, or its --tokenizer-type, files and --vocab-extra-ids"
         )
     return cast("SpanTokenizer", tokenizer)
 
