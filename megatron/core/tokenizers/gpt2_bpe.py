@@ -10,6 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from megatron.core.tokenizers.base import required_file
 from megatron.core.tokenizers.rust import RustTokenizer
 from megatron.errors import DataError
+from megatron.small_files import VOCABULARY_BYTES, read_json
 
 KIND = "GPT2BPETokenizer"
 END_OF_TEXT = "<|endoftext|>"
@@ -39,8 +40,19 @@ def byte_level(model: models.BPE) -> tokenizers.Tokenizer:
 
 def _read(vocab: Path, merges: Path) -> models.BPE:
     try:
-        return models.BPE.from_file(str(vocab), str(merges))
+        model = models.BPE.from_file(str(vocab), str(merges))
     except Exception as error:  # the library raises nothing narrower
         raise DataError(
             f"--vocab-file {vocab} and --merge-file {merges} are not a vocab.json and merges.txt of one BPE: {error}."
         ) from None
+    _check_vocabulary(vocab)  # of which the library reads what it understands
+    return model
+
+
+def _check_vocabulary(path: Path) -> None:
+    """DataError for entries whose ids are no numbers or those of other entries."""
+    where, tokens = f"--vocab-file {path}", dict[int, str]()
+    ids = read_json(path, dict[str, int], where=where, error=DataError, most_bytes=VOCABULARY_BYTES)
+    for token, number in ids.items():
+        if (other := tokens.setdefault(number, token)) != token:
+            raise DataError(f"{where}: {other!r} and {token!r} both have the id {number}, so it can't be read back.")

@@ -125,6 +125,16 @@ def test_files_of_different_trainings_are_explained(bpe_folder: Path, tmp_path: 
         build(bpe_folder / "vocab.json", tmp_path / "merges.txt")
 
 
+def test_ids_that_are_no_ids_are_refused(bpe_folder: Path, tmp_path: Path) -> None:
+    """The library skipped an entry whose id was a text, and gave one id to two tokens, without a word."""
+    vocab = json.loads((bpe_folder / "vocab.json").read_text())
+    path = tmp_path / "vocab.json"
+    for value, message in (("7", r'zzzq is "7"; expected a whole number'), (5, "'zzzq' and .* both have the id 5")):
+        path.write_text(json.dumps({"zzzq": value, **vocab}))
+        with pytest.raises(DataError, match=message):
+            build(path, bpe_folder / "merges.txt")
+
+
 def test_vocabulary_without_end_of_text(bpe_folder: Path, tmp_path: Path) -> None:
     vocab = json.loads((bpe_folder / "vocab.json").read_text())
     del vocab["<|endoftext|>"]
