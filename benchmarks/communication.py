@@ -31,12 +31,12 @@ from torch import Tensor
 from megatron.config.estimate import rank_parameters, stages_of
 from megatron.config.pipeline import chunks_per_rank
 from megatron.config.run import RunConfig
+from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.parallel import collectives
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.pipeline import PipelineSettings
-from megatron.training.recipes.gpt import GPTRecipe
 from megatron.training.run import build_run
 from megatron.training.step import train_step
 from tests.harness.ranks import run_ranks
@@ -154,7 +154,7 @@ def count_steps(context: ParallelContext, layouts: Sequence[str]) -> list[Counte
     for layout in layouts:
         config = config_of(layout)
         sliced = dataclasses.replace(context, sequence_parallel=config.parallel.sequence_parallel)
-        run = build_run(config, GPTRecipe(), sliced, started=0.0)
+        run = build_run(config, GPTSpec(), sliced, started=0.0)
         batches = run.data.training_batches(0)
         train_step(run, next(batches))
         run.optimizer.gather.finish()

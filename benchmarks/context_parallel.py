@@ -31,7 +31,7 @@ from benchmarks.communication import counting
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import CpCommType, ParallelConfig
 from megatron.core.context_parallel.attention import attention
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.model import GPTModel
 from megatron.core.ops.attention import AttentionOptions
 from megatron.core.parallel.collectives import gather_objects
 from megatron.core.parallel.context import ParallelContext

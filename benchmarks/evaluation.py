@@ -45,10 +45,10 @@ def models(shape: Shape, folder: Path) -> tuple[Any, Any]:
 
     from megatron.config.run import RunConfig
     from megatron.core.conversion.convert import Conversion, convert
+    from megatron.core.models.gpt.train_spec import GPTSpec
     from megatron.core.parallel.context import ParallelContext
     from megatron.training.checkpoint import saved_config
     from megatron.training.reading import load_model
-    from megatron.training.recipes.gpt import GPTRecipe
     from tasks.settings import TaskConfig
 
     transformers.utils.logging.set_verbosity_error()
@@ -64,7 +64,7 @@ def models(shape: Shape, folder: Path) -> tuple[Any, Any]:
         defaults={"use_checkpoint_args": True},
         world_size=1,
     )
-    return theirs, load_model(config, GPTRecipe(), ParallelContext.single())
+    return theirs, load_model(config, GPTSpec(), ParallelContext.single())
 
 
 def passages_of_work(kind: str, shape: Shape, count: int) -> list[Any]:

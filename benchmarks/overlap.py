@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from megatron.config.run import RunConfig
+from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.parallel import collectives
 from megatron.core.parallel.collectives import Handle, barrier
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.transport import Transfer, Transport
 from megatron.training import run as run_module
-from megatron.training.recipes.gpt import GPTRecipe
 from megatron.training.run import build_run
 from megatron.training.step import train_step
 from tests.harness.ranks import run_ranks
@@ -126,7 +126,7 @@ def time_steps(context: ParallelContext, flags: str, steps: int, latency: float,
     transports = mock.patch.object(run_module, "Transport", slow_transports(link))
     seconds = []
     with handles, transports:
-        run = build_run(config, GPTRecipe(), context, started=0.0)
+        run = build_run(config, GPTSpec(), context, started=0.0)
         batches = run.data.training_batches(0)
         train_step(run, next(batches))
         for _ in range(steps):

@@ -29,10 +29,10 @@ import torch
 
 from benchmarks.communication import counting
 from megatron.config.run import RunConfig
+from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.parallel.activity import Activity
 from megatron.core.parallel.collectives import all_reduce, barrier
 from megatron.core.parallel.context import ParallelContext
-from megatron.training.recipes.gpt import GPTRecipe
 from megatron.training.run import build_run
 from megatron.training.step import train_step
 from tests.harness.ranks import run_ranks
@@ -88,7 +88,7 @@ def time_steps(context: ParallelContext, flags: str, steps: int) -> Steps:
     config = RunConfig.parse([*MODEL.split(), *flags.split()], world_size=ranks)
     context = dataclasses.replace(context, sequence_parallel=config.parallel.sequence_parallel)
     activity = context.mesh.activity = TimedActivity()
-    run = build_run(config, GPTRecipe(), context, started=0.0)
+    run = build_run(config, GPTSpec(), context, started=0.0)
     batches = run.data.training_batches(0)
     with counting(context.mesh) as sent:
         train_step(run, next(batches))

@@ -33,8 +33,9 @@ from megatron.config.data import DataConfig
 from megatron.core.datasets.gpt_dataset import build_gpt_splits
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.core.datasets.loader import build_loader
-from megatron.core.datasets.masked_dataset import build_bert_splits, build_t5_splits
 from megatron.core.datasets.splits import SplitSizes
+from megatron.core.models.bert.data import build_bert_splits
+from megatron.core.models.t5.data import build_t5_splits
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SEQUENCE, SAMPLES, STEP = 512, 2000, 0.05

@@ -54,7 +54,7 @@ def our_gpt(shape: Shape, config: Any, context: Any) -> tuple[Any, Loss]:
     """GPTModel."""
     import torch
 
-    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.model import GPTModel
 
     model = GPTModel(config, context, seed=1)
     tokens, labels = random_batch(shape)
@@ -151,7 +151,7 @@ def our_bert(shape: Shape, config: Any, context: Any) -> tuple[Any, Loss]:
     """BertModel with both heads."""
     import torch.nn.functional as F
 
-    from megatron.core.models.bert import BertModel
+    from megatron.core.models.bert.model import BertModel
 
     model, batch = BertModel(config, context, seed=1), masked_batch(shape)
     hidden = (batch.labels >= 0).float()
@@ -207,8 +207,8 @@ def span_batch(shape: Shape) -> SpanBatch:
 
 def our_t5(shape: Shape, config: Any, context: Any) -> tuple[Any, Loss]:
     """T5Model, the original."""
-    from megatron.config.t5 import T5Config
-    from megatron.core.models.t5 import T5Model
+    from megatron.core.models.t5.config import T5Config
+    from megatron.core.models.t5.model import T5Model
 
     t5 = T5Config(decoder_num_layers=shape.layers, decoder_seq_length=shape.sequence // 4, scale_output=True)
     model, batch = T5Model(config, t5, context, seed=1), span_batch(shape)

@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.parallel.environment import launch_environment
 from megatron.core.parallel.launch import parallel_context
 from megatron.errors import RESTART_CANNOT_HELP, run_command
 from megatron.training.agreement import check_ranks_agree
 from megatron.training.reading import LoadedModel, load_model
-from megatron.training.recipes.gpt import GPTRecipe
 from tasks.model_args import run_of
 from tasks.result import checkpoint_facts
 from tasks.settings import HarnessConfig
@@ -77,7 +77,7 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
             parallel_context(config.parallel, launch_environment(), params_dtype=precision, seed=seed)
         )
         check_ranks_agree(config, context)
-        return cls(load_model(config, GPTRecipe(), context))
+        return cls(load_model(config, GPTSpec(), context))
 
     @property
     def eot_token_id(self) -> int:

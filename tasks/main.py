@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
             is_tuned = own.task in FINE_TUNING
             dry_run(
                 config,
-                recipe=fine_tuned_name(own.task) if is_tuned else "gpt",
+                model_name=fine_tuned_name(own.task) if is_tuned else "gpt",
                 bodies=("bert",) if is_tuned else (),
                 more=lambda found: check_own_files(own, found),
             )

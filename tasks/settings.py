@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megatron.config.bert import TOKEN_TYPES
 from megatron.config.flags import check_flags, flag
 from megatron.config.model import ModelConfig
-from megatron.config.recipe import Outline, RecipeConfig
+from megatron.config.train_spec import Outline, TrainSpecConfig
+from megatron.core.models.bert.config import TOKEN_TYPES
 
 if TYPE_CHECKING:
-    from megatron.config.recipe import Rule
+    from megatron.config.train_spec import Rule
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def fine_tuned_name(task: str) -> str:
     return f"bert-{task.lower()}"
 
 
-class OwnDataConfig(RecipeConfig):
+class OwnDataConfig(TrainSpecConfig):
     """What the groups of commands have in common whose samples don't come from ``--data-path``."""
 
     @property
@@ -103,10 +103,12 @@ class TaskConfig(OwnDataConfig):
     result_file: str | None = flag("JSON file for the result, with its data, checkpoint and settings.", default=None)
 
     def rules(self) -> Sequence[Rule]:
-        """Each says which of the flags of tasks/main.py it has a use for."""
+        """Which flags each task uses; for fine-tuning also those about BERT's samples."""
+        from megatron.core.models.bert.rules import samples_have_room
+        from megatron.core.models.sentences import tokenizer_can_mask
         from tasks.rules import RULES
 
-        return RULES
+        return RULES if self.answers is None else (*RULES, samples_have_room, tokenizer_can_mask)
 
     def remarks(self) -> Sequence[Rule]:
         """About flags of training that fine-tuning doesn't read."""

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
-from megatron.config.families import family_of
 from megatron.config.flags import check_flags, flag
 from megatron.config.run import RunConfig
 from megatron.config.shrinking import SMALL_VOCABULARY, on_one_rank, shrunk, without_files
+from megatron.core.models.registry import family_of
 from megatron.errors import ConfigError, ParallelError, run_command
 from megatron.training.pretrain import parse_any_family
 
@@ -143,13 +143,12 @@ def _run_rank(config: RunConfig, steps: int, rank: int, port: int, connection: C
     from megatron.core.parallel.environment import LaunchEnvironment
     from megatron.core.parallel.launch import parallel_context
     from megatron.training.parity import observe
-    from megatron.training.recipes import recipe_of
 
     torch.set_num_threads(1)
     size = config.world_size
     launch = LaunchEnvironment(rank, size, rank, size, "127.0.0.1" if size > 1 else None, port)
     with parallel_context(config.parallel, launch, params_dtype="fp64", seed=config.training.seed) as context:
-        observed = observe(config, recipe_of(family_of(config.extra)), context, steps=steps)
+        observed = observe(config, family_of(config.extra).train_spec, context, steps=steps)
     connection.send_bytes(pickle.dumps(observed))  # plainly: torch would share memory with a process that is ending
     return 0
 

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, cast
 from megatron.config.flags import check_flags, flag
 from megatron.config.parse import parse_groups
 from megatron.config.trained_model import TrainedModelConfig
-from megatron.core.inference.gaps import MASK, around_gaps, check_gaps, check_length
+from megatron.core.inference.masks import MASK, around_gaps, check_gaps, check_length
 from megatron.core.parallel.environment import launch_environment, told_once_a_node
 from megatron.errors import ConfigError, run_command
 
 if TYPE_CHECKING:  # torch is imported when flags are known to be right
-    from megatron.core.inference.filling import Candidate
-    from megatron.core.models.bert import BertModel
+    from megatron.core.models.bert.filling import Candidate
+    from megatron.core.models.bert.model import BertModel
     from megatron.core.tokenizers.base import MaskingTokenizer
     from megatron.training.trained_model import TrainedModel
 
@@ -48,10 +48,10 @@ def main(argv: Sequence[str]) -> int:
     with told_once_a_node():
         config, choice = parse_groups(argv, FillConfig, TrainedModelConfig, prog="fill_mask.py", about=__doc__ or "")
         check_gaps(config.text)
-    from megatron.training.recipes.bert import RECIPE
+    from megatron.core.models.bert.train_spec import TRAIN_SPEC
     from megatron.training.trained_model import trained_model
 
-    with trained_model(choice, {RECIPE.name: RECIPE}, launch_environment()) as trained:
+    with trained_model(choice, {TRAIN_SPEC.name: TRAIN_SPEC}, launch_environment()) as trained:
         for text in config.text:
             lines = list(filled(text, trained, count=config.top_k))
             if trained.context.mesh.world_rank == 0:
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
 def filled(text: str, trained: TrainedModel, *, count: int) -> Iterator[str]:
     """The candidates of each missing word, and the text with the best of them."""
-    from megatron.core.inference.filling import likeliest
+    from megatron.core.models.bert.filling import likeliest
 
     tokenizer = masking(trained)
     gaps = with_gaps(text, tokenizer)

@@ -21,16 +21,16 @@ import numpy as np
 
 from megatron.config.flags import check_flags, flag
 from megatron.config.parse import parse_groups
-from megatron.config.t5 import T5Config
 from megatron.config.trained_model import TrainedModelConfig
-from megatron.core.inference.gaps import MASK, around_gaps, check_gaps, check_length
+from megatron.core.inference.masks import MASK, around_gaps, check_gaps, check_length
+from megatron.core.models.t5.config import T5Config
 from megatron.core.parallel.environment import launch_environment, told_once_a_node
 from megatron.errors import ConfigError, run_command
 
 if TYPE_CHECKING:  # torch is imported when flags are known to be right
     from megatron.core.datasets.samples import Sample
-    from megatron.core.inference.telling import Beginnings
-    from megatron.core.models.t5 import T5Model
+    from megatron.core.models.t5.generation import Beginnings
+    from megatron.core.models.t5.model import T5Model
     from megatron.core.tokenizers.base import SpanTokenizer
     from megatron.training.trained_model import TrainedModel
 
@@ -54,10 +54,10 @@ def main(argv: Sequence[str]) -> int:
         check_gaps(config.text)
         if not config.text and not config.samples:
             raise ConfigError("there is nothing to fill in: give --text, or --samples of the run's validation data")
-    from megatron.training.recipes.t5 import RECIPE
+    from megatron.core.models.t5.train_spec import TRAIN_SPEC
     from megatron.training.trained_model import trained_model
 
-    with trained_model(choice, {RECIPE.name: RECIPE}, launch_environment()) as trained:
+    with trained_model(choice, {TRAIN_SPEC.name: TRAIN_SPEC}, launch_environment()) as trained:
         speaks = trained.context.mesh.world_rank == 0
         for text in config.text:
             lines = list(filled(text, trained))
@@ -90,10 +90,10 @@ def filled(text: str, trained: TrainedModel) -> Iterator[str]:
 def guessed(count: int, trained: TrainedModel, *, examples: int) -> Iterator[str]:
     """The first samples of the run's validation data, and how often the beginnings of all their spans are right."""
     from megatron.core.datasets.splits import SplitSizes
-    from megatron.training.recipes.t5 import RECIPE
+    from megatron.core.models.t5.train_spec import TRAIN_SPEC
 
     tokenizer = naming(trained)
-    data = RECIPE.build_datasets(trained.config, tokenizer, SplitSizes(train=0, valid=count, test=0)).valid
+    data = TRAIN_SPEC.build_datasets(trained.config, tokenizer, SplitSizes(train=0, valid=count, test=0)).valid
     if data is None:
         raise ConfigError(f"{trained.folder.path} is of a run without one set of validation data: leave --samples out")
     samples = [data[number] for number in range(count)]
@@ -134,7 +134,7 @@ def beginnings_in(samples: Sequence[Sample], trained: TrainedModel) -> Beginning
     """What the model takes for the first tokens of the samples' spans."""
     import torch
 
-    from megatron.core.inference.telling import beginnings
+    from megatron.core.models.t5.generation import beginnings
 
     tokens, decoder_tokens, real = (
         torch.stack([torch.from_numpy(sample[name]) for sample in samples]).to(trained.context.device)
@@ -160,7 +160,7 @@ def entropy_of(tokens: Iterable[int]) -> float:
 
 def answer_to(tokens: Sequence[int], trained: TrainedModel) -> list[list[int]]:
     """What the model says for each name of a span, for those that ``tokens`` lack as well."""
-    from megatron.core.inference.telling import likeliest_answer
+    from megatron.core.models.t5.generation import likeliest_answer
 
     tokenizer = naming(trained)
     answer = likeliest_answer(

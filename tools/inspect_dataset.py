@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.families import family_of
 from megatron.config.flags import check_flags, flag
 from megatron.config.parse import parse_groups
 from megatron.config.run import RunConfig
@@ -32,6 +31,7 @@ from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.datasets.files import replaced_file, write_errors
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.metadata import DatasetMetadata, TokenizerStamp
+from megatron.core.models.registry import family_of
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.errors import ConfigError, DataError, run_command
 from megatron.training.pretrain import parse_any_family
@@ -247,10 +247,9 @@ def show_sample(config: RunConfig) -> int:
     """Print a sample as the run reads it."""
     from megatron.core.datasets.sampler import MicrobatchSampler
     from megatron.training.data import offline_splits
-    from megatron.training.recipes import recipe_of
 
     wanted = config.group(SampleConfig)
-    splits, tokenizer = offline_splits(config, recipe_of(family_of(config.extra)))
+    splits, tokenizer = offline_splits(config, family_of(config.extra).train_spec)
     datasets = list(splits.named(wanted.from_split).values())
     if len(datasets) != 1:
         raise ConfigError(f"--from-split {wanted.from_split}: the run reads {len(datasets)} data sets of that split")

@@ -18,10 +18,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.config.families import family_of
 from megatron.config.run import RunConfig
 from megatron.core.datasets.sources import read_sources
 from megatron.core.datasets.splits import SPLITS
+from megatron.core.models.registry import family_of
 from megatron.errors import run_command
 from megatron.training.pretrain import parse_any_family
 
@@ -30,9 +30,8 @@ def main(argv: Sequence[str]) -> int:
     """Build, and say what lies where."""
     config = parse_any_family(argv, prog="prepare_cache.py")
     from megatron.training.data import offline_splits
-    from megatron.training.recipes import recipe_of
 
-    splits, _ = offline_splits(config, recipe_of(family_of(config.extra)))
+    splits, _ = offline_splits(config, family_of(config.extra).train_spec)
     for split in SPLITS:
         for name, dataset in splits.named(split).items():
             started = time.monotonic()

@@ -51,8 +51,6 @@ from megatron.core.tokenizers.text_files import (
 from megatron.errors import ConfigError, DataError, kept_on_interrupt, run_command
 from megatron.training.progress import ProgressLine, Work, duration
 
-# What is wrong with a line of ordinary text: words; a number, or a quotation, and more.
-PROSE = ("not JSON: Expecting value at column 1", "not JSON: Extra data", "a number where", "a string where")
 BAD_LINES_SHOWN = 20
 SHARD_BYTES = 64_000_000  # of text, between two places from which an interrupted run can go on
 PERCENTILES = (0, 10, 50, 90, 99, 100)
@@ -284,7 +282,7 @@ class Conversion:
     def _report(self, bad: Sequence[BadLine]) -> None:
         if bad and self.config.on_bad_line == "error":
             remedy = "fix the line, or skip such lines with --on-bad-line skip"
-            if is_plain_text(bad[0].path) and bad[0].reason.startswith(PROSE):
+            if is_plain_text(bad[0].path) and bad[0].reason == "not JSON: Expecting value at column 1":
                 remedy = (
                     "the file is plain text, but each document must be a line of JSON; to make one of each line: "
                     f"jq -Rc '{{text: .}}' {bad[0].path} > {Path(bad[0].path).stem}.jsonl"

@@ -59,10 +59,10 @@ def main(argv: Sequence[str]) -> int:
             argv, GenerateConfig, TrainedModelConfig, prog="text_generation_cli.py", about=__doc__ or ""
         )
         prompts = [*config.prompt, *prompts_of(config.prompt_file)]
-    from megatron.training.recipes.gpt import GPTRecipe
+    from megatron.core.models.gpt.train_spec import GPTSpec
     from megatron.training.trained_model import trained_model
 
-    with trained_model(choice, {"gpt": GPTRecipe()}, launch_environment()) as trained:
+    with trained_model(choice, {"gpt": GPTSpec()}, launch_environment()) as trained:
         speaker = Speaker(trained, config)
         if prompts:
             speaker.answer(prompts)

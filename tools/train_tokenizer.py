@@ -36,7 +36,7 @@ from megatron.core.tokenizers.text_files import (
     read_documents,
     read_plain_lines,
 )
-from megatron.core.tokenizers.wordpiece import BERT_TOKENS, UNKNOWN, words_pipeline
+from megatron.core.tokenizers.wordpiece import SPECIAL_TOKENS, UNKNOWN, words_pipeline
 from megatron.errors import ConfigError, DataError, run_command
 from megatron.training.progress import ProgressLine, Work
 
@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
 
 def special_tokens(config: TrainTokenizerConfig) -> list[str]:
     """Those that the kind needs, and those that are asked for."""
-    needed = BERT_TOKENS if config.kind == "wordpiece" else (END_OF_TEXT,)
+    needed = SPECIAL_TOKENS if config.kind == "wordpiece" else (END_OF_TEXT,)
     return list(dict.fromkeys([*needed, *config.special_tokens]))
 
 

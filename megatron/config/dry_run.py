@@ -38,7 +38,7 @@ def dry_run_report(run: RunConfig, *, schedule: ScheduleSimulator = without_pipe
         "batch and length": _batch(run),
         "parameters": _parameters(run),
         "pipeline": _pipeline(run, schedule),
-        title: [*_memory(memory, only_reads=run.recipe.only_reads), *_verdict(run, memory, schedule)],
+        title: [*_memory(memory, only_reads=run.train_spec.only_reads), *_verdict(run, memory, schedule)],
     }
     return "\n\n".join(_section(title, lines) for title, lines in sections.items() if lines)
 
@@ -63,8 +63,8 @@ def _batch(run: RunConfig) -> list[str]:
     ]
     if training.skip_train:
         return lines
-    if run.recipe.epochs is not None:
-        lines.append(f"{run.recipe.epochs} epochs of --train-data, whose length in steps depends on the data")
+    if run.train_spec.epochs is not None:
+        lines.append(f"{run.train_spec.epochs} epochs of --train-data, whose length in steps depends on the data")
     else:
         lines.append(
             f"{run.train_iters:,} steps, {run.train_samples:,} samples, {count(run.train_samples * length)} tokens"

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron.config.model import ModelConfig
-from megatron.config.pipeline import StageShape, stage_shapes
-from megatron.config.recipe import Outline
+from megatron.config.pipeline import EncoderDecoderLayers, StageShape, stage_shapes
 from megatron.config.run import RunConfig
-from megatron.config.t5 import T5Layers
+from megatron.config.train_spec import Outline
 
 _LOSS_CHUNK = 1 << 24  # logits of the vocabulary loss that exist at a time
 _STATES = {"adam": 2, "sgd": 1}  # fp32 numbers per weight
@@ -21,8 +20,8 @@ _STATES = {"adam": 2, "sgd": 1}  # fp32 numbers per weight
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Parameters by part; ``output_layer`` is 0 when it shares the word embeddings. ``heads``: what BERT has behind the
-    final norm, the output's bias included; ``position_embeddings`` are those of its token types, too, and T5's tables.
+    """Parameters by part; ``output_layer`` is 0 when it shares the word embeddings. ``heads``: parameters of
+    the output heads, the output's bias included. ``position_embeddings``: also token types and relative positions.
     """
 
     word_embeddings: int
@@ -106,7 +105,8 @@ def _parameters(run: RunConfig, stages: Sequence[StageShape], *, ranks: int, voc
     hidden, tied = model.hidden_size, not model.untie_embeddings_and_output_weights
     norm = hidden * (2 if model.normalization == "LayerNorm" else 1)
     learned = model.position_embedding_type == "learned_absolute"
-    held = [T5Layers.of(stage.layers, model.num_layers) for stage in stages]  # without a decoder all are the encoder's
+    # Without a decoder all layers are the encoder's.
+    held = [EncoderDecoderLayers.of(stage.layers, model.num_layers) for stage in stages]
     last = any(stage.is_last for stage in stages)
     embeds = any(stage.is_first for stage in stages) or any(each.opens_decoder for each in held)
     attention = _attention_parameters(model, ranks)
@@ -131,7 +131,7 @@ def _head_parameters(outline: Outline, *, hidden: int, norm: int, vocabulary: in
     return words + biases + pooled
 
 
-def _position_tables(run: RunConfig, held: Sequence[T5Layers], ranks: int) -> int:
+def _position_tables(run: RunConfig, held: Sequence[EncoderDecoderLayers], ranks: int) -> int:
     """Of relative positions: one for each stack that has layers here."""
     stacks = any(each.encoder for each in held) + any(each.decoder for each in held)
     return stacks * run.outline.position_buckets * run.model.num_attention_heads // ranks
@@ -162,7 +162,7 @@ def rank_memory(run: RunConfig, pipeline_rank: int, *, kept: int = 0) -> MemoryE
     parameters, width = rank_parameters(run, pipeline_rank=pipeline_rank).total, _width(run)
     shards = run.data_parallel_size * run.parallel.context_parallel_size
     owned = -(-parameters // shards) if run.parallel.use_distributed_optimizer else parameters
-    trained = 0 if run.recipe.only_reads else 1
+    trained = 0 if run.train_spec.only_reads else 1
     stacks, has_loss = _stacks(run), any(stage.is_last for stage in stages_of(run, pipeline_rank))
     return MemoryEstimate(
         weights=parameters * width,
@@ -181,7 +181,7 @@ def kept_activations(run: RunConfig) -> list[int]:
         if len(stacks) == 1:
             found.append(stacks[0].kept(len(stage.layers), opens=stage.is_first, closes=stage.is_last))
             continue
-        held = T5Layers.of(stage.layers, run.model.num_layers)
+        held = EncoderDecoderLayers.of(stage.layers, run.model.num_layers)
         kept = stacks[0].kept(len(held.encoder), opens=stage.is_first, closes=held.closes_encoder)
         kept += stacks[1].kept(len(held.decoder), opens=held.opens_decoder, closes=stage.is_last)
         found.append(kept + (stacks[0].encoded() if held.decoder else 0))
@@ -267,7 +267,7 @@ class _Activations:
         return 2 * self._tokens * self._hidden * self._width + vocabulary * self._hidden * self._width + chunk
 
     def _head(self) -> int:
-        """BERT's for words: inputs of dense layer, GELU and norm; what the output keeps is the loss's."""
+        """A head for masked words: inputs of dense layer, GELU and norm; the loss has what the output keeps."""
         return 3 * self._rows * self._hidden * self._width * self._run.outline.has_word_head
 
     def of_backward(self) -> int:

@@ -56,7 +56,7 @@ class ModelConfig:
         from_checkpoint=True,
     )
     position_embedding_type: Literal["learned_absolute", "rope", "relative", "none"] = flag(
-        "Position embedding type; relative is T5's bias on attention scores.",
+        "Position embedding type; relative: a learned bias on attention scores, for encoder-decoder models.",
         default="learned_absolute",
         renamed_values={"rotary": ("rope", ""), "absolute": ("learned_absolute", "")},
         refused_values={
@@ -89,7 +89,7 @@ class ModelConfig:
         "Store norm weights minus one, so that a weight of zero scales by one.", default=False, architecture=True
     )
     apply_residual_connection_post_layernorm: bool = flag(
-        "Post-LN: the residual branches off after the norm, as in the original BERT.",
+        "Post-LN: the residual branches off after the norm.",
         default=False,
         architecture=True,
     )
@@ -103,13 +103,13 @@ class ModelConfig:
     )
     swiglu: bool = flag("MLP gated by SiLU.", default=False, architecture=True)
     geglu: bool = flag("MLP gated by GELU.", default=False, architecture=True)
-    relu: bool = flag("ReLU in the MLP, as in the original T5.", default=False, architecture=True)
+    relu: bool = flag("ReLU in the MLP.", default=False, architecture=True)
     squared_relu: bool = flag("Squared ReLU in the MLP.", default=False, architecture=True)
     exact_gelu: bool = flag(
         "GELU by the error function instead of its tanh approximation.", default=False, architecture=True
     )
     softmax_scale: float | None = flag(
-        "Scale of attention scores; 1 / sqrt(width of a head) unless given. The original T5 uses 1.",
+        "Scale of attention scores; 1 / sqrt(width of a head) unless given.",
         default=None,
         above=0,
         architecture=True,

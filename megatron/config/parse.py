@@ -9,14 +9,13 @@ from typing import Any
 
 from megatron.config.command import CommandConfig
 from megatron.config.deepspeed import DEEPSPEED_CONFIG, deepspeed_settings
-from megatron.config.families import owner_of
 from megatron.config.files import Word, read_settings, words_of
 from megatron.config.flags import FlagSpec, flags_of, group_name
 from megatron.config.help import format_help
 from megatron.config.legacy_flags import LEGACY_WORDS, LegacyFlag, legacy_flag
 from megatron.config.rules import failures, listed, remarks
 from megatron.config.rules.no_effect import without_effect
-from megatron.config.run import CORE_GROUPS, CheckpointReader, RunConfig
+from megatron.config.run import CORE_GROUPS, CheckpointReader, FlagOwner, RunConfig, nobody
 from megatron.config.suggestions import did_you_mean, meant_by
 from megatron.config.typed_spellings import as_typed
 from megatron.errors import ConfigError
@@ -50,8 +49,11 @@ class Given:
 class Intake:
     """Settings as they come in, by field, with what is wrong with them and what a user should know."""
 
-    def __init__(self, groups: Sequence[type], legacy: Mapping[str, LegacyFlag] | None = None) -> None:
+    def __init__(
+        self, groups: Sequence[type], legacy: Mapping[str, LegacyFlag] | None = None, *, owner_of: FlagOwner = nobody
+    ) -> None:
         self.groups = tuple(groups)
+        self._owner_of = owner_of
         self.is_run = set(CORE_GROUPS) <= set(groups)  # a tool has no flags of Megatron-LM's training
         self._legacy = legacy_flag if self.is_run else (legacy or {}).get
         self.given: dict[str, Given] = {}
@@ -225,13 +227,12 @@ class Intake:
         if self.is_run and (spelling in DEEPSPEED_CONFIG or (spelling == "--deepspeed" and values)):
             self._deepspeed.append((spelling, str(values[0]) if values else ""))
             return
+        where, owner = "" if source == "flag" else f"{source}: ", self._owner_of(spelling)
         legacy = self._legacy(spelling)
-        if legacy is not None:
-            self._take_legacy(spelling, legacy, values, source=source, rank=rank)
-            return
-        where, owner = "" if source == "flag" else f"{source}: ", owner_of(spelling)
         if owner is not None:
-            self._wrong(f"{where}{spelling} belongs to {owner.title} (pretrain_{owner.name}.py); leave it out")
+            self._wrong(f"{where}{spelling} belongs to {owner}; leave it out")
+        elif legacy is not None:
+            self._take_legacy(spelling, legacy, values, source=source, rank=rank)
         else:
             meant = meant_by(spelling, self._by_spelling, words=LEGACY_WORDS)
             self._wrong(f"{where}there is no flag {spelling}{f' (did you mean {meant}?)' if meant else ''}")
@@ -241,7 +242,7 @@ class Intake:
     def _is_known(self, spelling: str) -> bool:
         if spelling in self._by_spelling or self._legacy(spelling) is not None:
             return True
-        return self.is_run and (spelling in DEEPSPEED_CONFIG or owner_of(spelling) is not None)
+        return self.is_run and (spelling in DEEPSPEED_CONFIG or self._owner_of(spelling) is not None)
 
     def _take_legacy(self, spelling: str, legacy: LegacyFlag, values: list[Any], *, source: str, rank: int) -> None:
         words = " ".join([spelling, *map(str, values)])
@@ -352,12 +353,13 @@ def parse_run(
     prog: str,
     world_size: int,
     extra_groups: Sequence[type],
+    owner_of: FlagOwner,
     checkpoint_config: CheckpointReader | None,
     defaults: Mapping[str, Any],
 ) -> RunConfig:
     """See ``RunConfig.parse``."""
     groups = (*CORE_GROUPS, *extra_groups, CommandConfig)
-    intake = _read_command_line(argv, groups, prog, defaults=defaults)
+    intake = _read_command_line(argv, groups, prog, owner_of=owner_of, defaults=defaults)
     for path in intake.value("config"):
         intake.read_file(path)
     intake.read_defaults(defaults, prog)
@@ -428,6 +430,7 @@ def _read_command_line(
     about: str = "",
     legacy: Mapping[str, LegacyFlag] | None = None,
     *,
+    owner_of: FlagOwner = nobody,
     defaults: Mapping[str, Any] | None = None,
 ) -> Intake:
     if {"-h", "--help"} & set(argv):
@@ -435,7 +438,7 @@ def _read_command_line(
         shown = sorted(groups, key=shared.__contains__)  # first what the command alone has
         print(format_help(shown, prog=prog, about=about, defaults=defaults), end="")  # noqa: T201  (what --help is for)
         sys.exit(0)
-    intake = Intake(groups, legacy)
+    intake = Intake(groups, legacy, owner_of=owner_of)
     intake.read_words(list(words_of(argv)))
     return intake
 

@@ -261,3 +261,27 @@ class _Layout:
         return ConfigError(
             f"{where} has {token!r}; it consists of E, t, L, |, (, ), * and numbers, like {LAYOUT_EXAMPLE}"
         )
+
+
+@dataclass(frozen=True)
+class EncoderDecoderLayers:
+    """Layers of a chain that is the encoder's and then the decoder's, told apart and each numbered from 0.
+
+    ``closes_encoder``, ``opens_decoder``: whether the encoder's last and the decoder's first layer are among them.
+    """
+
+    encoder: range
+    decoder: range
+    closes_encoder: bool
+    opens_decoder: bool
+
+    @classmethod
+    def of(cls, layers: range, encoder_layers: int) -> EncoderDecoderLayers:
+        """Consecutive ``layers`` of the chain, of which those before ``encoder_layers`` are the encoder's."""
+        start, stop = layers.start, layers.stop
+        return cls(
+            encoder=range(min(start, encoder_layers), min(stop, encoder_layers)),
+            decoder=range(max(start - encoder_layers, 0), max(stop - encoder_layers, 0)),
+            closes_encoder=start < encoder_layers <= stop,
+            opens_decoder=start <= encoder_layers < stop,
+        )

@@ -24,11 +24,6 @@ REFUSED: dict[str, str] = {
     "give --config FILE; settings are named like flags, flat or nested by group": "yaml-cfg",
     "--dataloader-type cyclic always shuffles the whole data set; leave it out": "no-data-sharding",
     "every sample is used; make a smaller data set, or give --train-samples": "sample-rate",
-    "only BERT has it; train one with pretrain_bert.py": "bert-binary-head bert-no-binary-head",
-    "only BERT (pretrain_bert.py) and T5 (pretrain_t5.py) have it": "mask-prob short-seq-prob",
-    "only T5 has it (pretrain_t5.py); other models take --num-layers": "decoder-num-layers",
-    "only T5 has it (pretrain_t5.py); other models take --seq-length": "decoder-seq-length",
-    "only T5 has it; train one with pretrain_t5.py": ("relative-attention-num-buckets relative-attention-max-distance"),
     "only memory-mapped data (PREFIX.bin and PREFIX.idx, written by tools/preprocess_data.py) is read": "data-impl",
     "give the size of a bucket instead: --ddp-bucket-size": "ddp-num-buckets",
     "optimizer state is always sharded over all data-parallel ranks; leave it out": (

@@ -15,7 +15,6 @@ from megatron.config.batch_ramp import BatchRamp, read_batch_steps
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.command import CommandConfig
 from megatron.config.data import DataConfig
-from megatron.config.families import FAMILIES
 from megatron.config.flags import FlagSpec, flags_of, group_name
 from megatron.config.inference import InferenceConfig
 from megatron.config.model import ModelConfig
@@ -23,15 +22,21 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.profiling import ProfilingConfig
-from megatron.config.recipe import Outline, RecipeConfig
 from megatron.config.reporting import ReportingConfig
 from megatron.config.tokenizer import TokenizerConfig
+from megatron.config.train_spec import Outline, TrainSpecConfig
 from megatron.config.training import TrainingConfig
 from megatron.errors import ConfigError
 from megatron.small_files import as_kind, check_kinds
 
 Group = TypeVar("Group")
 CheckpointReader = Callable[[str, "int | None"], "Mapping[str, Any] | None"]
+FlagOwner = Callable[[str], "str | None"]
+
+
+def nobody(spelling: str) -> None:
+    """Nothing is known of flags that a run doesn't have."""
+
 
 CORE_GROUPS: tuple[type, ...] = (
     ModelConfig,
@@ -53,8 +58,9 @@ class RunConfig:
     """Everything a run was asked for; values that follow from others are filled in when it is built.
 
     Building one checks nothing: ``parse`` does, and so does ``rules.check(run)``.
-    ``extra`` holds groups of a recipe or a tool. ``provenance`` says per field where its value came from, and ``notes``
-    what a user should know about flags that were accepted but have no effect; neither is part of equality or digest.
+    ``extra`` holds groups of a train spec or a tool. ``provenance`` says per field where its value came from, and
+    ``notes`` what a user should know about flags that were accepted but have no effect; neither is part of equality or
+    digest.
     """
 
     model: ModelConfig
@@ -75,7 +81,7 @@ class RunConfig:
     notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        extra = (g.resolved(self.model, self.data) if isinstance(g, RecipeConfig) else g for g in self.extra)
+        extra = (g.resolved(self.model, self.data) if isinstance(g, TrainSpecConfig) else g for g in self.extra)
         object.__setattr__(self, "extra", tuple(extra))
         for name, changes in self._resolved().items():
             if changes:
@@ -94,7 +100,7 @@ class RunConfig:
             found["training"]["check_for_nan_in_loss_and_grad"] = (
                 False  # overflows are how the loss scale finds its way
             )
-        if self.recipe.only_evaluates:
+        if self.train_spec.only_evaluates:
             found["training"]["skip_train"] = True
         kind = tokenizer.tokenizer_type
         if kind is None:
@@ -115,12 +121,14 @@ class RunConfig:
         prog: str = "pretrain_gpt.py",
         world_size: int = 1,
         extra_groups: Sequence[type] = (),
+        owner_of: FlagOwner = nobody,
         checkpoint_config: CheckpointReader | None = None,
         defaults: Mapping[str, Any] | None = None,
     ) -> RunConfig:
         """The run that a command line describes; precedence: flag > file > checkpoint > default.
 
         ``world_size``: ranks that were started; ``--world-size`` of a dry run goes before it.
+        ``owner_of(spelling)`` names the kind of run that has a flag which this one doesn't have, or returns None.
         ``checkpoint_config(load, step)`` reads the ``to_json()`` stored in a checkpoint, or returns None when there is
         none; it is called only with ``--use-checkpoint-args``.
         ``defaults``: values of the command by field, where its flags' own defaults don't suit it.
@@ -133,6 +141,7 @@ class RunConfig:
             prog=prog,
             world_size=world_size,
             extra_groups=extra_groups,
+            owner_of=owner_of,
             checkpoint_config=checkpoint_config,
             defaults=defaults or {},
         )
@@ -153,18 +162,18 @@ class RunConfig:
         return (*(getattr(self, group_name(kind)) for kind in CORE_GROUPS), *self.extra)
 
     @property
-    def recipe(self) -> RecipeConfig:
-        """The settings of this run's recipe alone."""
-        return self.find(RecipeConfig) or RecipeConfig()
+    def train_spec(self) -> TrainSpecConfig:
+        """The settings of this run's train spec alone."""
+        return self.find(TrainSpecConfig) or TrainSpecConfig()
 
     @property
     def outline(self) -> Outline:
         """What is the model family's own in the model and in its samples."""
-        return self.recipe.outline(self.model)
+        return self.train_spec.outline(self.model)
 
     @property
     def num_layers(self) -> int:
-        """Layers of the whole model, one after the other: a T5's of the encoder and then of the decoder."""
+        """Layers of the whole model, those of an encoder and then of its decoder."""
         return self.model.num_layers + self.outline.decoder_layers
 
     @property
@@ -269,14 +278,14 @@ class RunConfig:
         return {"world_size": self.world_size, **groups}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> RunConfig:
-        """The run that ``to_json`` described, with its family's own groups: fields it lacks take their defaults.
+    def from_json(cls, data: Mapping[str, Any], *, groups: Sequence[type] = ()) -> RunConfig:
+        """The run that ``to_json`` described: fields it lacks take their defaults. ``groups``: those that only its
+        family has, which must be there (``models.registry.saved_run`` finds them).
 
         Raises ConfigError for settings this version does not know.
         """
         built = {group_name(kind): _group_from_json(kind, data.get(group_name(kind), {})) for kind in CORE_GROUPS}
-        known = (kind for family in FAMILIES.values() for kind in family.groups)
-        extra = tuple(_group_from_json(kind, data[group_name(kind)]) for kind in known if group_name(kind) in data)
+        extra = tuple(_group_from_json(kind, data[group_name(kind)]) for kind in groups)
         check_kinds(data, {"world_size": int}, where="the saved settings", error=ConfigError)
         return cls(world_size=data.get("world_size") or 1, extra=extra, **built)
 

@@ -13,10 +13,10 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline import chunks_per_rank, num_stages
 from megatron.config.precision import PrecisionConfig
 from megatron.config.profiling import ProfilingConfig
-from megatron.config.recipe import RecipeConfig
 from megatron.config.reporting import ReportingConfig
 from megatron.config.run import RunConfig
 from megatron.config.tokenizer import TokenizerConfig
+from megatron.config.train_spec import TrainSpecConfig
 from megatron.config.training import TrainingConfig
 
 SMALL_VOCABULARY = 211  # prime: it divides at no layout
@@ -129,7 +129,7 @@ def _encoder_depth(run: RunConfig, depth: int) -> int:
 
 def _small_group(group: object, run: RunConfig, depth: int) -> object:
     """A decoder has the rest of the layers, and half as many tokens."""
-    if not isinstance(group, RecipeConfig):
+    if not isinstance(group, TrainSpecConfig):
         return group
     layers, length = depth - _encoder_depth(run, depth), _small_length(run, at_least=_LENGTH // 2)
     return group.shrunk(decoder_layers=layers, decoder_length=length)

@@ -43,7 +43,7 @@ class TokenizerConfig:
         renamed_values=RENAMED_TOKENIZERS,
         refused_values=REFUSED_TOKENIZERS,
         derived="NullTokenizer with --mock-data and --vocab-size and no tokenizer files, else GPT2BPETokenizer, or "
-        "BertWordPieceLowerCase for BERT",
+        "BertWordPieceLowerCase for data with masked words",
         follows=("mock_data", "vocab_size", "vocab_file", "merge_file", "tokenizer_model"),
         from_checkpoint=True,
     )

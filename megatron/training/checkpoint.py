@@ -43,15 +43,15 @@ def load(run: Run) -> None:
     elif settings.pretrained_checkpoint is not None:
         named, mesh = settings.pretrained_checkpoint, run.context.mesh
         pretrained = find_checkpoint(named, mesh=mesh, flag="--pretrained-checkpoint")
-        is_body = read_run_state(pretrained)["recipe"] in run.recipe.starts_from
+        is_body = read_run_state(pretrained)["recipe"] in run.train_spec.starts_from
         if is_body and not run.config.training.skip_train:  # nobody wants to know how well a fresh head does
             load_body(run, pretrained)
         else:
             _load_from(run, pretrained, weights_only=True)
-    elif run.recipe.starts_from:
+    elif run.train_spec.starts_from:
         raise CheckpointError(
-            f"a {run.recipe.name} model is made of a trained {' or '.join(run.recipe.starts_from)} model, and none is "
-            "named: give --pretrained-checkpoint"
+            f"a {run.train_spec.name} model starts from a trained {' or '.join(run.train_spec.starts_from)} model: "
+            "give --pretrained-checkpoint"
         )
 
 
@@ -70,7 +70,7 @@ def checkpoint_to_load(
 
 def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> None:
     settings, state = run.config.checkpoint, read_run_state(folder)
-    check_same_model(state, folder, recipe=run.recipe.name, config=run.config, tokenizer=run.tokenizer)
+    check_same_model(state, folder, model_name=run.train_spec.name, config=run.config, tokenizer=run.tokenizer)
     with_optimizer = loads_optimizer(run.config, weights_only=weights_only)
     if with_optimizer:
         check_has_optimizer(state, folder)
@@ -95,13 +95,13 @@ def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> Non
 
 
 def load_body(run: Run, folder: CheckpointFolder) -> None:
-    """Take what the run's model shares with the other recipe's in ``folder``; say by name what stays fresh.
+    """Take what the run's model shares with another model's in ``folder``; say by name what stays fresh.
 
-    A collective. Raises CheckpointError when more is missing than the recipe allows.
+    A collective. Raises CheckpointError when more is missing than the train spec allows.
     """
-    recipe, state = run.recipe, read_run_state(folder)
+    train_spec, state = run.train_spec, read_run_state(folder)
     theirs = state["recipe"]
-    check_same_model(state, folder, recipe=theirs, config=run.config, tokenizer=run.tokenizer)
+    check_same_model(state, folder, model_name=theirs, config=run.config, tokenizer=run.tokenizer)
     stored, names = set(StoredTensors(folder.path).entries), where_to_find_weights(run.model_state())
     wanted = [*run.model_state(), *run.optimizer.master_entries()]
     shared = [entry for entry in wanted if stored.intersection(names.get(entry.name, (entry.name,)))]
@@ -109,7 +109,7 @@ def load_body(run: Run, folder: CheckpointFolder) -> None:
     held = {entry.name.removeprefix("model.") for entry in shared}
     everyone = gather_objects((mine, mine - held), run.context.mesh)
     asked, fresh = (sorted(set().union(*(each[kind] for each in everyone))) for kind in (0, 1))
-    lacking = [name for name in fresh if not name.startswith(recipe.starts_from[theirs])]
+    lacking = [name for name in fresh if not name.startswith(train_spec.starts_from[theirs])]
     if lacking:
         raise CheckpointError(f"{folder.path} lacks {', '.join(lacking)}, which every {theirs} model has")
     load_checkpoint(folder, shared, run.context.mesh, exhaust=(), alternatives=names)
@@ -157,12 +157,12 @@ def check_has_optimizer(state: Mapping[str, Any], folder: CheckpointFolder) -> N
 
 
 def check_same_model(
-    state: Mapping[str, Any], folder: CheckpointFolder, *, recipe: str, config: RunConfig, tokenizer: Tokenizer
+    state: Mapping[str, Any], folder: CheckpointFolder, *, model_name: str, config: RunConfig, tokenizer: Tokenizer
 ) -> None:
     """Raise CheckpointError that lists every difference between the checkpoint's model and the run's."""
-    if state["recipe"] != recipe:
+    if state["recipe"] != model_name:
         raise CheckpointError(
-            f"{folder.path} holds a {state['recipe']} model, where a {recipe} model is wanted; name another folder"
+            f"{folder.path} holds a {state['recipe']} model, where a {model_name} model is wanted; name another folder"
         )
     differences = []
     for spec in config.flags():

@@ -19,6 +19,7 @@ from megatron.core.datasets.metadata import ContentDigests
 from megatron.core.datasets.phases import Phase, next_phases
 from megatron.core.datasets.sampler import MicrobatchSampler
 from megatron.core.datasets.splits import SPLITS, SplitName
+from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.collectives import gather_objects
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
@@ -29,7 +30,7 @@ from megatron.core.tokenizers.build import build_tokenizer
 from megatron.errors import RESTART_CANNOT_HELP, CheckpointError, DataError, ParallelError
 from megatron.small_files import as_kind
 from megatron.training.preflight import split_sizes
-from megatron.training.recipe import Recipe, stages_here
+from megatron.training.stages import stages_here
 
 
 @dataclass
@@ -56,10 +57,12 @@ class TrainingData:
     Raises DataError for data that are missing, damaged or too short, ParallelError when ranks see different data.
     """
 
-    def __init__(self, config: RunConfig, recipe: Recipe, context: ParallelContext, tokenizer: Tokenizer) -> None:
-        self._config, self._recipe, self._context = config, recipe, context
-        self._fields = recipe.fields(config, stages_here(config, recipe, context))
-        self._splits = build_splits(config, recipe, context, tokenizer)
+    def __init__(
+        self, config: RunConfig, train_spec: TrainSpec, context: ParallelContext, tokenizer: Tokenizer
+    ) -> None:
+        self._config, self._train_spec, self._context = config, train_spec, context
+        self._fields = train_spec.fields(config, stages_here(config, train_spec, context))
+        self._splits = build_splits(config, train_spec, context, tokenizer)
         self._loaders: dict[tuple[SplitName, str], Iterable[Batch]] = {}
         self._streams: dict[tuple[SplitName, str], _Stream] = {}
         self._phases = [Phase(0, tuple(mix_of(self._splits.train)))] if self._splits.train is not None else []
@@ -173,7 +176,7 @@ class TrainingData:
 
     def _microbatch(self, batch: Batch, key: StreamKey) -> Microbatch:
         needed = {name: tensor for name, tensor in batch.items() if name in self._fields}
-        held = held_slices(needed, self._recipe.batch_fields, self._context.mesh)
+        held = held_slices(needed, self._train_spec.batch_fields, self._context.mesh)
         return Microbatch(
             {name: tensor.to(self._context.device, non_blocking=True) for name, tensor in held.items()}, key
         )
@@ -191,16 +194,18 @@ def held_slices(batch: Mapping[str, Tensor], sequence_dims: Mapping[str, int | N
     }
 
 
-def offline_splits(config: RunConfig, recipe: Recipe) -> tuple[DatasetSplits, Tokenizer]:
+def offline_splits(config: RunConfig, train_spec: TrainSpec) -> tuple[DatasetSplits, Tokenizer]:
     """Data sets of a run without its ranks, and the tokenizer: for tools."""
     tokenizer = build_tokenizer(config.tokenizer)
     config = config.with_vocab_size(tokenizer.vocab_size)
-    return recipe.build_datasets(config, tokenizer, split_sizes(config)), tokenizer
+    return train_spec.build_datasets(config, tokenizer, split_sizes(config)), tokenizer
 
 
-def build_splits(config: RunConfig, recipe: Recipe, context: ParallelContext, tokenizer: Tokenizer) -> DatasetSplits:
+def build_splits(
+    config: RunConfig, train_spec: TrainSpec, context: ParallelContext, tokenizer: Tokenizer
+) -> DatasetSplits:
     """Build the data sets on every rank and compare what they hold. A collective."""
-    splits = recipe.build_datasets(config, tokenizer, split_sizes(config))
+    splits = train_spec.build_datasets(config, tokenizer, split_sizes(config))
     views = gather_objects((splits.digest, splits.contents), context.mesh)
     contents = dict[str, tuple[int, ContentDigests]]()
     for rank, (digest, known) in enumerate(views):

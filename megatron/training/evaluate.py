@@ -20,4 +20,4 @@ def evaluate(run: Run, batches: Iterator[list[Microbatch]]) -> GlobalLoss:
             total = loss if total is None else total.plus(loss)
     for model in run.models:
         model.train()
-    return global_loss(total, run.recipe.loss_names(run.config), run.context)
+    return global_loss(total, run.train_spec.loss_names(run.config), run.context)

@@ -2,75 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from megatron.core.ops.matmul import times_transposed
-
-if TYPE_CHECKING:
-    from megatron.config.model import ModelConfig
-
-
-def gpt_flops_per_sample(model: ModelConfig, seq_length: int, *, tensor_model_parallel_size: int = 1) -> float:
-    """Model FLOPs of one sequence, forward and backward: 2 per multiply-add, times 3.
-
-    Megatron's formula: every matrix product of the dense model, half of the attention square (the causal half), the
-    vocabulary as padded for the tensor-parallel size. Recomputation, norms and activations are not counted.
-    """
-    padded_vocab_size = model.padded_vocab_size(tensor_model_parallel_size)
-    layers = layers_flops_per_token(model, seq_length / 2)
-    return float(seq_length * (layers + 6 * model.hidden_size * padded_vocab_size))
-
-
-def bert_flops_per_sample(
-    model: ModelConfig, seq_length: int, *, hidden_share: float, binary_head: bool, tensor_model_parallel_size: int = 1
-) -> float:
-    """Model FLOPs of one sample of a bidirectional model, forward and backward.
-
-    As above, but with the whole square of attention; the dense layer of the word head over all tokens, the vocabulary
-    over the ``hidden_share`` whose words are to be found, and the order head over one.
-    """
-    hidden = model.hidden_size
-    words = 6 * hidden * (hidden + hidden_share * model.padded_vocab_size(tensor_model_parallel_size))
-    order = 6 * hidden * (hidden + 2) if binary_head else 0
-    return float(seq_length * (layers_flops_per_token(model, seq_length) + words) + order)
-
-
-def t5_flops_per_sample(
-    model: ModelConfig,
-    seq_length: int,
-    *,
-    decoder_num_layers: int,
-    decoder_seq_length: int,
-    tensor_model_parallel_size: int = 1,
-) -> float:
-    """Model FLOPs of one sample of an encoder and a decoder, forward and backward.
-
-    The encoder with the whole square of attention, the decoder with its causal half; in each of the decoder's layers
-    queries and outputs of cross-attention over its own tokens, keys and values over the encoder's, and the scores of
-    every pair; the vocabulary over the decoder's tokens.
-    """
-    hidden, query_width = model.hidden_size, model.num_attention_heads * model.kv_channels
-    decoder = dataclasses.replace(model, num_layers=decoder_num_layers)
-    shared = model.num_query_groups / model.num_attention_heads
-    queries = decoder_seq_length * (1 + seq_length / hidden)
-    cross = 12 * decoder_num_layers * hidden * query_width * (queries + seq_length * shared)
-    words = 6 * hidden * model.padded_vocab_size(tensor_model_parallel_size)
-    spoken = decoder_seq_length * (layers_flops_per_token(decoder, decoder_seq_length / 2) + words)
-    return float(seq_length * layers_flops_per_token(model, seq_length) + spoken + cross)
-
-
-def layers_flops_per_token(model: ModelConfig, keys: float) -> float:
-    """Model FLOPs of all layers for one token that attends to ``keys`` others, forward and backward."""
-    query_width = model.num_attention_heads * model.kv_channels
-    mlp = model.ffn_hidden_size * (1.5 if model.gated else 1.0)
-    attention = query_width * (1 + model.num_query_groups / model.num_attention_heads + keys / model.hidden_size)
-    return 12 * model.num_layers * model.hidden_size * (mlp + attention)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.config.command import CommandConfig
-from megatron.config.families import FAMILIES, family_named
 from megatron.config.files import words_of
 from megatron.config.parse import Intake
 from megatron.config.run import CORE_GROUPS, RunConfig
@@ -15,6 +14,7 @@ from megatron.core.checkpointing.load import read_run_state
 from megatron.core.checkpointing.stored_tensors import StoredTensors
 from megatron.core.conversion.portable import parameters_of, report_differences
 from megatron.core.files.remote_path import AnyPath
+from megatron.core.models.registry import FAMILIES, family_named, owner_of
 from megatron.core.optimizer.update_rules import build_update_rule
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
@@ -58,11 +58,12 @@ def check_loadable(
         prog=f"pretrain_{family.name}.py",
         world_size=_ranks_of(intake),
         extra_groups=family.groups,
+        owner_of=owner_of,
         checkpoint_config=saved_config,
     )
     tokenizer = build_tokenizer(config.tokenizer)
     config = config.with_vocab_size(tokenizer.vocab_size)
-    check_same_model(state, folder, recipe=family.name, config=config, tokenizer=tokenizer)
+    check_same_model(state, folder, model_name=family.name, config=config, tokenizer=tokenizer)
     is_known = intake.value("world_size") is not None
     check_continues(state, folder, config, weights_only=config.checkpoint.finetune, ranks_known=is_known)
     return folder, config
@@ -84,11 +85,11 @@ def check_continues(
         _check_schedule(config, state["schedule"], is_known=ranks_known)
 
 
-def describe_start(config: RunConfig, tokenizer: Tokenizer | None, *, recipe: str, bodies: Sequence[str]) -> str:
+def describe_start(config: RunConfig, tokenizer: Tokenizer | None, *, model_name: str, bodies: Sequence[str]) -> str:
     """What a run would start from, in a line. Raises as loading does for a checkpoint that can't be used.
 
     Checksums are left to the start itself. ``tokenizer``: None where it can't be built; nothing is compared then.
-    ``recipe``, ``bodies``: see ``check_files``.
+    ``model_name``, ``bodies``: see ``check_files``.
     """
     settings = config.checkpoint
     folder, weights_only = checkpoint_to_load(settings, verify=False), settings.finetune
@@ -98,10 +99,10 @@ def describe_start(config: RunConfig, tokenizer: Tokenizer | None, *, recipe: st
     if folder is None:
         return f"none in {settings.load} yet, a new run"
     state = read_run_state(folder)
-    model = state["recipe"] if weights_only and state["recipe"] in bodies else recipe
+    model = state["recipe"] if weights_only and state["recipe"] in bodies else model_name
     if tokenizer is not None:
-        check_same_model(state, folder, recipe=model, config=config, tokenizer=tokenizer)
-        if model == recipe and recipe in FAMILIES:
+        check_same_model(state, folder, model_name=model, config=config, tokenizer=tokenizer)
+        if model == model_name and model_name in FAMILIES:
             check_continues(state, folder, config, weights_only=weights_only, ranks_known=True)
     return f"{folder.path}, of iteration {folder.iteration}"
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from megatron.config.run import RunConfig
 from megatron.core.checkpointing.lease import StillHeld
 from megatron.core.datasets.splits import SplitName
+from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import kept_on_interrupt
 from megatron.training.agreement import check_parameter_count, check_ranks_agree, check_replicas_agree
@@ -15,7 +16,6 @@ from megatron.training.checkpoint import load
 from megatron.training.evaluate import evaluate
 from megatron.training.metrics import Evaluation
 from megatron.training.profiling import Profiled, profiling
-from megatron.training.recipe import Recipe
 from megatron.training.run import Run, build_run, startup_facts
 from megatron.training.saving import Saver, holding_save_folder, saving
 from megatron.training.startup import startup_report
@@ -31,7 +31,7 @@ from megatron.training.upkeep import (
 
 def train_from_start_to_end(
     config: RunConfig,
-    recipe: Recipe,
+    train_spec: TrainSpec,
     context: ParallelContext,
     *,
     started: float,
@@ -39,7 +39,7 @@ def train_from_start_to_end(
 ) -> Run:
     """Build the run, load what it continues from, train, and evaluate at the end. ``evaluated``: see ``Run``."""
     check_ranks_agree(config, context)
-    run = build_run(config, recipe, context, started=started)
+    run = build_run(config, train_spec, context, started=started)
     run.evaluated = evaluated or run.evaluated
     parameters = check_parameter_count(run.config, list(run.model_state()), context)
     with holding_save_folder(run.config, context) as still_held:

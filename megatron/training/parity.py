@@ -10,12 +10,12 @@ from torch import Tensor
 
 from megatron.config.run import RunConfig
 from megatron.core.distributed.buffers import FlatBuffer
+from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.collectives import all_gather
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState, Sharding
 from megatron.errors import ParallelError
-from megatron.training.recipe import Recipe
 from megatron.training.run import build_run
 from megatron.training.step import global_loss, ready_to_learn
 
@@ -56,9 +56,9 @@ class Comparison:
     where: str | None
 
 
-def observe(config: RunConfig, recipe: Recipe, context: ParallelContext, *, steps: int) -> Observed:
+def observe(config: RunConfig, train_spec: TrainSpec, context: ParallelContext, *, steps: int) -> Observed:
     """Take ``steps`` steps of the run, as training takes them, and note what comes out. A collective."""
-    run = build_run(config, recipe, context, started=0.0)
+    run = build_run(config, train_spec, context, started=0.0)
     seen, batches = Observed(), run.data.training_batches(0)
     seen.shapes = {_name(entry): entry.sharding.shape for entry in run.model_state()}
     seen.initial = parts_of(run.model_state(), context.mesh)
@@ -67,7 +67,7 @@ def observe(config: RunConfig, recipe: Recipe, context: ParallelContext, *, step
         run.grad_sync.zero()
         loss = run.runner.step(run.plans.training(len(microbatches)), microbatches)
         run.grad_sync.finish()
-        total = global_loss(loss, recipe.loss_names(run.config), context)
+        total = global_loss(loss, train_spec.loss_names(run.config), context)
         if step == 0:
             seen.gradients = whole_gradients(
                 run.buffers, context.mesh, sharded=run.config.parallel.use_distributed_optimizer

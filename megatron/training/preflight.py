@@ -64,11 +64,11 @@ class Findings:
             raise ConfigError(f"{listed(sentences, of='files')}\n({_WITHOUT})", exit_code=code)
 
 
-def check_files(run: RunConfig, found: Findings, *, recipe: str, bodies: Sequence[str] = ()) -> RunConfig:
+def check_files(run: RunConfig, found: Findings, *, model_name: str, bodies: Sequence[str] = ()) -> RunConfig:
     """The run with its tokenizer's vocabulary; ``found`` takes what the files of tokenizer, data, checkpoints and
     reports tell. Nothing is written.
 
-    ``recipe``: what the checkpoints of the run are of; ``bodies``: and those that it may start from with another head.
+    ``model_name``: of the run's own checkpoints. ``bodies``: of those that it may start from with another head.
     """
     tokenizer = found.check(lambda: build_tokenizer(run.tokenizer))
     sized = None if tokenizer is None else found.check(lambda: run.with_vocab_size(tokenizer.vocab_size))
@@ -76,7 +76,7 @@ def check_files(run: RunConfig, found: Findings, *, recipe: str, bodies: Sequenc
         found.lines.append(f"tokenizer: {TokenizerStamp.of(tokenizer)}")
     if not run.data.mock_data:
         _check_data(run, found, tokenizer=tokenizer, vocab_size=None if sized is None else sized.model.vocab_size)
-    _check_load(sized or run, found, tokenizer if sized else None, recipe=recipe, bodies=bodies)
+    _check_load(sized or run, found, tokenizer if sized else None, model_name=model_name, bodies=bodies)
     _check_folders(run, found)
     return sized or run
 
@@ -102,7 +102,7 @@ def _check_data(run: RunConfig, found: Findings, *, tokenizer: Tokenizer | None,
 
 
 def _check_load(
-    run: RunConfig, found: Findings, tokenizer: Tokenizer | None, *, recipe: str, bodies: Sequence[str]
+    run: RunConfig, found: Findings, tokenizer: Tokenizer | None, *, model_name: str, bodies: Sequence[str]
 ) -> None:
     settings = run.checkpoint
     if settings.load is None and settings.pretrained_checkpoint is None:
@@ -113,7 +113,7 @@ def _check_load(
         return
     from megatron.training.loadable import describe_start
 
-    line = found.check(lambda: describe_start(run, tokenizer, recipe=recipe, bodies=bodies))
+    line = found.check(lambda: describe_start(run, tokenizer, model_name=model_name, bodies=bodies))
     if line is not None:
         found.lines.append(f"checkpoint: {line}")
 

@@ -9,46 +9,45 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.families import family_of
-from megatron.config.model_type import FamilyConfig, family_asked
 from megatron.config.run import RunConfig
 from megatron.config.typed_spellings import errors_as_typed
+from megatron.core.models.model_type import FamilyConfig, family_asked
+from megatron.core.models.registry import Family, owner_of
 from megatron.errors import run_command
 
 if TYPE_CHECKING:
     from megatron.core.parallel.environment import LaunchEnvironment
     from megatron.training.preflight import Findings
-    from megatron.training.recipe import Recipe
 
 # Nothing here imports torch before the settings are known to be right: --help and flag errors take milliseconds.
 
 
-def main(load_recipe: Callable[[], Recipe], *groups: type) -> None:
-    """Entry point of the ``pretrain_…`` scripts; ends the process. ``groups``: settings of the recipe alone."""
-    run_command(lambda: pretrain(load_recipe, sys.argv[1:], prog=os.path.basename(sys.argv[0]), groups=groups))
+def main(family: Family) -> None:
+    """Entry point of the ``pretrain_…`` scripts; ends the process."""
+    run_command(lambda: pretrain(family, sys.argv[1:], prog=os.path.basename(sys.argv[0])))
 
 
-def pretrain(load_recipe: Callable[[], Recipe], argv: Sequence[str], *, prog: str, groups: Sequence[type] = ()) -> int:
-    """Check the settings of ``argv``, then train; the process's exit code."""
+def pretrain(family: Family, argv: Sequence[str], *, prog: str) -> int:
+    """Check the settings of ``argv``, then train a model of ``family``; the process's exit code."""
     started = time.monotonic()
-    config = parse(argv, prog=prog, groups=groups)
+    config = parse(argv, prog=prog, groups=family.groups)
     if config.command.dry_run:
-        dry_run(config, recipe=family_of(map(type, config.extra)).name)
+        dry_run(config, model_name=family.name)
         return 0
 
     from megatron.core.parallel.environment import launch_environment
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-    launch_on_ranks(load_recipe, config, launch_environment(), started=started)
+    launch_on_ranks(family, config, launch_environment(), started=started)
     return 0
 
 
 def dry_run(
-    config: RunConfig, *, recipe: str, bodies: Sequence[str] = (), more: Callable[[Findings], None] | None = None
+    config: RunConfig, *, model_name: str, bodies: Sequence[str] = (), more: Callable[[Findings], None] | None = None
 ) -> None:
     """Check the files of a run unless told not to, and print its report. ``more``: checks of the command alone.
 
-    ``recipe``, ``bodies``: see ``check_files``. Raises ConfigError that lists every file that is wrong.
+    ``model_name``, ``bodies``: see ``check_files``. Raises ConfigError that lists every file that is wrong.
     """
     from megatron.config.dry_run import dry_run_report
     from megatron.training.pipeline import schedule_facts
@@ -59,7 +58,7 @@ def dry_run(
 
         found = Findings()
         with errors_as_typed(config):
-            config = check_files(config, found, recipe=recipe, bodies=bodies)
+            config = check_files(config, found, model_name=model_name, bodies=bodies)
             if more is not None:
                 more(found)
             found.raise_errors()
@@ -82,6 +81,7 @@ def parse(
             prog=prog,
             world_size=launched_world_size(),
             extra_groups=groups,
+            owner_of=owner_of,
             checkpoint_config=_saved_config,
             defaults=defaults,
         )
@@ -101,9 +101,7 @@ def _saved_config(load: str, step: int | None) -> Mapping[str, Any] | None:
     return saved_config(load, step)
 
 
-def launch_on_ranks(
-    load_recipe: Callable[[], Recipe], config: RunConfig, launch: LaunchEnvironment, *, started: float
-) -> None:
+def launch_on_ranks(family: Family, config: RunConfig, launch: LaunchEnvironment, *, started: float) -> None:
     """Join the other ranks and train; of errors on several ranks, the first is shown."""
     from megatron.core.parallel.launch import parallel_context
     from megatron.training.loop import train_from_start_to_end
@@ -112,4 +110,4 @@ def launch_on_ranks(
     precision, seed = config.precision.params_dtype, config.training.seed
     joined = parallel_context(config.parallel, launch, params_dtype=precision, seed=seed)
     with errors_as_typed(config), joined as context, sized_allocations(config, context):
-        train_from_start_to_end(config, load_recipe(), context, started=started)
+        train_from_start_to_end(config, family.train_spec, context, started=started)

@@ -19,6 +19,7 @@ from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint
 from megatron.core.checkpointing.load import load_checkpoint, read_run_state
 from megatron.core.inference.scoring import Passage
 from megatron.core.models.stage import Stage
+from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.collectives import all_reduce
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.rng import StreamKey
@@ -32,7 +33,7 @@ from megatron.training.agreement import check_stages
 from megatron.training.checkpoint import check_same_model, where_to_find_weights
 from megatron.training.data import held_slices
 from megatron.training.pipeline import PipelineSettings, Plans, routes
-from megatron.training.recipe import Recipe, stages_here
+from megatron.training.stages import build_stage, stages_here
 from megatron.training.trained_model import model_state, share_tied_parameters
 
 
@@ -91,7 +92,7 @@ class Logits:
 class _ReadingChunk:
     """A rank's part of the model; the last one notes rows down by the microbatch's number."""
 
-    recipe: Recipe
+    train_spec: TrainSpec
     model: nn.Module
     is_last: bool
     incoming: Mapping[str, WireSpec]
@@ -100,7 +101,7 @@ class _ReadingChunk:
     found: dict[int, Tensor] = field(default_factory=dict)
 
     def __call__(self, wires: Wires, microbatch: Microbatch) -> Wires | LossSum:
-        output: Any = self.recipe.forward(self.model, wires, microbatch)
+        output: Any = self.train_spec.forward(self.model, wires, microbatch)
         if not self.is_last:
             return dict(output)
         labels, wanted = microbatch.tensors["labels"], microbatch.tensors["loss_mask"]
@@ -116,7 +117,7 @@ class LoadedModel:
     """This rank's parts of a trained causal language model, in evaluation mode, with its weights from ``folder``."""
 
     config: RunConfig
-    recipe: Recipe
+    train_spec: TrainSpec
     context: ParallelContext
     tokenizer: Tokenizer
     stages: list[Stage]
@@ -168,7 +169,9 @@ class LoadedModel:
             training=replace(self.config.training, micro_batch_size=size),
         )
         chunks = [
-            _ReadingChunk(self.recipe, model, stage.is_last, self.recipe.wires(config, stage, context), readout, config)
+            _ReadingChunk(
+                self.train_spec, model, stage.is_last, self.train_spec.wires(config, stage, context), readout, config
+            )
             for model, stage in zip(self.models, self.stages)
         ]
         runner = Runner(chunks, transport=self.transport, device=context.device, activity=context.mesh.activity)
@@ -181,9 +184,9 @@ class LoadedModel:
 
     def _held(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """What this rank needs of a microbatch, on its device."""
-        fields = self.recipe.fields(self.config, self.stages)
+        fields = self.train_spec.fields(self.config, self.stages)
         needed = {name: tensor for name, tensor in batch.items() if name in fields}
-        held = held_slices(needed, self.recipe.batch_fields, self.context.mesh)
+        held = held_slices(needed, self.train_spec.batch_fields, self.context.mesh)
         return {name: tensor.to(self.context.device) for name, tensor in held.items()}
 
     def _divisible(self, length: int) -> int:
@@ -221,7 +224,7 @@ def _tensors(passages: Sequence[Passage], config: RunConfig) -> dict[str, Tensor
     return {"tokens": tokens, "labels": labels, "loss_mask": wanted}
 
 
-def load_model(config: RunConfig, recipe: Recipe, context: ParallelContext) -> LoadedModel:
+def load_model(config: RunConfig, train_spec: TrainSpec, context: ParallelContext) -> LoadedModel:
     """The model that ``--load`` or ``--pretrained-checkpoint`` names, at the layout of ``config``. A collective.
 
     Raises CheckpointError when nothing usable is there or it is another model, ConfigError and DataError for a
@@ -236,17 +239,17 @@ def load_model(config: RunConfig, recipe: Recipe, context: ParallelContext) -> L
         folder = find_checkpoint(root, step=settings.ckpt_step, mesh=mesh)
     else:
         folder = find_checkpoint(root, mesh=mesh, flag="--pretrained-checkpoint")
-    check_same_model(read_run_state(folder), folder, recipe=recipe.name, config=config, tokenizer=tokenizer)
-    stages = stages_here(config, recipe, context)
+    check_same_model(read_run_state(folder), folder, model_name=train_spec.name, config=config, tokenizer=tokenizer)
+    stages = stages_here(config, train_spec, context)
     check_stages(config, stages, context)
-    models = [recipe.build_model(config, stage, context).eval().requires_grad_(False) for stage in stages]
+    models = [build_stage(config, train_spec, stage, context).eval().requires_grad_(False) for stage in stages]
     share_tied_parameters(models)
     state = list(model_state(*models))
     load_checkpoint(folder, state, mesh, alternatives=where_to_find_weights(state))
     plans = Plans(PipelineSettings.of(config), mesh.rank("pp"))
     return LoadedModel(
         config=config,
-        recipe=recipe,
+        train_spec=train_spec,
         context=context,
         tokenizer=tokenizer,
         stages=stages,

@@ -13,6 +13,7 @@ from megatron.config.run import RunConfig
 from megatron.core.context_parallel.attention import actual_request
 from megatron.core.distributed.buffers import FlatBuffer, build_buffers
 from megatron.core.distributed.grad_sync import GradSync
+from megatron.core.models.train_spec import ModelChunk, TrainSpec
 from megatron.core.ops.attention.registry import choose
 from megatron.core.ops.attention.request import AttentionRequest
 from megatron.core.optimizer.optimizer import Optimizer
@@ -32,8 +33,8 @@ from megatron.training.memory import check_memory
 from megatron.training.metrics import Evaluation
 from megatron.training.pipeline import PipelineSettings, Plans, routes
 from megatron.training.profiling import annotated
-from megatron.training.recipe import ModelChunk, Recipe, stages_here
 from megatron.training.report import Reporter, Speaker
+from megatron.training.stages import build_stage, stages_here
 from megatron.training.startup import StartupFacts
 from megatron.training.stop import ExitWatch
 from megatron.training.tensorboard import TensorBoard, Writer, Writers, open_writer
@@ -59,7 +60,7 @@ class Run:
     """
 
     config: RunConfig
-    recipe: Recipe
+    train_spec: TrainSpec
     context: ParallelContext
     reporter: Reporter
     exit_watch: ExitWatch
@@ -82,7 +83,7 @@ class Run:
         yield from model_state(*self.models)
 
 
-def build_run(config: RunConfig, recipe: Recipe, context: ParallelContext, *, started: float) -> Run:
+def build_run(config: RunConfig, train_spec: TrainSpec, context: ParallelContext, *, started: float) -> Run:
     """Build a run from its settings. ``started``: monotonic time at which the process began, for time limits.
 
     Raises ConfigError and DataError for what only the files can tell: vocabularies, data sets, their sizes.
@@ -90,14 +91,14 @@ def build_run(config: RunConfig, recipe: Recipe, context: ParallelContext, *, st
     tokenizer = build_tokenizer(config.tokenizer)
     config = config.with_vocab_size(tokenizer.vocab_size)
     check_memory(config, context)
-    reporter = build_reporter(config, recipe, context)
-    data = TrainingData(config, recipe, context, tokenizer)
+    reporter = build_reporter(config, train_spec, context)
+    data = TrainingData(config, train_spec, context, tokenizer)
 
     plans = Plans(PipelineSettings.of(config), context.mesh.rank("pp"))
     context.weight_gradients.may_wait = plans.settings.splits_backward
-    stages = stages_here(config, recipe, context)
+    stages = stages_here(config, train_spec, context)
     check_stages(config, stages, context)
-    models = [recipe.build_model(config, stage, context) for stage in stages]
+    models = [build_stage(config, train_spec, stage, context) for stage in stages]
     share_tied_parameters(models)
     sharded = config.parallel.use_distributed_optimizer
     buffers = build_buffers(
@@ -120,7 +121,7 @@ def build_run(config: RunConfig, recipe: Recipe, context: ParallelContext, *, st
             optimizer.gather.overlap_forward(model)
     return Run(
         config=config,
-        recipe=recipe,
+        train_spec=train_spec,
         context=context,
         reporter=reporter,
         exit_watch=build_exit_watch(config, context, started),
@@ -132,7 +133,7 @@ def build_run(config: RunConfig, recipe: Recipe, context: ParallelContext, *, st
         schedule=build_schedule(config),
         runner=Runner(
             [
-                ModelChunk(recipe, model, stage.is_last, recipe.wires(config, stage, context))
+                ModelChunk(train_spec, model, stage.is_last, train_spec.wires(config, stage, context))
                 for model, stage in zip(models, stages)
             ],
             transport=Transport(context.mesh, context.device, routes=routes(plans.settings.placement)),
@@ -165,7 +166,7 @@ def gradient_dtype(config: RunConfig, context: ParallelContext) -> torch.dtype:
     return torch.promote_types(context.dtype, torch.float32)
 
 
-def build_reporter(config: RunConfig, recipe: Recipe, context: ParallelContext) -> Reporter:
+def build_reporter(config: RunConfig, train_spec: TrainSpec, context: ParallelContext) -> Reporter:
     """The run's voice on this rank."""
     mesh, reporting = context.mesh, config.reporting
     speaker = Speaker(
@@ -182,7 +183,7 @@ def build_reporter(config: RunConfig, recipe: Recipe, context: ParallelContext) 
         during=annotated(mesh.activity.during, config, context.device),
     )
     scale = SpeedScale(
-        flops_per_sample=recipe.flops_per_sample(config),
+        flops_per_sample=train_spec.flops_per_sample(config),
         tokens_per_sample=config.data.seq_length * config.outline.sequences_per_sample,
         world_size=mesh.world_size,
         peak=device_peak(context.device, context.dtype) if reporting.log_throughput else None,
@@ -220,30 +221,32 @@ def startup_facts(run: Run, *, parameters: int) -> StartupFacts:
     Raises ConfigError when ``--attention-backend`` names one that can't serve this run.
     """
     return StartupFacts(
-        recipe=run.recipe.name,
+        model_name=run.train_spec.name,
         device=describe_device(run.context.device),
         parameters=parameters,
         parameters_here=sum(entry.sharding.local_elements(run.context.mesh) for entry in run.model_state()),
-        flops_per_sample=run.recipe.flops_per_sample(run.config),
+        flops_per_sample=run.train_spec.flops_per_sample(run.config),
         start_iteration=run.progress.iteration,
         loaded_from=run.loaded_from,
-        attention=attention_choices(run.config, run.recipe, run.context),
+        attention=attention_choices(run.config, run.train_spec, run.context),
     )
 
 
-def attention_choices(config: RunConfig, recipe: Recipe, context: ParallelContext) -> str:
+def attention_choices(config: RunConfig, train_spec: TrainSpec, context: ParallelContext) -> str:
     """The backends that serve the layers' calls, for each kind of layer and each way in which context-parallel ranks
     exchange keys.
     """
     backend, kinds, texts = config.model.attention_backend, config.parallel.cp_comm_types, list[str]()
-    for name, asked in attention_requests(config, recipe, context).items():
+    for name, asked in attention_requests(config, train_spec, context).items():
         for kind in kinds or ("p2p",):
             served = choose(actual_request(asked, kind, context), backend).describe().removeprefix("attention: ")
             texts.append(": ".join(filter(None, (name, kind if kinds else "", served))))
     return "; ".join(texts)
 
 
-def attention_requests(config: RunConfig, recipe: Recipe, context: ParallelContext) -> dict[str, AttentionRequest]:
+def attention_requests(
+    config: RunConfig, train_spec: TrainSpec, context: ParallelContext
+) -> dict[str, AttentionRequest]:
     """The attention calls that layers of the run make, over whole sequences, by kind of layer."""
     model = config.model
     facts: dict[str, Any] = {
@@ -256,4 +259,4 @@ def attention_requests(config: RunConfig, recipe: Recipe, context: ParallelConte
         "softmax_in_fp32": model.attention_softmax_in_fp32,
         "needs_grad": not config.training.skip_train,
     }
-    return {name: AttentionRequest(**(facts | dict(asked))) for name, asked in recipe.attention(config).items()}
+    return {name: AttentionRequest(**(facts | dict(asked))) for name, asked in train_spec.attention(config).items()}

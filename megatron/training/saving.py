@@ -173,7 +173,7 @@ def run_state(run: Run) -> dict[str, Any]:
     """Everything in a checkpoint that isn't a tensor, as JSON."""
     checkpoint = run.config.checkpoint
     return {
-        "recipe": run.recipe.name,
+        "recipe": run.train_spec.name,
         "config": run.config.to_json(),
         "progress": dataclasses.asdict(run.progress),
         "schedule": run.schedule.state_dict(run.progress.scheduled_samples) if run.schedule is not None else None,
@@ -192,7 +192,7 @@ def note_progress(root: AnyPath, run: Run, samples: int, event: str) -> None:
         f"ranks: {run.context.mesh.world_size}",
         event,
         f"samples: {samples}",
-        f"model FLOPs: {samples * run.recipe.flops_per_sample(run.config):.3e}",
+        f"model FLOPs: {samples * run.train_spec.flops_per_sample(run.config):.3e}",
     )
     path, line = root / "progress.txt", "\t".join(fields) + "\n"
     try:

@@ -15,7 +15,7 @@ class StartupFacts:
     ``attention``: the backend that computes it, and why others don't.
     """
 
-    recipe: str
+    model_name: str
     device: str
     parameters: int
     parameters_here: int
@@ -40,7 +40,7 @@ def startup_report(run: RunConfig, facts: StartupFacts) -> str:
         "checkpoint": _checkpoint(run, facts),
     }
     width = max(map(len, rows))
-    lines = [f"== {facts.recipe}", *(f"   {name:<{width}}  {text}" for name, text in rows.items() if text)]
+    lines = [f"== {facts.model_name}", *(f"   {name:<{width}}  {text}" for name, text in rows.items() if text)]
     lines += ["== settings that are not the defaults", *(f"   {line}" for line in settings_report(run))]
     if run.notes:
         lines += ["== notes", *(f"   {note}" for note in run.notes)]

@@ -78,9 +78,9 @@ def ready_to_learn(run: Run, microbatches: Sequence[Microbatch]) -> list[Microba
 
     A collective for several losses and for fp16; a single loss of another precision needs no counts beforehand.
     """
-    names, weights = run.recipe.loss_names(run.config), dict[str, Tensor]()
+    names, weights = run.train_spec.loss_names(run.config), dict[str, Tensor]()
     if len(names) > 1 or run.config.precision.fp16:
-        totals = total_counts([run.recipe.counts(each, run.context) for each in microbatches], names, run.context)
+        totals = total_counts([run.train_spec.counts(each, run.context) for each in microbatches], names, run.context)
         weights = loss_weights(totals) if len(names) > 1 else {}
         if run.config.precision.fp16:
             sizes = run.context.mesh.size("dp") * run.context.mesh.size("cp")
@@ -105,7 +105,7 @@ def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepRecord:
         loss_sum = run.runner.step(plan, ready_to_learn(run, microbatches))
     with timers("grads-sync", level=1):
         run.grad_sync.finish()
-    loss = global_loss(loss_sum, run.recipe.loss_names(run.config), run.context)
+    loss = global_loss(loss_sum, run.train_spec.loss_names(run.config), run.context)
     if settings.check_for_nan_in_loss_and_grad:
         check_finite(
             loss.means,

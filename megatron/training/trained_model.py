@@ -19,6 +19,8 @@ from megatron.config.trained_model import TrainedModelConfig
 from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint
 from megatron.core.checkpointing.load import load_checkpoint, read_run_state
 from megatron.core.conversion.kept_tokenizer import with_kept_files
+from megatron.core.models.registry import saved_run
+from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.environment import LaunchEnvironment, told_once_a_node
 from megatron.core.parallel.launch import parallel_context
@@ -26,7 +28,7 @@ from megatron.core.parallel.sharding import ShardedState, sharded_parameters, sh
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.errors import CheckpointError, ConfigError, DataError
-from megatron.training.recipe import Recipe
+from megatron.training.stages import build_stage
 
 
 @dataclass(frozen=True)
@@ -42,22 +44,22 @@ class TrainedModel:
 
 @contextmanager
 def trained_model(
-    choice: TrainedModelConfig, recipes: Mapping[str, Recipe], launch: LaunchEnvironment
+    choice: TrainedModelConfig, train_specs: Mapping[str, TrainSpec], launch: LaunchEnvironment
 ) -> Iterator[TrainedModel]:
     """The chosen model, for the length of a ``with`` block; every launched rank holds a tensor-parallel part.
 
-    ``recipes``: the families the tool can use, by name. Raises CheckpointError when nothing usable is there,
+    ``train_specs``: the families the tool can use, by name. Raises CheckpointError when nothing usable is there,
     ConfigError and DataError for a tokenizer that can't be built.
     """
     with told_once_a_node():
         folder = find_checkpoint(choice.load, step=choice.ckpt_step)
         state = read_run_state(folder)
-        recipe = recipes.get(state["recipe"])
-        if recipe is None:
+        train_spec = train_specs.get(state["recipe"])
+        if train_spec is None:
             raise CheckpointError(
-                f"{folder.path} holds a {state['recipe']} model; this tool works with {', '.join(recipes)}"
+                f"{folder.path} holds a {state['recipe']} model; this tool works with {', '.join(train_specs)}"
             )
-        saved = RunConfig.from_json(state["config"])
+        saved = saved_run(state["config"])
         saved = dataclasses.replace(saved, tokenizer=with_kept_files(saved.tokenizer, folder.path))
         config = _for_inference(saved, choice, launch.world_size)
         tokenizer = build_tokenizer(config.tokenizer)
@@ -69,8 +71,8 @@ def trained_model(
             )
     precision, seed = config.precision.params_dtype, config.training.seed
     with parallel_context(config.parallel, launch, params_dtype=precision, seed=seed) as context:
-        (whole,) = recipe.stages(config)
-        model = recipe.build_model(config, whole, context).eval().requires_grad_(False)
+        (whole,) = train_spec.stages(config)
+        model = build_stage(config, train_spec, whole, context).eval().requires_grad_(False)
         load_checkpoint(folder, model_state(model), context.mesh)
         yield TrainedModel(config, model, tokenizer, context, folder)
 

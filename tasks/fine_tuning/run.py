@@ -16,7 +16,7 @@ from megatron.training.run import Run
 from tasks.fine_tuning.dataset import batches_of_an_epoch
 from tasks.fine_tuning.files import LabelledTexts, joined, read_labelled
 from tasks.fine_tuning.predictions import Predictions
-from tasks.fine_tuning.recipe import ACCURACY, LOSS, ClassificationRecipe, LabelledData
+from tasks.fine_tuning.train_spec import ACCURACY, LOSS, ClassificationSpec, LabelledData
 from tasks.result import TaskResult
 from tasks.settings import TaskConfig
 
@@ -28,8 +28,8 @@ def run(config: RunConfig, context: ParallelContext) -> TaskResult:
     config = in_iterations(config, data.train)
     scores = Scores(config.training.eval_interval if task.epochs else None)
     predictions = None if task.predictions_dir is None else Predictions(task, data.valid, context.device)
-    recipe = ClassificationRecipe(task.task, data, note=None if predictions is None else predictions.note)
-    finished = train_from_start_to_end(config, recipe, context, started=started, evaluated=scores.report)
+    train_spec = ClassificationSpec(task.task, data, note=None if predictions is None else predictions.note)
+    finished = train_from_start_to_end(config, train_spec, context, started=started, evaluated=scores.report)
     lines = () if predictions is None else predictions.write(context)
     saved = config.checkpoint.save if task.epochs else finished.loaded_from
     files = {text.path: None for texts in data.valid.values() for text in texts.texts}

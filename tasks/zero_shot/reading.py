@@ -10,12 +10,12 @@ from torch import Tensor
 
 from megatron.config.run import RunConfig
 from megatron.core.inference.scoring import Passage, TextScore
+from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.tokenizers.text_files import parse_line
 from megatron.errors import DataError
 from megatron.training.progress import ProgressLine, Work, duration
 from megatron.training.reading import Likelihoods, LoadedModel, load_model
-from megatron.training.recipes.gpt import GPTRecipe
 
 _SECONDS_BETWEEN_WORDS = 15.0
 
@@ -57,7 +57,7 @@ def read_documents(path: Path, *, key: str) -> Iterator[str]:
 
 def load_gpt(config: RunConfig, context: ParallelContext) -> LoadedModel:
     """The causal language model that the settings name. A collective."""
-    return load_model(config, GPTRecipe(), context)
+    return load_model(config, GPTSpec(), context)
 
 
 def likelihoods(model: LoadedModel, passages: Sequence[Passage], *, compare: bool) -> Tensor:

@@ -38,20 +38,13 @@ OPTIONAL_LIBRARIES = {
 HEAVY_LIBRARIES = {"nltk", "sentencepiece", "tensorboard", "yaml", "zstandard"}
 NOTE_TO_SELF = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X|HA" r"CK)\b")
 MACHINE_PATH = re.compile(r"(?<![\w.~$}>])/(work|root|home|opt|Users)/")
-A_FAMILY = re.compile(r"gpt|bert|t5", re.IGNORECASE)
-SHARED_BY_FAMILIES = (
-    "megatron/core/parallel/",
-    "megatron/core/ops/",
-    "megatron/core/context_parallel/",
-    "megatron/core/tensor_parallel/",
-    "megatron/core/transformer/",
-    "megatron/core/pipeline_parallel/",
-    "megatron/core/distributed/",
-    "megatron/core/optimizer/",
-    "megatron/core/checkpointing/",
-    "megatron/training/",
+A_FAMILY = re.compile(r"(?<![A-Za-z])(bert|t5)(?![a-z])|Bert(?!WordPiece|Tokenizer|Normalizer|Pre)|BERT|T5")
+KNOWS_FAMILIES = (
+    "megatron/core/models/",
+    "megatron/config/refused_flags.py",  # flags of Megatron-LM that no program here has
+    "megatron/core/conversion/megatron_lm/known_arguments.py",  # arguments in Megatron-LM's checkpoints
 )
-KNOWS_FAMILIES = ("megatron/training/recipes/", "megatron/training/flops.py")
+KNOWS_NO_FAMILY = ("megatron/core/models/train_spec.py", "megatron/core/models/stage")
 CUDA_CODE = ("megatron/core/parallel/launch.py", "megatron/core/ops/")
 
 Guard = Callable[[Source], list[str]]
@@ -158,8 +151,9 @@ def distributed_outside_parallel(source: Source) -> list[str]:
 
 
 def family_in_shared_code(source: Source) -> list[str]:
-    """Loop, layers, pipeline, optimizer and checkpoints serve every family; what is special to one is in its recipe."""
-    if not source.path.startswith(SHARED_BY_FAMILIES) or source.path.startswith(KNOWS_FAMILIES):
+    """Engines serve every family; a family is a folder in megatron/core/models, and the registry there lists them."""
+    is_of_families = source.path.startswith(KNOWS_FAMILIES) and not source.path.startswith(KNOWS_NO_FAMILY)
+    if not source.path.startswith("megatron/") or is_of_families:
         return []
     prose = {id(node.value) for node in ast.walk(source.tree) if isinstance(node, ast.Expr)}
     return [

@@ -19,9 +19,14 @@ BAD: list[tuple[Guard, str, str, str]] = [
     (guards.global_statement, "tests/x.py", "def f() -> None:\n    global a", ":2 global"),
     (guards.stub, "megatron/x.py", 'def f() -> None:\n    """Do."""\n    raise NotImplementedError', "f: a stub"),
     (guards.vague_name, "megatron/core/utils.py", "", "utils names no idea"),
-    (guards.cuda_outside_device_code, "megatron/core/models/gpt.py", "x = tensor.to('cuda:0')", "names cuda"),
-    (guards.cuda_outside_device_code, "megatron/core/models/gpt.py", "torch.cuda.synchronize()", "names cuda"),
-    (guards.cuda_outside_device_code, "megatron/core/models/gpt.py", "from torch.cuda import Stream", "names cuda"),
+    (guards.cuda_outside_device_code, "megatron/core/models/gpt/model.py", "x = tensor.to('cuda:0')", "names cuda"),
+    (guards.cuda_outside_device_code, "megatron/core/models/gpt/model.py", "torch.cuda.synchronize()", "names cuda"),
+    (
+        guards.cuda_outside_device_code,
+        "megatron/core/models/gpt/model.py",
+        "from torch.cuda import Stream",
+        "names cuda",
+    ),
     (
         guards.distributed_outside_parallel,
         "megatron/training/loop.py",
@@ -39,16 +44,16 @@ BAD: list[tuple[Guard, str, str, str]] = [
     (
         guards.family_in_shared_code,
         "megatron/training/loop.py",
-        "if run.recipe.name == 'bert':\n    x = 1",
+        "if run.train_spec.name == 'bert':\n    x = 1",
         "names bert",
     ),
     (
         guards.family_in_shared_code,
         "megatron/core/optimizer/x.py",
-        "from megatron.config.t5 import Layers",
-        "names megatron.config.t5.Layers",
+        "from megatron.core.models.t5.config import Layers",
+        "names megatron.core.models.t5.config.Layers",
     ),
-    (guards.family_in_shared_code, "megatron/core/transformer/x.py", "x = isinstance(y, GPTModel)", "names GPTModel"),
+    (guards.family_in_shared_code, "megatron/core/transformer/x.py", "x = isinstance(y, T5Model)", "names T5Model"),
     (guards.optional_import_at_top, "megatron/core/x.py", "import tiktoken", "imports tiktoken at import time"),
     (
         guards.optional_import_at_top,
@@ -68,7 +73,7 @@ GOOD: list[tuple[Guard, str, str]] = [
         "import torch.distributed.checkpoint as dcp\nfrom torch.distributed.checkpoint.planner import SavePlan",
     ),
     (guards.family_in_shared_code, "megatron/training/loop.py", '"""As BERT does."""\n# and T5\nx = family.name'),
-    (guards.family_in_shared_code, "megatron/training/recipes/bert.py", "name = 'bert'"),
+    (guards.family_in_shared_code, "megatron/core/models/bert/train_spec.py", "name = 'bert'"),
     (
         guards.optional_import_at_top,
         "megatron/core/x.py",

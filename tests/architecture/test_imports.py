@@ -12,7 +12,7 @@ from tests.architecture.guards import HEAVY_LIBRARIES, OPTIONAL_LIBRARIES
 from tests.architecture.source_tree import ROOT, files, relative
 
 TORCH = "torch.distributed.checkpoint"  # what torch itself takes along is its own affair
-ENTRY_POINTS = ["megatron.training.pretrain", "megatron.training.recipes.gpt", "megatron.core.tokenizers"]
+ENTRY_POINTS = ["megatron.training.pretrain", "megatron.core.models.gpt.train_spec", "megatron.core.tokenizers"]
 BLOCK_AND_IMPORT = """
 import importlib, sys
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
+from megatron.core.models.registry import FAMILIES
 from megatron.errors import CheckpointError, ConfigError, DataError, MegatronError
 from megatron.training.pretrain import pretrain
-from pretrain_gpt import recipe
 from tests.end_to_end.commands import TINY, launch
 
 NO_DATA = TINY.replace("--mock-data ", "")
@@ -19,7 +19,7 @@ NO_DATA = TINY.replace("--mock-data ", "")
 
 def train(flags: str, *more: str) -> int:
     """``pretrain_gpt.py`` in this process."""
-    return pretrain(recipe, [*flags.split(), *more], prog="pretrain_gpt.py")
+    return pretrain(FAMILIES["gpt"], [*flags.split(), *more], prog="pretrain_gpt.py")
 
 
 def dataset(prefix: Path, *, largest: int = 299, documents: int = 50) -> Path:

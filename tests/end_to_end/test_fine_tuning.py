@@ -180,7 +180,7 @@ def test_what_cannot_be_loaded(folder: Path, tmp_path: Path) -> None:
     assert "holds a bert model, where a bert-mnli model is wanted" in found, "a fresh head would be scored"
     nothing = f"--task MNLI --epochs 1 {train} --save {tmp_path}/new --load {tmp_path}/new {TUNE} {MODEL}"
     found = run("tasks/main.py", f"{nothing} --no-use-checkpoint-args --vocab-file {folder}/vocab.txt", expect=2)
-    assert "a bert-mnli model is made of a trained bert model, and none is named: give --pretrained-checkpoint" in found
+    assert "a bert-mnli model starts from a trained bert model: give --pretrained-checkpoint" in found
 
 
 @pytest.mark.parametrize("precision", ["", "--bf16"])

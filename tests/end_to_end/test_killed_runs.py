@@ -14,6 +14,7 @@ import pytest
 
 from megatron.core.checkpointing.find import find_checkpoint
 from megatron.core.files.remote_path import path_of
+from megatron.core.models.registry import FAMILIES
 from megatron.training.pretrain import pretrain
 from tests.end_to_end.commands import TINY, assert_same_tensors, losses
 from tests.harness import bucket
@@ -32,12 +33,7 @@ def train(flags: list[str], log: str) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
 
-    def recipe() -> object:
-        from megatron.training.recipes.gpt import GPTRecipe
-
-        return GPTRecipe()
-
-    pretrain(recipe, flags, prog="pretrain_gpt.py")  # type: ignore[arg-type]
+    pretrain(FAMILIES["gpt"], flags, prog="pretrain_gpt.py")
 
 
 def start(flags: list[str], log: Path) -> multiprocessing.context.ForkServerProcess:

@@ -15,9 +15,9 @@ from fsspec.registry import _registry
 from megatron.core.checkpointing.find import find_checkpoint
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.core.files.remote_path import path_of
+from megatron.core.models.registry import FAMILIES
 from megatron.errors import ConfigError
 from megatron.training.pretrain import pretrain
-from megatron.training.recipes.gpt import GPTRecipe
 from tests.end_to_end.commands import TINY, assert_same_tensors, losses
 from tests.harness.s3 import credentials, s3_server
 
@@ -33,7 +33,7 @@ def _empty_afterwards() -> Iterator[None]:
 
 def train(capsys: pytest.CaptureFixture[str], flags: str) -> str:
     """What the command printed."""
-    assert pretrain(GPTRecipe, f"{TINY} --train-iters 4 {flags}".split(), prog="pretrain_gpt.py") == 0
+    assert pretrain(FAMILIES["gpt"], f"{TINY} --train-iters 4 {flags}".split(), prog="pretrain_gpt.py") == 0
     return capsys.readouterr().out
 
 
@@ -105,7 +105,7 @@ def test_the_command_with_data_and_checkpoints_at_s3(
             ["--data-path", "s3://training/data", *at_s3, "--exit-interval", "2"],
             ["--data-path", "s3://training/data", *at_s3],
         ]:
-            assert pretrain(GPTRecipe, [*flags, *cache, *more], prog="pretrain_gpt.py") == 0
+            assert pretrain(FAMILIES["gpt"], [*flags, *cache, *more], prog="pretrain_gpt.py") == 0
             logs.append(losses(capsys.readouterr().out))
         assert logs[1] | logs[2] == logs[0]
         assert len(files.ls("training/run", refresh=True)) == 2, "one checkpoint and the tracker; the lease is given up"

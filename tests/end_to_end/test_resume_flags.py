@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
+from megatron.core.models.registry import FAMILIES
 from megatron.errors import ConfigError
 from megatron.training.pretrain import pretrain
-from megatron.training.recipes.gpt import GPTRecipe
 from tests.end_to_end.commands import losses
 
 FLAGS = (
@@ -36,7 +36,7 @@ class Commands:
     def run(self, flags: str) -> str:
         """What the command printed."""
         argv = f"{FLAGS} --data-path {self._data} --split 1,0,0 {flags}".split()
-        assert pretrain(GPTRecipe, argv, prog="pretrain_gpt.py") == 0
+        assert pretrain(FAMILIES["gpt"], argv, prog="pretrain_gpt.py") == 0
         return self._capsys.readouterr().out
 
     def save_halfway(self, flags: str = "") -> str:

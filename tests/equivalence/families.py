@@ -11,19 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
-from megatron.config.t5 import T5Config
-from megatron.core.models.bert import BertModel
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.bert.model import BertModel
+from megatron.core.models.bert.train_spec import ORDER, WORDS, BertSpec
+from megatron.core.models.gpt.model import GPTModel
+from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.models.stage import Stage
-from megatron.core.models.t5 import T5Model
+from megatron.core.models.t5.config import T5Config
+from megatron.core.models.t5.model import T5Model
+from megatron.core.models.t5.train_spec import T5Spec
+from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.pipeline_parallel.chunk import WireSpec
-from megatron.training.recipe import Recipe
-from megatron.training.recipes.bert import ORDER, WORDS, BertRecipe
-from megatron.training.recipes.gpt import GPTRecipe
-from megatron.training.recipes.t5 import T5Recipe
 from tasks.fine_tuning.model import BertClassifier
-from tasks.fine_tuning.recipe import ACCURACY, LOSS, ClassificationRecipe, LabelledData
+from tasks.fine_tuning.train_spec import ACCURACY, LOSS, ClassificationSpec, LabelledData
 
 GLOBAL_BATCH, LENGTH, VOCABULARY = 8, 16, 67
 """The vocabulary is prime, so that it divides at no layout."""
@@ -39,7 +39,7 @@ class Family:
     model has besides its config's.
     """
 
-    recipe: Recipe
+    train_spec: TrainSpec
     build: Callable[..., nn.Module]
     batch: Callable[[int], dict[str, Tensor]]
     losses: tuple[str, ...]
@@ -112,7 +112,7 @@ def labelled_batch(step: int, *, choices: int, answers: int) -> dict[str, Tensor
 def answering(*, choices: int, classes: int) -> Family:
     """A BERT that answers."""
     return Family(
-        ClassificationRecipe("a task", LabelledData()),
+        ClassificationSpec("a task", LabelledData()),
         functools.partial(BertClassifier, classes=classes),
         functools.partial(labelled_batch, choices=choices, answers=choices * classes),
         (LOSS, ACCURACY),
@@ -158,12 +158,12 @@ def t5_wires(config: ModelConfig, stage: Stage, hidden: Callable[[int], WireSpec
 
 
 FAMILIES = {
-    "gpt": Family(GPTRecipe(), GPTModel, causal_batch, ("lm loss",), optional=("segments",)),
-    "bert": Family(BertRecipe(), BertModel, masked_batch, (WORDS, ORDER)),
+    "gpt": Family(GPTSpec(), GPTModel, causal_batch, ("lm loss",), optional=("segments",)),
+    "bert": Family(BertSpec(), BertModel, masked_batch, (WORDS, ORDER)),
     "classes": answering(choices=1, classes=3),
     "choices": answering(choices=4, classes=1),
     "t5": Family(
-        T5Recipe(),
+        T5Spec(),
         t5_model,
         span_batch,
         ("lm loss",),

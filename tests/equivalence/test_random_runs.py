@@ -14,13 +14,12 @@ import re
 import pytest
 import torch
 
-from megatron.config.families import FAMILIES, family_of
 from megatron.config.run import RunConfig
 from megatron.config.shrinking import SMALL_VOCABULARY, on_one_rank, shrunk, without_files
+from megatron.core.models.registry import FAMILIES, family_of
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import ConfigError, ParallelError
 from megatron.training.parity import Observed, observe
-from megatron.training.recipes import recipe_of
 from tests.equivalence.test_equivalence import check
 from tests.harness import run_ranks
 
@@ -116,7 +115,7 @@ def observed(context: ParallelContext, config: RunConfig) -> Observed:
     parallel = config.parallel
     sizes = parallel.hierarchical_context_parallel_sizes or ()
     context = dataclasses.replace(context, cp_comm_types=parallel.cp_comm_type, cp_sizes=tuple(sizes))
-    return observe(config, recipe_of(family_of(config.extra)), context, steps=STEPS)
+    return observe(config, family_of(config.extra).train_spec, context, steps=STEPS)
 
 
 @pytest.mark.parametrize("number", range(DRAWS))

@@ -142,7 +142,7 @@ def test_documents_and_positions_reach_the_model(data: str) -> None:
         found: torch.Tensor = model(**given).logits()
         return found
 
-    taken = run.recipe.forward(model, {}, microbatch).logits()
+    taken = run.train_spec.forward(model, {}, microbatch).logits()
     assert torch.equal(taken, logits(**inputs))
     for left_out in ("position_ids", "segments"):
         without = {name: tensor for name, tensor in inputs.items() if name != left_out}

@@ -16,6 +16,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.core.distributed.buffers import build_buffers
 from megatron.core.distributed.grad_sync import GradSync
 from megatron.core.models.stage import stages_of
+from megatron.core.models.train_spec import ModelChunk
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parallel.collectives import all_reduce
 from megatron.core.parallel.context import ParallelContext
@@ -29,7 +30,6 @@ from megatron.core.transformer.block import RecomputePlan
 from megatron.training.data import held_slices
 from megatron.training.parity import Observed, parts_of, whole_gradients
 from megatron.training.pipeline import PipelineSettings, Plans, routes
-from megatron.training.recipe import ModelChunk
 from megatron.training.step import loss_weights, total_counts
 from megatron.training.trained_model import model_state, named_parameters, share_tied_parameters
 from tests.equivalence.families import FAMILIES, GLOBAL_BATCH, LENGTH, VOCABULARY, Family
@@ -66,7 +66,7 @@ def microbatches(
     step: int, layout: Layout, mesh: Mesh, *, fields: Sequence[str], family: Family = FAMILIES["gpt"]
 ) -> list[Microbatch]:
     """This rank's microbatches of the global batch; samples keep their global number, whoever gets them."""
-    batch = held_slices(family.batch(step), family.recipe.batch_fields, mesh)
+    batch = held_slices(family.batch(step), family.train_spec.batch_fields, mesh)
     size = layout.micro_batch_size
     stride = size * mesh.size("dp")
     return [
@@ -81,7 +81,7 @@ def train(context: ParallelContext, settings: Mapping[str, Any], layout: Layout)
     settings = dict(settings)
     family = FAMILIES[settings.pop("family", "gpt")]
     unused = [name for name in family.optional if not settings.pop(name, False)]
-    fields = [name for name in family.recipe.batch_fields if name in family.batch(0) and name not in unused]
+    fields = [name for name in family.train_spec.batch_fields if name in family.batch(0) and name not in unused]
     config = ModelConfig(max_position_embeddings=LENGTH, vocab_size=VOCABULARY, **settings)
     plans = Plans(
         PipelineSettings(layout.schedule, layout.pp, layout.chunks, None, layout.overlap_p2p), context.mesh.rank("pp")
@@ -112,7 +112,7 @@ def train(context: ParallelContext, settings: Mapping[str, Any], layout: Layout)
     )
     for step in range(STEPS):
         batch = microbatches(step, layout, context.mesh, fields=fields, family=family)
-        totals = total_counts([family.recipe.counts(each, context) for each in batch], family.losses, context)
+        totals = total_counts([family.train_spec.counts(each, context) for each in batch], family.losses, context)
         weights = loss_weights(totals) if len(family.losses) > 1 else {}
         batch = [replace(each, loss_weights=weights) for each in batch]
         sync.zero()
@@ -149,5 +149,5 @@ def build_chunks(
         stage = stages[number]
         model = family.build(config, context, stage=stage, recompute=layout.recompute, seed=7)
         wires = {} if stage.is_first else family.wires(config, stage, hidden)
-        chunks.append(ModelChunk(family.recipe, model, stage.is_last, wires))
+        chunks.append(ModelChunk(family.train_spec, model, stage.is_last, wires))
     return chunks

@@ -1,7 +1,7 @@
 """Record small checkpoints anew, and the losses with which runs go on from them.
 
 ``python -m tests.golden.regenerate_checkpoints``. These checkpoints stand for those that users have: they are only
-recorded anew for a recipe that is added, never because they no longer load.
+recorded anew for a train spec that is added, never because they no longer load.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _record(name: str) -> list[float]:
 
 if __name__ == "__main__":
     recorded = json.loads(LOSSES.read_text()) if LOSSES.exists() else {}
-    for recipe in RECIPES.keys() - recorded.keys():
-        shutil.rmtree(CHECKPOINTS / recipe, ignore_errors=True)
-        recorded[recipe] = _record(recipe)
+    for train_spec in RECIPES.keys() - recorded.keys():
+        shutil.rmtree(CHECKPOINTS / train_spec, ignore_errors=True)
+        recorded[train_spec] = _record(train_spec)
     LOSSES.write_text(json.dumps(recorded, indent=1, sort_keys=True) + "\n")

@@ -35,7 +35,7 @@ RECIPES = {
 
 
 def curve(name: str) -> list[float]:
-    """Loss of every iteration of a recipe, from the log of its family's command."""
+    """Loss of every iteration of a train spec, from the log of its family's command."""
     family, _, _ = name.partition(",")
     return [float(loss) for loss in losses(run(f"pretrain_{family}.py", RECIPES[name])).values()]
 

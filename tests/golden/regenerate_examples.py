@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron.config.families import FAMILIES, Family
 from megatron.config.run import RunConfig
+from megatron.core.models.registry import FAMILIES, Family
 
 GOLDEN = Path(__file__).with_name("examples.json")
 FLAG_FILES = sorted((Path(__file__).resolve().parents[2] / "examples").rglob("*.flags"))

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.config.command import CommandConfig
-from megatron.config.families import FAMILIES
 from megatron.config.flags import FlagSpec, flags_of, group_name
 from megatron.config.help import default_text, usage
 from megatron.config.legacy_flags import LEGACY_FLAGS
 from megatron.config.run import CORE_GROUPS
+from megatron.core.models.registry import FAMILIES
 from tasks.settings import HarnessConfig, TaskConfig
 
 REFERENCE, SNAPSHOT = "docs/flags.md", "tests/golden/flags.txt"

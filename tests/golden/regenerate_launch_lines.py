@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.config.families import FAMILIES
 from megatron.config.rules.sizes import length_in
 from megatron.config.run import RunConfig
+from megatron.core.models.registry import FAMILIES
 from megatron.errors import ConfigError
 
 GOLDEN = Path(__file__).with_name("launch_lines.txt")

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from megatron.config.families import FAMILIES
+from megatron.core.models.registry import FAMILIES
 from tests.harness.rank_process import Job, Report, rank_main
 
 Result = TypeVar("Result")
@@ -36,7 +36,7 @@ PRELOADED = [
     "tests.harness.rank_process",
     "megatron.training.loop",
     "megatron.training.parity",
-    *(f"megatron.training.recipes.{family}" for family in FAMILIES),
+    *(f"megatron.core.models.{family}.train_spec" for family in FAMILIES),
 ]
 """What ranks need not import again: most of a second each. Edits of the library count from the next test run on."""
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.config.families import FAMILIES, Family
 from megatron.config.run import RunConfig
+from megatron.core.models.registry import FAMILIES, Family
 from megatron.core.parallel.context import ParallelContext
-from megatron.training.recipes import recipe_of
 from megatron.training.run import Run, build_run
 from megatron.training.saving import Saver
 
@@ -30,7 +29,7 @@ def tiny_config(flags: str, *, ranks: int = 1, family: Family = GPT) -> RunConfi
 def tiny_run(context: ParallelContext, flags: str, *, family: Family = GPT) -> Run:
     """A run on this rank, ready for its first step."""
     config = tiny_config(flags, ranks=context.mesh.world_size, family=family)
-    return build_run(config, recipe_of(family), context, started=0.0)
+    return build_run(config, family.train_spec, context, started=0.0)
 
 
 def saved_model(

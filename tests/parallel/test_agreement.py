@@ -7,10 +7,10 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.training import agreement, loop
 from megatron.training.metrics import StepRecord
-from megatron.training.recipes.gpt import GPTRecipe
 from megatron.training.run import Run
 from megatron.training.step import train_step
 from tests.harness import RanksError, run_ranks
@@ -22,7 +22,7 @@ FLAGS = "--mock-data --tokenizer-type NullTokenizer"
 def train(context: ParallelContext, flags_by_rank: list[str]) -> None:
     """A whole run, each rank with flags of its own."""
     config = tiny_config(f"{FLAGS} {flags_by_rank[context.mesh.world_rank]}", ranks=context.mesh.world_size)
-    loop.train_from_start_to_end(config, GPTRecipe(), context, started=0.0)
+    loop.train_from_start_to_end(config, GPTSpec(), context, started=0.0)
 
 
 def train_with_other_code(context: ParallelContext) -> None:

@@ -29,7 +29,7 @@ def told_and_called(context: ParallelContext, flags: str, ways: dict[str, Any]) 
 
     with mock.patch.object(partial, "choose", choose), mock.patch("megatron.core.ops.attention.choose", choose):
         train_step(run, next(run.data.training_batches(0)))
-    return attention_choices(run.config, run.recipe, context), called
+    return attention_choices(run.config, run.train_spec, context), called
 
 
 REFUSED = "sdpa refused: it draws dropout (0.1) from torch's global generator, which cannot be replayed"

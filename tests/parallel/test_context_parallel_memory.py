@@ -11,7 +11,7 @@ import torch
 from megatron.config import ParallelConfig
 from megatron.config.estimate import kept_activations
 from megatron.config.run import RunConfig
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.model import GPTModel
 from megatron.core.parallel.context import ParallelContext
 from tests.harness import run_ranks
 from tests.harness.kept import bytes_kept

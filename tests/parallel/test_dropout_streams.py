@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import CpCommType
 from megatron.core.context_parallel.slicing import take
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.model import GPTModel
 from megatron.core.ops.attention import reference
 from megatron.core.ops.dropout import dropout
 from megatron.core.parallel.context import ParallelContext

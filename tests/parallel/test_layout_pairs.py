@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config.families import FAMILIES, Family
+from megatron.core.models.registry import FAMILIES, Family
 from megatron.core.parallel.context import ParallelContext
 from megatron.training.checkpoint import load
 from megatron.training.saving import Saver

@@ -23,10 +23,10 @@ import torch
 from megatron.config.run import RunConfig
 from megatron.core.checkpointing.find import find_checkpoint
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
+from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.training.data import TrainingData
 from megatron.training.loop import train_from_start_to_end
-from megatron.training.recipes.gpt import GPTRecipe
 from tests.end_to_end.commands import assert_same_tensors, tensors
 from tests.harness import run_ranks
 
@@ -68,7 +68,7 @@ def train(context: ParallelContext, flags: str) -> tuple[str, list[Read]]:
         return make(data, batch, key)
 
     with contextlib.redirect_stdout(io.StringIO()) as said, mock.patch.object(TrainingData, "_microbatch", noted):
-        train_from_start_to_end(config, GPTRecipe(), context, started=time.monotonic())
+        train_from_start_to_end(config, GPTSpec(), context, started=time.monotonic())
     return said.getvalue(), reads
 
 

@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megatron.config.families import FAMILIES
 from megatron.config.flags import check_flags, flag
 from megatron.config.parse import parse_groups
 from megatron.core.checkpointing.manifest import MANIFEST
 from megatron.core.files.remote_path import AnyPath, path_of
+from megatron.core.models.registry import FAMILIES
 from megatron.errors import ConfigError, kept_on_interrupt, run_command
 
 if TYPE_CHECKING:  # torch is imported when flags are known to be right

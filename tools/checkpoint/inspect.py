@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.run import RunConfig
 from megatron.core.checkpointing.folders import iteration_of
 from megatron.core.checkpointing.manifest import MANIFEST, Manifest
 from megatron.core.files.remote_path import AnyPath, path_of
@@ -118,8 +117,10 @@ def _head(summary: Summary) -> Iterator[str]:
 
 
 def _settings(summary: Summary) -> Iterator[str]:
+    from megatron.core.models.registry import saved_run
+
     yield "settings that are not the default"
-    run = RunConfig.from_json(summary.state["config"])
+    run = saved_run(summary.state["config"])
     for field, value in run.diff_from_defaults().items():
         yield f"  {field:<34} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
 

@@ -7,10 +7,9 @@ are listed at once, before any process group or device is touched.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 from megatron.config.rules import (
-    bert,
     context,
     inputs,
     layout,
@@ -20,15 +19,12 @@ from megatron.config.rules import (
     profiling,
     remarking,
     schedule,
-    sentences,
-    t5,
     training,
 )
 from megatron.config.rules.known import UnknownSettingError, without
 from megatron.config.run import RunConfig
+from megatron.config.train_spec import Rule
 from megatron.errors import ConfigError
-
-Rule = Callable[[RunConfig], "str | None"]
 
 RULES: tuple[Rule, ...] = (
     *layout.RULES,
@@ -39,15 +35,12 @@ RULES: tuple[Rule, ...] = (
     *schedule.RULES,
     *inputs.RULES,
     *profiling.RULES,
-    *sentences.RULES,
-    *bert.RULES,
-    *t5.RULES,
 )
 
 
 def rules_of(run: RunConfig) -> tuple[Rule, ...]:
-    """Those of every run, and those that its recipe's own settings bring."""
-    return (*RULES, *run.recipe.rules())
+    """Those of every run, and those that its train spec's own settings bring."""
+    return (*RULES, *run.train_spec.rules())
 
 
 def check(run: RunConfig) -> None:
@@ -90,7 +83,7 @@ def _unknown_fields(run: RunConfig, wrong: Collection[str]) -> set[str]:
 def remarks(run: RunConfig) -> list[str]:
     """What a user should know about settings that are sound but have no effect, or another one than it seems."""
     unused = [f"{', '.join(flags)}: no effect{reason}" for flags, reason in no_effect.without_effect(run)]
-    return unused + [sentence for rule in (*remarking.RULES, *run.recipe.remarks()) if (sentence := rule(run))]
+    return unused + [sentence for rule in (*remarking.RULES, *run.train_spec.remarks()) if (sentence := rule(run))]
 
 
 def listed(problems: Sequence[str], *, of: str = "settings") -> str:

@@ -161,7 +161,19 @@ def loss_scales_are_ordered(run: RunConfig) -> str | None:
     return f"--initial-loss-scale {first:g} is less than --min-loss-scale {least:g}; start at {least:g} or more"
 
 
+def positions_are_of_the_family(run: RunConfig) -> str | None:
+    """Not every family has every type of position embedding."""
+    kind, known = run.model.position_embedding_type, run.train_spec.position_embedding_types
+    if kind in known:
+        return None
+    return (
+        f"--position-embedding-type {kind} is not available for {run.outline.title}; use {', '.join(known[:-1])} or "
+        f"{known[-1]}"
+    )
+
+
 RULES = (
+    positions_are_of_the_family,
     heads_divide_hidden_size,
     query_groups_divide_heads,
     query_groups_need_grouped_attention,

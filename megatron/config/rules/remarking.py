@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron.config.bert import BertConfig
 from megatron.config.rules.profiling import needs_a_gpu
 from megatron.config.rules.sizes import LENGTHS, length_in
 from megatron.config.run import RunConfig
@@ -42,7 +41,7 @@ def ramp_of_a_run_in_iterations(run: RunConfig) -> str | None:
 def saving_without_an_interval(run: RunConfig) -> str | None:
     """A folder alone asks for one checkpoint."""
     checkpoint = run.checkpoint
-    if checkpoint.save is None or checkpoint.save_interval is not None or run.recipe.trains_in_epochs:
+    if checkpoint.save is None or checkpoint.save_interval is not None or run.train_spec.trains_in_epochs:
         return None
     if run.training.skip_train:
         return None
@@ -68,18 +67,6 @@ def gelu_without_biases(run: RunConfig) -> str | None:
     if not run.given("add_bias_linear") or run.model.add_bias_linear or run.model.activation != "gelu_tanh":
         return None
     return "--disable-bias-linear: GELU is the tanh approximation; Megatron-LM's is exact then, as with --exact-gelu"
-
-
-def gelu_of_the_word_head(run: RunConfig) -> str | None:
-    """A BERT of Megatron-LM has the exact GELU in its head for hidden words, whatever its layers have."""
-    bert = run.find(BertConfig)
-    if bert is None or bert.exact_gelu_head or run.model.exact_gelu or run.given("exact_gelu_head"):
-        return None
-    if not run.provenance or run.training.skip_train:
-        return None
-    return (
-        "GELU in the head for hidden words is the tanh approximation; Megatron-LM's is exact, as with --exact-gelu-head"
-    )
 
 
 def mean_of_a_step(run: RunConfig) -> str | None:
@@ -108,7 +95,7 @@ def mean_of_a_step(run: RunConfig) -> str | None:
 def profiled_iterations_are_reached(run: RunConfig) -> str | None:
     """A run may end before the first iteration that is profiled."""
     start = run.profiling.profile_step_start
-    if not run.profiling.profile or run.recipe.trains_in_epochs or start < run.train_iters:
+    if not run.profiling.profile or run.train_spec.trains_in_epochs or start < run.train_iters:
         return None
     return (
         f"--profile: no iteration is profiled, because --profile-step-start is {start} and the run ends at iteration "
@@ -129,7 +116,6 @@ RULES = (
     default_split,
     nan_check_is_off,
     gelu_without_biases,
-    gelu_of_the_word_head,
     mean_of_a_step,
     profiled_iterations_are_reached,
     profiles_of_a_gpu,

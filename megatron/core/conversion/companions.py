@@ -74,7 +74,7 @@ def tokenizer_in(folder: Path, *, rows: int) -> TokenizerConfig:
 
 
 def _wordpiece_file(folder: Path) -> Path | None:
-    """BERT's vocabulary in a folder: the list of its pieces, or the file that holds it with more."""
+    """A WordPiece vocabulary in a folder: the list of its pieces, or the file that holds it with more."""
     if (folder / "vocab.txt").is_file():
         return folder / "vocab.txt"
     path = folder / "tokenizer.json"
@@ -82,7 +82,7 @@ def _wordpiece_file(folder: Path) -> Path | None:
 
 
 def _is_lower_case(folder: Path) -> bool:
-    """Whether the tokenizer lowers letters; BERT's does unless its settings say else."""
+    """Whether the tokenizer lowers letters; as WordPiece does unless its settings say otherwise."""
     normalizer = _json(folder / "tokenizer.json", {"normalizer": dict[str, Any]}).get("normalizer") or {}
     settings = _json(folder / "tokenizer_config.json", {"do_lower_case": bool})
     return bool(settings.get("do_lower_case", normalizer.get("lowercase", True)))

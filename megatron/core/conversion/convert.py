@@ -13,7 +13,6 @@ from typing import Literal
 
 from torch import Tensor
 
-from megatron.config.families import family_of
 from megatron.config.model import ModelConfig
 from megatron.core.conversion import proof
 from megatron.core.conversion.aside import folder_aside
@@ -29,6 +28,7 @@ from megatron.core.conversion.portable import LazyTensor, PortableModel
 from megatron.core.conversion.questions import Answer, Question, question_for
 from megatron.core.conversion.remote import fetched, put
 from megatron.core.files.remote_path import AnyPath, RemotePath
+from megatron.core.models.registry import family_of
 from megatron.errors import CheckpointError, exit_code_of
 
 Format = Literal["hf", "megatron", "megatron-lm"]

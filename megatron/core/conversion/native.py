@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from megatron.config.data import DataConfig
-from megatron.config.families import family_named, family_of
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
@@ -36,6 +35,7 @@ from megatron.core.conversion.portable import (
     report_differences,
 )
 from megatron.core.files.remote_path import AnyPath
+from megatron.core.models.registry import family_named, family_of, saved_run
 
 PREFIX = "model."
 
@@ -48,7 +48,7 @@ def read_native(root: AnyPath, *, step: int | None = None) -> PortableModel:
     folder = find_checkpoint(root, step=step)
     state = read_run_state(folder)
     family_named(state["recipe"], where=str(folder.path))
-    run = RunConfig.from_json(state["config"])
+    run = saved_run(state["config"])
     vocab_size = run.model.vocab_size or _vocabulary_rows(StoredTensors(folder.path))
     model = dataclasses.replace(run.model, vocab_size=vocab_size)
     tokenizer = with_kept_files(run.tokenizer, folder.path)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
-from megatron.config.t5 import T5Config
 from megatron.config.tokenizer import TokenizerConfig
+from megatron.config.train_spec import TrainSpecConfig
 from megatron.core.files.remote_path import AnyPath
-from megatron.core.models.build import build_model
+from megatron.core.models.registry import family_of
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RngStreams
@@ -61,7 +61,7 @@ class PortableModel:
 
     @property
     def num_layers(self) -> int:
-        """Layers one after the other: a T5's of the encoder and then of the decoder."""
+        """Layers of all stacks."""
         return num_layers_of(self.model, self.groups)
 
     @property
@@ -72,7 +72,8 @@ class PortableModel:
 
 def num_layers_of(model: ModelConfig, groups: Sequence[object]) -> int:
     """Layers of all stacks."""
-    return model.num_layers + sum(group.decoder_num_layers for group in groups if isinstance(group, T5Config))
+    own = next((group for group in groups if isinstance(group, TrainSpecConfig)), TrainSpecConfig())
+    return model.num_layers + own.outline(model).decoder_layers
 
 
 def parameters_of(model: ModelConfig, groups: Sequence[object] = ()) -> dict[str, Sharding]:
@@ -82,7 +83,8 @@ def parameters_of(model: ModelConfig, groups: Sequence[object] = ()) -> dict[str
     """
     mesh, cpu = Mesh.single(), torch.device("cpu")
     context = ParallelContext(mesh=mesh, rng=RngStreams(1, mesh, cpu), device=torch.device("meta"), dtype=torch.float32)
-    return {name: sharding for name, _, sharding in sharded_parameters(build_model(model, groups, context))}
+    whole = family_of(groups).train_spec.build_model(model, groups, context)
+    return {name: sharding for name, _, sharding in sharded_parameters(whole)}
 
 
 def refuse_more_layers(model: ModelConfig, groups: Sequence[object], tensors: Collection[str], *, where: str) -> None:

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.config.run import RunConfig
 from megatron.core.checkpointing.find import find_checkpoint
 from megatron.core.checkpointing.load import load_checkpoint, read_run_state
 from megatron.core.conversion.portable import PortableModel
 from megatron.core.conversion.questions import Answer, Question
 from megatron.core.files.remote_path import AnyPath
-from megatron.core.models.build import build_model
+from megatron.core.models.registry import family_of, saved_run
 from megatron.core.models.stage import Stage
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.sharding import ShardedState, sharded_parameters
@@ -67,7 +66,8 @@ def compare(source: Answer, target: Answer) -> Proof:
 def native_answer(root: AnyPath, question: Question, *, step: int | None = None) -> Answer:
     """Logits of our checkpoint in ``root``, computed by our model with one layer in memory at a time."""
     folder = find_checkpoint(root, step=step, verify=False)
-    run = RunConfig.from_json(read_run_state(folder)["config"])
+    run = saved_run(read_run_state(folder)["config"])
+    build_model = family_of(run.extra).train_spec.build_model
     context = ParallelContext.single()
     handed: Mapping[str, Tensor] = {}
     for number in range(run.num_layers):

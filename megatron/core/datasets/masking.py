@@ -14,21 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.tokenizers.base import SpanTokenizer, Tokenizer
+from megatron.core.tokenizers.base import SpanTokenizer
 from megatron.errors import ConfigError
 
 _NO_TOKEN = -1
 _GEOMETRIC = 0.2
 _MADE_UP_SPECIAL, _MADE_UP_SENTINELS = 6, 100
-
-
-def check_marks_texts(tokenizer: Tokenizer) -> None:
-    """Raise ConfigError for a tokenizer without the tokens that begin, part and mask BERT's texts."""
-    if not hasattr(tokenizer, "cls"):
-        raise ConfigError(
-            f"BERT needs tokens that begin, part and mask texts, and {tokenizer.name} names no cls_token, "
-            "sep_token and mask_token in its tokenizer_config.json: give the tokenizer of a BERT"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +54,8 @@ class MaskingVocabulary:
         if not hasattr(tokenizer, "sentinels") or tokenizer.pad is None:
             lacking = "names no padding" if hasattr(tokenizer, "sentinels") else "has no tokens to mask with"
             raise ConfigError(
-                f"--tokenizer-type {tokenizer.name} {lacking}: BERT and T5 take BertWordPieceLowerCase, "
-                "BertWordPieceCase, SentencePieceTokenizer, or a HuggingFaceTokenizer of one of theirs"
+                f"--tokenizer-type {tokenizer.name} {lacking}: masked samples need BertWordPieceLowerCase, "
+                "BertWordPieceCase, SentencePieceTokenizer, or a HuggingFaceTokenizer with such tokens"
             )
         return cls(
             getattr(tokenizer, "cls", _NO_TOKEN),

@@ -1,4 +1,4 @@
-"""Buckets of distances between two positions: near ones each have their own, far ones share (T5: arXiv:1910.10683)."""
+"""Buckets of distances between two positions: near ones each have their own, far ones share (arXiv:1910.10683)."""
 
 from __future__ import annotations
 

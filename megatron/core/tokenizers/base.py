@@ -59,7 +59,7 @@ class Tokenizer(Protocol):
 
 
 class SpanTokenizer(Tokenizer, Protocol):
-    """A tokenizer whose vocabulary names hidden spans: what T5 needs beside text and ids."""
+    """A tokenizer with sentinels, which stand for masked spans."""
 
     @property
     def sentinels(self) -> tuple[int, ...]:
@@ -74,7 +74,7 @@ class SpanTokenizer(Tokenizer, Protocol):
 
 
 class MaskingTokenizer(SpanTokenizer, Protocol):
-    """A tokenizer whose vocabulary can mask: what BERT needs."""
+    """A tokenizer with tokens that begin, separate and mask texts."""
 
     @property
     def cls(self) -> int:

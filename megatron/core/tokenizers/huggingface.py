@@ -21,10 +21,10 @@ KNOWN_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 
 
 class HuggingFaceTokenizer(RustTokenizer):
-    """The pipeline of a tokenizer.json, and what its vocabulary has for BERT and T5.
+    """The pipeline of a tokenizer.json, and what its vocabulary has for masked samples.
 
     ``cls``, ``sep`` and ``mask`` are there where all three are named. ``<extra_id_N>`` of its own are sentinels as
-    those of ``--vocab-extra-ids`` are; T5's decoder begins with padding where nothing begins a sequence.
+    those of ``--vocab-extra-ids`` are; a decoder begins with padding where nothing begins a sequence.
     """
 
     cls: int
@@ -74,7 +74,7 @@ def load(tokenizer_model: str | None, *, extra_ids: int) -> HuggingFaceTokenizer
         return next((found for name in names if (found := pipeline.token_to_id(name)) is not None), None)
 
     eos = token_id("eos_token", KNOWN_ENDS)
-    if eos is None and "eos_token" not in roles:  # a BERT's ends documents as it ends texts
+    if eos is None and "eos_token" not in roles:  # [SEP] ends documents as it ends texts
         eos = token_id("sep_token")
     if eos is None:
         named = (

@@ -48,7 +48,7 @@ class RustTokenizer:
 
         Whether a special token that is spelled out in the text is recognised does not enter: it changes the meaning of
         no id, and so vocab.json with merges.txt and the tokenizer.json of the same training have one fingerprint. Nor
-        do sentinels that ``--vocab-extra-ids`` appends, so a T5 can read what was preprocessed without them.
+        do sentinels that ``--vocab-extra-ids`` appends, so that data preprocessed without them can be read.
         """
         spec = json.loads(self.pipeline.to_str())
         parts = {part: _essence(spec[part]) for part in ("normalizer", "pre_tokenizer", "post_processor", "model")}

@@ -1,4 +1,4 @@
-"""BERT's WordPiece, read from its vocab.txt."""
+"""WordPiece (Devlin et al. 2018, arXiv:1810.04805), read from its vocab.txt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.errors import DataError
 from megatron.small_files import VOCABULARY_BYTES, as_kind, read_json
 
 UNKNOWN = "[UNK]"
-BERT_TOKENS = ("[PAD]", UNKNOWN, "[CLS]", "[SEP]", "[MASK]")
+SPECIAL_TOKENS = ("[PAD]", UNKNOWN, "[CLS]", "[SEP]", "[MASK]")
 
 _PREFIX = "##"
 _LONGEST_WORD = 200  # characters; longer words are unknown, as in Google's and Megatron-LM's implementations
@@ -28,7 +28,7 @@ class WordPieceTokenizer(RustTokenizer):
     does; with a ``vocab_size`` of just the file's pieces, as Hugging Face's models have it, by the latter alone. The
     pieces are read from a vocab.txt or from Hugging Face's tokenizer.json. ``[CLS]`` and its like are ordinary
     characters inside a text. Documents end with ``[SEP]``.
-    Raises ConfigError when the flag is missing, DataError when the file is missing or lacks one of BERT's tokens.
+    Raises ConfigError when the flag is missing, DataError when the file is missing or lacks a special token.
     """
 
     def __init__(
@@ -36,9 +36,9 @@ class WordPieceTokenizer(RustTokenizer):
     ) -> None:
         path = required_file(vocab_file, flag="--vocab-file", kind=name, holds="a vocab.txt")
         pieces = read_pieces(path)
-        lacking = [token for token in BERT_TOKENS if token not in pieces]
+        lacking = [token for token in SPECIAL_TOKENS if token not in pieces]
         if lacking:
-            raise DataError(f"--vocab-file {path} has no {lacking[0]}: a vocab.txt of BERT has one piece a line.")
+            raise DataError(f"--vocab-file {path} has no {lacking[0]}: a WordPiece vocab.txt has one piece a line.")
         pipeline = words_pipeline(
             models.WordPiece(pieces, unk_token=UNKNOWN, max_input_chars_per_word=_LONGEST_WORD),
             lower_case=lower_case,
@@ -87,7 +87,7 @@ def read_pieces(path: Path) -> dict[str, int]:
 
 
 def words_pipeline(model: models.WordPiece, *, lower_case: bool) -> tokenizers.Tokenizer:
-    """BERT's way from text to pieces: words and signs apart; in lower case also without accents."""
+    """From text to pieces: words and signs apart; in lower case also without accents."""
     pipeline = tokenizers.Tokenizer(model)
     pipeline.normalizer = normalizers.BertNormalizer(lowercase=lower_case, strip_accents=lower_case)
     pipeline.pre_tokenizer = pre_tokenizers.BertPreTokenizer()

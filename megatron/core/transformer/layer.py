@@ -21,7 +21,7 @@ class TransformerLayer(nn.Module):
 
     With ``--apply-residual-connection-post-layernorm`` each branch is added to ``norm(x)``. The norm at the start of
     such a layer is as well the norm at the end of the one before, so a stack of them and a final norm are the original
-    post-norm transformer (arXiv:1706.03762; BERT: arXiv:1810.04805), weight for weight.
+    post-norm transformer (arXiv:1706.03762, arXiv:1810.04805), weight for weight.
     """
 
     def __init__(

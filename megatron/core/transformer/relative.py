@@ -1,4 +1,4 @@
-"""T5's relative positions: a bias on attention scores, learned for each head and bucket of distances."""
+"""Relative positions (arXiv:1910.10683): a bias on attention scores, learned for each head and bucket of distances."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TokenizerConfig, TrainingConfig
+from megatron.core.models.registry import owner_of
 
 SOUND: dict[str, str | None] = {
     "--num-layers": "4",
@@ -29,7 +30,7 @@ def words(changes: str = "", *, without: str = "") -> list[str]:
 
 def parse(changes: str = "", *, without: str = "", ranks: int = 1, **options: Any) -> RunConfig:
     """The run of such a command line on ``ranks`` ranks."""
-    return RunConfig.parse(words(changes, without=without), world_size=ranks, **options)
+    return RunConfig.parse(words(changes, without=without), world_size=ranks, owner_of=owner_of, **options)
 
 
 def run_of(*, ranks: int = 1, length: int = 32, **sections: dict[str, Any]) -> RunConfig:

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from megatron.config import ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
-from megatron.config.bert import BertConfig
 from megatron.config.estimate import kept_activations, memory_estimate, model_parameters, rank_parameters
 from megatron.config.fitting import what_fits
-from megatron.core.models.build import build_model
+from megatron.core.models.bert.config import BertConfig
+from megatron.core.models.registry import family_of
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RngStreams
 from megatron.core.parallel.sharding import sharding_of
-from megatron.training.recipes.parts import recompute_plan
+from megatron.training.stages import recompute_plan
 from tests.harness.kept import bytes_kept
 from tests.unit.config.command_lines import run_of
 
@@ -67,7 +67,8 @@ def context(dtype: torch.dtype, mesh: Mesh | None = None) -> ParallelContext:
 
 def build(run: RunConfig, mesh: Mesh | None = None) -> nn.Module:
     dtype = torch.bfloat16 if run.precision.bf16 else torch.float32
-    return build_model(run.model, run.extra, context(dtype, mesh), recompute=recompute_plan(run)).train()
+    train_spec = family_of(run.extra).train_spec
+    return train_spec.build_model(run.model, run.extra, context(dtype, mesh), recompute=recompute_plan(run)).train()
 
 
 def measured(run: RunConfig) -> int:

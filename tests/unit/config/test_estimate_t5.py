@@ -11,12 +11,12 @@ import torch
 
 from megatron.config import ParallelConfig, PrecisionConfig, RunConfig
 from megatron.config.estimate import kept_activations, memory_estimate, model_parameters, rank_parameters
-from megatron.config.t5 import T5Config
-from megatron.core.models.t5 import T5Model
+from megatron.core.models.t5.config import T5Config
+from megatron.core.models.t5.model import T5Model
+from megatron.core.models.t5.train_spec import T5Spec
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import sharding_of
-from megatron.training.recipes.parts import recompute_plan
-from megatron.training.recipes.t5 import T5Recipe
+from megatron.training.stages import recompute_plan
 from tests.harness.kept import bytes_kept
 from tests.unit.config.command_lines import run_of
 from tests.unit.config.test_estimate import context
@@ -79,7 +79,7 @@ def test_parameters(name: str, ranks: int) -> None:
 def test_parameters_of_stages(name: str, layout: str) -> None:
     """Copies of the embedding and of tables of positions are held where they are needed, and counted there."""
     run = t5_run(ARCHITECTURES[name], ranks=3, pipeline_model_parallel_size=3, pipeline_model_parallel_layout=layout)
-    for rank, stage in enumerate(T5Recipe().stages(run)):
+    for rank, stage in enumerate(T5Spec().stages(run)):
         built = T5Model(run.model, run.group(T5Config), context(torch.float32), stage=stage)
         held = sum(parameter.numel() for parameter in built.parameters())
         assert rank_parameters(run, pipeline_rank=rank).total == held

@@ -6,21 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.bert import BertConfig
-from megatron.config.families import FAMILIES, Family, family_named, family_of
-from megatron.config.model_type import FamilyConfig
+from megatron.core.models.bert.config import BertConfig
+from megatron.core.models.model_type import FamilyConfig
+from megatron.core.models.registry import FAMILIES, Family, family_named, family_of
 from megatron.errors import CheckpointError, ConfigError
 from megatron.training.pretrain import parse_any_family
-from megatron.training.recipes import recipe_of
 from tests.harness.data import REPOSITORY
 from tests.unit.config.command_lines import words
 
 
 @pytest.mark.parametrize("known", FAMILIES.values(), ids=FAMILIES)
-def test_every_family_has_a_recipe_and_a_command(known: Family) -> None:
+def test_every_family_has_a_train_spec_and_a_command(known: Family) -> None:
     """A line in the list without the rest would fail at the first user of a tool."""
-    recipe = recipe_of(known)
-    assert (recipe.name, recipe.groups) == (known.name, known.groups)
+    train_spec = known.train_spec
+    assert (train_spec.name, train_spec.groups) == (known.name, known.groups)
     assert (REPOSITORY / f"pretrain_{known.name}.py").exists()
     assert family_of(group() for group in known.groups) is known
     config = parse_any_family(words(f"--model-type {known.title}"), prog="tool")
@@ -34,7 +33,7 @@ def test_flags_are_those_of_the_family(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("model_type: BERT\nmask_prob: 0.2\n")
     assert parse_any_family(words(f"--config {tmp_path}/run.yaml"), prog="x").group(BertConfig).mask_prob == 0.2
     assert family_of(parse_any_family(words(""), prog="x").extra).name == "gpt"
-    with pytest.raises(ConfigError, match=r"--mask-prob 0.3: only BERT \(pretrain_bert.py\) and T5"):
+    with pytest.raises(ConfigError, match=r"--mask-prob belongs to BERT \(pretrain_bert.py\) and T5"):
         parse_any_family(words("--mask-prob 0.3"), prog="x")
     with pytest.raises(ConfigError, match=r"--model-type cannot be 'Bert' \(did you mean BERT\?\); choose GPT"):
         parse_any_family(words("--model-type Bert"), prog="x")

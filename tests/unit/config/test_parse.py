@@ -314,13 +314,13 @@ def test_world_size() -> None:
 @check_flags
 @dataclass(frozen=True, kw_only=True)
 class MaskingConfig:
-    """A recipe's own settings."""
+    """A train spec's own settings."""
 
     mask_prob: float = flag("Share of tokens that are masked.", default=0.15, at_least=0, at_most=1)
 
 
-def test_groups_of_a_recipe() -> None:
-    """A recipe's flags are parsed, checked, saved and read back like the core's, which alone refuses the name."""
+def test_groups_of_a_train_spec() -> None:
+    """A train spec's flags are parsed, checked, saved and read back like the core's, which alone refuses the name."""
     run = parse("--mask-prob 0.5", extra_groups=(MaskingConfig,))
     assert run.group(MaskingConfig).mask_prob == 0.5
     assert run.provenance["mask_prob"] == "flag"

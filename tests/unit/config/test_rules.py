@@ -11,10 +11,8 @@ from types import ModuleType
 import pytest
 
 from megatron.config import ParallelConfig, RunConfig, rules
-from megatron.config.bert import BertConfig
 from megatron.config.rules import (
     RULES,
-    bert,
     check,
     context,
     failures,
@@ -27,12 +25,13 @@ from megatron.config.rules import (
     remarking,
     remarks,
     schedule,
-    sentences,
-    t5,
     training,
 )
 from megatron.config.rules.sizes import divisors, divisors_near, multiples_near, some, tensor_parallel_sizes
-from megatron.config.t5 import T5Config
+from megatron.core.models.bert import rules as bert_rules
+from megatron.core.models.bert.config import BertConfig
+from megatron.core.models.t5 import rules as t5_rules
+from megatron.core.models.t5.config import T5Config
 from megatron.core.optimizer.schedule import Schedule
 from megatron.errors import ConfigError
 from tasks import rules as task_rules
@@ -91,18 +90,18 @@ def test_there_are_many() -> None:
 def test_every_rule_has_a_bad_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule that no bad configuration meets may be dead."""
     met = set()
-    known = {*RULES, *task_rules.RULES}
+    known = {*RULES, *task_rules.RULES, *BertConfig().rules(), *T5Config().rules()}
     monkeypatch.setattr(rules, "rules_of", lambda run: ())
     for changes, without, ranks, message in BAD:
         try:
             run = parsed(changes, without, ranks)
         except ConfigError:
             continue
-        met |= {rule for rule in (*RULES, *run.recipe.rules()) if (sentence := rule(run)) and sentence in message}
+        met |= {rule for rule in (*RULES, *run.train_spec.rules()) if (sentence := rule(run)) and sentence in message}
     assert [rule.__name__ for rule in known - met] == []
 
 
-MODULES = [layout, pipeline, context, model, training, schedule, inputs, sentences, bert, t5]
+MODULES = [layout, pipeline, context, model, training, schedule, inputs]
 
 
 @pytest.mark.parametrize("module", [*MODULES, remarking])
@@ -116,14 +115,13 @@ def test_every_rule_is_listed(module: ModuleType) -> None:
     assert written == set(module.RULES)
 
 
-def test_every_rule_of_tasks_is_listed() -> None:
+@pytest.mark.parametrize("module", [task_rules, bert_rules, t5_rules])
+def test_every_rule_of_a_kind_of_run_is_listed(module: ModuleType) -> None:
     """As above."""
     written = {
-        function
-        for _, function in inspect.getmembers(task_rules, inspect.isfunction)
-        if "run" in function.__annotations__
+        function for _, function in inspect.getmembers(module, inspect.isfunction) if "run" in function.__annotations__
     }
-    assert written == {*task_rules.RULES, *task_rules.REMARKS}
+    assert written == {*module.RULES, *getattr(module, "REMARKS", ())}
 
 
 GOOD = [
@@ -338,7 +336,8 @@ def test_iterations_of_a_batch_size_schedule() -> None:
 
 def test_every_remark_is_tested() -> None:
     """A remark that no settings cause may be dead."""
-    assert len(REMARKS) == len(remarking.RULES) + len(task_rules.REMARKS) + len(no_effect.NEEDS) + 1  # two of one flag
+    of_others = (*task_rules.REMARKS, *bert_rules.REMARKS)
+    assert len(REMARKS) == len(remarking.RULES) + len(of_others) + len(no_effect.NEEDS) + 1  # two of one flag
     assert len({remark for *_, remark in REMARKS}) == len(REMARKS)
 
 

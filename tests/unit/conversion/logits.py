@@ -9,7 +9,8 @@ from torch import Tensor
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.megatron_lm.forward import megatron_lm_answer
 from megatron.core.conversion.proof import huggingface_answer, native_answer
-from megatron.core.conversion.questions import CausalQuestion, question_for
+from megatron.core.conversion.questions import question_for
+from megatron.core.models.gpt.questions import CausalQuestion
 
 
 def fixed_tokens(model: ModelConfig) -> Tensor:

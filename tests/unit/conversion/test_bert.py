@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config.bert import BertConfig
-from megatron.config.families import FAMILIES
 from megatron.config.model import ModelConfig
 from megatron.core.conversion import convert as conversion
 from megatron.core.conversion.convert import Conversion, convert
@@ -23,6 +21,8 @@ from megatron.core.conversion.native import read_native
 from megatron.core.conversion.portable import LazyTensor
 from megatron.core.conversion.proof import ProofError, huggingface_answer, native_answer
 from megatron.core.conversion.questions import question_for
+from megatron.core.models.bert.config import BertConfig
+from megatron.core.models.registry import FAMILIES
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.errors import CheckpointError

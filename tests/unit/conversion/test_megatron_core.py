@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config.bert import BertConfig
-from megatron.config.families import family_of
 from megatron.config.model import ModelConfig
-from megatron.config.t5 import T5Config
 from megatron.core.conversion.convert import Conversion, convert
 from megatron.core.conversion.megatron_lm.forward import megatron_lm_answer
 from megatron.core.conversion.native import read_native, write_native
 from megatron.core.conversion.proof import native_answer
 from megatron.core.conversion.questions import Answer, question_for
+from megatron.core.models.bert.config import BertConfig
+from megatron.core.models.registry import family_of
+from megatron.core.models.t5.config import T5Config
 from tests.harness.megatron_core import FOLDER, ON_CPU
 from tests.unit.conversion.megatron_checkpoints import CLASSIC, MODERN, portable, random_tensors
 

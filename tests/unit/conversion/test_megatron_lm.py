@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.bert import BertConfig
 from megatron.config.model import ModelConfig
 from megatron.core.checkpointing.storage import CheckpointWriter
 from megatron.core.checkpointing.streamed import StreamedBox, table_of, write_boxes
@@ -21,6 +20,8 @@ from megatron.core.conversion.megatron_lm.arguments import Arguments, model_from
 from megatron.core.conversion.megatron_lm.reading import read_megatron_lm
 from megatron.core.conversion.native import read_native, write_native
 from megatron.core.conversion.portable import PortableModel
+from megatron.core.models.bert.config import BertConfig
+from megatron.core.models.registry import FAMILIES
 from megatron.errors import CheckpointError
 from tests.unit.conversion.logits import megatron_lm_logits, native_logits
 from tests.unit.conversion.megatron_checkpoints import (
@@ -157,12 +158,12 @@ def dist_checkpoint(
     folder: Path, settings: dict[str, Any], values: dict[str, Tensor], *, common_in_dcp: bool, family: str = "gpt"
 ) -> None:
     """A torch_dist folder: layers stacked, norms under Transformer Engine's names, padding, optimizer state."""
-    from megatron.core.conversion.megatron_lm.names import NAMES
+    from megatron.core.conversion.megatron_lm.format import format_of
 
     folder.mkdir(parents=True)
     stacks: dict[str, list[Tensor]] = {}
     for name, value in values.items():
-        for key in NAMES[family].stacked_names(name):
+        for key in format_of(FAMILIES[family]).names.stacked_names(name):
             stacks.setdefault(key, []).append(value)
     tensors = {key: torch.stack(parts) if ".layers." in key else parts[0] for key, parts in stacks.items()}
     for key in tensors:

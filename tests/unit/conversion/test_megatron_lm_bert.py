@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.bert import BertConfig
-from megatron.config.families import FAMILIES
 from megatron.config.model import ModelConfig
 from megatron.core.checkpointing.stored_tensors import StoredTensors
-from megatron.core.conversion.megatron_lm import reading
 from megatron.core.conversion.megatron_lm.reading import read_megatron_lm
 from megatron.core.conversion.native import read_native, write_native
 from megatron.core.conversion.proof import ProofError
+from megatron.core.models.bert.config import BertConfig
+from megatron.core.models.bert.megatron_lm import BertFormat
+from megatron.core.models.registry import FAMILIES
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import CheckpointError
 from megatron.training.checkpoint import load
@@ -83,7 +83,7 @@ def test_our_bert_goes_to_megatron_lm_and_back(
 def test_the_proof_sees_a_wrong_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which GELU a BERT's head has changes logits little, and the proof says so."""
     write_torch(tmp_path / "theirs", CLASSIC, bert(BERTS["bert"])[2], style="core")
-    monkeypatch.setattr(reading, "groups_from_arguments", lambda *given, **more: (BertConfig(),))
+    monkeypatch.setattr(BertFormat, "groups_from_arguments", lambda *given, **more: (BertConfig(),))
     with pytest.raises(ProofError, match="source and target are different models"):
         do("megatron-lm", tmp_path / "theirs", "megatron", tmp_path / "ours")
 

@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config.bert import BertConfig
 from megatron.config.model import ModelConfig
-from megatron.config.t5 import T5Config
 from megatron.core.checkpointing.stored_tensors import StoredTensors
 from megatron.core.conversion.megatron_lm import forward
 from megatron.core.conversion.megatron_lm.reading import read_megatron_lm
 from megatron.core.conversion.native import read_native, write_native
 from megatron.core.conversion.proof import ProofError
+from megatron.core.models.bert.config import BertConfig
+from megatron.core.models.t5 import questions
+from megatron.core.models.t5.config import T5Config
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.core.tokenizers.wordpiece import BERT_TOKENS
+from megatron.core.tokenizers.wordpiece import SPECIAL_TOKENS
 from megatron.errors import CheckpointError
 from tests.unit.conversion.megatron_checkpoints import CLASSIC, portable, random_tensors, write_torch
 from tests.unit.conversion.test_megatron_lm import assert_holds, dist_checkpoint, do
@@ -129,14 +130,18 @@ def test_ours_goes_to_megatron_lm_and_back(name: str, dist: bool, tmp_path: Path
         }
 
 
-@pytest.mark.parametrize(("method", "nothing"), [("_crossing", (1, 1, 1)), ("relative", (1, 1, 1, 1))])
+@pytest.mark.parametrize(
+    ("owner", "method", "nothing"),
+    [(forward.MegatronLMModel, "_crossing", (1, 1, 1)), (questions, "_relative", (1, 1, 1, 1))],
+    ids=["attention to the encoder", "positions"],
+)
 def test_the_proof_asks_about_every_part(
-    method: str, nothing: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    owner: object, method: str, nothing: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Attention to the encoder and positions, left out on one side."""
     values = random_tensors(ModelConfig(**SETTINGS["relative"]), (EQUAL,))
     write_torch(tmp_path / "theirs", SETTINGS["relative"], values, style="core")
-    monkeypatch.setattr(forward._Forward, method, lambda *given, **more: torch.zeros(nothing))
+    monkeypatch.setattr(owner, method, lambda *given, **more: torch.zeros(nothing))
     with pytest.raises(ProofError, match="source and target are different models"):
         do("megatron-lm", tmp_path / "theirs", "megatron", tmp_path / "ours")
 
@@ -144,7 +149,7 @@ def test_the_proof_asks_about_every_part(
 @pytest.mark.parametrize("title", ["BERT", "T5"])
 def test_megatron_lms_own_spelling(title: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With a vocab.txt, whose words and sentinels say where padding begins; back again the tokenizer is the same."""
-    (tmp_path / "vocab.txt").write_text("\n".join([*BERT_TOKENS, *(f"w{number}" for number in range(60))]) + "\n")
+    (tmp_path / "vocab.txt").write_text("\n".join([*SPECIAL_TOKENS, *(f"w{number}" for number in range(60))]) + "\n")
     settings = {**CLASSIC, "vocab_size": 65 + 2 + 10}
     group = EQUAL if title == "T5" else BertConfig(exact_gelu_head=True)
     values = random_tensors(ModelConfig(**settings), (group,))

@@ -11,8 +11,8 @@ import torch
 
 from megatron.config.flags import flags_of
 from megatron.config.model import ModelConfig
-from megatron.core.conversion.huggingface import t5
-from megatron.core.conversion.huggingface.config import FAMILIES, config_from_model, model_from_config
+from megatron.core.conversion.huggingface.config import config_from_model, model_from_config
+from megatron.core.conversion.huggingface.format import format_of, model_types
 from megatron.core.conversion.huggingface.known import Known
 from megatron.core.conversion.megatron_lm.arguments import Arguments, arguments_of, model_from_arguments
 from megatron.errors import CheckpointError
@@ -79,7 +79,7 @@ def through_hugging_face(model: ModelConfig) -> ModelConfig:
 
 
 def through_megatron_lm(model: ModelConfig) -> ModelConfig:
-    args = Arguments(arguments_of(portable(model, {"x": torch.zeros(1)}), dist=True), "x")
+    args = Arguments(arguments_of(portable(model, {"x": torch.zeros(1)}), dist=True, own={}, missing_there={}), "x")
     return model_from_arguments(args, vocab_size=101, num_layers=model.num_layers, legacy=False)
 
 
@@ -108,7 +108,7 @@ summary_first_dropout summary_proj_to_labels summary_type summary_use_proj is_de
 WITH_WINDOW = "layer_types max_window_layers"  # read by transformers together with a sliding window, which is refused
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", model_types())
 def test_every_setting_of_transformers_is_read(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What transformers honours and a conversion skips would make another model wherever the proof can't see it."""
     asked: set[str] = set()
@@ -125,6 +125,8 @@ def test_every_setting_of_transformers_is_read(family: str, monkeypatch: pytest.
     settings = {"sliding_window": None} if family == "mistral" else {}
     config = transformers.AutoConfig.for_model(family, **settings).to_dict()
     model_from_config(config, where="x")
-    if family == t5.FAMILY:
-        t5.group_from_config(Known(config, t5.DEFAULTS, "x"))
+    published = format_of(family)
+    assert published is not None
+    if family == "t5":
+        published.groups_from_config(Known(config, published.defaults(family), "x"), {"decoder."}, where="x")
     assert config.keys() - asked - {*WITHOUT_EFFECT.split(), *WITH_WINDOW.split()} == set()

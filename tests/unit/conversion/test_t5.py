@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config.families import FAMILIES
 from megatron.config.model import ModelConfig
-from megatron.config.t5 import T5Config
 from megatron.core.conversion import convert as conversion
 from megatron.core.conversion.convert import Conversion, convert
 from megatron.core.conversion.huggingface.config import config_from_model, model_from_config
@@ -25,6 +23,8 @@ from megatron.core.conversion.portable import LazyTensor
 from megatron.core.conversion.proof import ProofError, huggingface_answer, memory_needed, native_answer
 from megatron.core.conversion.questions import question_for
 from megatron.core.conversion.transforms import KeyValue
+from megatron.core.models.registry import FAMILIES
+from megatron.core.models.t5.config import T5Config
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.errors import CheckpointError

@@ -12,11 +12,12 @@ import pytest
 
 from megatron.config.data import DataConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
-from megatron.core.datasets.masked_dataset import build_bert_splits, build_t5_splits
-from megatron.core.datasets.masked_samples import MaskedDataset, T5Maker
+from megatron.core.datasets.masked_samples import MaskedDataset
 from megatron.core.datasets.masking import MaskingRules, MaskingVocabulary
 from megatron.core.datasets.spans import Sentences, SpanRules, build_megatron_spans, mersenne_twister_64
 from megatron.core.datasets.splits import SplitSizes
+from megatron.core.models.bert.data import build_bert_splits
+from megatron.core.models.t5.data import T5Maker, build_t5_splits
 from tests.unit.datasets.conftest import GOLDEN
 
 RECORDED: dict[str, Any] = json.loads((GOLDEN.parent / "masked_datasets_v012.json").read_text())

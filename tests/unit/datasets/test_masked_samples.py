@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from megatron.config.data import DataConfig
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megatron.core.datasets.masked_dataset import build_bert_splits, build_t5_splits
-from megatron.core.datasets.masked_samples import MaskedDataset, shorten
+from megatron.core.datasets.masked_samples import MaskedDataset
 from megatron.core.datasets.masking import MaskingRules, MaskingVocabulary, choose_stretches
 from megatron.core.datasets.spans import Sentences, SpanOrder, SpanRules, build_spans
 from megatron.core.datasets.splits import SplitSizes
+from megatron.core.models.bert.data import build_bert_splits, shorten
+from megatron.core.models.t5.data import build_t5_splits
 from megatron.errors import ConfigError, DataError
 from tests.unit.datasets.conftest import FakeTokenizer
 from tests.unit.datasets.test_masked_golden import RecordedTokenizer

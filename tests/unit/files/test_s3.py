@@ -18,11 +18,11 @@ from megatron.core.checkpointing.sharded_view import Staging
 from megatron.core.datasets import remote
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron.core.files.remote_path import RemotePath, path_of
+from megatron.core.models.registry import FAMILIES
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState, Sharding
 from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.training.pretrain import pretrain
-from megatron.training.recipes.gpt import GPTRecipe
 from tests.harness.place import check_methods
 from tests.harness.s3 import S3Server, credentials, s3_server
 
@@ -159,8 +159,8 @@ def test_what_the_user_got_wrong(server: S3Server, monkeypatch: pytest.MonkeyPat
     )
     flags = [*words.split(), "--micro-batch-size", "1", "--train-iters", "1", "--dry-run", "--save"]
     with pytest.raises(ConfigError, match="--save s3://buckte/run: the bucket buckte does not exist; make it first"):
-        pretrain(GPTRecipe, [*flags, str(nowhere)], prog="pretrain_gpt.py")
-    assert pretrain(GPTRecipe, [*flags, str(place("run"))], prog="pretrain_gpt.py") == 0
+        pretrain(FAMILIES["gpt"], [*flags, str(nowhere)], prog="pretrain_gpt.py")
+    assert pretrain(FAMILIES["gpt"], [*flags, str(place("run"))], prog="pretrain_gpt.py") == 0
     with pytest.raises(CheckpointError, match="s3://buckte/run: there is no such folder"):
         find_checkpoint(nowhere)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):

@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron.config.model import ModelConfig
 from megatron.core.inference.engine import Engine, GenerationLimits, WholeText
 from megatron.core.inference.sampling import Sampling
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.model import GPTModel
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import DataError
 

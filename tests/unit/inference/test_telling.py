@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.config.families import FAMILIES
-from megatron.core.inference.telling import beginnings, likeliest_answer
-from megatron.core.models.t5 import T5Model
+from megatron.core.models.registry import FAMILIES
+from megatron.core.models.t5.generation import beginnings, likeliest_answer
+from megatron.core.models.t5.model import T5Model
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.transformer.heads import VocabularyOutput
 from tests.harness.runs import tiny_run

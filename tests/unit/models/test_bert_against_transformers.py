@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from megatron.config.model import ModelConfig
-from megatron.core.models.bert import BertModel, BertOutput
+from megatron.core.models.bert.model import BertModel, BertOutput
 from megatron.core.parallel.context import ParallelContext
 
 transformers = pytest.importorskip("transformers", reason="parity needs the dev extra's transformers")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.model import GPTModel
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.transformer.heads import VocabularyOutput
 

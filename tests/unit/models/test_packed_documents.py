@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.model import GPTModel
 from megatron.core.parallel.collectives import all_reduce
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config.model import ModelConfig
-from megatron.config.t5 import T5Config
-from megatron.core.models.t5 import T5Model
+from megatron.core.models.t5.config import T5Config
+from megatron.core.models.t5.model import T5Model
+from megatron.core.models.t5.train_spec import t5_flops_per_sample
 from megatron.core.ops.relative_positions import relative_buckets
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.transformer.heads import VocabularyOutput
-from megatron.training.flops import t5_flops_per_sample
 
 transformers = pytest.importorskip("transformers", reason="parity needs the dev extra's transformers")
 

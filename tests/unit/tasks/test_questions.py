@@ -10,11 +10,11 @@ import torch
 
 from megatron.config.run import RunConfig
 from megatron.core.inference.sampling import Sampling
+from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import ConfigError
 from megatron.training.checkpoint import saved_config
 from megatron.training.reading import LoadedModel, load_model
-from megatron.training.recipes.gpt import GPTRecipe
 from tasks.model_args import words_of
 from tasks.registry import DEFAULTS
 from tasks.settings import HarnessConfig
@@ -36,7 +36,7 @@ def questions(context: ParallelContext, native: str, **arguments: Any) -> Questi
         checkpoint_config=saved_config,
         defaults={**DEFAULTS, "skip_train": True},
     )
-    return Questions(load_model(config, GPTRecipe(), context))
+    return Questions(load_model(config, GPTSpec(), context))
 
 
 def answers(context: ParallelContext, native: str, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def test_text_comes_back(vocabulary: str) -> None:
 def test_wrong_files(tmp_path: Path, vocabulary: str) -> None:
     lacking = tmp_path / "lacking.txt"
     lacking.write_text("the\n[PAD]\n[UNK]\n")
-    with pytest.raises(DataError, match=r"has no \[CLS\]: a vocab.txt of BERT has one piece a line"):
+    with pytest.raises(DataError, match=r"has no \[CLS\]: a WordPiece vocab.txt has one piece a line"):
         WordPieceTokenizer(str(lacking), name="x", lower_case=True, extra_ids=0)
     gpt = tmp_path / "vocab.json"
     gpt.write_text('{"a": 0}')

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.core.checkpointing.load import read_run_state
-from megatron.core.models.bert import BertModel, BertOutput
+from megatron.core.models.bert.model import BertModel, BertOutput
 from megatron.core.tokenizers.wordpiece import WordPieceTokenizer
 from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.training import trained_model

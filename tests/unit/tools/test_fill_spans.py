@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
-from megatron.core.inference import telling
-from megatron.core.inference.telling import Beginnings
+from megatron.core.models.t5 import generation
+from megatron.core.models.t5.generation import Beginnings
 from megatron.core.tokenizers.wordpiece import WordPieceTokenizer
 from megatron.errors import CheckpointError, ConfigError
 from megatron.training.run import Run
@@ -57,7 +57,7 @@ def test_spans_are_asked_for_by_their_names(
         asked.append((list(tokens), how))
         return [one, CAT, S, two, ON, A, three, DOG]
 
-    monkeypatch.setattr(telling, "likeliest_answer", answer)
+    monkeypatch.setattr(generation, "likeliest_answer", answer)
     capsys.readouterr()
     assert fill_spans.main(["--load", f"{tmp_path}/saved", "--text", TEXT, "[MASK]"]) == 0
     (both, how), (only, _) = asked
@@ -103,7 +103,7 @@ def test_guesses_are_counted(
         asked.append(Beginnings(true, torch.stack([first, second, *others[:, 2:].unbind(1)], dim=1)))
         return asked[-1]
 
-    monkeypatch.setattr(telling, "beginnings", guess)
+    monkeypatch.setattr(generation, "beginnings", guess)
     capsys.readouterr()
     assert fill_spans.main(["--load", f"{tmp_path}/saved", "--samples", "40", "--examples", "1"]) == 0
     text, *answers, heading, ours, always, entropy = capsys.readouterr().out.splitlines()

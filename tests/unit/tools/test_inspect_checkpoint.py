@@ -15,9 +15,9 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.config.families import FAMILIES
 from megatron.core.checkpointing import storage
 from megatron.core.checkpointing.manifest import MANIFEST, Manifest, checksum
+from megatron.core.models.registry import FAMILIES
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import CheckpointError, ConfigError
 from megatron.training.saving import Saver

@@ -12,8 +12,8 @@ from megatron.config.run import RunConfig
 from megatron.core.datasets import build
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
+from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.training.data import offline_splits
-from megatron.training.recipes.gpt import GPTRecipe
 from tools import prepare_cache
 
 RUN = (
@@ -50,7 +50,7 @@ def test_everything_is_ready(
         raise AssertionError("an index is missing")
 
     monkeypatch.setattr("megatron.core.datasets.index_cache._store", refuse)
-    splits, _ = offline_splits(RunConfig.parse(flags), GPTRecipe())
+    splits, _ = offline_splits(RunConfig.parse(flags), GPTSpec())
     for dataset in (splits.train, splits.valid):
         assert dataset is not None
         for index in range(len(dataset)):

@@ -11,8 +11,8 @@ import pytest
 
 from megatron.config.data import DataConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.masked_dataset import build_bert_splits
 from megatron.core.datasets.splits import SplitSizes
+from megatron.core.models.bert.data import build_bert_splits
 from megatron.core.tokenizers.sentences import installed_rules, learned_rules
 from megatron.core.tokenizers.wordpiece import WordPieceTokenizer
 from tests.unit.tools.conftest import write_lines

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron.core.datasets.metadata import ContentDigests
+from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RngStreams
@@ -18,7 +19,6 @@ from megatron.core.tokenizers.build import build_tokenizer
 from megatron.errors import DataError, ParallelError
 from megatron.training import data
 from megatron.training.data import TrainingData
-from megatron.training.recipes.gpt import GPTRecipe
 from tests.harness.runs import tiny_config
 
 LOADERS = ("single", "cyclic")
@@ -39,7 +39,7 @@ def of_rank(flags: str, *, rank: int = 0, dp: int = 1, tp: int = 1) -> TrainingD
     if tp > 1:
         flags += f" --tensor-model-parallel-size {tp}"
     config = tiny_config(flags, ranks=mesh.world_size)
-    return TrainingData(config, GPTRecipe(), context, build_tokenizer(config.tokenizer))
+    return TrainingData(config, GPTSpec(), context, build_tokenizer(config.tokenizer))
 
 
 def by_number(microbatches: Iterable[Microbatch]) -> dict[int, list[int]]:

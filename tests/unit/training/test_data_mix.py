@@ -13,12 +13,13 @@ import torch
 
 from megatron.core.datasets import loader
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
+from megatron.core.models.gpt.train_spec import GPTSpec
+from megatron.core.models.registry import FAMILIES
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.errors import DataError
 from megatron.training.data import TrainingData
 from megatron.training.pretrain import pretrain
-from megatron.training.recipes.gpt import GPTRecipe
 from tests.harness.runs import TINY_RUN, tiny_config
 
 NULL = "--tokenizer-type NullTokenizer --seq-length 4 --train-iters 8"
@@ -37,7 +38,7 @@ def prefixes(tmp_path: Path) -> list[str]:
 
 def data_of(flags: str) -> TrainingData:
     config = tiny_config(f"{NULL} {flags}")
-    return TrainingData(config, GPTRecipe(), ParallelContext.single(), build_tokenizer(config.tokenizer))
+    return TrainingData(config, GPTSpec(), ParallelContext.single(), build_tokenizer(config.tokenizer))
 
 
 def tokens(data: TrainingData, consumed: int, *, steps: int) -> list[tuple[int, ...]]:
@@ -79,7 +80,7 @@ def test_a_checkpoint_carries_the_mixes(
     base = f"{TINY_RUN} {NULL} --save {tmp_path / 'saved'} --load {tmp_path / 'saved'} --save-interval 100"
     for weight, exit_interval in ((1, 2), (3, 4), (3, 6)):
         flags = f"{base} {ALL} --data-path {weight} {prefixes[0]} 1 {prefixes[1]} --exit-interval {exit_interval}"
-        assert pretrain(GPTRecipe, flags.split(), prog="pretrain_gpt.py") == 0
+        assert pretrain(FAMILIES["gpt"], flags.split(), prog="pretrain_gpt.py") == 0
     log = capsys.readouterr().out
     assert log.count("   mix changed after 16 samples\n") == 2
     assert f"(asked 75.000%) from {prefixes[0]}" in log
@@ -92,7 +93,7 @@ def test_validation_sets_are_reported_by_name(prefixes: list[str], capsys: pytes
         f"--train-data-path {prefixes[0]} --valid-data-path {prefixes[0]} second={prefixes[1]} "
         "--multiple-validation-sets"
     )
-    assert pretrain(GPTRecipe, flags.replace("--eval-iters 0 ", "").split(), prog="pretrain_gpt.py") == 0
+    assert pretrain(FAMILIES["gpt"], flags.replace("--eval-iters 0 ", "").split(), prog="pretrain_gpt.py") == 0
     log = capsys.readouterr().out
     for name in ("source0", "second"):
         assert f" validation loss at iteration 2 ({name}) | lm loss value: " in log

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.pipeline_parallel.chunk import Microbatch
 from megatron.training import loop
 from megatron.training.evaluate import evaluate
-from megatron.training.recipes.gpt import GPTRecipe
 from megatron.training.run import Run
 from megatron.training.step import GlobalLoss, train_step
 from tests.harness.runs import tiny_config, tiny_run
@@ -112,7 +112,7 @@ def test_the_loop_numbers_evaluations_by_iteration(resumed_at: int, monkeypatch:
     monkeypatch.setattr(loop, "evaluate", record)
     monkeypatch.setattr(loop, "load", load)
     config = tiny_config("--mock-data --train-iters 6 --eval-interval 2 --eval-iters 1")
-    loop.train_from_start_to_end(config, GPTRecipe(), ParallelContext.single(), started=0.0)
+    loop.train_from_start_to_end(config, GPTSpec(), ParallelContext.single(), started=0.0)
     regular = [("valid", sample) for iteration, sample in ((2, 0), (4, 8), (6, 16)) if iteration > resumed_at]
     assert seen == [*regular, ("valid", 24), ("test", 0)]
 

@@ -8,16 +8,16 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config.model import ModelConfig
+from megatron.core.models.gpt.train_spec import gpt_flops_per_sample
 from megatron.training.flops import (
     Peak,
     SpeedScale,
     data_sheet_peak,
     device_peak,
-    gpt_flops_per_sample,
     measured_peak,
     throughput_line,
 )
-from tasks.fine_tuning.recipe import answer_flops
+from tasks.fine_tuning.train_spec import answer_flops
 from tasks.settings import AnswerShape
 
 CPU = torch.device("cpu")

@@ -17,12 +17,12 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.core.datasets.indexed_format import idx_path
 from megatron.core.datasets.metadata import TokenizerStamp
 from megatron.core.files.writable import why_not_writable
+from megatron.core.models.registry import FAMILIES
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.tokenizers import build_tokenizer
 from megatron.errors import RESTART_MAY_HELP, ConfigError
 from megatron.training.preflight import Findings
 from megatron.training.pretrain import pretrain
-from megatron.training.recipes.gpt import GPTRecipe
 from megatron.training.saving import Saver
 from tasks import main as tasks
 from tests.harness.bucket import url
@@ -54,7 +54,7 @@ def check(folder: Path, capsys: pytest.CaptureFixture[str]) -> Check:
     def dry_run(flags: str) -> str:
         argv = f"{TINY} {flags} --dry-run".format(folder).split()
         try:
-            pretrain(GPTRecipe, argv, prog="pretrain_gpt.py")
+            pretrain(FAMILIES["gpt"], argv, prog="pretrain_gpt.py")
         except ConfigError as error:
             return str(error)
         return capsys.readouterr().out.partition("== files\n")[2].partition("\n\n")[0]
@@ -170,7 +170,7 @@ def test_the_start_raises_the_same(folder: Path, tmp_path: Path) -> None:
     said = []
     for more in ([], ["--dry-run"]):
         with pytest.raises(Exception, match="it is truncated") as caught:
-            pretrain(GPTRecipe, [*argv, *more], prog="pretrain_gpt.py")
+            pretrain(FAMILIES["gpt"], [*argv, *more], prog="pretrain_gpt.py")
         said.append(str(caught.value).partition("\n")[0])
     assert said[0] == said[1]
 
@@ -189,7 +189,7 @@ def test_all_bytes_are_compared_where_it_is_asked_for(check: Check, folder: Path
 
 def test_no_torch_where_there_is_no_checkpoint(folder: Path) -> None:
     """Torch alone takes seconds to load, and a check before each job should take a fraction of one."""
-    blocker = "import sys; sys.modules['torch'] = None; import pretrain_gpt as p; p.main(p.recipe)"
+    blocker = "import sys; sys.modules['torch'] = None; import pretrain_gpt as p; p.main(p.FAMILIES['gpt'])"
     flags = f"{TINY} --train-iters 3 --data-path {folder}/data --save {folder}/new --load {folder}/new"
     done = subprocess.run(
         [sys.executable, "-c", blocker, *flags.split(), "--save-interval", "1", "--dry-run"],

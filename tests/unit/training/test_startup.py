@@ -15,7 +15,7 @@ ARGUMENTS = (
 
 def report(**facts: object) -> str:
     run = RunConfig.parse(ARGUMENTS.split(), world_size=8)
-    known = {"recipe": "gpt", "device": "CPU", "parameters": 7_300_000, "parameters_here": 3_700_000}
+    known = {"model_name": "gpt", "device": "CPU", "parameters": 7_300_000, "parameters_here": 3_700_000}
     return startup_report(run, StartupFacts(flops_per_sample=1e10, **known | facts))  # type: ignore[arg-type]
 
 
@@ -47,5 +47,5 @@ def test_lists_every_setting_that_is_not_a_default() -> None:
 
 def test_repeats_what_a_user_should_know_about_flags() -> None:
     run = RunConfig.parse([*ARGUMENTS.split(), "--use-mcore-models"], world_size=8)
-    facts = StartupFacts(recipe="gpt", device="CPU", parameters=1, parameters_here=1, flops_per_sample=1.0)
+    facts = StartupFacts(model_name="gpt", device="CPU", parameters=1, parameters_here=1, flops_per_sample=1.0)
     assert "--use-mcore-models" in startup_report(run, facts).split("== notes\n")[1]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron.config.run import RunConfig
+from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.parallel.context import ParallelContext
-from megatron.training.recipes.gpt import GPTRecipe
 from megatron.training.run import Run, build_run
 from megatron.training.step import ready_to_learn, train_step
 from megatron.training.stop import NonFiniteError
@@ -26,7 +26,7 @@ COMPUTE_TIMERS = {"forward-compute", "backward-compute"}
 
 def tiny_run(*more: str) -> Run:
     config = RunConfig.parse([*FLAGS.split(), *more], world_size=1)
-    return build_run(config, GPTRecipe(), ParallelContext.single(), started=time.monotonic())
+    return build_run(config, GPTSpec(), ParallelContext.single(), started=time.monotonic())
 
 
 @pytest.fixture
@@ -122,5 +122,5 @@ def test_figures_of_a_step_are_reported_where_asked_for() -> None:
 def test_gradients_are_accumulated_in_the_type_asked_for(flags: str, dtype: torch.dtype, expected: torch.dtype) -> None:
     """Sums over many microbatches lose their small terms in bf16, which therefore is only on request."""
     config = RunConfig.parse([*FLAGS.split(), *flags.split()])
-    run = build_run(config, GPTRecipe(), ParallelContext.single(dtype=dtype), started=time.monotonic())
+    run = build_run(config, GPTSpec(), ParallelContext.single(dtype=dtype), started=time.monotonic())
     assert {buffer.grads.dtype for buffer in run.buffers} == {expected}

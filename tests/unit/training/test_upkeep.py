@@ -9,10 +9,10 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.training import loop, step, upkeep
 from megatron.training.metrics import StepRecord
-from megatron.training.recipes.gpt import GPTRecipe
 from megatron.training.run import Run
 from tests.harness.runs import tiny_config
 
@@ -28,9 +28,7 @@ def train(flags: str) -> list[tuple[bool, bool]]:
         return step.train_step(run, *batch)  # type: ignore[arg-type]
 
     with mock.patch.object(loop, "train_step", observed):
-        loop.train_from_start_to_end(
-            tiny_config(f"{FLAGS} {flags}"), GPTRecipe(), ParallelContext.single(), started=0.0
-        )
+        loop.train_from_start_to_end(tiny_config(f"{FLAGS} {flags}"), GPTSpec(), ParallelContext.single(), started=0.0)
     assert (torch.are_deterministic_algorithms_enabled(), gc.isenabled()) == (False, True), "as it was before"
     return seen
 

@@ -77,7 +77,7 @@ class Known:
 
 
 def not_original(model: ModelConfig) -> list[str]:
-    """What keeps a model from having the layers that GPT-2 and BERT share."""
+    """Differences from the layers of the first transformers: learned positions, LayerNorm, GELU, biases."""
     wrong = {
         "positions are not learned": model.position_embedding_type != "learned_absolute",
         "norms are not LayerNorm": model.normalization != "LayerNorm",

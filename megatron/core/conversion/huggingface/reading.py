@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.config.bert import BertConfig
 from megatron.core.checkpointing.torch_files import load_torch_file
 from megatron.core.conversion.companions import companions_in, tokenizer_in
-from megatron.core.conversion.huggingface import bert, t5
 from megatron.core.conversion.huggingface.config import model_from_config
-from megatron.core.conversion.huggingface.families import IGNORED, PREFIXES, TIED_COPIES, table_of
-from megatron.core.conversion.huggingface.known import Json, Known
+from megatron.core.conversion.huggingface.format import format_of
+from megatron.core.conversion.huggingface.known import Known
 from megatron.core.conversion.portable import LazyTensor, PortableModel, refuse_more_layers
 from megatron.core.conversion.tables import matches, to_ours
 from megatron.core.files.remote_path import AnyPath
@@ -33,20 +30,21 @@ def read_huggingface(folder: Path) -> PortableModel:
     Raises CheckpointError for a folder that isn't one, a family or setting that can't be converted, and tensors that
     don't fit the settings.
     """
-    config = read_config(folder)
-    model = model_from_config(config, where=str(folder / CONFIG))
-    theirs = _as_today(tensors_in(folder), config["model_type"])
-    groups = groups_of(config, theirs, where=str(folder / CONFIG))
-    refuse_more_layers(model, groups, theirs, where=str(folder / CONFIG))
-    if config["model_type"] == t5.FAMILY and "lm_head.weight" not in theirs:  # a v1.1 that transformers 5 made anew
-        model = dataclasses.replace(model, untie_embeddings_and_output_weights=False)
-    found = matches(table_of(config["model_type"], model), model, groups, where=str(folder))
+    config, where = read_config(folder), str(folder / CONFIG)
+    model = model_from_config(config, where=where)
+    model_type = config["model_type"]
+    published = format_of(model_type)
+    assert published is not None, "its settings were read"
+    theirs = _as_today(tensors_in(folder), published.prefix(model_type))
+    model = published.complete(model, theirs)
+    known = Known(config, published.defaults(model_type), where)
+    groups = published.groups_from_config(known, theirs, where=where)
+    refuse_more_layers(model, groups, theirs, where=where)
+    found = matches(published.table(model_type, model), model, groups, where=str(folder))
     wanted = {name for match in found for name in match.theirs}
 
     def ignored(name: str) -> bool:
-        is_tied_copy = name in TIED_COPIES and name not in wanted
-        is_without_use = name.startswith("bert.pooler.")  # what only an order head reads
-        return is_tied_copy or is_without_use or name.endswith(IGNORED)
+        return published.is_unused(name) or (name in published.tied_copies and name not in wanted)
 
     return PortableModel(
         model=model,
@@ -56,27 +54,6 @@ def read_huggingface(folder: Path) -> PortableModel:
         seq_length=min(model.max_position_embeddings, 4096),
         companions=companions_in(folder),
     )
-
-
-def groups_of(config: Json, theirs: Collection[str], *, where: str) -> tuple[object, ...]:
-    """Settings of one family alone, as settings and tensors tell them; CheckpointError for a BERT without its first
-    head and for a T5 without a decoder.
-    """
-    if config["model_type"] == t5.FAMILY:
-        if not any(name.startswith("decoder.") for name in theirs):
-            raise CheckpointError(
-                f"{where} holds a T5 of an encoder alone (T5EncoderModel), and a T5 here has a decoder as well: "
-                "convert the T5ForConditionalGeneration that it was taken from"
-            )
-        return (t5.group_from_config(Known(config, t5.DEFAULTS, where)),)
-    if config["model_type"] not in bert.FAMILIES:
-        return ()
-    if not any(name.startswith("cls.predictions.") for name in theirs):
-        raise CheckpointError(
-            f"{where} holds no head for hidden words (cls.predictions): convert a BertForPreTraining or a "
-            "BertForMaskedLM, of which others are made"
-        )
-    return (BertConfig(bert_binary_head="cls.seq_relationship.weight" in theirs),)
 
 
 def read_config(folder: AnyPath) -> dict[str, Any]:
@@ -167,13 +144,10 @@ def _torch_bin(path: Path) -> Iterator[tuple[str, LazyTensor]]:
         yield str(name), LazyTensor(tuple(tensor.shape), tensor.dtype, tensor.detach)
 
 
-def _as_today(tensors: dict[str, LazyTensor], family: str) -> dict[str, LazyTensor]:
+def _as_today(tensors: dict[str, LazyTensor], prefix: str) -> dict[str, LazyTensor]:
     """Names as today's language model has them: the bare model's lack its prefix, and TensorFlow's norms had others."""
-    prefix = PREFIXES.get(family, "model.")
     whole = any(name.startswith(prefix) for name in tensors)
     renamed: dict[str, LazyTensor] = {}
-    if family == t5.FAMILY and "shared.weight" not in tensors and "encoder.embed_tokens.weight" in tensors:
-        tensors = {**tensors, "shared.weight": tensors["encoder.embed_tokens.weight"]}  # one matrix, saved by this name
     for name, tensor in tensors.items():
         today = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
         renamed[today if whole or today == "lm_head.weight" else f"{prefix}{today}"] = tensor

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.config.t5 import T5Config
 from megatron.core.conversion.companions import TOKENIZER_FILES, copy_files, tokenizer_of
 from megatron.core.conversion.huggingface.config import config_from_model
-from megatron.core.conversion.huggingface.families import table_of
+from megatron.core.conversion.huggingface.format import format_for
 from megatron.core.conversion.huggingface.reading import CONFIG, read_config
 from megatron.core.conversion.portable import LazyTensor, PortableModel
 from megatron.core.conversion.tables import matches, to_theirs
@@ -36,8 +35,9 @@ def write_huggingface(portable: PortableModel, folder: Path, *, max_shard_size: 
     config = config_from_model(
         portable.model, portable.groups, dtype=dtype, source=source, tokens=_special_tokens(portable)
     )
-    family = config["model_type"]
-    found = matches(table_of(family, portable.model), portable.model, portable.groups, where=f"a {family} model")
+    model_type = config["model_type"]
+    table = format_for(portable.groups).table(model_type, portable.model)
+    found = matches(table, portable.model, portable.groups, where=f"a {model_type} model")
     folder.mkdir(parents=True)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     along = ("generation_config.json", *TOKENIZER_FILES)
@@ -47,7 +47,7 @@ def write_huggingface(portable: PortableModel, folder: Path, *, max_shard_size: 
 
 
 def _name_pieces(portable: PortableModel, folder: Path) -> None:
-    """Give BERT's vocabulary the name under which transformers looks for it, and say how letters are read."""
+    """Give a WordPiece vocabulary the name that transformers looks for, and say how letters are read."""
     tokenizer = portable.tokenizer
     if tokenizer.vocab_file is None or not tokenizer.tokenizer_type.startswith("BertWordPiece"):
         return
@@ -65,10 +65,7 @@ def _special_tokens(portable: PortableModel) -> dict[str, Any]:
     if tokenizer is None:
         return {}
     found = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod, "pad_token_id": tokenizer.pad}
-    if not any(isinstance(group, T5Config) for group in portable.groups):
-        return found
-    begin = tokenizer.pad if tokenizer.bos is None else tokenizer.bos  # which the original's decoder begins with
-    return {**found, "eos_token_id": tokenizer.eos, "decoder_start_token_id": begin}
+    return {**found, **format_for(portable.groups).special_tokens(tokenizer)}
 
 
 def _write_weights(tensors: Mapping[str, LazyTensor], folder: Path, max_shard_size: int) -> None:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from argparse import Namespace
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any
 
-from megatron.config.bert import BertConfig
-from megatron.config.families import Family
 from megatron.config.model import ModelConfig
-from megatron.config.t5 import T5Config
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.conversion.bounds import Count, Factor, Heads, Layers, Rate, Small, Width
 from megatron.core.conversion.megatron_lm.known_arguments import limits, refuse, without
-from megatron.core.conversion.megatron_lm.names import depths_of
 from megatron.core.conversion.portable import PortableModel
 from megatron.errors import CheckpointError, ConfigError
 from megatron.small_files import Between, check_kinds
@@ -37,7 +32,6 @@ _KINDS: dict[str, Any] = {
     **dict.fromkeys(("vocab_file", "merge_file", "tokenizer_model"), str),
     **dict.fromkeys(("vocab_extra_ids", "tiktoken_num_special_tokens"), Annotated[int, Between(0, 1 << 24)]),
 }
-_OF_T5 = ("decoder_seq_length", "relative_attention_num_buckets", "relative_attention_max_distance")
 _TOKENIZERS = (
     "GPT2BPETokenizer",
     "HuggingFaceTokenizer",
@@ -75,19 +69,13 @@ class Arguments:
         return default
 
 
-def check_is_known(args: Arguments, family: Family) -> None:
-    """Raise CheckpointError for a model that this project doesn't have, and for arguments that it doesn't know."""
-    known, limited = ["learned_absolute", "rope", "none"] + ["relative"] * (family.name == "t5"), limits(args.values)
-    positions = args("position_embedding_type", "learned_absolute")
-    if positions not in known:
-        limited.append(f"positions of type {positions!r} in a {family.title} (it converts with {', '.join(known)})")
+def check_is_known(args: Arguments, title: str, position_embedding_types: Sequence[str]) -> None:
+    """Raise CheckpointError for arguments that this project doesn't know or whose values it doesn't have."""
+    limited, positions = limits(args.values), args("position_embedding_type", "learned_absolute")
+    if positions not in position_embedding_types:
+        known = ", ".join(position_embedding_types)
+        limited.append(f"positions of type {positions!r} in a {title} (it converts with {known})")
     refuse(args.where, limited, args.values)
-    tied = not args("untie_embeddings_and_output_weights", False)
-    if family.name == "t5" and tied and not args("add_bias_linear", True):
-        raise CheckpointError(
-            f"{args.where} is of a T5 without biases in linear layers (add_bias_linear), whose tied output has one "
-            "nevertheless; this project's has none then, so only an untied one can be converted"
-        )
 
 
 def model_from_arguments(args: Arguments, *, vocab_size: int, num_layers: int, legacy: bool) -> ModelConfig:
@@ -136,24 +124,6 @@ def model_from_arguments(args: Arguments, *, vocab_size: int, num_layers: int, l
     )
 
 
-def groups_from_arguments(
-    args: Arguments, family: Family, model: ModelConfig, stored: Collection[str], *, legacy: bool
-) -> tuple[object, ...]:
-    """The settings that only the model's family has. ``stored``: our names of its tensors."""
-    if family.name == "bert":
-        exact = has_exact_head(args, legacy=legacy) and not model.exact_gelu
-        return (BertConfig(bert_binary_head="binary_head.weight" in stored, exact_gelu_head=exact),)
-    if family.name == "t5":
-        group = T5Config(decoder_num_layers=depths_of(stored)["decoder"])
-        return (dataclasses.replace(group, **{name: args(name, getattr(group, name)) for name in _OF_T5}),)
-    return ()
-
-
-def has_exact_head(args: Arguments, *, legacy: bool) -> bool:
-    """The head for hidden words has the exact GELU, whatever the layers have, unless before core it was told else."""
-    return not (legacy and args("openai_gelu", False))
-
-
 def has_residual_behind_norm(args: Arguments, *, legacy: bool) -> bool:
     """Core ignores the flag."""
     return legacy and bool(args("apply_residual_connection_post_layernorm", False))
@@ -191,10 +161,15 @@ def tokenizer_from_arguments(args: Arguments, *, rows: int) -> TokenizerConfig:
         return TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=rows - 1)
 
 
-def arguments_of(portable: PortableModel, *, dist: bool) -> Namespace:
-    """The namespace that Megatron-LM's ``--use-checkpoint-args`` reads; CheckpointError for what it doesn't have."""
+def arguments_of(
+    portable: PortableModel, *, dist: bool, own: Mapping[str, Any], missing_there: Mapping[str, bool]
+) -> Namespace:
+    """The namespace that Megatron-LM's ``--use-checkpoint-args`` reads; CheckpointError for what it doesn't have.
+
+    ``own``, ``missing_there``: of the model's family, see ``MegatronLMFormat``.
+    """
     model, tokenizer = portable.model, portable.tokenizer
-    for what, asked in (_unknown_there(model) | _unknown_of_family(portable)).items():
+    for what, asked in {**_unknown_there(model), **missing_there}.items():
         if asked:
             raise CheckpointError(f"Megatron-LM has {what}, so this model can't be written for it")
     if model.apply_residual_connection_post_layernorm:
@@ -213,7 +188,7 @@ def arguments_of(portable: PortableModel, *, dist: bool) -> Namespace:
     )
     return Namespace(
         **{name: getattr(model, name) for name in names.split()},
-        **_of_family(portable),
+        **own,
         rotary_base=int(model.rotary_base) if model.rotary_base.is_integer() else model.rotary_base,
         use_rotary_position_embeddings=rope,
         add_position_embedding=not rope,
@@ -249,36 +224,3 @@ def _unknown_there(model: ModelConfig) -> dict[str, bool]:
             model.activation == "gelu_tanh" and not model.add_bias_linear
         ),
     }
-
-
-def _unknown_of_family(portable: PortableModel) -> dict[str, bool]:
-    """The same for the model's family."""
-    model = portable.model
-    for group in portable.groups:
-        if isinstance(group, BertConfig):
-            positions, is_exact = model.position_embedding_type, model.exact_gelu or group.exact_gelu_head
-            return {
-                f"no BERT with positions of type {positions}": positions != "learned_absolute",
-                "the exact GELU in a BERT's head for hidden words (--exact-gelu-head)": not is_exact,
-            }
-        if isinstance(group, T5Config):
-            tied, depth = not model.untie_embeddings_and_output_weights, group.decoder_num_layers
-            unequal = f"as many layers in a T5's decoder as in its encoder, not {depth} and {model.num_layers}"
-            return {
-                unequal: depth != model.num_layers,
-                "no scale of a T5's output (--scale-output)": group.scale_output,
-                "no T5 whose heads share keys and values": model.num_query_groups != model.num_attention_heads,
-                "a bias in a T5's tied output whatever --disable-bias-linear says": tied and not model.add_bias_linear,
-            }
-    return {}
-
-
-def _of_family(portable: PortableModel) -> dict[str, Any]:
-    """The flags that only the model's family has."""
-    for group in portable.groups:
-        if isinstance(group, BertConfig):
-            return {"bert_binary_head": group.bert_binary_head}
-        if isinstance(group, T5Config):
-            same = {name: getattr(group, name) for name in ("decoder_num_layers", *_OF_T5)}
-            return {**same, "encoder_num_layers": portable.model.num_layers, "encoder_seq_length": portable.seq_length}
-    return {}

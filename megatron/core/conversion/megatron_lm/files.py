@@ -109,8 +109,8 @@ def _open_shards(folder: Path, ignored: Collection[str]) -> ShardFiles:
     absent = [f"tp {t} pp {p}" for t in range(tensor) for p in range(pipeline) if (t, p) not in ranks]
     if absent:
         raise CheckpointError(
-            f"{folder} lacks the files of ranks {', '.join(absent[:5])}: copy all mp_rank folders (a T5 whose encoder "
-            "is split otherwise than its decoder is read from torch_dist alone)"
+            f"{folder} lacks the files of ranks {', '.join(absent[:5])}: copy all mp_rank folders (a model whose "
+            "encoder is split otherwise than its decoder is read from torch_dist alone)"
         )
     contents = {rank: _mapping(load_torch_file(path), path) for rank, path in ranks.items()}
     first = contents[0, 0]

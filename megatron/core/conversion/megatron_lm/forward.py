@@ -17,11 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.conversion.megatron_lm.arguments import has_exact_head, has_residual_behind_norm, is_exact_gelu
+from megatron.core.conversion.megatron_lm.arguments import has_residual_behind_norm, is_exact_gelu
 from megatron.core.conversion.megatron_lm.files import DistFiles, ShardFiles, open_checkpoint
 from megatron.core.conversion.megatron_lm.names import is_legacy
-from megatron.core.conversion.questions import Answer, CausalQuestion, DecoderQuestion, MaskedQuestion, Question
-from megatron.core.ops.relative_positions import relative_buckets
+from megatron.core.conversion.questions import Answer, Question
 from megatron.core.ops.rotary import apply_rotary, rotary_frequencies, rotary_table
 from megatron.errors import CheckpointError
 
@@ -40,34 +39,15 @@ def megatron_lm_answer(
 
     ``ignored``: saved arguments that are read as if they weren't there.
     """
-    files = open_checkpoint(root, step=step, ignored=ignored)
-    model = _Forward(files)
-    match question:
-        case CausalQuestion():
-            x = model.embedded(question.tokens)
-            (stack,) = model.stacks
-            return {"words": model.words(model.run(stack, x, _future(x.shape[1])))}
-        case MaskedQuestion():
-            x = model.embedded(question.tokens, question.types)
-            (stack,) = model.stacks
-            x = model.run(stack, x, _padding(question.real))
-            words = {"words": model.words(model.transformed(x))[question.real]}
-            return {**words, "order": model.order(x)} if question.binary_head else words
-        case DecoderQuestion():
-            seen, x = _padding(question.real), model.embedded(question.tokens)
-            encoded = model.run("encoder", x, seen + model.relative("encoder", x.shape[1]))
-            x = model.embedded(question.decoder_tokens)
-            bias = _future(x.shape[1]) + model.relative("decoder", x.shape[1])
-            return {"words": model.words(model.run("decoder", x, bias, encoded=encoded, seen=seen))}
-    raise AssertionError(question)
+    return question.ask_megatron_lm(MegatronLMModel(open_checkpoint(root, step=step, ignored=ignored)))
 
 
-def _future(length: int) -> Tensor:
+def future(length: int) -> Tensor:
     """Added to scores ``[b, heads, queries, keys]``: none of what comes later."""
     return torch.full((1, 1, length, length), -torch.inf).triu(1)
 
 
-def _padding(real: Tensor) -> Tensor:
+def padding(real: Tensor) -> Tensor:
     """The same for keys that are no padding, ``real`` ``[b, s]``."""
     return torch.zeros(real.shape).masked_fill(~real, -torch.inf)[:, None, None, :]
 
@@ -142,15 +122,18 @@ _MLP_NORM = ("post_inter_attention_norm.", "post_inter_attention_layernorm.") + 
 )
 
 
-class _Forward:
-    """A model's forward pass by the saved settings."""
+class MegatronLMModel:
+    """The forward pass of a model by its saved settings, whose parts a family's question puts together.
+
+    ``args``: the settings. ``is_legacy``: from before core. ``stacks``: names of its stacks of layers.
+    """
 
     def __init__(self, files: ShardFiles | DistFiles) -> None:
-        self._files, self._args, self._version = files, files.args, files.version
-        self._is_legacy = is_legacy(files.names())
+        self._files, self.args, self._version = files, files.args, files.version
+        self.is_legacy = is_legacy(files.names())
         self._ends = _ends(files)
         self.stacks = {place[1] for name in files.names() if (place := _IN_STACK.match(name))}
-        args = self._args
+        args = self.args
         self._heads: int = args("num_attention_heads")
         self._width: int = args("kv_channels", args("hidden_size") // self._heads)
         grouped = args("group_query_attention", False)
@@ -169,18 +152,6 @@ class _Forward:
     def _words(self) -> list[Tensor]:
         return [_need(shard, "embedding.word_embeddings.weight") for shard in self._ends]
 
-    def relative(self, stack: str, length: int) -> Tensor:
-        """What a T5 adds to the scores of a stack for distances, ``[1, heads or 1, length, length]``."""
-        table = _pick(self._ends[0], f"{stack}_relative_pos_emb.relative_attention_bias.weight")
-        if table is None:
-            return torch.zeros(1, 1, 1, 1)
-        places = torch.arange(length)
-        most = self._args("relative_attention_max_distance", 128)
-        buckets = relative_buckets(
-            places, places, buckets=len(table), max_distance=most, bidirectional=stack == "encoder"
-        )
-        return table[buckets].permute(2, 0, 1).unsqueeze(0)
-
     def run(
         self, stack: str, x: Tensor, bias: Tensor, *, encoded: Tensor | None = None, seen: Tensor | None = None
     ) -> Tensor:
@@ -191,7 +162,7 @@ class _Forward:
         branches = [(_INPUT_NORM, partial(self._attention, scores=bias)), (_MLP_NORM, self._mlp)]
         if encoded is not None and seen is not None:
             branches.insert(1, (_CROSS_NORM, partial(self._crossing, encoded=encoded, scores=seen)))
-        behind = has_residual_behind_norm(self._args, legacy=self._is_legacy)
+        behind = has_residual_behind_norm(self.args, legacy=self.is_legacy)
         for ranks in _layers(self._files, stack):
             for names, branch in branches:
                 normed = self._norm(x, ranks[0], *names)
@@ -200,22 +171,22 @@ class _Forward:
 
     def words(self, x: Tensor) -> Tensor:
         """Hidden states to the logits of all ranks' words."""
-        untied = self._args("untie_embeddings_and_output_weights", False)
+        untied = self.args("untie_embeddings_and_output_weights", False)
         rows = [_need(shard, "output_layer.weight") for shard in self._ends] if untied else self._words()
         biases = [_pick(shard, "output_layer.bias", "lm_head.bias") for shard in self._ends]
         return torch.cat([F.linear(x, weight, bias) for weight, bias in zip(rows, biases)], dim=-1)
 
-    def transformed(self, x: Tensor) -> Tensor:
-        """What a BERT does before the output."""
-        head = self._ends[0]
-        exact = has_exact_head(self._args, legacy=self._is_legacy)
-        x = F.gelu(_linear(x, head, "lm_head.dense"), approximate="none" if exact else "tanh")
-        return self._norm(x, head, "lm_head.norm.", "lm_head.layernorm.", "lm_head.layer_norm.")
+    def tensor(self, name: str) -> Tensor | None:
+        """The tensor outside the layers whose name is, or ends with, ``name``, in fp32."""
+        return _pick(self._ends[0], name)
 
-    def order(self, x: Tensor) -> Tensor:
-        """Logits of the order of two texts, ``[b, 2]``, from the first position."""
-        head = self._ends[0]
-        return _linear(_linear(x[:, 0], head, "pooler.dense").tanh(), head, "binary_head")
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        """The product with a matrix outside the layers, and its bias if it has one."""
+        return _linear(x, self._ends[0], name)
+
+    def norm(self, x: Tensor, *names: str) -> Tensor:
+        """The norm outside the layers whose tensors' names end with one of ``names`` and then the kind."""
+        return self._norm(x, self._ends[0], *names)
 
     def _norm(self, x: Tensor, shard: Shard, *names: str) -> Tensor:
         """The norm whose tensors' names are, or end with, one of ``names`` and then the kind."""
@@ -223,9 +194,9 @@ class _Forward:
         return self._normed(x, weight, _pick(shard, *(f"{name}bias" for name in names)))
 
     def _normed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self._args("apply_layernorm_1p", False):
+        if self.args("apply_layernorm_1p", False):
             weight = weight + 1
-        if self._args("normalization", "LayerNorm") == "RMSNorm":
+        if self.args("normalization", "LayerNorm") == "RMSNorm":
             return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self._eps) * weight
         return F.layer_norm(x, weight.shape, weight, bias, self._eps)
 
@@ -272,7 +243,7 @@ class _Forward:
         return fused.view(*shape, heads, kinds, self._width).unbind(3)
 
     def _rotated(self, x: Tensor) -> Tensor:
-        args = self._args
+        args = self.args
         if args("position_embedding_type", "") != "rope" and not args("use_rotary_position_embeddings", False):
             return x
         frequencies = rotary_frequencies(
@@ -300,9 +271,9 @@ class _Forward:
         return _sum(parts, _pick(ranks[0], *(f"{name}.bias" for name in second)))
 
     def _activated(self, inner: Tensor) -> Tensor:
-        if self._args("swiglu", False):
+        if self.args("swiglu", False):
             gate, up = inner.chunk(2, dim=-1)
             return F.silu(gate) * up
-        if self._args("squared_relu", False):
+        if self.args("squared_relu", False):
             return F.relu(inner).square()
-        return F.gelu(inner, approximate="none" if is_exact_gelu(self._args, legacy=self._is_legacy) else "tanh")
+        return F.gelu(inner, approximate="none" if is_exact_gelu(self.args, legacy=self.is_legacy) else "tanh")

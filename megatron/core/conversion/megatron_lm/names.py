@@ -5,7 +5,6 @@ A row holds our name and theirs, ``{n}`` standing for the layer's number; rows a
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -32,38 +31,32 @@ class Spelling:
 
 
 # Parts of a layer: ours and core's; before core; and, for a norm, inside the matrix behind it.
-_ATTENTION = (
+ATTENTION = (
     ("input_layernorm", "input_norm", "self_attention.linear_qkv.layer_norm"),
     ("self_attention.linear_qkv", "self_attention.query_key_value", None),
     ("self_attention.q_layernorm", "self_attention.q_layernorm", None),
     ("self_attention.k_layernorm", "self_attention.k_layernorm", None),
     ("self_attention.linear_proj", "self_attention.dense", None),
 )
-_CROSS = (
-    ("pre_cross_attn_layernorm", "post_attention_norm", None),
-    ("cross_attention.linear_q", "inter_attention.query", None),
-    ("cross_attention.linear_kv", "inter_attention.key_value", None),
-    ("cross_attention.linear_proj", "inter_attention.dense", None),
-)
-_MLP = (
+MLP = (
     ("pre_mlp_layernorm", "post_attention_norm", "mlp.linear_fc1.layer_norm"),
     ("mlp.linear_fc1", "mlp.dense_h_to_4h", None),
     ("mlp.linear_fc2", "mlp.dense_4h_to_h", None),
 )
-_MLP_BEHIND_CROSS = (("pre_mlp_layernorm", "post_inter_attention_norm", "mlp.linear_fc1.layer_norm"), *_MLP[1:])
 
 
-def _same(name: str, legacy: str | None, *, core: str | None = None, copy: str | None = None) -> Spelling:
-    """What has one name in core, which is ours unless given."""
+def same(name: str, legacy: str | None, *, core: str | None = None, copy: str | None = None) -> Spelling:
+    """A tensor that has one name in core, which is ours unless given."""
     return Spelling(name, core or name, core or name, legacy, copy)
 
 
-def _both(name: str, legacy: str) -> Iterator[Spelling]:
-    return (_same(f"{name}.{kind}", f"{legacy}.{kind}") for kind in ("weight", "bias"))
+def both(name: str, legacy: str) -> Iterator[Spelling]:
+    """Weight and bias of a module that has one name in core."""
+    return (same(f"{name}.{kind}", f"{legacy}.{kind}") for kind in ("weight", "bias"))
 
 
-def _stack(
-    stack: str, legacy: str, parts: Iterable[tuple[str, str, str | None]] = (*_ATTENTION, *_MLP)
+def stack(
+    stack: str, legacy: str, parts: Iterable[tuple[str, str, str | None]] = (*ATTENTION, *MLP)
 ) -> Iterator[Spelling]:
     """The layers of a stack, and the norm behind them."""
     before, theirs = f"{stack}.layers.{{n}}", f"language_model.{legacy}"
@@ -72,7 +65,7 @@ def _stack(
             ours = f"{before}.{name}.{kind}"
             inside = f"{before}.{fused}_{kind}" if fused else ours
             yield Spelling(ours, ours, inside, f"{theirs}.layers.{{n}}.{old}.{kind}")
-    yield from _both(f"{stack}.final_layernorm", f"{theirs}.final_norm")
+    yield from both(f"{stack}.final_layernorm", f"{theirs}.final_norm")
 
 
 def _without_number(name: str) -> str:
@@ -121,38 +114,9 @@ class Names:
         return self._rows[_NUMBER.sub("layers.{n}.", ours, count=1)], layer[1] if layer else ""
 
 
-_WORDS = _same("embedding.word_embeddings.weight", "language_model.embedding.word_embeddings.weight")
-_POSITIONS = _same("embedding.position_embeddings.weight", "language_model.embedding.position_embeddings.weight")
-_TYPES = _same("embedding.tokentype_embeddings.weight", "language_model.embedding.tokentype_embeddings.weight")
-_OUTPUT = _same("output_layer.weight", "language_model.output_layer.weight")
-_RELATIVE = "relative_pos_emb.relative_attention_bias.weight"
-NAMES = {
-    "gpt": Names(_WORDS, _POSITIONS, *_stack("decoder", "encoder"), _OUTPUT),
-    "bert": Names(
-        _WORDS,
-        _POSITIONS,
-        _TYPES,
-        *_stack("encoder", "encoder"),
-        *_both("lm_head.dense", "lm_head.dense"),
-        *_both("lm_head.layer_norm", "lm_head.norm"),
-        _OUTPUT,
-        _same("output_layer.bias", "lm_head.bias"),
-        *_both("pooler.dense", "language_model.pooler.dense"),
-        *_both("binary_head", "binary_head"),
-    ),
-    "t5": Names(
-        _WORDS,
-        dataclasses.replace(_POSITIONS, copy="position_embeddings.weight"),
-        _same("encoder_positions.weight", None, core=f"encoder_{_RELATIVE}"),
-        _same("decoder_positions.weight", None, core=f"decoder_{_RELATIVE}"),
-        *_stack("encoder", "encoder"),
-        *_stack("decoder", "decoder", (*_ATTENTION, *_CROSS, *_MLP_BEHIND_CROSS)),
-        _same(_OUTPUT.ours, _OUTPUT.legacy, core=f"lm_head.{_OUTPUT.core}", copy=_OUTPUT.core),
-        _same("output_layer.bias", "lm_head.bias", core="lm_head.output_layer.bias", copy="output_layer.bias"),
-    ),
-}
-"""By the family's name."""
-
+WORDS = same("embedding.word_embeddings.weight", "language_model.embedding.word_embeddings.weight")
+POSITIONS = same("embedding.position_embeddings.weight", "language_model.embedding.position_embeddings.weight")
+OUTPUT = same("output_layer.weight", "language_model.output_layer.weight")
 # What a model's tensors are mixed with: states of fp8 kernels, buffers, and the last stage's copy of tied embeddings.
 _NOT_WEIGHTS = re.compile(r"(.*\._extra_state.*|.*\.inv_freq|word_embeddings_for_head\.weight)")
 
@@ -160,16 +124,6 @@ _NOT_WEIGHTS = re.compile(r"(.*\._extra_state.*|.*\.inv_freq|word_embeddings_for
 def is_weight(name: str) -> bool:
     """Whether a name of theirs is one of a model's weights."""
     return not _NOT_WEIGHTS.fullmatch(name)
-
-
-def family_among(names: Iterable[str]) -> str:
-    """The name of the family whose tensors have these names: only a T5 attends to an encoder, and only a BERT has a
-    dense layer before the output.
-    """
-    known = " ".join(names)
-    if "inter_attention." in known or "cross_attention." in known:
-        return "t5"
-    return "bert" if "lm_head.dense." in known else "gpt"
 
 
 def depths_of(ours: Iterable[str]) -> dict[str, int]:

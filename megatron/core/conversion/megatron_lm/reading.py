@@ -10,25 +10,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.config.bert import TOKEN_TYPES
-from megatron.config.families import FAMILIES, Family
 from megatron.core.conversion.companions import tokenizer_files, tokenizer_of
 from megatron.core.conversion.megatron_lm.arguments import (
     check_is_known,
-    groups_from_arguments,
     model_from_arguments,
     tokenizer_from_arguments,
 )
 from megatron.core.conversion.megatron_lm.files import DistFiles, ShardFiles, open_checkpoint
-from megatron.core.conversion.megatron_lm.names import LAYER, NAMES, depths_of, family_among, is_legacy, is_weight
+from megatron.core.conversion.megatron_lm.format import MegatronLMFormat, family_among, format_of
+from megatron.core.conversion.megatron_lm.names import LAYER, WORDS, depths_of, is_legacy, is_weight
 from megatron.core.conversion.portable import LazyTensor, PortableModel, parameters_of, report_differences
+from megatron.core.models.registry import Family
 from megatron.core.parallel.sharding import Sharding
 from megatron.errors import CheckpointError
 
-EMBEDDING = "embedding.word_embeddings.weight"
-TOKEN_TYPE_EMBEDDING = "embedding.tokentype_embeddings.weight"
+EMBEDDING = WORDS.ours
 _BY_VOCABULARY = (EMBEDDING, "output_layer.weight", "output_layer.bias")
-_WHOLE = ("encoder_positions.weight", "decoder_positions.weight")  # which every tensor-parallel rank has all of
 _FUSED = {".linear_qkv.": 3, ".linear_kv.": 2}  # matrices of several kinds of heads, and how many
 
 
@@ -49,8 +46,10 @@ def read_megatron_lm(
     that isn't here, and for files that are missing or don't fit together.
     """
     files = open_checkpoint(root, step=step, ignored=ignored)
-    family = FAMILIES[family_among(files.names())]
-    check_is_known(files.args, family)
+    family = family_among(files.names())
+    theirs = format_of(family)
+    check_is_known(files.args, family.title, theirs.position_embedding_types)
+    theirs.check(files.args)
     stored = _parts_of_shards(files, family) if isinstance(files, ShardFiles) else _parts_of_dist(files, family)
     if EMBEDDING not in stored:
         raise CheckpointError(f"{files.folder} holds no word embeddings, so it is not a language model's")
@@ -61,12 +60,12 @@ def read_megatron_lm(
         raise CheckpointError(f"{files.folder} embeds {rows} words: --true-vocab-size {vocab_size} is more than that")
     if tokenizer.tokenizer_type == "NullTokenizer":
         tokenizer = dataclasses.replace(tokenizer, vocab_size=vocab_size - 1)
-    _check_depths(depths_of(stored), files, family)
+    _check_depths(depths_of(stored), files, theirs)
     legacy, num_layers = is_legacy(files.names()), files.args("num_layers")
     model = model_from_arguments(files.args, vocab_size=vocab_size, num_layers=num_layers, legacy=legacy)
-    groups = groups_from_arguments(files.args, family, model, stored, legacy=legacy)
-    if family.name == "bert" and "binary_head.weight" not in stored:
-        stored = _no_token_types(stored[EMBEDDING].parts[0]) | stored
+    groups = theirs.groups_from_arguments(files.args, model, stored, legacy=legacy)
+    implied = theirs.implied({name: held.parts[0] for name, held in stored.items()})
+    stored = {name: Parts((tensor,)) for name, tensor in implied.items()} | stored
     merge = _Merge(model.num_attention_heads, model.kv_channels, files.version, vocab_size)
     return PortableModel(
         model=model,
@@ -80,14 +79,13 @@ def read_megatron_lm(
     )
 
 
-def _check_depths(depths: Mapping[str, int], files: ShardFiles | DistFiles, family: Family) -> None:
+def _check_depths(depths: Mapping[str, int], files: ShardFiles | DistFiles, theirs: MegatronLMFormat) -> None:
     """Raise CheckpointError when a stack hasn't as many layers as the settings say."""
     num_layers = files.args("num_layers")
     for stack, depth in depths.items():
-        # Before core a T5's decoder had a number of its own; core saves the flag and doesn't look at it.
-        own = files.args("decoder_num_layers", num_layers) if (family.name, stack) == ("t5", "decoder") else num_layers
+        own = files.args(theirs.depths[stack], num_layers) if stack in theirs.depths else num_layers
         if depth not in (num_layers, own):
-            said = f"num_layers {num_layers}" + (f", decoder_num_layers {own}" if own != num_layers else "")
+            said = f"num_layers {num_layers}" + (f", {theirs.depths[stack]} {own}" if own != num_layers else "")
             raise CheckpointError(f"{files.folder} holds {depth} layers; its saved settings say {said}")
 
 
@@ -97,17 +95,11 @@ def _vocabulary(tokenizer: object, rows: int) -> int:
     return size if isinstance(size, int) and size <= rows else rows
 
 
-def _no_token_types(like: LazyTensor) -> dict[str, Parts]:
-    """Zeros for the token types, which today's Megatron-LM leaves out of a BERT without the second head."""
-    shape = (TOKEN_TYPES, like.shape[1])
-    return {TOKEN_TYPE_EMBEDDING: Parts((LazyTensor(shape, like.dtype, lambda: torch.zeros(shape, dtype=like.dtype)),))}
-
-
 def _parts_of_shards(files: ShardFiles, family: Family) -> dict[str, Parts]:
     """Our names with a part for each tensor-parallel rank; layers are numbered within their stage. Of tensors that
     several stages have, the last stage's count.
     """
-    names = NAMES[family.name]
+    names, whole = format_of(family).names, format_of(family).whole
     found: dict[str, Parts] = {}
     first_layers: dict[str, int] = {}
     for stage in files.stages:
@@ -123,12 +115,12 @@ def _parts_of_shards(files: ShardFiles, family: Family) -> dict[str, Parts]:
             lacking = [rank for rank, shard in enumerate(stage) if theirs not in shard]
             if lacking:
                 raise CheckpointError(f"{files.folder}: tensor-parallel rank {lacking[0]} lacks {theirs}")
-            if ours in _WHOLE and len(files.stages) > 1:
+            if ours in whole and len(files.stages) > 1:
                 raise CheckpointError(
                     f"{files.folder} has relative positions in pipeline stages, which each trained tables of its own: "
                     "convert a torch_dist checkpoint"
                 )
-            shards = stage[:1] if ours in _WHOLE else stage
+            shards = stage[:1] if ours in whole else stage
             found[ours] = Parts(tuple(_lazy(shard[theirs]) for shard in shards))
         first_layers = next_layers
     return found
@@ -144,7 +136,7 @@ def _lazy(tensor: Tensor) -> LazyTensor:
 
 def _parts_of_dist(files: DistFiles, family: Family) -> dict[str, Parts]:
     """Our names, each one part: torch_dist holds logical tensors, with layers stacked unless they differ."""
-    names = NAMES[family.name]
+    names = format_of(family).names
     found: dict[str, Parts] = {}
     for key, entry in files.stored.entries.items():
         if not is_weight(key) or key.split(".")[0] not in names.roots:

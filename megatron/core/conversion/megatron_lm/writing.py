@@ -11,22 +11,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.config.bert import BertConfig
-from megatron.config.families import family_of
 from megatron.core.checkpointing.folders import TRACKER
 from megatron.core.checkpointing.storage import CheckpointWriter
 from megatron.core.checkpointing.streamed import StreamedBox, table_of, write_boxes, write_objects
 from megatron.core.conversion.companions import FOLDER, copied_tokenizer, copy_files
 from megatron.core.conversion.megatron_lm.arguments import arguments_of
 from megatron.core.conversion.megatron_lm.files import BACKEND, COMMON, RELEASE
-from megatron.core.conversion.megatron_lm.names import LAYER, NAMES, Names, depths_of
+from megatron.core.conversion.megatron_lm.format import format_for
+from megatron.core.conversion.megatron_lm.names import LAYER, Names, depths_of
 from megatron.core.conversion.portable import LazyTensor, PortableModel
 from megatron.core.files.remote_path import AnyPath
-from megatron.errors import CheckpointError
 
 _VERSION = 3.0
 _BY_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
-_TOKEN_TYPES = "embedding.tokentype_embeddings.weight"
 
 
 def write_megatron_lm(portable: PortableModel, root: Path, *, dist: bool, final: AnyPath) -> None:
@@ -37,7 +34,10 @@ def write_megatron_lm(portable: PortableModel, root: Path, *, dist: bool, final:
     """
     root.mkdir(parents=True)
     copy_files(portable.companions, root / FOLDER)
-    args = arguments_of(portable, dist=dist)
+    theirs = format_for(portable.groups)
+    args = arguments_of(
+        portable, dist=dist, own=theirs.arguments(portable), missing_there=theirs.missing_there(portable)
+    )
     if portable.companions:
         moved = copied_tokenizer(portable.tokenizer, final / FOLDER)
         args.tokenizer_model, args.vocab_file, args.merge_file = (
@@ -47,27 +47,14 @@ def write_megatron_lm(portable: PortableModel, root: Path, *, dist: bool, final:
         )
     name = f"iter_{portable.iteration:07d}" if portable.iteration else RELEASE
     common = {"args": args, "checkpoint_version": _VERSION, "iteration": portable.iteration}
-    tensors = {name: _padded(name, tensor, portable) for name, tensor in _known_there(portable).items()}
-    names = NAMES[family_of(portable.groups).name]
+    tensors = {name: _padded(name, tensor, portable) for name, tensor in theirs.tensors_there(portable).items()}
     folder = root / name
     folder.mkdir()
     if dist:
-        _write_dist(tensors, names, common, folder)
+        _write_dist(tensors, theirs.names, common, folder)
     else:
-        _write_torch(tensors, names, common, folder)
+        _write_torch(tensors, theirs.names, common, folder)
     (root / TRACKER).write_text(str(portable.iteration) if portable.iteration else RELEASE, encoding="utf-8")
-
-
-def _known_there(portable: PortableModel) -> dict[str, LazyTensor]:
-    """The tensors without token types where Megatron-LM has none: in a BERT without a head for the order of texts."""
-    if not any(isinstance(group, BertConfig) and not group.bert_binary_head for group in portable.groups):
-        return dict(portable.tensors)
-    if portable.tensors[_TOKEN_TYPES].make().any():
-        raise CheckpointError(
-            "Megatron-LM's BERT without a binary head has no embeddings of token types, and those of this model are "
-            "not zero, so it can't be written for it"
-        )
-    return {name: tensor for name, tensor in portable.tensors.items() if name != _TOKEN_TYPES}
 
 
 def _padded(name: str, tensor: LazyTensor, portable: PortableModel) -> LazyTensor:

@@ -1,0 +1,69 @@
+"""What a family of models tells about its checkpoints of Megatron-LM: names of tensors and saved arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from megatron.config.model import ModelConfig
+from megatron.core.conversion.megatron_lm.arguments import Arguments
+from megatron.core.conversion.megatron_lm.names import Names
+from megatron.core.conversion.portable import LazyTensor, PortableModel
+from megatron.core.models.registry import FAMILIES, Family, family_of
+
+
+class MegatronLMFormat:
+    """The checkpoints of one family in Megatron-LM; by default, what is true of a GPT.
+
+    ``names``: of its tensors. ``told_by``: parts of names of tensors that no other family has. ``whole``: tensors that
+    every tensor-parallel rank has all of. ``depths``: by stack, the argument that holds its own number of layers.
+    """
+
+    names: Names
+    told_by: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
+    depths: Mapping[str, str] = {}
+    position_embedding_types: tuple[str, ...] = ("learned_absolute", "rope", "none")
+
+    def check(self, args: Arguments) -> None:
+        """Raise CheckpointError for a model that this project doesn't have."""
+
+    def groups_from_arguments(
+        self, args: Arguments, model: ModelConfig, stored: Collection[str], *, legacy: bool
+    ) -> tuple[object, ...]:
+        """The settings that only the family has. ``stored``: our names of its tensors. ``legacy``: from before core."""
+        return ()
+
+    def implied(self, stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+        """Tensors of ours that its files leave out. ``stored``: by our names, a part of each tensor that is there."""
+        return {}
+
+    def missing_there(self, portable: PortableModel) -> dict[str, bool]:
+        """What no such model of Megatron-LM's has, and whether this one has it."""
+        return {}
+
+    def arguments(self, portable: PortableModel) -> dict[str, Any]:
+        """The arguments that only the family has."""
+        return {}
+
+    def tensors_there(self, portable: PortableModel) -> dict[str, LazyTensor]:
+        """The tensors that such a model of Megatron-LM's has; CheckpointError for one that can't be left out."""
+        return dict(portable.tensors)
+
+
+def format_of(family: Family) -> MegatronLMFormat:
+    """The family's format."""
+    found: MegatronLMFormat = family.module("megatron_lm").FORMAT
+    return found
+
+
+def format_for(groups: Sequence[object]) -> MegatronLMFormat:
+    """The format of the family that the settings in ``groups`` are of."""
+    return format_of(family_of(groups))
+
+
+def family_among(names: Iterable[str]) -> Family:
+    """The family whose tensors have these names of theirs; GPT unless a name tells another."""
+    known = " ".join(names)
+    told = (family for family in FAMILIES.values() if any(part in known for part in format_of(family).told_by))
+    return next(told, family_of(()))

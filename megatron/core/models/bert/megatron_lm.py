@@ -1,0 +1,85 @@
+"""BERT in checkpoints of Megatron-LM."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from megatron.config.model import ModelConfig
+from megatron.config.train_spec import group_among
+from megatron.core.conversion.megatron_lm.arguments import Arguments
+from megatron.core.conversion.megatron_lm.format import MegatronLMFormat
+from megatron.core.conversion.megatron_lm.names import OUTPUT, POSITIONS, WORDS, Names, both, same, stack
+from megatron.core.conversion.portable import LazyTensor, PortableModel
+from megatron.core.models.bert.config import TOKEN_TYPES, BertConfig
+from megatron.errors import CheckpointError
+
+_TOKEN_TYPES = "embedding.tokentype_embeddings.weight"
+
+
+class BertFormat(MegatronLMFormat):
+    """Without the second head, today's Megatron-LM has no token types either."""
+
+    names = Names(
+        WORDS,
+        POSITIONS,
+        same(_TOKEN_TYPES, f"language_model.{_TOKEN_TYPES}"),
+        *stack("encoder", "encoder"),
+        *both("lm_head.dense", "lm_head.dense"),
+        *both("lm_head.layer_norm", "lm_head.norm"),
+        OUTPUT,
+        same("output_layer.bias", "lm_head.bias"),
+        *both("pooler.dense", "language_model.pooler.dense"),
+        *both("binary_head", "binary_head"),
+    )
+    told_by = ("lm_head.dense.",)
+
+    def groups_from_arguments(
+        self, args: Arguments, model: ModelConfig, stored: Collection[str], *, legacy: bool
+    ) -> tuple[object, ...]:
+        """With the second head where there are tensors of one."""
+        exact = has_exact_head(args, legacy=legacy) and not model.exact_gelu
+        return (BertConfig(bert_binary_head="binary_head.weight" in stored, exact_gelu_head=exact),)
+
+    def implied(self, stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+        """Zeros for the token types of a BERT without the second head."""
+        if "binary_head.weight" in stored:
+            return {}
+        like = stored[WORDS.ours]
+        shape = (TOKEN_TYPES, like.shape[1])
+        return {_TOKEN_TYPES: LazyTensor(shape, like.dtype, lambda: torch.zeros(shape, dtype=like.dtype))}
+
+    def missing_there(self, portable: PortableModel) -> dict[str, bool]:
+        """Other positions than learned ones, and the tanh approximation in the head."""
+        model, group = portable.model, group_among(portable.groups, BertConfig)
+        positions, is_exact = model.position_embedding_type, model.exact_gelu or group.exact_gelu_head
+        return {
+            f"no BERT with positions of type {positions}": positions != "learned_absolute",
+            "the exact GELU in a BERT's head for hidden words (--exact-gelu-head)": not is_exact,
+        }
+
+    def arguments(self, portable: PortableModel) -> dict[str, Any]:
+        """Whether there is a second head."""
+        return {"bert_binary_head": group_among(portable.groups, BertConfig).bert_binary_head}
+
+    def tensors_there(self, portable: PortableModel) -> dict[str, LazyTensor]:
+        """Without the second head, none of token types."""
+        tensors = dict(portable.tensors)
+        if group_among(portable.groups, BertConfig).bert_binary_head:
+            return tensors
+        if tensors.pop(_TOKEN_TYPES).make().any():
+            raise CheckpointError(
+                "Megatron-LM's BERT without a binary head has no embeddings of token types, and those of this model "
+                "are not zero, so it can't be written for it"
+            )
+        return tensors
+
+
+FORMAT = BertFormat()
+
+
+def has_exact_head(args: Arguments, *, legacy: bool) -> bool:
+    """The head for hidden words has the exact GELU, whatever the layers have, unless before core it was told else."""
+    return not (legacy and args("openai_gelu", False))

@@ -1,0 +1,172 @@
+"""BERT: a bidirectional transformer that finds hidden words and the order of two texts, as one stage or several."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.core.models.bert.config import TOKEN_TYPES
+from megatron.core.models.stage import Stage
+from megatron.core.ops.activation import activation
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.rng import StreamKey
+from megatron.core.tensor_parallel.initialize import initialize
+from megatron.core.tensor_parallel.layers import ReplicatedLinear
+from megatron.core.tensor_parallel.regions import first_token
+from megatron.core.transformer.block import RecomputePlan, TransformerBlock
+from megatron.core.transformer.heads import LanguageModelEmbedding, OutputLayer, VocabularyOutput, vocabulary_output
+from megatron.core.transformer.initialization import input_init
+from megatron.core.transformer.inputs import LayerInputs
+from megatron.core.transformer.norm import Norm
+from megatron.core.transformer.positions import RotaryPositions
+
+
+@dataclass(frozen=True)
+class BertOutput:
+    """``words``: logits of the hidden words. ``order`` ``[b, 2]``: logits of the order of two texts, 1 for exchanged;
+    None without a binary head. Of context-parallel ranks only the first has the token that ``order`` is made of.
+    """
+
+    words: VocabularyOutput
+    order: Tensor | None
+
+
+class BertBody(nn.Module):
+    """The stage's part of what every BERT has: embeddings and layers. What is behind the last layer, subclasses add."""
+
+    def __init__(
+        self, config: ModelConfig, context: ParallelContext, *, stage: Stage, recompute: RecomputePlan | None
+    ) -> None:
+        super().__init__()
+        self._config, self._context, self._is_last = config, context, stage.is_last
+        self.embedding = LanguageModelEmbedding(config, context, token_types=TOKEN_TYPES) if stage.is_first else None
+        self.encoder = TransformerBlock(
+            config,
+            context,
+            layer_numbers=stage.layers,
+            final_norm=stage.is_last,
+            causal=False,
+            recompute=recompute or RecomputePlan(),
+        )
+        self._rotary = RotaryPositions(config, context)
+
+    def hidden_states(
+        self,
+        tokens: Tensor | None,
+        types: Tensor | None,
+        *,
+        padding_mask: Tensor | None,
+        key: StreamKey,
+        hidden: Tensor | None,
+    ) -> Tensor:
+        """What the stage's last layer, and on the last stage the final norm, make of ids or of the stage before:
+        ``[s, b, h]``. Arguments are those of ``BertModel.forward``.
+        """
+        if self.embedding is not None:
+            assert tokens is not None, "the first stage needs tokens"
+            hidden = self.embedding(tokens, None, key, types=torch.zeros_like(tokens) if types is None else types)
+        assert hidden is not None, "a later stage needs the hidden states of the one before"
+        inputs = LayerInputs(key=key, rotary=self._rotary(hidden, None), padding_mask=padding_mask)
+        out: Tensor = self.encoder(hidden, inputs)
+        return out
+
+
+class BertModel(BertBody):
+    """The stage's part of a BERT (Devlin et al. 2018, arXiv:1810.04805). Pre-norm layers unless the config says else;
+    with the residuals behind the norms it is the original, and Hugging Face's, weight for weight.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        context: ParallelContext,
+        *,
+        stage: Stage | None = None,
+        binary_head: bool = True,
+        exact_gelu_head: bool = False,
+        recompute: RecomputePlan | None = None,
+        seed: int | None = None,
+    ) -> None:
+        stage = stage or Stage(range(config.num_layers), is_first=True, is_last=True)
+        super().__init__(config, context, stage=stage, recompute=recompute)
+        shares_embedding = stage.is_first and not config.untie_embeddings_and_output_weights
+        exact = config.exact_gelu or exact_gelu_head
+        self.lm_head = MaskedLMHead(config, context, exact=exact) if stage.is_last else None
+        self.output_layer = (
+            OutputLayer(config, context, has_weight=not shares_embedding, bias=True) if stage.is_last else None
+        )
+        has_order = stage.is_last and binary_head
+        self.pooler = Pooler(config, context) if has_order else None
+        self.binary_head = head_of_first_token(2, config, context) if has_order else None
+        if seed is not None:
+            initialize(self, context.mesh, seed=seed)
+
+    def forward(
+        self,
+        tokens: Tensor | None,
+        types: Tensor | None = None,
+        *,
+        padding_mask: Tensor | None = None,
+        key: StreamKey | None = None,
+        hidden: Tensor | None = None,
+    ) -> BertOutput | Tensor:
+        """Token ids and types ``[b, S]`` (None after the first stage) to the output, before the last to hidden states.
+
+        With context parallelism both are the rank's slice. ``padding_mask`` ``[b, S]``: True for tokens that are no
+        padding, of the whole sequence; None where there is none. ``hidden`` ``[s, b, h]``: what the stage before
+        returned. ``key``: the microbatch's random streams, needed only when dropout draws.
+        """
+        key = key or StreamKey(0)
+        hidden = self.hidden_states(tokens, types, padding_mask=padding_mask, key=key, hidden=hidden)
+        return self._output(hidden) if self._is_last else hidden
+
+    def _output(self, hidden: Tensor) -> BertOutput:
+        assert self.lm_head is not None and self.output_layer is not None
+        weight = self.output_layer.weight
+        if weight is None:
+            assert self.embedding is not None
+            weight = self.embedding.word_embeddings.weight
+        words = vocabulary_output(
+            self.lm_head(hidden), weight, self._config, self._context, bias=self.output_layer.bias
+        )
+        if self.pooler is None or self.binary_head is None:
+            return BertOutput(words, None)
+        return BertOutput(words, self.binary_head(self.pooler(hidden)))
+
+
+class MaskedLMHead(nn.Module):
+    """What comes between the last layer and the vocabulary: dense, GELU, norm; each rank has all of it."""
+
+    def __init__(self, config: ModelConfig, context: ParallelContext, *, exact: bool) -> None:
+        super().__init__()
+        self._exact = exact
+        self.dense = ReplicatedLinear(config.hidden_size, config.hidden_size, context, init=input_init(config))
+        self.layer_norm = Norm(config.hidden_size, config, context)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[s, b, h] -> [s, b, h]``."""
+        out: Tensor = self.layer_norm(activation(self.dense(x), "gelu" if self._exact else "gelu_tanh"))
+        return out
+
+
+class Pooler(nn.Module):
+    """tanh of a dense layer on the first token: one vector for a sample, the same on every tensor-parallel rank."""
+
+    def __init__(self, config: ModelConfig, context: ParallelContext) -> None:
+        super().__init__()
+        self._context = context
+        self.dense = ReplicatedLinear(
+            config.hidden_size, config.hidden_size, context, init=input_init(config), partial_grad=()
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[s, b, h] -> [b, h]``."""
+        return torch.tanh(self.dense(first_token(x, self._context)))
+
+
+def head_of_first_token(outputs: int, config: ModelConfig, context: ParallelContext) -> ReplicatedLinear:
+    """A linear layer on what the pooler made: each rank computes it, and its gradient, whole."""
+    return ReplicatedLinear(config.hidden_size, outputs, context, init=input_init(config), partial_grad=())

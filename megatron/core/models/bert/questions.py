@@ -1,0 +1,80 @@
+"""What a BERT is asked in a proof."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megatron.config.model import ModelConfig
+from megatron.config.train_spec import group_among
+from megatron.core.conversion.megatron_lm.forward import MegatronLMModel, padding
+from megatron.core.conversion.questions import Answer, real_tokens, tokens_for
+from megatron.core.models.bert.config import TOKEN_TYPES, BertConfig
+from megatron.core.models.bert.megatron_lm import has_exact_head
+from megatron.core.models.bert.model import BertOutput
+
+
+@dataclass(frozen=True)
+class MaskedQuestion:
+    """What stands at each place of ``tokens`` ``[b, s]``, and in which order are its two texts (``types``)?
+
+    ``real``: False for padding, whose answers don't count.
+    """
+
+    tokens: Tensor
+    types: Tensor
+    real: Tensor
+    binary_head: bool
+
+    @property
+    def auto_class(self) -> str:
+        """That with all heads, or without the second."""
+        return "AutoModelForPreTraining" if self.binary_head else "AutoModelForMaskedLM"
+
+    def ask_theirs(self, model: Any) -> Answer:
+        """Logits of words and of the order."""
+        output = model(self.tokens, attention_mask=self.real.long(), token_type_ids=self.types)
+        if not self.binary_head:
+            return {"words": output.logits[self.real]}
+        return {"words": output.prediction_logits[self.real], "order": output.seq_relationship_logits}
+
+    def ask_megatron_lm(self, model: MegatronLMModel) -> Answer:
+        """The same, over the padded vocabulary."""
+        x = model.embedded(self.tokens, self.types)
+        (stack,) = model.stacks
+        x = model.run(stack, x, padding(self.real))
+        words = {"words": model.words(_transformed(x, model))[self.real]}
+        return {**words, "order": _order(x, model)} if self.binary_head else words
+
+    def ask_ours(self, stage: nn.Module, handed: Mapping[str, Tensor]) -> Answer:
+        """The same."""
+        output: BertOutput | Tensor = stage(self.tokens, self.types, padding_mask=self.real, **handed)
+        if not isinstance(output, BertOutput):
+            return {"hidden": output}
+        words = {"words": output.words.logits()[self.real]}
+        return words if output.order is None else {**words, "order": output.order}
+
+
+def _transformed(x: Tensor, model: MegatronLMModel) -> Tensor:
+    """What Megatron-LM's BERT does before the output."""
+    exact = has_exact_head(model.args, legacy=model.is_legacy)
+    x = F.gelu(model.linear(x, "lm_head.dense"), approximate="none" if exact else "tanh")
+    return model.norm(x, "lm_head.norm.", "lm_head.layernorm.", "lm_head.layer_norm.")
+
+
+def _order(x: Tensor, model: MegatronLMModel) -> Tensor:
+    """Logits of the order of two texts, ``[b, 2]``, from the first position."""
+    return model.linear(model.linear(x[:, 0], "pooler.dense").tanh(), "binary_head")
+
+
+def question_for(model: ModelConfig, groups: Sequence[object]) -> MaskedQuestion:
+    """The same one every time."""
+    tokens = tokens_for(model)
+    length = tokens.shape[1]
+    types = (torch.arange(length) * TOKEN_TYPES // length).expand_as(tokens)
+    return MaskedQuestion(tokens, types, real_tokens(length), group_among(groups, BertConfig).bert_binary_head)

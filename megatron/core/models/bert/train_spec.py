@@ -1,0 +1,181 @@
+"""BERT: hidden words and the order of two texts, on samples of sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from megatron.config.model import ModelConfig
+from megatron.config.pipeline import stage_sizes
+from megatron.config.run import RunConfig
+from megatron.config.train_spec import group_among
+from megatron.core.datasets.build import DatasetSplits
+from megatron.core.datasets.splits import SplitSizes
+from megatron.core.models.bert.config import BertConfig
+from megatron.core.models.bert.data import build_bert_splits
+from megatron.core.models.bert.model import BertModel, BertOutput
+from megatron.core.models.flops import layers_flops_per_token
+from megatron.core.models.stage import Stage, stages_of
+from megatron.core.models.stage_inputs import hidden_wires
+from megatron.core.models.train_spec import TrainSpec
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, Wires, WireSpec
+from megatron.core.tokenizers.base import MaskingTokenizer, Tokenizer
+from megatron.core.transformer.block import RecomputePlan
+
+WORDS, ORDER = "lm loss", "sop loss"
+
+
+class BertSpec:
+    """A bidirectional language model whose loss is that of the hidden words plus that of the texts' order, each a mean
+    over its own count.
+    """
+
+    name = "bert"
+    groups: tuple[type, ...] = (BertConfig,)
+    starts_from: Mapping[str, tuple[str, ...]] = {}
+    batch_fields: Mapping[str, int | None] = {
+        "text": 1,
+        "types": 1,
+        "labels": 1,
+        "loss_mask": 1,
+        "padding_mask": None,
+        "is_random": None,
+    }
+
+    def loss_names(self, run: RunConfig) -> tuple[str, ...]:
+        """The order of texts only with a head for it."""
+        return (WORDS, ORDER) if run.group(BertConfig).bert_binary_head else (WORDS,)
+
+    def attention(self, run: RunConfig) -> dict[str, dict[str, Any]]:
+        """Every token sees every other that is no padding."""
+        return {"": {"causal": False, "padding_mask": True}}
+
+    def stages(self, run: RunConfig) -> list[Stage]:
+        """Layers divided as the pipeline flags say, by default evenly."""
+        return stages_of(stage_sizes(run))
+
+    def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:
+        """Tokens and types for the embedding, labels for the losses, and what is padding for every layer."""
+        found = {"padding_mask"}
+        if any(stage.is_first for stage in stages):
+            found |= {"text", "types"}
+        if any(stage.is_last for stage in stages):
+            found |= {"labels", "loss_mask"} | ({"is_random"} if run.group(BertConfig).bert_binary_head else set())
+        return frozenset(found)
+
+    def wires(self, run: RunConfig, stage: Stage, context: ParallelContext) -> dict[str, WireSpec]:
+        """Hidden states ``[s, b, h]``."""
+        return hidden_wires(run, stage, context)
+
+    def build_model(
+        self,
+        model: ModelConfig,
+        groups: Sequence[object],
+        context: ParallelContext,
+        *,
+        stage: Stage | None = None,
+        recompute: RecomputePlan | None = None,
+        seed: int | None = None,
+    ) -> nn.Module:
+        """The stage's part of the BERT."""
+        group = group_among(groups, BertConfig)
+        return BertModel(
+            model,
+            context,
+            stage=stage,
+            binary_head=group.bert_binary_head,
+            exact_gelu_head=group.exact_gelu_head,
+            recompute=recompute,
+            seed=seed,
+        )
+
+    def forward(self, model: nn.Module, wires: Wires, microbatch: Microbatch) -> Any:
+        """Tokens (or the previous stage's hidden states) through this stage."""
+        return run_bert(model, wires, microbatch)
+
+    def loss(self, output: Any, microbatch: Microbatch) -> LossSum:
+        """Cross entropy summed over hidden words, and over the samples whose texts have an order."""
+        assert isinstance(output, BertOutput)
+        tensors, context = microbatch.tensors, output.words.context
+        counts = self.counts(microbatch, context)
+        words = output.words.cross_entropy_where_weighted(
+            tensors["labels"], tensors["loss_mask"], gradient_seed=microbatch.gradient_seed
+        )
+        parts = {WORDS: (words, counts[WORDS])}
+        if output.order is not None:
+            order, exchanged = output.order, tensors["is_random"]
+            wide = order.to(torch.promote_types(order.dtype, torch.float32))
+            losses = cross_entropy(wide, exchanged.clamp(min=0), reduction="none")
+            parts[ORDER] = ((losses * _has_order(exchanged, context)).sum(), counts[ORDER])
+        return LossSum.of(parts, weights=microbatch.loss_weights)
+
+    def counts(self, microbatch: Microbatch, context: ParallelContext) -> dict[str, Tensor]:
+        """Hidden words, and samples whose order counts."""
+        tensors = microbatch.tensors
+        found = {WORDS: tensors["loss_mask"].sum()} if "loss_mask" in tensors else {}
+        return found | ({ORDER: _has_order(tensors["is_random"], context).sum()} if "is_random" in tensors else {})
+
+    def build_datasets(self, run: RunConfig, tokenizer: Tokenizer, sizes: SplitSizes) -> DatasetSplits:
+        """Samples of sentences from ``--data-path`` and its relatives."""
+        bert = run.group(BertConfig)
+        return build_bert_splits(
+            run.data,
+            seed=run.training.seed,
+            sizes=sizes,
+            tokenizer=cast("MaskingTokenizer", tokenizer),  # a kind that can't mask is refused with its name
+            vocab_size=run.model.vocab_size,
+            binary_head=bert.bert_binary_head,
+            mask_probability=bert.mask_prob,
+            short_probability=bert.short_seq_prob,
+        )
+
+    def flops_per_sample(self, run: RunConfig) -> float:
+        """Layers over the whole square of attention, and the heads over the hidden words."""
+        bert = run.group(BertConfig)
+        return bert_flops_per_sample(
+            run.model,
+            run.data.seq_length,
+            hidden_share=bert.mask_prob,
+            binary_head=bert.bert_binary_head,
+            tensor_model_parallel_size=run.parallel.tensor_model_parallel_size,
+        )
+
+
+def _has_order(exchanged: Tensor, context: ParallelContext) -> Tensor:
+    """Samples ``[b]`` whose texts' order counts, on the context-parallel rank that has their first token."""
+    return exchanged >= 0 if context.mesh.rank("cp") == 0 else torch.zeros_like(exchanged, dtype=torch.bool)
+
+
+def run_bert(model: nn.Module, wires: Wires, microbatch: Microbatch) -> Any:
+    """Tokens of sentences (or the previous stage's hidden states) through a stage of a BERT, whatever its head."""
+    tensors = microbatch.tensors
+    output = model(
+        tensors.get("text"),
+        tensors.get("types"),
+        padding_mask=tensors["padding_mask"].bool(),
+        key=microbatch.key,
+        hidden=wires.get("hidden"),
+    )
+    return {"hidden": output} if isinstance(output, Tensor) else output
+
+
+def bert_flops_per_sample(
+    model: ModelConfig, seq_length: int, *, hidden_share: float, binary_head: bool, tensor_model_parallel_size: int = 1
+) -> float:
+    """Model FLOPs of one sample of a bidirectional model, forward and backward.
+
+    As above, but with the whole square of attention; the dense layer of the word head over all tokens, the vocabulary
+    over the ``hidden_share`` whose words are to be found, and the order head over one.
+    """
+    hidden = model.hidden_size
+    words = 6 * hidden * (hidden + hidden_share * model.padded_vocab_size(tensor_model_parallel_size))
+    order = 6 * hidden * (hidden + 2) if binary_head else 0
+    return float(seq_length * (layers_flops_per_token(model, seq_length) + words) + order)
+
+
+TRAIN_SPEC: TrainSpec = BertSpec()

@@ -1,0 +1,3 @@
+"""A decoder language model has no settings but those of every model."""
+
+GROUPS: tuple[type, ...] = ()

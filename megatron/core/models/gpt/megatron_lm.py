@@ -1,0 +1,15 @@
+"""GPT in checkpoints of Megatron-LM."""
+
+from __future__ import annotations
+
+from megatron.core.conversion.megatron_lm.format import MegatronLMFormat
+from megatron.core.conversion.megatron_lm.names import OUTPUT, POSITIONS, WORDS, Names, stack
+
+
+class GPTFormat(MegatronLMFormat):
+    """Whatever no other family's tensors tell to be theirs."""
+
+    names = Names(WORDS, POSITIONS, *stack("decoder", "encoder"), OUTPUT)
+
+
+FORMAT = GPTFormat()

@@ -1,0 +1,42 @@
+"""What a decoder model is asked in a proof."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.core.conversion.megatron_lm.forward import MegatronLMModel, future
+from megatron.core.conversion.questions import Answer, tokens_for
+from megatron.core.transformer.heads import VocabularyOutput
+
+
+@dataclass(frozen=True)
+class CausalQuestion:
+    """What follows each token of ``tokens`` ``[b, s]``?"""
+
+    tokens: Tensor
+    auto_class = "AutoModelForCausalLM"
+
+    def ask_theirs(self, model: Any) -> Answer:
+        """Logits of every position."""
+        return {"words": model(self.tokens, use_cache=False).logits}
+
+    def ask_megatron_lm(self, model: MegatronLMModel) -> Answer:
+        """The same, over the padded vocabulary."""
+        x = model.embedded(self.tokens)
+        (stack,) = model.stacks
+        return {"words": model.words(model.run(stack, x, future(x.shape[1])))}
+
+    def ask_ours(self, stage: nn.Module, handed: Mapping[str, Tensor]) -> Answer:
+        """The same."""
+        output: VocabularyOutput | Tensor = stage(self.tokens, **handed)
+        return {"words": output.logits()} if isinstance(output, VocabularyOutput) else {"hidden": output}
+
+
+def question_for(model: ModelConfig, groups: Sequence[object]) -> CausalQuestion:
+    """The same one every time."""
+    return CausalQuestion(tokens_for(model))

@@ -1,0 +1,129 @@
+"""GPT: next-token prediction on packed documents."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.config.pipeline import stage_sizes
+from megatron.config.run import RunConfig
+from megatron.core.datasets.gpt_dataset import DatasetSplits, build_gpt_splits
+from megatron.core.datasets.splits import SplitSizes
+from megatron.core.models.flops import layers_flops_per_token
+from megatron.core.models.gpt.model import GPTModel
+from megatron.core.models.stage import Stage, stages_of
+from megatron.core.models.stage_inputs import hidden_wires
+from megatron.core.models.train_spec import TrainSpec
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, Wires, WireSpec
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.transformer.block import RecomputePlan
+from megatron.core.transformer.heads import VocabularyOutput
+
+
+class GPTSpec:
+    """A causal language model whose loss is the cross entropy of every unmasked token."""
+
+    name = "gpt"
+    groups: tuple[type, ...] = ()
+    starts_from: Mapping[str, tuple[str, ...]] = {}
+    batch_fields: Mapping[str, int | None] = {
+        "tokens": 1,
+        "labels": 1,
+        "loss_mask": 1,
+        "position_ids": 1,
+        "segments": None,
+    }
+
+    def loss_names(self, run: RunConfig) -> tuple[str, ...]:
+        """One."""
+        return ("lm loss",)
+
+    def attention(self, run: RunConfig) -> dict[str, dict[str, Any]]:
+        """Every token sees those before it, in its document where documents are kept apart."""
+        return {"": {"causal": True, "segments": run.data.reset_attention_mask}}
+
+    def stages(self, run: RunConfig) -> list[Stage]:
+        """Layers divided as the pipeline flags say, by default evenly."""
+        return stages_of(stage_sizes(run))
+
+    def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:
+        """Tokens for the embedding, labels for the loss; positions and documents wherever they matter."""
+        rotary = run.model.position_embedding_type == "rope"
+        needed = {
+            "tokens": any(stage.is_first for stage in stages),
+            "position_ids": run.data.reset_position_ids and (rotary or any(stage.is_first for stage in stages)),
+            "segments": run.data.reset_attention_mask,
+            "labels": any(stage.is_last for stage in stages),
+            "loss_mask": any(stage.is_last for stage in stages),
+        }
+        return frozenset(name for name, is_needed in needed.items() if is_needed)
+
+    def wires(self, run: RunConfig, stage: Stage, context: ParallelContext) -> dict[str, WireSpec]:
+        """Hidden states ``[s, b, h]``."""
+        return hidden_wires(run, stage, context)
+
+    def build_model(
+        self,
+        model: ModelConfig,
+        groups: Sequence[object],
+        context: ParallelContext,
+        *,
+        stage: Stage | None = None,
+        recompute: RecomputePlan | None = None,
+        seed: int | None = None,
+    ) -> nn.Module:
+        """The stage's part of the GPT."""
+        return GPTModel(model, context, stage=stage, recompute=recompute, seed=seed)
+
+    def forward(self, model: nn.Module, wires: Wires, microbatch: Microbatch) -> Any:
+        """Tokens (or the previous stage's hidden states) through this stage."""
+        output = model(
+            microbatch.tensors.get("tokens"),
+            microbatch.tensors.get("position_ids"),
+            key=microbatch.key,
+            segments=microbatch.tensors.get("segments"),
+            hidden=wires.get("hidden"),
+        )
+        return output if isinstance(output, VocabularyOutput) else {"hidden": output}
+
+    def loss(self, output: Any, microbatch: Microbatch) -> LossSum:
+        """Cross entropy summed over the tokens that the loss mask keeps."""
+        assert isinstance(output, VocabularyOutput)
+        mask = microbatch.tensors["loss_mask"]
+        seed = microbatch.gradient_seed
+        total = output.cross_entropy(microbatch.tensors["labels"], mask, gradient_seed=seed)
+        return LossSum.single("lm loss", total, mask.sum())
+
+    def counts(self, microbatch: Microbatch, context: ParallelContext) -> dict[str, Tensor]:
+        """Tokens that the loss mask keeps."""
+        tensors = microbatch.tensors
+        return {"lm loss": tensors["loss_mask"].sum()} if "loss_mask" in tensors else {}
+
+    def build_datasets(self, run: RunConfig, tokenizer: Tokenizer, sizes: SplitSizes) -> DatasetSplits:
+        """Packed samples of ``--seq-length`` tokens from ``--data-path`` and its relatives."""
+        return build_gpt_splits(
+            run.data, seed=run.training.seed, sizes=sizes, tokenizer=tokenizer, vocab_size=run.model.vocab_size
+        )
+
+    def flops_per_sample(self, run: RunConfig) -> float:
+        """Megatron-LM's formula."""
+        tensor_parallel = run.parallel.tensor_model_parallel_size
+        return gpt_flops_per_sample(run.model, run.data.seq_length, tensor_model_parallel_size=tensor_parallel)
+
+
+def gpt_flops_per_sample(model: ModelConfig, seq_length: int, *, tensor_model_parallel_size: int = 1) -> float:
+    """Model FLOPs of one sequence, forward and backward: 2 per multiply-add, times 3.
+
+    Megatron's formula: every matrix product of the dense model, half of the attention square (the causal half), the
+    vocabulary as padded for the tensor-parallel size. Recomputation, norms and activations are not counted.
+    """
+    padded_vocab_size = model.padded_vocab_size(tensor_model_parallel_size)
+    layers = layers_flops_per_token(model, seq_length / 2)
+    return float(seq_length * (layers + 6 * model.hidden_size * padded_vocab_size))
+
+
+TRAIN_SPEC: TrainSpec = GPTSpec()

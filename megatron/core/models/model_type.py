@@ -1,0 +1,32 @@
+"""``--model-type``: which family's flags a tool is given that serves all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.config.command import CommandConfig
+from megatron.config.files import words_of
+from megatron.config.flags import check_flags, flag
+from megatron.config.parse import Intake
+from megatron.config.run import CORE_GROUPS
+from megatron.core.models.registry import FAMILIES, Family
+
+_TITLES = {family.title: family for family in FAMILIES.values()}
+
+
+@check_flags
+@dataclass(frozen=True, kw_only=True)
+class FamilyConfig:
+    """The model family of the other flags."""
+
+    model_type: str = flag("Family of the model.", default="GPT", choices=tuple(_TITLES))
+
+
+def family_asked(argv: Sequence[str]) -> Family:
+    """The family of ``--model-type``, on the command line or in a file; GPT where it is missing or wrong."""
+    intake = Intake((*CORE_GROUPS, FamilyConfig, CommandConfig))
+    intake.read_words(list(words_of(argv)))
+    for path in intake.value("config"):
+        intake.read_file(path)
+    return _TITLES[intake.value("model_type")]

@@ -1,0 +1,49 @@
+"""What families that learn from sentences with masked words have in common: settings, and rules about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.config.flags import flag
+from megatron.config.run import RunConfig
+from megatron.config.train_spec import Rule, TrainSpecConfig
+
+_MASKING = ("BertWordPieceLowerCase", "BertWordPieceCase", "SentencePieceTokenizer", "HuggingFaceTokenizer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentenceConfig(TrainSpecConfig):
+    """Fields of the families that learn from sentences."""
+
+    mask_prob: float = flag("Fraction of the tokens that are masked.", default=0.15, above=0, below=1)
+    short_seq_prob: float = flag(
+        "Fraction of the samples that are shorter than --seq-length.", default=0.1, at_least=0, at_most=1
+    )
+
+    def rules(self) -> Sequence[Rule]:
+        """Their samples are single texts, made with a tokenizer that can mask."""
+        return (no_flags_of_document_streams, tokenizer_can_mask)
+
+
+def no_flags_of_document_streams(run: RunConfig) -> str | None:
+    """Flags about the packing of document streams are refused by name."""
+    named = run.data.given_document_flags()
+    if not named:
+        return None
+    verb = "has" if len(named) == 1 else "have"
+    return (
+        f"{' and '.join(named)} {verb} no meaning for {run.outline.title}, whose samples are single texts with "
+        "padding; leave it out"
+    )
+
+
+def tokenizer_can_mask(run: RunConfig) -> str | None:
+    """Hidden words need a token in their place."""
+    kind = run.tokenizer.tokenizer_type
+    if kind in _MASKING or (kind == "NullTokenizer" and run.data.mock_data):
+        return None
+    return (
+        f"--tokenizer-type {kind} has no tokens to mask with; for {run.outline.title} use {', '.join(_MASKING[:-1])} "
+        f"or {_MASKING[-1]}"
+    )

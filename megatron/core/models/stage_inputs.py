@@ -1,0 +1,28 @@
+"""What models that are one chain of layers have in common: the hidden states between their stages."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.config.run import RunConfig
+from megatron.core.models.stage import Stage
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.pipeline_parallel.chunk import WireSpec
+
+
+def hidden_wires(run: RunConfig, stage: Stage, context: ParallelContext, *, sequences: int = 1) -> dict[str, WireSpec]:
+    """Hidden states ``[s, b, h]`` between stages; ``sequences``: of one sample."""
+    if stage.is_first:
+        return {}
+    return {"hidden": hidden_wire(run, context, length=run.data.seq_length, sequences=sequences)}
+
+
+def hidden_wire(
+    run: RunConfig, context: ParallelContext, *, length: int, sequences: int = 1, normed: bool = False
+) -> WireSpec:
+    """This rank's part of the hidden states of ``length`` tokens, on the residual stream or, ``normed``, behind it."""
+    mesh, model = context.mesh, run.model
+    held = length // mesh.size("cp") // (mesh.size("tp") if context.sequence_parallel else 1)
+    wide = model.fp32_residual_connection and not normed
+    dtype = torch.promote_types(context.dtype, torch.float32) if wide else context.dtype
+    return WireSpec((held, run.training.micro_batch_size * sequences, model.hidden_size), dtype)

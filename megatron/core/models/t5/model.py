@@ -1,0 +1,156 @@
+"""T5: an encoder, and a decoder that attends to what it made, as one chain of layers in one stage or several."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.config.pipeline import EncoderDecoderLayers
+from megatron.core.models.stage import Stage
+from megatron.core.models.t5.config import T5Config
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.rng import StreamKey
+from megatron.core.tensor_parallel.initialize import initialize
+from megatron.core.transformer.block import RecomputePlan, TransformerBlock
+from megatron.core.transformer.heads import LanguageModelEmbedding, OutputLayer, VocabularyOutput, vocabulary_output
+from megatron.core.transformer.inputs import LayerInputs
+from megatron.core.transformer.positions import RotaryPositions
+from megatron.core.transformer.relative import RelativeBias
+
+
+class T5Model(nn.Module):
+    """The stage's part of a T5 (Raffel et al. 2020, arXiv:1910.10683). ``config`` is the encoder's; the decoder differs
+    in its number of layers. Both look up words, and learned positions, in one table.
+
+    The output has a bias where it is tied and linear layers have theirs, as Megatron-LM's.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        t5: T5Config,
+        context: ParallelContext,
+        *,
+        stage: Stage | None = None,
+        recompute: RecomputePlan | None = None,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        layers = config.num_layers
+        stage = stage or Stage(range(layers + t5.decoder_num_layers), is_first=True, is_last=True)
+        held = EncoderDecoderLayers.of(stage.layers, layers)
+        self._config, self._t5, self._context = config, t5, context
+        self._stage, self._opens_decoder = stage, held.opens_decoder
+        has_embedding, tied = stage.is_first or held.opens_decoder, not config.untie_embeddings_and_output_weights
+        self.embedding = LanguageModelEmbedding(config, context, copied=True) if has_embedding else None
+        has_encoder, has_decoder = len(held.encoder) > 0, len(held.decoder) > 0
+        self.encoder_positions = self._relative_bias("encoder_positions") if has_encoder else None
+        plan = recompute or RecomputePlan()
+        self.encoder = (
+            TransformerBlock(
+                config,
+                context,
+                layer_numbers=held.encoder,
+                final_norm=held.closes_encoder,
+                causal=False,
+                recompute=plan,
+            )
+            if has_encoder
+            else None
+        )
+        self.decoder_positions = self._relative_bias("decoder_positions") if has_decoder else None
+        self.decoder = (
+            TransformerBlock(
+                dataclasses.replace(config, num_layers=t5.decoder_num_layers),
+                context,
+                layer_numbers=held.decoder,
+                final_norm=stage.is_last,
+                causal=True,
+                recompute=plan,
+                first=layers,
+                cross=True,
+            )
+            if has_decoder or stage.is_last
+            else None
+        )
+        bias, has_weight = tied and config.add_bias_linear, not (tied and has_embedding)
+        self.output_layer = OutputLayer(config, context, has_weight=has_weight, bias=bias) if stage.is_last else None
+        self._rotary = RotaryPositions(config, context)
+        if seed is not None:
+            initialize(self, context.mesh, seed=seed)
+
+    def _relative_bias(self, name: str) -> RelativeBias | None:
+        if self._config.position_embedding_type != "relative":
+            return None
+        return RelativeBias(
+            self._config,
+            self._context,
+            buckets=self._t5.relative_attention_num_buckets,
+            max_distance=self._t5.relative_attention_max_distance,
+            bidirectional=name == "encoder_positions",
+            tied=f"{name}.weight",
+        )
+
+    def forward(
+        self,
+        encoder_tokens: Tensor | None,
+        decoder_tokens: Tensor | None = None,
+        *,
+        padding_mask: Tensor | None = None,
+        key: StreamKey | None = None,
+        hidden: Tensor | None = None,
+        encoded: Tensor | None = None,
+    ) -> VocabularyOutput | dict[str, Tensor]:
+        """Token ids ``[b, S]`` for the first stage and ``[b, D]`` for the one with the decoder's first layer, to the
+        output; before the last stage to what the next is given as ``hidden`` and, once the decoder is open,
+        ``encoded``.
+
+        With context parallelism tokens are the rank's slices. ``padding_mask`` ``[b, S]``: True for the encoder's
+        tokens that are no padding, of the whole sequence; None where there is none. The decoder's padding comes last,
+        where no real token sees it. ``key``: the microbatch's random streams, needed only when dropout draws.
+        """
+        key = key or StreamKey(0)
+        if self._stage.is_first:
+            hidden = self._embedded(encoder_tokens, key, "embedding")
+        assert hidden is not None, "a later stage needs the hidden states of the one before"
+        if self.encoder is not None:
+            bias = None if self.encoder_positions is None else self.encoder_positions(hidden)
+            inputs = LayerInputs(key=key, rotary=self._rotary(hidden, None), padding_mask=padding_mask, bias=bias)
+            hidden = self.encoder(hidden, inputs)
+        if self._opens_decoder:
+            encoded, hidden = hidden, self._embedded(decoder_tokens, key, "decoder embedding")
+        if self.decoder is None:
+            return {"hidden": hidden}
+        assert encoded is not None, "a stage of the decoder needs what the encoder made"
+        hidden = self._decoded(hidden, encoded, padding_mask, key)
+        return self._output(hidden) if self._stage.is_last else {"hidden": hidden, "encoded": encoded}
+
+    def _embedded(self, tokens: Tensor | None, key: StreamKey, stream: str) -> Tensor:
+        assert self.embedding is not None and tokens is not None, "a stage that begins a stack needs its tokens"
+        hidden: Tensor = self.embedding(tokens, None, key, stream=stream)
+        return hidden
+
+    def _decoded(self, hidden: Tensor, encoded: Tensor, padding_mask: Tensor | None, key: StreamKey) -> Tensor:
+        assert self.decoder is not None
+        inputs = LayerInputs(
+            key=key,
+            rotary=self._rotary(hidden, None),
+            bias=None if self.decoder_positions is None else self.decoder_positions(hidden),
+            encoded=encoded,
+            encoded_padding_mask=padding_mask,
+        )
+        decoded: Tensor = self.decoder(hidden, inputs)
+        return decoded
+
+    def _output(self, hidden: Tensor) -> VocabularyOutput:
+        assert self.output_layer is not None
+        weight = self.output_layer.weight
+        if weight is None:
+            assert self.embedding is not None
+            weight = self.embedding.word_embeddings.weight
+        if self._t5.scale_output:
+            hidden = hidden * (1.0 / math.sqrt(self._config.hidden_size))
+        return vocabulary_output(hidden, weight, self._config, self._context, bias=self.output_layer.bias)

@@ -1,0 +1,133 @@
+"""Rules about T5: its decoder, and its relative positions."""
+
+from __future__ import annotations
+
+from math import lcm
+
+from megatron.config.flags import flags_of
+from megatron.config.rules.sizes import multiples_near
+from megatron.config.run import RunConfig
+from megatron.core.models.t5.config import T5Config
+
+_SHORTEST = 3  # a token beside the two that samples leave free
+
+
+def texts_have_room(run: RunConfig) -> str | None:
+    """A token at least."""
+    if run.data.seq_length >= _SHORTEST:
+        return None
+    return f"--seq-length {run.data.seq_length} leaves no room for a text; use {_SHORTEST} at least"
+
+
+def decoder_fits_positions(run: RunConfig) -> str | None:
+    """The decoder may see its whole sequence."""
+    t5, most = run.group(T5Config), run.model.max_position_embeddings
+    if t5.decoder_seq_length <= most:
+        return None
+    length = t5.decoder_seq_length
+    return (
+        f"--decoder-seq-length {length} is longer than --max-position-embeddings {most}; use --max-position-embeddings "
+        f"{length} or a --decoder-seq-length of at most {most}"
+    )
+
+
+def decoder_divides_over_ranks(run: RunConfig) -> str | None:
+    """Ranks that divide the encoder's sequence divide the decoder's as well."""
+    t5, parallel = run.group(T5Config), run.parallel
+    context, tensor = parallel.context_parallel_size, parallel.tensor_model_parallel_size
+    pieces = 1 if context == 1 else 2 * context
+    parts = context * tensor if parallel.sequence_parallel else 1
+    length = t5.decoder_seq_length
+    asked = []
+    if length % pieces:
+        asked.append(f"2 x --context-parallel-size {context}")
+    if length % parts:
+        asked.append(f"the {parts} ranks that --sequence-parallel divides it over")
+    if not asked:
+        return None
+    return (
+        f"--decoder-seq-length {length} does not divide by {' and by '.join(asked)}; use a length of "
+        f"{multiples_near(length, lcm(pieces, parts))}"
+    )
+
+
+def spans_have_sentinels(run: RunConfig) -> str | None:
+    """Hidden spans leave a token of their own in the text."""
+    if run.tokenizer.vocab_extra_ids > 0 or run.data.mock_data:
+        return None
+    if run.tokenizer.tokenizer_type == "HuggingFaceTokenizer":  # which may have its own
+        return None
+    return "T5 replaces hidden spans by sentinels, of which there are none: give --vocab-extra-ids 100"
+
+
+def relative_settings_need_relative_positions(run: RunConfig) -> str | None:
+    """Settings of relative positions are not lost silently."""
+    t5 = run.group(T5Config)
+    if run.model.position_embedding_type == "relative":
+        return None
+    named = [
+        spec.positive
+        for spec in flags_of(T5Config)
+        if spec.field.startswith("relative") and getattr(t5, spec.field) != spec.default
+    ]
+    if not named:
+        return None
+    verb = "has" if len(named) == 1 else "have"
+    return (
+        f"{' and '.join(named)} {verb} no effect with --position-embedding-type {run.model.position_embedding_type}; "
+        "use --position-embedding-type relative"
+    )
+
+
+def distances_fill_buckets(run: RunConfig) -> str | None:
+    """Both directions have as many buckets, and there are distances left for those that are shared."""
+    t5 = run.group(T5Config)
+    if run.model.position_embedding_type != "relative":
+        return None
+    buckets, distance = t5.relative_attention_num_buckets, t5.relative_attention_max_distance
+    if buckets % 2:
+        return (
+            f"--relative-attention-num-buckets {buckets} does not divide into those before and those behind a token; "
+            f"use {multiples_near(buckets, 2)}"
+        )
+    if distance <= buckets // 2:
+        return (
+            f"--relative-attention-max-distance {distance} leaves nothing to half of --relative-attention-num-buckets "
+            f"{buckets}, which are for one distance each; use more than {buckets // 2}"
+        )
+    return None
+
+
+def relative_positions_exchange_keys(run: RunConfig) -> str | None:
+    """A rank has the bias of its own queries, so whole heads can't go to others."""
+    if run.model.position_embedding_type != "relative":
+        return None
+    kinds = [kind for kind in dict.fromkeys(run.parallel.cp_comm_types) if "a2a" in kind]
+    if not kinds:
+        return None
+    return (
+        f"--cp-comm-type {kinds[0]} exchanges heads, which --position-embedding-type relative does not allow; use p2p "
+        "or all_gather"
+    )
+
+
+def fused_kernels_have_no_relative_positions(run: RunConfig) -> str | None:
+    """They add no bias that learns."""
+    if run.model.position_embedding_type != "relative" or run.model.attention_backend != "sdpa":
+        return None
+    return (
+        "--attention-backend sdpa cannot be combined with --position-embedding-type relative; use --attention-backend "
+        "auto"
+    )
+
+
+RULES = (
+    texts_have_room,
+    decoder_fits_positions,
+    decoder_divides_over_ranks,
+    spans_have_sentinels,
+    relative_settings_need_relative_positions,
+    distances_fill_buckets,
+    relative_positions_exchange_keys,
+    fused_kernels_have_no_relative_positions,
+)

@@ -1,0 +1,171 @@
+"""T5: hidden spans of a text, told by a decoder that attends to an encoder, on samples of sentences."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.config.pipeline import EncoderDecoderLayers, stage_sizes
+from megatron.config.run import RunConfig
+from megatron.config.train_spec import group_among
+from megatron.core.datasets.build import DatasetSplits
+from megatron.core.datasets.splits import SplitSizes
+from megatron.core.models.flops import layers_flops_per_token
+from megatron.core.models.stage import Stage, stages_of
+from megatron.core.models.stage_inputs import hidden_wire
+from megatron.core.models.t5.config import T5Config
+from megatron.core.models.t5.data import build_t5_splits
+from megatron.core.models.t5.model import T5Model
+from megatron.core.models.train_spec import TrainSpec
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, Wires, WireSpec
+from megatron.core.tokenizers.base import SpanTokenizer, Tokenizer
+from megatron.core.transformer.block import RecomputePlan
+from megatron.core.transformer.heads import VocabularyOutput
+
+
+class T5Spec:
+    """An encoder and a decoder whose loss is the cross entropy of every token that the decoder is to say."""
+
+    name = "t5"
+    groups: tuple[type, ...] = (T5Config,)
+    starts_from: Mapping[str, tuple[str, ...]] = {}
+    batch_fields: Mapping[str, int | None] = {
+        "text_enc": 1,
+        "text_dec": 1,
+        "labels": 1,
+        "loss_mask": 1,
+        "enc_mask": None,
+    }
+
+    def loss_names(self, run: RunConfig) -> tuple[str, ...]:
+        """One."""
+        return ("lm loss",)
+
+    def attention(self, run: RunConfig) -> dict[str, dict[str, Any]]:
+        """The encoder sees all that is no padding, the decoder what comes before and all of the encoder."""
+        length, relative = run.group(T5Config).decoder_seq_length, run.model.position_embedding_type == "relative"
+        return {
+            "encoder": {"causal": False, "padding_mask": True, "bias": relative},
+            "decoder": {"causal": True, "bias": relative, "query_length": length, "key_length": length},
+            "decoder to encoder": {"causal": False, "padding_mask": True, "query_length": length},
+        }
+
+    def stages(self, run: RunConfig) -> list[Stage]:
+        """The encoder's layers and then the decoder's, divided as the pipeline flags say, by default evenly."""
+        return stages_of(stage_sizes(run))
+
+    def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:
+        """Tokens for both embeddings, labels for the loss, and what is padding for every layer."""
+        found = {"enc_mask"}
+        if any(stage.is_first for stage in stages):
+            found.add("text_enc")
+        if any(EncoderDecoderLayers.of(stage.layers, run.model.num_layers).opens_decoder for stage in stages):
+            found.add("text_dec")
+        if any(stage.is_last for stage in stages):
+            found |= {"labels", "loss_mask"}
+        return frozenset(found)
+
+    def wires(self, run: RunConfig, stage: Stage, context: ParallelContext) -> dict[str, WireSpec]:
+        """Hidden states ``[s, b, h]``; of the decoder together with what the encoder made."""
+        if stage.is_first:
+            return {}
+        length, decoder_length = run.data.seq_length, run.group(T5Config).decoder_seq_length
+        encoded = hidden_wire(run, context, length=length, normed=True)
+        if stage.layers.start > run.model.num_layers:
+            return {"hidden": hidden_wire(run, context, length=decoder_length), "encoded": encoded}
+        whole = stage.layers.start == run.model.num_layers
+        return {"hidden": encoded if whole else hidden_wire(run, context, length=length)}
+
+    def build_model(
+        self,
+        model: ModelConfig,
+        groups: Sequence[object],
+        context: ParallelContext,
+        *,
+        stage: Stage | None = None,
+        recompute: RecomputePlan | None = None,
+        seed: int | None = None,
+    ) -> nn.Module:
+        """The stage's part of the T5."""
+        return T5Model(model, group_among(groups, T5Config), context, stage=stage, recompute=recompute, seed=seed)
+
+    def forward(self, model: nn.Module, wires: Wires, microbatch: Microbatch) -> Any:
+        """Tokens, or what the previous stage handed on, through this stage."""
+        tensors = microbatch.tensors
+        return model(
+            tensors.get("text_enc"),
+            tensors.get("text_dec"),
+            padding_mask=tensors["enc_mask"].bool(),
+            key=microbatch.key,
+            hidden=wires.get("hidden"),
+            encoded=wires.get("encoded"),
+        )
+
+    def loss(self, output: Any, microbatch: Microbatch) -> LossSum:
+        """Cross entropy summed over the tokens that the decoder is to say."""
+        assert isinstance(output, VocabularyOutput)
+        labels, mask = microbatch.tensors["labels"], microbatch.tensors["loss_mask"]
+        total = output.cross_entropy(labels, mask, gradient_seed=microbatch.gradient_seed)
+        return LossSum.single("lm loss", total, mask.sum())
+
+    def counts(self, microbatch: Microbatch, context: ParallelContext) -> dict[str, Tensor]:
+        """Tokens that the decoder is to say."""
+        tensors = microbatch.tensors
+        return {"lm loss": tensors["loss_mask"].sum()} if "loss_mask" in tensors else {}
+
+    def build_datasets(self, run: RunConfig, tokenizer: Tokenizer, sizes: SplitSizes) -> DatasetSplits:
+        """Samples of sentences from ``--data-path`` and its relatives."""
+        t5 = run.group(T5Config)
+        return build_t5_splits(
+            run.data,
+            seed=run.training.seed,
+            sizes=sizes,
+            tokenizer=cast("SpanTokenizer", tokenizer),  # a kind that can't mask is refused with its name
+            decoder_seq_length=t5.decoder_seq_length,
+            vocab_size=run.model.vocab_size,
+            mask_probability=t5.mask_prob,
+            short_probability=t5.short_seq_prob,
+        )
+
+    def flops_per_sample(self, run: RunConfig) -> float:
+        """Both stacks over their lengths, and the output over the decoder's."""
+        t5 = run.group(T5Config)
+        return t5_flops_per_sample(
+            run.model,
+            run.data.seq_length,
+            decoder_num_layers=t5.decoder_num_layers,
+            decoder_seq_length=t5.decoder_seq_length,
+            tensor_model_parallel_size=run.parallel.tensor_model_parallel_size,
+        )
+
+
+def t5_flops_per_sample(
+    model: ModelConfig,
+    seq_length: int,
+    *,
+    decoder_num_layers: int,
+    decoder_seq_length: int,
+    tensor_model_parallel_size: int = 1,
+) -> float:
+    """Model FLOPs of one sample of an encoder and a decoder, forward and backward.
+
+    The encoder with the whole square of attention, the decoder with its causal half; in each of the decoder's layers
+    queries and outputs of cross-attention over its own tokens, keys and values over the encoder's, and the scores of
+    every pair; the vocabulary over the decoder's tokens.
+    """
+    hidden, query_width = model.hidden_size, model.num_attention_heads * model.kv_channels
+    decoder = dataclasses.replace(model, num_layers=decoder_num_layers)
+    shared = model.num_query_groups / model.num_attention_heads
+    queries = decoder_seq_length * (1 + seq_length / hidden)
+    cross = 12 * decoder_num_layers * hidden * query_width * (queries + seq_length * shared)
+    words = 6 * hidden * model.padded_vocab_size(tensor_model_parallel_size)
+    spoken = decoder_seq_length * (layers_flops_per_token(decoder, decoder_seq_length / 2) + words)
+    return float(seq_length * layers_flops_per_token(model, seq_length) + spoken + cross)
+
+
+TRAIN_SPEC: TrainSpec = T5Spec()

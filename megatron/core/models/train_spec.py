@@ -1,0 +1,110 @@
+"""Model, data and loss: everything the shared training loop doesn't know about a model family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.config.run import RunConfig
+from megatron.core.datasets.build import DatasetSplits
+from megatron.core.datasets.splits import SplitSizes
+from megatron.core.models.stage import Stage
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, Wires, WireSpec
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.transformer.block import RecomputePlan
+
+
+class TrainSpec(Protocol):
+    """What is trained. A new one needs no change of the loop, the runner or the optimizer.
+
+    ``name``: in checkpoints. ``groups``: settings of its own, beside those of every run. ``starts_from``: names of
+    others whose trained models hold the body of this one's, each with prefixes of the parameters that they may lack; a
+    train spec with any never starts from random weights.
+    ``batch_fields``: every tensor of a batch that may have a say in forward or loss, with the dimension in which it
+    runs along the sequence: context-parallel ranks keep their slices of it. None: each rank needs all of it.
+    """
+
+    name: str
+    groups: tuple[type, ...]
+    starts_from: Mapping[str, tuple[str, ...]]
+    batch_fields: Mapping[str, int | None]
+
+    def loss_names(self, run: RunConfig) -> tuple[str, ...]:
+        """The losses, and other means such as accuracy, that ``loss`` reports: ranks without the last stage must know.
+
+        A perplexity is told of those whose names end in "loss".
+        """
+        ...
+
+    def attention(self, run: RunConfig) -> Mapping[str, Mapping[str, Any]]:
+        """What its layers ask of attention, as ``AttentionRequest`` calls it: ``causal``, masks, lengths other than
+        ``--seq-length``; by name for layers of several kinds, which is empty for one.
+        """
+        ...
+
+    def stages(self, run: RunConfig) -> list[Stage]:
+        """The model cut into consecutive parts, as many as pipeline ranks and their chunks hold."""
+        ...
+
+    def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:
+        """Names of the tensors of a batch that a rank with these stages needs; none means that it reads no data."""
+        ...
+
+    def wires(self, run: RunConfig, stage: Stage, context: ParallelContext) -> Mapping[str, WireSpec]:
+        """What the stage is handed by the one before, for every microbatch."""
+        ...
+
+    def build_model(
+        self,
+        model: ModelConfig,
+        groups: Sequence[object],
+        context: ParallelContext,
+        *,
+        stage: Stage | None = None,
+        recompute: RecomputePlan | None = None,
+        seed: int | None = None,
+    ) -> nn.Module:
+        """The part of the model that ``stage`` names, all of it for None. ``groups``: settings, its family's own among
+        them. ``seed``: of the initial weights; without it they are whatever memory holds.
+        """
+        ...
+
+    def forward(self, model: nn.Module, wires: Wires, microbatch: Microbatch) -> Any:
+        """Run one part of the model: hidden states for the next part as wires, or the last part's output."""
+        ...
+
+    def loss(self, output: Any, microbatch: Microbatch) -> LossSum:
+        """Sum and count of each loss of one microbatch, from the last part's output."""
+        ...
+
+    def counts(self, microbatch: Microbatch, context: ParallelContext) -> Mapping[str, Tensor]:
+        """The counts that ``loss`` will find, from the data alone; empty on ranks without the last stage."""
+        ...
+
+    def build_datasets(self, run: RunConfig, tokenizer: Tokenizer, sizes: SplitSizes) -> DatasetSplits:
+        """Training, validation and test data."""
+        ...
+
+    def flops_per_sample(self, run: RunConfig) -> float:
+        """Model FLOPs of one sample, forward and backward, without recomputation."""
+        ...
+
+
+@dataclass(frozen=True)
+class ModelChunk:
+    """A part of a train spec's model as the pipeline runner sees it."""
+
+    train_spec: TrainSpec
+    model: nn.Module
+    is_last: bool
+    incoming: Mapping[str, WireSpec] = field(default_factory=dict)
+
+    def __call__(self, wires: Wires, microbatch: Microbatch) -> Wires | LossSum:
+        """Forward, and the loss when this is the last part."""
+        output = self.train_spec.forward(self.model, wires, microbatch)
+        return self.train_spec.loss(output, microbatch) if self.is_last else output

@@ -1,0 +1,177 @@
+"""BERT that answers: one of several classes of a pair of texts, or one of several choices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from megatron.config.model import ModelConfig
+from megatron.config.pipeline import stage_sizes
+from megatron.config.run import RunConfig
+from megatron.config.train_spec import group_among
+from megatron.core.datasets.build import DatasetSplits
+from megatron.core.datasets.splits import SplitSizes
+from megatron.core.models.bert.data import check_marks_texts
+from megatron.core.models.bert.train_spec import run_bert
+from megatron.core.models.flops import layers_flops_per_token
+from megatron.core.models.stage import Stage, stages_of
+from megatron.core.models.stage_inputs import hidden_wires
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, Wires, WireSpec
+from megatron.core.tokenizers.base import MaskingTokenizer, Tokenizer
+from megatron.core.transformer.block import RecomputePlan
+from tasks.fine_tuning.dataset import EpochsDataset, LabelledDataset, PairLayout
+from tasks.fine_tuning.files import LabelledTexts
+from tasks.fine_tuning.model import AnswerLogits, BertClassifier
+from tasks.settings import AnswerShape, TaskConfig, fine_tuned_name
+
+LOSS, ACCURACY = "lm loss", "accuracy"  # Megatron-LM's name of every loss, which log parsers know
+
+
+@dataclass(frozen=True)
+class LabelledData:
+    """What a fine-tuning reads: texts to train on, None where nothing is trained, and sets to evaluate on, by name.
+
+    Samples of the latter are numbered through, one set after the other.
+    """
+
+    train: LabelledTexts | None = None
+    valid: Mapping[str, LabelledTexts] = field(default_factory=dict)
+
+
+class ClassificationSpec:
+    """Cross entropy of the right answer, and how often it is the likeliest one.
+
+    ``task``: part of the name, because a head means nothing to another task. ``note``: told the numbers of samples, −1
+    for those that only fill a batch, and their logits ``[b, answers]``, on the ranks that know them.
+    """
+
+    groups: tuple[type, ...] = (TaskConfig,)
+    starts_from: Mapping[str, tuple[str, ...]] = {"bert": ("classification_head.", "multichoice_head.", "pooler.")}
+    batch_fields: Mapping[str, int | None] = {
+        "text": 2,
+        "types": 2,
+        "padding_mask": None,
+        "label": None,
+        "number": None,
+    }
+
+    def __init__(self, task: str, data: LabelledData, *, note: Callable[[Tensor, Tensor], None] | None = None) -> None:
+        self.name = fine_tuned_name(task)
+        self._data, self._note = data, note
+
+    def loss_names(self, run: RunConfig) -> tuple[str, ...]:
+        """One loss, and the accuracy."""
+        return (LOSS, ACCURACY)
+
+    def attention(self, run: RunConfig) -> dict[str, dict[str, Any]]:
+        """Every token sees every other that is no padding."""
+        return {"": {"causal": False, "padding_mask": True}}
+
+    def stages(self, run: RunConfig) -> list[Stage]:
+        """Layers divided as the pipeline flags say, by default evenly."""
+        return stages_of(stage_sizes(run))
+
+    def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:
+        """Tokens and types for the embedding, label and number for the answer, and what is padding for every layer."""
+        first, last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
+        return frozenset(
+            {"padding_mask", *(["text", "types"] if first else []), *(["label", "number"] if last else [])}
+        )
+
+    def wires(self, run: RunConfig, stage: Stage, context: ParallelContext) -> dict[str, WireSpec]:
+        """Hidden states ``[s, b·choices, h]``."""
+        return hidden_wires(run, stage, context, sequences=_answers(run.group(TaskConfig)).choices)
+
+    def build_model(
+        self,
+        model: ModelConfig,
+        groups: Sequence[object],
+        context: ParallelContext,
+        *,
+        stage: Stage | None = None,
+        recompute: RecomputePlan | None = None,
+        seed: int | None = None,
+    ) -> BertClassifier:
+        """The stage's part of the BERT."""
+        classes = _answers(group_among(groups, TaskConfig)).classes
+        return BertClassifier(model, context, classes=classes, stage=stage, recompute=recompute, seed=seed)
+
+    def forward(self, model: nn.Module, wires: Wires, microbatch: Microbatch) -> Any:
+        """Tokens (or the previous stage's hidden states) through this stage."""
+        return run_bert(model, wires, microbatch)
+
+    def loss(self, output: Any, microbatch: Microbatch) -> LossSum:
+        """Cross entropy summed over the samples that count, and the number of those answered rightly."""
+        assert isinstance(output, AnswerLogits)
+        label, logits = microbatch.tensors["label"], output.values
+        counted = _counted(label, output.context)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self._note is not None and output.context.mesh.rank("cp") == 0:
+            self._note(microbatch.tensors["number"], wide)
+        losses = cross_entropy(wide, label.clamp(min=0), reduction="none")
+        correct = (wide.argmax(dim=1) == label) & counted
+        total, count = (losses * counted).sum(), counted.sum()
+        parts = {LOSS: total.detach(), ACCURACY: correct.sum()}
+        return LossSum(
+            total,
+            count,
+            {name: torch.stack((each.to(total.dtype), count.to(total.dtype))) for name, each in parts.items()},
+        )
+
+    def counts(self, microbatch: Microbatch, context: ParallelContext) -> dict[str, Tensor]:
+        """Samples that count."""
+        if "label" not in microbatch.tensors:
+            return {}
+        return dict.fromkeys((LOSS, ACCURACY), _counted(microbatch.tensors["label"], context).sum())
+
+    def build_datasets(self, run: RunConfig, tokenizer: Tokenizer, sizes: SplitSizes) -> DatasetSplits:
+        """Epochs of the training texts, and each validation set by its name."""
+        check_marks_texts(tokenizer)
+        layout = PairLayout(
+            run.data.seq_length,
+            cast("MaskingTokenizer", tokenizer),
+            longest_first=_answers(run.group(TaskConfig)).longest_first,
+        )
+        train = None
+        if self._data.train is not None and not run.training.skip_train:
+            train = EpochsDataset(
+                LabelledDataset(self._data.train, layout),
+                epochs=run.group(TaskConfig).epochs or 0,
+                batch=run.training.global_batch_size,
+                seed=run.training.seed,
+            )
+        valid, number = {}, 0
+        for name, texts in self._data.valid.items():
+            valid[name] = LabelledDataset(texts, layout, first_number=number)
+            number += len(texts.texts)
+        return DatasetSplits(train, None, None, valid)
+
+    def flops_per_sample(self, run: RunConfig) -> float:
+        """Layers over the whole square of attention for each choice, and the head on the first token."""
+        return answer_flops(run.model, run.data.seq_length, _answers(run.group(TaskConfig)))
+
+
+def answer_flops(model: ModelConfig, seq_length: int, answers: AnswerShape) -> float:
+    """Model FLOPs of one sample, forward and backward: layers over the whole square of attention for each choice, and
+    pooler and head on one token of each.
+    """
+    hidden = model.hidden_size
+    head = 6 * hidden * (hidden + answers.classes)
+    return float(answers.choices * (seq_length * layers_flops_per_token(model, seq_length) + head))
+
+
+def _answers(task: TaskConfig) -> AnswerShape:
+    answers = task.answers
+    assert answers is not None, "a rule refuses other tasks"
+    return answers
+
+
+def _counted(label: Tensor, context: ParallelContext) -> Tensor:
+    """Samples ``[b]`` that count, on the context-parallel rank that has their first token."""
+    return label >= 0 if context.mesh.rank("cp") == 0 else torch.zeros_like(label, dtype=torch.bool)
