@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from megatron.core.checkpointing.agreement import gather_from_all, run_on_first
 from megatron.core.checkpointing.folders import TRACKER, iteration_of
-from megatron.core.checkpointing.manifest import MANIFEST, Manifest
+from megatron.core.checkpointing.manifest import MANIFEST, Manifest, unreadable
 from megatron.core.files.remote_path import AnyPath, path_of
 from megatron.core.parallel.mesh import Mesh
 from megatron.errors import CheckpointError
@@ -47,7 +47,8 @@ def find_checkpoint(
     reading settings before process groups exist). ``step`` asks for that iteration and no other. ``verify`` reads
     every file and compares checksums; without it only sizes are compared. ``flag``: what the user named ``root`` by;
     empty where it stands alone on the command line.
-    Raises CheckpointError that lists what was found and why each was rejected.
+    Raises CheckpointError that lists what was found and why each was rejected, and one whose exit code says that a
+    restart may help where object storage fails: an older checkpoint is no answer to that.
     """
     root, mesh = path_of(root), mesh or Mesh.single()
     named = f"{flag} {root}".lstrip()
@@ -171,7 +172,9 @@ def _follow_tracker(root: AnyPath, survey: _Survey) -> None:
         problem = f"{TRACKER} says {named[:20]!r}, and no complete checkpoint is of that iteration"
     except FileNotFoundError:
         problem = f"{TRACKER} is missing"
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        problem = f"{TRACKER} {unreadable(root, error)}"
+    except UnicodeDecodeError as error:
         problem = f"{TRACKER} cannot be read ({error})"
     survey.whole.sort(key=lambda found: str(found.iteration) != named)
     survey.has_favourite = any(str(found.iteration) == named for found in survey.whole)

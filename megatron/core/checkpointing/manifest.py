@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from megatron.core.files.remote_path import AnyPath, RemotePath
-from megatron.errors import CheckpointError
+from megatron.errors import RESTART_MAY_HELP, CheckpointError, exit_code_of
 from megatron.small_files import as_kind, read_json
 
 MANIFEST = "manifest.json"
@@ -40,13 +40,15 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: AnyPath) -> Manifest:
-        """The manifest in ``folder``; raises CheckpointError when there is none or it is damaged."""
+        """The manifest in ``folder``; raises CheckpointError when there is none or it is damaged, and OSError, as other
+        methods do, when object storage fails.
+        """
         try:
             body = read_json(folder / MANIFEST, dict[str, Any], where=MANIFEST, error=CheckpointError)
         except FileNotFoundError:
             raise CheckpointError(f"{MANIFEST} is missing") from None
         except OSError as error:
-            raise CheckpointError(f"{MANIFEST} cannot be read ({error.strerror})") from error
+            raise CheckpointError(f"{MANIFEST} {unreadable(folder, error)}") from error
         if body.pop("crc32", None) != _json_checksum(body):
             raise CheckpointError(f"{MANIFEST} is damaged (checksum mismatch)")
         manifest = cast(Manifest, as_kind(body, cls, where=MANIFEST, error=CheckpointError))
@@ -71,7 +73,7 @@ class Manifest:
                 for name, size in (folder / below if below else folder).sizes_below().items()
             }
         except OSError as error:
-            return [f"{folder.name} cannot be read ({error.strerror})"]
+            return [f"{folder.name} {unreadable(folder, error)}"]
         found = ((name, sizes.get(name), record.size) for name, record in self.files.items())
         return [_size_words(name, size, expected) for name, size, expected in found if size != expected]
 
@@ -83,7 +85,7 @@ class Manifest:
                 if checksum(folder / name) != self.files[name]:
                     problems.append(f"{name} is damaged (checksum mismatch)")
             except OSError as error:
-                problems.append(f"{name} cannot be read ({error.strerror})")
+                problems.append(f"{name} {unreadable(folder, error)}")
         return problems
 
 
@@ -110,6 +112,13 @@ def _size_problem(folder: Path, name: str, record: FileRecord) -> str | None:
 
 def _size_words(name: str, size: int | None, expected: int) -> str:
     return f"{name} is missing" if size is None else f"{name} holds {size} bytes in place of {expected}"
+
+
+def unreadable(folder: AnyPath, error: OSError) -> str:
+    """What to say of a file that a disk can't read. A service that fails says nothing about its objects: raise that."""
+    if isinstance(folder, RemotePath) and exit_code_of(error) == RESTART_MAY_HELP:
+        raise error
+    return f"cannot be read ({error.strerror})"
 
 
 def _json_checksum(body: Mapping[str, Any]) -> int:

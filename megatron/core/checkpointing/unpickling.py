@@ -147,7 +147,7 @@ class _Machine:
     def call(self) -> None:
         arguments, function = self.stack.pop(), self.stack.pop()
         if not isinstance(function, StandIn) or function.arguments is not None or type(arguments) is not tuple:
-            raise CheckpointError(f"it calls a {type(function).__name__}, which is not callable")
+            raise CheckpointError(f"it calls {_kind(function)}, which is not callable")
         build = self._builders.get(function.stands_for)
         if build is None:
             self.stack.append(StandIn(function.stands_for, arguments))
@@ -174,7 +174,7 @@ class _Machine:
             self._count_copied(state)
             vars(target).update((key, value) for key, value in state.items() if type(key) is str)
         elif type(target) is not dict:  # an OrderedDict has attributes, which nobody needs
-            raise CheckpointError(f"it sets attributes of a {type(target).__name__}")
+            raise CheckpointError(f"it sets attributes of {_kind(target)}")
 
     def append(self, values: list[Any]) -> None:
         target = self.stack[-1]
@@ -183,7 +183,7 @@ class _Machine:
         elif type(target) is set:
             target.update(map(key_of, values))
         elif not isinstance(target, StandIn):
-            raise CheckpointError(f"it appends to a {type(target).__name__}")
+            raise CheckpointError(f"it appends to {_kind(target)}")
 
     def set_items(self, values: list[Any]) -> None:
         target = self.stack[-1]
@@ -191,7 +191,7 @@ class _Machine:
             for key, value in zip(values[::2], values[1::2], strict=True):
                 target[key if type(key) is str else key_of(key)] = value
         elif not isinstance(target, StandIn):
-            raise CheckpointError(f"it sets items of a {type(target).__name__}")
+            raise CheckpointError(f"it sets items of {_kind(target)}")
 
     def make_dict(self) -> None:
         values = self.since_mark()
@@ -211,6 +211,13 @@ def key_of(value: Any, *, nested: bool = False) -> Any:
     if value is None or type(value) in (str, int, float, bool, bytes, torch.dtype, StandIn):
         return value
     raise CheckpointError(f"it has a {type(value).__name__} as a key")
+
+
+def _kind(value: Any) -> str:
+    """What a pickle takes a value for, in an error."""
+    if isinstance(value, StandIn):
+        return ascii(value.stands_for)[1:-1][:100]
+    return f"a {type(value).__name__}"
 
 
 def mapping_of(items: Any = ()) -> dict[Any, Any]:

@@ -21,7 +21,7 @@ from megatron.core.checkpointing.summary import compare, summarize
 from megatron.core.files.remote_path import AnyPath, RemotePath, path_of
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState, Sharding
-from megatron.errors import CheckpointError
+from megatron.errors import RESTART_MAY_HELP, CheckpointError
 from tests.harness.bucket import Killed, ServiceError, failing, killed_at, url
 from tests.unit.checkpointing.simulated import Layout, assert_holds, logical_values, on_ranks, state_of
 
@@ -152,6 +152,23 @@ def test_a_failing_service_leaves_the_old_checkpoint(name: str, operation: str, 
     assert objects(tmp_path) == before
     assert loaded(root) == (10, 1.0)
     save(root, 20, 2.0)
+    assert loaded(root) == (20, 2.0)
+
+
+@pytest.mark.parametrize("name", ["latest_checkpointed_iteration.txt", "manifest.json", "run.json", "__0_0.distcp"])
+def test_a_failing_service_is_no_reason_for_an_older_checkpoint(name: str, tmp_path: Path) -> None:
+    """A run went on from an older checkpoint, with a warning, or ended as by a user's mistake and wasn't restarted."""
+    root = path_of(url(tmp_path / "run"))
+    save(root, 10, 1.0)
+    newest = save(root, 20, 2.0)
+
+    def fault(done: str, path: str) -> None:
+        if done == "get" and Path(path).name == name and (newest.name in path or "latest" in name):
+            raise ServiceError("503 slow down")
+
+    with failing(fault), pytest.raises(CheckpointError, match="503 slow down") as caught:
+        find_checkpoint(root)
+    assert caught.value.exit_code == RESTART_MAY_HELP
     assert loaded(root) == (20, 2.0)
 
 
