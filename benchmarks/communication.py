@@ -28,7 +28,6 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.config.estimate import rank_parameters, stages_of
 from megatron.config.pipeline import chunks_per_rank
 from megatron.config.run import RunConfig
 from megatron.core.models.gpt.train_spec import GPTSpec
@@ -36,7 +35,8 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
-from megatron.training.pipeline import PipelineSettings
+from megatron.core.pipeline_parallel.settings import PipelineSettings
+from megatron.planning.estimate import rank_parameters, stages_of
 from megatron.training.run import build_run
 from megatron.training.step import train_step
 from tests.harness.ranks import run_ranks

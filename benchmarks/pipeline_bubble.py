@@ -36,8 +36,9 @@ from megatron.core.parallel.transport import Transfer, Transport
 from megatron.core.parallel.weight_gradients import WeightGradients
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, Wires, WireSpec
 from megatron.core.pipeline_parallel.runner import Runner
+from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.core.pipeline_parallel.simulate import Durations, simulate
-from megatron.training.pipeline import PipelineSettings, Plans, routes
+from megatron.training.pipeline import Plans, routes
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zb-v", 2)]
 

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING
 
 from megatron.config.flags import check_flags, flag
 from megatron.config.run import RunConfig
-from megatron.config.shrinking import SMALL_VOCABULARY, on_one_rank, shrunk, without_files
 from megatron.core.models.registry import family_of
 from megatron.errors import ConfigError, ParallelError, run_command
+from megatron.planning.shrinking import SMALL_VOCABULARY, on_one_rank, shrunk, without_files
 from megatron.training.pretrain import parse_any_family
 
 if TYPE_CHECKING:  # torch is imported when flags are known to be right

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import megatron
-from megatron.config.estimate import model_parameters
 from megatron.config.run import RunConfig
 from megatron.core.distributed.buffers import tied_stages
 from megatron.core.models.stage import Stage
@@ -18,6 +17,7 @@ from megatron.core.parallel.collectives import all_reduce, gather_objects
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.sharding import ShardedState
 from megatron.errors import RESTART_CANNOT_HELP, ParallelError
+from megatron.planning.estimate import model_parameters
 
 
 def check_ranks_agree(config: RunConfig, context: ParallelContext) -> None:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-from megatron.config.estimate import MemoryEstimate, kept_activations, rank_memory, rank_parameters
 from megatron.config.pipeline import stage_shapes
 from megatron.config.report import count, gigabytes
 from megatron.config.run import RunConfig
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.environment import launch_environment
 from megatron.errors import RESTART_CANNOT_HELP, RESTART_MAY_HELP, ConfigError
+from megatron.planning.estimate import MemoryEstimate, kept_activations, rank_memory, rank_parameters
 
 _MB = 1024 * 1024
 

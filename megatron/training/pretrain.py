@@ -49,8 +49,7 @@ def dry_run(
 
     ``model_name``, ``bodies``: see ``check_files``. Raises ConfigError that lists every file that is wrong.
     """
-    from megatron.config.dry_run import dry_run_report
-    from megatron.training.pipeline import schedule_facts
+    from megatron.planning.dry_run import dry_run_report
 
     lines: Sequence[str] = ()
     if config.command.check_files:
@@ -63,7 +62,7 @@ def dry_run(
                 more(found)
             found.raise_errors()
         lines = found.lines
-    print(dry_run_report(config, schedule=schedule_facts, files=lines))
+    print(dry_run_report(config, files=lines))
 
 
 def parse(

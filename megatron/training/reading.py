@@ -26,13 +26,14 @@ from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.transport import Transport
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, Wires, WireSpec
 from megatron.core.pipeline_parallel.runner import Runner
+from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.transformer.heads import VocabularyOutput
 from megatron.training.agreement import check_stages
 from megatron.training.checkpoint import check_same_model, where_to_find_weights
 from megatron.training.data import held_slices
-from megatron.training.pipeline import PipelineSettings, Plans, routes
+from megatron.training.pipeline import Plans, routes
 from megatron.training.stages import build_stage, stages_here
 from megatron.training.trained_model import model_state, share_tied_parameters
 

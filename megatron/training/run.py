@@ -24,6 +24,7 @@ from megatron.core.parallel.launch import describe_device
 from megatron.core.parallel.sharding import ShardedState
 from megatron.core.parallel.transport import Transport
 from megatron.core.pipeline_parallel.runner import Runner
+from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.training.agreement import check_stages
@@ -31,7 +32,7 @@ from megatron.training.data import TrainingData
 from megatron.training.flops import SpeedScale, device_peak
 from megatron.training.memory import check_memory
 from megatron.training.metrics import Evaluation
-from megatron.training.pipeline import PipelineSettings, Plans, routes
+from megatron.training.pipeline import Plans, routes
 from megatron.training.profiling import annotated
 from megatron.training.report import Reporter, Speaker
 from megatron.training.stages import build_stage, stages_here

@@ -8,8 +8,8 @@ from megatron.config.run import RunConfig
 from megatron.core.models.stage import Stage
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.core.transformer.block import RecomputePlan
-from megatron.training.pipeline import PipelineSettings
 
 
 def stages_here(run: RunConfig, train_spec: TrainSpec, context: ParallelContext) -> list[Stage]:

@@ -26,10 +26,11 @@ from megatron.core.parallel.transport import Transport
 from megatron.core.pipeline_parallel.actions import Placement
 from megatron.core.pipeline_parallel.chunk import Microbatch, WireSpec
 from megatron.core.pipeline_parallel.runner import Runner
+from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.core.transformer.block import RecomputePlan
 from megatron.training.data import held_slices
 from megatron.training.parity import Observed, parts_of, whole_gradients
-from megatron.training.pipeline import PipelineSettings, Plans, routes
+from megatron.training.pipeline import Plans, routes
 from megatron.training.step import loss_weights, total_counts
 from megatron.training.trained_model import model_state, named_parameters, share_tied_parameters
 from tests.equivalence.families import FAMILIES, GLOBAL_BATCH, LENGTH, VOCABULARY, Family

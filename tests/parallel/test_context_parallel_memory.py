@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megatron.config import ParallelConfig
-from megatron.config.estimate import kept_activations
 from megatron.config.run import RunConfig
 from megatron.core.models.gpt.model import GPTModel
 from megatron.core.parallel.context import ParallelContext
+from megatron.planning.estimate import kept_activations
 from tests.harness import run_ranks
 from tests.harness.kept import bytes_kept
 from tests.unit.config.command_lines import run_of

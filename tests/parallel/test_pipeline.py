@@ -15,19 +15,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.config.estimate import model_parameters
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.transport import Transport
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, Wires, WireSpec
 from megatron.core.pipeline_parallel.lower import Plan, lower
 from megatron.core.pipeline_parallel.runner import Runner
+from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.core.tensor_parallel.linear import linear
 from megatron.errors import ParallelError
+from megatron.planning.estimate import model_parameters
 from megatron.training.agreement import check_parameter_count
 from megatron.training.checkpoint import load
 from megatron.training.parity import Part, parts
-from megatron.training.pipeline import PipelineSettings, Plans, routes
+from megatron.training.pipeline import Plans, routes
 from megatron.training.saving import Saver
 from megatron.training.step import train_step
 from tests.harness import run_ranks

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config.estimate import model_parameters, rank_parameters
 from megatron.config.pipeline import balanced_sizes, chunks_per_rank, parse_layout, schedule_name, stage_sizes
 from megatron.config.run import RunConfig
+from megatron.planning.estimate import model_parameters, rank_parameters
 from tests.unit.config.command_lines import parse
 
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config.dry_run import dry_run_report
-from megatron.config.estimate import memory_estimate
 from megatron.config.pipeline import stage_shapes
 from megatron.core.models.stage import Stage
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.pipeline_parallel.actions import Action
 from megatron.core.pipeline_parallel.lower import lower
 from megatron.core.pipeline_parallel.schedules import interleaved
+from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.errors import ParallelError
+from megatron.planning.dry_run import dry_run_report
+from megatron.planning.estimate import memory_estimate
+from megatron.planning.schedule import schedule_facts
 from megatron.training.agreement import check_stages
-from megatron.training.pipeline import PipelineSettings, Plans, routes, schedule_facts
+from megatron.training.pipeline import Plans, routes
 from tests.unit.config.command_lines import parse
 
 SCHEDULES = {
@@ -87,14 +89,14 @@ def test_memory_is_that_of_the_fullest_rank() -> None:
     run, all_at_once = parse(flags, ranks=4), parse(f"{flags} --pipeline-schedule gpipe", ranks=4)
     assert schedule_facts(run, [10.0] * 4).peaks == (40.0, 30.0, 20.0, 10.0)
     assert schedule_facts(run, [10.0] * 4).bubble == pytest.approx(3 / 16)
-    one, other = (memory_estimate(each, schedule=schedule_facts) for each in (run, all_at_once))
+    one, other = (memory_estimate(each) for each in (run, all_at_once))
     assert one.kept * 3 < other.kept
 
 
 def test_dry_runs_describe_the_pipeline() -> None:
     """Which layers are where, and what waiting costs, before a cluster is booked."""
     flags = "--dry-run --num-layers 7 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
-    report = dry_run_report(parse(f"{flags} --global-batch-size 8", ranks=2), schedule=schedule_facts)
+    report = dry_run_report(parse(f"{flags} --global-batch-size 8", ranks=2))
     assert "interleaved: 4 stages of 2, 2, 2 and 1 layers" in report
     assert "ranks wait for 12.5 % of the time they compute" in report
     assert "on pipeline rank 0: " in report and "on pipeline rank 1: " in report

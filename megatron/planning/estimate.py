@@ -6,13 +6,14 @@ for its backward pass: ``[tokens, width]`` tensors, counted one by one and check
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron.config.model import ModelConfig
 from megatron.config.pipeline import EncoderDecoderLayers, StageShape, stage_shapes
 from megatron.config.run import RunConfig
 from megatron.config.train_spec import Outline
+from megatron.planning.schedule import schedule_facts
 
 _LOSS_CHUNK = 1 << 24  # logits of the vocabulary loss that exist at a time
 _STATES = {"adam": 2, "sgd": 1}  # fp32 numbers per weight
@@ -62,24 +63,6 @@ class MemoryEstimate:
     def total(self) -> int:
         """The peak."""
         return self.states + self.kept + self.working
-
-
-@dataclass(frozen=True)
-class ScheduleFacts:
-    """What a pipeline schedule costs: waiting over computing time, and what each rank keeps at a time at most."""
-
-    bubble: float
-    peaks: tuple[float, ...]
-
-
-ScheduleSimulator = Callable[[RunConfig, Sequence[float]], ScheduleFacts]
-"""From a run and what one microbatch keeps of each stage. Settings know no schedules; whoever reports brings them."""
-
-
-def without_pipeline(run: RunConfig, stage_bytes: Sequence[float]) -> ScheduleFacts:
-    """One microbatch at a time."""
-    assert run.parallel.pipeline_model_parallel_size == 1, "a run with pipeline stages needs its schedule simulated"
-    return ScheduleFacts(0.0, tuple(stage_bytes))
 
 
 def model_parameters(run: RunConfig) -> ParameterCounts:
@@ -151,9 +134,9 @@ def _mlp_parameters(model: ModelConfig, ranks: int) -> int:
     return split // ranks + (hidden if model.add_bias_linear else 0)
 
 
-def memory_estimate(run: RunConfig, *, schedule: ScheduleSimulator = without_pipeline) -> MemoryEstimate:
+def memory_estimate(run: RunConfig) -> MemoryEstimate:
     """Of the rank that needs most; the vocabulary size must be known."""
-    peaks = schedule(run, kept_activations(run)).peaks
+    peaks = schedule_facts(run, kept_activations(run)).peaks
     return max((rank_memory(run, rank, kept=int(peak)) for rank, peak in enumerate(peaks)), key=lambda each: each.total)
 
 

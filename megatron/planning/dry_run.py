@@ -4,31 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.config.estimate import (
-    MemoryEstimate,
-    ScheduleSimulator,
-    memory_estimate,
-    model_parameters,
-    rank_parameters,
-    stages_of,
-    without_pipeline,
-)
-from megatron.config.fitting import what_fits
 from megatron.config.pipeline import num_stages
 from megatron.config.report import count, gigabytes, layout_report, settings_report, stages_report
 from megatron.config.run import RunConfig
 from megatron.config.vocabulary import vocabulary_size
+from megatron.planning.estimate import (
+    MemoryEstimate,
+    memory_estimate,
+    model_parameters,
+    rank_parameters,
+    stages_of,
+)
+from megatron.planning.fitting import what_fits
+from megatron.planning.schedule import schedule_facts
 
 _LARGEST_GPU_GB = 288
 
 
-def dry_run_report(run: RunConfig, *, schedule: ScheduleSimulator = without_pipeline, files: Sequence[str] = ()) -> str:
-    """Sections of text about a checked run. ``schedule`` simulates its pipeline schedule; ``files``: what they told.
+def dry_run_report(run: RunConfig, *, files: Sequence[str] = ()) -> str:
+    """Sections of text about a checked run. ``files``: what they told.
 
     Raises ConfigError when neither the settings nor the tokenizer's files tell the size of the vocabulary.
     """
     run = run.with_vocab_size(vocabulary_size(run))
-    memory = memory_estimate(run, schedule=schedule)
+    memory = memory_estimate(run)
     title = f"memory of {'one' if run.parallel.pipeline_model_parallel_size == 1 else 'the fullest'} rank, estimated"
     sections = {
         "settings that are not the defaults, and where they come from": settings_report(run),
@@ -37,8 +36,8 @@ def dry_run_report(run: RunConfig, *, schedule: ScheduleSimulator = without_pipe
         "layout": layout_report(run, ranks_per_node=run.command.ranks_per_node),
         "batch and length": _batch(run),
         "parameters": _parameters(run),
-        "pipeline": _pipeline(run, schedule),
-        title: [*_memory(memory, only_reads=run.train_spec.only_reads), *_verdict(run, memory, schedule)],
+        "pipeline": _pipeline(run),
+        title: [*_memory(memory, only_reads=run.train_spec.only_reads), *_verdict(run, memory)],
     }
     return "\n\n".join(_section(title, lines) for title, lines in sections.items() if lines)
 
@@ -92,11 +91,11 @@ def _parameters_of(run: RunConfig, pipeline_rank: int, where: str) -> str:
     return f"{here.total:,} on {where}: {named}"
 
 
-def _pipeline(run: RunConfig, schedule: ScheduleSimulator) -> list[str]:
+def _pipeline(run: RunConfig) -> list[str]:
     """Schedule, stages and waiting time; nothing without a pipeline."""
     if run.parallel.pipeline_model_parallel_size == 1:
         return []
-    bubble = schedule(run, [1.0] * num_stages(run)).bubble
+    bubble = schedule_facts(run, [1.0] * num_stages(run)).bubble
     return [
         stages_report(run),
         f"ranks wait for {100 * bubble:.1f} % of the time they compute, if all stages take equally long",
@@ -117,7 +116,7 @@ def _memory(memory: MemoryEstimate, *, only_reads: bool) -> list[str]:
     return [f"{name:<{width}}  {gigabytes(size):>10}" for name, size in parts.items() if size]
 
 
-def _verdict(run: RunConfig, memory: MemoryEstimate, schedule: ScheduleSimulator) -> list[str]:
+def _verdict(run: RunConfig, memory: MemoryEstimate) -> list[str]:
     """Whether the run fits into ``--device-memory-gb``, and what would."""
     gb = run.command.device_memory_gb
     if gb is None:
@@ -126,7 +125,7 @@ def _verdict(run: RunConfig, memory: MemoryEstimate, schedule: ScheduleSimulator
     if memory.total <= gb * 1e9:
         return [f"fits into {gb:g} GB, with {gigabytes(gb * 1e9 - memory.total)} to spare for libraries and fragments"]
     per_node = run.command.ranks_per_node
-    fits = what_fits(run, device_bytes=gb * 1e9, ranks_per_node=per_node, schedule=schedule)
+    fits = what_fits(run, device_bytes=gb * 1e9, ranks_per_node=per_node)
     if not fits:
         return [f"does not fit into {gb:g} GB, and no change of layout, recomputation or micro batch makes it fit"]
     return [f"does not fit into {gb:g} GB; these would:", *(f"  {fit.flags}  ({gigabytes(fit.total)})" for fit in fits)]

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from megatron.config import RunConfig
-from megatron.config.dry_run import dry_run_report
 from megatron.config.report import axes, count, gigabytes, layout_report, stages_report
 from megatron.config.vocabulary import vocabulary_size
 from megatron.errors import ConfigError
+from megatron.planning.dry_run import dry_run_report
 from tasks.settings import TaskConfig
 from tests.unit.config.command_lines import parse, words
 
@@ -49,7 +49,7 @@ def dry_run(arguments: list[str], **environment: str) -> subprocess.CompletedPro
         "from megatron.training.pretrain import parse\n"
         "def main():\n"
         "    run = parse(sys.argv[1:], prog='pretrain_gpt.py')\n"
-        "    from megatron.config.dry_run import dry_run_report\n"
+        "    from megatron.planning.dry_run import dry_run_report\n"
         "    print(dry_run_report(run))\n"
         "run_command(main)\n"
     )

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from megatron.config import ParallelConfig, PrecisionConfig, RunConfig
-from megatron.config.estimate import kept_activations, memory_estimate, model_parameters, rank_parameters
 from megatron.core.models.t5.config import T5Config
 from megatron.core.models.t5.model import T5Model
 from megatron.core.models.t5.train_spec import T5Spec
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import sharding_of
+from megatron.planning.estimate import kept_activations, memory_estimate, model_parameters, rank_parameters
 from megatron.training.stages import recompute_plan
 from tests.harness.kept import bytes_kept
 from tests.unit.config.command_lines import run_of
-from tests.unit.config.test_estimate import context
+from tests.unit.planning.test_estimate import context
 
 QUIET: dict[str, Any] = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 RELATIVE: dict[str, Any] = {"position_embedding_type": "relative", "normalization": "RMSNorm", "add_bias_linear": False}

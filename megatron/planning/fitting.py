@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.estimate import ScheduleSimulator, memory_estimate, without_pipeline
 from megatron.config.rules import failures
 from megatron.config.rules.sizes import divisors
 from megatron.config.run import RunConfig
+from megatron.planning.estimate import memory_estimate
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,6 @@ def what_fits(
     *,
     device_bytes: float,
     ranks_per_node: int,
-    schedule: ScheduleSimulator = without_pipeline,
     most: int = 3,
 ) -> list[Fit]:
     """Variants of ``run`` that pass all rules and fit, those that cost least speed first."""
@@ -58,7 +57,7 @@ def what_fits(
         variant = _changed(run, changes)
         if failures(variant):
             continue
-        total = memory_estimate(variant, schedule=schedule).total
+        total = memory_estimate(variant).total
         if total > device_bytes:
             continue
         sufficient.append(changes)

@@ -9,8 +9,8 @@ import pytest
 from megatron.config.pipeline import num_stages
 from megatron.config.rules import failures
 from megatron.config.run import RunConfig
-from megatron.config.shrinking import SMALL_VOCABULARY, on_one_rank, shrunk, without_files
 from megatron.core.models.t5.config import T5Config
+from megatron.planning.shrinking import SMALL_VOCABULARY, on_one_rank, shrunk, without_files
 
 FOLDER = Path(__file__).parents[3] / "examples"
 EXAMPLES = sorted([*FOLDER.glob("gpt3/*.flags"), *FOLDER.glob("llama/*.flags")])

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from megatron.config import ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
-from megatron.config.estimate import kept_activations, memory_estimate, model_parameters, rank_parameters
-from megatron.config.fitting import what_fits
 from megatron.core.models.bert.config import BertConfig
 from megatron.core.models.registry import family_of
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RngStreams
 from megatron.core.parallel.sharding import sharding_of
+from megatron.planning.estimate import kept_activations, memory_estimate, model_parameters, rank_parameters
+from megatron.planning.fitting import what_fits
 from megatron.training.stages import recompute_plan
 from tests.harness.kept import bytes_kept
 from tests.unit.config.command_lines import run_of
