@@ -34,7 +34,7 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RngStreams, StreamKey
 from megatron.core.parallel.transport import Transfer, Transport
 from megatron.core.parallel.weight_gradients import WeightGradients
-from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, Wires, WireSpec
+from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs, TensorSpec
 from megatron.core.pipeline_parallel.runner import Runner
 from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.core.pipeline_parallel.simulate import Durations, simulate
@@ -107,12 +107,14 @@ class SlowTransport(Transport):
 class SleepingStage:
     """A stage that takes time and nothing else."""
 
-    def __init__(self, spec: WireSpec, seconds: float, gradients: WeightGradients, *, first: bool, last: bool) -> None:
-        self.incoming: Mapping[str, WireSpec] = {} if first else {"x": spec}
+    def __init__(
+        self, spec: TensorSpec, seconds: float, gradients: WeightGradients, *, first: bool, last: bool
+    ) -> None:
+        self.incoming: Mapping[str, TensorSpec] = {} if first else {"x": spec}
         self._spec, self._seconds, self._gradients, self._last = spec, seconds, gradients, last
 
-    def __call__(self, wires: Wires, microbatch: Microbatch) -> Wires | LossSum:
-        x = wires["x"] if wires else torch.zeros(self._spec.shape).requires_grad_()
+    def __call__(self, stage_inputs: StageInputs, microbatch: Microbatch) -> StageInputs | LossSum:
+        x = stage_inputs["x"] if stage_inputs else torch.zeros(self._spec.shape).requires_grad_()
         x = _Sleep.apply(x, self._seconds, self._gradients)  # type: ignore[no-untyped-call]
         return LossSum.single("loss", x.sum(), torch.tensor(1.0)) if self._last else {"x": x}
 
@@ -159,7 +161,7 @@ def run_rank(rank: int, job: Job) -> None:
 def time_schedule(context: ParallelContext, job: Job, settings: PipelineSettings) -> list[float]:
     """Seconds of each step, from when all ranks are there to when all have finished."""
     context.weight_gradients.may_wait = settings.splits_backward
-    placement, spec = settings.placement, WireSpec((job.elements,), torch.float32)
+    placement, spec = settings.placement, TensorSpec((job.elements,), torch.float32)
     stages = [
         SleepingStage(
             spec,

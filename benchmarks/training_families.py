@@ -158,7 +158,7 @@ def our_bert(shape: Shape, config: Any, context: Any) -> tuple[Any, Loss]:
     weights, labels = hidden / hidden.sum(), batch.labels.clamp(min=-1)
 
     def loss() -> Any:
-        output: Any = model(batch.tokens, batch.types, padding_mask=batch.real)
+        output: Any = model(batch.tokens, batch.types, attention_mask=batch.real)
         words = output.words.cross_entropy_where_weighted(labels, weights)
         return words + F.cross_entropy(output.order.float(), batch.order)
 
@@ -216,7 +216,7 @@ def our_t5(shape: Shape, config: Any, context: Any) -> tuple[Any, Loss]:
     weights, labels = answered / answered.sum(), batch.labels.clamp(min=-1)
 
     def loss() -> Any:
-        output: Any = model(batch.tokens, batch.begun, padding_mask=batch.real)
+        output: Any = model(batch.tokens, batch.begun, attention_mask=batch.real)
         return output.cross_entropy(labels, weights)
 
     return model, loss

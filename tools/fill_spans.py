@@ -141,7 +141,7 @@ def beginnings_in(samples: Sequence[Sample], trained: TrainedModel) -> Beginning
         for name in ("text_enc", "text_dec", "enc_mask")
     )
     model, names = cast("T5Model", trained.model), naming(trained).sentinels
-    return beginnings(model, tokens, decoder_tokens, padding_mask=real.bool(), names=names, count=CANDIDATES)
+    return beginnings(model, tokens, decoder_tokens, attention_mask=real.bool(), names=names, count=CANDIDATES)
 
 
 def shares(true: Sequence[int], guesses: Sequence[Sequence[int]]) -> str:

@@ -274,15 +274,15 @@ def show_sample(config: RunConfig) -> int:
 def sample_lines(sample: Sample, tokenizer: Tokenizer, *, apart: bool = False) -> Iterator[str]:
     """The text of a sample, and a line on each of its arrays; text without loss stands in ⟦brackets⟧.
 
-    ``apart``: segments don't predict each other, so that each has a first token of its own, and a line.
+    ``apart``: documents don't predict each other, so that each has a first token of its own, and a line.
     """
     if "tokens" not in sample:
         yield from masked_sample_lines(sample, tokenizer)
         return
     tokens, labels, mask, positions = (sample[name] for name in ("tokens", "labels", "loss_mask", "position_ids"))
-    segments = sample.get("segments", np.zeros_like(tokens))
+    document_ids = sample.get("document_ids", np.zeros_like(tokens))
     padding = 0
-    for start, stop in _runs(segments if apart else np.zeros_like(tokens)):
+    for start, stop in _runs(document_ids if apart else np.zeros_like(tokens)):
         if apart and not (labels[start:stop].any() or positions[start:stop].any() or mask[start:stop].any()):
             padding = stop - start
         else:
@@ -290,9 +290,9 @@ def sample_lines(sample: Sample, tokenizer: Tokenizer, *, apart: bool = False) -
             yield _bracketed(ids, np.append(0, mask[start:stop]), tokenizer)
     yield f"loss on      {int(mask.sum()):,} of {len(mask):,} labels"
     yield f"positions    0 to {int(positions.max())}"
-    if "segments" in sample:
-        sizes = [stop - start for start, stop in _runs(segments[: len(segments) - padding])]
-        yield f"segments     {' '.join(map(str, sizes))} tokens, each attended to by itself"
+    if "document_ids" in sample:
+        sizes = [stop - start for start, stop in _runs(document_ids[: len(document_ids) - padding])]
+        yield f"documents    {' '.join(map(str, sizes))} tokens, each attended to by itself"
     if padding:
         yield f"padding      {padding} tokens"
 
@@ -314,7 +314,7 @@ def _bracketed(ids: NDArray[Any], learned: NDArray[Any], tokenizer: Tokenizer) -
 
 def masked_sample_lines(sample: Sample, tokenizer: Tokenizer) -> Iterator[str]:
     """What BERT or T5 reads and is to answer."""
-    for name, is_real in (("text", "padding_mask"), ("text_enc", "enc_mask"), ("text_dec", "dec_mask")):
+    for name, is_real in (("text", "attention_mask"), ("text_enc", "enc_mask"), ("text_dec", "dec_mask")):
         if name in sample:
             yield f"{name:<13}{tokenizer.detokenize(sample[name][sample[is_real] == 1].tolist())}"
     yield f"{'answers':<13}{tokenizer.detokenize(sample['labels'][sample['loss_mask'] == 1].tolist())}"

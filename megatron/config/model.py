@@ -141,14 +141,16 @@ class ModelConfig:
         default=128,
         at_least=1,
     )
-    attention_backend: Literal["auto", "sdpa", "blocked", "reference"] = flag(
+    attention_backend: Literal["auto", "sdpa", "chunked", "eager"] = flag(
         "Attention kernel; auto takes the first that supports the call.",
         default="auto",
         renamed_values={
             "flash": ("auto", _FLASH),
             "fused": ("auto", _FLASH),
-            "unfused": ("reference", "the unfused attention is called reference here"),
-            "local": ("reference", "the unfused attention is called reference here"),
+            "unfused": ("eager", "the unfused attention is called eager here"),
+            "local": ("eager", "the unfused attention is called eager here"),
+            "reference": ("eager", "its former name"),
+            "blocked": ("chunked", "its former name"),
         },
     )
     attention_softmax_in_fp32: bool = flag(

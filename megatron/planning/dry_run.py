@@ -106,7 +106,7 @@ def _memory(memory: MemoryEstimate, *, only_reads: bool) -> list[str]:
     parts = {
         "weights": memory.weights,
         "gradients": memory.gradients,
-        "fp32 master weights": memory.masters,
+        "fp32 master weights": memory.main_params,
         "optimizer moments": memory.moments,
         "activations kept for the backward pass": memory.kept,
         "working memory, at most" if only_reads else "working memory of loss and backward pass": memory.working,

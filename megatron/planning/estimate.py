@@ -49,7 +49,7 @@ class MemoryEstimate:
 
     weights: int
     gradients: int
-    masters: int
+    main_params: int
     moments: int
     kept: int
     working: int
@@ -57,7 +57,7 @@ class MemoryEstimate:
     @property
     def states(self) -> int:
         """What is there all the time."""
-        return self.weights + self.gradients + self.masters + self.moments
+        return self.weights + self.gradients + self.main_params + self.moments
 
     @property
     def total(self) -> int:
@@ -150,7 +150,7 @@ def rank_memory(run: RunConfig, pipeline_rank: int, *, kept: int = 0) -> MemoryE
     return MemoryEstimate(
         weights=parameters * width,
         gradients=trained * parameters * (2 if run.precision.grad_reduce_in_bf16 else 4),
-        masters=trained * (owned * 4 if width < 4 else 0),
+        main_params=trained * (owned * 4 if width < 4 else 0),
         moments=trained * owned * 4 * _states(run),
         kept=trained * kept,
         working=max(stacks[-1].of_loss() if has_loss else 0, *(stack.of_backward() for stack in stacks)),
@@ -167,7 +167,7 @@ def kept_activations(run: RunConfig) -> list[int]:
         held = EncoderDecoderLayers.of(stage.layers, run.model.num_layers)
         kept = stacks[0].kept(len(held.encoder), opens=stage.is_first, closes=held.closes_encoder)
         kept += stacks[1].kept(len(held.decoder), opens=held.opens_decoder, closes=stage.is_last)
-        found.append(kept + (stacks[0].encoded() if held.decoder else 0))
+        found.append(kept + (stacks[0].encoder_hidden_states() if held.decoder else 0))
     return found
 
 
@@ -220,7 +220,7 @@ class _Activations:
         self._score_width = 4 if model.attention_softmax_in_fp32 else self._width
         # With dropout only blocks of scores are replayed, and those are not widened.
         widened_and_drawn = self._score_width != self._width and model.attention_dropout > 0
-        self._keeps_scores = model.attention_backend == "reference" or widened_and_drawn
+        self._keeps_scores = model.attention_backend == "eager" or widened_and_drawn
         kinds, parallel = run.parallel.cp_comm_types, run.parallel
         self._heads_exchanged = any(parallel.head_exchange_size(kind) > 1 for kind in kinds)
         self._whole_sequences = not kinds or "a2a" in kinds
@@ -236,7 +236,7 @@ class _Activations:
         positions = pairs * (8 + self._heads * self._width) * (layers > 0 and self._relative)  # with the buckets
         return embedding + positions + sum(self._layers_kept(layers)) + (self._stream + self._head()) * closes
 
-    def encoded(self) -> int:
+    def encoder_hidden_states(self) -> int:
         """What the encoder made, as all layers of a decoder's stage are given it."""
         return self._rows * self._hidden * self._width
 

@@ -87,8 +87,8 @@ def whole_gradients(buffers: Iterable[FlatBuffer], mesh: Mesh, *, sharded: bool)
             if sharded:
                 own = buffer.shard(bucket, mesh.rank(*buffer.reduce)).of(buffer.grads).clone()
                 bucket.span.of(buffer.grads).copy_(all_gather(own, mesh, *buffer.reduce))
-            for slot in bucket.slots:
-                found[slot.name] = parts(slot.main_grad, slot.sharding, mesh)
+            for entry in bucket.entries:
+                found[entry.name] = parts(entry.main_grad, entry.sharding, mesh)
     return found
 
 

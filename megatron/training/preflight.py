@@ -111,7 +111,7 @@ def _check_load(
     if is_new and settings.pretrained_checkpoint is None:
         found.lines.append(f"checkpoint: none in {settings.load} yet, a new run")
         return
-    from megatron.training.loadable import describe_start
+    from megatron.training.compatibility import describe_start
 
     line = found.check(lambda: describe_start(run, tokenizer, model_name=model_name, bodies=bodies))
     if line is not None:

@@ -24,12 +24,12 @@ from megatron.core.parallel.collectives import all_reduce
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.transport import Transport
-from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, Wires, WireSpec
+from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs, TensorSpec
 from megatron.core.pipeline_parallel.runner import Runner
 from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.core.transformer.heads import VocabularyOutput
+from megatron.core.transformer.output_layer import VocabularyOutput
 from megatron.training.agreement import check_stages
 from megatron.training.checkpoint import check_same_model, where_to_find_weights
 from megatron.training.data import held_slices
@@ -96,19 +96,19 @@ class _ReadingChunk:
     train_spec: TrainSpec
     model: nn.Module
     is_last: bool
-    incoming: Mapping[str, WireSpec]
+    incoming: Mapping[str, TensorSpec]
     readout: Readout
     config: RunConfig
     found: dict[int, Tensor] = field(default_factory=dict)
 
-    def __call__(self, wires: Wires, microbatch: Microbatch) -> Wires | LossSum:
-        output: Any = self.train_spec.forward(self.model, wires, microbatch)
+    def __call__(self, stage_inputs: StageInputs, microbatch: Microbatch) -> StageInputs | LossSum:
+        output: Any = self.train_spec.forward(self.model, stage_inputs, microbatch)
         if not self.is_last:
             return dict(output)
         labels, wanted = microbatch.tensors["labels"], microbatch.tensors["loss_mask"]
         rows = torch.zeros(labels.shape[0], self.readout.width(self.config), dtype=torch.float64, device=labels.device)
         self.readout(output, labels, wanted, rows)
-        self.found[microbatch.key.sample] = rows
+        self.found[microbatch.rng_key.sample] = rows
         nothing = rows.new_zeros(())
         return LossSum(nothing, nothing)
 
@@ -171,7 +171,12 @@ class LoadedModel:
         )
         chunks = [
             _ReadingChunk(
-                self.train_spec, model, stage.is_last, self.train_spec.wires(config, stage, context), readout, config
+                self.train_spec,
+                model,
+                stage.is_last,
+                self.train_spec.stage_inputs(config, stage, context),
+                readout,
+                config,
             )
             for model, stage in zip(self.models, self.stages)
         ]

@@ -134,7 +134,7 @@ def build_run(config: RunConfig, train_spec: TrainSpec, context: ParallelContext
         schedule=build_schedule(config),
         runner=Runner(
             [
-                ModelChunk(train_spec, model, stage.is_last, train_spec.wires(config, stage, context))
+                ModelChunk(train_spec, model, stage.is_last, train_spec.stage_inputs(config, stage, context))
                 for model, stage in zip(models, stages)
             ],
             transport=Transport(context.mesh, context.device, routes=routes(plans.settings.placement)),

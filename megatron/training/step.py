@@ -85,7 +85,7 @@ def ready_to_learn(run: Run, microbatches: Sequence[Microbatch]) -> list[Microba
         if run.config.precision.fp16:
             sizes = run.context.mesh.size("dp") * run.context.mesh.size("cp")
             run.optimizer.expect(totals[names[0]].item() / sizes)
-    return [replace(each, gradient_seed=run.optimizer.gradient_seed, loss_weights=weights) for each in microbatches]
+    return [replace(each, backward_scale=run.optimizer.backward_scale, loss_weights=weights) for each in microbatches]
 
 
 def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepRecord:

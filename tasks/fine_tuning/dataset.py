@@ -47,7 +47,7 @@ class PairLayout:
 class LabelledDataset:
     """The texts of a set, in their order.
 
-    A sample: ``text``, ``types`` and ``padding_mask`` int64 [choices, S]; ``label``, the number of the right class or
+    A sample: ``text``, ``types`` and ``attention_mask`` int64 [choices, S]; ``label``, the number of the right class or
     choice, −1: the sample counts for nothing; and ``number``, its own, counted from ``first_number``, −1: it only fills
     a batch.
     """
@@ -76,11 +76,11 @@ class LabelledDataset:
             raise DataError(f"{text.origin}: {error}") from None
         label = COUNTS_FOR_NOTHING if index is None or text.label is None else text.label
         number = COUNTS_FOR_NOTHING if index is None else self._first_number + index
-        ids, types, padding_mask = sequences.transpose(1, 0, 2)
+        ids, types, attention_mask = sequences.transpose(1, 0, 2)
         return {
             "text": ids,
             "types": types,
-            "padding_mask": padding_mask,
+            "attention_mask": attention_mask,
             "label": np.array(label, np.int64),
             "number": np.array(number, np.int64),
         }

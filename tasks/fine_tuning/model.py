@@ -55,30 +55,30 @@ class BertClassifier(BertBody):
         tokens: Tensor | None,
         types: Tensor | None,
         *,
-        padding_mask: Tensor,
-        key: StreamKey | None = None,
+        attention_mask: Tensor,
+        rng_key: StreamKey | None = None,
         hidden: Tensor | None = None,
     ) -> AnswerLogits | Tensor:
         """Token ids and types ``[b, choices, S]`` (None after the first stage) to logits ``[b, answers]``, before the
-        last stage to hidden states ``[s, b·choices, h]``; ``padding_mask`` is ``[b, choices, S]``. See BertModel.
+        last stage to hidden states ``[s, b·choices, h]``; ``attention_mask`` is ``[b, choices, S]``. See BertModel.
         """
-        key = key or StreamKey(0)
+        rng_key = rng_key or StreamKey(0)
         hidden = self.hidden_states(
             None if tokens is None else tokens.flatten(0, 1),
             None if types is None else types.flatten(0, 1),
-            padding_mask=padding_mask.flatten(0, 1),
-            key=key,
+            attention_mask=attention_mask.flatten(0, 1),
+            rng_key=rng_key,
             hidden=hidden,
         )
         head = self.classification_head or self.multichoice_head
         if self.pooler is None or head is None:
             return hidden
-        logits: Tensor = head(self._dropped(self.pooler(hidden), key))
-        return AnswerLogits(logits.view(len(padding_mask), -1), self._context)
+        logits: Tensor = head(self._dropped(self.pooler(hidden), rng_key))
+        return AnswerLogits(logits.view(len(attention_mask), -1), self._context)
 
-    def _dropped(self, pooled: Tensor, key: StreamKey) -> Tensor:
+    def _dropped(self, pooled: Tensor, rng_key: StreamKey) -> Tensor:
         """Dropout that every tensor-parallel rank draws alike, as all hold the same vectors."""
         if not self.training or self._config.hidden_dropout == 0.0:
             return pooled
-        self._context.rng.enter(key, "answer")
+        self._context.rng.enter(rng_key, "answer")
         return dropout(pooled, self._config.hidden_dropout, self._context.rng.replicated)

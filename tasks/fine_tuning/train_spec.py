@@ -20,9 +20,9 @@ from megatron.core.models.bert.data import check_marks_texts
 from megatron.core.models.bert.train_spec import run_bert
 from megatron.core.models.flops import layers_flops_per_token
 from megatron.core.models.stage import Stage, stages_of
-from megatron.core.models.stage_inputs import hidden_wires
+from megatron.core.models.stage_inputs import hidden_stage_inputs
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, Wires, WireSpec
+from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs, TensorSpec
 from megatron.core.tokenizers.base import MaskingTokenizer, Tokenizer
 from megatron.core.transformer.block import RecomputePlan
 from tasks.fine_tuning.dataset import EpochsDataset, LabelledDataset, PairLayout
@@ -56,7 +56,7 @@ class ClassificationSpec:
     batch_fields: Mapping[str, int | None] = {
         "text": 2,
         "types": 2,
-        "padding_mask": None,
+        "attention_mask": None,
         "label": None,
         "number": None,
     }
@@ -71,7 +71,7 @@ class ClassificationSpec:
 
     def attention(self, run: RunConfig) -> dict[str, dict[str, Any]]:
         """Every token sees every other that is no padding."""
-        return {"": {"causal": False, "padding_mask": True}}
+        return {"": {"causal": False, "attention_mask": True}}
 
     def stages(self, run: RunConfig) -> list[Stage]:
         """Layers divided as the pipeline flags say, by default evenly."""
@@ -81,12 +81,12 @@ class ClassificationSpec:
         """Tokens and types for the embedding, label and number for the answer, and what is padding for every layer."""
         first, last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
         return frozenset(
-            {"padding_mask", *(["text", "types"] if first else []), *(["label", "number"] if last else [])}
+            {"attention_mask", *(["text", "types"] if first else []), *(["label", "number"] if last else [])}
         )
 
-    def wires(self, run: RunConfig, stage: Stage, context: ParallelContext) -> dict[str, WireSpec]:
+    def stage_inputs(self, run: RunConfig, stage: Stage, context: ParallelContext) -> dict[str, TensorSpec]:
         """Hidden states ``[s, b·choices, h]``."""
-        return hidden_wires(run, stage, context, sequences=_answers(run.group(TaskConfig)).choices)
+        return hidden_stage_inputs(run, stage, context, sequences=_answers(run.group(TaskConfig)).choices)
 
     def build_model(
         self,
@@ -102,9 +102,9 @@ class ClassificationSpec:
         classes = _answers(group_among(groups, TaskConfig)).classes
         return BertClassifier(model, context, classes=classes, stage=stage, recompute=recompute, seed=seed)
 
-    def forward(self, model: nn.Module, wires: Wires, microbatch: Microbatch) -> Any:
+    def forward(self, model: nn.Module, stage_inputs: StageInputs, microbatch: Microbatch) -> Any:
         """Tokens (or the previous stage's hidden states) through this stage."""
-        return run_bert(model, wires, microbatch)
+        return run_bert(model, stage_inputs, microbatch)
 
     def loss(self, output: Any, microbatch: Microbatch) -> LossSum:
         """Cross entropy summed over the samples that count, and the number of those answered rightly."""

@@ -21,7 +21,7 @@ from megatron.core.models.t5.model import T5Model
 from megatron.core.models.t5.train_spec import T5Spec
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.pipeline_parallel.chunk import WireSpec
+from megatron.core.pipeline_parallel.chunk import TensorSpec
 from tasks.fine_tuning.model import BertClassifier
 from tasks.fine_tuning.train_spec import ACCURACY, LOSS, ClassificationSpec, LabelledData
 
@@ -34,8 +34,8 @@ class Family:
     """``batch``: the global batch of a step. ``losses``: their names; ``optional``: fields that only some variants use;
     ``sequences``: of a sample.
 
-    ``build``: the model from its config, context, and keywords ``stage``, ``recompute`` and ``seed``. ``wires``: what a
-    stage that isn't the first is handed, for a function from length to hidden states. ``more_layers``: those that the
+    ``build``: the model from its config, context, and keywords ``stage``, ``recompute`` and ``seed``. ``stage_inputs``:
+    of a stage that isn't the first, for a function from length to hidden states. ``more_layers``: those that the
     model has besides its config's.
     """
 
@@ -45,14 +45,14 @@ class Family:
     losses: tuple[str, ...]
     optional: tuple[str, ...] = ()
     sequences: int = 1
-    wires: Callable[[ModelConfig, Stage, Callable[[int], WireSpec]], dict[str, WireSpec]] = (
+    stage_inputs: Callable[[ModelConfig, Stage, Callable[[int], TensorSpec]], dict[str, TensorSpec]] = (
         lambda config, stage, hidden: {"hidden": hidden(LENGTH)}
     )
     more_layers: int = 0
 
 
 def causal_batch(step: int) -> dict[str, Tensor]:
-    """Tokens, labels, a random loss mask with one sample masked out whole, and document segments."""
+    """Tokens, labels, a random loss mask with one sample masked out whole, and document document_ids."""
     generator = torch.Generator().manual_seed(100 + step)
     tokens = torch.randint(VOCABULARY, (GLOBAL_BATCH, LENGTH + 1), generator=generator)
     mask = (torch.rand(GLOBAL_BATCH, LENGTH, generator=generator) > 0.3).double()
@@ -64,7 +64,7 @@ def causal_batch(step: int) -> dict[str, Tensor]:
         "tokens": tokens[:, :-1],
         "labels": tokens[:, 1:],
         "loss_mask": mask,
-        "segments": boundary.int().cumsum(1).int(),
+        "document_ids": boundary.int().cumsum(1).int(),
     }
 
 
@@ -88,7 +88,7 @@ def masked_batch(step: int) -> dict[str, Tensor]:
         "types": ((positions >= lengths // 2) & real).long(),
         "labels": torch.where(hidden, torch.randint(VOCABULARY, shape, generator=generator), -1),
         "loss_mask": hidden.long(),
-        "padding_mask": real.long(),
+        "attention_mask": real.long(),
         "is_random": exchanged,
     }
 
@@ -104,7 +104,7 @@ def labelled_batch(step: int, *, choices: int, answers: int) -> dict[str, Tensor
     return {
         "text": torch.randint(VOCABULARY, shape, generator=generator) * real,
         "types": ((positions >= lengths // 2) & real).long(),
-        "padding_mask": real.long(),
+        "attention_mask": real.long(),
         "label": label,
     }
 
@@ -150,15 +150,15 @@ def t5_model(config: ModelConfig, context: ParallelContext, **options: Any) -> T
     return T5Model(config, T5Config(**T5_SETTINGS, scale_output=scale), context, **options)
 
 
-def t5_wires(config: ModelConfig, stage: Stage, hidden: Callable[[int], WireSpec]) -> dict[str, WireSpec]:
+def t5_wires(config: ModelConfig, stage: Stage, hidden: Callable[[int], TensorSpec]) -> dict[str, TensorSpec]:
     """Hidden states of the encoder, or those of the decoder and what the encoder made."""
     if stage.layers.start <= config.num_layers:
         return {"hidden": hidden(LENGTH)}
-    return {"hidden": hidden(LENGTH // 2), "encoded": hidden(LENGTH)}
+    return {"hidden": hidden(LENGTH // 2), "encoder_hidden_states": hidden(LENGTH)}
 
 
 FAMILIES = {
-    "gpt": Family(GPTSpec(), GPTModel, causal_batch, ("lm loss",), optional=("segments",)),
+    "gpt": Family(GPTSpec(), GPTModel, causal_batch, ("lm loss",), optional=("document_ids",)),
     "bert": Family(BertSpec(), BertModel, masked_batch, (WORDS, ORDER)),
     "classes": answering(choices=1, classes=3),
     "choices": answering(choices=4, classes=1),
@@ -167,7 +167,7 @@ FAMILIES = {
         t5_model,
         span_batch,
         ("lm loss",),
-        wires=t5_wires,
+        stage_inputs=t5_wires,
         more_layers=T5_SETTINGS["decoder_num_layers"],
     ),
 }

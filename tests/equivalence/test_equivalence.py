@@ -37,7 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama": LLAMA | STILL,
     "llama tied, qk norm, documents": LLAMA
     | STILL
-    | {"untie_embeddings_and_output_weights": False, "qk_layernorm": True, "segments": True},
+    | {"untie_embeddings_and_output_weights": False, "qk_layernorm": True, "document_ids": True},
     "geglu, rotary half interleaved, layernorm 1p": SMALL
     | STILL
     | {
@@ -69,7 +69,7 @@ FEW_GROUPS: dict[str, dict[str, Any]] = {
     "one group": LLAMA | STILL | {"num_query_groups": 1, "add_qkv_bias": True},
     "two groups, qk norm, documents": LLAMA
     | STILL
-    | {"num_query_groups": 2, "qk_layernorm": True, "segments": True, "untie_embeddings_and_output_weights": False},
+    | {"num_query_groups": 2, "qk_layernorm": True, "document_ids": True, "untie_embeddings_and_output_weights": False},
 }
 DRAWING: dict[str, dict[str, Any]] = {
     "gpt2 with dropout": SMALL | {"attention_dropout": 0.2, "hidden_dropout": 0.2},

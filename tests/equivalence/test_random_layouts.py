@@ -35,9 +35,9 @@ def draw_model(rng: random.Random) -> dict[str, Any]:
     """Settings of a small model without dropout."""
     layers = {"num_layers": rng.randint(4, 8), "untie_embeddings_and_output_weights": rng.random() < 0.5}
     if rng.random() < 0.5:
-        return SMALL | STILL | layers | {"num_attention_heads": 8, "segments": rng.random() < 0.5}
+        return SMALL | STILL | layers | {"num_attention_heads": 8, "document_ids": rng.random() < 0.5}
     groups = {"num_query_groups": rng.choice([1, 2, 4, 8]), "qk_layernorm": rng.random() < 0.5}
-    return LLAMA | STILL | layers | groups | {"segments": rng.random() < 0.5}
+    return LLAMA | STILL | layers | groups | {"document_ids": rng.random() < 0.5}
 
 
 def draw_layout(rng: random.Random, model: dict[str, Any]) -> Layout:

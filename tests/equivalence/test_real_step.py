@@ -135,8 +135,8 @@ def test_documents_and_positions_reach_the_model(data: str) -> None:
     """The reset flags would have no effect: on all layouts alike, so that no comparison between them shows it."""
     run = tiny_run(ParallelContext.single(dtype=torch.float64), f"--data-path {data} {FLAGS}")
     microbatch, model = next(run.data.training_batches(0))[0], run.models[0]
-    inputs = {name: microbatch.tensors[name] for name in ("tokens", "position_ids", "segments")}
-    assert inputs["segments"].max() > 0, "the samples hold several documents"
+    inputs = {name: microbatch.tensors[name] for name in ("tokens", "position_ids", "document_ids")}
+    assert inputs["document_ids"].max() > 0, "the samples hold several documents"
 
     def logits(**given: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = model(**given).logits()
@@ -144,7 +144,7 @@ def test_documents_and_positions_reach_the_model(data: str) -> None:
 
     taken = run.train_spec.forward(model, {}, microbatch).logits()
     assert torch.equal(taken, logits(**inputs))
-    for left_out in ("position_ids", "segments"):
+    for left_out in ("position_ids", "document_ids"):
         without = {name: tensor for name, tensor in inputs.items() if name != left_out}
         assert not torch.allclose(taken, logits(**without))
 

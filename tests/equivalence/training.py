@@ -24,7 +24,7 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.transport import Transport
 from megatron.core.pipeline_parallel.actions import Placement
-from megatron.core.pipeline_parallel.chunk import Microbatch, WireSpec
+from megatron.core.pipeline_parallel.chunk import Microbatch, TensorSpec
 from megatron.core.pipeline_parallel.runner import Runner
 from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.core.transformer.block import RecomputePlan
@@ -140,8 +140,8 @@ def build_chunks(
     stages = stages_of(sizes)
     share = mesh.size("cp") * (mesh.size("tp") if context.sequence_parallel else 1)
 
-    def hidden(length: int) -> WireSpec:
-        return WireSpec(
+    def hidden(length: int) -> TensorSpec:
+        return TensorSpec(
             (length // share, layout.micro_batch_size * family.sequences, config.hidden_size), context.dtype
         )
 
@@ -149,6 +149,6 @@ def build_chunks(
     for number in placement.stages_of(mesh.rank("pp")):
         stage = stages[number]
         model = family.build(config, context, stage=stage, recompute=layout.recompute, seed=7)
-        wires = {} if stage.is_first else family.wires(config, stage, hidden)
-        chunks.append(ModelChunk(family.train_spec, model, stage.is_last, wires))
+        stage_inputs = {} if stage.is_first else family.stage_inputs(config, stage, hidden)
+        chunks.append(ModelChunk(family.train_spec, model, stage.is_last, stage_inputs))
     return chunks

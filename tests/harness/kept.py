@@ -20,6 +20,6 @@ def bytes_kept(model: nn.Module, *tokens: Tensor, **inputs: Tensor) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = model(*tokens, key=StreamKey(0), **inputs)
+        output = model(*tokens, rng_key=StreamKey(0), **inputs)
     assert output is not None  # alive until here, with all that it refers to
     return sum(storage.nbytes() for storage in kept.values())

@@ -40,13 +40,13 @@ STILL, SLICED = "--attention-dropout 0", "--context-parallel-size 2"
     ("flags", "ways", "told", "called"),
     [
         (f"{SLICED} {STILL}", {}, "p2p: sdpa", {("sdpa", True)}),
-        (SLICED, {}, f"p2p: blocked ({REFUSED})", {("blocked", True)}),
+        (SLICED, {}, f"p2p: chunked ({REFUSED})", {("chunked", True)}),
         (f"{SLICED} {STILL} --reset-attention-mask", {}, "p2p: sdpa", {("sdpa", True)}),
         (
-            f"{SLICED} --cp-comm-type a2a all_gather --attention-backend reference",
+            f"{SLICED} --cp-comm-type a2a all_gather --attention-backend eager",
             {"cp_comm_types": ("a2a", "all_gather")},
             "a2a: reference; all_gather: reference",
-            {("reference", False), ("reference", True)},
+            {("eager", False), ("eager", True)},
         ),
     ],
 )

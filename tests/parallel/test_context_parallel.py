@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.core.context_parallel import key_exchange, merged_attention
 from megatron.core.context_parallel.attention import attention
 from megatron.core.context_parallel.slicing import take
-from megatron.core.ops.attention import AttentionOptions, blocked
+from megatron.core.ops.attention import AttentionOptions, chunked
 from megatron.core.ops.attention import attention as attention_of_one_rank
 from megatron.core.ops.attention.partial import partial_attention, partial_attention_gradients
 from megatron.core.parallel import exchange
@@ -42,7 +42,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "documents": {"documents": True, "groups": 4},
     "documents, bidirectional": {"documents": True, "causal": False},
     "padding": {"padding": True, "causal": False, "groups": 4},
-    "documents by blocks": {"documents": True, "backend": "blocked"},
+    "documents by blocks": {"documents": True, "backend": "chunked"},
     "padding, causal": {"padding": True},
 }
 
@@ -59,21 +59,21 @@ def options(
     *, causal: bool = True, keys: int = LENGTH, documents: bool = False, padding: bool = False, backend: str = "auto"
 ) -> tuple[AttentionOptions, str]:
     """Of a call over the whole sequence, and its backend."""
-    segments = (torch.rand(BATCH, LENGTH, generator=torch.Generator().manual_seed(2)) < 0.2).cumsum(1)
+    document_ids = (torch.rand(BATCH, LENGTH, generator=torch.Generator().manual_seed(2)) < 0.2).cumsum(1)
     real = torch.ones(BATCH, keys, dtype=torch.bool)
     real[0, 17:], real[1, :9] = False, False
     asked = AttentionOptions(
         causal=causal,
         scale=WIDTH**-0.5,
-        segments=segments if documents else None,
-        padding_mask=real if padding else None,
+        document_ids=document_ids if documents else None,
+        attention_mask=real if padding else None,
     )
     return asked, backend
 
 
 def on_slices(context: ParallelContext, way: dict[str, Any], call: dict[str, Any]) -> list[float]:
     """How far a rank's result and gradients are from its slices of those of one rank."""
-    blocked._BLOCK = 5
+    chunked._BLOCK = 5
     call = dict(call)
     groups, keys = call.pop("groups", HEADS), call.get("keys", LENGTH)
     whole, upstream = inputs(groups=groups, keys=keys)
@@ -90,7 +90,7 @@ def on_slices(context: ParallelContext, way: dict[str, Any], call: dict[str, Any
 
     leaves = [x.requires_grad_() for x in whole]
     q, k, v = leaves
-    reference = attention_of_one_rank(q, k, v, asked, backend="reference")
+    reference = attention_of_one_rank(q, k, v, asked, backend="eager")
     expected = [reference, *torch.autograd.grad(reference, leaves, upstream)]
     assert out.shape == held(reference).shape
     return [(actual - held(wanted)).abs().max().item() for actual, wanted in zip(found, expected)]
@@ -116,7 +116,7 @@ def errors_in_bf16(context: ParallelContext, way: dict[str, Any]) -> list[float]
     found = [out, *torch.autograd.grad(out, slices, take(upstream, rank, ranks, dim=0).bfloat16())]
     exact = [x.double().requires_grad_() for x in rounded]
     q, k, v = exact
-    reference = attention_of_one_rank(q, k, v, CAUSAL, backend="reference")
+    reference = attention_of_one_rank(q, k, v, CAUSAL, backend="eager")
     expected = [reference, *torch.autograd.grad(reference, exact, upstream)]
     return [
         ((actual.double() - take(wish, rank, ranks, dim=0)).abs().max() / wish.abs().max()).item()

@@ -16,11 +16,11 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import CpCommType
 from megatron.core.context_parallel.slicing import take
 from megatron.core.models.gpt.model import GPTModel
-from megatron.core.ops.attention import reference
+from megatron.core.ops.attention import eager
 from megatron.core.ops.dropout import dropout
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.rng import RngStreams, StreamKey
-from megatron.core.transformer import heads, layer
+from megatron.core.transformer import embedding, layer
 from tests.harness import run_ranks
 
 LENGTH, BATCH, HIDDEN, HEADS, LAYERS = 16, 2, 16, 4, 2
@@ -49,19 +49,19 @@ def draw(context: ParallelContext, samples: tuple[int, ...] = (0,), exchange: Cp
         vocab_size=50,
         attention_dropout=0.5,
         hidden_dropout=0.5,
-        attention_backend="reference",
+        attention_backend="eager",
     )
     model, draws = GPTModel(config, context, seed=1), []
     for sample in samples:
         draws.append(found := Draws())
         with contextlib.ExitStack() as recorders:
-            recorders.enter_context(recording(found.hidden, heads))
+            recorders.enter_context(recording(found.hidden, embedding))
             recorders.enter_context(recording(found.hidden, layer))
-            recorders.enter_context(recording(found.scores, reference))
+            recorders.enter_context(recording(found.scores, eager))
             recorders.enter_context(mock.patch.object(RngStreams, "enter", noted(found.places)))
             tokens = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH)
             held = take(tokens, context.mesh.rank("cp"), context.mesh.size("cp"), dim=1)
-            model(held, key=StreamKey(sample))
+            model(held, rng_key=StreamKey(sample))
     return draws
 
 

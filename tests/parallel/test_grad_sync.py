@@ -167,10 +167,10 @@ def owned_partial_sums(context: ParallelContext, sharded: bool) -> list[Tensor]:
     for buffer in buffers:
         for bucket in buffer.buckets:
             owned = buffer.shard(bucket, context.mesh.rank("dp", "cp")) if sharded else bucket.span
-            for slot in bucket.slots:
-                part = slot.span.overlap(owned)
+            for entry in bucket.entries:
+                part = entry.span.overlap(owned)
                 if part is not None:
-                    factor = 3.0 if slot.sharding.partial_grad else context.mesh.rank("tp") + 1.0
+                    factor = 3.0 if entry.sharding.partial_grad else context.mesh.rank("tp") + 1.0
                     found.append(part.of(buffer.grads) / (factor * context.mesh.size("dp")))
     return found
 
@@ -201,9 +201,9 @@ def tied_sums(context: ParallelContext, sharded: bool) -> tuple[int, list[float]
     for buffer in buffers:
         for bucket in buffer.buckets:
             span = buffer.shard(bucket, context.mesh.rank("dp", "cp")) if sharded else bucket.span
-            for slot in bucket.slots:
-                part = slot.span.overlap(span)
-                if slot.name == "embedding" and part is not None:
+            for entry in bucket.entries:
+                part = entry.span.overlap(span)
+                if entry.name == "embedding" and part is not None:
                     owned += part.size
                     values |= set(part.of(buffer.grads).tolist())
     return owned, sorted(values)

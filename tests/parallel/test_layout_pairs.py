@@ -84,7 +84,7 @@ def draw_pair(number: int) -> tuple[str, list[tuple[dict[str, Any], str]]]:
 
 @pytest.mark.parametrize("number", range(PAIRS))
 def test_what_another_layout_writes_is_the_same(number: int, tmp_path: Path) -> None:
-    """Weights, fp32 masters and moments, element by element, of whatever split into whatever other one."""
+    """Weights, fp32 main_params and moments, element by element, of whatever split into whatever other one."""
     model, ((saved, first), (loaded, second)) = draw_pair(number)
     flags = f"{BASE} {MODELS[model]}"
     run_ranks(step_and_save, model, f"{flags} {first} --save {tmp_path / 'a'}", **saved)

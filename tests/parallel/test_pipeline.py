@@ -1,4 +1,4 @@
-"""Pipelines over ranks: chains of wires under every schedule, data where it is needed, memory, neighbours that fail."""
+"""Pipelines over ranks: chains of stages under every schedule, data where it is needed, memory, failing neighbours."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.transport import Transport
-from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, Wires, WireSpec
+from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs, TensorSpec
 from megatron.core.pipeline_parallel.lower import Plan, lower
 from megatron.core.pipeline_parallel.runner import Runner
 from megatron.core.pipeline_parallel.settings import PipelineSettings
@@ -35,7 +35,7 @@ from tests.harness import run_ranks
 from tests.harness.runs import tiny_run
 
 WIDTH, MICROBATCHES = 6, 5
-WIDE = WireSpec((3, WIDTH), torch.float64)
+WIDE = TensorSpec((3, WIDTH), torch.float64)
 
 
 class Link:
@@ -50,24 +50,24 @@ class Link:
         self.bias = torch.zeros(WIDTH, dtype=torch.float64, requires_grad=True)
         self._encodes, self._begins = stage < num_stages // 2, stage == num_stages // 2
         self._last, self._context = stage == num_stages - 1, context
-        number = {"number": WireSpec((), torch.int64)}
+        number = {"number": TensorSpec((), torch.int64)}
         enc = {"enc": WIDE} | number if stage else {}
-        self.incoming: Mapping[str, WireSpec] = enc if self._encodes or self._begins else enc | {"dec": WIDE}
+        self.incoming: Mapping[str, TensorSpec] = enc if self._encodes or self._begins else enc | {"dec": WIDE}
         self.outputs: list[weakref.ref[torch.UntypedStorage]] = []
         self.most_alive = 0
 
-    def __call__(self, wires: Wires, microbatch: Microbatch) -> Wires | LossSum:
+    def __call__(self, stage_inputs: StageInputs, microbatch: Microbatch) -> StageInputs | LossSum:
         """One microbatch."""
-        number = wires.get("number", torch.tensor(microbatch.key.sample))
-        assert number.item() == microbatch.key.sample
+        number = stage_inputs.get("number", torch.tensor(microbatch.rng_key.sample))
+        assert number.item() == microbatch.rng_key.sample
         if self._encodes:
-            enc = wires["enc"] if "enc" in wires else microbatch.tensors["source"]
+            enc = stage_inputs["enc"] if "enc" in stage_inputs else microbatch.tensors["source"]
             return {"enc": self._noted(self._layer(enc)), "number": number}
-        dec = microbatch.tensors["target"] if self._begins else wires["dec"]
-        dec = self._layer(dec * wires["enc"]) + dec
+        dec = microbatch.tensors["target"] if self._begins else stage_inputs["dec"]
+        dec = self._layer(dec * stage_inputs["enc"]) + dec
         if self._last:
             return LossSum.single("loss", dec.square().sum(), torch.tensor(1.0))
-        return {"dec": self._noted(dec), "enc": wires["enc"], "number": number}
+        return {"dec": self._noted(dec), "enc": stage_inputs["enc"], "number": number}
 
     def _layer(self, x: Tensor) -> Tensor:
         return torch.tanh(linear(x, self.weight, self.bias, self._context))
@@ -104,7 +104,7 @@ def chain(context: ParallelContext, name: str, chunks: int, overlap: bool) -> tu
     plans = Plans(settings, context.mesh.rank("pp"))
     runner.step(plans.evaluation(MICROBATCHES), batches())
     assert all(link.weight.grad is None for link in links)
-    runner.step(plans.training(MICROBATCHES), [replace(each, gradient_seed=3.0) for each in batches()])
+    runner.step(plans.training(MICROBATCHES), [replace(each, backward_scale=3.0) for each in batches()])
     gradients = {stage: [_grad(link.weight), _grad(link.bias)] for stage, link in zip(stages, links)}
     return gradients, [link.most_alive for link in links]
 
@@ -117,12 +117,12 @@ def _grad(parameter: Tensor) -> Tensor:
 def by_hand(num_stages: int) -> dict[int, list[Tensor]]:
     links = [Link(stage, num_stages, ParallelContext.single()) for stage in range(num_stages)]
     for batch in batches():
-        wires: Wires | LossSum = {}
+        stage_inputs: StageInputs | LossSum = {}
         for link in links:
-            assert isinstance(wires, dict)
-            wires = link(wires, batch)
-        assert isinstance(wires, LossSum)
-        (3.0 * wires.sum).backward()  # type: ignore[no-untyped-call]
+            assert isinstance(stage_inputs, dict)
+            stage_inputs = link(stage_inputs, batch)
+        assert isinstance(stage_inputs, LossSum)
+        (3.0 * stage_inputs.sum).backward()  # type: ignore[no-untyped-call]
     return {stage: [_grad(link.weight), _grad(link.bias)] for stage, link in enumerate(links)}
 
 
@@ -213,9 +213,9 @@ def test_stages_read_what_they_need() -> None:
     assert run_ranks(fields_by_rank, flags, pp=3) == [["tokens"], [], ["labels", "loss_mask"]]
     flags += " --reset-position-ids --reset-attention-mask --position-embedding-type rope"
     assert run_ranks(fields_by_rank, flags, pp=3) == [
-        ["position_ids", "segments", "tokens"],
-        ["position_ids", "segments"],
-        ["labels", "loss_mask", "position_ids", "segments"],
+        ["position_ids", "document_ids", "tokens"],
+        ["position_ids", "document_ids"],
+        ["labels", "loss_mask", "position_ids", "document_ids"],
     ]
 
 

@@ -42,9 +42,9 @@ def attention(
     """``ops.attention`` of queries and keys that each context-parallel rank holds a slice of (see ``slicing``).
 
     Shapes are those of the slices: ``q`` [s, b, n, d], ``k`` and ``v`` [s, b, g, d] -> [s, b, n·d]. Of the options,
-    ``segments`` and ``padding_mask`` [b, S] are of the whole sequence, and ``bias`` [n, s, S] has all keys in order;
-    with it ranks can't exchange heads. Causal attention has as many queries as keys. With one rank, a plain call.
-    ``documents``: those of ``segments``, where a caller of many layers has found them already.
+    ``document_ids`` and ``attention_mask`` [b, S] are of the whole sequence, and ``bias`` [n, s, S] has all keys in
+    order; with it ranks can't exchange heads. Causal attention has as many queries as keys. One rank: a plain call.
+    ``documents``: those of ``document_ids``, where a caller of many layers has found them already.
     """
 
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -58,8 +58,8 @@ def attention(
         return with_heads_split(plain, q, k, v, everyone)
     neighbours = everyone.neighbours(_heads_split_over(comm_type, context))
     exchange = _key_exchange(comm_type, context)
-    if options.segments is not None and documents is None:
-        documents = Documents(options.segments)
+    if options.document_ids is not None and documents is None:
+        documents = Documents(options.document_ids)
     merged = functools.partial(
         merged_attention, exchange=exchange, options=options, backend=backend, documents=documents
     )
@@ -85,6 +85,6 @@ def actual_request(request: AttentionRequest, comm_type: CpCommType, context: Pa
         request,
         query_length=request.query_length // slices,
         key_length=request.key_length // slices,
-        segments=False,
+        document_ids=False,
         partial=True,
     )

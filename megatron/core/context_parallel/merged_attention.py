@@ -39,13 +39,13 @@ class _Call:
         team = self.exchange.team
         whole = visible(team.rank, owner, queries=q.shape[0], keys=k.shape[0], causal=self.options.causal)
         cut = [whole] if self.documents is None else self.documents.cut(whole, team.rank, owner, team.size)
-        padding = self.options.padding_mask
+        padding = self.options.attention_mask
         held = None if padding is None else take(padding, owner, team.size, dim=1)
         bias = None if self.options.bias is None else take(self.options.bias, owner, team.size, dim=2)
         for part in cut:
             mask = None if held is None else held[part.samples, part.keys]
             added = None if bias is None else bias[:, part.rows, part.keys]
-            yield part, dataclasses.replace(self.options, causal=part.causal, padding_mask=mask, bias=added)
+            yield part, dataclasses.replace(self.options, causal=part.causal, attention_mask=mask, bias=added)
 
     def add_bias_gradient(self, whole: Tensor, part: Visible, owner: int, grad: Tensor) -> None:
         """Put what a part contributes at its place in the gradient [n, s, S] of the bias."""
@@ -66,9 +66,9 @@ def merged_attention(
 ) -> Tensor:
     """Attention over the sequence that the team holds in slices: ``q`` [s, b, n, d], ``k`` and ``v`` [s, b, g, d].
 
-    ``options.padding_mask`` and ``documents`` are those of the whole sequence. Returns [s, b, n·d].
+    ``options.attention_mask`` and ``documents`` are those of the whole sequence. Returns [s, b, n·d].
     """
-    call = _Call(exchange, dataclasses.replace(options, segments=None), backend, documents)
+    call = _Call(exchange, dataclasses.replace(options, document_ids=None), backend, documents)
     out: Tensor = _MergedAttention.apply(q, k, v, options.bias, call)  # type: ignore[no-untyped-call]
     return out.flatten(2)
 

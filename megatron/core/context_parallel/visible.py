@@ -41,15 +41,15 @@ def visible(asker: int, owner: int, *, queries: int, keys: int, causal: bool) ->
 
 
 class Documents:
-    """Where each document lies: a run of equal numbers in ``segments`` [b, S]. Found once, for all layers.
+    """Where each document lies: a run of equal numbers in ``document_ids`` [b, S]. Found once, for all layers.
 
     What a rank holds of a document is a run of its positions, too: one in both of its pieces fills all between them.
     """
 
-    def __init__(self, segments: Tensor) -> None:
-        samples, self._length = segments.shape
+    def __init__(self, document_ids: Tensor) -> None:
+        samples, self._length = document_ids.shape
         starts: list[list[int]] = [[0] for _ in range(samples)]
-        for sample, before in (segments[:, 1:] != segments[:, :-1]).nonzero().tolist():
+        for sample, before in (document_ids[:, 1:] != document_ids[:, :-1]).nonzero().tolist():
             starts[sample].append(before + 1)
         self._spans = [[slice(*ends) for ends in zip(each, [*each[1:], self._length])] for each in starts]
         self._held: dict[tuple[int, int], list[dict[int, slice]]] = {}

@@ -29,8 +29,8 @@ class SampleLayout:
         """Sample of S + 1 ``tokens``, of which the first ``num_tokens`` are real.
 
         ``tokens``, ``labels``, ``position_ids`` int64 [S]; ``loss_mask`` float32 [S], 0 for labels that aren't real;
-        with ``reset_attention_mask`` also ``segments`` int32 [S]: number of the document within the sample, for
-        attention only within it. A document ends with its EOD token: positions and segments change after it.
+        with ``reset_attention_mask`` also ``document_ids`` int32 [S]: number of the document within the sample, for
+        attention only within it. A document ends with its EOD token: positions and document_ids change after it.
         """
         length = self.seq_length
         inputs = tokens[:-1]
@@ -42,12 +42,12 @@ class SampleLayout:
             is_eod = inputs == self.eod
             if self.eod_mask_loss:
                 loss_mask[is_eod] = 0
-            segments = np.cumsum(is_eod, dtype=np.int32) - is_eod.astype(np.int32)
+            document_ids = np.cumsum(is_eod, dtype=np.int32) - is_eod.astype(np.int32)
             if self.reset_position_ids:
                 starts = np.concatenate([[0], np.flatnonzero(is_eod) + 1])
-                position_ids -= starts[segments]
+                position_ids -= starts[document_ids]
             if self.reset_attention_mask:
-                sample["segments"] = segments
+                sample["document_ids"] = document_ids
         return sample
 
 

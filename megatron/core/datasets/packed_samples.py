@@ -84,8 +84,8 @@ class BestFitOrder(EndlessOrder):
 class PackedDataset(OrderedDataset):
     """Samples of ``seq_length`` pairs of a token and its label.
 
-    Beside what GPTDataset gives, every sample has ``segments`` int32 [S], the number of the piece, and positions start
-    anew in each; padding is a segment of its own, without loss. ``targets``: token for token whether it is to be
+    Beside what GPTDataset gives, every sample has ``document_ids`` int32 [S], the number of the piece, and positions
+    start anew in each; padding is a piece of its own, without loss. ``targets``: token for token whether it is to be
     learned (1) or only read (0). The rest as in OrderedDataset.
     """
 
@@ -108,19 +108,19 @@ class PackedDataset(OrderedDataset):
         """The pieces side by side."""
         pieces, length = self.order.pieces(index), self._seq_length
         tokens, labels, position_ids = np.zeros((3, length), np.int64)
-        loss_mask, segments = np.zeros(length, np.float32), np.full(length, len(pieces), np.int32)
+        loss_mask, document_ids = np.zeros(length, np.float32), np.full(length, len(pieces), np.int32)
         for number, (piece, (start, stop)) in enumerate(zip(pieces, bounds_of([count for _, _, count in pieces]))):
             read = self._read(piece)
             tokens[start:stop], labels[start:stop] = read[:-1], read[1:]
             position_ids[start:stop] = np.arange(stop - start)
             loss_mask[start:stop] = 1 if self._targets is None else self._is_target(piece)
-            segments[start:stop] = number
+            document_ids[start:stop] = number
         return {
             "tokens": tokens,
             "labels": labels,
             "loss_mask": loss_mask,
             "position_ids": position_ids,
-            "segments": segments,
+            "document_ids": document_ids,
         }
 
     def _read(self, piece: Piece) -> NDArray[np.int64]:

@@ -51,7 +51,7 @@ class Span:
 
 
 @dataclass(eq=False)
-class Slot:
+class ParamEntry:
     """One parameter's place in a buffer.
 
     ``name``: its global name; tied copies share one. ``order``: its number in registration order.
@@ -79,7 +79,7 @@ class Bucket:
     """Parameters that are reduced together, and the padding that makes them divide into shards."""
 
     span: Span
-    slots: tuple[Slot, ...]
+    entries: tuple[ParamEntry, ...]
 
 
 @dataclass(eq=False)
@@ -98,18 +98,18 @@ class FlatBuffer:
     _scratch: Tensor | None = None
 
     @property
-    def slots(self) -> Iterator[Slot]:
+    def entries(self) -> Iterator[ParamEntry]:
         """Every parameter, in buffer order."""
-        return (slot for bucket in self.buckets for slot in bucket.slots)
+        return (entry for bucket in self.buckets for entry in bucket.entries)
 
     def shard(self, bucket: Bucket, index: int) -> Span:
         """Part ``index`` of ``num_shards`` of a bucket."""
         size = bucket.span.size // self.num_shards
         return Span(0, size).moved(bucket.span.start + index * size)
 
-    def accumulate(self, slot: Slot, grad: Tensor) -> None:
+    def accumulate(self, entry: ParamEntry, grad: Tensor) -> None:
         """Add a gradient of the parameter, of any dtype, into the gradient buffer."""
-        target = slot.main_grad
+        target = entry.main_grad
         if grad.dtype == target.dtype or grad.device.type != "cpu":
             target.add_(grad)
             return
@@ -202,8 +202,8 @@ def _build_buffer(
     )
     remaining = iter(members)
     for planned in layout:
-        slots = tuple(_adopt(next(remaining), span, buffer, context.mesh, tied) for span in planned.members)
-        buffer.buckets.append(Bucket(planned.span, slots))
+        entries = tuple(_adopt(next(remaining), span, buffer, context.mesh, tied) for span in planned.members)
+        buffer.buckets.append(Bucket(planned.span, entries))
     return buffer
 
 
@@ -246,7 +246,7 @@ def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _adopt(member: _Member, span: Span, buffer: FlatBuffer, mesh: Mesh, tied: dict[str, tuple[int, ...]]) -> Slot:
+def _adopt(member: _Member, span: Span, buffer: FlatBuffer, mesh: Mesh, tied: dict[str, tuple[int, ...]]) -> ParamEntry:
     """Move a parameter's values into the buffer and its storage with them."""
     parameter = member.parameter
     view = span.of(buffer.params).view(parameter.shape)
@@ -256,9 +256,9 @@ def _adopt(member: _Member, span: Span, buffer: FlatBuffer, mesh: Mesh, tied: di
     parameter.main_grad = main_grad  # type: ignore[attr-defined]
     counts = member.sharding.tied is None or tied[member.sharding.tied][0] == mesh.rank("pp")
     counted = tuple(part.moved(span.start) for part in _counted_spans(member.sharding, mesh)) if counts else ()
-    slot = Slot(member.name, member.order, parameter, member.sharding, span, counted, main_grad)
-    parameter.grad = slot.resting_grad
-    return slot
+    entry = ParamEntry(member.name, member.order, parameter, member.sharding, span, counted, main_grad)
+    parameter.grad = entry.resting_grad
+    return entry
 
 
 def _counted_spans(sharding: Sharding, mesh: Mesh) -> list[Span]:

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.buffers import Bucket, FlatBuffer, Slot, Span
+from megatron.core.distributed.buffers import Bucket, FlatBuffer, ParamEntry, Span
 from megatron.core.parallel.collectives import (
     Handle,
     all_reduce,
@@ -79,11 +79,11 @@ class GradSync:
         self._launched = 0
         reductions = [_Reduction(buffer, bucket) for buffer in buffers for bucket in buffer.buckets]
         for reduction in reductions:
-            for slot in reduction.bucket.slots:
-                collect = partial(self._collect, reduction, slot)
-                slot.parameter.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
+            for entry in reduction.bucket.entries:
+                collect = partial(self._collect, reduction, entry)
+                entry.parameter.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
         # Backward completes parameters from the last registered to the first; every rank launches in this same order.
-        reductions.sort(key=lambda reduction: -min(slot.order for slot in reduction.bucket.slots))
+        reductions.sort(key=lambda reduction: -min(entry.order for entry in reduction.bucket.entries))
         self._reductions = [each for each in reductions if each.buffer.num_shards > 1]
         self._tied = self._find_tied()
 
@@ -113,16 +113,16 @@ class GradSync:
         self._sum_shared()
         self._sum_tied()
 
-    def _collect(self, reduction: _Reduction, slot: Slot, parameter: Tensor) -> None:
+    def _collect(self, reduction: _Reduction, entry: ParamEntry, parameter: Tensor) -> None:
         """After autograd has accumulated a gradient: bring it into the buffer, and count it towards its bucket."""
         grad = parameter.grad
         assert grad is not None, "autograd calls this after it has set a gradient"
-        if grad is not slot.resting_grad:
-            reduction.buffer.accumulate(slot, grad)
-            parameter.grad = slot.resting_grad
+        if grad is not entry.resting_grad:
+            reduction.buffer.accumulate(entry, grad)
+            parameter.grad = entry.resting_grad
         if reduction.handle is not None:
             raise ParallelError(
-                f"{slot.name} received a gradient after its bucket had been reduced: the parameters that take part "
+                f"{entry.name} received a gradient after its bucket had been reduced: the parameters that take part "
                 "in a step changed since the first one; leave --overlap-grad-reduce out",
                 exit_code=RESTART_CANNOT_HELP,
             )
@@ -165,9 +165,9 @@ class GradSync:
         for buffer in self._buffers:
             for bucket in buffer.buckets:
                 owned = self._owned(buffer, bucket)
-                for slot in bucket.slots:
-                    axes = slot.sharding.partial_grad
-                    part = slot.span.overlap(owned)
+                for entry in bucket.entries:
+                    axes = entry.sharding.partial_grad
+                    part = entry.span.overlap(owned)
                     if part is None or self._mesh.size(*axes) == 1:
                         continue
                     if part.size < _COALESCE_BELOW:
@@ -184,11 +184,13 @@ class GradSync:
         for buffer in self._buffers:
             for bucket in buffer.buckets:
                 owned = self._owned(buffer, bucket)
-                for slot in bucket.slots:
-                    shared = slot.sharding.shared_range(self._mesh)
-                    part = shared and Span(*shared).moved(slot.span.start).overlap(owned)
+                for entry in bucket.entries:
+                    shared = entry.sharding.shared_range(self._mesh)
+                    part = shared and Span(*shared).moved(entry.span.start).overlap(owned)
                     if part:
-                        team = Team.of(self._mesh, slot.sharding.split[0]).neighbours(slot.sharding.sharers(self._mesh))
+                        team = Team.of(self._mesh, entry.sharding.split[0]).neighbours(
+                            entry.sharding.sharers(self._mesh)
+                        )
                         all_reduce_among(part.of(buffer.grads), self._mesh, team.members)
 
     def _sum_tied(self) -> None:
@@ -202,11 +204,11 @@ class GradSync:
         if self._mesh.size("pp") == 1:
             return []
         held = {
-            slot.sharding.tied: self._owned(buffer, bucket).of(buffer.grads)
+            entry.sharding.tied: self._owned(buffer, bucket).of(buffer.grads)
             for buffer in self._buffers
             for bucket in buffer.buckets
-            for slot in bucket.slots
-            if slot.sharding.tied is not None
+            for entry in bucket.entries
+            if entry.sharding.tied is not None
         }
         everywhere = gather_objects(set(held), self._mesh)
         found = []

@@ -23,7 +23,7 @@ class ParamGather:
     def __init__(self, buffers: Sequence[FlatBuffer], context: ParallelContext) -> None:
         self._mesh = context.mesh
         entries = [(buffer, bucket) for buffer in buffers if buffer.num_shards > 1 for bucket in buffer.buckets]
-        self._order = sorted(entries, key=lambda entry: min(slot.order for slot in entry[1].slots))
+        self._order = sorted(entries, key=lambda entry: min(entry.order for entry in entry[1].entries))
         self._pending: dict[Bucket, Handle] = {}
         self._hooked: dict[nn.Module, tuple[Bucket, ...]] = {}
         self._called: set[nn.Module] = set()
@@ -53,7 +53,7 @@ class ParamGather:
         Some parameters belong to a module that is never called, such as an output matrix that the loss reads. The
         forward passes before the first update show which; those are gathered and awaited before all others.
         """
-        home = {slot.parameter: bucket for _, bucket in self._order for slot in bucket.slots}
+        home = {entry.parameter: bucket for _, bucket in self._order for entry in bucket.entries}
         for module in model.modules():
             own = {home[parameter] for parameter in module.parameters(recurse=False) if parameter in home}
             if own:

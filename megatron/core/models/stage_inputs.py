@@ -7,22 +7,24 @@ import torch
 from megatron.config.run import RunConfig
 from megatron.core.models.stage import Stage
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.pipeline_parallel.chunk import WireSpec
+from megatron.core.pipeline_parallel.chunk import TensorSpec
 
 
-def hidden_wires(run: RunConfig, stage: Stage, context: ParallelContext, *, sequences: int = 1) -> dict[str, WireSpec]:
+def hidden_stage_inputs(
+    run: RunConfig, stage: Stage, context: ParallelContext, *, sequences: int = 1
+) -> dict[str, TensorSpec]:
     """Hidden states ``[s, b, h]`` between stages; ``sequences``: of one sample."""
     if stage.is_first:
         return {}
-    return {"hidden": hidden_wire(run, context, length=run.data.seq_length, sequences=sequences)}
+    return {"hidden": hidden_spec(run, context, length=run.data.seq_length, sequences=sequences)}
 
 
-def hidden_wire(
+def hidden_spec(
     run: RunConfig, context: ParallelContext, *, length: int, sequences: int = 1, normed: bool = False
-) -> WireSpec:
+) -> TensorSpec:
     """This rank's part of the hidden states of ``length`` tokens, on the residual stream or, ``normed``, behind it."""
     mesh, model = context.mesh, run.model
     held = length // mesh.size("cp") // (mesh.size("tp") if context.sequence_parallel else 1)
     wide = model.fp32_residual_connection and not normed
     dtype = torch.promote_types(context.dtype, torch.float32) if wide else context.dtype
-    return WireSpec((held, run.training.micro_batch_size * sequences, model.hidden_size), dtype)
+    return TensorSpec((held, run.training.micro_batch_size * sequences, model.hidden_size), dtype)

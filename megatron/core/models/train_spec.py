@@ -14,7 +14,7 @@ from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.stage import Stage
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, Wires, WireSpec
+from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs, TensorSpec
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.transformer.block import RecomputePlan
 
@@ -55,7 +55,7 @@ class TrainSpec(Protocol):
         """Names of the tensors of a batch that a rank with these stages needs; none means that it reads no data."""
         ...
 
-    def wires(self, run: RunConfig, stage: Stage, context: ParallelContext) -> Mapping[str, WireSpec]:
+    def stage_inputs(self, run: RunConfig, stage: Stage, context: ParallelContext) -> Mapping[str, TensorSpec]:
         """What the stage is handed by the one before, for every microbatch."""
         ...
 
@@ -74,8 +74,8 @@ class TrainSpec(Protocol):
         """
         ...
 
-    def forward(self, model: nn.Module, wires: Wires, microbatch: Microbatch) -> Any:
-        """Run one part of the model: hidden states for the next part as wires, or the last part's output."""
+    def forward(self, model: nn.Module, stage_inputs: StageInputs, microbatch: Microbatch) -> Any:
+        """Run one part of the model: the next part's inputs, or the last part's output."""
         ...
 
     def loss(self, output: Any, microbatch: Microbatch) -> LossSum:
@@ -102,9 +102,9 @@ class ModelChunk:
     train_spec: TrainSpec
     model: nn.Module
     is_last: bool
-    incoming: Mapping[str, WireSpec] = field(default_factory=dict)
+    incoming: Mapping[str, TensorSpec] = field(default_factory=dict)
 
-    def __call__(self, wires: Wires, microbatch: Microbatch) -> Wires | LossSum:
+    def __call__(self, stage_inputs: StageInputs, microbatch: Microbatch) -> StageInputs | LossSum:
         """Forward, and the loss when this is the last part."""
-        output = self.train_spec.forward(self.model, wires, microbatch)
+        output = self.train_spec.forward(self.model, stage_inputs, microbatch)
         return self.train_spec.loss(output, microbatch) if self.is_last else output

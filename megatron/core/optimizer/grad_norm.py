@@ -84,8 +84,8 @@ def _counted_spans(buffer: FlatBuffer, shard: int) -> list[Span]:
     spans: list[Span] = []
     for bucket in buffer.buckets:
         owned = buffer.shard(bucket, shard)
-        for slot in bucket.slots:
-            for counted in slot.counted:
+        for entry in bucket.entries:
+            for counted in entry.counted:
                 span = counted.overlap(owned)
                 if span is None:
                     continue
@@ -99,10 +99,10 @@ def _counted_spans(buffer: FlatBuffer, shard: int) -> list[Span]:
 def _replica_spans(buffer: FlatBuffer, shard: int) -> list[Span]:
     """Parameters in a shard that another model-parallel rank counts."""
     pairs = [
-        (slot.span, buffer.shard(bucket, shard))
+        (entry.span, buffer.shard(bucket, shard))
         for bucket in buffer.buckets
-        for slot in bucket.slots
-        if not slot.counted
+        for entry in bucket.entries
+        if not entry.counted
     ]
     return [part for span, owned in pairs if (part := span.overlap(owned)) is not None]
 
@@ -112,7 +112,7 @@ def nonfinite_gradients(buffers: Sequence[FlatBuffer], mesh: Mesh, *, limit: int
 
     For an error message, after ``GradSync.finish``; all ranks call it together.
     """
-    here = [slot.name for buffer in buffers for slot in buffer.slots if not _is_finite(slot.main_grad)]
+    here = [entry.name for buffer in buffers for entry in buffer.entries if not _is_finite(entry.main_grad)]
     last_stages_first = reversed(gather_objects(here, mesh))
     return list(dict.fromkeys(name for names in last_stages_first for name in names))[:limit]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
-from megatron.core.distributed.buffers import FlatBuffer, Slot, Span
+from megatron.core.distributed.buffers import FlatBuffer, ParamEntry, Span
 from megatron.core.distributed.param_gather import ParamGather
 from megatron.core.optimizer.grad_norm import ModelStatistics
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
@@ -45,13 +45,13 @@ class UpdateResult:
 class _Owned:
     """A span of a buffer that this rank updates: master weights, gradients and the update rule's state for it.
 
-    ``masters`` is a view of the buffer where that is wide enough, and own memory for bf16 and fp16.
+    ``main_params`` is a view of the buffer where that is wide enough, and own memory for bf16 and fp16.
     """
 
     buffer: FlatBuffer
     span: Span
-    slots: tuple[Slot, ...]
-    masters: Tensor
+    entries: tuple[ParamEntry, ...]
+    main_params: Tensor
     state: list[Tensor]
 
     @property
@@ -64,7 +64,7 @@ class _Owned:
 
     @property
     def has_own_masters(self) -> bool:
-        return self.masters.dtype != self.buffer.params.dtype
+        return self.main_params.dtype != self.buffer.params.dtype
 
 
 class Optimizer:
@@ -99,9 +99,9 @@ class Optimizer:
         for bucket in buffer.buckets:
             span = buffer.shard(bucket, shard) if sharded else bucket.span
             weights = span.of(buffer.params)
-            masters = weights if weights.dtype in _WIDE else weights.float()
-            state = [torch.zeros_like(masters) for _ in self._rule.state_names]
-            yield _Owned(buffer, span, bucket.slots, masters, state)
+            main_params = weights if weights.dtype in _WIDE else weights.float()
+            state = [torch.zeros_like(main_params) for _ in self._rule.state_names]
+            yield _Owned(buffer, span, bucket.entries, main_params, state)
 
     @property
     def loss_scale(self) -> float:
@@ -109,7 +109,7 @@ class Optimizer:
         return self._scaler.scale
 
     @property
-    def gradient_seed(self) -> float:
+    def backward_scale(self) -> float:
         """What the coming step's backward passes start with, instead of 1.
 
         The loss scale; for fp16 divided by a power of two near what ``expect`` was told, because losses here are sums:
@@ -130,7 +130,7 @@ class Optimizer:
         """
         self.gather.finish()
         sums = self._statistics.gradients(count_zeros=self._count_zeros)
-        divisor = (count or 1.0) * self.gradient_seed
+        divisor = (count or 1.0) * self.backward_scale
         grad_norm = sums.norm / divisor
         overflow = not math.isfinite(sums.norm)
         self._scaler.update(overflow=overflow)
@@ -146,19 +146,19 @@ class Optimizer:
 
     def _move(self, owned: _Owned, divisor: float, *, lr: float, weight_decay: float) -> None:
         """Step on one span; dividing the gradients costs no pass of its own."""
-        direct = owned.buffer.grads.dtype == owned.masters.dtype
+        direct = owned.buffer.grads.dtype == owned.main_params.dtype
         chunk = owned.span.size if direct else _CONVERSION_CHUNK
-        scale: Tensor | None = torch.tensor(divisor, dtype=torch.float32, device=owned.masters.device)
-        if owned.masters.dtype == torch.float64:
+        scale: Tensor | None = torch.tensor(divisor, dtype=torch.float32, device=owned.main_params.device)
+        if owned.main_params.dtype == torch.float64:
             owned.grads.div_(divisor)  # the kernels take their scale in fp32, too coarse here
             scale = None
         step = Step(self._step, lr, weight_decay, scale)
         for start in range(0, owned.span.size, chunk):
             part = Span(start, min(start + chunk, owned.span.size))
-            grads = part.of(owned.grads).to(owned.masters.dtype)
-            self._rule.apply(part.of(owned.masters), grads, [part.of(tensor) for tensor in owned.state], step)
+            grads = part.of(owned.grads).to(owned.main_params.dtype)
+            self._rule.apply(part.of(owned.main_params), grads, [part.of(tensor) for tensor in owned.state], step)
         if owned.has_own_masters:
-            owned.weights.copy_(owned.masters)
+            owned.weights.copy_(owned.main_params)
 
     def parameter_norm(self) -> float:
         """L2 norm of the weights that the forward pass uses, over the whole model."""
@@ -174,19 +174,19 @@ class Optimizer:
         for owned in self._owned:
             tensors = dict(zip(self._rule.state_names, owned.state))
             if owned.has_own_masters:
-                tensors["fp32_param"] = owned.masters
-            for slot in owned.slots:
-                part = slot.span.overlap(owned.span)
+                tensors["fp32_param"] = owned.main_params
+            for entry in owned.entries:
+                part = entry.span.overlap(owned.span)
                 if part is None:
                     continue
-                flat_range = (part.start - slot.span.start, part.stop - slot.span.start)
+                flat_range = (part.start - entry.span.start, part.stop - entry.span.start)
                 for name, tensor in tensors.items():
                     local = part.moved(-owned.span.start).of(tensor)
-                    full_name = f"optimizer.{name}.{slot.name}"
-                    if part == slot.span:
-                        yield ShardedState(full_name, local.view(slot.parameter.shape), slot.sharding)
+                    full_name = f"optimizer.{name}.{entry.name}"
+                    if part == entry.span:
+                        yield ShardedState(full_name, local.view(entry.parameter.shape), entry.sharding)
                     else:
-                        yield ShardedState(full_name, local, slot.sharding, flat_range)
+                        yield ShardedState(full_name, local, entry.sharding, flat_range)
 
     def master_entries(self) -> Iterator[ShardedState]:
         """Of ``entries``, the fp32 master weights: what a run needs that loads weights but no optimizer state."""

@@ -1,4 +1,4 @@
-"""What the runner knows of a model: something that turns wires and a microbatch into wires, or into a loss."""
+"""A part of a model as the runner sees it: stage inputs and a microbatch become the next stage's inputs, or a loss."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch import Tensor
 
 from megatron.core.parallel.rng import StreamKey
 
-Wires = dict[str, Tensor]
+StageInputs = dict[str, Tensor]
 """What one stage hands the next: tensors by name. Those of floating type carry gradients back."""
 
 
 @dataclass(frozen=True)
-class WireSpec:
+class TensorSpec:
     """Shape and type of a tensor that a stage is handed, known before it arrives."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor) -> WireSpec:
+    def of(cls, tensor: Tensor) -> TensorSpec:
         """Those of ``tensor``."""
         return cls(tuple(tensor.shape), tensor.dtype)
 
@@ -37,13 +37,13 @@ class WireSpec:
 class Microbatch:
     """Tensors by field name, and the random streams of the samples they hold.
 
-    ``gradient_seed``: from which the backward pass of its loss starts; the loss scale, with fp16. ``loss_weights``: of
+    ``backward_scale``: from which the backward pass of its loss starts; the loss scale, with fp16. ``loss_weights``: of
     several losses; see ``LossSum.of``.
     """
 
     tensors: Mapping[str, Tensor]
-    key: StreamKey
-    gradient_seed: float = 1.0
+    rng_key: StreamKey
+    backward_scale: float = 1.0
     loss_weights: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -93,10 +93,10 @@ class Chunk(Protocol):
     """A consecutive part of the model that this rank holds."""
 
     @property
-    def incoming(self) -> Mapping[str, WireSpec]:
-        """The wires that it is handed for every microbatch; none for the first stage."""
+    def incoming(self) -> Mapping[str, TensorSpec]:
+        """Its inputs for every microbatch; none for the first stage."""
         ...
 
-    def __call__(self, wires: Wires, microbatch: Microbatch) -> Wires | LossSum:
+    def __call__(self, stage_inputs: StageInputs, microbatch: Microbatch) -> StageInputs | LossSum:
         """Hand hidden states on to the next chunk, or, on the last, return the loss."""
         ...

@@ -18,9 +18,9 @@ from megatron.core.pipeline_parallel.simulate import Simulation, simulate
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one stage hands another for a microbatch: the ``wires`` it computed, or ``gradients`` of those it got."""
+    """What one stage sends another for a microbatch: ``stage_inputs``, or ``gradients`` of those that it received."""
 
-    content: Literal["wires", "gradients"]
+    content: Literal["stage_inputs", "gradients"]
     microbatch: int
     from_stage: int
     to_stage: int
@@ -115,7 +115,7 @@ def _message(action: Action, stage: int, placement: Placement) -> Message | None
     neighbour = stage + 1 if action.kind == "F" else stage - 1
     if action.kind == "W" or not 0 <= neighbour < placement.num_stages:
         return None
-    content: Literal["wires", "gradients"] = "wires" if action.kind == "F" else "gradients"
+    content: Literal["stage_inputs", "gradients"] = "stage_inputs" if action.kind == "F" else "gradients"
     seats = placement.seats
     return Message(content, action.microbatch, stage, neighbour, seats[stage], seats[neighbour])
 
@@ -160,7 +160,7 @@ def _possible_and_needed(message: Message, number: Mapping[Action, int]) -> tupl
     needs it.
     """
     forward = number[Action("F", message.target.chunk, message.microbatch)]
-    if message.content == "wires":
+    if message.content == "stage_inputs":
         return 0, forward
     backward = (Action(kind, message.target.chunk, message.microbatch) for kind in ("B", "I"))
     return forward + 1, next(number[action] for action in backward if action in number)

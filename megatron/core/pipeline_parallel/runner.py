@@ -18,7 +18,7 @@ from megatron.core.parallel.activity import Activity
 from megatron.core.parallel.transport import Transfer, Transport
 from megatron.core.parallel.weight_gradients import WeightGradients, Work
 from megatron.core.pipeline_parallel.actions import Action
-from megatron.core.pipeline_parallel.chunk import Chunk, LossSum, Microbatch, Wires, WireSpec
+from megatron.core.pipeline_parallel.chunk import Chunk, LossSum, Microbatch, StageInputs, TensorSpec
 from megatron.core.pipeline_parallel.lower import Finish, HandOver, Message, Plan, Receive, Send
 from megatron.errors import ParallelError
 
@@ -30,24 +30,24 @@ Key = tuple[int, int]
 class _Kept:
     """A microbatch in a chunk between forward and backward pass.
 
-    ``inputs``: its wires, leaves of the graph. ``loss``: on the last stage. ``ends``: where the graph of each output
-    begins, without the output's data; ``outputs``: what outputs look like, those of floating type.
+    ``inputs``: leaves of the graph. ``loss``: on the last stage. ``ends``: where the graph of each output begins,
+    without the output's data; ``outputs``: what outputs look like, those of floating type.
     """
 
-    inputs: Wires
+    inputs: StageInputs
     loss: Tensor | None = None
-    ends: Wires = field(default_factory=dict)
-    outputs: dict[str, WireSpec] = field(default_factory=dict)
+    ends: StageInputs = field(default_factory=dict)
+    outputs: dict[str, TensorSpec] = field(default_factory=dict)
 
 
 @dataclass
 class _Step:
-    """What a step has in hand. ``wires`` and ``gradients`` are those about to be used or to be sent."""
+    """What a step has in hand. ``stage_inputs`` and ``gradients`` are about to be used or sent."""
 
     microbatches: Sequence[Microbatch]
     trains: bool
-    wires: dict[Key, Wires] = field(default_factory=dict)
-    gradients: dict[Key, Wires] = field(default_factory=dict)
+    stage_inputs: dict[Key, StageInputs] = field(default_factory=dict)
+    gradients: dict[Key, StageInputs] = field(default_factory=dict)
     kept: dict[Key, _Kept] = field(default_factory=dict)
     weight_work: dict[Key, list[Work]] = field(default_factory=dict)
     transfers: dict[Message, Transfer] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Runner:
         self._activity, self._around = activity or Activity(), around
 
     def step(self, plan: Plan, microbatches: Sequence[Microbatch]) -> LossSum | None:
-        """Execute ``plan``; gradients of the loss sum times each ``gradient_seed`` accumulate in the parameters.
+        """Execute ``plan``; gradients of the loss sum times each ``backward_scale`` accumulate in the parameters.
 
         Returns the loss of all microbatches together, without a graph; None on a rank that doesn't hold the last stage.
         Raises ParallelError, which names stages and microbatch, when a message doesn't come through.
@@ -117,39 +117,41 @@ class Runner:
 
     def _forward(self, step: _Step, key: Key) -> None:
         chunk, microbatch = self._chunks[key[0]], step.microbatches[key[1]]
-        wires = step.wires.pop(key, {})
+        stage_inputs = step.stage_inputs.pop(key, {})
         if step.trains:
-            wires = {name: wire.requires_grad_(wire.is_floating_point()) for name, wire in wires.items()}
-        output = chunk(wires, microbatch)
-        kept = _Kept(wires)
+            stage_inputs = {
+                name: tensor.requires_grad_(tensor.is_floating_point()) for name, tensor in stage_inputs.items()
+            }
+        output = chunk(stage_inputs, microbatch)
+        kept = _Kept(stage_inputs)
         if isinstance(output, LossSum):
             kept.loss = output.sum
             step.loss = output.detached() if step.loss is None else step.loss.plus(output.detached())
         else:
-            floating = {name: wire for name, wire in output.items() if wire.is_floating_point()}
-            kept.outputs = {name: WireSpec.of(wire) for name, wire in floating.items()}
-            kept.ends = {name: _end_of_graph(wire) for name, wire in floating.items() if wire.requires_grad}
-            step.wires[key] = {name: wire.detach() for name, wire in output.items()}
+            floating = {name: tensor for name, tensor in output.items() if tensor.is_floating_point()}
+            kept.outputs = {name: TensorSpec.of(tensor) for name, tensor in floating.items()}
+            kept.ends = {name: _end_of_graph(tensor) for name, tensor in floating.items() if tensor.requires_grad}
+            step.stage_inputs[key] = {name: tensor.detach() for name, tensor in output.items()}
         if step.trains:
             step.kept[key] = kept
 
     def _backward(self, step: _Step, key: Key) -> None:
         kept = step.kept.pop(key)
         if kept.loss is not None:
-            torch.autograd.backward(kept.loss, torch.full_like(kept.loss, step.microbatches[key[1]].gradient_seed))
+            torch.autograd.backward(kept.loss, torch.full_like(kept.loss, step.microbatches[key[1]].backward_scale))
         else:
             received = step.gradients.pop(key)
             torch.autograd.backward([*kept.ends.values()], [received[name] for name in kept.ends])
         step.gradients[key] = {
-            name: torch.zeros_like(wire) if wire.grad is None else wire.grad
-            for name, wire in kept.inputs.items()
-            if wire.requires_grad
+            name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            for name, tensor in kept.inputs.items()
+            if tensor.requires_grad
         }
 
     def _move(self, step: _Step, instruction: Send | Receive | Finish | HandOver) -> None:
         message = instruction.message
         source, target = (message.source.chunk, message.microbatch), (message.target.chunk, message.microbatch)
-        on_the_way = step.wires if message.content == "wires" else step.gradients
+        on_the_way = step.stage_inputs if message.content == "stage_inputs" else step.gradients
         if isinstance(instruction, HandOver):
             on_the_way[target] = on_the_way.pop(source)
             return
@@ -172,15 +174,15 @@ class Runner:
                 f"the other one failed or hangs ({_first_line(error)})"
             ) from error
 
-    def _expected(self, step: _Step, message: Message) -> Mapping[str, WireSpec]:
-        if message.content == "wires":
+    def _expected(self, step: _Step, message: Message) -> Mapping[str, TensorSpec]:
+        if message.content == "stage_inputs":
             return self._chunks[message.target.chunk].incoming
         return step.kept[message.target.chunk, message.microbatch].outputs
 
 
-def _in_order(wires: Wires) -> list[Tensor]:
+def _in_order(stage_inputs: StageInputs) -> list[Tensor]:
     """The tensors in the order in which both ends move them."""
-    return [wires[name] for name in sorted(wires)]
+    return [stage_inputs[name] for name in sorted(stage_inputs)]
 
 
 def _first_line(error: RuntimeError) -> str:

@@ -21,7 +21,7 @@ class DeadlockError(MegatronError):
 
 @dataclass(frozen=True, kw_only=True)
 class Durations:
-    """How long one chunk takes for one microbatch, and how long its wires travel to another rank, in any unit."""
+    """How long one chunk takes for one microbatch, and how long its output travels to another rank, in any unit."""
 
     forward: float = 1.0
     input_backward: float = 1.0

@@ -40,7 +40,7 @@ def linear_cross_entropy(
     vocab_start: int,
     vocab_valid: int,
     bias: Tensor | None = None,
-    gradient_seed: float = 1.0,
+    backward_scale: float = 1.0,
 ) -> Tensor:
     """Sum over rows of ``loss_weights`` times the cross entropy of softmax(hidden·weightᵀ + bias), as a scalar.
 
@@ -51,13 +51,13 @@ def linear_cross_entropy(
     The forward pass computes the gradients as well, when any is needed; the backward pass scales them to what comes
     in and can run once. The gradient of ``hidden`` is this rank's part of a sum over the tensor-parallel ranks.
 
-    ``gradient_seed``: the gradient of the result from which the backward pass will start. Gradients are made at that
+    ``backward_scale``: the gradient of the result from which the backward pass will start. Gradients are made at that
     scale, so that a loss scale keeps the small probabilities of an fp16 chunk from vanishing before they are summed.
     """
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     vocabulary = _Vocabulary(mesh=mesh, start=vocab_start, valid=vocab_valid)
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, labels, loss_weights, vocabulary, gradient_seed if needs_grad else None
+        hidden, weight, bias, labels, loss_weights, vocabulary, backward_scale if needs_grad else None
     )
     return loss
 
@@ -179,18 +179,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         loss_weights: Tensor,
         vocabulary: _Vocabulary,
-        gradient_seed: float | None,
+        backward_scale: float | None,
     ) -> Tensor:
         total = hidden.new_zeros((), dtype=_wide(hidden))
         loss_weights = loss_weights.to(total.dtype)
-        gradients = None if gradient_seed is None else _Gradients(hidden, weight, bias)
+        gradients = None if backward_scale is None else _Gradients(hidden, weight, bias)
         for chunk in _chunks(hidden, weight, bias, vocabulary):
             weights = loss_weights[chunk.rows]
             softmax = _softmax_(chunk.wide, labels[chunk.rows], vocabulary)
             total += (softmax.losses * weights).sum()
-            if gradients is not None and gradient_seed is not None:
-                gradients.add(chunk, softmax, weights * gradient_seed)
-        ctx.gradients, ctx.gradient_seed = gradients, gradient_seed
+            if gradients is not None and backward_scale is not None:
+                gradients.add(chunk, softmax, weights * backward_scale)
+        ctx.gradients, ctx.backward_scale = gradients, backward_scale
         return total
 
     @staticmethod
@@ -198,7 +198,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         gradients: _Gradients | None = ctx.gradients
         assert gradients is not None, "the backward pass of linear_cross_entropy can run once"
         ctx.gradients = None
-        factor = grad / ctx.gradient_seed
+        factor = grad / ctx.backward_scale
         return *(part if part is None else part.mul_(factor) for part in gradients.finish()), None, None, None, None
 
 

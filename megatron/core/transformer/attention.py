@@ -26,9 +26,9 @@ from megatron.core.transformer.norm import Norm
 class Seen:
     """What decides which keys a query sees, and how much, besides their product; as in ``AttentionOptions``."""
 
-    segments: Tensor | None = None
+    document_ids: Tensor | None = None
     documents: Documents | None = None
-    padding_mask: Tensor | None = None
+    attention_mask: Tensor | None = None
     bias: Tensor | None = None
 
 
@@ -107,8 +107,8 @@ class Attention(nn.Module):
             scale=1.0 / math.sqrt(self._head_dim) if config.softmax_scale is None else config.softmax_scale,
             dropout=drop,
             generator=self._context.rng.split,
-            segments=seen.segments,
-            padding_mask=seen.padding_mask,
+            document_ids=seen.document_ids,
+            attention_mask=seen.attention_mask,
             bias=seen.bias,
             softmax_in_fp32=config.attention_softmax_in_fp32,
         )
@@ -144,8 +144,8 @@ class SelfAttention(Attention):
             query = apply_rotary(query, inputs.rotary, interleaved=interleaved)
             key = apply_rotary(key, inputs.rotary, interleaved=interleaved)
         documents = inputs.documents if self._context.mesh.size("cp") > 1 else None
-        seen = Seen(inputs.segments, documents, inputs.padding_mask, inputs.bias)
-        return self._mix(query, key, value, inputs.key, seen)
+        seen = Seen(inputs.document_ids, documents, inputs.attention_mask, inputs.bias)
+        return self._mix(query, key, value, inputs.rng_key, seen)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``[s, b, h]`` to query ``[S, b, n, d]`` and key, value ``[S, b, g, d]``."""
@@ -173,10 +173,10 @@ class CrossAttention(Attention):
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """``[s, b, h] -> [s, b, h]``."""
-        assert inputs.encoded is not None, "a decoder that attends to an encoder is given what that made"
-        query, fused = self.linear_q(x), self.linear_kv(inputs.encoded)
+        assert inputs.encoder_hidden_states is not None, "a decoder that attends to an encoder is given what that made"
+        query, fused = self.linear_q(x), self.linear_kv(inputs.encoder_hidden_states)
         query = query.view(*query.shape[:2], -1, self._head_dim)
         fused = fused.view(*fused.shape[:2], self._groups, 2, self._head_dim)
         query, key = self._normed(query, fused[..., 0, :])
-        seen = Seen(padding_mask=inputs.encoded_padding_mask)
-        return self._mix(query, key, fused[..., 1, :], inputs.key, seen)
+        seen = Seen(attention_mask=inputs.encoder_attention_mask)
+        return self._mix(query, key, fused[..., 1, :], inputs.rng_key, seen)

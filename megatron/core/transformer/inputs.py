@@ -14,23 +14,23 @@ from megatron.core.parallel.rng import StreamKey
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """``key``: the microbatch's random streams. ``rotary``: cos and sin for the positions, or None. ``segments``:
-    ``[b, S]`` document numbers; attention stays within a document. ``padding_mask``: ``[b, S]``, True where real.
+    """``rng_key``: the microbatch's random streams. ``rotary``: cos and sin for the positions, or None.
+    ``document_ids``: ``[b, S]``; attention stays within a document. ``attention_mask``: ``[b, S]``, True where real.
     ``bias``: ``[n, s, S]``, added to the scores of self-attention.
 
-    For cross-attention: ``encoded`` ``[t, b, h]``, what the encoder made, and its own ``encoded_padding_mask``
-    ``[b, T]``.
+    For cross-attention: ``encoder_hidden_states`` ``[t, b, h]``, what the encoder made, and its own
+    ``encoder_attention_mask`` ``[b, T]``.
     """
 
-    key: StreamKey
+    rng_key: StreamKey
     rotary: RotaryTable | None = None
-    segments: Tensor | None = None
-    padding_mask: Tensor | None = None
+    document_ids: Tensor | None = None
+    attention_mask: Tensor | None = None
     bias: Tensor | None = None
-    encoded: Tensor | None = None
-    encoded_padding_mask: Tensor | None = None
+    encoder_hidden_states: Tensor | None = None
+    encoder_attention_mask: Tensor | None = None
 
     @cached_property
     def documents(self) -> Documents | None:
-        """Where the documents of ``segments`` lie: found once for all layers, since a device must wait for it."""
-        return None if self.segments is None else Documents(self.segments)
+        """Where the documents of ``document_ids`` lie: found once for all layers, since a device must wait for it."""
+        return None if self.document_ids is None else Documents(self.document_ids)

@@ -67,5 +67,5 @@ class TransformerLayer(nn.Module):
     def _drop(self, branch: Tensor, inputs: LayerInputs, name: str) -> Tensor:
         if not self.training or self._dropout == 0.0:
             return branch
-        self._context.rng.enter(inputs.key, f"layer {self._number} {name}")
+        self._context.rng.enter(inputs.rng_key, f"layer {self._number} {name}")
         return dropout(branch, self._dropout, self._context.hidden_generator)

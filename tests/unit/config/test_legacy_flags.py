@@ -127,7 +127,7 @@ def test_renamed_flags_that_yield() -> None:
     assert both.model.position_embedding_type == "rope"
     assert both.notes == ("--use-rotary-position-embeddings: taken as --position-embedding-type rope",)
     assert parse("--no-position-embedding --position-embedding-type rope").notes == ()
-    assert parse("--use-flash-attn --attention-backend reference").model.attention_backend == "reference"
+    assert parse("--use-flash-attn --attention-backend eager").model.attention_backend == "eager"
 
 
 def test_notes_with_one_reason_are_one_line() -> None:
@@ -151,7 +151,7 @@ def test_old_and_new_name_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "taken"), [("flash", "auto"), ("fused", "auto"), ("unfused", "reference"), ("local", "reference")]
+    ("name", "taken"), [("flash", "auto"), ("fused", "auto"), ("unfused", "eager"), ("local", "eager")]
 )
 def test_attention_backends(name: str, taken: str) -> None:
     """Megatron-LM's names of attention kernels mean ours."""

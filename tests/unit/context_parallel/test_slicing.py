@@ -94,14 +94,14 @@ def test_documents_cut_calls_to_their_own_pairs(ranks: int, causal: bool) -> Non
     generator, length = torch.Generator().manual_seed(ranks), 6 * ranks
     held = length // ranks
     for chance in (0.05, 0.2, 0.6):
-        segments = (torch.rand(2, length, generator=generator) < chance).cumsum(1)
-        segments[0] %= 2  # numbers come back: a document is a run, not a number
-        documents = Documents(segments)
+        document_ids = (torch.rand(2, length, generator=generator) < chance).cumsum(1)
+        document_ids[0] %= 2  # numbers come back: a document is a run, not a number
+        documents = Documents(document_ids)
         calls = []
         for asker in range(ranks):
             for owner in range(ranks):
                 whole = visible(asker, owner, queries=held, keys=held, causal=causal)
                 calls.append((asker, owner, documents.cut(whole, asker, owner, ranks)))
-        runs = torch.cat([torch.zeros(1, dtype=torch.int64), (segments[0, 1:] != segments[0, :-1]).cumsum(0)])
+        runs = torch.cat([torch.zeros(1, dtype=torch.int64), (document_ids[0, 1:] != document_ids[0, :-1]).cumsum(0)])
         expected = (runs.unsqueeze(1) == runs.unsqueeze(0)).long()
         assert torch.equal(pairs_seen(calls, length, ranks), expected.tril() if causal else expected)

@@ -62,7 +62,7 @@ def test_megatron_samples_equal_recorded_ones(
 
 @pytest.mark.parametrize("case", range(4))
 def test_masks_and_positions_equal_recorded_ones(golden: dict[str, Any], case: int) -> None:
-    """Resets at the end of a document, alone and together; segments say what Megatron-LM's square mask says."""
+    """Resets at the end of a document, alone and together; document_ids say what Megatron-LM's square mask says."""
     recorded = golden["ltor"][case]
     layout = SampleLayout(
         seq_length=len(recorded["tokens"]),
@@ -75,13 +75,13 @@ def test_masks_and_positions_equal_recorded_ones(golden: dict[str, Any], case: i
     sample = layout.sample(tokens, num_tokens=len(tokens))
     assert sample["loss_mask"].tolist() == recorded["loss_mask"]
     assert sample["position_ids"].tolist() == recorded["position_ids"]
-    segments = sample.get("segments", np.zeros(len(tokens) - 1, np.int32))
-    hidden = (segments[:, None] != segments[None, :]) | ~np.tri(len(segments), dtype=bool)
+    document_ids = sample.get("document_ids", np.zeros(len(tokens) - 1, np.int32))
+    hidden = (document_ids[:, None] != document_ids[None, :]) | ~np.tri(len(document_ids), dtype=bool)
     assert hidden.astype(int).tolist() == recorded["attention_mask"][0]
 
 
 def test_types_and_shapes(write_documents: WriteDocuments, golden: dict[str, Any]) -> None:
-    """What the loader stacks: 64-bit ids, a float mask, and 32-bit segments only when asked for."""
+    """What the loader stacks: 64-bit ids, a float mask, and 32-bit document_ids only when asked for."""
     prefix = write_documents(golden["gpt_docs"])
     sample = dataset(prefix)[0]
     assert {name: (str(value.dtype), value.shape) for name, value in sample.items()} == {
@@ -90,8 +90,10 @@ def test_types_and_shapes(write_documents: WriteDocuments, golden: dict[str, Any
         "loss_mask": ("float32", (8,)),
         "position_ids": ("int64", (8,)),
     }
-    segments = dataset(prefix, layout=SampleLayout(seq_length=8, eod=50, reset_attention_mask=True))[0]["segments"]
-    assert (str(segments.dtype), segments.shape) == ("int32", (8,))
+    document_ids = dataset(prefix, layout=SampleLayout(seq_length=8, eod=50, reset_attention_mask=True))[0][
+        "document_ids"
+    ]
+    assert (str(document_ids.dtype), document_ids.shape) == ("int32", (8,))
 
 
 def test_an_epoch_reads_every_label_once(write_documents: WriteDocuments) -> None:

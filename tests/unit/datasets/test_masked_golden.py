@@ -115,7 +115,7 @@ def test_a_random_replacement_that_is_the_padding_is_padding(prefix: str) -> Non
     assert theirs is not None and ours is not None
     for dataset, seen in ((theirs, 0), (ours, 1)):
         samples = [dataset[index] for index in range(800)]
-        masks = np.stack([sample["padding_mask"] for sample in samples])
+        masks = np.stack([sample["attention_mask"] for sample in samples])
         replaced = np.stack([(sample["text"] == RECORDED["pad"]) & (sample["loss_mask"] == 1) for sample in samples])
         assert replaced.any()
         assert set(masks[replaced].tolist()) == {seen}

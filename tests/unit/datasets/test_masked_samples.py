@@ -112,7 +112,7 @@ def test_bert_layout(prefix: str) -> None:
     for index in range(300):
         sample, span = data[index], data.order.find(index)
         text = np.where(sample["loss_mask"] == 1, sample["labels"], sample["text"])
-        size = int(sample["padding_mask"].sum())
+        size = int(sample["attention_mask"].sum())
         first_end, last = np.flatnonzero(text[:size] == TOKENIZER.sep).tolist()
         assert (text[0], last) == (TOKENIZER.cls, size - 1)
         assert sample["types"].tolist() == [0] * (first_end + 1) + [1] * (size - first_end - 1) + [0] * (64 - size)
@@ -136,12 +136,12 @@ def test_bert_masks(prefix: str) -> None:
         assert (labels[~masked] == -1).all()
         whole = np.where(masked, labels, text)
         for place in np.flatnonzero(masked).tolist():
-            if place + 1 < 64 and continues[whole[place + 1]] and sample["padding_mask"][place + 1]:
+            if place + 1 < 64 and continues[whole[place + 1]] and sample["attention_mask"][place + 1]:
                 assert masked[place + 1] or whole[place] in (TOKENIZER.cls, TOKENIZER.sep), "half a word is hidden"
             kept = "kept" if text[place] == labels[place] else "replaced"
             fates["masked" if text[place] == TOKENIZER.mask else kept] += 1
         hidden += int(masked.sum())
-        total += int(sample["padding_mask"].sum())
+        total += int(sample["attention_mask"].sum())
     assert 0.11 < hidden / total < 0.16
     assert 0.75 < fates["masked"] / hidden < 0.85
     assert 0.06 < fates["kept"] / hidden < 0.15
@@ -205,7 +205,7 @@ def test_a_sample_that_fills_a_batch_counts_for_nothing(prefix: str) -> None:
     sample = bert(prefix)[None]
     assert not sample["loss_mask"].any()
     assert sample["is_random"] == -1
-    assert sample["padding_mask"].any(), "attention needs something to attend to"
+    assert sample["attention_mask"].any(), "attention needs something to attend to"
     assert not t5(prefix)[None]["loss_mask"].any()
 
 
@@ -283,7 +283,7 @@ def test_made_up_sentences() -> None:
     bert = build_bert_splits(config, **arguments).train
     t5 = build_t5_splits(config, decoder_seq_length=32, **arguments).train
     assert bert is not None and t5 is not None
-    lengths = [int(bert[index]["padding_mask"].sum()) for index in range(200)]
+    lengths = [int(bert[index]["attention_mask"].sum()) for index in range(200)]
     assert max(lengths) == 64 and min(lengths) < 40
     texts = np.concatenate([bert[index]["text"] for index in range(200)])
     assert texts.min() >= 0 and texts.max() < 40 and len(np.unique(texts)) > 25

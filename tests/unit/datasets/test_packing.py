@@ -99,8 +99,8 @@ def test_every_document_by_itself(write_documents: WriteDocuments, kind: type) -
     data = dataset(write_documents, LONG, kind)
     for index in range(len(data)):
         sample = data[index]
-        for segment in np.unique(sample["segments"]):
-            inside = sample["segments"] == segment
+        for segment in np.unique(sample["document_ids"]):
+            inside = sample["document_ids"] == segment
             assert sample["position_ids"][inside].tolist() == [0] * inside.sum() or sample["position_ids"][
                 inside
             ].tolist() == list(range(inside.sum()))
@@ -108,7 +108,7 @@ def test_every_document_by_itself(write_documents: WriteDocuments, kind: type) -
                 tokens = sample["tokens"][inside]
                 assert set(tokens // 100) == {tokens[0] // 100}
                 assert (np.diff(tokens) == 1).all()
-        assert (np.diff(sample["segments"]) >= 0).all()
+        assert (np.diff(sample["document_ids"]) >= 0).all()
 
 
 @settings(max_examples=60, deadline=None)

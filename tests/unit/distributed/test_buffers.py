@@ -79,7 +79,7 @@ def test_parameters_keep_values_and_become_views() -> None:
 def test_matrices_and_vectors_lie_apart_in_reverse_order() -> None:
     """Weight decay is chosen by buffer, and buckets must fill in the order in which backward completes gradients."""
     buffers = build_buffers(parameters().items(), ParallelContext.single(), grad_dtype=torch.float32)
-    names = {buffer.decays: [slot.name for slot in buffer.slots] for buffer in buffers}
+    names = {buffer.decays: [entry.name for entry in buffer.entries] for buffer in buffers}
     assert names == {True: ["fc2", "fc1", "embedding"], False: ["fc1_bias", "norm"]}
 
 
@@ -104,11 +104,11 @@ def test_accumulate_adds_any_dtype_in_fp32(dtype: torch.dtype, elements: int) ->
     parameter = sharded_parameter(Sharding((elements,)), Mesh.single(), dtype=dtype, device=torch.device("cpu"))
     nn.init.zeros_(parameter)
     (buffer,) = build_buffers([("p", parameter)], ParallelContext.single(), grad_dtype=torch.float32)
-    (slot,) = buffer.slots
+    (entry,) = buffer.entries
     grads = [torch.randn(elements).to(dtype) for _ in range(3)]
     for grad in grads:
-        buffer.accumulate(slot, grad)
-    assert torch.equal(slot.main_grad, grads[0].float() + grads[1].float() + grads[2].float())
+        buffer.accumulate(entry, grad)
+    assert torch.equal(entry.main_grad, grads[0].float() + grads[1].float() + grads[2].float())
 
 
 def test_padding_and_replicas_are_not_counted() -> None:
@@ -122,7 +122,7 @@ def test_padding_and_replicas_are_not_counted() -> None:
             ("norm", sharded_parameter(Sharding((4,)), mesh, dtype=torch.float32, device=torch.device("cpu"))),
         ]
         buffers = build_buffers(made, context_of(mesh), grad_dtype=torch.float32)
-        return {slot.name: list(slot.counted) for buffer in buffers for slot in buffer.slots}
+        return {entry.name: list(entry.counted) for buffer in buffers for entry in buffer.entries}
 
     assert counted(0) == {"vocabulary": [Span(0, 32)], "norm": [Span(0, 4)]}
     assert counted(1) == {"vocabulary": [Span(0, 8)], "norm": []}
@@ -151,7 +151,7 @@ def test_tied_copies_share_a_name_and_lie_alone() -> None:
     }
     buffer: FlatBuffer
     (buffer,) = build_buffers(made.items(), ParallelContext.single(), grad_dtype=torch.float32)
-    names = [[slot.name for slot in bucket.slots] for bucket in buffer.buckets]
+    names = [[entry.name for entry in bucket.entries] for bucket in buffer.buckets]
     assert names == [["embedding.word_embeddings.weight"], ["fc"]]
 
 

@@ -9,7 +9,7 @@ from megatron.core.models.registry import FAMILIES
 from megatron.core.models.t5.generation import beginnings, likeliest_answer
 from megatron.core.models.t5.model import T5Model
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.transformer.heads import VocabularyOutput
+from megatron.core.transformer.output_layer import VocabularyOutput
 from tests.harness.runs import tiny_run
 
 TEXT, BEGIN, NEVER = [7, 30, 8, 31, 9, 22], 4, -1
@@ -57,9 +57,9 @@ def test_beginnings_of_spans(model: T5Model) -> None:
         torch.tensor([[BEGIN, one, 9, 8, two, 7], [BEGIN, one, 5, 6, 7, two]]),
     )
     real = torch.ones_like(tokens, dtype=torch.bool)
-    found = beginnings(model, tokens, told, padding_mask=real, names=(one, two), count=3)
+    found = beginnings(model, tokens, told, attention_mask=real, names=(one, two), count=3)
     assert found.true.tolist() == [9, 7, 5]
-    output = model(tokens, told, padding_mask=real)
+    output = model(tokens, told, attention_mask=real)
     assert isinstance(output, VocabularyOutput)
     logits = output.logits()
     places = [logits[0, 1], logits[0, 4], logits[1, 1]]

@@ -126,7 +126,7 @@ def test_forward_loss_and_gradients() -> None:
         labels=given["labels"],
         next_sentence_label=given["order"],
     )
-    output = model(given["tokens"], given["types"], padding_mask=given["real"])
+    output = model(given["tokens"], given["types"], attention_mask=given["real"])
     assert isinstance(output, BertOutput) and output.order is not None
     real = given["real"]
     torch.testing.assert_close(output.words.logits()[real], expected.prediction_logits[real], rtol=0, atol=1e-9)
@@ -153,7 +153,7 @@ def test_only_weighted_words_are_multiplied_out() -> None:
 
     def loss_and_gradients(mask: Tensor, *, everywhere: bool) -> dict[str, Tensor]:
         model.zero_grad()
-        output = model(given["tokens"], given["types"], padding_mask=given["real"])
+        output = model(given["tokens"], given["types"], attention_mask=given["real"])
         assert isinstance(output, BertOutput)
         words = output.words
         loss = (words.cross_entropy if everywhere else words.cross_entropy_where_weighted)(labels, mask)
@@ -175,7 +175,7 @@ def test_padding_changes_nothing(residual_behind_norm: bool) -> None:
     )  # fmt: skip
     model = BertModel(config, ParallelContext.single(dtype=torch.float64), seed=1, binary_head=False).eval()
     given, length = batch(), 13
-    padded = model(given["tokens"][1:2], given["types"][1:2], padding_mask=given["real"][1:2])
+    padded = model(given["tokens"][1:2], given["types"][1:2], attention_mask=given["real"][1:2])
     short = model(given["tokens"][1:2, :length], given["types"][1:2, :length])
     assert isinstance(padded, BertOutput) and isinstance(short, BertOutput)
     assert padded.order is None

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.config.model import ModelConfig
 from megatron.core.models.gpt.model import GPTModel
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.transformer.heads import VocabularyOutput
+from megatron.core.transformer.output_layer import VocabularyOutput
 
 transformers = pytest.importorskip("transformers", reason="parity needs the dev extra's transformers")
 

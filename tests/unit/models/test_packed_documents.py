@@ -1,4 +1,4 @@
-"""Documents packed into one sample, with segments and restarted positions, are to the model as if each were alone."""
+"""Documents packed into one sample, with their own positions, are to the model as if each were alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.core.parallel.collectives import all_reduce
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import sharded_parameters
-from megatron.core.transformer.heads import VocabularyOutput
+from megatron.core.transformer.output_layer import VocabularyOutput
 from tests.harness import run_ranks
 
 LENGTH, VOCABULARY, TOLERANCE = 16, 67, 1e-9
@@ -22,7 +22,7 @@ DOCUMENTS = [(0, 0, 5), (0, 5, 6), (0, 6, 16), (1, 0, 9), (1, 9, 16)]
 """(row, start, stop); one document is a single token, and none ends where the sequence is cut in two."""
 
 POSITIONS = ("learned_absolute", "rope")
-BACKENDS = ("reference", "sdpa", "blocked")
+BACKENDS = ("eager", "sdpa", "chunked")
 
 
 def build(context: ParallelContext, *, positions: str, backend: str = "auto", **settings: Any) -> GPTModel:
@@ -44,11 +44,16 @@ def build(context: ParallelContext, *, positions: str, backend: str = "auto", **
 def packed() -> dict[str, Tensor]:
     """Two samples of documents as the data set packs them."""
     tokens = torch.randint(VOCABULARY, (2, LENGTH + 1), generator=torch.Generator().manual_seed(5))
-    segments, position_ids = torch.zeros(2, LENGTH, dtype=torch.int32), torch.zeros(2, LENGTH, dtype=torch.int64)
+    document_ids, position_ids = torch.zeros(2, LENGTH, dtype=torch.int32), torch.zeros(2, LENGTH, dtype=torch.int64)
     for number, (row, start, stop) in enumerate(DOCUMENTS):
-        segments[row, start:stop] = number
+        document_ids[row, start:stop] = number
         position_ids[row, start:stop] = torch.arange(stop - start)
-    return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "segments": segments, "position_ids": position_ids}
+    return {
+        "tokens": tokens[:, :-1],
+        "labels": tokens[:, 1:],
+        "document_ids": document_ids,
+        "position_ids": position_ids,
+    }
 
 
 def run(model: GPTModel, tokens: Tensor, **inputs: Tensor) -> VocabularyOutput:
@@ -77,7 +82,7 @@ def test_a_packed_document_is_computed_as_if_it_were_alone(positions: str, backe
     for row, start, stop in DOCUMENTS:
         mask = torch.zeros(2, LENGTH, dtype=torch.float64)
         mask[row, start:stop] = 1.0
-        output = run(model, batch["tokens"], position_ids=batch["position_ids"], segments=batch["segments"])
+        output = run(model, batch["tokens"], position_ids=batch["position_ids"], document_ids=batch["document_ids"])
         alone = run(model, batch["tokens"][row : row + 1, start:stop])
         torch.testing.assert_close(output.logits()[row, start:stop], alone.logits()[0], rtol=0, atol=TOLERANCE)
         loss = output.cross_entropy(batch["labels"], mask)
@@ -105,7 +110,7 @@ def test_rotary_angles_follow_the_position_ids_of_each_sample() -> None:
 def packed_loss(context: ParallelContext, positions: str) -> tuple[Tensor, dict[str, Tensor]]:
     """Token losses of the packed samples, and the gradients of parameters that every rank holds whole."""
     model, batch = build(context, positions=positions), packed()
-    output = run(model, batch["tokens"], position_ids=batch["position_ids"], segments=batch["segments"])
+    output = run(model, batch["tokens"], position_ids=batch["position_ids"], document_ids=batch["document_ids"])
     loss = output.cross_entropy(batch["labels"], torch.ones(2, LENGTH, dtype=torch.float64))
     gradients = gradients_of(model, loss, context.mesh)
     whole = {name: gradients[name] for name, _, sharding in sharded_parameters(model) if not sharding.split}

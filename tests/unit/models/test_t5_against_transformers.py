@@ -16,7 +16,7 @@ from megatron.core.models.t5.model import T5Model
 from megatron.core.models.t5.train_spec import t5_flops_per_sample
 from megatron.core.ops.relative_positions import relative_buckets
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.transformer.heads import VocabularyOutput
+from megatron.core.transformer.output_layer import VocabularyOutput
 
 transformers = pytest.importorskip("transformers", reason="parity needs the dev extra's transformers")
 
@@ -163,7 +163,7 @@ def test_forward_loss_and_gradients(kind: str) -> None:
         decoder_attention_mask=answered.long(),
         labels=given["labels"].masked_fill(~answered, -100),
     )
-    output = model(given["encoder"], given["decoder"], padding_mask=given["real"])
+    output = model(given["encoder"], given["decoder"], attention_mask=given["real"])
     assert isinstance(output, VocabularyOutput)
     torch.testing.assert_close(output.logits()[answered], expected.logits[answered], rtol=0, atol=1e-9)
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.ops.attention import AttentionOptions, AttentionRequest, blocked, choose
+from megatron.core.ops.attention import AttentionOptions, AttentionRequest, choose, chunked
 from megatron.core.ops.attention import attention as attention_with
 from megatron.core.ops.attention.registry import BACKENDS
 from megatron.errors import ConfigError
 
-OTHERS = [name for name in BACKENDS if name != "reference"]
+OTHERS = [name for name in BACKENDS if name != "eager"]
 
 
 def make_qkv(
@@ -65,18 +65,18 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "cross": ({"sq": 5}, {"causal": False}),
     "cached": ({"sq": 4, "sk": 9}, {"causal": True}),
     "one_query": ({"sq": 1, "sk": 9, "g": 2}, {"causal": True}),
-    "documents": ({"g": 2}, {"causal": True, "segments": SEGMENTS}),
-    "documents_bidirectional": ({}, {"causal": False, "segments": SEGMENTS}),
-    "padding": ({"g": 2}, {"causal": False, "padding_mask": PADDING}),
-    "padding_causal": ({}, {"causal": True, "padding_mask": PADDING}),
-    "padding_alone": ({"sq": 5, "sk": 9, "g": 2}, {"causal": False, "padding_mask": NOTHING}),
-    "padding_documents": ({}, {"causal": True, "padding_mask": PADDING, "segments": SEGMENTS}),
+    "documents": ({"g": 2}, {"causal": True, "document_ids": SEGMENTS}),
+    "documents_bidirectional": ({}, {"causal": False, "document_ids": SEGMENTS}),
+    "padding": ({"g": 2}, {"causal": False, "attention_mask": PADDING}),
+    "padding_causal": ({}, {"causal": True, "attention_mask": PADDING}),
+    "padding_alone": ({"sq": 5, "sk": 9, "g": 2}, {"causal": False, "attention_mask": NOTHING}),
+    "padding_documents": ({}, {"causal": True, "attention_mask": PADDING, "document_ids": SEGMENTS}),
     "softmax_in_fp32": ({}, {"causal": True, "softmax_in_fp32": True}),
     "bias": ({}, {"causal": False, "bias": True}),
     "bias_causal_grouped": ({"g": 2}, {"causal": True, "bias": True}),
-    "bias_padding_causal": ({"g": 2}, {"causal": True, "bias": True, "padding_mask": PADDING}),
-    "bias_padding_alone": ({"sq": 5, "sk": 9, "g": 2}, {"causal": False, "bias": True, "padding_mask": NOTHING}),
-    "bias_padding": ({"sq": 5, "sk": 9, "g": 2}, {"causal": False, "bias": True, "padding_mask": PADDING}),
+    "bias_padding_causal": ({"g": 2}, {"causal": True, "bias": True, "attention_mask": PADDING}),
+    "bias_padding_alone": ({"sq": 5, "sk": 9, "g": 2}, {"causal": False, "bias": True, "attention_mask": NOTHING}),
+    "bias_padding": ({"sq": 5, "sk": 9, "g": 2}, {"causal": False, "bias": True, "attention_mask": PADDING}),
 }
 
 
@@ -97,7 +97,7 @@ def run(inputs: list[Tensor], **options: Any) -> list[Tensor]:
 def test_reference_is_attention(causal: bool, shape: dict[str, Any]) -> None:
     """Everything else is compared with the reference, so the reference is compared with arithmetic."""
     inputs = make_qkv(**shape)
-    torch.testing.assert_close(attention(*inputs, causal=causal, backend="reference"), by_loops(*inputs, causal=causal))
+    torch.testing.assert_close(attention(*inputs, causal=causal, backend="eager"), by_loops(*inputs, causal=causal))
 
 
 def test_bias_is_added_to_scaled_scores() -> None:
@@ -106,20 +106,20 @@ def test_bias_is_added_to_scaled_scores() -> None:
     bias = torch.randn(2, 3, 5, dtype=torch.float64)
     weights = [(k[:, 0, head] @ q[:, 0, head].T * 0.5 + bias[head].T).softmax(0) for head in range(2)]
     expected = torch.cat([weights[head].T @ v[:, 0, head] for head in range(2)], dim=1).unsqueeze(1)
-    found = attention(q, k, v, causal=False, scale=0.5, bias=bias, backend="reference")
+    found = attention(q, k, v, causal=False, scale=0.5, bias=bias, backend="eager")
     torch.testing.assert_close(found, expected)
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks of queries and a shorter last one."""
-    monkeypatch.setattr(blocked, "_BLOCK", 2)
+    monkeypatch.setattr(chunked, "_BLOCK", 2)
 
 
 def skip_refused(backend: str, case: str) -> None:
     """Skip a case that the backend refuses."""
     options = CASES[case][1]
-    facts = request(**{name: name in options for name in ("padding_mask", "segments", "bias")})
+    facts = request(**{name: name in options for name in ("attention_mask", "document_ids", "bias")})
     reason = BACKENDS[backend].supports(facts)
     if reason is not None:
         pytest.skip(f"{backend} refuses {case}: {reason}")
@@ -132,7 +132,7 @@ def test_backend_equals_reference(backend: str, case: str) -> None:
     skip_refused(backend, case)
     shape, options = CASES[case]
     inputs = make_qkv(**shape)
-    for actual, expected in zip(run(inputs, backend=backend, **options), run(inputs, backend="reference", **options)):
+    for actual, expected in zip(run(inputs, backend=backend, **options), run(inputs, backend="eager", **options)):
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
 
 
@@ -145,7 +145,7 @@ def test_backend_in_low_precision_stays_near_fp64(backend: str, dtype: torch.dty
     shape, options = CASES[case]
     exact = make_qkv(**shape)
     rounded = [x.detach().to(dtype).requires_grad_() for x in exact]
-    for actual, expected in zip(run(rounded, backend=backend, **options), run(exact, backend="reference", **options)):
+    for actual, expected in zip(run(rounded, backend=backend, **options), run(exact, backend="eager", **options)):
         assert actual.dtype == dtype
         torch.testing.assert_close(actual.double(), expected, rtol=0, atol=8 * torch.finfo(dtype).eps)
 
@@ -154,7 +154,7 @@ def test_backend_in_low_precision_stays_near_fp64(backend: str, dtype: torch.dty
 def test_documents_equal_separate_calls(backend: str) -> None:
     """Packing documents into a sample must give each the result it would have alone."""
     inputs = make_qkv()
-    packed = attention(*inputs, causal=True, segments=SEGMENTS, backend=backend)
+    packed = attention(*inputs, causal=True, document_ids=SEGMENTS, backend=backend)
     for sample, row in enumerate(SEGMENTS.tolist()):
         for document in sorted(set(row)):
             at = [i for i, number in enumerate(row) if number == document]
@@ -166,7 +166,7 @@ def test_documents_equal_separate_calls(backend: str) -> None:
 def test_query_without_keys_gives_zeros_and_no_nan(backend: str) -> None:
     """Left padding leaves early queries with nothing to see; a NaN there would poison every gradient."""
     skip_refused(backend, "padding_causal")
-    results = run(make_qkv(), causal=True, padding_mask=PADDING, backend=backend)
+    results = run(make_qkv(), causal=True, attention_mask=PADDING, backend=backend)
     assert all(result.isfinite().all() for result in results)
     assert (results[0][:2, 2] == 0).all() and (results[0][2:, 2] != 0).any()
 
@@ -178,11 +178,11 @@ def test_strided_slices_of_a_fused_projection(backend: str) -> None:
     views = [fused[:, :, :, i] for i in range(3)]
     actual = attention(*views, causal=True, backend=backend)
     copies = [view.contiguous() for view in views]
-    torch.testing.assert_close(actual, attention(*copies, causal=True, backend="reference"), rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(actual, attention(*copies, causal=True, backend="eager"), rtol=1e-9, atol=1e-11)
     assert actual.is_contiguous()
 
 
-@pytest.mark.parametrize("backend", ["reference", "blocked"])
+@pytest.mark.parametrize("backend", ["eager", "chunked"])
 def test_dropout_is_replayed_from_the_generator(backend: str) -> None:
     """Recomputation seeds the generator again and must get the same result."""
     inputs = make_qkv()
@@ -192,7 +192,7 @@ def test_dropout_is_replayed_from_the_generator(backend: str) -> None:
     assert not torch.equal(results[0], results[2])
 
 
-@pytest.mark.parametrize("backend", ["reference", "blocked"])
+@pytest.mark.parametrize("backend", ["eager", "chunked"])
 @pytest.mark.parametrize("shape", [{}, {"g": 2}])
 def test_dropout_gradient_uses_the_mask_of_the_forward_pass(backend: str, shape: dict[str, Any]) -> None:
     """Whether the mask is kept or drawn again, it must be the same one."""
@@ -207,7 +207,7 @@ def test_dropout_gradient_uses_the_mask_of_the_forward_pass(backend: str, shape:
     assert torch.autograd.gradcheck(call, make_qkv(sq=6, b=1, d=2, **shape))
 
 
-@pytest.mark.parametrize("backend", ["reference", "blocked"])
+@pytest.mark.parametrize("backend", ["eager", "chunked"])
 def test_dropout_keeps_the_mean(backend: str) -> None:
     """Dropped probabilities are made up for by the others."""
     q, k, _ = make_qkv(sq=64, b=8)
@@ -226,27 +226,25 @@ def request(**changes: Any) -> AttentionRequest:
 def test_auto_takes_the_first_that_supports_the_request_and_says_why() -> None:
     """The start-up report tells which kernel runs, and why not a faster one."""
     assert choose(request()).describe() == "attention: sdpa"
-    choice = choose(request(dropout=0.1, padding_mask=True, segments=True))
-    assert choice.name == "reference"
+    choice = choose(request(dropout=0.1, attention_mask=True, document_ids=True))
+    assert choice.name == "eager"
     assert choice.describe() == (
         "attention: reference (sdpa refused: it draws dropout (0.1) from torch's global generator, which cannot be "
-        "replayed; blocked refused: it has no padding mask within documents)"
+        "replayed; chunked refused: it has no padding mask within documents)"
     )
 
 
 def test_bf16_on_a_cpu_prefers_blocks() -> None:
     """Where torch's kernel is the slow one."""
-    assert choose(request(dtype=torch.bfloat16)).name == "blocked"
+    assert choose(request(dtype=torch.bfloat16)).name == "chunked"
     assert choose(request(dtype=torch.bfloat16, softmax_in_fp32=True)).name == "sdpa"
     assert choose(request(dtype=torch.bfloat16, device=torch.device("meta"))).name == "sdpa"
 
 
 def test_explicit_choice_is_honoured_or_refused_with_the_reason() -> None:
     """Never silently another kernel than the one asked for."""
-    assert choose(request(), "reference").name == "reference"
+    assert choose(request(), "eager").name == "eager"
     with pytest.raises(ConfigError, match=r"--attention-backend sdpa cannot be used: it draws dropout \(0.1\)"):
         choose(request(dropout=0.1), "sdpa")
-    with pytest.raises(
-        ConfigError, match="--attention-backend fast is unknown; available: auto, sdpa, blocked, reference"
-    ):
+    with pytest.raises(ConfigError, match="--attention-backend fast is unknown; available: auto, sdpa, chunked, eager"):
         choose(request(), "fast")

@@ -9,16 +9,16 @@ import torch
 from megatron.core.ops.attention import AttentionOptions, attention, documents
 
 
-def within(segments: torch.Tensor) -> AttentionOptions:
-    return AttentionOptions(causal=True, scale=0.5, segments=segments)
+def within(document_ids: torch.Tensor) -> AttentionOptions:
+    return AttentionOptions(causal=True, scale=0.5, document_ids=document_ids)
 
 
 def test_documents_are_located_once_for_all_layers() -> None:
     """A GPU would be waited for in every layer, since the lengths of documents must be known on the host."""
-    segments = torch.tensor([[0, 0, 1, 1, 1, 2]])
+    document_ids = torch.tensor([[0, 0, 1, 1, 1, 2]])
     q, k, v = (torch.randn(6, 1, 2, 4) for _ in range(3))
     with mock.patch.object(documents, "_lengths_of_runs", wraps=documents._lengths_of_runs) as read:
-        layers = [attention(q, k, v, within(segments), backend="sdpa") for _ in range(3)]
+        layers = [attention(q, k, v, within(document_ids), backend="sdpa") for _ in range(3)]
     assert read.call_count == 1
     assert torch.equal(layers[0], layers[2])
 
@@ -27,7 +27,7 @@ def test_other_documents_in_a_tensor_at_the_same_place_are_located_anew() -> Non
     """The next microbatch's documents often lie where the last one's lay."""
     q, k, v = (torch.randn(6, 1, 2, 4) for _ in range(3))
     for numbers in ([0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0]):
-        segments = torch.tensor([numbers])
-        expected = attention(q, k, v, within(segments), backend="reference")
-        torch.testing.assert_close(attention(q, k, v, within(segments), backend="sdpa"), expected)
-        del segments
+        document_ids = torch.tensor([numbers])
+        expected = attention(q, k, v, within(document_ids), backend="eager")
+        torch.testing.assert_close(attention(q, k, v, within(document_ids), backend="sdpa"), expected)
+        del document_ids

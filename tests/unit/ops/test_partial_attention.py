@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.ops.attention import attention, blocked, choose
+from megatron.core.ops.attention import attention, choose, chunked
 from megatron.core.ops.attention.partial import (
     OnlineSoftmax,
     partial_attention,
@@ -21,13 +21,13 @@ from megatron.core.ops.attention.registry import BACKENDS
 from megatron.core.ops.attention.request import AttentionOptions
 
 ALL = slice(None)
-DRAWING = ["blocked", "reference"]
+DRAWING = ["chunked", "eager"]
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks of queries and a shorter last one."""
-    monkeypatch.setattr(blocked, "_BLOCK", 2)
+    monkeypatch.setattr(chunked, "_BLOCK", 2)
 
 
 def make_qkv(*, sq: int = 10, sk: int = 10, g: int = 4, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -106,7 +106,7 @@ def test_merged_parts_are_attention(cut: str, backend: str) -> None:
     inputs = [x.requires_grad_() for x in make_qkv(**shape)]
     q, k, v = inputs
     options = AttentionOptions(causal=causal, scale=0.3)
-    expected = attention(q, k, v, options, backend="reference").view_as(q)
+    expected = attention(q, k, v, options, backend="eager").view_as(q)
     upstream = torch.linspace(-1, 1, expected.numel(), dtype=expected.dtype).view_as(expected)
     wanted = [expected, *torch.autograd.grad(expected, inputs, upstream)]
     found = by_parts([x.detach() for x in inputs], upstream, calls, backend)
@@ -114,14 +114,14 @@ def test_merged_parts_are_attention(cut: str, backend: str) -> None:
         torch.testing.assert_close(actual, wish, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("backend", ["blocked", "reference"])
+@pytest.mark.parametrize("backend", ["chunked", "eager"])
 def test_merged_parts_have_the_gradient_of_a_bias(backend: str) -> None:
     """Tables of positions would learn from a context-parallel rank's own keys alone, or from the wrong ones."""
     inputs = [x.requires_grad_() for x in make_qkv(sq=6, g=2)]
     bias = torch.randn(4, 6, 10, dtype=torch.float64, requires_grad=True)
     q, k, v = inputs
     options = AttentionOptions(causal=False, scale=0.3, bias=bias)
-    expected = attention(q, k, v, options, backend="reference").view_as(q)
+    expected = attention(q, k, v, options, backend="eager").view_as(q)
     upstream = torch.linspace(-1, 1, expected.numel(), dtype=expected.dtype).view_as(expected)
     (wanted,) = torch.autograd.grad(expected, [bias], upstream)
     q, k, v = (x.detach() for x in inputs)
@@ -143,7 +143,7 @@ def test_parts_in_low_precision_stay_near_fp64(backend: str, dtype: torch.dtype)
     shape, _, calls = CUTS["causal by halves"]
     exact = make_qkv(**shape)
     upstream = torch.linspace(-1, 1, exact[0].numel(), dtype=torch.float64).view_as(exact[0])
-    wanted = by_parts(exact, upstream, calls, "reference")
+    wanted = by_parts(exact, upstream, calls, "eager")
     found = by_parts([x.to(dtype) for x in exact], upstream.to(dtype), calls, backend)
     for actual, wish in zip(found, wanted):
         assert actual.dtype == dtype
@@ -175,7 +175,7 @@ def test_dropout_of_the_gradients_is_that_of_the_result(backend: str) -> None:
         torch.testing.assert_close(slope, (grad * direction).sum(), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", ["blocked", "reference"])
+@pytest.mark.parametrize("backend", ["chunked", "eager"])
 def test_query_without_keys_gets_zeros(backend: str) -> None:
     """Padding may hide every key of a part, or of all parts: minus infinity must not become NaN."""
     q, k, v = make_qkv()
@@ -183,13 +183,13 @@ def test_query_without_keys_gets_zeros(backend: str) -> None:
     padding[0, :5], padding[2] = False, False
     merged = OnlineSoftmax.over_nothing(q, v)
     for keys in (slice(0, 5), slice(5, 10)):
-        options = AttentionOptions(causal=False, scale=0.3, padding_mask=padding[:, keys])
+        options = AttentionOptions(causal=False, scale=0.3, attention_mask=padding[:, keys])
         merged.add(partial_attention(q, k[keys], v[keys], options, backend=backend), ALL, ALL)
-    expected = attention(q, k, v, AttentionOptions(causal=False, scale=0.3, padding_mask=padding), backend="reference")
+    expected = attention(q, k, v, AttentionOptions(causal=False, scale=0.3, attention_mask=padding), backend="eager")
     torch.testing.assert_close(merged.out.flatten(2), expected)
     assert (merged.out[:, 2] == 0).all()
     whole = merged.result(q.dtype)
-    options = AttentionOptions(causal=False, scale=0.3, padding_mask=padding)
+    options = AttentionOptions(causal=False, scale=0.3, attention_mask=padding)
     grads = partial_attention_gradients(torch.ones_like(q), q, k, v, whole, options, backend=backend)
     assert all(grad.isfinite().all() for grad in (grads.q, grads.k, grads.v))
 
@@ -205,10 +205,10 @@ def test_choice_says_what_refuses_a_part() -> None:
     assert facts("cpu", torch.float64) == "attention: sdpa"
     assert facts("meta", torch.bfloat16) == "attention: sdpa"
     assert facts("meta", torch.float32) == (
-        "attention: blocked (sdpa refused: its flash kernel doesn't compute in float32)"
+        "attention: chunked (sdpa refused: its flash kernel doesn't compute in float32)"
     )
-    assert facts("cpu", torch.float32, padding_mask=torch.ones(1, 8, dtype=torch.bool)) == (
-        "attention: blocked (sdpa refused: its flash kernel has no padding mask)"
+    assert facts("cpu", torch.float32, attention_mask=torch.ones(1, 8, dtype=torch.bool)) == (
+        "attention: chunked (sdpa refused: its flash kernel has no padding mask)"
     )
 
 

@@ -104,16 +104,16 @@ def test_steps_equal_torch(name: str, clip: float, dtype: torch.dtype, tolerance
 
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
 def test_bf16_weights_follow_fp32_masters(grad_dtype: torch.dtype) -> None:
-    """Updates smaller than bf16's resolution would be lost instead of adding up in the masters."""
+    """Updates smaller than bf16's resolution would be lost instead of adding up in the main_params."""
     setup = Setup(torch.bfloat16, clip_grad=0.0, grad_dtype=grad_dtype)
     start = {name: parameter.detach().float() for name, parameter in setup.parameters.items()}
     for _ in range(20):
         for buffer in setup.buffers:
             buffer.grads.fill_(COUNT)
         setup.optimizer.update(count=COUNT, lr=1e-4, weight_decay=0.0)
-    masters = {entry.name: entry.tensor for entry in setup.optimizer.entries() if "fp32_param" in entry.name}
+    main_params = {entry.name: entry.tensor for entry in setup.optimizer.entries() if "fp32_param" in entry.name}
     for name, parameter in setup.parameters.items():
-        master = masters[f"optimizer.fp32_param.{name}"]
+        master = main_params[f"optimizer.fp32_param.{name}"]
         torch.testing.assert_close(master, start[name] - 20e-4, rtol=0, atol=1e-5)
         assert torch.equal(parameter, master.bfloat16())
 
@@ -142,10 +142,10 @@ def test_fp16_unscales_and_backs_off() -> None:
     scaled = Setup(torch.float16, precision=fp16, clip_grad=0.5)
     scaled.optimizer.expect(500)
     plain = Setup(torch.float16, precision=PrecisionConfig(fp16=True, loss_scale=1.0), clip_grad=0.5)
-    assert (scaled.optimizer.loss_scale, scaled.optimizer.gradient_seed) == (256.0, 0.5)
-    assert (plain.optimizer.loss_scale, plain.optimizer.gradient_seed) == (1.0, 1.0)
+    assert (scaled.optimizer.loss_scale, scaled.optimizer.backward_scale) == (256.0, 0.5)
+    assert (plain.optimizer.loss_scale, plain.optimizer.backward_scale) == (1.0, 1.0)
     for setup in (scaled, plain):
-        setup.set_grads(0, factor=setup.optimizer.gradient_seed)
+        setup.set_grads(0, factor=setup.optimizer.backward_scale)
     results = [setup.optimizer.update(count=COUNT, lr=0.1, weight_decay=0.1) for setup in (scaled, plain)]
     assert results[0] == results[1]
     assert all(torch.equal(a.params, b.params) for a, b in zip(scaled.buffers, plain.buffers))
@@ -215,9 +215,9 @@ def test_master_entries_are_what_a_load_without_optimizer_fills() -> None:
     """With --finetune or --no-load-optim the first update would restore the weights of before the load."""
     setup = Setup(torch.bfloat16)
     nn.init.constant_(setup.parameters["matrix"], 3.0)
-    masters = {entry.name: entry.tensor for entry in setup.optimizer.master_entries()}
-    assert set(masters) == {f"optimizer.fp32_param.{name}" for name in SHAPES}
-    masters["optimizer.fp32_param.matrix"].fill_(3.0)
+    main_params = {entry.name: entry.tensor for entry in setup.optimizer.master_entries()}
+    assert set(main_params) == {f"optimizer.fp32_param.{name}" for name in SHAPES}
+    main_params["optimizer.fp32_param.matrix"].fill_(3.0)
     setup.set_grads(0)
     setup.optimizer.update(count=COUNT, lr=0.0, weight_decay=0.0)
     assert torch.equal(setup.parameters["matrix"], torch.full((33, 8), 3.0, dtype=torch.bfloat16))

@@ -68,13 +68,13 @@ def check(schedule: PipelineSchedule) -> None:
                 elif isinstance(instruction, (Finish, HandOver)) and instruction.message.target.rank == rank:
                     there.add(
                         (
-                            instruction.message.content == "wires",
+                            instruction.message.content == "stage_inputs",
                             instruction.message.to_stage,
                             instruction.message.microbatch,
                         )
                     )
                 elif isinstance(instruction, Send):
-                    forward = instruction.message.content == "wires"
+                    forward = instruction.message.content == "stage_inputs"
                     assert (forward, instruction.message.from_stage, instruction.message.microbatch) in made
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.pipeline_parallel.actions import Placement
-from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, Wires, WireSpec
+from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs, TensorSpec
 from megatron.core.pipeline_parallel.lower import lower
 from megatron.core.pipeline_parallel.runner import Runner
 from megatron.core.pipeline_parallel.schedules import forward_only, interleaved, one_f_one_b
@@ -22,7 +22,7 @@ from megatron.core.pipeline_parallel.zero_bubble import zb_h1, zb_v
 from megatron.core.tensor_parallel.linear import linear
 
 BATCHES = [Microbatch({"x": torch.tensor(float(value))}, StreamKey(value)) for value in (1, 2, 3)]
-NOTHING: Mapping[str, WireSpec] = {}
+NOTHING: Mapping[str, TensorSpec] = {}
 
 
 class Scale:
@@ -34,9 +34,9 @@ class Scale:
         self.weight = torch.tensor(5.0, requires_grad=True)
         self.events: list[str] = []
 
-    def __call__(self, wires: Wires, microbatch: Microbatch) -> LossSum:
+    def __call__(self, stage_inputs: StageInputs, microbatch: Microbatch) -> LossSum:
         """One microbatch."""
-        self.events.append(f"F{microbatch.key.sample}")
+        self.events.append(f"F{microbatch.rng_key.sample}")
         return LossSum.single("loss", self.weight * microbatch.tensors["x"], torch.tensor(2.0))
 
 
@@ -51,7 +51,7 @@ def test_accumulates_and_announces_the_last_backward() -> None:
         chunk.events.append(f"last of {index}")
         assert chunk.weight.grad.item() == 60.0
 
-    seeded = [dataclasses.replace(each, gradient_seed=10.0) for each in BATCHES]
+    seeded = [dataclasses.replace(each, backward_scale=10.0) for each in BATCHES]
     loss = Runner([chunk], last_backward=last_backward).step(lower(one_f_one_b(1, 3))[0], seeded)
     assert loss is not None and not loss.sum.requires_grad
     assert loss.sum.item() == 30.0 and loss.count.item() == 6.0
@@ -67,7 +67,7 @@ def test_evaluation_builds_no_graph() -> None:
 
 
 class Link:
-    """One matrix product of a chain; hands an integer wire and an untouched one through beside the hidden state."""
+    """One matrix product of a chain; hands an integer tensor and an untouched one through beside the hidden state."""
 
     def __init__(self, place: str, context: ParallelContext) -> None:
         generator = torch.Generator().manual_seed(len(place))
@@ -77,13 +77,13 @@ class Link:
         self.outputs: list[weakref.ref[torch.UntypedStorage]] = []
         self.alive_later = 0
 
-    def __call__(self, wires: Wires, microbatch: Microbatch) -> Wires | LossSum:
+    def __call__(self, stage_inputs: StageInputs, microbatch: Microbatch) -> StageInputs | LossSum:
         """One microbatch."""
-        x, number = wires.get("x", microbatch.tensors.get("x")), microbatch.tensors["number"]
+        x, number = stage_inputs.get("x", microbatch.tensors.get("x")), microbatch.tensors["number"]
         assert x is not None
-        first, hidden = wires.get("first", x), torch.tanh(linear(x, self.weight, None, self.context))
+        first, hidden = stage_inputs.get("first", x), torch.tanh(linear(x, self.weight, None, self.context))
         if self.place == "last":
-            assert int(wires["number"]) == int(number)
+            assert int(stage_inputs["number"]) == int(number)
             return LossSum.single("loss", (hidden * first).sum(), torch.tensor(1.0))
         out = hidden + first
         self.alive_later += sum(each() is not None for each in self.outputs)
@@ -124,7 +124,7 @@ def chain_gradients(schedule: str) -> tuple[list[Tensor], float]:
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
 def test_chunks_of_one_rank_hand_over(schedule: str) -> None:
-    """A wire handed through unchanged, or one of integers, must neither lose its gradient nor need one."""
+    """A tensor handed through unchanged, or one of integers, must neither lose its gradient nor need one."""
     (expected, loss), (found, same) = chain_gradients("by hand"), chain_gradients(schedule)
     assert same == pytest.approx(loss, abs=1e-12)
     for one, other in zip(expected, found):
@@ -142,10 +142,10 @@ def test_weights_wait_for_their_own_action() -> None:
     class Product:
         incoming = NOTHING
 
-        def __call__(self, wires: Wires, microbatch: Microbatch) -> LossSum:
+        def __call__(self, stage_inputs: StageInputs, microbatch: Microbatch) -> LossSum:
             bias = torch.zeros(2, requires_grad=True)
             bias.register_hook(lambda grad: seen.append("bias"))  # type: ignore[no-untyped-call]
-            x = torch.full((1, 2), float(microbatch.key.sample))
+            x = torch.full((1, 2), float(microbatch.rng_key.sample))
             return LossSum.single("loss", linear(x, weight, bias, context).sum(), torch.tensor(1.0))
 
     weight.register_post_accumulate_grad_hook(lambda _: seen.append("weight"))  # type: ignore[no-untyped-call]
@@ -167,9 +167,9 @@ def test_outputs_are_freed_once_they_are_handed_on() -> None:
     context = ParallelContext.single()
 
     class Adder(Link):
-        def __call__(self, wires: Wires, microbatch: Microbatch) -> Wires | LossSum:
+        def __call__(self, stage_inputs: StageInputs, microbatch: Microbatch) -> StageInputs | LossSum:
             if self.place == "last":
-                return LossSum.single("loss", wires["x"].sum(), torch.tensor(1.0))
+                return LossSum.single("loss", stage_inputs["x"].sum(), torch.tensor(1.0))
             self.alive_later += sum(each() is not None for each in self.outputs)
             out = microbatch.tensors["x"] + self.weight.sum()
             self.outputs.append(weakref.ref(out.untyped_storage()))

@@ -76,7 +76,7 @@ def measured(run: RunConfig) -> int:
     model = build(run)
     torch.nn.init.normal_(model.get_parameter("embedding.word_embeddings.weight"))
     tokens = torch.zeros(run.training.micro_batch_size, run.data.seq_length, dtype=torch.int64)
-    mask = {"padding_mask": torch.ones_like(tokens, dtype=torch.bool)} if run.extra else {}
+    mask = {"attention_mask": torch.ones_like(tokens, dtype=torch.bool)} if run.extra else {}
     return bytes_kept(model, tokens, **mask)
 
 
@@ -157,7 +157,7 @@ def test_activations_with_recomputation(name: str, model: dict[str, Any]) -> Non
     [
         {**LLAMA, "fp32_residual_connection": True},
         {"attention_softmax_in_fp32": True},
-        {"attention_softmax_in_fp32": True, "attention_dropout": 0.0, "attention_backend": "reference"},
+        {"attention_softmax_in_fp32": True, "attention_dropout": 0.0, "attention_backend": "eager"},
     ],
     ids=["fp32 residual", "fp32 softmax", "fp32 softmax without dropout"],
 )
@@ -186,12 +186,12 @@ def big(ranks: int = 8, **parallel: Any) -> RunConfig:
     ],
 )
 def test_state(precision: dict[str, Any], optimizer: dict[str, Any], bytes_per_parameter: int) -> None:
-    """Weights, gradients, masters and moments are exact."""
+    """Weights, gradients, main_params and moments are exact."""
     run = dataclasses.replace(
         run_of(), precision=PrecisionConfig(**precision), optimizer=OptimizerConfig(lr=1.0, **optimizer)
     )
     memory = memory_estimate(run)
-    state = memory.weights + memory.gradients + memory.masters + memory.moments
+    state = memory.weights + memory.gradients + memory.main_params + memory.moments
     assert state == rank_parameters(run).total * bytes_per_parameter
 
 
@@ -199,7 +199,7 @@ def test_sharded_optimizer() -> None:
     """Masters and moments are divided over the replicas, weights and gradients are not."""
     whole, sharded = memory_estimate(big()), memory_estimate(big(use_distributed_optimizer=True))
     assert (sharded.weights, sharded.gradients) == (whole.weights, whole.gradients)
-    assert sharded.masters == pytest.approx(whole.masters / 8, rel=1e-6)
+    assert sharded.main_params == pytest.approx(whole.main_params / 8, rel=1e-6)
     assert sharded.moments == pytest.approx(whole.moments / 8, rel=1e-6)
 
 

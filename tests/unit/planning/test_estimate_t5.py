@@ -29,7 +29,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "megatron": QUIET,
     "dropout": {},
     "relative, dropout": RELATIVE,
-    "scores": {"attention_backend": "reference"},
+    "scores": {"attention_backend": "eager"},
     "rotary, few groups, head norms": {
         **QUIET,
         "position_embedding_type": "rope",
@@ -61,7 +61,7 @@ def measured(run: RunConfig) -> int:
     tokens = (torch.zeros(size, length, dtype=torch.int64) for length in (128, 64))
     model = build(run)
     torch.nn.init.normal_(model.get_parameter("embedding.word_embeddings.weight"))
-    return bytes_kept(model, *tokens, padding_mask=torch.arange(128).expand(size, 128) < 100)
+    return bytes_kept(model, *tokens, attention_mask=torch.arange(128).expand(size, 128) < 100)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

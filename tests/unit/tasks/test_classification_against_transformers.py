@@ -43,7 +43,7 @@ def check(model: BertClassifier, reference: Any, head: str, label: Tensor, *, ch
     expected = reference(
         theirs["tokens"], attention_mask=theirs["real"].long(), token_type_ids=theirs["types"], labels=label
     )
-    output = model(given["tokens"], given["types"], padding_mask=given["real"])
+    output = model(given["tokens"], given["types"], attention_mask=given["real"])
     assert isinstance(output, AnswerLogits)
     torch.testing.assert_close(output.values, expected.logits, rtol=0, atol=1e-9)
     torch.autograd.backward((cross_entropy(output.values, label), expected.loss))
@@ -75,7 +75,7 @@ def test_dropout_before_the_head_is_of_the_sample() -> None:
         part.eval()
 
     def logits(sample: int) -> Tensor:
-        output = model(given["tokens"], given["types"], padding_mask=given["real"], key=StreamKey(sample))
+        output = model(given["tokens"], given["types"], attention_mask=given["real"], rng_key=StreamKey(sample))
         assert isinstance(output, AnswerLogits)
         return output.values
 

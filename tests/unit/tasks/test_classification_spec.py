@@ -40,4 +40,4 @@ def test_loss_and_accuracy_are_of_the_samples_that_count(labels: list[int], loss
 
 def test_ranks_before_the_last_stage_count_nothing() -> None:
     """They hold no labels, and the reduction of counts must not ask for them."""
-    assert TRAIN_SPEC.counts(Microbatch({"padding_mask": torch.ones(1)}, StreamKey(0)), CONTEXT) == {}
+    assert TRAIN_SPEC.counts(Microbatch({"attention_mask": torch.ones(1)}, StreamKey(0)), CONTEXT) == {}

@@ -47,7 +47,7 @@ def test_a_pair(tokenizer: WordPieceTokenizer) -> None:
     whole = ids("[CLS]", "the", "cat", "##s", "sat", "[SEP]", "a", "mat", "?", "[SEP]")
     assert sample["text"].tolist() == [[*whole, 0, 0]]
     assert sample["types"].tolist() == [[0] * 6 + [1] * 4 + [0] * 2]
-    assert sample["padding_mask"].tolist() == [[1] * 10 + [0] * 2]
+    assert sample["attention_mask"].tolist() == [[1] * 10 + [0] * 2]
     assert sample["label"] == 1
 
 
@@ -72,7 +72,7 @@ def test_what_is_too_long_loses_its_end(
     sample = LabelledDataset(texts((" ".join(FIRST), " ".join(SECOND))), PairLayout(length, tokenizer))[0]
     assert sample["text"].tolist() == [ids(*expected)]
     assert sample["types"].tolist() == [[0] * (length - seconds) + [1] * seconds]
-    assert sample["padding_mask"].all()
+    assert sample["attention_mask"].all()
 
 
 def test_choices_and_a_limit_of_the_first_text(tokenizer: WordPieceTokenizer) -> None:
@@ -81,7 +81,7 @@ def test_choices_and_a_limit_of_the_first_text(tokenizer: WordPieceTokenizer) ->
     sample = LabelledDataset(texts(*pairs), PairLayout(10, tokenizer, longest_first=4))[0]
     one = [*ids("[CLS]", *["the"] * 4, "[SEP]", "cat", "dog", "[SEP]"), 0]
     assert sample["text"].tolist() == [one, one]
-    assert sample["types"].shape == sample["padding_mask"].shape == (2, 10)
+    assert sample["types"].shape == sample["attention_mask"].shape == (2, 10)
 
 
 def test_a_sample_to_fill_a_batch_counts_for_nothing(tokenizer: WordPieceTokenizer) -> None:

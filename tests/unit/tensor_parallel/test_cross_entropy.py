@@ -115,7 +115,7 @@ def test_gradient_seed_keeps_small_fp16_gradients() -> None:
     at: dict[str, Any] = {"mesh": Mesh.single(), "vocab_start": 0, "vocab_valid": 2}
     arguments = (hidden, weight, torch.tensor([0]), torch.ones(1))
     (plain_grad,) = torch.autograd.grad(linear_cross_entropy(*arguments, **at), weight)
-    scaled_loss = linear_cross_entropy(*arguments, **at, gradient_seed=1024.0)
+    scaled_loss = linear_cross_entropy(*arguments, **at, backward_scale=1024.0)
     (scaled_grad,) = torch.autograd.grad(scaled_loss, weight, torch.tensor(1024.0))
     assert plain_grad[1].item() == 0.0
     assert scaled_grad[1].item() / 1024 == pytest.approx(1.523e-8, rel=2e-3)
@@ -126,7 +126,7 @@ def test_gradient_seed_is_an_expectation_and_no_factor() -> None:
     """A backward pass that starts from something else would scale every gradient of the run."""
     hidden, weight, _, labels, loss_weights = problem()
     plain = linear_cross_entropy(hidden, weight, labels, loss_weights, **ONE_RANK)
-    seeded = linear_cross_entropy(hidden, weight, labels, loss_weights, **ONE_RANK, gradient_seed=8.0)
+    seeded = linear_cross_entropy(hidden, weight, labels, loss_weights, **ONE_RANK, backward_scale=8.0)
     for grad, expected in zip(
         torch.autograd.grad(seeded, (hidden, weight)), torch.autograd.grad(plain, (hidden, weight))
     ):

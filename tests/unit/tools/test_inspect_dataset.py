@@ -190,7 +190,7 @@ def test_packed_documents_are_shown_each_by_itself(tmp_path: Path, capsys: pytes
     assert lines[2:] == [
         "loss on      4 of 8 labels",
         "positions    0 to 1",
-        "segments     2 2 tokens, each attended to by itself",
+        "documents    2 2 tokens, each attended to by itself",
         "padding      4 tokens",
     ]
 
@@ -234,7 +234,7 @@ def test_masked_samples_are_shown_as_they_are_read() -> None:
     """What BERT is asked and what it should answer; padding is left out."""
     sample = {
         "text": np.array([2, 5, 4, 3, 0]),
-        "padding_mask": np.array([1, 1, 1, 1, 0]),
+        "attention_mask": np.array([1, 1, 1, 1, 0]),
         "labels": np.array([-1, -1, 7, -1, -1]),
         "loss_mask": np.array([0, 0, 1, 0, 0]),
         "is_random": np.array(1),

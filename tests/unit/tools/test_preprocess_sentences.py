@@ -125,7 +125,7 @@ def test_bert_reads_them(tmp_path: Path, vocabulary: Path) -> None:
     seen = set()
     for index in range(50):
         sample = train[index]
-        whole = np.where(sample["loss_mask"] == 1, sample["labels"], sample["text"])[: sample["padding_mask"].sum()]
+        whole = np.where(sample["loss_mask"] == 1, sample["labels"], sample["text"])[: sample["attention_mask"].sum()]
         if not sample["truncated"]:
             seen.add(" ".join(PIECES[each] for each in whole))
     assert {f"[CLS] {first} [SEP] {second} [SEP]" for first, second in pairs} <= seen

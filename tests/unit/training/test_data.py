@@ -47,7 +47,7 @@ def by_number(microbatches: Iterable[Microbatch]) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
     for microbatch in microbatches:
         for row, tokens in enumerate(microbatch.tensors["tokens"].tolist()):
-            number = microbatch.key.sample + row
+            number = microbatch.rng_key.sample + row
             assert number not in found, f"sample {number} is read twice"
             found[number] = tokens
     return found
@@ -63,7 +63,7 @@ def test_each_sample_is_read_once_under_its_own_number() -> None:
             next(itertools.islice(of_rank("--mock-data", rank=rank, dp=2).training_batches(0), step, None))
             for rank in range(2)
         ]
-        keys = [[microbatch.key.sample for microbatch in part] for part in parts]
+        keys = [[microbatch.rng_key.sample for microbatch in part] for part in parts]
         assert keys == [[8 * step, 8 * step + 4], [8 * step + 2, 8 * step + 6]]
         read = by_number(itertools.chain(*parts))
         assert read == {number: whole[number] for number in range(8 * step, 8 * step + 8)}

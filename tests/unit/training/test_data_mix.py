@@ -127,7 +127,7 @@ def test_evaluations_keep_their_workers(flags: str, prefixes: list[str], monkeyp
 
     def evaluated(number: int, data: TrainingData) -> list[tuple[int, list[list[int]]]]:
         batches = data.evaluation_batches("valid", evaluation=number)
-        return [(each.key.sample, each.tensors["tokens"].tolist()) for batch in batches for each in batch]
+        return [(each.rng_key.sample, each.tensors["tokens"].tolist()) for batch in batches for each in batch]
 
     kept = data_of(flags)
     found = [evaluated(number, kept) for number in range(3)]

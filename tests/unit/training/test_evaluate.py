@@ -80,7 +80,7 @@ def test_no_activations_are_kept() -> None:
 
 
 def samples(batches: Iterator[list[Microbatch]]) -> list[int]:
-    return [microbatch.key.sample for batch in batches for microbatch in batch]
+    return [microbatch.rng_key.sample for batch in batches for microbatch in batch]
 
 
 def test_an_evaluation_reads_on_where_the_one_before_ended() -> None:
@@ -92,8 +92,8 @@ def test_an_evaluation_reads_on_where_the_one_before_ended() -> None:
     for batch, expected in zip(read, longer.data.evaluation_batches("valid", evaluation=0)):
         for microbatch, wanted in zip(batch, expected):
             assert torch.equal(microbatch.tensors["tokens"], wanted.tensors["tokens"])
-            assert microbatch.key == wanted.key
-            assert microbatch.key.phase == "valid"
+            assert microbatch.rng_key == wanted.rng_key
+            assert microbatch.rng_key.phase == "valid"
 
 
 @pytest.mark.parametrize("resumed_at", [0, 4])
@@ -102,7 +102,7 @@ def test_the_loop_numbers_evaluations_by_iteration(resumed_at: int, monkeypatch:
     seen: list[tuple[str, int]] = []
 
     def record(run: Run, batches: Iterator[list[Microbatch]]) -> GlobalLoss:
-        keys = [microbatch.key for batch in batches for microbatch in batch]
+        keys = [microbatch.rng_key for batch in batches for microbatch in batch]
         seen.append((keys[0].phase, keys[0].sample))
         return GlobalLoss({"lm loss": (1.0, 1.0)}, 1.0)
 

@@ -73,7 +73,7 @@ def test_a_loss_scale_means_what_it_means_in_megatron_lm() -> None:
     for more, tokens in (([], 64), (["--micro-batch-size", "4"], 64), (["--global-batch-size", "8"], 128)):
         run = tiny_run("--fp16", "--initial-loss-scale", "1024", *more)
         ready = ready_to_learn(run, next(run.data.training_batches(0)))
-        assert {each.gradient_seed for each in ready} == {1024 / tokens}
+        assert {each.backward_scale for each in ready} == {1024 / tokens}
         assert run.optimizer.loss_scale == 1024
 
 
@@ -83,7 +83,7 @@ def test_a_loss_scale_counts_what_is_learned() -> None:
     batch = next(run.data.training_batches(0))
     for each in batch:
         each.tensors["loss_mask"][:, 8:] = 0
-    assert {each.gradient_seed for each in ready_to_learn(run, batch)} == {1024 / 32}
+    assert {each.backward_scale for each in ready_to_learn(run, batch)} == {1024 / 32}
 
 
 @pytest.mark.parametrize(("level", "names"), [(0, set()), (1, STEP_TIMERS), (2, STEP_TIMERS | COMPUTE_TIMERS)])

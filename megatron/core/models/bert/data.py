@@ -67,7 +67,7 @@ class BertMaker:
     """``[CLS] A [SEP] B [SEP]`` with hidden words; without ``pairs`` ``[CLS] A [SEP]``.
 
     Gives int64 [S] ``text``, ``types`` (1 for B and its end), ``labels`` (the hidden ids, −1 elsewhere), ``loss_mask``
-    (1 where hidden), ``padding_mask`` (1 for what is no padding), and as numbers ``is_random`` (1: A and B were
+    (1 where hidden), ``attention_mask`` (1 for what is no padding), and as numbers ``is_random`` (1: A and B were
     exchanged; −1: the sample counts for nothing) and ``truncated``. ``hide_pads``: the padding id is padding
     wherever it is, also as a hidden word's random replacement, as in Megatron-LM since core 0.16.
     """
@@ -98,26 +98,26 @@ class BertMaker:
             whole, self.rules, self.vocabulary, random, target=target, replacements=replacements
         )
         places = np.concatenate([np.empty(0, np.int64), *stretches])
-        text, types, labels, loss_mask, padding_mask = np.zeros((5, self.seq_length), np.int64)
+        text, types, labels, loss_mask, attention_mask = np.zeros((5, self.seq_length), np.int64)
         text[:] = self.vocabulary.pad
         text[: len(whole)] = whole
         types[len(first) + 2 : len(whole)] = 1
         labels[:] = NO_LABEL
         labels[places] = whole[places]
         loss_mask[places] = 1
-        padding_mask[: len(whole)] = 1
+        attention_mask[: len(whole)] = 1
         for place, replacement in zip(places.tolist(), replacements):
             if replacement is not None:
                 text[place] = replacement
         if self.hide_pads:
-            padding_mask[text == self.vocabulary.pad] = 0
+            attention_mask[text == self.vocabulary.pad] = 0
         return {
             "text": text,
             "types": types,
             "labels": labels,
             "is_random": np.array(exchanged, np.int64),
             "loss_mask": loss_mask,
-            "padding_mask": padding_mask,
+            "attention_mask": attention_mask,
             "truncated": np.array(size > target, np.int64),
         }
 

@@ -17,10 +17,11 @@ from megatron.core.tensor_parallel.initialize import initialize
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
 from megatron.core.tensor_parallel.regions import first_token
 from megatron.core.transformer.block import RecomputePlan, TransformerBlock
-from megatron.core.transformer.heads import LanguageModelEmbedding, OutputLayer, VocabularyOutput, vocabulary_output
+from megatron.core.transformer.embedding import LanguageModelEmbedding
 from megatron.core.transformer.initialization import input_init
 from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.norm import Norm
+from megatron.core.transformer.output_layer import OutputLayer, VocabularyOutput, vocabulary_output
 from megatron.core.transformer.positions import RotaryPositions
 
 
@@ -58,8 +59,8 @@ class BertBody(nn.Module):
         tokens: Tensor | None,
         types: Tensor | None,
         *,
-        padding_mask: Tensor | None,
-        key: StreamKey,
+        attention_mask: Tensor | None,
+        rng_key: StreamKey,
         hidden: Tensor | None,
     ) -> Tensor:
         """What the stage's last layer, and on the last stage the final norm, make of ids or of the stage before:
@@ -67,9 +68,9 @@ class BertBody(nn.Module):
         """
         if self.embedding is not None:
             assert tokens is not None, "the first stage needs tokens"
-            hidden = self.embedding(tokens, None, key, types=torch.zeros_like(tokens) if types is None else types)
+            hidden = self.embedding(tokens, None, rng_key, types=torch.zeros_like(tokens) if types is None else types)
         assert hidden is not None, "a later stage needs the hidden states of the one before"
-        inputs = LayerInputs(key=key, rotary=self._rotary(hidden, None), padding_mask=padding_mask)
+        inputs = LayerInputs(rng_key=rng_key, rotary=self._rotary(hidden, None), attention_mask=attention_mask)
         out: Tensor = self.encoder(hidden, inputs)
         return out
 
@@ -109,18 +110,18 @@ class BertModel(BertBody):
         tokens: Tensor | None,
         types: Tensor | None = None,
         *,
-        padding_mask: Tensor | None = None,
-        key: StreamKey | None = None,
+        attention_mask: Tensor | None = None,
+        rng_key: StreamKey | None = None,
         hidden: Tensor | None = None,
     ) -> BertOutput | Tensor:
         """Token ids and types ``[b, S]`` (None after the first stage) to the output, before the last to hidden states.
 
-        With context parallelism both are the rank's slice. ``padding_mask`` ``[b, S]``: True for tokens that are no
+        With context parallelism both are the rank's slice. ``attention_mask`` ``[b, S]``: True for tokens that are no
         padding, of the whole sequence; None where there is none. ``hidden`` ``[s, b, h]``: what the stage before
-        returned. ``key``: the microbatch's random streams, needed only when dropout draws.
+        returned. ``rng_key``: the microbatch's random streams, needed only when dropout draws.
         """
-        key = key or StreamKey(0)
-        hidden = self.hidden_states(tokens, types, padding_mask=padding_mask, key=key, hidden=hidden)
+        rng_key = rng_key or StreamKey(0)
+        hidden = self.hidden_states(tokens, types, attention_mask=attention_mask, rng_key=rng_key, hidden=hidden)
         return self._output(hidden) if self._is_last else hidden
 
     def _output(self, hidden: Tensor) -> BertOutput:

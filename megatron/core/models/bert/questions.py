@@ -53,7 +53,7 @@ class MaskedQuestion:
 
     def ask_ours(self, stage: nn.Module, handed: Mapping[str, Tensor]) -> Answer:
         """The same."""
-        output: BertOutput | Tensor = stage(self.tokens, self.types, padding_mask=self.real, **handed)
+        output: BertOutput | Tensor = stage(self.tokens, self.types, attention_mask=self.real, **handed)
         if not isinstance(output, BertOutput):
             return {"hidden": output}
         words = {"words": output.words.logits()[self.real]}

@@ -20,10 +20,10 @@ from megatron.core.models.bert.data import build_bert_splits
 from megatron.core.models.bert.model import BertModel, BertOutput
 from megatron.core.models.flops import layers_flops_per_token
 from megatron.core.models.stage import Stage, stages_of
-from megatron.core.models.stage_inputs import hidden_wires
+from megatron.core.models.stage_inputs import hidden_stage_inputs
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, Wires, WireSpec
+from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs, TensorSpec
 from megatron.core.tokenizers.base import MaskingTokenizer, Tokenizer
 from megatron.core.transformer.block import RecomputePlan
 
@@ -43,7 +43,7 @@ class BertSpec:
         "types": 1,
         "labels": 1,
         "loss_mask": 1,
-        "padding_mask": None,
+        "attention_mask": None,
         "is_random": None,
     }
 
@@ -53,7 +53,7 @@ class BertSpec:
 
     def attention(self, run: RunConfig) -> dict[str, dict[str, Any]]:
         """Every token sees every other that is no padding."""
-        return {"": {"causal": False, "padding_mask": True}}
+        return {"": {"causal": False, "attention_mask": True}}
 
     def stages(self, run: RunConfig) -> list[Stage]:
         """Layers divided as the pipeline flags say, by default evenly."""
@@ -61,16 +61,16 @@ class BertSpec:
 
     def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:
         """Tokens and types for the embedding, labels for the losses, and what is padding for every layer."""
-        found = {"padding_mask"}
+        found = {"attention_mask"}
         if any(stage.is_first for stage in stages):
             found |= {"text", "types"}
         if any(stage.is_last for stage in stages):
             found |= {"labels", "loss_mask"} | ({"is_random"} if run.group(BertConfig).bert_binary_head else set())
         return frozenset(found)
 
-    def wires(self, run: RunConfig, stage: Stage, context: ParallelContext) -> dict[str, WireSpec]:
+    def stage_inputs(self, run: RunConfig, stage: Stage, context: ParallelContext) -> dict[str, TensorSpec]:
         """Hidden states ``[s, b, h]``."""
-        return hidden_wires(run, stage, context)
+        return hidden_stage_inputs(run, stage, context)
 
     def build_model(
         self,
@@ -94,9 +94,9 @@ class BertSpec:
             seed=seed,
         )
 
-    def forward(self, model: nn.Module, wires: Wires, microbatch: Microbatch) -> Any:
+    def forward(self, model: nn.Module, stage_inputs: StageInputs, microbatch: Microbatch) -> Any:
         """Tokens (or the previous stage's hidden states) through this stage."""
-        return run_bert(model, wires, microbatch)
+        return run_bert(model, stage_inputs, microbatch)
 
     def loss(self, output: Any, microbatch: Microbatch) -> LossSum:
         """Cross entropy summed over hidden words, and over the samples whose texts have an order."""
@@ -104,7 +104,7 @@ class BertSpec:
         tensors, context = microbatch.tensors, output.words.context
         counts = self.counts(microbatch, context)
         words = output.words.cross_entropy_where_weighted(
-            tensors["labels"], tensors["loss_mask"], gradient_seed=microbatch.gradient_seed
+            tensors["labels"], tensors["loss_mask"], backward_scale=microbatch.backward_scale
         )
         parts = {WORDS: (words, counts[WORDS])}
         if output.order is not None:
@@ -151,15 +151,15 @@ def _has_order(exchanged: Tensor, context: ParallelContext) -> Tensor:
     return exchanged >= 0 if context.mesh.rank("cp") == 0 else torch.zeros_like(exchanged, dtype=torch.bool)
 
 
-def run_bert(model: nn.Module, wires: Wires, microbatch: Microbatch) -> Any:
+def run_bert(model: nn.Module, stage_inputs: StageInputs, microbatch: Microbatch) -> Any:
     """Tokens of sentences (or the previous stage's hidden states) through a stage of a BERT, whatever its head."""
     tensors = microbatch.tensors
     output = model(
         tensors.get("text"),
         tensors.get("types"),
-        padding_mask=tensors["padding_mask"].bool(),
-        key=microbatch.key,
-        hidden=wires.get("hidden"),
+        attention_mask=tensors["attention_mask"].bool(),
+        rng_key=microbatch.rng_key,
+        hidden=stage_inputs.get("hidden"),
     )
     return {"hidden": output} if isinstance(output, Tensor) else output
 

@@ -10,8 +10,9 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.tensor_parallel.initialize import initialize
 from megatron.core.transformer.block import RecomputePlan, TransformerBlock
-from megatron.core.transformer.heads import LanguageModelEmbedding, OutputLayer, VocabularyOutput, vocabulary_output
+from megatron.core.transformer.embedding import LanguageModelEmbedding
 from megatron.core.transformer.inputs import LayerInputs
+from megatron.core.transformer.output_layer import OutputLayer, VocabularyOutput, vocabulary_output
 from megatron.core.transformer.positions import RotaryPositions
 
 
@@ -51,23 +52,23 @@ class GPTModel(nn.Module):
         tokens: Tensor | None,
         position_ids: Tensor | None = None,
         *,
-        key: StreamKey | None = None,
-        segments: Tensor | None = None,
+        rng_key: StreamKey | None = None,
+        document_ids: Tensor | None = None,
         hidden: Tensor | None = None,
     ) -> VocabularyOutput | Tensor:
         """Token ids ``[b, S]`` (None after the first stage) to the vocabulary output, before the last to hidden states.
 
         With context parallelism, tokens and positions are the rank's slice (``context_parallel.slicing``), and
-        ``segments`` are whole. ``position_ids`` ``[b, S]``: None means 0, 1, … of the whole sequence. ``segments``
-        ``[b, S]``: document numbers that attention doesn't cross. ``hidden`` ``[s, b, h]``: what the stage before
-        returned. ``key``: the microbatch's random streams, needed only when dropout draws.
+        ``document_ids`` are whole. ``position_ids`` ``[b, S]``: None means 0, 1, … of the whole sequence.
+        ``document_ids`` ``[b, S]``: documents that attention doesn't cross. ``hidden`` ``[s, b, h]``: what the stage
+        before returned. ``rng_key``: the microbatch's random streams, needed only when dropout draws.
         """
-        key = key or StreamKey(0)
+        rng_key = rng_key or StreamKey(0)
         if self.embedding is not None:
             assert tokens is not None, "the first stage needs tokens"
-            hidden = self.embedding(tokens, position_ids, key)
+            hidden = self.embedding(tokens, position_ids, rng_key)
         assert hidden is not None, "a later stage needs the hidden states of the one before"
-        inputs = LayerInputs(key=key, rotary=self._rotary(hidden, position_ids), segments=segments)
+        inputs = LayerInputs(rng_key=rng_key, rotary=self._rotary(hidden, position_ids), document_ids=document_ids)
         hidden = self.decoder(hidden, inputs)
         if not self._is_last:
             return hidden

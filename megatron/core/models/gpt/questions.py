@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.megatron_lm.forward import MegatronLMModel, future
 from megatron.core.conversion.questions import Answer, tokens_for
-from megatron.core.transformer.heads import VocabularyOutput
+from megatron.core.transformer.output_layer import VocabularyOutput
 
 
 @dataclass(frozen=True)

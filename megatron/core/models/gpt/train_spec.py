@@ -15,13 +15,13 @@ from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.flops import layers_flops_per_token
 from megatron.core.models.gpt.model import GPTModel
 from megatron.core.models.stage import Stage, stages_of
-from megatron.core.models.stage_inputs import hidden_wires
+from megatron.core.models.stage_inputs import hidden_stage_inputs
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, Wires, WireSpec
+from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs, TensorSpec
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.transformer.block import RecomputePlan
-from megatron.core.transformer.heads import VocabularyOutput
+from megatron.core.transformer.output_layer import VocabularyOutput
 
 
 class GPTSpec:
@@ -35,7 +35,7 @@ class GPTSpec:
         "labels": 1,
         "loss_mask": 1,
         "position_ids": 1,
-        "segments": None,
+        "document_ids": None,
     }
 
     def loss_names(self, run: RunConfig) -> tuple[str, ...]:
@@ -44,7 +44,7 @@ class GPTSpec:
 
     def attention(self, run: RunConfig) -> dict[str, dict[str, Any]]:
         """Every token sees those before it, in its document where documents are kept apart."""
-        return {"": {"causal": True, "segments": run.data.reset_attention_mask}}
+        return {"": {"causal": True, "document_ids": run.data.reset_attention_mask}}
 
     def stages(self, run: RunConfig) -> list[Stage]:
         """Layers divided as the pipeline flags say, by default evenly."""
@@ -56,15 +56,15 @@ class GPTSpec:
         needed = {
             "tokens": any(stage.is_first for stage in stages),
             "position_ids": run.data.reset_position_ids and (rotary or any(stage.is_first for stage in stages)),
-            "segments": run.data.reset_attention_mask,
+            "document_ids": run.data.reset_attention_mask,
             "labels": any(stage.is_last for stage in stages),
             "loss_mask": any(stage.is_last for stage in stages),
         }
         return frozenset(name for name, is_needed in needed.items() if is_needed)
 
-    def wires(self, run: RunConfig, stage: Stage, context: ParallelContext) -> dict[str, WireSpec]:
+    def stage_inputs(self, run: RunConfig, stage: Stage, context: ParallelContext) -> dict[str, TensorSpec]:
         """Hidden states ``[s, b, h]``."""
-        return hidden_wires(run, stage, context)
+        return hidden_stage_inputs(run, stage, context)
 
     def build_model(
         self,
@@ -79,14 +79,14 @@ class GPTSpec:
         """The stage's part of the GPT."""
         return GPTModel(model, context, stage=stage, recompute=recompute, seed=seed)
 
-    def forward(self, model: nn.Module, wires: Wires, microbatch: Microbatch) -> Any:
+    def forward(self, model: nn.Module, stage_inputs: StageInputs, microbatch: Microbatch) -> Any:
         """Tokens (or the previous stage's hidden states) through this stage."""
         output = model(
             microbatch.tensors.get("tokens"),
             microbatch.tensors.get("position_ids"),
-            key=microbatch.key,
-            segments=microbatch.tensors.get("segments"),
-            hidden=wires.get("hidden"),
+            rng_key=microbatch.rng_key,
+            document_ids=microbatch.tensors.get("document_ids"),
+            hidden=stage_inputs.get("hidden"),
         )
         return output if isinstance(output, VocabularyOutput) else {"hidden": output}
 
@@ -94,8 +94,8 @@ class GPTSpec:
         """Cross entropy summed over the tokens that the loss mask keeps."""
         assert isinstance(output, VocabularyOutput)
         mask = microbatch.tensors["loss_mask"]
-        seed = microbatch.gradient_seed
-        total = output.cross_entropy(microbatch.tensors["labels"], mask, gradient_seed=seed)
+        seed = microbatch.backward_scale
+        total = output.cross_entropy(microbatch.tensors["labels"], mask, backward_scale=seed)
         return LossSum.single("lm loss", total, mask.sum())
 
     def counts(self, microbatch: Microbatch, context: ParallelContext) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.models.t5.model import T5Model
-from megatron.core.transformer.heads import VocabularyOutput
+from megatron.core.transformer.output_layer import VocabularyOutput
 
 
 @torch.no_grad()
@@ -48,16 +48,16 @@ def beginnings(
     tokens: Tensor,
     decoder_tokens: Tensor,
     *,
-    padding_mask: Tensor,
+    attention_mask: Tensor,
     names: Sequence[int],
     count: int,
 ) -> Beginnings:
     """The ``count`` likeliest first tokens of every span in a batch, each given the true words of the spans before it.
 
-    ``tokens`` and ``padding_mask`` [b, S], ``decoder_tokens`` [b, D] as in training. A collective of the model's
+    ``tokens`` and ``attention_mask`` [b, S], ``decoder_tokens`` [b, D] as in training. A collective of the model's
     tensor-parallel ranks.
     """
-    output = model(tokens, decoder_tokens, padding_mask=padding_mask)
+    output = model(tokens, decoder_tokens, attention_mask=attention_mask)
     assert isinstance(output, VocabularyOutput), "a model with all its stages"
     named = torch.isin(decoder_tokens, torch.tensor(names, device=decoder_tokens.device))
     named[:, -1] = False  # a span has a token at least

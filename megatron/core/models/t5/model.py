@@ -15,8 +15,9 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.tensor_parallel.initialize import initialize
 from megatron.core.transformer.block import RecomputePlan, TransformerBlock
-from megatron.core.transformer.heads import LanguageModelEmbedding, OutputLayer, VocabularyOutput, vocabulary_output
+from megatron.core.transformer.embedding import LanguageModelEmbedding
 from megatron.core.transformer.inputs import LayerInputs
+from megatron.core.transformer.output_layer import OutputLayer, VocabularyOutput, vocabulary_output
 from megatron.core.transformer.positions import RotaryPositions
 from megatron.core.transformer.relative import RelativeBias
 
@@ -99,48 +100,56 @@ class T5Model(nn.Module):
         encoder_tokens: Tensor | None,
         decoder_tokens: Tensor | None = None,
         *,
-        padding_mask: Tensor | None = None,
-        key: StreamKey | None = None,
+        attention_mask: Tensor | None = None,
+        rng_key: StreamKey | None = None,
         hidden: Tensor | None = None,
-        encoded: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
     ) -> VocabularyOutput | dict[str, Tensor]:
         """Token ids ``[b, S]`` for the first stage and ``[b, D]`` for the one with the decoder's first layer, to the
         output; before the last stage to what the next is given as ``hidden`` and, once the decoder is open,
-        ``encoded``.
+        ``encoder_hidden_states``.
 
-        With context parallelism tokens are the rank's slices. ``padding_mask`` ``[b, S]``: True for the encoder's
+        With context parallelism tokens are the rank's slices. ``attention_mask`` ``[b, S]``: True for the encoder's
         tokens that are no padding, of the whole sequence; None where there is none. The decoder's padding comes last,
-        where no real token sees it. ``key``: the microbatch's random streams, needed only when dropout draws.
+        where no real token sees it. ``rng_key``: the microbatch's random streams, needed only when dropout draws.
         """
-        key = key or StreamKey(0)
+        rng_key = rng_key or StreamKey(0)
         if self._stage.is_first:
-            hidden = self._embedded(encoder_tokens, key, "embedding")
+            hidden = self._embedded(encoder_tokens, rng_key, "embedding")
         assert hidden is not None, "a later stage needs the hidden states of the one before"
         if self.encoder is not None:
             bias = None if self.encoder_positions is None else self.encoder_positions(hidden)
-            inputs = LayerInputs(key=key, rotary=self._rotary(hidden, None), padding_mask=padding_mask, bias=bias)
+            inputs = LayerInputs(
+                rng_key=rng_key, rotary=self._rotary(hidden, None), attention_mask=attention_mask, bias=bias
+            )
             hidden = self.encoder(hidden, inputs)
         if self._opens_decoder:
-            encoded, hidden = hidden, self._embedded(decoder_tokens, key, "decoder embedding")
+            encoder_hidden_states, hidden = hidden, self._embedded(decoder_tokens, rng_key, "decoder embedding")
         if self.decoder is None:
             return {"hidden": hidden}
-        assert encoded is not None, "a stage of the decoder needs what the encoder made"
-        hidden = self._decoded(hidden, encoded, padding_mask, key)
-        return self._output(hidden) if self._stage.is_last else {"hidden": hidden, "encoded": encoded}
+        assert encoder_hidden_states is not None, "a stage of the decoder needs what the encoder made"
+        hidden = self._decoded(hidden, encoder_hidden_states, attention_mask, rng_key)
+        return (
+            self._output(hidden)
+            if self._stage.is_last
+            else {"hidden": hidden, "encoder_hidden_states": encoder_hidden_states}
+        )
 
-    def _embedded(self, tokens: Tensor | None, key: StreamKey, stream: str) -> Tensor:
+    def _embedded(self, tokens: Tensor | None, rng_key: StreamKey, stream: str) -> Tensor:
         assert self.embedding is not None and tokens is not None, "a stage that begins a stack needs its tokens"
-        hidden: Tensor = self.embedding(tokens, None, key, stream=stream)
+        hidden: Tensor = self.embedding(tokens, None, rng_key, stream=stream)
         return hidden
 
-    def _decoded(self, hidden: Tensor, encoded: Tensor, padding_mask: Tensor | None, key: StreamKey) -> Tensor:
+    def _decoded(
+        self, hidden: Tensor, encoder_hidden_states: Tensor, attention_mask: Tensor | None, rng_key: StreamKey
+    ) -> Tensor:
         assert self.decoder is not None
         inputs = LayerInputs(
-            key=key,
+            rng_key=rng_key,
             rotary=self._rotary(hidden, None),
             bias=None if self.decoder_positions is None else self.decoder_positions(hidden),
-            encoded=encoded,
-            encoded_padding_mask=padding_mask,
+            encoder_hidden_states=encoder_hidden_states,
+            encoder_attention_mask=attention_mask,
         )
         decoded: Tensor = self.decoder(hidden, inputs)
         return decoded

@@ -13,7 +13,7 @@ from megatron.config.model import ModelConfig
 from megatron.core.conversion.megatron_lm.forward import MegatronLMModel, future, padding
 from megatron.core.conversion.questions import Answer, real_tokens, tokens_for
 from megatron.core.ops.relative_positions import relative_buckets
-from megatron.core.transformer.heads import VocabularyOutput
+from megatron.core.transformer.output_layer import VocabularyOutput
 
 _LENGTH = 160  # reaches, in the decoder too, the distance from which on relative positions are all the same
 
@@ -46,7 +46,7 @@ class DecoderQuestion:
     def ask_ours(self, stage: nn.Module, handed: Mapping[str, Tensor]) -> Answer:
         """The same."""
         output: VocabularyOutput | dict[str, Tensor] = stage(
-            self.tokens, self.decoder_tokens, padding_mask=self.real, **handed
+            self.tokens, self.decoder_tokens, attention_mask=self.real, **handed
         )
         return {"words": output.logits()} if isinstance(output, VocabularyOutput) else output
 

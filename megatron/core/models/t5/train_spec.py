@@ -16,16 +16,16 @@ from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.flops import layers_flops_per_token
 from megatron.core.models.stage import Stage, stages_of
-from megatron.core.models.stage_inputs import hidden_wire
+from megatron.core.models.stage_inputs import hidden_spec
 from megatron.core.models.t5.config import T5Config
 from megatron.core.models.t5.data import build_t5_splits
 from megatron.core.models.t5.model import T5Model
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, Wires, WireSpec
+from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs, TensorSpec
 from megatron.core.tokenizers.base import SpanTokenizer, Tokenizer
 from megatron.core.transformer.block import RecomputePlan
-from megatron.core.transformer.heads import VocabularyOutput
+from megatron.core.transformer.output_layer import VocabularyOutput
 
 
 class T5Spec:
@@ -50,9 +50,9 @@ class T5Spec:
         """The encoder sees all that is no padding, the decoder what comes before and all of the encoder."""
         length, relative = run.group(T5Config).decoder_seq_length, run.model.position_embedding_type == "relative"
         return {
-            "encoder": {"causal": False, "padding_mask": True, "bias": relative},
+            "encoder": {"causal": False, "attention_mask": True, "bias": relative},
             "decoder": {"causal": True, "bias": relative, "query_length": length, "key_length": length},
-            "decoder to encoder": {"causal": False, "padding_mask": True, "query_length": length},
+            "decoder to encoder": {"causal": False, "attention_mask": True, "query_length": length},
         }
 
     def stages(self, run: RunConfig) -> list[Stage]:
@@ -70,16 +70,19 @@ class T5Spec:
             found |= {"labels", "loss_mask"}
         return frozenset(found)
 
-    def wires(self, run: RunConfig, stage: Stage, context: ParallelContext) -> dict[str, WireSpec]:
+    def stage_inputs(self, run: RunConfig, stage: Stage, context: ParallelContext) -> dict[str, TensorSpec]:
         """Hidden states ``[s, b, h]``; of the decoder together with what the encoder made."""
         if stage.is_first:
             return {}
         length, decoder_length = run.data.seq_length, run.group(T5Config).decoder_seq_length
-        encoded = hidden_wire(run, context, length=length, normed=True)
+        encoded = hidden_spec(run, context, length=length, normed=True)
         if stage.layers.start > run.model.num_layers:
-            return {"hidden": hidden_wire(run, context, length=decoder_length), "encoded": encoded}
+            return {
+                "hidden": hidden_spec(run, context, length=decoder_length),
+                "encoder_hidden_states": encoded,
+            }
         whole = stage.layers.start == run.model.num_layers
-        return {"hidden": encoded if whole else hidden_wire(run, context, length=length)}
+        return {"hidden": encoded if whole else hidden_spec(run, context, length=length)}
 
     def build_model(
         self,
@@ -94,23 +97,23 @@ class T5Spec:
         """The stage's part of the T5."""
         return T5Model(model, group_among(groups, T5Config), context, stage=stage, recompute=recompute, seed=seed)
 
-    def forward(self, model: nn.Module, wires: Wires, microbatch: Microbatch) -> Any:
+    def forward(self, model: nn.Module, stage_inputs: StageInputs, microbatch: Microbatch) -> Any:
         """Tokens, or what the previous stage handed on, through this stage."""
         tensors = microbatch.tensors
         return model(
             tensors.get("text_enc"),
             tensors.get("text_dec"),
-            padding_mask=tensors["enc_mask"].bool(),
-            key=microbatch.key,
-            hidden=wires.get("hidden"),
-            encoded=wires.get("encoded"),
+            attention_mask=tensors["enc_mask"].bool(),
+            rng_key=microbatch.rng_key,
+            hidden=stage_inputs.get("hidden"),
+            encoder_hidden_states=stage_inputs.get("encoder_hidden_states"),
         )
 
     def loss(self, output: Any, microbatch: Microbatch) -> LossSum:
         """Cross entropy summed over the tokens that the decoder is to say."""
         assert isinstance(output, VocabularyOutput)
         labels, mask = microbatch.tensors["labels"], microbatch.tensors["loss_mask"]
-        total = output.cross_entropy(labels, mask, gradient_seed=microbatch.gradient_seed)
+        total = output.cross_entropy(labels, mask, backward_scale=microbatch.backward_scale)
         return LossSum.single("lm loss", total, mask.sum())
 
     def counts(self, microbatch: Microbatch, context: ParallelContext) -> dict[str, Tensor]:

@@ -13,22 +13,22 @@ _known_run_lengths = WeakIdKeyDictionary()
 
 
 def each_document(
-    call: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, segments: Tensor
+    call: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor
 ) -> Tensor:
-    """``call`` on the q, k, v of every document, put together; a document is a run of one number in ``segments``."""
+    """``call`` on the q, k, v of every document, put together; a document is a run of one number."""
     assert q.shape[0] == k.shape[0], "documents need equally long queries and keys"
     samples = []
-    for sample, lengths in enumerate(_run_lengths(segments)):
+    for sample, lengths in enumerate(_run_lengths(document_ids)):
         parts = (torch.split(x[:, sample : sample + 1], lengths) for x in (q, k, v))
         samples.append(torch.cat([call(*part) for part in zip(*parts)]))
     return torch.cat(samples, dim=1)
 
 
-def _run_lengths(segments: Tensor) -> list[list[int]]:
-    known: list[list[int]] | None = _known_run_lengths.get(segments)  # type: ignore[no-untyped-call]
+def _run_lengths(document_ids: Tensor) -> list[list[int]]:
+    known: list[list[int]] | None = _known_run_lengths.get(document_ids)  # type: ignore[no-untyped-call]
     if known is None:
-        known = [_lengths_of_runs(row) for row in segments.tolist()]
-        _known_run_lengths[segments] = known
+        known = [_lengths_of_runs(row) for row in document_ids.tolist()]
+        _known_run_lengths[document_ids] = known
     return known
 
 

@@ -13,11 +13,11 @@ def allowed_keys(q: Tensor, k: Tensor, options: AttentionOptions) -> Tensor | No
     allowed: Tensor | None = None
     if options.causal and q.shape[0] > 1:
         allowed = lower_right(q.shape[0], k.shape[0], q.device)
-    if options.segments is not None:
-        same = (options.segments.unsqueeze(2) == options.segments.unsqueeze(1)).unsqueeze(1)  # [b, 1, s, s]
+    if options.document_ids is not None:
+        same = (options.document_ids.unsqueeze(2) == options.document_ids.unsqueeze(1)).unsqueeze(1)  # [b, 1, s, s]
         allowed = same if allowed is None else allowed & same
-    if options.padding_mask is not None:
-        real = options.padding_mask.unsqueeze(1).unsqueeze(1)  # [b, 1, 1, sk]
+    if options.attention_mask is not None:
+        real = options.attention_mask.unsqueeze(1).unsqueeze(1)  # [b, 1, 1, sk]
         allowed = real if allowed is None else allowed & real
     return allowed
 

@@ -21,7 +21,7 @@ def partial_attention(
 ) -> PartialResult:
     """softmax(q·kᵀ·scale)·v over just these keys, without autograd; shapes as in ``attention``.
 
-    Causal calls have as many queries as keys. Documents are the caller's business: ``options.segments`` is None.
+    Causal calls have as many queries as keys. Documents are the caller's business: ``options.document_ids`` is None.
     """
     return choose(partial_request(q, k, options), backend).backend.attend_partly(q, k, v, options)
 
@@ -45,7 +45,7 @@ def partial_attention_gradients(
 
 def partial_request(q: Tensor, k: Tensor, options: AttentionOptions) -> AttentionRequest:
     """The facts of a partial call."""
-    assert options.segments is None, "documents are cut into calls of their own"
+    assert options.document_ids is None, "documents are cut into calls of their own"
     return AttentionRequest.of(q, k, options, partial=True)
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.core.ops.attention import blocked, reference, sdpa
+from megatron.core.ops.attention import chunked, eager, sdpa
 from megatron.core.ops.attention.request import AttentionOptions, AttentionRequest, Gradients, PartialResult
 from megatron.errors import ConfigError
 
@@ -36,7 +36,7 @@ class Backend(Protocol):
 
 
 # In order of preference; the last supports everything.
-BACKENDS: dict[str, Backend] = {"sdpa": sdpa, "blocked": blocked, "reference": reference}
+BACKENDS: dict[str, Backend] = {"sdpa": sdpa, "chunked": chunked, "eager": eager}
 
 
 @dataclass(frozen=True)
@@ -75,5 +75,5 @@ def choose(request: AttentionRequest, backend: str = "auto") -> Choice:
 
 def _preference(request: AttentionRequest) -> list[str]:
     """Backends, best first. In bf16 on a CPU torch's kernel takes twice the time of blocks of matrix products."""
-    first = ["blocked"] if request.device.type == "cpu" and request.dtype == torch.bfloat16 else []
+    first = ["chunked"] if request.device.type == "cpu" and request.dtype == torch.bfloat16 else []
     return [*first, *(name for name in BACKENDS if name not in first)]

@@ -14,9 +14,9 @@ class AttentionOptions:
 
     ``causal``: a query sees keys up to its own position; the last query stands at the last key, so a cache may precede.
     ``scale``: of the scores; usually 1 / sqrt(d).  ``dropout``: on the probabilities, drawn from ``generator``.
-    ``segments`` [b, s] int: document of each position; a query sees keys of its own document only. A document is
+    ``document_ids`` [b, s] int: document of each position; a query sees keys of its own document only. A document is
     one run of positions; queries and keys are the same positions.
-    ``padding_mask`` [b, sk] bool: True for real keys; a query that sees no key gets zeros.
+    ``attention_mask`` [b, sk] bool: True for real keys; a query that sees no key gets zeros.
     ``bias`` [n, sq, sk]: added to the scores of every sample, in the type of the queries; it may want a gradient.
     ``softmax_in_fp32``: for backends that would otherwise compute it in the type of the queries.
     """
@@ -25,8 +25,8 @@ class AttentionOptions:
     scale: float
     dropout: float = 0.0
     generator: torch.Generator | None = None
-    segments: Tensor | None = None
-    padding_mask: Tensor | None = None
+    document_ids: Tensor | None = None
+    attention_mask: Tensor | None = None
     bias: Tensor | None = None
     softmax_in_fp32: bool = False
 
@@ -45,8 +45,8 @@ class AttentionRequest:
     head_width: int
     causal: bool
     dropout: float = 0.0
-    segments: bool = False
-    padding_mask: bool = False
+    document_ids: bool = False
+    attention_mask: bool = False
     bias: bool = False
     softmax_in_fp32: bool = False
     needs_grad: bool = True
@@ -63,8 +63,8 @@ class AttentionRequest:
             head_width=q.shape[-1],
             causal=options.causal,
             dropout=options.dropout,
-            segments=options.segments is not None,
-            padding_mask=options.padding_mask is not None,
+            document_ids=options.document_ids is not None,
+            attention_mask=options.attention_mask is not None,
             bias=options.bias is not None,
             softmax_in_fp32=options.softmax_in_fp32,
             needs_grad=partial or q.requires_grad,

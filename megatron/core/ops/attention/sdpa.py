@@ -21,7 +21,7 @@ def supports(request: AttentionRequest) -> str | None:
         return "its flash kernel has no bias"
     if request.dropout > 0.0:
         return f"it draws dropout ({request.dropout}) from torch's global generator, which cannot be replayed"
-    if request.partial and request.padding_mask:
+    if request.partial and request.attention_mask:
         return "its flash kernel has no padding mask"
     on_gpu = request.device.type != "cpu"
     if request.partial and on_gpu and request.dtype not in (torch.float16, torch.bfloat16):
@@ -33,14 +33,14 @@ def supports(request: AttentionRequest) -> str | None:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
     """See ``attention``. Without masks no tensor is copied: batch and heads are folded into one dim of heads."""
-    if options.padding_mask is None and (q.shape[0] == k.shape[0] or not options.causal or q.shape[0] == 1):
+    if options.attention_mask is None and (q.shape[0] == k.shape[0] or not options.causal or q.shape[0] == 1):
         call = functools.partial(_folded, causal=options.causal and q.shape[0] > 1, scale=options.scale)
-        return call(q, k, v) if options.segments is None else each_document(call, q, k, v, options.segments)
+        return call(q, k, v) if options.document_ids is None else each_document(call, q, k, v, options.document_ids)
     query, key, value = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [b, n, s, d]
     allowed = allowed_keys(q, k, options)
     grouped = q.shape[2] != k.shape[2]
     out = F.scaled_dot_product_attention(query, key, value, allowed, scale=options.scale, enable_gqa=grouped)
-    if options.padding_mask is not None and allowed is not None:
+    if options.attention_mask is not None and allowed is not None:
         out = out.masked_fill(~allowed.any(dim=-1, keepdim=True), 0.0)  # a query that sees no key gets zeros
     return out.permute(2, 0, 1, 3).flatten(2)
 

@@ -23,8 +23,8 @@ _BLOCK = 128  # queries at once, of causal attention, where blocks leave out key
 
 def supports(request: AttentionRequest) -> str | None:
     """Everything but padding or a bias within documents, and a softmax wider than its scores."""
-    if request.segments and (request.padding_mask or request.bias):
-        return f"it has no {'padding mask' if request.padding_mask else 'bias'} within documents"
+    if request.document_ids and (request.attention_mask or request.bias):
+        return f"it has no {'padding mask' if request.attention_mask else 'bias'} within documents"
     if request.softmax_in_fp32 and request.dtype not in (torch.float32, torch.float64):
         return f"its scores and softmax are in {str(request.dtype).removeprefix('torch.')}"
     return None
@@ -37,7 +37,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor
         out: Tensor = _Blocked.apply(q, k, v, options.bias, options)  # type: ignore[no-untyped-call]
         return out
 
-    return call(q, k, v) if options.segments is None else each_document(call, q, k, v, options.segments)
+    return call(q, k, v) if options.document_ids is None else each_document(call, q, k, v, options.document_ids)
 
 
 class _Blocked(torch.autograd.Function):
@@ -230,8 +230,8 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Itera
     queries, keys, values = _fold_queries(q, k), _fold(k).contiguous(), _fold(v).contiguous()
     sq, sk = q.shape[0], k.shape[0]
     padding = blind = None
-    if options.padding_mask is not None:
-        hidden = ~options.padding_mask.repeat_interleave(k.shape[2], dim=0).unsqueeze(1)
+    if options.attention_mask is not None:
+        hidden = ~options.attention_mask.repeat_interleave(k.shape[2], dim=0).unsqueeze(1)
         padding = q.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
         blind = _blind(hidden, sq if options.causal else 1)
     size = _BLOCK if options.causal else max(_BLOCK, 16 * _BLOCK**2 // sk)

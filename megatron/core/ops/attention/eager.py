@@ -23,7 +23,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor
     if allowed is not None:
         scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
     probabilities = scores.softmax(dim=-1).to(v.dtype)
-    if options.padding_mask is not None and allowed is not None:
+    if options.attention_mask is not None and allowed is not None:
         probabilities = probabilities.masked_fill(~allowed, 0.0)  # a query that sees no key gets zeros, not an average
     if options.dropout > 0.0:
         assert options.generator is not None, "attention dropout needs a generator"
@@ -46,7 +46,7 @@ def attend_partly(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) ->
 def gradients_of_part(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: PartialResult, options: AttentionOptions
 ) -> Gradients:
-    """See ``partial_attention_gradients``; the formulas are those of ``blocked``."""
+    """See ``partial_attention_gradients``; the formulas are those of ``chunked``."""
     scores = _visible_scores(q, k, options)
     query, key, value = (_repeated(x, q).to(scores.dtype) for x in (q, k, v))
     upstream, out = (_by_head(x).to(scores.dtype) for x in (grad, whole.out))

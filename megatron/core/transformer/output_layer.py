@@ -1,4 +1,4 @@
-"""The two ends of a language model, both split by vocabulary: token embedding and output logits."""
+"""The output layer, split by vocabulary: losses and logits from hidden states."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
-from megatron.core.context_parallel.slicing import take
-from megatron.core.ops.dropout import dropout
 from megatron.core.parallel.collectives import all_gather
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.sharding import Sharding
 from megatron.core.tensor_parallel.cross_entropy import (
     linear_cross_entropy,
@@ -24,104 +21,12 @@ from megatron.core.tensor_parallel.cross_entropy import (
 )
 from megatron.core.tensor_parallel.initialize import Constant
 from megatron.core.tensor_parallel.layers import (
-    VocabParallelEmbedding,
     make_parameter,
-    partial_under_sequence_parallel,
 )
 from megatron.core.tensor_parallel.linear import added_at_once
-from megatron.core.tensor_parallel.regions import enter, sequence_slice
+from megatron.core.tensor_parallel.regions import enter
+from megatron.core.transformer.embedding import WORD_EMBEDDINGS
 from megatron.core.transformer.initialization import input_init
-
-WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
-POSITION_EMBEDDINGS = "embedding.position_embeddings.weight"
-
-
-class PositionEmbedding(nn.Module):
-    """A learned vector for each position, held whole by every rank."""
-
-    def __init__(self, config: ModelConfig, context: ParallelContext, *, tied: str | None = None) -> None:
-        super().__init__()
-        assert config.max_position_embeddings is not None
-        self._context = context
-        sharding = Sharding(
-            (config.max_position_embeddings, config.hidden_size),
-            partial_grad=partial_under_sequence_parallel(context),
-            tied=tied,
-        )
-        self.weight = make_parameter(sharding, input_init(config), context)
-
-    def forward(self, length: int, position_ids: Tensor | None) -> Tensor:
-        """Vectors ``[s, b or 1, h]`` for positions ``[b, S]``, or for this rank's of 0, 1, … when None."""
-        if position_ids is None:
-            mesh = self._context.mesh
-            held = take(self.weight[: length * mesh.size("cp")], mesh.rank("cp"), mesh.size("cp"), dim=0)
-            return sequence_slice(held, self._context).unsqueeze(1)
-        return F.embedding(sequence_slice(position_ids.t(), self._context), self.weight)
-
-
-class TokenTypeEmbedding(nn.Module):
-    """A learned vector for each kind of token, such as first and second sentence, held whole by every rank."""
-
-    def __init__(self, count: int, config: ModelConfig, context: ParallelContext) -> None:
-        super().__init__()
-        self._context = context
-        sharding = Sharding((count, config.hidden_size), partial_grad=partial_under_sequence_parallel(context))
-        self.weight = make_parameter(sharding, input_init(config), context)
-
-    def forward(self, types: Tensor) -> Tensor:
-        """Types ``[b, S]`` to vectors ``[s, b, h]``."""
-        return F.embedding(sequence_slice(types.t(), self._context), self.weight)
-
-
-class LanguageModelEmbedding(nn.Module):
-    """Word vectors plus, with learned positions, position vectors, and with token types theirs; then dropout.
-
-    ``copied``: another stage of the model has such an embedding as well, with the same words and positions.
-    """
-
-    def __init__(
-        self, config: ModelConfig, context: ParallelContext, *, token_types: int = 0, copied: bool = False
-    ) -> None:
-        super().__init__()
-        assert config.vocab_size is not None, "the tokenizer's vocabulary is known before a model is built"
-        self._config, self._context = config, context
-        self.word_embeddings = VocabParallelEmbedding(
-            config.vocab_size,
-            config.hidden_size,
-            context,
-            init=input_init(config),
-            pad_multiple=config.make_vocab_size_divisible_by,
-            tied=WORD_EMBEDDINGS if copied or not config.untie_embeddings_and_output_weights else None,
-        )
-        learned, tied = config.position_embedding_type == "learned_absolute", POSITION_EMBEDDINGS if copied else None
-        self.position_embeddings = PositionEmbedding(config, context, tied=tied) if learned else None
-        self.tokentype_embeddings = TokenTypeEmbedding(token_types, config, context) if token_types else None
-
-    def forward(
-        self,
-        tokens: Tensor,
-        position_ids: Tensor | None,
-        key: StreamKey,
-        *,
-        types: Tensor | None = None,
-        stream: str = "embedding",
-    ) -> Tensor:
-        """Token ids, and for a model that has them types, ``[b, S]``, to hidden states ``[s, b, h]``.
-
-        ``stream``: name of the random stream of its dropout.
-        """
-        x: Tensor = self.word_embeddings(tokens)
-        if self.position_embeddings is not None:
-            x = x + self.position_embeddings(tokens.shape[1], position_ids)
-        if self.tokentype_embeddings is not None:
-            assert types is not None, "a model with token types is told them"
-            x = x + self.tokentype_embeddings(types)
-        if self._config.fp32_residual_connection:
-            x = x.to(torch.promote_types(x.dtype, torch.float32))
-        if not self.training or self._config.hidden_dropout == 0.0:
-            return x
-        self._context.rng.enter(key, stream)
-        return dropout(x, self._config.hidden_dropout, self._context.hidden_generator)
 
 
 @dataclass(frozen=True)
@@ -146,15 +51,15 @@ class VocabularyOutput:
     def _valid(self) -> int:
         return max(0, min(self.weight.shape[0], self.vocab_size - self._first))
 
-    def cross_entropy(self, labels: Tensor, loss_weights: Tensor, *, gradient_seed: float = 1.0) -> Tensor:
+    def cross_entropy(self, labels: Tensor, loss_weights: Tensor, *, backward_scale: float = 1.0) -> Tensor:
         """Sum over ``[b, S]`` of weight times cross entropy, an fp32 scalar; gradients are made on the way, at the
-        scale of the ``gradient_seed`` from which the backward pass will start.
+        scale of the ``backward_scale`` from which the backward pass will start.
         """
         rows = (self.hidden.flatten(0, 1), labels.t().reshape(-1), loss_weights.t().reshape(-1))
-        return self._cross_entropy(*rows, gradient_seed)
+        return self._cross_entropy(*rows, backward_scale)
 
     def cross_entropy_where_weighted(
-        self, labels: Tensor, loss_weights: Tensor, *, gradient_seed: float = 1.0
+        self, labels: Tensor, loss_weights: Tensor, *, backward_scale: float = 1.0
     ) -> Tensor:
         """``cross_entropy`` that multiplies out only what has a weight: for losses over few of the tokens.
 
@@ -165,9 +70,9 @@ class VocabularyOutput:
         if len(weighted) == 0:  # a row at least, so that every gradient is made
             weighted = weighted.new_zeros(1)
         rows = (self.hidden.flatten(0, 1)[weighted], labels.t().reshape(-1)[weighted], weights[weighted])
-        return self._cross_entropy(*rows, gradient_seed)
+        return self._cross_entropy(*rows, backward_scale)
 
-    def _cross_entropy(self, hidden: Tensor, labels: Tensor, weights: Tensor, gradient_seed: float) -> Tensor:
+    def _cross_entropy(self, hidden: Tensor, labels: Tensor, weights: Tensor, backward_scale: float) -> Tensor:
         return linear_cross_entropy(
             hidden,
             added_at_once(self.weight),
@@ -177,7 +82,7 @@ class VocabularyOutput:
             vocab_start=self._first,
             vocab_valid=self._valid,
             bias=self.bias,
-            gradient_seed=gradient_seed,
+            backward_scale=backward_scale,
         )
 
     @torch.no_grad()

@@ -1,0 +1,112 @@
+"""Token embeddings, split by vocabulary, and those of positions and token types."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.core.context_parallel.slicing import take
+from megatron.core.ops.dropout import dropout
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.rng import StreamKey
+from megatron.core.parallel.sharding import Sharding
+from megatron.core.tensor_parallel.layers import (
+    VocabParallelEmbedding,
+    make_parameter,
+    partial_under_sequence_parallel,
+)
+from megatron.core.tensor_parallel.regions import sequence_slice
+from megatron.core.transformer.initialization import input_init
+
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+POSITION_EMBEDDINGS = "embedding.position_embeddings.weight"
+
+
+class PositionEmbedding(nn.Module):
+    """A learned vector for each position, held whole by every rank."""
+
+    def __init__(self, config: ModelConfig, context: ParallelContext, *, tied: str | None = None) -> None:
+        super().__init__()
+        assert config.max_position_embeddings is not None
+        self._context = context
+        sharding = Sharding(
+            (config.max_position_embeddings, config.hidden_size),
+            partial_grad=partial_under_sequence_parallel(context),
+            tied=tied,
+        )
+        self.weight = make_parameter(sharding, input_init(config), context)
+
+    def forward(self, length: int, position_ids: Tensor | None) -> Tensor:
+        """Vectors ``[s, b or 1, h]`` for positions ``[b, S]``, or for this rank's of 0, 1, … when None."""
+        if position_ids is None:
+            mesh = self._context.mesh
+            held = take(self.weight[: length * mesh.size("cp")], mesh.rank("cp"), mesh.size("cp"), dim=0)
+            return sequence_slice(held, self._context).unsqueeze(1)
+        return F.embedding(sequence_slice(position_ids.t(), self._context), self.weight)
+
+
+class TokenTypeEmbedding(nn.Module):
+    """A learned vector for each kind of token, such as first and second sentence, held whole by every rank."""
+
+    def __init__(self, count: int, config: ModelConfig, context: ParallelContext) -> None:
+        super().__init__()
+        self._context = context
+        sharding = Sharding((count, config.hidden_size), partial_grad=partial_under_sequence_parallel(context))
+        self.weight = make_parameter(sharding, input_init(config), context)
+
+    def forward(self, types: Tensor) -> Tensor:
+        """Types ``[b, S]`` to vectors ``[s, b, h]``."""
+        return F.embedding(sequence_slice(types.t(), self._context), self.weight)
+
+
+class LanguageModelEmbedding(nn.Module):
+    """Word vectors plus, with learned positions, position vectors, and with token types theirs; then dropout.
+
+    ``copied``: another stage of the model has such an embedding as well, with the same words and positions.
+    """
+
+    def __init__(
+        self, config: ModelConfig, context: ParallelContext, *, token_types: int = 0, copied: bool = False
+    ) -> None:
+        super().__init__()
+        assert config.vocab_size is not None, "the tokenizer's vocabulary is known before a model is built"
+        self._config, self._context = config, context
+        self.word_embeddings = VocabParallelEmbedding(
+            config.vocab_size,
+            config.hidden_size,
+            context,
+            init=input_init(config),
+            pad_multiple=config.make_vocab_size_divisible_by,
+            tied=WORD_EMBEDDINGS if copied or not config.untie_embeddings_and_output_weights else None,
+        )
+        learned, tied = config.position_embedding_type == "learned_absolute", POSITION_EMBEDDINGS if copied else None
+        self.position_embeddings = PositionEmbedding(config, context, tied=tied) if learned else None
+        self.tokentype_embeddings = TokenTypeEmbedding(token_types, config, context) if token_types else None
+
+    def forward(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor | None,
+        rng_key: StreamKey,
+        *,
+        types: Tensor | None = None,
+        stream: str = "embedding",
+    ) -> Tensor:
+        """Token ids, and for a model that has them types, ``[b, S]``, to hidden states ``[s, b, h]``.
+
+        ``stream``: name of the random stream of its dropout.
+        """
+        x: Tensor = self.word_embeddings(tokens)
+        if self.position_embeddings is not None:
+            x = x + self.position_embeddings(tokens.shape[1], position_ids)
+        if self.tokentype_embeddings is not None:
+            assert types is not None, "a model with token types is told them"
+            x = x + self.tokentype_embeddings(types)
+        if self._config.fp32_residual_connection:
+            x = x.to(torch.promote_types(x.dtype, torch.float32))
+        if not self.training or self._config.hidden_dropout == 0.0:
+            return x
+        self._context.rng.enter(rng_key, stream)
+        return dropout(x, self._config.hidden_dropout, self._context.hidden_generator)
