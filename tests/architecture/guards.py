@@ -98,7 +98,7 @@ def untyped(source: Source) -> list[str]:
 
 def global_statement(source: Source) -> list[str]:
     """State that anyone may change is state that nobody can follow."""
-    return [f"{source.at(node)} global" for node in ast.walk(source.tree) if isinstance(node, ast.Global)]
+    return [f"{source.at(node)} global" for node in source.nodes if isinstance(node, ast.Global)]
 
 
 def stub(source: Source) -> list[str]:
@@ -124,7 +124,7 @@ def cuda_outside_device_code(source: Source) -> list[str]:
     if not source.path.startswith("megatron/") or source.path.startswith(CUDA_CODE):
         return []
     found = []
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         literal = (
             isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"cuda(:\d+)?", node.value)
         )
@@ -140,7 +140,7 @@ def distributed_outside_parallel(source: Source) -> list[str]:
         return []
     allowed = "torch.distributed.checkpoint" if source.path.startswith("megatron/core/checkpointing/") else None
     found = []
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         names = [f"{name}." for name in _imported(node)]
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
             names.append("torch.distributed.")
@@ -155,10 +155,10 @@ def family_in_shared_code(source: Source) -> list[str]:
     is_of_families = source.path.startswith(KNOWS_FAMILIES) and not source.path.startswith(KNOWS_NO_FAMILY)
     if not source.path.startswith("megatron/") or is_of_families:
         return []
-    prose = {id(node.value) for node in ast.walk(source.tree) if isinstance(node, ast.Expr)}
+    prose = {id(node.value) for node in source.nodes if isinstance(node, ast.Expr)}
     return [
         f"{source.at(node)} names {word}"
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if id(node) not in prose
         for word in _words(node)
         if A_FAMILY.search(word)

@@ -27,9 +27,14 @@ class Source:
         """The parsed file."""
         return ast.parse(self.text, self.path)
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of the tree."""
+        return list(ast.walk(self.tree))
+
     def functions(self) -> Iterator[Function]:
         """Every function and method, nested ones too."""
-        return (node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+        return (node for node in self.nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
     def at(self, node: ast.AST) -> str:
         """``path:line`` of a node."""
@@ -56,9 +61,9 @@ def relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def sources() -> list[Source]:
+def sources() -> Iterator[Source]:
     """Every Python file of ours."""
-    return [Source(relative(path), path.read_text(encoding="utf-8")) for path in files(".py")]
+    return (Source(relative(path), path.read_text(encoding="utf-8")) for path in files(".py"))
 
 
 def is_library(path: str) -> bool:

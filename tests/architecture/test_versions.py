@@ -55,7 +55,7 @@ NEWER_BUILTINS = {"BaseExceptionGroup", "ExceptionGroup", "EncodingWarning", "Py
 def names_of(source: Source, top: str | None = None) -> Iterator[str]:
     """Dotted names that a file takes from modules, of those below ``top`` alone if it is given."""
     known: dict[str, str] = {}
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name
@@ -66,7 +66,7 @@ def names_of(source: Source, top: str | None = None) -> Iterator[str]:
             for alias in node.names:
                 known[alias.asname or alias.name] = f"{node.module}.{alias.name}"
                 yield f"{node.module}.{alias.name}"
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         parts: list[str] = []
         inner: ast.AST = node
         while isinstance(inner, ast.Attribute):
@@ -79,7 +79,7 @@ def names_of(source: Source, top: str | None = None) -> Iterator[str]:
 def too_new(source: Source) -> list[str]:
     """What a file uses of the standard library that the oldest Python lacks."""
     newer = NEWER_MODULES | {f"{module}.{name}" for module, names in NEWER.items() for name in names}
-    builtins = {node.id for node in ast.walk(source.tree) if isinstance(node, ast.Name)} & NEWER_BUILTINS
+    builtins = {node.id for node in source.nodes if isinstance(node, ast.Name)} & NEWER_BUILTINS
     return sorted({name for name in names_of(source) if name in newer} | builtins)
 
 

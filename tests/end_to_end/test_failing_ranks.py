@@ -33,7 +33,7 @@ def misbehave(run, microbatches):
     return train_step(run, microbatches)
 
 loop.train_step = misbehave
-pretrain_gpt.main(pretrain_gpt.train_spec)
+pretrain_gpt.main(pretrain_gpt.FAMILIES["gpt"])
 """
 
 

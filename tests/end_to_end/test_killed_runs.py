@@ -50,7 +50,14 @@ def wait_for_line(log: Path, pattern: str, process: multiprocessing.context.Fork
 
 
 @pytest.mark.parametrize("seed", range(RUNS))
-@pytest.mark.parametrize("kind", ["", "--async-save", "object storage"], ids=["sync", "async", "object storage"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("", id="sync"),
+        pytest.param("--async-save", id="async", marks=pytest.mark.slow),
+        pytest.param("object storage", id="object storage", marks=pytest.mark.slow),
+    ],
+)
 def test_killed_job_ends_as_one_that_was_left_alone(kind: str, seed: int, tmp_path: Path) -> None:
     """A run would lose steps it had called saved, or not start again, or go on differently."""
     draw = random.Random(seed)

@@ -73,6 +73,7 @@ class Job:
         self._cluster.call("scontrol", "update", f"JobId={self.number}", "StartTime=now")
 
 
+@pytest.mark.slow  # a time limit is a minute at least
 def test_job_saves_at_its_time_limit_and_goes_on(cluster: SlurmCluster, tmp_path: Path) -> None:
     """A TERM to srun killed the ranks instead of reaching them: all work since the last checkpoint was lost."""
     signal = re.search(r"#SBATCH --signal=(.*)@", JOB.read_text(encoding="utf-8"))

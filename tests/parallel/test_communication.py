@@ -7,7 +7,13 @@ import pytest
 from benchmarks.communication import measured, textbook, worlds
 
 
-@pytest.mark.parametrize("layouts", worlds(), ids=lambda layouts: layouts[0])
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        pytest.param(layouts, id=layouts[0], marks=pytest.mark.slow if layouts[0] == "TP 4" else [])
+        for layouts in worlds()
+    ],
+)
 def test_bytes_sent_are_the_textbooks(layouts: list[str]) -> None:
     """An exchange too many shows in no loss and in no test on one machine: it costs a tenth of a large run."""
     for layout, counted in measured(layouts).items():
