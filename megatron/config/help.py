@@ -26,7 +26,7 @@ def format_help(
         lines += ["", *textwrap.wrap(about, width)]
     lines += ["", "@FILE holds flags as on a command line, over any number of lines, with # comments."]
     for group in groups:
-        title = (group.__doc__ or "").strip().splitlines()[0]
+        title = (group.__doc__ or "").strip().splitlines()[0].replace("``", "")
         lines += ["", f"{_heading(group)}: {title}"]
         for spec in flags_of(group):
             if not spec.options.internal:
