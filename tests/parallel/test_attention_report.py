@@ -45,7 +45,7 @@ STILL, SLICED = "--attention-dropout 0", "--context-parallel-size 2"
         (
             f"{SLICED} --cp-comm-type a2a all_gather --attention-backend eager",
             {"cp_comm_types": ("a2a", "all_gather")},
-            "a2a: reference; all_gather: reference",
+            "a2a: eager; all_gather: eager",
             {("eager", False), ("eager", True)},
         ),
     ],

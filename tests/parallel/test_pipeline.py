@@ -213,9 +213,9 @@ def test_stages_read_what_they_need() -> None:
     assert run_ranks(fields_by_rank, flags, pp=3) == [["tokens"], [], ["labels", "loss_mask"]]
     flags += " --reset-position-ids --reset-attention-mask --position-embedding-type rope"
     assert run_ranks(fields_by_rank, flags, pp=3) == [
-        ["position_ids", "document_ids", "tokens"],
-        ["position_ids", "document_ids"],
-        ["labels", "loss_mask", "position_ids", "document_ids"],
+        ["document_ids", "position_ids", "tokens"],
+        ["document_ids", "position_ids"],
+        ["document_ids", "labels", "loss_mask", "position_ids"],
     ]
 
 

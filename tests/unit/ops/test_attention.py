@@ -229,7 +229,7 @@ def test_auto_takes_the_first_that_supports_the_request_and_says_why() -> None:
     choice = choose(request(dropout=0.1, attention_mask=True, document_ids=True))
     assert choice.name == "eager"
     assert choice.describe() == (
-        "attention: reference (sdpa refused: it draws dropout (0.1) from torch's global generator, which cannot be "
+        "attention: eager (sdpa refused: it draws dropout (0.1) from torch's global generator, which cannot be "
         "replayed; chunked refused: it has no padding mask within documents)"
     )
 

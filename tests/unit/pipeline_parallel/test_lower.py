@@ -114,9 +114,9 @@ def test_one_rank_moves_nothing() -> None:
 def test_messages_overlap_actions() -> None:
     """Receives are started while the action before runs; a sent message is waited for an action later."""
     plan = [text(instruction) for instruction in lower(one_f_one_b(2, 3))[1]]
-    assert " ".join(plan) == "R0w F0w 0F0 R1w 0B0 S0g F1w 0F1 R2w F0g 0B1 S1g F2w 0F2 F1g 0B2 S2g F2g"
+    assert " ".join(plan) == "R0s F0s 0F0 R1s 0B0 S0g F1s 0F1 R2s F0g 0B1 S1g F2s 0F2 F1g 0B2 S2g F2g"
     blocking = [text(instruction) for instruction in lower(one_f_one_b(2, 3), overlap=False)[1]]
-    assert " ".join(blocking) == "R0w F0w 0F0 R1w F1w 0B0 S0g F0g 0F1 0B1 S1g F1g R2w F2w 0F2 0B2 S2g F2g"
+    assert " ".join(blocking) == "R0s F0s 0F0 R1s F1s 0B0 S0g F0g 0F1 0B1 S1g F1g R2s F2s 0F2 0B2 S2g F2g"
 
 
 def text(instruction: object) -> str:
