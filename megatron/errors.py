@@ -120,4 +120,7 @@ def run_command(main: Callable[[], int | None]) -> None:
         except BrokenPipeError:  # also when Ctrl-C has ended the reader of the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # quiet the flush at exit
             code = code or _NOBODY_READS
+        except OSError:  # its disk is full; the other stream may still take what is to be said
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            code = code or RESTART_MAY_HELP
     sys.exit(code)

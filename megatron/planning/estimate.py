@@ -106,7 +106,7 @@ def _parameters(run: RunConfig, stages: Sequence[StageShape], *, ranks: int, voc
 
 
 def _head_parameters(outline: Outline, *, hidden: int, norm: int, vocabulary: int) -> int:
-    """What is behind the last layer beside its norm and the output weights."""
+    """Parameters of the output heads."""
     dense = hidden * hidden + hidden
     words = dense + norm if outline.has_word_head else 0
     biases = vocabulary if outline.has_word_head or outline.has_output_bias else 0
@@ -167,7 +167,7 @@ def kept_activations(run: RunConfig) -> list[int]:
         held = EncoderDecoderLayers.of(stage.layers, run.model.num_layers)
         kept = stacks[0].kept(len(held.encoder), opens=stage.is_first, closes=held.closes_encoder)
         kept += stacks[1].kept(len(held.decoder), opens=held.opens_decoder, closes=stage.is_last)
-        found.append(kept + (stacks[0].encoder_hidden_states() if held.decoder else 0))
+        found.append(kept + (stacks[0].encoder_output() if held.decoder else 0))
     return found
 
 
@@ -236,8 +236,8 @@ class _Activations:
         positions = pairs * (8 + self._heads * self._width) * (layers > 0 and self._relative)  # with the buckets
         return embedding + positions + sum(self._layers_kept(layers)) + (self._stream + self._head()) * closes
 
-    def encoder_hidden_states(self) -> int:
-        """What the encoder made, as all layers of a decoder's stage are given it."""
+    def encoder_output(self) -> int:
+        """Bytes of the encoder's output, which every stage of the decoder keeps."""
         return self._rows * self._hidden * self._width
 
     def of_loss(self) -> int:

@@ -39,12 +39,30 @@ HEAVY_LIBRARIES = {"nltk", "sentencepiece", "tensorboard", "yaml", "zstandard"}
 NOTE_TO_SELF = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X|HA" r"CK)\b")
 MACHINE_PATH = re.compile(r"(?<![\w.~$}>])/(work|root|home|opt|Users)/")
 A_FAMILY = re.compile(r"(?<![A-Za-z])(bert|t5)(?![a-z])|Bert(?!WordPiece|Tokenizer|Normalizer|Pre)|BERT|T5")
+GPT = re.compile(r"(?<![A-Za-z])gpt(?![a-z0-9_])|GPT(?!2|Sentence)")  # also the name of a tokenizer and of data sets
 KNOWS_FAMILIES = (
-    "megatron/core/models/",
+    "megatron/core/models/gpt/",
+    "megatron/core/models/bert/",
+    "megatron/core/models/t5/",
+    "megatron/core/models/registry.py",
+    "megatron/core/models/model_type.py",  # whose default is the first family
     "megatron/config/refused_flags.py",  # flags of Megatron-LM that no program here has
     "megatron/core/conversion/megatron_lm/known_arguments.py",  # arguments in Megatron-LM's checkpoints
 )
-KNOWS_NO_FAMILY = ("megatron/core/models/train_spec.py", "megatron/core/models/stage")
+KNOWS_NOT_EVEN_GPT = (
+    "megatron/core/parallel/",
+    "megatron/core/ops/",
+    "megatron/core/context_parallel/",
+    "megatron/core/tensor_parallel/",
+    "megatron/core/transformer/",
+    "megatron/core/pipeline_parallel/",
+    "megatron/core/distributed/",
+    "megatron/core/optimizer/",
+    "megatron/core/checkpointing/",
+    "megatron/core/models/",
+    "megatron/planning/",
+    "megatron/training/",
+)
 CUDA_CODE = ("megatron/core/parallel/launch.py", "megatron/core/ops/")
 
 Guard = Callable[[Source], list[str]]
@@ -152,16 +170,16 @@ def distributed_outside_parallel(source: Source) -> list[str]:
 
 def family_in_shared_code(source: Source) -> list[str]:
     """Engines serve every family; a family is a folder in megatron/core/models, and the registry there lists them."""
-    is_of_families = source.path.startswith(KNOWS_FAMILIES) and not source.path.startswith(KNOWS_NO_FAMILY)
-    if not source.path.startswith("megatron/") or is_of_families:
+    if not source.path.startswith("megatron/") or source.path.startswith(KNOWS_FAMILIES):
         return []
+    also_gpt = source.path.startswith(KNOWS_NOT_EVEN_GPT)
     prose = {id(node.value) for node in source.nodes if isinstance(node, ast.Expr)}
     return [
         f"{source.at(node)} names {word}"
         for node in source.nodes
         if id(node) not in prose
         for word in _words(node)
-        if A_FAMILY.search(word)
+        if A_FAMILY.search(word) or (also_gpt and GPT.search(word))
     ]
 
 

@@ -53,7 +53,8 @@ BAD: list[tuple[Guard, str, str, str]] = [
         "from megatron.core.models.t5.config import Layers",
         "names megatron.core.models.t5.config.Layers",
     ),
-    (guards.family_in_shared_code, "megatron/core/transformer/x.py", "x = isinstance(y, T5Model)", "names T5Model"),
+    (guards.family_in_shared_code, "megatron/core/transformer/x.py", "x = isinstance(y, GPTModel)", "names GPTModel"),
+    (guards.family_in_shared_code, "megatron/core/conversion/x.py", "x = isinstance(y, T5Model)", "names T5Model"),
     (guards.optional_import_at_top, "megatron/core/x.py", "import tiktoken", "imports tiktoken at import time"),
     (
         guards.optional_import_at_top,

@@ -111,6 +111,17 @@ def test_a_closed_pipe_changes_neither_message_nor_exit_code() -> None:
     os.close(writer)
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")
+def test_output_on_a_full_disk_hides_no_error() -> None:
+    """What was printed before could not be written at the end, and its traceback came in place of the error."""
+    program = "import sys\nfrom megatron.errors import run_command\ndef main(): print('a line'); {}\nrun_command(main)"
+    for end, code, said in (("raise PermissionError('no')", 2, "error: no\n"), ("return 0", 1, "")):
+        with open("/dev/full", "w") as full:
+            command = [sys.executable, "-E", "-c", program.format(end)]
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY, check=False)
+        assert (done.returncode, done.stderr) == (code, said)
+
+
 def test_a_forbidden_file_is_one_sentence_in_any_command(capsys: pytest.CaptureFixture[str]) -> None:
     """A file that the user may not read ended commands in a traceback, wherever they opened it."""
 

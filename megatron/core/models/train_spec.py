@@ -25,7 +25,7 @@ class TrainSpec(Protocol):
     ``name``: in checkpoints. ``groups``: settings of its own, beside those of every run. ``starts_from``: names of
     others whose trained models hold the body of this one's, each with prefixes of the parameters that they may lack; a
     train spec with any never starts from random weights.
-    ``batch_fields``: every tensor of a batch that may have a say in forward or loss, with the dimension in which it
+    ``batch_fields``: every tensor of a batch that forward or loss may read, with the dimension in which it
     runs along the sequence: context-parallel ranks keep their slices of it. None: each rank needs all of it.
     """
 
@@ -37,7 +37,7 @@ class TrainSpec(Protocol):
     def loss_names(self, run: RunConfig) -> tuple[str, ...]:
         """The losses, and other means such as accuracy, that ``loss`` reports: ranks without the last stage must know.
 
-        A perplexity is told of those whose names end in "loss".
+        A perplexity is reported for those whose names end in "loss".
         """
         ...
 
@@ -56,7 +56,7 @@ class TrainSpec(Protocol):
         ...
 
     def stage_inputs(self, run: RunConfig, stage: Stage, context: ParallelContext) -> Mapping[str, TensorSpec]:
-        """What the stage is handed by the one before, for every microbatch."""
+        """What the stage receives from the one before, for every microbatch."""
         ...
 
     def build_model(

@@ -36,7 +36,7 @@ class BertOutput:
 
 
 class BertBody(nn.Module):
-    """The stage's part of what every BERT has: embeddings and layers. What is behind the last layer, subclasses add."""
+    """The stage's part of what every BERT has: embeddings and layers. Subclasses add the heads."""
 
     def __init__(
         self, config: ModelConfig, context: ParallelContext, *, stage: Stage, recompute: RecomputePlan | None

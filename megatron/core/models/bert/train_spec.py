@@ -169,8 +169,8 @@ def bert_flops_per_sample(
 ) -> float:
     """Model FLOPs of one sample of a bidirectional model, forward and backward.
 
-    As above, but with the whole square of attention; the dense layer of the word head over all tokens, the vocabulary
-    over the ``hidden_share`` whose words are to be found, and the order head over one.
+    Layers over the whole square of attention; the dense layer of the word head over all tokens, the vocabulary over the
+    ``hidden_share`` that are masked, and the order head over one.
     """
     hidden = model.hidden_size
     words = 6 * hidden * (hidden + hidden_share * model.padded_vocab_size(tensor_model_parallel_size))

@@ -7,7 +7,7 @@ from megatron.core.conversion.megatron_lm.names import OUTPUT, POSITIONS, WORDS,
 
 
 class GPTFormat(MegatronLMFormat):
-    """Whatever no other family's tensors tell to be theirs."""
+    """Checkpoints without the tensors that tell another family."""
 
     names = Names(WORDS, POSITIONS, *stack("decoder", "encoder"), OUTPUT)
 

@@ -94,8 +94,7 @@ class GPTSpec:
         """Cross entropy summed over the tokens that the loss mask keeps."""
         assert isinstance(output, VocabularyOutput)
         mask = microbatch.tensors["loss_mask"]
-        seed = microbatch.backward_scale
-        total = output.cross_entropy(microbatch.tensors["labels"], mask, backward_scale=seed)
+        total = output.cross_entropy(microbatch.tensors["labels"], mask, backward_scale=microbatch.backward_scale)
         return LossSum.single("lm loss", total, mask.sum())
 
     def counts(self, microbatch: Microbatch, context: ParallelContext) -> dict[str, Tensor]:

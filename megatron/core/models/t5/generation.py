@@ -1,4 +1,4 @@
-"""What an encoder-decoder model tells of a text."""
+"""Greedy decoding with an encoder-decoder model, and the likeliest beginnings of masked spans."""
 
 from __future__ import annotations
 
