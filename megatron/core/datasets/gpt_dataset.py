@@ -21,7 +21,7 @@ from megatron.core.datasets.sample_order import EpochOrder, MegatronOrder, Sampl
 from megatron.core.datasets.samples import Documents
 from megatron.core.datasets.splits import SplitSizes
 
-__all__ = ["DatasetSplits", "GPTFamily", "build_gpt_splits"]
+__all__ = ["DatasetSplits", "GPTDatasets", "build_gpt_splits"]
 
 
 def build_gpt_splits(
@@ -34,11 +34,11 @@ def build_gpt_splits(
 ) -> DatasetSplits:
     """Data sets of a GPT run; see ``build_splits``. ``vocab_size``: the tokenizer's when not given."""
     known = tokenizer.vocab_size if vocab_size is None else vocab_size
-    family = GPTFamily(data, seed=seed, tokenizer=tokenizer, vocab_size=known)
+    family = GPTDatasets(data, seed=seed, tokenizer=tokenizer, vocab_size=known)
     return build_splits(data, family, sizes=sizes, tokenizer=tokenizer, vocab_size=known)
 
 
-class GPTFamily:
+class GPTDatasets:
     """Samples for next-token prediction; ``--split`` counts sequences."""
 
     def __init__(self, data: DataConfig, *, seed: int, tokenizer: DescribesTokenizer, vocab_size: int) -> None:

@@ -15,7 +15,7 @@ from megatron.core.datasets.samples import Documents
 from megatron.core.datasets.spans import MegatronSpanOrder, Sentences, SpanOrder, SpanRules
 
 
-class MaskedFamily:
+class MaskedDatasets:
     """Samples of sentences with hidden words; ``--split`` counts documents."""
 
     def __init__(self, data: DataConfig, maker: SampleMaker, rules: SpanRules, *, seed: int, vocab_size: int) -> None:

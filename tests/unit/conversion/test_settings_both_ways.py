@@ -79,7 +79,7 @@ def through_hugging_face(model: ModelConfig) -> ModelConfig:
 
 
 def through_megatron_lm(model: ModelConfig) -> ModelConfig:
-    args = Arguments(arguments_of(portable(model, {"x": torch.zeros(1)}), dist=True, own={}, missing_there={}), "x")
+    args = Arguments(arguments_of(portable(model, {"x": torch.zeros(1)}), dist=True, own={}, unsupported={}), "x")
     return model_from_arguments(args, vocab_size=101, num_layers=model.num_layers, legacy=False)
 
 

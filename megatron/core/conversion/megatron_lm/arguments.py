@@ -162,14 +162,14 @@ def tokenizer_from_arguments(args: Arguments, *, rows: int) -> TokenizerConfig:
 
 
 def arguments_of(
-    portable: PortableModel, *, dist: bool, own: Mapping[str, Any], missing_there: Mapping[str, bool]
+    portable: PortableModel, *, dist: bool, own: Mapping[str, Any], unsupported: Mapping[str, bool]
 ) -> Namespace:
     """The namespace that Megatron-LM's ``--use-checkpoint-args`` reads; CheckpointError for what it doesn't have.
 
-    ``own``, ``missing_there``: of the model's family, see ``MegatronLMFormat``.
+    ``own``, ``unsupported``: of the model's family, see ``MegatronLMFormat``.
     """
     model, tokenizer = portable.model, portable.tokenizer
-    for what, asked in {**_unknown_there(model), **missing_there}.items():
+    for what, asked in {**_unknown_there(model), **unsupported}.items():
         if asked:
             raise CheckpointError(f"Megatron-LM has {what}, so this model can't be written for it")
     if model.apply_residual_connection_post_layernorm:

@@ -15,14 +15,15 @@ from megatron.core.models.registry import FAMILIES, Family, family_of
 class MegatronLMFormat:
     """The checkpoints of one family in Megatron-LM; by default, what is true of a GPT.
 
-    ``names``: of its tensors. ``told_by``: parts of names of tensors that no other family has. ``whole``: tensors that
-    every tensor-parallel rank has all of. ``depths``: by stack, the argument that holds its own number of layers.
+    ``names``: of its tensors. ``marker_names``: parts of names of tensors that no other family has. ``replicated``:
+    tensors that every tensor-parallel rank has all of. ``layer_count_arguments``: by stack, the argument that holds its
+    own number of layers.
     """
 
     names: Names
-    told_by: tuple[str, ...] = ()
-    whole: tuple[str, ...] = ()
-    depths: Mapping[str, str] = {}
+    marker_names: tuple[str, ...] = ()
+    replicated: tuple[str, ...] = ()
+    layer_count_arguments: Mapping[str, str] = {}
     position_embedding_types: tuple[str, ...] = ("learned_absolute", "rope", "none")
 
     def check(self, args: Arguments) -> None:
@@ -34,11 +35,11 @@ class MegatronLMFormat:
         """The settings that only the family has. ``stored``: our names of its tensors. ``legacy``: from before core."""
         return ()
 
-    def implied(self, stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    def default_tensors(self, stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
         """Tensors of ours that its files leave out. ``stored``: by our names, a part of each tensor that is there."""
         return {}
 
-    def missing_there(self, portable: PortableModel) -> dict[str, bool]:
+    def unsupported(self, portable: PortableModel) -> dict[str, bool]:
         """What no such model of Megatron-LM's has, and whether this one has it."""
         return {}
 
@@ -46,7 +47,7 @@ class MegatronLMFormat:
         """The arguments that only the family has."""
         return {}
 
-    def tensors_there(self, portable: PortableModel) -> dict[str, LazyTensor]:
+    def tensors_to_write(self, portable: PortableModel) -> dict[str, LazyTensor]:
         """The tensors that such a model of Megatron-LM's has; CheckpointError for one that can't be left out."""
         return dict(portable.tensors)
 
@@ -65,5 +66,5 @@ def format_for(groups: Sequence[object]) -> MegatronLMFormat:
 def family_among(names: Iterable[str]) -> Family:
     """The family whose tensors have these names of theirs; GPT unless a name tells another."""
     known = " ".join(names)
-    told = (family for family in FAMILIES.values() if any(part in known for part in format_of(family).told_by))
+    told = (family for family in FAMILIES.values() if any(part in known for part in format_of(family).marker_names))
     return next(told, family_of(()))

@@ -64,8 +64,8 @@ def read_megatron_lm(
     legacy, num_layers = is_legacy(files.names()), files.args("num_layers")
     model = model_from_arguments(files.args, vocab_size=vocab_size, num_layers=num_layers, legacy=legacy)
     groups = theirs.groups_from_arguments(files.args, model, stored, legacy=legacy)
-    implied = theirs.implied({name: held.parts[0] for name, held in stored.items()})
-    stored = {name: Parts((tensor,)) for name, tensor in implied.items()} | stored
+    default_tensors = theirs.default_tensors({name: held.parts[0] for name, held in stored.items()})
+    stored = {name: Parts((tensor,)) for name, tensor in default_tensors.items()} | stored
     merge = _Merge(model.num_attention_heads, model.kv_channels, files.version, vocab_size)
     return PortableModel(
         model=model,
@@ -83,9 +83,10 @@ def _check_depths(depths: Mapping[str, int], files: ShardFiles | DistFiles, thei
     """Raise CheckpointError when a stack hasn't as many layers as the settings say."""
     num_layers = files.args("num_layers")
     for stack, depth in depths.items():
-        own = files.args(theirs.depths[stack], num_layers) if stack in theirs.depths else num_layers
+        argument = theirs.layer_count_arguments.get(stack, "num_layers")
+        own = files.args(argument, num_layers)
         if depth not in (num_layers, own):
-            said = f"num_layers {num_layers}" + (f", {theirs.depths[stack]} {own}" if own != num_layers else "")
+            said = f"num_layers {num_layers}" + (f", {argument} {own}" if own != num_layers else "")
             raise CheckpointError(f"{files.folder} holds {depth} layers; its saved settings say {said}")
 
 
@@ -99,7 +100,7 @@ def _parts_of_shards(files: ShardFiles, family: Family) -> dict[str, Parts]:
     """Our names with a part for each tensor-parallel rank; layers are numbered within their stage. Of tensors that
     several stages have, the last stage's count.
     """
-    names, whole = format_of(family).names, format_of(family).whole
+    names, replicated = format_of(family).names, format_of(family).replicated
     found: dict[str, Parts] = {}
     first_layers: dict[str, int] = {}
     for stage in files.stages:
@@ -115,12 +116,12 @@ def _parts_of_shards(files: ShardFiles, family: Family) -> dict[str, Parts]:
             lacking = [rank for rank, shard in enumerate(stage) if theirs not in shard]
             if lacking:
                 raise CheckpointError(f"{files.folder}: tensor-parallel rank {lacking[0]} lacks {theirs}")
-            if ours in whole and len(files.stages) > 1:
+            if ours in replicated and len(files.stages) > 1:
                 raise CheckpointError(
                     f"{files.folder} has relative positions in pipeline stages, which each trained tables of its own: "
                     "convert a torch_dist checkpoint"
                 )
-            shards = stage[:1] if ours in whole else stage
+            shards = stage[:1] if ours in replicated else stage
             found[ours] = Parts(tuple(_lazy(shard[theirs]) for shard in shards))
         first_layers = next_layers
     return found

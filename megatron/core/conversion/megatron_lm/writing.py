@@ -35,9 +35,7 @@ def write_megatron_lm(portable: PortableModel, root: Path, *, dist: bool, final:
     root.mkdir(parents=True)
     copy_files(portable.companions, root / FOLDER)
     theirs = format_for(portable.groups)
-    args = arguments_of(
-        portable, dist=dist, own=theirs.arguments(portable), missing_there=theirs.missing_there(portable)
-    )
+    args = arguments_of(portable, dist=dist, own=theirs.arguments(portable), unsupported=theirs.unsupported(portable))
     if portable.companions:
         moved = copied_tokenizer(portable.tokenizer, final / FOLDER)
         args.tokenizer_model, args.vocab_file, args.merge_file = (
@@ -47,7 +45,7 @@ def write_megatron_lm(portable: PortableModel, root: Path, *, dist: bool, final:
         )
     name = f"iter_{portable.iteration:07d}" if portable.iteration else RELEASE
     common = {"args": args, "checkpoint_version": _VERSION, "iteration": portable.iteration}
-    tensors = {name: _padded(name, tensor, portable) for name, tensor in theirs.tensors_there(portable).items()}
+    tensors = {name: _padded(name, tensor, portable) for name, tensor in theirs.tensors_to_write(portable).items()}
     folder = root / name
     folder.mkdir()
     if dist:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from megatron.config.data import DataConfig
 from megatron.core.datasets.build import DatasetSplits, build_splits
-from megatron.core.datasets.masked_dataset import MaskedFamily
+from megatron.core.datasets.masked_dataset import MaskedDatasets
 from megatron.core.datasets.masked_samples import NO_LABEL
 from megatron.core.datasets.masking import MaskingRules, MaskingVocabulary, choose_stretches
 from megatron.core.datasets.samples import Sample
@@ -49,7 +49,7 @@ def build_bert_splits(
         min_sentences=2 if binary_head else 1,
         short_probability=short_probability,
     )
-    family = MaskedFamily(data, maker, rules, seed=seed, vocab_size=known)
+    family = MaskedDatasets(data, maker, rules, seed=seed, vocab_size=known)
     return build_splits(data, family, sizes=sizes, tokenizer=tokenizer, vocab_size=known)
 
 

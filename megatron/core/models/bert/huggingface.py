@@ -121,7 +121,7 @@ class BertFormat(HuggingFaceFormat):
 FORMAT = BertFormat()
 
 
-def _model_from_config(known: Known, family: str) -> ModelConfig:
+def _model_from_config(known: Known, model_type: str) -> ModelConfig:
     """The architecture; CheckpointError for a setting that isn't here."""
     known.expect(
         is_decoder=False,
@@ -139,7 +139,7 @@ def _model_from_config(known: Known, family: str) -> ModelConfig:
         vocab_size=known("vocab_size"),
         norm_epsilon=known("layer_norm_eps"),
         exact_gelu=known.exact_gelu("hidden_act"),
-        apply_residual_connection_post_layernorm=family == ORIGINAL,
+        apply_residual_connection_post_layernorm=model_type == ORIGINAL,
         attention_dropout=known("attention_probs_dropout_prob"),
         hidden_dropout=known("hidden_dropout_prob"),
         init_method_std=known("initializer_range"),
@@ -147,12 +147,12 @@ def _model_from_config(known: Known, family: str) -> ModelConfig:
 
 
 def _config_from_model(model: ModelConfig, group: BertConfig) -> dict[str, Any]:
-    """Family, class and sizes; CheckpointError for a BERT of an architecture of its own."""
-    family = _type_of(model, group)
+    """Model type, class and sizes; CheckpointError for a BERT of an architecture of its own."""
+    model_type = _type_of(model, group)
     heads = "PreTraining" if group.bert_binary_head else "MaskedLM"
     return {
-        "architectures": [f"{_CLASS_PREFIX[family]}For{heads}"],
-        "model_type": family,
+        "architectures": [f"{_CLASS_PREFIX[model_type]}For{heads}"],
+        "model_type": model_type,
         "num_hidden_layers": model.num_layers,
         "hidden_size": model.hidden_size,
         "num_attention_heads": model.num_attention_heads,
@@ -168,7 +168,7 @@ def _config_from_model(model: ModelConfig, group: BertConfig) -> dict[str, Any]:
 
 
 def _type_of(model: ModelConfig, group: BertConfig) -> str:
-    """The model type of a BERT; CheckpointError when it is one of its own."""
+    """The model type of a BERT; CheckpointError for an architecture that transformers lacks."""
     untied = ["the output weights are not the word embeddings'"] if model.untie_embeddings_and_output_weights else []
     unlike = group.exact_gelu_head and not model.exact_gelu
     reasons = not_original(model) + untied + ["only the head's GELU is exact (--exact-gelu-head)"] * unlike

@@ -34,7 +34,7 @@ class BertFormat(MegatronLMFormat):
         *both("pooler.dense", "language_model.pooler.dense"),
         *both("binary_head", "binary_head"),
     )
-    told_by = ("lm_head.dense.",)
+    marker_names = ("lm_head.dense.",)
 
     def groups_from_arguments(
         self, args: Arguments, model: ModelConfig, stored: Collection[str], *, legacy: bool
@@ -43,7 +43,7 @@ class BertFormat(MegatronLMFormat):
         exact = has_exact_head(args, legacy=legacy) and not model.exact_gelu
         return (BertConfig(bert_binary_head="binary_head.weight" in stored, exact_gelu_head=exact),)
 
-    def implied(self, stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    def default_tensors(self, stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
         """Zeros for the token types of a BERT without the second head."""
         if "binary_head.weight" in stored:
             return {}
@@ -51,7 +51,7 @@ class BertFormat(MegatronLMFormat):
         shape = (TOKEN_TYPES, like.shape[1])
         return {_TOKEN_TYPES: LazyTensor(shape, like.dtype, lambda: torch.zeros(shape, dtype=like.dtype))}
 
-    def missing_there(self, portable: PortableModel) -> dict[str, bool]:
+    def unsupported(self, portable: PortableModel) -> dict[str, bool]:
         """Other positions than learned ones, and the tanh approximation in the head."""
         model, group = portable.model, group_among(portable.groups, BertConfig)
         positions, is_exact = model.position_embedding_type, model.exact_gelu or group.exact_gelu_head
@@ -64,7 +64,7 @@ class BertFormat(MegatronLMFormat):
         """Whether there is a second head."""
         return {"bert_binary_head": group_among(portable.groups, BertConfig).bert_binary_head}
 
-    def tensors_there(self, portable: PortableModel) -> dict[str, LazyTensor]:
+    def tensors_to_write(self, portable: PortableModel) -> dict[str, LazyTensor]:
         """Without the second head, none of token types."""
         tensors = dict(portable.tensors)
         if group_among(portable.groups, BertConfig).bert_binary_head:

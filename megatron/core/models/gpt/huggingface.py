@@ -150,11 +150,11 @@ def _gpt2_model(known: Known) -> ModelConfig:
     )
 
 
-def _llama_model(known: Known, family: str) -> ModelConfig:
+def _llama_model(known: Known, model_type: str) -> ModelConfig:
     known.expect(hidden_act="silu")
-    _refuse_sliding_window(known, family)
+    _refuse_sliding_window(known, model_type)
     # Qwen2's query, key and value always have biases and its output never; the others have all four or none.
-    biases = family != "qwen2" and bool(known("attention_bias"))
+    biases = model_type != "qwen2" and bool(known("attention_bias"))
     if biases != bool(known("mlp_bias")):
         name = "attention_bias" if biases else "mlp_bias"
         raise known.refuse(name, "this project has biases in all linear layers or in none (or in query, key and value)")
@@ -176,8 +176,8 @@ def _llama_model(known: Known, family: str) -> ModelConfig:
         norm_epsilon=known("rms_norm_eps"),
         swiglu=True,
         add_bias_linear=biases,
-        add_qkv_bias=family == "qwen2",
-        qk_layernorm=family == "qwen3",
+        add_qkv_bias=model_type == "qwen2",
+        qk_layernorm=model_type == "qwen3",
         untie_embeddings_and_output_weights=not known("tie_word_embeddings"),
         attention_dropout=known("attention_dropout"),
         hidden_dropout=0.0,
@@ -187,11 +187,11 @@ def _llama_model(known: Known, family: str) -> ModelConfig:
     )
 
 
-def _refuse_sliding_window(known: Known, family: str) -> None:
+def _refuse_sliding_window(known: Known, model_type: str) -> None:
     """Attention over a window only equals full attention as long as no sequence is longer than the window."""
     window = known.get("sliding_window")
-    used = family == "mistral" or bool(known.get("use_sliding_window", False))
-    if family in ("mistral", "qwen2", "qwen3") and used and window and window < known("max_position_embeddings"):
+    used = model_type == "mistral" or bool(known.get("use_sliding_window", False))
+    if model_type in ("mistral", "qwen2", "qwen3") and used and window and window < known("max_position_embeddings"):
         raise known.refuse(
             "sliding_window",
             f"sequences of up to max_position_embeddings = {known('max_position_embeddings')} would need attention "
@@ -271,7 +271,7 @@ def _gpt2_config(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _llama_config(model: ModelConfig, family: str) -> dict[str, Any]:
+def _llama_config(model: ModelConfig, model_type: str) -> dict[str, Any]:
     scaling: dict[str, Any] | None = None
     if model.use_rope_scaling:
         scaling = {"rope_type": "llama3", "factor": model.rope_scaling_factor, **_LLAMA3}
@@ -292,7 +292,7 @@ def _llama_config(model: ModelConfig, family: str) -> dict[str, Any]:
         "rope_scaling": scaling,
         "attention_dropout": model.attention_dropout,
         "initializer_range": model.init_method_std,
-        **({"sliding_window": None} if family == "mistral" else {}),
-        **(biases if family == "llama" else {}),
-        **({"attention_bias": False} if family == "qwen3" else {}),
+        **({"sliding_window": None} if model_type == "mistral" else {}),
+        **(biases if model_type == "llama" else {}),
+        **({"attention_bias": False} if model_type == "qwen3" else {}),
     }

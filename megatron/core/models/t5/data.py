@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from megatron.config.data import DataConfig
 from megatron.core.datasets.build import DatasetSplits, build_splits
-from megatron.core.datasets.masked_dataset import MaskedFamily
+from megatron.core.datasets.masked_dataset import MaskedDatasets
 from megatron.core.datasets.masked_samples import NO_LABEL
 from megatron.core.datasets.masking import MaskingRules, MaskingVocabulary, choose_stretches
 from megatron.core.datasets.samples import Sample
@@ -50,7 +50,7 @@ def build_t5_splits(
     hide_pads = data.data_order == "megatron"
     maker = T5Maker(data.seq_length, decoder_seq_length, vocabulary, rules, hide_pads=hide_pads)
     spans = SpanRules(max_tokens=data.seq_length - _NUM_SPECIAL, min_sentences=1, short_probability=short_probability)
-    family = MaskedFamily(data, maker, spans, seed=seed, vocab_size=known)
+    family = MaskedDatasets(data, maker, spans, seed=seed, vocab_size=known)
     return build_splits(data, family, sizes=sizes, tokenizer=tokenizer, vocab_size=known)
 
 

@@ -177,7 +177,7 @@ def _activation(known: Known) -> dict[str, Any]:
 
 
 def _config_from_model(model: ModelConfig, group: T5Config) -> dict[str, Any]:
-    """Family, class and sizes; CheckpointError for a T5 of an architecture of its own."""
+    """Model type, class and sizes; CheckpointError for a T5 of an architecture of its own."""
     wrong = _not_t5(model, group)
     if wrong:
         raise CheckpointError(f"Hugging Face has no T5 of this architecture: {'; '.join(wrong)}")

@@ -49,9 +49,9 @@ class T5Format(MegatronLMFormat):
         same(OUTPUT.ours, OUTPUT.legacy, core=f"lm_head.{OUTPUT.core}", copy=OUTPUT.core),
         same("output_layer.bias", "lm_head.bias", core="lm_head.output_layer.bias", copy="output_layer.bias"),
     )
-    told_by = ("inter_attention.", "cross_attention.")
-    whole = ("encoder_positions.weight", "decoder_positions.weight")
-    depths: Mapping[str, str] = {"decoder": "decoder_num_layers"}
+    marker_names = ("inter_attention.", "cross_attention.")
+    replicated = ("encoder_positions.weight", "decoder_positions.weight")
+    layer_count_arguments: Mapping[str, str] = {"decoder": "decoder_num_layers"}
     position_embedding_types = (*MegatronLMFormat.position_embedding_types, "relative")
 
     def check(self, args: Arguments) -> None:
@@ -70,7 +70,7 @@ class T5Format(MegatronLMFormat):
         group = T5Config(decoder_num_layers=depths_of(stored)["decoder"])
         return (dataclasses.replace(group, **{name: args(name, getattr(group, name)) for name in _SAME_FIELDS}),)
 
-    def missing_there(self, portable: PortableModel) -> dict[str, bool]:
+    def unsupported(self, portable: PortableModel) -> dict[str, bool]:
         """Stacks of unequal depth, a scaled output, shared keys and values, a tied output without bias."""
         model, group = portable.model, group_among(portable.groups, T5Config)
         tied, depth = not model.untie_embeddings_and_output_weights, group.decoder_num_layers
