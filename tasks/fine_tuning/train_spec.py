@@ -51,7 +51,6 @@ class ClassificationSpec:
     for those that only fill a batch, and their logits ``[b, answers]``, on the ranks that know them.
     """
 
-    groups: tuple[type, ...] = (TaskConfig,)
     starts_from: Mapping[str, tuple[str, ...]] = {"bert": ("classification_head.", "multichoice_head.", "pooler.")}
     batch_fields: Mapping[str, int | None] = {
         "text": 2,

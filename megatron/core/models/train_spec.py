@@ -22,15 +22,13 @@ from megatron.core.transformer.block import RecomputePlan
 class TrainSpec(Protocol):
     """What is trained. A new one needs no change of the loop, the runner or the optimizer.
 
-    ``name``: in checkpoints. ``groups``: settings of its own, beside those of every run. ``starts_from``: names of
-    others whose trained models hold the body of this one's, each with prefixes of the parameters that they may lack; a
-    train spec with any never starts from random weights.
-    ``batch_fields``: every tensor of a batch that forward or loss may read, with the dimension in which it
-    runs along the sequence: context-parallel ranks keep their slices of it. None: each rank needs all of it.
+    ``name``: in checkpoints. ``starts_from``: names of others whose trained models hold the body of this one's, each
+    with prefixes of the parameters that they may lack; a train spec with any never starts from random weights.
+    ``batch_fields``: every tensor of a batch that forward or loss may read, with the dimension in which it runs along
+    the sequence: context-parallel ranks keep their slices of it. None: each rank needs all of it.
     """
 
     name: str
-    groups: tuple[type, ...]
     starts_from: Mapping[str, tuple[str, ...]]
     batch_fields: Mapping[str, int | None]
 

@@ -36,7 +36,6 @@ class BertSpec:
     """
 
     name = "bert"
-    groups: tuple[type, ...] = (BertConfig,)
     starts_from: Mapping[str, tuple[str, ...]] = {}
     batch_fields: Mapping[str, int | None] = {
         "text": 1,

@@ -28,7 +28,6 @@ class GPTSpec:
     """A causal language model whose loss is the cross entropy of every unmasked token."""
 
     name = "gpt"
-    groups: tuple[type, ...] = ()
     starts_from: Mapping[str, tuple[str, ...]] = {}
     batch_fields: Mapping[str, int | None] = {
         "tokens": 1,

@@ -32,7 +32,6 @@ class T5Spec:
     """An encoder and a decoder whose loss is the cross entropy of every token that the decoder is to say."""
 
     name = "t5"
-    groups: tuple[type, ...] = (T5Config,)
     starts_from: Mapping[str, tuple[str, ...]] = {}
     batch_fields: Mapping[str, int | None] = {
         "text_enc": 1,
