@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from megatron.core.parallel.liveness import Liveness, Patience
@@ -100,3 +101,36 @@ def test_rank_that_can_not_answer_does_not_hold_up_the_report(capfd: pytest.Capt
     watcher.stop()
     assert left == {0: 1}
     assert "rank 1: no answer" in capfd.readouterr().err
+
+
+class StoreOfARank:
+    """A store that is gone once the rank that keeps it has left."""
+
+    def __init__(self) -> None:
+        self._kept, self.is_gone = HashStore(), False
+
+    def __getattr__(self, name: str) -> Any:
+        if self.is_gone:
+            raise dist.DistNetworkError("connection reset by peer")
+        return getattr(self._kept, name)
+
+
+def test_error_after_the_keeper_of_the_store_has_left_is_not_shown_again() -> None:
+    """Two ranks said that a third was killed: the second one's error came when the first had already left."""
+    store: Any = StoreOfARank()
+    left: list[int] = []
+    patience = Patience(stall=60.0, poll=0.02, leave=1.0, answer=0.5)
+    first, late = (
+        Liveness(store, Mesh.of(dp=2, rank=rank), patience, leave=lambda _: left.append(1)) for rank in range(2)
+    )
+    first.start()
+    late.start()
+    assert first.call_off("RuntimeError: connection closed", exit_code=1)
+    started = time.monotonic()
+    first.linger()
+    assert time.monotonic() - started < patience.leave, "it waited for a rank that had looked"
+    store.is_gone = True
+    assert late.called_off_elsewhere(within=0.5)
+    assert not late.call_off("RuntimeError: connection reset by peer", exit_code=1)
+    first.stop()
+    late.stop()

@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _FIRST, _CALLED_OFF, _TOLD = "liveness/first", "liveness/called off", "liveness/told"
+_FINISHED = "liveness/finished with the store"
 _STORE_ERRORS = (RuntimeError, dist.DistError)
 
 
@@ -49,7 +50,7 @@ class Liveness:
     def __init__(self, store: Store, mesh: Mesh, patience: Patience, *, leave: Callable[[int], Any] = os._exit) -> None:
         self._store, self._mesh, self._patience, self._leave_process = store, mesh, patience, leave
         self._main_thread = threading.main_thread().ident
-        self._done = threading.Event()
+        self._done, self._order_seen = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="liveness", daemon=True)
 
     def start(self) -> None:
@@ -68,14 +69,16 @@ class Liveness:
                 return False
             order = {"rank": self._mesh.world_rank, "reason": reason, "exit_code": exit_code}
             self._store.set(_CALLED_OFF, json.dumps(order))
-        except _STORE_ERRORS:
-            return True  # the rank that kept the store has left: nobody to tell, and nobody else to show a reason
+        except _STORE_ERRORS:  # the rank that kept the store has left, in silence unless it was after an order
+            return not self._order_seen.is_set()
         return True
 
     def linger(self) -> None:
-        """On the first rank, which may keep the store: stay until the others have looked into it once more."""
+        """On the first rank, which may keep the store: stay until the others need it no more, or seem to be gone."""
+        everyone = self._mesh.world_size
         if self._mesh.world_rank == 0:
-            time.sleep(2 * self._patience.poll)
+            with suppress(*_STORE_ERRORS):
+                self._until(lambda: self._store.add(_FINISHED, 0) == everyone, seconds=self._patience.leave)
 
     def follow(self, *, exit_code: int) -> NoReturn:
         """Leave because another rank has called the run off; of a stall, the watching thread has to report first."""
@@ -87,10 +90,10 @@ class Liveness:
         deadline = time.monotonic() + within
         while time.monotonic() < deadline:
             try:
-                if self._store.check([_FIRST]):
+                if self._order_seen.is_set() or self._store.check([_FIRST]):
                     return True
             except _STORE_ERRORS:
-                return False
+                return self._order_seen.is_set()
             time.sleep(0.1)
         return False
 
@@ -99,6 +102,7 @@ class Liveness:
         while not self._done.wait(patience.poll):
             try:
                 if self._store.check([_CALLED_OFF]):
+                    self._order_seen.set()
                     self._obey(json.loads(self._store.get(_CALLED_OFF)))
                     return
                 if self._mesh.activity.seconds_waited > patience.stall:
@@ -112,6 +116,7 @@ class Liveness:
     def _obey(self, order: dict[str, Any]) -> None:
         """The run is called off: leave, after answering what was asked."""
         if order["reason"] != "stall":
+            self._store.add(_FINISHED, 1)
             if not self._done.wait(self._patience.leave):
                 self._leave(exit_code=order["exit_code"])
             return
@@ -122,6 +127,7 @@ class Liveness:
             self._store.set(_TOLD, "1")
         else:
             self._until(lambda: self._store.check([_TOLD]), seconds=2 * self._patience.answer)
+        self._store.add(_FINISHED, 1)
         self.linger()
         self._leave(exit_code=order["exit_code"])
 
