@@ -37,7 +37,7 @@ from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.planning.estimate import rank_parameters, stages_of
-from megatron.training.run import build_run
+from megatron.training.run.run import build_run
 from megatron.training.step import train_step
 from tests.harness.ranks import run_ranks
 

@@ -47,8 +47,8 @@ def models(shape: Shape, folder: Path) -> tuple[Any, Any]:
     from megatron.core.conversion.convert import Conversion, convert
     from megatron.core.models.gpt.train_spec import GPTSpec
     from megatron.core.parallel.context import ParallelContext
-    from megatron.training.checkpoint import saved_config
-    from megatron.training.reading import load_model
+    from megatron.training.checkpoints.loading import saved_config
+    from megatron.training.evaluation.reading import load_model
     from tasks.settings import TaskConfig
 
     transformers.utils.logging.set_verbosity_error()
@@ -84,7 +84,7 @@ def passages_of_work(kind: str, shape: Shape, count: int) -> list[Any]:
 
 def by_us(model: Any, *, compare: bool) -> Score:
     """``LoadedModel.read``."""
-    from megatron.training.reading import Likelihoods
+    from megatron.training.evaluation.reading import Likelihoods
 
     return lambda passages: float(model.read(passages, Likelihoods(compare))[:, 0].sum())
 

@@ -30,8 +30,8 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.collectives import Handle, barrier
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.transport import Transfer, Transport
-from megatron.training import run as run_module
-from megatron.training.run import build_run
+from megatron.training.run import run as run_module
+from megatron.training.run.run import build_run
 from megatron.training.step import train_step
 from tests.harness.ranks import run_ranks
 

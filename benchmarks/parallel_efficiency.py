@@ -33,7 +33,7 @@ from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.parallel.activity import Activity
 from megatron.core.parallel.collectives import all_reduce, barrier
 from megatron.core.parallel.context import ParallelContext
-from megatron.training.run import build_run
+from megatron.training.run.run import build_run
 from megatron.training.step import train_step
 from tests.harness.ranks import run_ranks
 

@@ -38,7 +38,7 @@ from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInpu
 from megatron.core.pipeline_parallel.runner import Runner
 from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.core.pipeline_parallel.simulate import Durations, simulate
-from megatron.training.pipeline import Plans, routes
+from megatron.training.run.pipeline import Plans, routes
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zb-v", 2)]
 

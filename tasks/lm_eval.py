@@ -22,8 +22,8 @@ from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.parallel.environment import launch_environment
 from megatron.core.parallel.launch import parallel_context
 from megatron.errors import RESTART_CANNOT_HELP, run_command
-from megatron.training.agreement import check_ranks_agree
-from megatron.training.reading import LoadedModel, load_model
+from megatron.training.evaluation.reading import LoadedModel, load_model
+from megatron.training.run.agreement import check_ranks_agree
 from tasks.model_args import run_of
 from tasks.result import checkpoint_facts
 from tasks.settings import HarnessConfig

@@ -25,7 +25,7 @@ from tasks.result import check_predictions_dir, check_result_file
 from tasks.settings import FINE_TUNING, TaskConfig, fine_tuned_name
 
 if TYPE_CHECKING:
-    from megatron.training.preflight import Findings
+    from megatron.training.run.preflight import Findings
 
 PROG = "tasks/main.py"
 
@@ -86,7 +86,7 @@ def check_own_files(settings: TaskConfig, found: Findings) -> None:
 def measure(config: RunConfig, task: Task, *, started: float) -> None:
     """Join the other ranks, run the task, print its result on the last rank and write it down."""
     from megatron.core.parallel.launch import parallel_context
-    from megatron.training.agreement import check_ranks_agree
+    from megatron.training.run.agreement import check_ranks_agree
     from tasks.result import write_result
 
     precision, seed = config.precision.params_dtype, config.training.seed

@@ -74,7 +74,7 @@ def write_result(result: TaskResult, config: RunConfig, context: ParallelContext
 
 
 def _document(result: TaskResult, config: RunConfig, context: ParallelContext, seconds: float) -> dict[str, Any]:
-    from megatron.training.agreement import code_digest
+    from megatron.training.run.agreement import code_digest
 
     mesh = context.mesh
     axes = {axis: mesh.size(axis) for axis in ("tp", "pp", "cp", "dp")}

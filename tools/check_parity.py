@@ -30,7 +30,7 @@ from megatron.planning.shrinking import SMALL_VOCABULARY, on_one_rank, shrunk, w
 from megatron.training.pretrain import parse_any_family
 
 if TYPE_CHECKING:  # torch is imported when flags are known to be right
-    from megatron.training.parity import Observed
+    from megatron.training.evaluation.parity import Observed
 
 
 MOST_RANKS = 256
@@ -91,7 +91,7 @@ def describe(config: RunConfig) -> str:
 
 def report(config: RunConfig, steps: int) -> int:
     """Run both, print what was compared; 1 when anything differs."""
-    from megatron.training.parity import TOLERANCE, compare
+    from megatron.training.evaluation.parity import TOLERANCE, compare
 
     ranks = observe_on_ranks(config, steps)
     comparisons = compare(ranks, observe_on_ranks(on_one_rank(config), steps))
@@ -142,7 +142,7 @@ def _run_rank(config: RunConfig, steps: int, rank: int, port: int, connection: C
 
     from megatron.core.parallel.environment import LaunchEnvironment
     from megatron.core.parallel.launch import parallel_context
-    from megatron.training.parity import observe
+    from megatron.training.evaluation.parity import observe
 
     torch.set_num_threads(1)
     size = config.world_size

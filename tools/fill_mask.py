@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # torch is imported when flags are known to be right
     from megatron.core.models.bert.filling import Candidate
     from megatron.core.models.bert.model import BertModel
     from megatron.core.tokenizers.base import MaskingTokenizer
-    from megatron.training.trained_model import TrainedModel
+    from megatron.training.checkpoints.trained_model import TrainedModel
 
 
 @check_flags
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         config, choice = parse_groups(argv, FillConfig, TrainedModelConfig, prog="fill_mask.py", about=__doc__ or "")
         check_gaps(config.text)
     from megatron.core.models.bert.train_spec import TRAIN_SPEC
-    from megatron.training.trained_model import trained_model
+    from megatron.training.checkpoints.trained_model import trained_model
 
     with trained_model(choice, {TRAIN_SPEC.name: TRAIN_SPEC}, launch_environment()) as trained:
         for text in config.text:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # torch is imported when flags are known to be right
     from megatron.core.models.t5.generation import Beginnings
     from megatron.core.models.t5.model import T5Model
     from megatron.core.tokenizers.base import SpanTokenizer
-    from megatron.training.trained_model import TrainedModel
+    from megatron.training.checkpoints.trained_model import TrainedModel
 
 BATCH, CANDIDATES = 32, 5
 
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         if not config.text and not config.samples:
             raise ConfigError("there is nothing to fill in: give --text, or --samples of the run's validation data")
     from megatron.core.models.t5.train_spec import TRAIN_SPEC
-    from megatron.training.trained_model import trained_model
+    from megatron.training.checkpoints.trained_model import trained_model
 
     with trained_model(choice, {TRAIN_SPEC.name: TRAIN_SPEC}, launch_environment()) as trained:
         speaks = trained.context.mesh.world_rank == 0

@@ -221,7 +221,7 @@ def _shown(ids: NDArray[Any], tokenizer: Tokenizer | None) -> str:
 
 def draw_histogram(datasets: Sequence[IndexedDataset], output: Path) -> None:
     """Write a picture of how long documents are; raises ConfigError when it can't be drawn."""
-    from megatron.training.picture import COLORS, legend, new_axes, save, style
+    from megatron.training.reporting.picture import COLORS, legend, new_axes, save, style
 
     axes = new_axes()
     lengths = [np.maximum(document_lengths(dataset), 1) for dataset in datasets]
@@ -246,7 +246,7 @@ def draw_histogram(datasets: Sequence[IndexedDataset], output: Path) -> None:
 def show_sample(config: RunConfig) -> int:
     """Print a sample as the run reads it."""
     from megatron.core.datasets.sampler import MicrobatchSampler
-    from megatron.training.data import offline_splits
+    from megatron.training.run.data import offline_splits
 
     wanted = config.group(SampleConfig)
     splits, tokenizer = offline_splits(config, family_of(config.extra).train_spec)

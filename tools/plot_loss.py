@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.errors import ConfigError, DataError, run_command
-from megatron.training.picture import COLORS, legend, new_axes, save, style
+from megatron.training.reporting.picture import COLORS, legend, new_axes, save, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -29,7 +29,7 @@ from megatron.training.pretrain import parse_any_family
 def main(argv: Sequence[str]) -> int:
     """Build, and say what lies where."""
     config = parse_any_family(argv, prog="prepare_cache.py")
-    from megatron.training.data import offline_splits
+    from megatron.training.run.data import offline_splits
 
     splits, _ = offline_splits(config, family_of(config.extra).train_spec)
     for split in SPLITS:

@@ -49,7 +49,7 @@ from megatron.core.tokenizers.text_files import (
     total_size,
 )
 from megatron.errors import ConfigError, DataError, kept_on_interrupt, run_command
-from megatron.training.progress import ProgressLine, Work, duration
+from megatron.training.reporting.progress import ProgressLine, Work, duration
 
 BAD_LINES_SHOWN = 20
 SHARD_BYTES = 64_000_000  # of text, between two places from which an interrupted run can go on

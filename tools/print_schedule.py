@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel.schedules import training_schedule
 from megatron.core.pipeline_parallel.simulate import Durations, Simulation, simulate
 from megatron.core.pipeline_parallel.timeline import draw
 from megatron.errors import ConfigError, run_command
-from megatron.training.picture import FAINT, INK, legend
+from megatron.training.reporting.picture import FAINT, INK, legend
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -22,7 +22,7 @@ from megatron.errors import ConfigError, DataError, MegatronError, run_command
 
 if TYPE_CHECKING:  # torch is imported when flags are known to be right
     from megatron.core.inference.engine import Generation
-    from megatron.training.trained_model import TrainedModel
+    from megatron.training.checkpoints.trained_model import TrainedModel
 
 
 @check_flags
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         )
         prompts = [*config.prompt, *prompts_of(config.prompt_file)]
     from megatron.core.models.gpt.train_spec import GPTSpec
-    from megatron.training.trained_model import trained_model
+    from megatron.training.checkpoints.trained_model import trained_model
 
     with trained_model(choice, {"gpt": GPTSpec()}, launch_environment()) as trained:
         speaker = Speaker(trained, config)

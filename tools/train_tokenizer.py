@@ -38,7 +38,7 @@ from megatron.core.tokenizers.text_files import (
 )
 from megatron.core.tokenizers.wordpiece import SPECIAL_TOKENS, UNKNOWN, words_pipeline
 from megatron.errors import ConfigError, DataError, run_command
-from megatron.training.progress import ProgressLine, Work
+from megatron.training.reporting.progress import ProgressLine, Work
 
 NUM_BYTES = 256
 

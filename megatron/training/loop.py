@@ -11,22 +11,22 @@ from megatron.core.datasets.splits import SplitName
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import kept_on_interrupt
-from megatron.training.agreement import check_parameter_count, check_ranks_agree, check_replicas_agree
-from megatron.training.checkpoint import load
-from megatron.training.evaluate import evaluate
-from megatron.training.metrics import Evaluation
-from megatron.training.profiling import Profiled, profiling
-from megatron.training.run import Run, build_run, startup_facts
-from megatron.training.saving import Saver, holding_save_folder, saving
-from megatron.training.startup import startup_report
-from megatron.training.step import train_step
-from megatron.training.upkeep import (
+from megatron.training.checkpoints.loading import load
+from megatron.training.checkpoints.saving import Saver, holding_save_folder, saving
+from megatron.training.evaluation.evaluate import evaluate
+from megatron.training.reporting.metrics import Evaluation
+from megatron.training.reporting.profiling import Profiled, profiling
+from megatron.training.reporting.startup import startup_report
+from megatron.training.run.agreement import check_parameter_count, check_ranks_agree, check_replicas_agree
+from megatron.training.run.gc import (
     collect_garbage,
     collect_garbage_around_evaluation,
     deterministic_algorithms,
     garbage_on_schedule,
     release_memory,
 )
+from megatron.training.run.run import Run, build_run, startup_facts
+from megatron.training.step import train_step
 
 
 def train_from_start_to_end(

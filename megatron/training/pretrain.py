@@ -17,7 +17,7 @@ from megatron.errors import run_command
 
 if TYPE_CHECKING:
     from megatron.core.parallel.environment import LaunchEnvironment
-    from megatron.training.preflight import Findings
+    from megatron.training.run.preflight import Findings
 
 # Nothing here imports torch before the settings are known to be right: --help and flag errors take milliseconds.
 
@@ -53,7 +53,7 @@ def dry_run(
 
     lines: Sequence[str] = ()
     if config.command.check_files:
-        from megatron.training.preflight import Findings, check_files
+        from megatron.training.run.preflight import Findings, check_files
 
         found = Findings()
         with errors_as_typed(config):
@@ -95,7 +95,7 @@ def parse_any_family(argv: Sequence[str], *groups: type, prog: str) -> RunConfig
 
 
 def _saved_config(load: str, step: int | None) -> Mapping[str, Any] | None:
-    from megatron.training.checkpoint import saved_config
+    from megatron.training.checkpoints.loading import saved_config
 
     return saved_config(load, step)
 
@@ -104,7 +104,7 @@ def launch_on_ranks(family: Family, config: RunConfig, launch: LaunchEnvironment
     """Join the other ranks and train; of errors on several ranks, the first is shown."""
     from megatron.core.parallel.launch import parallel_context
     from megatron.training.loop import train_from_start_to_end
-    from megatron.training.memory import sized_allocations
+    from megatron.training.reporting.memory import sized_allocations
 
     precision, seed = config.precision.params_dtype, config.training.seed
     joined = parallel_context(config.parallel, launch, params_dtype=precision, seed=seed)

@@ -12,10 +12,10 @@ from megatron.core.optimizer.grad_norm import nonfinite_gradients
 from megatron.core.parallel.collectives import all_reduce
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch
-from megatron.training.metrics import StepRecord
-from megatron.training.run import Run
-from megatron.training.stop import check_finite, nonfinite_gradient_error
-from megatron.training.upkeep import release_memory
+from megatron.training.reporting.metrics import StepRecord
+from megatron.training.run.gc import release_memory
+from megatron.training.run.run import Run
+from megatron.training.run.stop import check_finite, nonfinite_gradient_error
 
 
 @dataclass(frozen=True)

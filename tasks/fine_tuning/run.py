@@ -11,8 +11,8 @@ from megatron.core.checkpointing.find import find_checkpoint
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import DataError
 from megatron.training.loop import train_from_start_to_end
-from megatron.training.metrics import Evaluation
-from megatron.training.run import Run
+from megatron.training.reporting.metrics import Evaluation
+from megatron.training.run.run import Run
 from tasks.fine_tuning.dataset import batches_of_an_epoch
 from tasks.fine_tuning.files import LabelledTexts, joined, read_labelled
 from tasks.fine_tuning.predictions import Predictions

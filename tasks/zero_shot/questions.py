@@ -16,7 +16,7 @@ from megatron.core.inference.engine import Engine, GenerationLimits
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.scoring import Passage
 from megatron.errors import ConfigError
-from megatron.training.reading import Likelihoods, LoadedModel, LogitsAtAnyLayout
+from megatron.training.evaluation.reading import Likelihoods, LoadedModel, LogitsAtAnyLayout
 
 
 @dataclass(frozen=True, kw_only=True)

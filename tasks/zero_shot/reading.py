@@ -14,8 +14,8 @@ from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.tokenizers.text_files import parse_line
 from megatron.errors import DataError
-from megatron.training.progress import ProgressLine, Work, duration
-from megatron.training.reading import Likelihoods, LoadedModel, load_model
+from megatron.training.evaluation.reading import Likelihoods, LoadedModel, load_model
+from megatron.training.reporting.progress import ProgressLine, Work, duration
 
 _SECONDS_BETWEEN_WORDS = 15.0
 

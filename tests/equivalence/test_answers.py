@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.core.parallel.context import ParallelContext
-from megatron.training.parity import Observed
+from megatron.training.evaluation.parity import Observed
 from tests.equivalence.test_equivalence import FULL, SMALL, STILL, check, train_at
 from tests.equivalence.training import Layout, train
 

@@ -12,7 +12,7 @@ import torch
 from megatron.config.parallel import CpCommType
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.transformer.block import RecomputePlan
-from megatron.training.parity import TOLERANCE, Observed, compare
+from megatron.training.evaluation.parity import TOLERANCE, Observed, compare
 from tests.equivalence.tiers import pairs
 from tests.equivalence.training import Layout, train
 from tests.harness import run_ranks

@@ -15,7 +15,7 @@ import torch
 
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.sharding import sharded_parameters
-from megatron.training.metrics import StepRecord
+from megatron.training.reporting.metrics import StepRecord
 from megatron.training.step import train_step
 from tests.golden.regenerate_training import FLAGS, RECORDED, STEPS, VARIANTS, weight, write_documents
 from tests.harness import run_ranks

@@ -13,7 +13,7 @@ import torch
 
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.transformer.block import RecomputePlan
-from megatron.training.parity import Observed
+from megatron.training.evaluation.parity import Observed
 from tests.equivalence.test_equivalence import DRAWING, VARIANTS, check, train_at
 from tests.equivalence.tiers import pairs
 from tests.equivalence.training import Layout, train

@@ -19,7 +19,7 @@ from megatron.core.models.registry import FAMILIES, family_of
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import ConfigError, ParallelError
 from megatron.planning.shrinking import SMALL_VOCABULARY, on_one_rank, shrunk, without_files
-from megatron.training.parity import Observed, observe
+from megatron.training.evaluation.parity import Observed, observe
 from tests.equivalence.test_equivalence import check
 from tests.harness import run_ranks
 

@@ -18,8 +18,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.core.distributed import grad_sync, param_gather
 from megatron.core.parallel.collectives import all_gather_into_async, reduce_scatter_into_async
 from megatron.core.parallel.context import ParallelContext
-from megatron.training.evaluate import evaluate
-from megatron.training.metrics import StepRecord
+from megatron.training.evaluation.evaluate import evaluate
+from megatron.training.reporting.metrics import StepRecord
 from megatron.training.step import train_step
 from tests.harness import run_ranks
 from tests.harness.runs import tiny_run

@@ -13,7 +13,7 @@ import torch
 
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.transformer.block import RecomputePlan
-from megatron.training.parity import Observed
+from megatron.training.evaluation.parity import Observed
 from tests.equivalence.test_context import SLICED_STAGES
 from tests.equivalence.test_equivalence import GATHER, LAYOUTS, LLAMA, SMALL, STILL, check, train_at
 from tests.equivalence.test_pipeline import COMBINED, EIGHT_RANKS, OVERLAPPED, STAGES, VEE

@@ -14,7 +14,7 @@ from megatron.config.run import RunConfig
 from megatron.core.conversion.convert import Conversion, convert
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.tokenizers.gpt2_bpe import byte_level
-from megatron.training.checkpoint import saved_config
+from megatron.training.checkpoints.loading import saved_config
 from tasks.registry import TASKS
 from tasks.result import TaskResult
 from tasks.settings import TaskConfig

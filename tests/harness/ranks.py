@@ -35,7 +35,7 @@ PRELOADED = [
     "torch._dynamo",
     "tests.harness.rank_process",
     "megatron.training.loop",
-    "megatron.training.parity",
+    "megatron.training.evaluation.parity",
     *(f"megatron.core.models.{family}.train_spec" for family in FAMILIES),
 ]
 """What ranks need not import again: most of a second each. Edits of the library count from the next test run on."""

@@ -7,8 +7,8 @@ from pathlib import Path
 from megatron.config.run import RunConfig
 from megatron.core.models.registry import FAMILIES, Family
 from megatron.core.parallel.context import ParallelContext
-from megatron.training.run import Run, build_run
-from megatron.training.saving import Saver
+from megatron.training.checkpoints.saving import Saver
+from megatron.training.run.run import Run, build_run
 
 GPT = FAMILIES["gpt"]
 TINY_RUN = (

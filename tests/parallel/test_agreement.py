@@ -9,9 +9,10 @@ import torch
 
 from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.parallel.context import ParallelContext
-from megatron.training import agreement, loop
-from megatron.training.metrics import StepRecord
-from megatron.training.run import Run
+from megatron.training import loop
+from megatron.training.reporting.metrics import StepRecord
+from megatron.training.run import agreement
+from megatron.training.run.run import Run
 from megatron.training.step import train_step
 from tests.harness import RanksError, run_ranks
 from tests.harness.runs import tiny_config

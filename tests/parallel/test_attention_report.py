@@ -11,7 +11,7 @@ from megatron.core.ops.attention import partial, registry
 from megatron.core.ops.attention.registry import Choice
 from megatron.core.ops.attention.request import AttentionRequest
 from megatron.core.parallel.context import ParallelContext
-from megatron.training.run import attention_choices
+from megatron.training.run.run import attention_choices
 from megatron.training.step import train_step
 from tests.harness import run_ranks
 from tests.harness.runs import tiny_run

@@ -20,7 +20,7 @@ from megatron.core.files.remote_path import AnyPath
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.sharding import ShardedState, Sharding
 from megatron.errors import CheckpointError
-from megatron.training.saving import saving
+from megatron.training.checkpoints.saving import saving
 from tests.harness import run_ranks
 from tests.harness.runs import tiny_run
 from tests.unit.checkpointing.simulated import Layout, assert_holds, logical_values, state_of

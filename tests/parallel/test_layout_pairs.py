@@ -12,8 +12,8 @@ import pytest
 
 from megatron.core.models.registry import FAMILIES, Family
 from megatron.core.parallel.context import ParallelContext
-from megatron.training.checkpoint import load
-from megatron.training.saving import Saver
+from megatron.training.checkpoints.loading import load
+from megatron.training.checkpoints.saving import Saver
 from megatron.training.step import train_step
 from tests.end_to_end.commands import assert_same_tensors
 from tests.harness import run_ranks

@@ -25,11 +25,11 @@ from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.core.tensor_parallel.linear import linear
 from megatron.errors import ParallelError
 from megatron.planning.estimate import model_parameters
-from megatron.training.agreement import check_parameter_count
-from megatron.training.checkpoint import load
-from megatron.training.parity import Part, parts
-from megatron.training.pipeline import Plans, routes
-from megatron.training.saving import Saver
+from megatron.training.checkpoints.loading import load
+from megatron.training.checkpoints.saving import Saver
+from megatron.training.evaluation.parity import Part, parts
+from megatron.training.run.agreement import check_parameter_count
+from megatron.training.run.pipeline import Plans, routes
 from megatron.training.step import train_step
 from tests.harness import run_ranks
 from tests.harness.runs import tiny_run

@@ -25,8 +25,8 @@ from megatron.core.checkpointing.find import find_checkpoint
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.parallel.context import ParallelContext
-from megatron.training.data import TrainingData
 from megatron.training.loop import train_from_start_to_end
+from megatron.training.run.data import TrainingData
 from tests.end_to_end.commands import assert_same_tensors, tensors
 from tests.harness import run_ranks
 

@@ -24,7 +24,7 @@ from megatron.errors import (
     kept_on_interrupt,
     run_command,
 )
-from megatron.training.stop import NonFiniteError
+from megatron.training.run.stop import NonFiniteError
 from tests.harness.data import REPOSITORY
 
 

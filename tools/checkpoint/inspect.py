@@ -177,7 +177,7 @@ def print_comparison(found: Comparison, paths: Sequence[AnyPath]) -> int:
 
 def can_load(path: AnyPath | None, flags: Sequence[str], *, step: int | None) -> int:
     """Whether a training command with ``flags`` could load the checkpoint; the reason when not."""
-    from megatron.training.compatibility import check_loadable
+    from megatron.training.checkpoints.compatibility import check_loadable
 
     try:
         folder, config = check_loadable(path, flags, step=step)

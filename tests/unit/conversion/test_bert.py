@@ -26,7 +26,7 @@ from megatron.core.models.registry import FAMILIES
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.errors import CheckpointError
-from megatron.training.checkpoint import load
+from megatron.training.checkpoints.loading import load
 from tests.harness.runs import tiny_run
 from tests.unit.conversion.conftest import BERTS
 from tests.unit.conversion.megatron_checkpoints import CLASSIC

@@ -20,7 +20,7 @@ from megatron.core.models.bert.megatron_lm import BertFormat
 from megatron.core.models.registry import FAMILIES
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import CheckpointError
-from megatron.training.checkpoint import load
+from megatron.training.checkpoints.loading import load
 from tests.harness.runs import tiny_run
 from tests.unit.conversion.megatron_checkpoints import CLASSIC, portable, random_tensors, write_torch
 from tests.unit.conversion.test_megatron_lm import assert_holds, do

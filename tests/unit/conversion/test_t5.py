@@ -28,7 +28,7 @@ from megatron.core.models.t5.config import T5Config
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.errors import CheckpointError
-from megatron.training.checkpoint import load
+from megatron.training.checkpoints.loading import load
 from tests.harness.runs import tiny_run
 from tests.unit.conversion.conftest import T5, T5S, V1_1, random_t5
 from tests.unit.conversion.test_families import assert_same_bytes, do, weights

@@ -13,8 +13,8 @@ from megatron.core.conversion.convert import Conversion, convert
 from megatron.core.conversion.native import read_native, write_native
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import CheckpointError
-from megatron.training.checkpoint import load
-from megatron.training.run import Run
+from megatron.training.checkpoints.loading import load
+from megatron.training.run.run import Run
 from tests.harness.ranks import run_ranks
 from tests.harness.runs import tiny_run
 from tests.unit.conversion.megatron_checkpoints import CLASSIC, portable, random_tensors, write_torch

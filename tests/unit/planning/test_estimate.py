@@ -19,7 +19,7 @@ from megatron.core.parallel.rng import RngStreams
 from megatron.core.parallel.sharding import sharding_of
 from megatron.planning.estimate import kept_activations, memory_estimate, model_parameters, rank_parameters
 from megatron.planning.fitting import what_fits
-from megatron.training.stages import recompute_plan
+from megatron.training.run.stages import recompute_plan
 from tests.harness.kept import bytes_kept
 from tests.unit.config.command_lines import run_of
 

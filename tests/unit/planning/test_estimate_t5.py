@@ -16,7 +16,7 @@ from megatron.core.models.t5.train_spec import T5Spec
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import sharding_of
 from megatron.planning.estimate import kept_activations, memory_estimate, model_parameters, rank_parameters
-from megatron.training.stages import recompute_plan
+from megatron.training.run.stages import recompute_plan
 from tests.harness.kept import bytes_kept
 from tests.unit.config.command_lines import run_of
 from tests.unit.planning.test_estimate import context

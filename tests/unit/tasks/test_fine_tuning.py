@@ -10,7 +10,7 @@ import pytest
 
 from megatron.config.run import RunConfig
 from megatron.errors import DataError
-from megatron.training.metrics import Evaluation
+from megatron.training.reporting.metrics import Evaluation
 from tasks.fine_tuning.files import LabelledText, LabelledTexts
 from tasks.fine_tuning.run import Scores, in_iterations, read
 from tasks.settings import TaskConfig

@@ -13,8 +13,8 @@ from megatron.core.inference.sampling import Sampling
 from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import ConfigError
-from megatron.training.checkpoint import saved_config
-from megatron.training.reading import LoadedModel, load_model
+from megatron.training.checkpoints.loading import saved_config
+from megatron.training.evaluation.reading import LoadedModel, load_model
 from tasks.model_args import words_of
 from tasks.registry import DEFAULTS
 from tasks.settings import HarnessConfig

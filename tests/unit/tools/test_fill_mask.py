@@ -11,8 +11,8 @@ from megatron.core.checkpointing.load import read_run_state
 from megatron.core.models.bert.model import BertModel, BertOutput
 from megatron.core.tokenizers.wordpiece import WordPieceTokenizer
 from megatron.errors import CheckpointError, ConfigError, DataError
-from megatron.training import trained_model
-from megatron.training.run import Run
+from megatron.training.checkpoints import trained_model
+from megatron.training.run.run import Run
 from tests.harness.runs import PIECES, saved_model
 from tests.harness.scripts import run_script
 from tools import fill_mask

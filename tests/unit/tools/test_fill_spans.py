@@ -19,7 +19,7 @@ from megatron.core.models.t5 import generation
 from megatron.core.models.t5.generation import Beginnings
 from megatron.core.tokenizers.wordpiece import WordPieceTokenizer
 from megatron.errors import CheckpointError, ConfigError
-from megatron.training.run import Run
+from megatron.training.run.run import Run
 from tests.harness.runs import PIECES, saved_model
 from tests.harness.scripts import run_script
 from tools import fill_spans

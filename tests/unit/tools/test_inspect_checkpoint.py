@@ -20,7 +20,7 @@ from megatron.core.checkpointing.manifest import MANIFEST, Manifest, checksum
 from megatron.core.models.registry import FAMILIES
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import CheckpointError, ConfigError
-from megatron.training.saving import Saver
+from megatron.training.checkpoints.saving import Saver
 from tests.harness.runs import TINY_RUN, tiny_run
 from tests.unit.tools.conftest import REPOSITORY
 from tools.checkpoint import inspect as tool

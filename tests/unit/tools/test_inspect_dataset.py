@@ -17,7 +17,7 @@ from megatron.core.datasets.metadata import TokenizerStamp
 from megatron.core.datasets.sampler import MicrobatchSampler
 from megatron.core.tokenizers.null import NullTokenizer
 from megatron.errors import ConfigError, DataError
-from megatron.training.preflight import split_sizes
+from megatron.training.run.preflight import split_sizes
 from tools import inspect_dataset
 
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "50"]
@@ -139,7 +139,7 @@ def test_histogram(prefix: str, tmp_path: Path) -> None:
 def test_the_legend_covers_nothing(prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It lay over the tallest bar."""
     pytest.importorskip("matplotlib", reason="matplotlib, which draws, is optional")
-    from megatron.training import picture
+    from megatron.training.reporting import picture
 
     drawn: list[Any] = []
     monkeypatch.setattr(picture, "save", lambda axes, *paths, **flags: drawn.append(axes))

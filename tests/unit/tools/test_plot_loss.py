@@ -11,8 +11,14 @@ import pytest
 
 from megatron.config.reporting import ReportingConfig
 from megatron.errors import ConfigError, DataError
-from megatron.training.metrics import IntervalTotals, StepRecord, TrainingLine, training_line, validation_block
-from megatron.training.tensorboard import TensorBoard, open_writer
+from megatron.training.reporting.metrics import (
+    IntervalTotals,
+    StepRecord,
+    TrainingLine,
+    training_line,
+    validation_block,
+)
+from megatron.training.reporting.tensorboard import TensorBoard, open_writer
 from tools.plot_loss import main, read_losses, trend
 
 TRAIN = {10: 8.5, 20: 7.25, 30: 6.5}

@@ -13,7 +13,7 @@ from megatron.core.datasets import build
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.core.models.gpt.train_spec import GPTSpec
-from megatron.training.data import offline_splits
+from megatron.training.run.data import offline_splits
 from tools import prepare_cache
 
 RUN = (

@@ -28,7 +28,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
 
     monkeypatch.setattr(check_parity, "report", stop)
     monkeypatch.setattr(inspect_dataset, "show_sample", stop)
-    monkeypatch.setattr("megatron.training.data.offline_splits", stop)
+    monkeypatch.setattr("megatron.training.run.data.offline_splits", stop)
     return found
 
 
@@ -40,7 +40,7 @@ def test_architecture_of_a_checkpoint_is_taken(
 ) -> None:
     """--use-checkpoint-args ended these tools with a traceback."""
     saved = parse("--num-layers 6").to_json()
-    monkeypatch.setattr("megatron.training.checkpoint.saved_config", lambda load, step: saved)
+    monkeypatch.setattr("megatron.training.checkpoints.loading.saved_config", lambda load, step: saved)
     flags = f"--use-checkpoint-args --load here --max-position-embeddings 64 {own}"
     with pytest.raises(WorkBegunError):
         tool.main(words(flags, without=ARCHITECTURE))

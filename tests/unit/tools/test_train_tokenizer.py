@@ -13,7 +13,7 @@ from tokenizers import trainers
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.errors import ConfigError, DataError
-from megatron.training.progress import ProgressLine
+from megatron.training.reporting.progress import ProgressLine
 from tests.unit.tools.conftest import TEXTS, run, write_lines
 from tools import train_tokenizer
 

@@ -10,9 +10,9 @@ import torch
 from megatron.config.run import RunConfig
 from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.parallel.context import ParallelContext
-from megatron.training.run import Run, build_run
+from megatron.training.run.run import Run, build_run
+from megatron.training.run.stop import NonFiniteError
 from megatron.training.step import ready_to_learn, train_step
-from megatron.training.stop import NonFiniteError
 
 FLAGS = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 "

@@ -1,0 +1,168 @@
+"""Whether a training command could load a checkpoint, found out without ranks, devices or data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron.config.command import CommandConfig
+from megatron.config.files import words_of
+from megatron.config.parse import Intake
+from megatron.config.run import CORE_GROUPS, RunConfig
+from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint
+from megatron.core.checkpointing.load import read_run_state
+from megatron.core.checkpointing.stored_tensors import StoredTensors
+from megatron.core.conversion.portable import parameters_of, report_differences
+from megatron.core.files.remote_path import AnyPath
+from megatron.core.models.registry import FAMILIES, family_named, owner_of
+from megatron.core.optimizer.update_rules import build_update_rule
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.tokenizers.build import build_tokenizer
+from megatron.errors import CheckpointError, ConfigError
+from megatron.training.checkpoints.loading import (
+    check_has_optimizer,
+    check_same_model,
+    checkpoint_to_load,
+    loads_optimizer,
+    saved_config,
+    schedule_to_follow,
+)
+from megatron.training.run.run import build_schedule
+
+_MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+
+
+def check_loadable(
+    path: AnyPath | None, flags: Sequence[str], *, step: int | None = None
+) -> tuple[CheckpointFolder, RunConfig]:
+    """The checkpoint that would be loaded, and the settings it would be loaded into by its family's command.
+
+    ``path``: where it is, unless ``flags`` name it with ``--load``. Raises ConfigError for flags that can't work, and
+    CheckpointError with the reason when the checkpoint doesn't fit them; on which layout it was saved never matters.
+    Without ``--world-size`` among ``flags`` there are as many ranks as one copy of the model needs.
+    """
+    asked = [*flags, *(["--load", str(path)] if path is not None and "--load" not in flags else [])]
+    if step is not None and "--ckpt-step" not in flags:
+        asked += ["--ckpt-step", str(step)]
+    intake = _read(asked)
+    if intake.value("load") is None:
+        raise ConfigError("name the checkpoint: inspect.py DIR --can-load FLAGS, or --load DIR among the flags")
+    if intake.value("world_size") is not None:
+        asked += ["--dry-run"]  # which alone may say how many ranks there are
+    flag = "" if path is not None else "--load"
+    folder = find_checkpoint(intake.value("load"), step=intake.value("ckpt_step"), verify=False, flag=flag)
+    state = read_run_state(folder)
+    family = family_named(state["recipe"], where=str(folder.path))
+    config = RunConfig.parse(
+        asked,
+        prog=f"pretrain_{family.name}.py",
+        world_size=_ranks_of(intake),
+        extra_groups=family.groups,
+        owner_of=owner_of,
+        checkpoint_config=saved_config,
+    )
+    tokenizer = build_tokenizer(config.tokenizer)
+    config = config.with_vocab_size(tokenizer.vocab_size)
+    check_same_model(state, folder, model_name=family.name, config=config, tokenizer=tokenizer)
+    is_known = intake.value("world_size") is not None
+    check_continues(state, folder, config, weights_only=config.checkpoint.finetune, ranks_known=is_known)
+    return folder, config
+
+
+def check_continues(
+    state: Mapping[str, Any], folder: CheckpointFolder, config: RunConfig, *, weights_only: bool, ranks_known: bool
+) -> None:
+    """Raise CheckpointError or ConfigError unless the checkpoint's tensors, optimizer and schedule are the run's.
+
+    ``ranks_known``: whether the number of ranks was given.
+    """
+    stored = StoredTensors(folder.path)
+    _check_tensors(folder, stored, config)
+    if loads_optimizer(config, weights_only=weights_only):
+        check_has_optimizer(state, folder)
+        _check_optimizer(folder, stored, config)
+    if not weights_only and state["schedule"] is not None:
+        _check_schedule(config, state["schedule"], is_known=ranks_known)
+
+
+def describe_start(config: RunConfig, tokenizer: Tokenizer | None, *, model_name: str, bodies: Sequence[str]) -> str:
+    """What a run would start from, in a line. Raises as loading does for a checkpoint that can't be used.
+
+    Checksums are left to the start itself. ``tokenizer``: None where it can't be built; nothing is compared then.
+    ``model_name``, ``bodies``: see ``check_files``.
+    """
+    settings = config.checkpoint
+    folder, weights_only = checkpoint_to_load(settings, verify=False), settings.finetune
+    if folder is None and settings.pretrained_checkpoint is not None:
+        folder = find_checkpoint(settings.pretrained_checkpoint, verify=False, flag="--pretrained-checkpoint")
+        weights_only = True
+    if folder is None:
+        return f"none in {settings.load} yet, a new run"
+    state = read_run_state(folder)
+    model = state["recipe"] if weights_only and state["recipe"] in bodies else model_name
+    if tokenizer is not None:
+        check_same_model(state, folder, model_name=model, config=config, tokenizer=tokenizer)
+        if model == model_name and model_name in FAMILIES:
+            check_continues(state, folder, config, weights_only=weights_only, ranks_known=True)
+    return f"{folder.path}, of iteration {folder.iteration}"
+
+
+def _read(flags: Sequence[str]) -> Intake:
+    """What every family's flags say; which are right is found out once the family is known."""
+    intake = Intake((*CORE_GROUPS, CommandConfig))
+    intake.read_words(list(words_of(flags)))
+    for file in intake.value("config"):
+        intake.read_file(file)
+    return intake
+
+
+def _ranks_of(intake: Intake) -> int:
+    """Ranks of one copy of the model: as many as the flags need at least."""
+    ranks = 1
+    for size in _MODEL_PARALLEL:
+        ranks *= int(intake.value(size))
+    return ranks
+
+
+def _check_tensors(folder: CheckpointFolder, stored: StoredTensors, config: RunConfig) -> None:
+    shapes = {
+        name.removeprefix("model."): entry.shape for name, entry in stored.entries.items() if name.startswith("model.")
+    }
+    wanted = {name: sharding.shape for name, sharding in parameters_of(config.model, config.extra).items()}
+    report_differences(
+        str(folder.path),
+        missing=sorted(wanted.keys() - shapes.keys()),
+        surplus=sorted(shapes.keys() - wanted.keys()),
+        mismatched=[
+            f"{name} is {list(shapes[name])} and should be {list(shape)}"
+            for name, shape in wanted.items()
+            if name in shapes and shapes[name] != shape
+        ],
+    )
+
+
+def _check_optimizer(folder: CheckpointFolder, stored: StoredTensors, config: RunConfig) -> None:
+    """Raise CheckpointError when the optimizer that saved kept other numbers than the flags' does."""
+    kept = {name.split(".")[1] for name in stored.entries if name.startswith("optimizer.")}
+    lacking = [name for name in build_update_rule(config.optimizer).state_names if name not in kept]
+    if lacking:
+        raise CheckpointError(
+            f"{folder.path} lacks {', '.join(f'optimizer.{name}' for name in lacking)}, which --optimizer "
+            f"{config.optimizer.optimizer} continues from: give the optimizer that saved it, or load the weights alone "
+            "with --no-load-optim or --finetune"
+        )
+
+
+def _check_schedule(config: RunConfig, saved: Mapping[str, Any], *, is_known: bool) -> None:
+    """Raise ConfigError for a schedule that isn't the checkpoint's. ``is_known``: the number of ranks was given."""
+    schedule = build_schedule(config)
+    if schedule is None:
+        return
+    try:
+        schedule_to_follow(config, schedule, saved)
+    except ConfigError as error:
+        ranks = f"{config.world_size} rank{'' if config.world_size == 1 else 's'}"
+        basis = (
+            f"\n(for {ranks} and batches of {config.training.global_batch_size}; --world-size says how many there are)"
+        )
+        raise ConfigError(f"{error}{'' if is_known else basis}") from None

@@ -1,0 +1,194 @@
+"""Which checkpoint a run starts from, and what each loading flag takes from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from typing import Any
+
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.run import RunConfig
+from megatron.core.checkpointing.agreement import run_on_first
+from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint, is_unused
+from megatron.core.checkpointing.load import load_checkpoint, read_run_state
+from megatron.core.checkpointing.stored_tensors import StoredTensors
+from megatron.core.conversion.kept_tokenizer import kept_files
+from megatron.core.optimizer.schedule import Schedule, resumed_schedule
+from megatron.core.parallel.collectives import gather_objects
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.sharding import ShardedState
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.errors import CheckpointError
+from megatron.training.checkpoints.trained_model import check_same_tokenizer
+from megatron.training.run.run import Progress, Run
+
+# What a fine-tuning may change in a model whose weights it takes over: no weight means something else by it.
+CHANGEABLE = frozenset(
+    ("rotary_base", "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor", "norm_epsilon")
+)
+
+
+def load(run: Run) -> None:
+    """Bring the run to where ``--load`` or ``--pretrained-checkpoint`` says, or leave it at the start of a new one.
+
+    Raises CheckpointError when there is nothing usable, when the checkpoint is of another model, and when nothing is
+    named for a model that is made of a trained one.
+    """
+    settings = run.config.checkpoint
+    folder = checkpoint_to_load(settings, run.context.mesh)
+    if folder is None and settings.load is not None:
+        run.reporter.say(f"no checkpoint in {settings.load} yet: starting a new run, which will save there")
+    if folder is not None:
+        _load_from(run, folder, weights_only=settings.finetune)
+    elif settings.pretrained_checkpoint is not None:
+        named, mesh = settings.pretrained_checkpoint, run.context.mesh
+        pretrained = find_checkpoint(named, mesh=mesh, flag="--pretrained-checkpoint")
+        is_body = read_run_state(pretrained)["recipe"] in run.train_spec.starts_from
+        if is_body and not run.config.training.skip_train:  # nobody wants to know how well a fresh head does
+            load_body(run, pretrained)
+        else:
+            _load_from(run, pretrained, weights_only=True)
+    elif run.train_spec.starts_from:
+        raise CheckpointError(
+            f"a {run.train_spec.name} model starts from a trained {' or '.join(run.train_spec.starts_from)} model: "
+            "give --pretrained-checkpoint"
+        )
+
+
+def checkpoint_to_load(
+    settings: CheckpointConfig, mesh: Mesh | None = None, *, verify: bool = True
+) -> CheckpointFolder | None:
+    """The checkpoint that ``--load`` means; None when the run starts anew: without the flag, or because ``--load`` is
+    the same folder as ``--save`` and no run has saved there yet. ``mesh``, ``verify``: see ``find_checkpoint``.
+    """
+    if settings.load is None:
+        return None
+    if settings.may_be_new and run_on_first(lambda: is_unused(settings.load or ""), mesh or Mesh.single()):
+        return None
+    return find_checkpoint(settings.load, step=settings.ckpt_step, mesh=mesh, verify=verify)
+
+
+def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> None:
+    settings, state = run.config.checkpoint, read_run_state(folder)
+    check_same_model(state, folder, model_name=run.train_spec.name, config=run.config, tokenizer=run.tokenizer)
+    with_optimizer = loads_optimizer(run.config, weights_only=weights_only)
+    if with_optimizer:
+        check_has_optimizer(state, folder)
+    optimizer_state = run.optimizer.entries() if with_optimizer else run.optimizer.master_entries()
+    load_checkpoint(
+        folder,
+        chain(run.model_state(), optimizer_state),
+        run.context.mesh,
+        alternatives=where_to_find_weights(run.model_state()),
+    )
+    if with_optimizer:
+        run.optimizer.load_state_dict(state["optimizer"])
+    if not weights_only:
+        run.progress = Progress(**state["progress"])
+        run.data.resume(state.get("data_phases", ()), run.progress.consumed_samples)
+    if not weights_only and run.schedule is not None and state["schedule"] is not None:
+        run.schedule = schedule_to_follow(run.config, run.schedule, state["schedule"])
+        if settings.load_rng and state["random_seed"] is not None:
+            run.context.rng.reseed(state["random_seed"])
+    run.loaded_from = str(folder.path)
+    run.reporter.say(f"  successfully loaded checkpoint from {folder.path} at iteration {run.progress.iteration}")
+
+
+def load_body(run: Run, folder: CheckpointFolder) -> None:
+    """Take what the run's model shares with another model's in ``folder``; say by name what stays fresh.
+
+    A collective. Raises CheckpointError when more is missing than the train spec allows.
+    """
+    train_spec, state = run.train_spec, read_run_state(folder)
+    theirs = state["recipe"]
+    check_same_model(state, folder, model_name=theirs, config=run.config, tokenizer=run.tokenizer)
+    stored, names = set(StoredTensors(folder.path).entries), where_to_find_weights(run.model_state())
+    wanted = [*run.model_state(), *run.optimizer.master_entries()]
+    shared = [entry for entry in wanted if stored.intersection(names.get(entry.name, (entry.name,)))]
+    mine = {entry.name.removeprefix("model.") for entry in run.model_state()}
+    held = {entry.name.removeprefix("model.") for entry in shared}
+    everyone = gather_objects((mine, mine - held), run.context.mesh)
+    asked, fresh = (sorted(set().union(*(each[kind] for each in everyone))) for kind in (0, 1))
+    lacking = [name for name in fresh if not name.startswith(train_spec.starts_from[theirs])]
+    if lacking:
+        raise CheckpointError(f"{folder.path} lacks {', '.join(lacking)}, which every {theirs} model has")
+    load_checkpoint(folder, shared, run.context.mesh, exhaust=(), alternatives=names)
+    left = {name.removeprefix("model.") for name in stored if name.startswith("model.")}.difference(asked)
+    run.loaded_from = str(folder.path)
+    run.reporter.say(
+        f"  took the body of the {theirs} model in {folder.path}; with fresh weights: {', '.join(fresh)}; left there: "
+        f"{', '.join(sorted({name.partition('.')[0] for name in left})) or 'nothing'}"
+    )
+
+
+def where_to_find_weights(weights: Iterable[ShardedState]) -> dict[str, tuple[str, ...]]:
+    """Names to look for, best first: fp32 masters are more exact than 16-bit weights, whichever of them a file has."""
+    found: dict[str, tuple[str, ...]] = {}
+    for entry in weights:
+        master = f"optimizer.fp32_param.{entry.name.removeprefix('model.')}"
+        found[master] = (master, entry.name)
+        if entry.tensor.dtype.itemsize >= 4:
+            found[entry.name] = (master, entry.name)
+    return found
+
+
+def loads_optimizer(config: RunConfig, *, weights_only: bool) -> bool:
+    """Whether a run takes optimizer state from the checkpoint, too."""
+    return config.checkpoint.load_optim and not weights_only and not config.training.skip_train
+
+
+def schedule_to_follow(config: RunConfig, schedule: Schedule, saved: Mapping[str, Any]) -> Schedule:
+    """The flags' ``schedule`` or the ``saved`` one; ConfigError where they differ and no flag says which counts."""
+    return resumed_schedule(
+        schedule,
+        saved,
+        override=config.optimizer.override_opt_param_scheduler,
+        use_checkpoint=config.optimizer.use_checkpoint_opt_param_scheduler,
+    )
+
+
+def check_has_optimizer(state: Mapping[str, Any], folder: CheckpointFolder) -> None:
+    """Raise CheckpointError when the checkpoint holds weights only."""
+    if state["optimizer"] is None:
+        raise CheckpointError(
+            f"{folder.path} holds no optimizer state (it was converted, or saved with --no-save-optim): "
+            "pass --no-load-optim to go on with a fresh optimizer, or --finetune to start anew from its weights"
+        )
+
+
+def check_same_model(
+    state: Mapping[str, Any], folder: CheckpointFolder, *, model_name: str, config: RunConfig, tokenizer: Tokenizer
+) -> None:
+    """Raise CheckpointError that lists every difference between the checkpoint's model and the run's."""
+    if state["recipe"] != model_name:
+        raise CheckpointError(
+            f"{folder.path} holds a {state['recipe']} model, where a {model_name} model is wanted; name another folder"
+        )
+    differences = []
+    for spec in config.flags():
+        asked = config.value(spec)
+        saved = state["config"].get(spec.group, {}).get(spec.field, asked)
+        may_change = config.checkpoint.finetune and spec.field in CHANGEABLE
+        if spec.options.architecture and saved != asked and not may_change:
+            differences.append(f"{spec.positive} is {saved} in the checkpoint and {asked} here")
+    if differences:
+        advice = (
+            "Leave those settings out: --use-checkpoint-args takes what neither flags nor files give"
+            if config.checkpoint.use_checkpoint_args
+            else "Give the checkpoint's values, or --use-checkpoint-args to take them from it"
+        )
+        raise CheckpointError(f"{folder.path} is of another architecture: {'; '.join(differences)}. {advice}")
+    check_same_tokenizer(state, folder, tokenizer)
+
+
+def saved_config(load: str, step: int | None) -> Mapping[str, Any] | None:
+    """The settings stored in the checkpoint that ``load`` and ``step`` name, for ``--use-checkpoint-args``; None when
+    nothing has been saved there yet. Its tokenizer is the one that the checkpoint keeps, where it does.
+    """
+    if is_unused(load):
+        return None
+    # Loading verifies every file; reading the settings needs no more than to know which checkpoint it will be.
+    folder = find_checkpoint(load, step=step, verify=False)
+    config: Mapping[str, Any] = read_run_state(folder)["config"]
+    tokenizer = config.get("tokenizer") or {}
+    return {**config, "tokenizer": {**tokenizer, **kept_files(tokenizer, folder.path)}}

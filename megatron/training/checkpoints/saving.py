@@ -1,0 +1,205 @@
+"""When and how a run's checkpoints are written: before training goes on, or beside it (``--async-save``)."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import datetime
+from itertools import chain
+from typing import Any
+
+import torch
+
+from megatron.config.run import RunConfig
+from megatron.core.checkpointing.agreement import run_on_all, run_on_first
+from megatron.core.checkpointing.lease import StillHeld, held
+from megatron.core.checkpointing.retention import Retention, prune
+from megatron.core.checkpointing.save import PendingSave, begin_save
+from megatron.core.checkpointing.sharded_view import Staging
+from megatron.core.conversion.kept_tokenizer import files_to_keep
+from megatron.core.files.remote_path import AnyPath, RemotePath, path_of
+from megatron.core.files.writable import try_to_write
+from megatron.core.parallel.collectives import all_reduce
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.sharding import ShardedState
+from megatron.errors import CheckpointError
+from megatron.training.run.run import Run
+from megatron.training.run.stop import NonFiniteError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pending:
+    """A save under way, and what ``progress.txt`` will say of it when it is durable."""
+
+    save: PendingSave
+    iteration: int
+    samples: int
+
+
+class Saver:
+    """Writes the run's checkpoints into ``--save``, one at a time. Its methods are collectives."""
+
+    def __init__(self, run: Run, still_held: StillHeld = lambda: None) -> None:
+        self._run = run
+        self._still_held = still_held
+        self._root = path_of(run.config.checkpoint.save or "")
+        self._pending: _Pending | None = None
+        loaded = None if run.loaded_from is None else path_of(run.loaded_from).parent
+        self._saved_at = run.progress.iteration if loaded == self._root else None
+        self._staging = Staging() if run.config.checkpoint.async_save else None
+        # What every checkpoint keeps of the tokenizer, as it is at the start; rank 0 writes it.
+        self._tokenizer = files_to_keep(run.config.tokenizer) if run.context.mesh.world_rank == 0 else {}
+
+    def save(self) -> None:
+        """Save the run as it is now; with ``--async-save``, return when the tensors have been copied.
+
+        A save that is still under way is waited for. Raises CheckpointError when either can't be written.
+        """
+        self.finish()
+        run, checkpoint, progress = self._run, self._run.config.checkpoint, self._run.progress
+        run.reporter.say(f"saving checkpoint at iteration {progress.iteration:7d} to {self._root} in torch_dist format")
+        state: Iterator[ShardedState] = run.model_state()
+        if checkpoint.save_optim:
+            state = chain(state, run.optimizer.entries())
+        save = begin_save(
+            self._root,
+            progress.iteration,
+            state,
+            run_state(run),
+            run.context.mesh,
+            background=self._staging,
+            files=self._tokenizer,
+        )
+        self._pending = _Pending(save, progress.iteration, progress.consumed_samples)
+        if self._staging is None:
+            self.finish()
+
+    def kept(self) -> str:
+        """What is left of the run if it ends now; empty on all ranks but the first, which says it."""
+        if self._run.context.mesh.world_rank > 0:
+            return ""
+        now, saved = self._run.progress.iteration, self._saved_at
+        if self._run.config.checkpoint.save is None:
+            return f"no --save was given; iterations lost: {now:,}"
+        if saved is None:
+            return f"no checkpoint had been saved in {self._root}; iterations lost: {now:,}"
+        return f"the checkpoint of iteration {saved} is kept in {self._root}; iterations lost: {now - saved:,}"
+
+    def settle(self) -> None:
+        """At a step boundary: finish a background save that every rank has written; otherwise let it go on.
+
+        Raises CheckpointError when a rank could not write, or another run saves there now.
+        """
+        self._still_held()
+        if self._pending is None:
+            return
+        context = self._run.context
+        written = torch.tensor(int(self._pending.save.is_written()), device=context.device)
+        if all_reduce(written, context.mesh, "pp", "dp", "cp", "tp", op="min").item():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until the save under way, if any, is durable; then delete what retention gives up."""
+        pending, self._pending = self._pending, None
+        self._still_held()
+        if pending is None:
+            return
+        run, checkpoint = self._run, self._run.config.checkpoint
+        pending.save.finish()
+        self._saved_at = pending.iteration
+        run.reporter.say(f"  successfully saved checkpoint from iteration {pending.iteration:7d} to {self._root}")
+        kept = Retention(checkpoint.keep_last_checkpoints, checkpoint.save_retain_interval)
+        prune(self._root, pending.iteration, kept, run.context.mesh)
+        if run.config.reporting.log_progress and run.context.mesh.world_rank == 0:
+            note_progress(self._root, run, pending.samples, f"saved checkpoint\titeration: {pending.iteration}")
+
+
+@contextmanager
+def saving(run: Run, still_held: StillHeld = lambda: None) -> Iterator[Saver]:
+    """A run's saver; a save under way is finished when the block ends, also by a loss that is not a number."""
+    saver = Saver(run, still_held)
+    try:
+        yield saver
+    except NonFiniteError:  # on every rank alike, so that all take part in finishing
+        saver.finish()
+        raise
+    saver.finish()
+
+
+@contextmanager
+def holding_save_folder(config: RunConfig, context: ParallelContext) -> Iterator[StillHeld]:
+    """Make sure of the ``--save`` folder and keep other runs out of it for the block; runs that only evaluate don't.
+
+    A collective. Raises CheckpointError on all ranks when it can't be written, or another run saves there. Yields what
+    tells whether the folder is still held; rank 0 knows.
+    """
+    check_save_folder(config, context)
+    save, checks = config.checkpoint.save, list[StillHeld]()
+
+    def still_held() -> None:
+        for check in checks:
+            check()
+
+    with ExitStack() as stack:
+        if save is not None and not config.training.skip_train:
+            run_on_first(lambda: checks.append(stack.enter_context(held(path_of(save)))), context.mesh)
+        yield still_held
+
+
+def check_save_folder(config: RunConfig, context: ParallelContext) -> None:
+    """Make the ``--save`` folder and try to write in it, so that one nobody can write is found before training is lost.
+
+    A collective. Raises CheckpointError on all ranks when any cannot.
+    """
+    if config.checkpoint.save is None:
+        return
+    root = path_of(config.checkpoint.save)
+
+    try:
+        run_on_all(lambda: try_to_write(root), context.mesh)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"--save {root} cannot be written: {error}; name a folder that every rank may write into",
+            exit_code=error.exit_code,
+        ) from error
+
+
+def run_state(run: Run) -> dict[str, Any]:
+    """Everything in a checkpoint that isn't a tensor, as JSON."""
+    checkpoint = run.config.checkpoint
+    return {
+        "recipe": run.train_spec.name,
+        "config": run.config.to_json(),
+        "progress": dataclasses.asdict(run.progress),
+        "schedule": run.schedule.state_dict(run.progress.scheduled_samples) if run.schedule is not None else None,
+        "optimizer": run.optimizer.state_dict() if checkpoint.save_optim else None,
+        "random_seed": run.context.rng.seed if checkpoint.save_rng else None,
+        "tokenizer": {"name": run.tokenizer.name, "fingerprint": run.tokenizer.fingerprint},
+        "data_phases": run.data.phases,
+    }
+
+
+def note_progress(root: AnyPath, run: Run, samples: int, event: str) -> None:
+    """Append a line to ``progress.txt`` beside the checkpoints: time, job, ranks, event, samples and FLOPs so far."""
+    fields = (
+        f"{datetime.now():%Y-%m-%d %H:%M:%S}",
+        f"job ID: {os.environ.get('SLURM_JOB_ID', '')}",
+        f"ranks: {run.context.mesh.world_size}",
+        event,
+        f"samples: {samples}",
+        f"model FLOPs: {samples * run.train_spec.flops_per_sample(run.config):.3e}",
+    )
+    path, line = root / "progress.txt", "\t".join(fields) + "\n"
+    try:
+        if isinstance(path, RemotePath):  # object stores can't append
+            path.write_text((path.read_text(encoding="utf-8") if path.exists() else "") + line, encoding="utf-8")
+        else:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(line)
+    except OSError as error:  # the checkpoint itself is safe
+        logger.warning("%s could not be written: %s", path, error.strerror)

@@ -1,0 +1,226 @@
+"""A run's data as microbatches on the rank's device: training from any sample on, evaluation in fixed portions."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from megatron.config.run import RunConfig
+from megatron.core.context_parallel.slicing import take
+from megatron.core.datasets.blended_dataset import continue_phases, mix_of
+from megatron.core.datasets.build import DatasetSplits
+from megatron.core.datasets.loader import Batch, build_loader
+from megatron.core.datasets.metadata import ContentDigests
+from megatron.core.datasets.phases import Phase, next_phases
+from megatron.core.datasets.sampler import MicrobatchSampler
+from megatron.core.datasets.splits import SPLITS, SplitName
+from megatron.core.models.train_spec import TrainSpec
+from megatron.core.parallel.collectives import gather_objects
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.rng import StreamKey
+from megatron.core.pipeline_parallel.chunk import Microbatch
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.tokenizers.build import build_tokenizer
+from megatron.errors import RESTART_CANNOT_HELP, CheckpointError, DataError, ParallelError
+from megatron.small_files import as_kind
+from megatron.training.run.preflight import split_sizes
+from megatron.training.run.stages import stages_here
+
+
+@dataclass
+class _Stream:
+    """Samples that are being read: what comes next, and after how many samples that is."""
+
+    position: int
+    microbatches: Iterator[Microbatch]
+
+
+@dataclass(frozen=True)
+class _Counting:
+    """Batches for a stage in the middle, which reads nothing."""
+
+    sampler: MicrobatchSampler
+
+    def __iter__(self) -> Iterator[Batch]:
+        return ({} for _ in self.sampler)
+
+
+class TrainingData:
+    """The three splits of a run, read by this rank at its data-parallel coordinate.
+
+    Raises DataError for data that are missing, damaged or too short, ParallelError when ranks see different data.
+    """
+
+    def __init__(
+        self, config: RunConfig, train_spec: TrainSpec, context: ParallelContext, tokenizer: Tokenizer
+    ) -> None:
+        self._config, self._train_spec, self._context = config, train_spec, context
+        self._fields = train_spec.fields(config, stages_here(config, train_spec, context))
+        self._splits = build_splits(config, train_spec, context, tokenizer)
+        self._loaders: dict[tuple[SplitName, str], Iterable[Batch]] = {}
+        self._streams: dict[tuple[SplitName, str], _Stream] = {}
+        self._phases = [Phase(0, tuple(mix_of(self._splits.train)))] if self._splits.train is not None else []
+
+    def evaluated(self, split: SplitName) -> list[str]:
+        """Names of the data sets of ``split`` to evaluate on; a single one has the name ``""``."""
+        return list(self._splits.named(split))
+
+    @property
+    def phases(self) -> list[dict[str, Any]]:
+        """The mixes that the run has trained on, as JSON for a checkpoint."""
+        return [phase.to_json() for phase in self._phases]
+
+    def resume(self, phases: Sequence[Mapping[str, Any]], consumed_samples: int) -> None:
+        """Go on after ``consumed_samples`` samples of a run whose mixes were ``phases``, also with another mix now.
+
+        Raises DataError for a changed mix where the order of samples doesn't allow it.
+        """
+        train = self._splits.train
+        if train is None or not phases:
+            return
+        before, data = (
+            as_kind(phases, list[Phase], where="the checkpoint's data_phases", error=CheckpointError),
+            self._config.data,
+        )
+        self._phases = next_phases(before, mix_of(train), consumed=consumed_samples)
+        if len(self._phases) > 1 and (data.data_order == "megatron" or data.dataloader_type == "cyclic"):
+            flag = "--data-order megatron" if data.data_order == "megatron" else "--dataloader-type cyclic"
+            raise DataError(
+                f"the training data are another mix than the checkpoint's, and with {flag} samples would be skipped or "
+                "repeated: give the same data and weights, or --finetune to begin anew"
+            )
+        train = continue_phases(train, self._phases)
+        self._splits = dataclasses.replace(self._splits, train=train)
+
+    def describe(self) -> list[str]:
+        """Sources of each split, with asked and realised weights."""
+        lines = [f"mix changed after {phase.start:,} samples" for phase in self._phases[1:]]
+        for split in SPLITS:
+            for name, data in self._splits.named(split).items():
+                lines += [f"{split}{f' ({name})' if name else ''}: {line.strip()}" for line in data.describe()]
+        return [*lines, *self._splits.remarks]
+
+    def training_batches(self, consumed_samples: int) -> Iterator[list[Microbatch]]:
+        """This rank's microbatches of each global batch after ``consumed_samples`` samples, as long as data last."""
+        config = self._config
+        stream = self._read("train", consumed_samples)
+        while True:
+            count = config.num_microbatches(consumed_samples)
+            batch = list(itertools.islice(stream, count))
+            if len(batch) < count:
+                raise DataError(
+                    f"the training data end after {consumed_samples} samples, before the run does: give more data, "
+                    "fewer --train-iters, or leave --data-order megatron out"
+                )
+            yield batch
+            consumed_samples += config.global_batch_size_at(consumed_samples)
+
+    def evaluation_batches(self, split: SplitName, *, evaluation: int, name: str = "") -> Iterator[list[Microbatch]]:
+        """This rank's microbatches of evaluation number ``evaluation``, which goes on where the one before ended.
+
+        With ``--full-validation`` each evaluation reads all validation samples, and fills the last batch up. Workers
+        that read ahead are kept for the next evaluation.
+        """
+        training = self._config.training
+        per_rank = training.global_batch_size // (training.micro_batch_size * self._config.data_parallel_size)
+        if split == "valid" and self._config.data.full_validation:
+            if (split, name) not in self._loaders:
+                pad_to = training.global_batch_size
+                self._loaders[split, name] = self._loader(split, 0, name=name, pad_to=pad_to)
+            microbatches = self._microbatches(self._loaders[split, name], split, 0)
+            while batch := list(itertools.islice(microbatches, per_rank)):
+                yield batch
+            return
+        start = evaluation * training.eval_iters * training.global_batch_size
+        stream = self._streams.get((split, name))
+        if stream is None or stream.position != start:
+            stream = self._streams[split, name] = _Stream(start, self._read(split, start, name=name))
+        for _ in range(training.eval_iters):
+            batch = list(itertools.islice(stream.microbatches, per_rank))
+            stream.position += training.global_batch_size
+            yield batch
+
+    def _read(self, split: SplitName, consumed: int, *, name: str = "") -> Iterator[Microbatch]:
+        return self._microbatches(self._loader(split, consumed, name=name), split, consumed)
+
+    def _loader(self, split: SplitName, consumed: int, *, name: str = "", pad_to: int = 1) -> Iterable[Batch]:
+        """This rank's batches after ``consumed`` samples; only what this rank's stage reads, so maybe nothing."""
+        dataset, config, mesh = self._splits.named(split).get(name), self._config, self._context.mesh
+        if dataset is None:
+            raise DataError(f"the run needs {split} samples, but the data flags leave that split empty")
+        cyclic = split == "train" and config.data.dataloader_type == "cyclic"
+        order: dict[str, Any] = {
+            "consumed": consumed,
+            "micro_batch_size": config.training.micro_batch_size,
+            "data_parallel_rank": mesh.rank("dp"),
+            "data_parallel_size": mesh.size("dp"),
+            "shuffle_seed": config.training.seed if cyclic else None,
+            "pad_to": pad_to,
+        }
+        if self._fields:
+            pin_memory = self._context.device.type != "cpu"
+            return build_loader(dataset, **order, num_workers=config.data.num_workers, pin_memory=pin_memory)
+        return _Counting(MicrobatchSampler(num_samples=len(dataset), **order))
+
+    def _microbatches(self, loader: Iterable[Batch], split: SplitName, consumed: int) -> Iterator[Microbatch]:
+        mesh, size = self._context.mesh, self._config.training.micro_batch_size
+        first = consumed + mesh.rank("dp") * size
+        for number, batch in enumerate(loader):
+            yield self._microbatch(batch, StreamKey(first + number * size * mesh.size("dp"), split))
+
+    def _microbatch(self, batch: Batch, key: StreamKey) -> Microbatch:
+        needed = {name: tensor for name, tensor in batch.items() if name in self._fields}
+        held = held_slices(needed, self._train_spec.batch_fields, self._context.mesh)
+        return Microbatch(
+            {name: tensor.to(self._context.device, non_blocking=True) for name, tensor in held.items()}, key
+        )
+
+
+def held_slices(batch: Mapping[str, Tensor], sequence_dims: Mapping[str, int | None], mesh: Mesh) -> dict[str, Tensor]:
+    """What this context-parallel rank holds of each tensor, whose dimension along the sequence ``sequence_dims`` tells.
+
+    Ranks with the same samples read whole ones, and each keeps its slices.
+    """
+    rank, ranks = mesh.rank("cp"), mesh.size("cp")
+    return {
+        name: tensor if (dim := sequence_dims[name]) is None else take(tensor, rank, ranks, dim=dim)
+        for name, tensor in batch.items()
+    }
+
+
+def offline_splits(config: RunConfig, train_spec: TrainSpec) -> tuple[DatasetSplits, Tokenizer]:
+    """Data sets of a run without its ranks, and the tokenizer: for tools."""
+    tokenizer = build_tokenizer(config.tokenizer)
+    config = config.with_vocab_size(tokenizer.vocab_size)
+    return train_spec.build_datasets(config, tokenizer, split_sizes(config)), tokenizer
+
+
+def build_splits(
+    config: RunConfig, train_spec: TrainSpec, context: ParallelContext, tokenizer: Tokenizer
+) -> DatasetSplits:
+    """Build the data sets on every rank and compare what they hold. A collective."""
+    splits = train_spec.build_datasets(config, tokenizer, split_sizes(config))
+    views = gather_objects((splits.digest, splits.contents), context.mesh)
+    contents = dict[str, tuple[int, ContentDigests]]()
+    for rank, (digest, known) in enumerate(views):
+        if digest != views[0][0]:
+            raise ParallelError(
+                f"rank {rank} sees other data than rank 0 (digests {digest[:12]} and {views[0][0][:12]}): "
+                "the files behind --data-path must be the same on every node",
+                exit_code=RESTART_CANNOT_HELP,
+            )
+        for prefix, content in known.items():
+            first, expected = contents.setdefault(prefix, (rank, content))
+            if content != expected:
+                raise ParallelError(
+                    f"rank {rank} sees other bytes behind {prefix} than rank {first}: the files must be the same on "
+                    "every node; copy them again",
+                    exit_code=RESTART_CANNOT_HELP,
+                )
+    return splits

@@ -1,0 +1,263 @@
+"""Everything a training run consists of, built in the order of the fields; the only file that knows everybody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.config.run import RunConfig
+from megatron.core.context_parallel.attention import actual_request
+from megatron.core.distributed.buffers import FlatBuffer, build_buffers
+from megatron.core.distributed.grad_sync import GradSync
+from megatron.core.models.train_spec import ModelChunk, TrainSpec
+from megatron.core.ops.attention.registry import choose
+from megatron.core.ops.attention.request import AttentionRequest
+from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.optimizer.schedule import Schedule
+from megatron.core.parallel.collectives import all_reduce, barrier, gather_objects
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.launch import describe_device
+from megatron.core.parallel.sharding import ShardedState
+from megatron.core.parallel.transport import Transport
+from megatron.core.pipeline_parallel.runner import Runner
+from megatron.core.pipeline_parallel.settings import PipelineSettings
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.tokenizers.build import build_tokenizer
+from megatron.training.checkpoints.trained_model import model_state, named_parameters, share_tied_parameters
+from megatron.training.reporting.flops import SpeedScale, device_peak
+from megatron.training.reporting.memory import check_memory
+from megatron.training.reporting.metrics import Evaluation
+from megatron.training.reporting.profiling import annotated
+from megatron.training.reporting.reporter import Reporter, Speaker
+from megatron.training.reporting.startup import StartupFacts
+from megatron.training.reporting.tensorboard import TensorBoard, Writer, Writers, open_writer
+from megatron.training.reporting.timers import Timers
+from megatron.training.reporting.wandb import WandbWriter
+from megatron.training.run.agreement import check_stages
+from megatron.training.run.data import TrainingData
+from megatron.training.run.pipeline import Plans, routes
+from megatron.training.run.stages import build_stage, stages_here
+from megatron.training.run.stop import ExitWatch
+
+
+@dataclass
+class Progress:
+    """How far a run has come. ``scheduled_samples`` leaves out the samples of steps that an overflow skipped."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    scheduled_samples: int = 0
+
+
+@dataclass(kw_only=True)
+class Run:
+    """A run on one rank. ``schedule``: None for a run that only evaluates. ``loaded_from``: its checkpoint, if any.
+
+    ``evaluated``: called on every rank after each evaluation, with what was found on each data set by its name.
+    """
+
+    config: RunConfig
+    train_spec: TrainSpec
+    context: ParallelContext
+    reporter: Reporter
+    exit_watch: ExitWatch
+    tokenizer: Tokenizer
+    models: list[nn.Module]
+    buffers: list[FlatBuffer]
+    grad_sync: GradSync
+    optimizer: Optimizer
+    schedule: Schedule | None
+    runner: Runner
+    plans: Plans
+    data: TrainingData
+    progress: Progress = field(default_factory=Progress)
+    loaded_from: str | None = None
+    evaluated: Callable[[Run, Mapping[str, Evaluation]], None] = lambda run, found: None
+
+    def model_state(self) -> Iterator[ShardedState]:
+        """Every parameter under its name in a checkpoint; tied copies share one."""
+        self.optimizer.gather.finish()
+        yield from model_state(*self.models)
+
+
+def build_run(config: RunConfig, train_spec: TrainSpec, context: ParallelContext, *, started: float) -> Run:
+    """Build a run from its settings. ``started``: monotonic time at which the process began, for time limits.
+
+    Raises ConfigError and DataError for what only the files can tell: vocabularies, data sets, their sizes.
+    """
+    tokenizer = build_tokenizer(config.tokenizer)
+    config = config.with_vocab_size(tokenizer.vocab_size)
+    check_memory(config, context)
+    reporter = build_reporter(config, train_spec, context)
+    data = TrainingData(config, train_spec, context, tokenizer)
+
+    plans = Plans(PipelineSettings.of(config), context.mesh.rank("pp"))
+    context.weight_gradients.may_wait = plans.settings.splits_backward
+    stages = stages_here(config, train_spec, context)
+    check_stages(config, stages, context)
+    models = [build_stage(config, train_spec, stage, context) for stage in stages]
+    share_tied_parameters(models)
+    sharded = config.parallel.use_distributed_optimizer
+    buffers = build_buffers(
+        named_parameters(models),
+        context,
+        grad_dtype=gradient_dtype(config, context),
+        bucket_size=config.parallel.ddp_bucket_size,
+    )
+    grad_sync = GradSync(buffers, context, sharded=sharded, overlap=config.parallel.overlap_grad_reduce)
+    optimizer = Optimizer(
+        buffers,
+        config.optimizer,
+        config.precision,
+        context,
+        sharded=sharded,
+        count_zeros=config.reporting.log_num_zeros_in_grad,
+    )
+    if config.parallel.overlap_param_gather:
+        for model in models:
+            optimizer.gather.overlap_forward(model)
+    return Run(
+        config=config,
+        train_spec=train_spec,
+        context=context,
+        reporter=reporter,
+        exit_watch=build_exit_watch(config, context, started),
+        tokenizer=tokenizer,
+        models=models,
+        buffers=buffers,
+        grad_sync=grad_sync,
+        optimizer=optimizer,
+        schedule=build_schedule(config),
+        runner=Runner(
+            [
+                ModelChunk(train_spec, model, stage.is_last, train_spec.stage_inputs(config, stage, context))
+                for model, stage in zip(models, stages)
+            ],
+            transport=Transport(context.mesh, context.device, routes=routes(plans.settings.placement)),
+            last_backward=lambda chunk: grad_sync.last_backward(),
+            weight_gradients=context.weight_gradients,
+            device=context.device,
+            activity=context.mesh.activity,
+            around=lambda action: reporter.timers(f"{action.pass_name}-compute", level=2),
+        ),
+        plans=plans,
+        data=data,
+    )
+
+
+def build_schedule(config: RunConfig) -> Schedule | None:
+    """Learning rate and weight decay over the run; None when nothing is trained."""
+    if config.training.skip_train:
+        return None
+    return Schedule.from_config(
+        config.optimizer,
+        train_samples=config.train_samples,
+        samples_per_iteration=config.training.global_batch_size,
+    )
+
+
+def gradient_dtype(config: RunConfig, context: ParallelContext) -> torch.dtype:
+    """Type in which gradients are accumulated and reduced: fp32 for 16-bit weights unless bf16 is asked for."""
+    if context.dtype == torch.bfloat16 and config.precision.grad_reduce_in_bf16:
+        return torch.bfloat16
+    return torch.promote_types(context.dtype, torch.float32)
+
+
+def build_reporter(config: RunConfig, train_spec: TrainSpec, context: ParallelContext) -> Reporter:
+    """The run's voice on this rank."""
+    mesh, reporting = context.mesh, config.reporting
+    speaker = Speaker(
+        rank=mesh.world_rank,
+        world_size=mesh.world_size,
+        is_first_replica=mesh.rank("dp", "cp") == 0,
+        device=context.device,
+        gather=lambda times: gather_objects(times, mesh),
+    )
+    timers = Timers(
+        level=reporting.timing_log_level,
+        synchronize=None if context.device.type == "cpu" else torch.accelerator.synchronize,
+        barrier=(lambda: barrier(mesh)) if reporting.barrier_with_level_1_timing else None,
+        during=annotated(mesh.activity.during, config, context.device),
+    )
+    scale = SpeedScale(
+        flops_per_sample=train_spec.flops_per_sample(config),
+        tokens_per_sample=config.data.seq_length * config.outline.sequences_per_sample,
+        world_size=mesh.world_size,
+        peak=device_peak(context.device, context.dtype) if reporting.log_throughput else None,
+    )
+    writers = open_writers(config) if speaker.is_last else []
+    curves = TensorBoard(reporting, Writers(writers) if writers else None, world_size=mesh.world_size)
+    if writers:
+        settings = {spec.positive.removeprefix("--"): config.value(spec) for spec in config.flags()}
+        curves.settings(settings, iteration=0)
+    return Reporter(reporting, speaker, train_iters=config.train_iters, scale=scale, timers=timers, curves=curves)
+
+
+def open_writers(config: RunConfig) -> list[Writer]:
+    """Where the curves go: TensorBoard, Weights & Biases, both, or nowhere."""
+    tensorboard = open_writer(config.reporting)
+    writers = [tensorboard] if tensorboard is not None else []
+    if config.reporting.wandb_project:
+        writers.append(WandbWriter(config.reporting, save=config.checkpoint.save))
+    return writers
+
+
+def build_exit_watch(config: RunConfig, context: ParallelContext, started: float) -> ExitWatch:
+    """Exit decisions agreed by all ranks."""
+
+    def highest(values: list[int]) -> list[int]:
+        tensor = torch.tensor(values, device=context.device)
+        return [int(value) for value in all_reduce(tensor, context.mesh, "pp", "dp", "cp", "tp", op="max").tolist()]
+
+    return ExitWatch(config.training, highest=lambda values: highest(list(values)), started=started)
+
+
+def startup_facts(run: Run, *, parameters: int) -> StartupFacts:
+    """What the start-up report says beside the settings. ``parameters``: of the whole model.
+
+    Raises ConfigError when ``--attention-backend`` names one that can't serve this run.
+    """
+    return StartupFacts(
+        model_name=run.train_spec.name,
+        device=describe_device(run.context.device),
+        parameters=parameters,
+        parameters_here=sum(entry.sharding.local_elements(run.context.mesh) for entry in run.model_state()),
+        flops_per_sample=run.train_spec.flops_per_sample(run.config),
+        start_iteration=run.progress.iteration,
+        loaded_from=run.loaded_from,
+        attention=attention_choices(run.config, run.train_spec, run.context),
+    )
+
+
+def attention_choices(config: RunConfig, train_spec: TrainSpec, context: ParallelContext) -> str:
+    """The backends that serve the layers' calls, for each kind of layer and each way in which context-parallel ranks
+    exchange keys.
+    """
+    backend, kinds, texts = config.model.attention_backend, config.parallel.cp_comm_types, list[str]()
+    for name, asked in attention_requests(config, train_spec, context).items():
+        for kind in kinds or ("p2p",):
+            served = choose(actual_request(asked, kind, context), backend).describe().removeprefix("attention: ")
+            texts.append(": ".join(filter(None, (name, kind if kinds else "", served))))
+    return "; ".join(texts)
+
+
+def attention_requests(
+    config: RunConfig, train_spec: TrainSpec, context: ParallelContext
+) -> dict[str, AttentionRequest]:
+    """The attention calls that layers of the run make, over whole sequences, by kind of layer."""
+    model = config.model
+    facts: dict[str, Any] = {
+        "device": context.device,
+        "dtype": context.dtype,
+        "query_length": config.data.seq_length,
+        "key_length": config.data.seq_length,
+        "head_width": model.kv_channels,
+        "dropout": model.attention_dropout,
+        "softmax_in_fp32": model.attention_softmax_in_fp32,
+        "needs_grad": not config.training.skip_train,
+    }
+    return {name: AttentionRequest(**(facts | dict(asked))) for name, asked in train_spec.attention(config).items()}

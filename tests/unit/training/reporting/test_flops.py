@@ -1,0 +1,182 @@
+"""TFLOP/s and MFU are quoted in papers and used to buy hardware: both sides of the fraction must be right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron.config.model import ModelConfig
+from megatron.core.models.gpt.train_spec import gpt_flops_per_sample
+from megatron.training.reporting.flops import (
+    Peak,
+    SpeedScale,
+    data_sheet_peak,
+    device_peak,
+    measured_peak,
+    throughput_line,
+)
+from tasks.fine_tuning.train_spec import answer_flops
+from tasks.settings import AnswerShape
+
+CPU = torch.device("cpu")
+
+
+def model(**changes: object) -> ModelConfig:
+    settings: dict[str, object] = {
+        "num_layers": 3,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 128,
+        "vocab_size": 1000,
+    }
+    return ModelConfig(**settings | changes)  # type: ignore[arg-type]
+
+
+def test_published_size_by_hand() -> None:
+    """GPT-3 175B, 2,048 tokens: the figure everybody's formula agrees on, about 6 FLOPs per parameter and token."""
+    gpt3 = model(
+        num_layers=96, hidden_size=12288, num_attention_heads=96, max_position_embeddings=2048, vocab_size=50257
+    )
+    per_token = gpt_flops_per_sample(gpt3, 2048) / 2048
+    h, layers, s, v = 12288, 96, 2048, 50304
+    assert per_token == pytest.approx(24 * layers * 3 * h * h * (1 + s / (12 * h)) + 6 * h * v, rel=1e-12)
+    assert per_token == pytest.approx(6 * 175e9, rel=0.02)
+
+
+class Attention(nn.Module):
+    """Only the matrix products of an attention layer, scores over the whole square."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads, self.groups, self.width = config.num_attention_heads, config.num_query_groups, config.kv_channels
+        self.qkv = nn.Linear(config.hidden_size, (self.heads + 2 * self.groups) * self.width, bias=False)
+        self.proj = nn.Linear(self.heads * self.width, config.hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, s, _ = x.shape
+        sizes = [self.heads * self.width, self.groups * self.width, self.groups * self.width]
+        q, k, v = (part.view(b, s, -1, self.width).transpose(1, 2) for part in self.qkv(x).split(sizes, dim=-1))
+        k, v = (part.repeat_interleave(self.heads // self.groups, dim=1) for part in (k, v))
+        scores = (q @ k.transpose(-1, -2)).softmax(-1)
+        return self.proj((scores @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class Reference(nn.Module):
+    """A plain GPT's matrix products, written without the project's layers."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        h, f = config.hidden_size, config.ffn_hidden_size
+        self.gated = config.gated
+        self.attention = nn.ModuleList(Attention(config) for _ in range(config.num_layers))
+        self.up = nn.ModuleList(nn.Linear(h, f * (2 if self.gated else 1), bias=False) for _ in self.attention)
+        self.down = nn.ModuleList(nn.Linear(f, h, bias=False) for _ in self.attention)
+        self.output: nn.Module = nn.Linear(h, config.padded_vocab_size(1), bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for attention, up, down in zip(self.attention, self.up, self.down):
+            x = x + attention(x)
+            inner = up(x)
+            if self.gated:
+                gate, value = inner.chunk(2, dim=-1)
+                inner = torch.nn.functional.silu(gate) * value
+            x = x + down(inner)
+        return self.output(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"swiglu": True, "ffn_hidden_size": 176},
+        {"group_query_attention": True, "num_query_groups": 2},
+        {"kv_channels": 32},
+        {"group_query_attention": True, "num_query_groups": 1, "swiglu": True, "kv_channels": 8, "num_layers": 1},
+    ],
+    ids=["plain", "swiglu", "gqa", "wide heads", "all"],
+)
+def test_within_one_percent_of_a_counter(changes: dict[str, object]) -> None:
+    """torch counts what a model multiplies: the whole attention square, of which we state the causal half."""
+    config, s = model(**changes), 128
+    reference = Reference(config)
+    counter = FlopCounterMode(display=False)
+    with counter:
+        reference(torch.randn(1, s, config.hidden_size, requires_grad=True)).sum().backward()
+    query_width = config.num_attention_heads * config.kv_channels
+    other_half = 6 * s * s * query_width * config.num_layers
+    assert gpt_flops_per_sample(config, s) + other_half == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_answers_are_layers_for_each_choice_and_a_head_on_one_token() -> None:
+    """Counted: what torch counts of the layers, with the whole square of attention."""
+    config, s, choices = model(), 128, 4
+    counter, layers = FlopCounterMode(display=False), Reference(config)
+    layers.output = nn.Identity()
+    head = nn.Sequential(nn.Linear(config.hidden_size, config.hidden_size), nn.Linear(config.hidden_size, 3))
+    with counter:
+        head(layers(torch.randn(choices, s, config.hidden_size, requires_grad=True))[:, 0]).sum().backward()
+    counted = answer_flops(config, s, AnswerShape(choices=choices, classes=3))
+    assert counted == pytest.approx(counter.get_total_flops(), rel=1e-3)
+
+
+def test_vocabulary_is_counted_as_padded_for_the_layout() -> None:
+    config = model()
+    extra = gpt_flops_per_sample(config, 128, tensor_model_parallel_size=8) - gpt_flops_per_sample(config, 128)
+    assert config.padded_vocab_size(8) == config.padded_vocab_size(1) == 1024
+    assert extra == 0
+    wider = gpt_flops_per_sample(config, 128, tensor_model_parallel_size=16) - gpt_flops_per_sample(config, 128)
+    assert wider == 6 * 64 * 1024 * 128
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989.4),
+        ("NVIDIA H100 PCIe", torch.bfloat16, 756.0),
+        ("NVIDIA H200", torch.float32, 66.9),
+        ("NVIDIA A100-SXM4-80GB", torch.float16, 312.0),
+        ("NVIDIA A10", torch.bfloat16, 125.0),
+        ("NVIDIA GB200", torch.bfloat16, 2500.0),
+    ],
+)
+def test_data_sheet(name: str, dtype: torch.dtype, tflops: float) -> None:
+    peak = data_sheet_peak(name, dtype)
+    assert peak is not None
+    assert peak.tflops == tflops
+    assert name in str(peak)
+
+
+@pytest.mark.parametrize("name", ["NVIDIA A10G", "NVIDIA L40", "NVIDIA GeForce RTX 4090", "Some Future Chip"])
+def test_device_that_is_not_on_file_has_no_peak(name: str) -> None:
+    """A neighbour's figure would make a wrong MFU look right."""
+    assert data_sheet_peak(name, torch.bfloat16) is None
+
+
+def test_peak_of_this_cpu_is_measured_and_says_so() -> None:
+    peak = device_peak(CPU, torch.float32)
+    assert peak is not None
+    assert 1e-3 < peak.tflops < 1e3
+    assert "measured here: 512x512 float32 product" in str(peak)
+    assert "measured" in measured_peak(CPU, torch.bfloat16, size=64, repeats=1).source
+
+
+SCALE = SpeedScale(flops_per_sample=2e12, tokens_per_sample=512, world_size=4, peak=Peak(10.0, "by hand"))
+
+
+def test_throughput_from_samples_and_seconds() -> None:
+    speed = SCALE.throughput(samples=32, seconds=8.0)
+    assert (speed.tokens_per_second, speed.tflops_per_device, speed.utilization) == (2048.0, 2.0, 0.2)
+
+
+def test_line_states_the_peak_it_refers_to() -> None:
+    assert throughput_line(SCALE.throughput(samples=32, seconds=8.0), SCALE) == (
+        " throughput | tokens/s: 2048.0 | model TFLOP/s per device: 2 | MFU: 20.0% of 10 TFLOP/s (by hand) |"
+    )
+
+
+def test_line_without_a_peak_invents_none() -> None:
+    scale = SpeedScale(flops_per_sample=2e12, tokens_per_sample=512, world_size=4)
+    line = throughput_line(scale.throughput(samples=32, seconds=8.0), scale)
+    assert line.endswith("| MFU: unknown, no peak on file for this device |")

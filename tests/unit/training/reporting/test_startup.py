@@ -1,0 +1,51 @@
+"""The report at the start is what one compares when two runs differ: sizes, layout and every chosen setting."""
+
+from __future__ import annotations
+
+from megatron.config.run import RunConfig
+from megatron.training.reporting.startup import StartupFacts, startup_report
+
+ARGUMENTS = (
+    "--num-layers 4 --hidden-size 128 --num-attention-heads 8 --group-query-attention --num-query-groups 2 --swiglu "
+    "--max-position-embeddings 256 --seq-length 256 --micro-batch-size 2 --global-batch-size 16 --train-iters 1000 "
+    "--lr 6e-4 --min-lr 6e-5 --lr-decay-style cosine --mock-data --vocab-size 50256 --bf16 "
+    "--tensor-model-parallel-size 2"
+)
+
+
+def report(**facts: object) -> str:
+    run = RunConfig.parse(ARGUMENTS.split(), world_size=8)
+    known = {"model_name": "gpt", "device": "CPU", "parameters": 7_300_000, "parameters_here": 3_700_000}
+    return startup_report(run, StartupFacts(flops_per_sample=1e10, **known | facts))  # type: ignore[arg-type]
+
+
+def test_says_what_is_trained_on_what_and_how() -> None:
+    lines = {line.split()[0]: line for line in report().splitlines()}
+    assert "4 layers of 128, 8 heads of 16 (2 for keys and values), SwiGLU MLP of 320" in lines["model"]
+    assert "vocabulary 50,257, padded to 50,432" in lines["model"]
+    assert lines["parameters"].endswith("7.3 M, 3.7 M on each rank")
+    assert lines["ranks"].endswith("8 on CPU: tensor 2 x data 4")
+    assert lines["batch"].endswith("16 samples of 256 tokens: 4 replicas x 2 a microbatch x 2 accumulated")
+    assert lines["length"].endswith("1,000 iterations, 16,000 samples, 4.1 M tokens, 1.6e+14 model FLOPs")
+    assert "adam, lr 0.0006 cosine to 6e-05" in lines["optimizer"]
+    assert lines["precision"].endswith("bf16")
+    assert lines["checkpoint"].endswith("not saved")
+
+
+def test_says_where_a_resumed_run_goes_on() -> None:
+    text = report(start_iteration=400, loaded_from="runs/x/iter_0000400")
+    assert "1,000 iterations, from iteration 400" in text
+    assert "loaded from runs/x/iter_0000400" in text
+
+
+def test_lists_every_setting_that_is_not_a_default() -> None:
+    table = report().split("== settings that are not the defaults\n")[1]
+    names = {line.split()[0] for line in table.splitlines()}
+    assert {"--num-layers", "--lr", "--bf16", "--swiglu", "--tensor-model-parallel-size"} <= names
+    assert "--weight-decay" not in names
+
+
+def test_repeats_what_a_user_should_know_about_flags() -> None:
+    run = RunConfig.parse([*ARGUMENTS.split(), "--use-mcore-models"], world_size=8)
+    facts = StartupFacts(model_name="gpt", device="CPU", parameters=1, parameters_here=1, flops_per_sample=1.0)
+    assert "--use-mcore-models" in startup_report(run, facts).split("== notes\n")[1]
