@@ -1,4 +1,4 @@
-"""What can go wrong for a user, as exceptions whose message is the whole story.
+"""Exceptions for a user's mistakes and for failures of the machine.
 
 A message has three parts: what is wrong with the actual values, which flag or file says so, and what would work.
 The exit code tells a scheduler whether to start the same command again.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 RESTART_MAY_HELP = 1
-"""Exit code when the machine failed: a disk, a network, a process, a lost rank, a stall, a loss that is no number."""
+"""Exit code when the machine failed: a disk, a network, a process, a lost rank, a stall, a loss that is not finite."""
 RESTART_CANNOT_HELP = 2
 """Exit code for a user's mistake: settings, and files that they name, which are missing, damaged or the wrong ones."""
 
@@ -51,7 +51,7 @@ class MegatronError(Exception):
 
 
 class ConfigError(MegatronError):
-    """Settings that cannot work: wrong flags, sizes that don't divide, settings that exclude each other."""
+    """Settings that cannot work: wrong flags, sizes that are not divisible, settings that are mutually exclusive."""
 
     exit_code = RESTART_CANNOT_HELP
 
@@ -73,13 +73,13 @@ class ParallelError(MegatronError):
 
 
 def exit_code_of(error: OSError) -> int:
-    """Exit code for trouble with a file: whether it is a user's mistake, or the disk's or network's failure."""
+    """Exit code for an OSError: a user's mistake, or a failure of the disk or network."""
     return RESTART_CANNOT_HELP if error.errno in _LASTING else RESTART_MAY_HELP
 
 
 @contextmanager
 def kept_on_interrupt(what: Callable[[], str]) -> Iterator[None]:
-    """Let Ctrl-C in the block tell ``what`` is kept and lost, or nothing if that is empty; the innermost block does."""
+    """On Ctrl-C in the block, print ``what`` is kept and lost, unless it is empty; the innermost block is used."""
     try:
         yield
     except KeyboardInterrupt as interrupt:
@@ -109,7 +109,7 @@ def run_command(main: Callable[[], int | None]) -> None:
         code, said = RESTART_CANNOT_HELP, f"error: {reason if error.filename else error}\n"
     except KeyboardInterrupt as interrupt:
         code = 130
-        if interrupt.args != ("",):  # another rank tells
+        if interrupt.args != ("",):  # another rank reports it
             said = ": ".join(["interrupted", *map(str, interrupt.args)]) + "\n"
     except BrokenPipeError:
         code = _NOBODY_READS
@@ -120,7 +120,7 @@ def run_command(main: Callable[[], int | None]) -> None:
         except BrokenPipeError:  # also when Ctrl-C has ended the reader of the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # quiet the flush at exit
             code = code or _NOBODY_READS
-        except OSError:  # its disk is full; the other stream may still take what is to be said
+        except OSError:  # its disk is full; the other stream may still work
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             code = code or RESTART_MAY_HELP
     sys.exit(code)

@@ -41,7 +41,7 @@ class BatchRamp:
         return self.sizes[self._index_at(consumed_samples)]
 
     def iterations(self, train_samples: int) -> int:
-        """Steps that ``train_samples`` samples make; a rest smaller than the next batch is left out."""
+        """Steps that ``train_samples`` samples make; samples that do not fill the last batch are not used."""
         steps, left = 0, train_samples
         for size, most in self._phases():
             taken = min(most, left // size)
@@ -64,7 +64,7 @@ class BatchRamp:
         return bisect_right(range(len(self.sizes)), consumed_samples, key=self.start_of) - 1
 
     def _phases(self) -> Iterator[tuple[int, int]]:
-        """Each size that is used, and the number of its steps; that of the last is without bound."""
+        """Each batch size with its number of steps; the last size has no end."""
         consumed = index = 0
         while (index := self._index_at(consumed)) < len(self.sizes) - 1:
             size = self.sizes[index]
@@ -75,7 +75,7 @@ class BatchRamp:
 
 
 def _start_of_growth(growths: int, samples: int, index: int) -> int:
-    """Consumed samples after which ``index`` of ``growths`` happened, where Megatron-LM's division rounds to it."""
+    """Consumed samples from which Megatron-LM's floating-point division gives ``index`` of ``growths``."""
     if index == 0 or samples == 0:
         return 0
     each = samples / growths
@@ -86,7 +86,7 @@ def _start_of_growth(growths: int, samples: int, index: int) -> int:
 def read_batch_steps(text: str) -> list[tuple[int, int]]:
     """(threshold, batch size) of each entry of ``--step-batch-size-schedule``, by threshold.
 
-    Raises ConfigError, with a sentence that begins after the flag, for text that is none.
+    Raises ConfigError for any other text; the caller puts the flag before its message.
     """
     entries = text.replace(",", " ").split()
     if not entries:

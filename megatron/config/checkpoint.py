@@ -35,14 +35,14 @@ class CheckpointConfig:
         "Folder to take weights from when --load has no checkpoint yet.", default=None
     )
     exit_on_missing_checkpoint: bool = flag(
-        "Fail when --load has no checkpoint even if --save is the same, new folder.", default=False
+        "Fail when --load has no checkpoint, even if --load and --save name the same new folder.", default=False
     )
     use_checkpoint_args: bool = flag("Take the architecture from the checkpoint's settings.", default=False)
     use_mp_args_from_checkpoint_args: bool = flag(
-        "With --use-checkpoint-args: take the model-parallel sizes, too.", default=False
+        "With --use-checkpoint-args: also take the model-parallel sizes.", default=False
     )
     use_tokenizer_model_from_checkpoint_args: bool = flag(
-        "With --use-checkpoint-args: do not take --tokenizer-model.",
+        "With --use-checkpoint-args: do not take --tokenizer-model from the checkpoint.",
         default=True,
         off="--no-use-tokenizer-model-from-checkpoint-args",
     )
@@ -52,7 +52,7 @@ class CheckpointConfig:
 
     @property
     def may_be_new(self) -> bool:
-        """Whether ``--load`` may have no checkpoint yet: it is ``--save``, and no checkpoint is asked for by name."""
+        """Whether ``--load`` may be empty: it is the ``--save`` folder, and nothing asks for one of its checkpoints."""
         if self.save is None or self.load is None or self.ckpt_step is not None or self.exit_on_missing_checkpoint:
             return False
         return _place(self.save) == _place(self.load)

@@ -21,7 +21,7 @@ class CommandConfig:
         default=False,
     )
     check_files: bool = flag(
-        "With --dry-run: skip checks of data, tokenizer, checkpoints and folders, such as those of another machine.",
+        "With --dry-run: do not check data, tokenizer, checkpoints and folders, which may be on another machine.",
         default=True,
         off="--no-check-files",
     )

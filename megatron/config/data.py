@@ -92,7 +92,7 @@ class DataConfig:
                 object.__setattr__(self, field, True)
 
     def given_document_flags(self) -> list[str]:
-        """The flags among those given that say how a stream of documents becomes samples."""
+        """The given flags that decide how a stream of documents is cut into samples."""
         given = {
             "--packing": self.packing != "stream",
             "--reset-position-ids": self.reset_position_ids and self.packing == "stream",

@@ -24,7 +24,7 @@ _SAME_VALUE = {
     "fp16.min_loss_scale": "min_loss_scale",
     "bf16.enabled": "bf16",
 }
-# sections that change what is trained, which nothing here does
+# sections that change training in ways that are not available
 _REFUSED = (
     "curriculum_learning",
     "data_efficiency",
@@ -39,7 +39,7 @@ _REFUSED = (
 @dataclass(frozen=True)
 class DeepSpeedSettings:
     """``asked``: key of the file, field and value, None for a field that must not be given. ``refused``: sentences.
-    ``without_effect``: sections that change nothing here.
+    ``without_effect``: sections that have no effect.
     """
 
     asked: tuple[tuple[str, str, Any], ...]
@@ -47,7 +47,7 @@ class DeepSpeedSettings:
     without_effect: tuple[str, ...]
 
 
-# what those keys hold, and others that are looked at
+# types of those keys and of the others that are read
 _KINDS: Mapping[str, Any] = {
     "train_batch_size": int,
     "train_micro_batch_size_per_gpu": int,
@@ -69,7 +69,7 @@ _KINDS: Mapping[str, Any] = {
 def deepspeed_settings(config: Mapping[str, Any], *, where: str) -> DeepSpeedSettings:
     """The settings that the mapping of a DeepSpeed configuration file asks for; ``"auto"`` asks for nothing.
 
-    Raises ConfigError for values of a wrong type; ``where``: what it calls the file.
+    Raises ConfigError for values of a wrong type; ``where``: the file's name in messages.
     """
     entries = {key: value for key, value in _flat(config) if value not in ("auto", None)}
     check_kinds(entries, _KINDS, where=where, error=ConfigError)
@@ -77,7 +77,7 @@ def deepspeed_settings(config: Mapping[str, Any], *, where: str) -> DeepSpeedSet
         if not entries.get(f"{half}.enabled"):
             entries = {key: value for key, value in entries.items() if not key.startswith(f"{half}.")}
     if entries.get("fp16.loss_scale") == 0:
-        entries["fp16.loss_scale"] = None  # a dynamic one: no constant
+        entries["fp16.loss_scale"] = None  # 0 means dynamic
     asked = [(key, field, entries.pop(key)) for key, field in _SAME_VALUE.items() if key in entries]
     if "fp16.initial_scale_power" in entries:
         power = entries.pop("fp16.initial_scale_power")

@@ -22,7 +22,7 @@ class Word:
 
     @property
     def is_flag(self) -> bool:
-        """Whether the word is meant as a flag, also with one dash or a long one; negative numbers are none."""
+        """Whether the word is meant as a flag, even if its dash is single or typographic; not for negative numbers."""
         return bool(re.match(r"--|[-–—]{1,2}[A-Za-z]", self.text))
 
 
@@ -36,7 +36,7 @@ def words_of(argv: Iterable[str]) -> Iterator[Word]:
 
 
 def _words_of_file(path: Path, including: tuple[Path, ...]) -> Iterator[Word]:
-    """Shell-like lines: quotes, comments and a backslash at the end of a line mean what they mean in a shell."""
+    """Words of shell-like lines: quotes, comments and a backslash at the end of a line work as in a shell."""
     if path in including:
         raise ConfigError(f"@{path} includes itself: {' -> '.join(map(str, (*including, path)))}")
     pending, first = "", 0

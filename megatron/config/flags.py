@@ -19,13 +19,13 @@ from megatron.errors import ConfigError
 
 _Group = TypeVar("_Group")
 _KEY = "megatron.flag"
-_MOST = 2**53  # of whole numbers without a bound of their own: what JSON and 64-bit counters keep
+_MOST = 2**53  # default bound of whole numbers: what JSON and 64-bit counters can hold
 _NOUNS: dict[type, str] = {int: "a whole number", float: "a number", str: "a word", bool: "on or off"}
 
 
 @dataclass(frozen=True)
 class FlagOptions:
-    """What ``flag()`` was told; kept in the field's metadata."""
+    """The arguments of ``flag()``, kept in the field's metadata."""
 
     help: str
     name: str | None = None
@@ -51,9 +51,9 @@ def flag(help: str, *, default: Any = dataclasses.MISSING, **options: Any) -> An
     ``name``: spelling when it is not ``--kebab-case`` of the field. ``aliases``: further spellings that are accepted.
     ``off``: the flag that turns a boolean off whose default is True; ``help`` then describes that flag.
     ``derived``: says what the value becomes when it is not given (``default`` is then None and the annotation plain).
-    ``follows``: the fields that it becomes another value with then.
+    ``follows``: the fields that this derived value depends on.
     ``choices``: the only values, where the annotation can't list them.
-    ``renamed_values``: values of Megatron-LM's that mean another one here, each with the word printed about it.
+    ``renamed_values``: values of Megatron-LM with another name here, each with the remark that is printed.
     ``refused_values``: values of Megatron-LM's that cannot be had, each with advice.
     ``at_least``, ``above``, ``at_most``, ``below``: bounds of each number.
     ``architecture``: the field is part of what a checkpoint's weights mean, so it must be the same on load.
@@ -133,7 +133,7 @@ class FlagSpec:
         return converted if self.is_list else converted[0]
 
     def restore(self, saved: Any) -> Any:
-        """The field's value from what JSON kept of it; raises ConfigError for a value that no flag could give."""
+        """The field's value from its JSON form; raises ConfigError for a value that the flag would not accept."""
         if saved is None:
             return None
         value = () if saved == [] else self.convert(saved)
@@ -226,7 +226,7 @@ def _spec(group: type, declared: dataclasses.Field[Any], hint: Any) -> FlagSpec:
     options = declared.metadata.get(_KEY)
     where = f"{group.__name__}.{declared.name}"
     if not isinstance(options, FlagOptions) or not options.help.strip():
-        raise TypeError(f"{where} needs flag(help): every setting says what it does")
+        raise TypeError(f"{where} needs flag(help): every setting has a help text")
     kind, choices, count, is_list = _read_type(hint, where)
     if kind is bool and declared.default is True and options.off is None:
         raise TypeError(f"{where} is on by default, so it must name the flag that turns it off")

@@ -63,7 +63,7 @@ def usage(spec: FlagSpec) -> str:
 
 
 def _listed(spec: FlagSpec) -> bool:
-    """Whether the choices stand behind the flag; many are told in the text."""
+    """Whether the choices are listed after the flag; long lists are part of the text."""
     return 0 < len("".join(map(str, spec.choices))) <= 60
 
 
@@ -77,7 +77,7 @@ def _default_here(spec: FlagSpec, defaults: Mapping[str, Any]) -> str:
 
 
 def default_text(spec: FlagSpec) -> str:
-    """What happens without the flag, in brackets; nothing where the help says all."""
+    """The default in parentheses; empty where the help text gives it."""
     if spec.required:
         return "(required)"
     if spec.options.derived:

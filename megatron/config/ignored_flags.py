@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# why, and the flags without dashes; * stands for any ending
+# reason -> flags without dashes; * matches any ending
 IGNORED: dict[str, str] = {
     "the fastest kernels are always used, and fusion never changes results": (
         "no-masked-softmax-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion no-persist-layer-norm "
@@ -66,7 +66,7 @@ IGNORED: dict[str, str] = {
         "the gradient of the output layer is computed with the loss; --pipeline-schedule zb-h1 and zb-v defer "
         "weight gradients"
     ): ("defer-embedding-wgrad-compute wgrad-deferral-limit"),
-    "no clone is made": "no-clone-scatter-output-in-embedding",
+    "outputs of the embedding are not cloned": "no-clone-scatter-output-in-embedding",
     "--sequence-parallel splits the saved activations over tensor-parallel ranks": (
         "distribute-saved-activations distribute-checkpointed-activations"
     ),

@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM and its forks that are no settings here: taken as another, ignored with a remark, or refused.
+"""Flags of Megatron-LM and its forks that are not settings here: renamed, ignored with a remark, or refused.
 
 None is ignored silently: a flag that cannot have its effect says so, or stops the run when the effect would be missed.
 """
@@ -19,12 +19,12 @@ Verdict = Literal["renamed", "ignored", "refused"]
 
 @dataclass(frozen=True)
 class LegacyFlag:
-    """What becomes of a flag.
+    """How a flag is treated.
 
-    ``word``: why it has no effect, or what to do instead. ``harmless``: values that ask for what happens anyway, taken
-    without a remark. ``sets``: with ``renamed``, the fields that are meant and their values; None stands for the words
-    that follow the flag. ``yields``: it counts only where the field itself is not given. ``values``: verdicts on
-    single values, which go before the flag's own.
+    ``word``: why it has no effect, or what to do instead. ``harmless``: values that ask for the behaviour of this
+    program, accepted without a remark. ``sets``: with ``renamed``, the fields that are meant and their values; None
+    stands for the words that follow the flag. ``yields``: it applies only if the field itself is not given. ``values``:
+    verdicts on single values; they take precedence over the flag's own.
     """
 
     verdict: Verdict
@@ -36,13 +36,13 @@ class LegacyFlag:
 
 
 def legacy_flag(spelling: str) -> LegacyFlag | None:
-    """What becomes of ``spelling``, if it is or was a flag of Megatron-LM or of a fork."""
+    """How ``spelling`` is treated, if it is or was a flag of Megatron-LM or of a fork."""
     families = (legacy for name, legacy in LEGACY_FLAGS.items() if name[-1] == "*" and spelling.startswith(name[:-1]))
     return LEGACY_FLAGS.get(spelling) or next(families, None)
 
 
 def _tables() -> Iterator[tuple[str, LegacyFlag]]:
-    """Every name without dashes, with its verdict; one that ends in * is that of all flags that begin so."""
+    """Every flag name without dashes, with its verdict; ``NAME*`` stands for all flags that start with NAME."""
     for name, field_name in SAME_VALUE.items():
         yield name, LegacyFlag("renamed", sets={field_name: None})
     for name, renamed in RENAMED.items():
@@ -68,5 +68,5 @@ def _table() -> dict[str, LegacyFlag]:
 
 
 LEGACY_FLAGS: dict[str, LegacyFlag] = _table()
-# correct parts of flag names: a flag that has one in place of another is no misspelling
+# words that occur in flag names: none of them is treated as a misspelling of another
 LEGACY_WORDS = frozenset(part for spelling in LEGACY_FLAGS for part in parts_of(spelling))

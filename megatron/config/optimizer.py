@@ -22,7 +22,7 @@ class OptimizerConfig:
             "hybridadam": "offloading optimizer state is not available yet; use adam with --use-distributed-optimizer",
         },
     )
-    lr: float | None = flag("Highest learning rate.", default=None, at_least=0)
+    lr: float | None = flag("Peak learning rate.", default=None, at_least=0)
     min_lr: float = flag("Learning rate at the end of the decay.", default=0.0, at_least=0)
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = flag(
         "Shape of the learning rate after the warm-up.", default="linear"
@@ -46,14 +46,14 @@ class OptimizerConfig:
     lr_warmup_init: float = flag("Learning rate at the start of the warm-up.", default=0.0, at_least=0)
     weight_decay: float = flag("Decoupled weight decay of matrices.", default=0.01, at_least=0)
     start_weight_decay: float = flag(
-        "Weight decay at the start, with another --weight-decay-incr-style than constant.",
+        "Weight decay at the start of training, with --weight-decay-incr-style linear or cosine.",
         default=None,
         derived="--weight-decay",
         follows=("weight_decay",),
         at_least=0,
     )
     end_weight_decay: float = flag(
-        "Weight decay at the end, with another --weight-decay-incr-style than constant.",
+        "Weight decay at the end of training, with --weight-decay-incr-style linear or cosine.",
         default=None,
         derived="--weight-decay",
         follows=("weight_decay",),
@@ -62,7 +62,7 @@ class OptimizerConfig:
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = flag(
         "Shape of weight decay between start and end.", default="constant"
     )
-    clip_grad: float = flag("Largest gradient norm; 0 turns clipping off.", default=1.0, at_least=0)
+    clip_grad: float = flag("Clip the gradient norm to this value; 0 turns clipping off.", default=1.0, at_least=0)
     adam_beta1: float = flag("Adam's decay of the first moment.", default=0.9, at_least=0, below=1)
     adam_beta2: float = flag("Adam's decay of the second moment.", default=0.999, at_least=0, below=1)
     adam_eps: float = flag("Adam's epsilon.", default=1e-8, at_least=0)

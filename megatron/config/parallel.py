@@ -12,7 +12,7 @@ CpCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 
 
 def head_exchange_size(kind: CpCommType, ranks: int, levels: Sequence[int]) -> int:
-    """Of ``ranks`` context-parallel ranks, those that exchange heads; ``levels``: the sizes of "a2a+p2p"."""
+    """Context-parallel ranks that exchange heads with each other, of ``ranks``; ``levels``: sizes of "a2a+p2p"."""
     if kind == "a2a":
         return ranks
     return levels[0] if kind == "a2a+p2p" else 1
@@ -21,7 +21,7 @@ def head_exchange_size(kind: CpCommType, ranks: int, levels: Sequence[int]) -> i
 @check_flags
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How ranks divide the work. Ranks that the other axes leave are data parallel."""
+    """How ranks divide the work. The data-parallel size is the number of ranks divided by the other sizes."""
 
     tensor_model_parallel_size: int = flag("Ranks that split each layer's matrices.", default=1, at_least=1)
     pipeline_model_parallel_size: int = flag("Pipeline stages.", default=1, at_least=1)
@@ -76,7 +76,8 @@ class ParallelConfig:
         "Also split activations along the sequence between the tensor-parallel matmuls.", default=False
     )
     use_tp_pp_dp_mapping: bool = flag(
-        "Order of ranks: tensor, context, pipeline, data (fastest first), not tensor, context, data, pipeline.",
+        "Number ranks in the order tensor, context, pipeline, data (fastest first) instead of tensor, context, "
+        "data, pipeline.",
         default=False,
     )
     use_distributed_optimizer: bool = flag(
@@ -100,7 +101,7 @@ class ParallelConfig:
 
     @property
     def cp_comm_types(self) -> tuple[CpCommType, ...]:
-        """The different ways of exchange that some layer uses; none without context parallelism."""
+        """The values of ``--cp-comm-type`` that some layer uses; none without context parallelism."""
         return tuple(dict.fromkeys(self.cp_comm_type)) if self.context_parallel_size > 1 else ()
 
     def head_exchange_size(self, kind: CpCommType) -> int:

@@ -47,7 +47,7 @@ class Given:
 
 
 class Intake:
-    """Settings as they come in, by field, with what is wrong with them and what a user should know."""
+    """Settings by field while sources are read, with problems and remarks."""
 
     def __init__(
         self, groups: Sequence[type], legacy: Mapping[str, LegacyFlag] | None = None, *, owner_of: FlagOwner = nobody
@@ -88,7 +88,7 @@ class Intake:
         for flag, values in _grouped(words):
             spelling, equals, attached = flag.text.partition("=")
             if not flag.is_flag:
-                self._wrong(f"{flag.text!r} stands alone: values follow a flag that starts with --")
+                self._wrong(f"{flag.text!r} does not belong to a flag: values follow a flag that starts with --")
             else:
                 rank = FLAG if flag.source == "flag" else FILE
                 self._take_spelling(spelling, [attached, *values] if equals else values, source=flag.source, rank=rank)
@@ -109,7 +109,7 @@ class Intake:
                 self._take_key(key, value, source=path)
 
     def read_defaults(self, defaults: Mapping[str, Any], prog: str) -> None:
-        """Take what a command has in place of its flags' own defaults."""
+        """Take the command's own defaults, which replace those of its flags."""
         for field, value in defaults.items():
             self._offer(self._by_field[field], Given(value, f"default of {prog}", COMMAND))
 
@@ -143,7 +143,7 @@ class Intake:
                 self._offer(spec, Given(value, f"checkpoint {path}", CHECKPOINT))
 
     def _with_one_tokenizer(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The settings without those of its tokenizer where another kind is given; the rows of its embedding stay."""
+        """The saved settings, without those of the tokenizer if another kind is given; the vocabulary size stays."""
         own: Mapping[str, Any] = saved.get("tokenizer") or {}
         kind, rows = own.get("tokenizer_type"), own.get("vocab_size")
         given = {field: each.value for field, each in self.given.items() if each.rank > CHECKPOINT}
@@ -166,7 +166,7 @@ class Intake:
     def finish(self) -> None:
         """Settle flags that yield to others and report the required ones that are missing."""
         if self._underscored:
-            self.notes.append(f"{', '.join(dict.fromkeys(self._underscored))}: read with dashes for underscores")
+            self.notes.append(f"{', '.join(dict.fromkeys(self._underscored))}: read with dashes instead of underscores")
         for flag, path in self._deepspeed:
             self._take_deepspeed(flag, path)
         for spec, given in self._yielding:
@@ -324,25 +324,25 @@ class Intake:
         self._offer(spec, Given(value, source, rank))
 
     def _offer(self, spec: FlagSpec, given: Given) -> None:
-        """Keep the value unless one of a higher rank is there; of equals the later one counts."""
+        """Keep the value unless one of higher rank is known; among equal ranks the later one is used."""
         known = self.given.get(spec.field)
         if known is None or known.rank <= given.rank:
             if known is not None and known.rank == given.rank and known.value != given.value:
                 before, after = _plain(known.value), _plain(given.value)
-                self.notes.append(f"{spec.positive} is given twice, {before} and {after}: the last one counts")
+                self.notes.append(f"{spec.positive} is given twice, {before} and {after}: the last one is used")
             self.given[spec.field] = given
 
     def _wrong(self, sentence: str) -> None:
         self.problems.append(sentence)
 
     def _say(self, sentences: list[str], words: str, reason: str, *, one: str = "", more: str = "") -> None:
-        """Say something about a flag, in one sentence with all others of the same reason."""
+        """Add a remark about a flag; flags with the same reason share one sentence."""
         at, flags = self._said.setdefault((reason, one), (len(sentences), []))
         flags.append(words)
         sentences[at : at + 1] = [f"{', '.join(flags)}{more if flags[1:] else one}: {reason}"]
 
     def _wrong_file(self, sentence: str) -> None:
-        """A file of settings can't be read: whatever was not given may be in it."""
+        """A settings file cannot be read: it may hold any setting that was not given."""
         self._wrong(sentence)
         self.faulted.update(spec.positive for field, spec in self._by_field.items() if field not in self.given)
 
@@ -386,9 +386,7 @@ def parse_run(
 
 
 def value_given(argv: Sequence[str], group: type, field: str) -> Any:
-    """One field as flags and files give it, or None, before anything is checked: for a command that must know it to
-    know its other groups.
-    """
+    """One field as given by flags and files, or None, without any check: for a command whose groups depend on it."""
     intake = Intake((*CORE_GROUPS, group, CommandConfig))
     intake.read_words(list(words_of(argv)))
     for path in intake.value("config"):
@@ -399,7 +397,7 @@ def value_given(argv: Sequence[str], group: type, field: str) -> Any:
 def parse_groups(
     argv: Sequence[str], *groups: type, prog: str, about: str = "", legacy: Mapping[str, LegacyFlag] | None = None
 ) -> tuple[Any, ...]:
-    """The groups of a tool from its command line, in the order asked; ``--help`` prints and leaves with code 0.
+    """The groups of a tool from its command line, in the order asked; ``--help`` prints and exits with code 0.
 
     ``legacy``: what becomes of flags of other programs' tools. Remarks go to standard error.
     Raises ConfigError with every failure at once.
@@ -416,7 +414,7 @@ def parse_groups(
 
 
 def _out_of_bounds(group: Any) -> Iterator[tuple[str, str]]:
-    """Flags whose numbers are out of their bounds, and a sentence about each."""
+    """Flags whose numbers are out of bounds, with a sentence for each."""
     for spec in flags_of(type(group)):
         sentence = spec.out_of_bounds(getattr(group, spec.field))
         if sentence:
@@ -435,7 +433,7 @@ def _read_command_line(
 ) -> Intake:
     if {"-h", "--help"} & set(argv):
         shared = {*CORE_GROUPS, CommandConfig}
-        shown = sorted(groups, key=shared.__contains__)  # first what the command alone has
+        shown = sorted(groups, key=shared.__contains__)  # the command's own groups first
         print(format_help(shown, prog=prog, about=about, defaults=defaults), end="")  # noqa: T201  (what --help is for)
         sys.exit(0)
     intake = Intake(groups, legacy, owner_of=owner_of)
@@ -444,7 +442,7 @@ def _read_command_line(
 
 
 def _grouped(words: Sequence[Word]) -> Iterator[tuple[Word, list[str]]]:
-    """Each flag with the words up to the next flag; words before the first flag stand alone."""
+    """Each flag with the words up to the next flag; a word before the first flag is yielded alone."""
     at = 0
     while at < len(words):
         flag, at = words[at], at + 1
@@ -460,7 +458,7 @@ def _flag_text(spec: FlagSpec, value: Any) -> str:
 
 
 def _within_a_sentence(help: str) -> str:
-    """Without the full stop, and begun in lower case unless an abbreviation begins it."""
+    """The sentence without its full stop, in lower case unless it starts with an abbreviation."""
     return f"{help[0] if help[1:2].isupper() else help[0].lower()}{help[1:-1]}"
 
 

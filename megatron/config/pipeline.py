@@ -1,4 +1,4 @@
-"""How a model's layers fall into pipeline stages: by balance, by flags, or by a layout string. Arithmetic alone."""
+"""How a model's layers are divided into pipeline stages: evenly, by flags, or by a layout string. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.errors import ConfigError
 _EMBEDDING, _LAYER, _LOSS = "E", "t", "L"
 _TOKEN = re.compile(r"\*\d+|.")
 _LONGEST = 100_000  # letters of a layout
-_MOST_PASSES = 500_000  # that a schedule is worked out for
+_MOST_PASSES = 500_000  # largest schedule that is computed
 LAYOUT_EXAMPLE = "'Et*2|t*3|t*2L' for 7 layers in 3 stages"
 
 
@@ -30,8 +30,8 @@ class StageShape:
 
 
 def too_long_to_schedule(*, stages: int, microbatches: int) -> str | None:
-    """Why a schedule is refused whose passes, all listed before a step, would take minutes and gigabytes."""
-    too_many, most = "too many to work out a schedule for", math.isqrt(_MOST_PASSES)
+    """Why a schedule is refused whose list of passes would take minutes and gigabytes to compute."""
+    too_many, most = "too many to compute a schedule", math.isqrt(_MOST_PASSES)
     if stages > most:
         return f"{stages} pipeline stages are {too_many}; use at most {most}"
     if stages * microbatches > _MOST_PASSES:
@@ -49,7 +49,7 @@ def layers_asked(run: RunConfig) -> str:
 
 
 def stage_shapes(run: RunConfig) -> list[StageShape]:
-    """Of every stage, first to last: around the ranks and around again, or with ZB-V down and up."""
+    """Layers and rank of every stage, first to last: ranks in order, once per chunk; with ZB-V down and up."""
     sizes, ranks = stage_sizes(run), run.parallel.pipeline_model_parallel_size
     down_and_up = [*range(ranks), *reversed(range(ranks))]
     ends = [*itertools.accumulate(sizes)]
@@ -88,7 +88,7 @@ def chunks_per_rank(run: RunConfig) -> int:
         stages = len(parse_layout(parallel.pipeline_model_parallel_layout))
         if stages % ranks:
             raise ConfigError(
-                f"--pipeline-model-parallel-layout has {stages} stages, which do not divide over "
+                f"--pipeline-model-parallel-layout has {stages} stages, not divisible by "
                 f"--pipeline-model-parallel-size {ranks}; give a multiple of {ranks}, separated by |"
             )
         return stages // ranks
@@ -102,9 +102,9 @@ def chunks_per_rank(run: RunConfig) -> int:
         )
         advice = f"use {fits}, or " if fits else ""
         raise ConfigError(
-            f"{layers_asked(run)} does not divide by --pipeline-model-parallel-size {ranks} x "
+            f"{layers_asked(run)} is not divisible by --pipeline-model-parallel-size {ranks} x "
             f"--num-layers-per-virtual-pipeline-stage {per_chunk}; {advice}give "
-            "--num-virtual-stages-per-pipeline-rank, which cuts unevenly where it must"
+            "--num-virtual-stages-per-pipeline-rank, which allows stages of different sizes"
         )
     return layers // (ranks * per_chunk)
 
@@ -119,7 +119,7 @@ def stage_sizes(run: RunConfig) -> list[int]:
         sizes = [stage.count(_LAYER) for stage in parse_layout(parallel.pipeline_model_parallel_layout)]
         if sum(sizes) != layers:
             raise ConfigError(
-                f"--pipeline-model-parallel-layout holds {sum(sizes)} layers (t) and the model has "
+                f"--pipeline-model-parallel-layout holds {sum(sizes)} layers (t) but the model has "
                 f"{layers_asked(run)}; write {layers}"
             )
         if len(sizes) != stages:
@@ -144,7 +144,7 @@ def stage_sizes(run: RunConfig) -> list[int]:
 
 
 def balanced_sizes(num_layers: int, num_stages: int) -> list[int]:
-    """``num_layers`` over ``num_stages``, differing by one at most, the middle stages taking the surplus."""
+    """``num_layers`` over ``num_stages``: sizes differ by at most one, and the middle stages are the larger ones."""
     small, surplus = divmod(num_layers, num_stages)
     sizes = [small] * num_stages
     middle_first = sorted(range(num_stages), key=lambda stage: abs(stage - (num_stages - 1) / 2))
@@ -169,7 +169,7 @@ def _sizes_with_given_ends(run: RunConfig) -> list[int]:
         if layers % chunks:
             below = layers // chunks * chunks
             fits = " or ".join(str(each) for each in (below, below + chunks) if each)
-            raise ConfigError(f"{flag} {layers} does not divide over the {chunks} chunks of a rank; use {fits}")
+            raise ConfigError(f"{flag} {layers} is not divisible by the {chunks} chunks of a rank; use {fits}")
     left, others = run.num_layers - sum(layers for _, layers in given.values()), ranks - len(given)
     asked = " and ".join(f"{flag} {layers}" for flag, layers in given.values())
     if others == 0 and left:
@@ -213,7 +213,7 @@ def parse_layout(text: str) -> list[str]:
 
 @dataclass
 class _Layout:
-    """A layout string while its repetitions are written out."""
+    """Expands the repetitions of a layout string."""
 
     text: str
     tokens: list[str]
@@ -240,7 +240,8 @@ class _Layout:
             times = self._times()
             if len(part) * times > _LONGEST:
                 raise ConfigError(
-                    f"--pipeline-model-parallel-layout {self.text!r} repeats more than a model has: *{times}"
+                    f"--pipeline-model-parallel-layout {self.text!r} repeats more layers than a model can have: "
+                    f"*{times}"
                 )
             yield part * times
         if closes:
@@ -265,7 +266,7 @@ class _Layout:
 
 @dataclass(frozen=True)
 class EncoderDecoderLayers:
-    """Layers of a chain that is the encoder's and then the decoder's, told apart and each numbered from 0.
+    """Layers of an encoder followed by a decoder, as two lists, each numbered from 0.
 
     ``closes_encoder``, ``opens_decoder``: whether the encoder's last and the decoder's first layer are among them.
     """

@@ -1,4 +1,4 @@
-"""In which number formats the run computes."""
+"""Number formats of a run, and the loss scale."""
 
 from __future__ import annotations
 

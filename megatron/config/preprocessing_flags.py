@@ -7,36 +7,39 @@ from __future__ import annotations
 
 from megatron.config.legacy_flags import LegacyFlag
 
-_OLD_FORMAT = "nothing reads the old formats any more, and mmap's is the one that is written; leave it out"
-_PADDED_LATER = "data don't depend on padding; training pads the vocabulary"
-_CHANGES_TEXT = "text is tokenized as it stands; change it before"
+_OLD_FORMAT = "only the mmap format is written and read; leave it out"
+_PADDED_LATER = "the data does not depend on vocabulary padding, which training does"
+_CHANGES_TEXT = "text is tokenized unchanged; transform it before preprocessing"
 
-# a field that is meant, and the names of the flag
+# field -> flags that set it
 _RENAMED = {
     "vocab_file": "vocab",
     "tokenizer_model": "tokenizer-name-or-path tokenizer-model-path",
     "json_keys": "jsonl-keys json-key",
     "merge_file": "bpe-merge-file",
 }
-# names without dashes, and why they have no effect
+# flags without dashes, and why they have no effect
 _IGNORED = (
     ("chunk-size", "workers get about half a megabyte of text at a time"),
     ("num-docs", "progress is counted in bytes of input"),
     ("tokenizer-library", "--tokenizer-type says which library reads the tokenizer"),
-    ("mmap-warmup no-mmap need-pad-id", "files are the same without it"),
+    ("mmap-warmup no-mmap need-pad-id", "the output does not depend on it"),
     (
         "make-vocab-size-divisible-by pad-vocab-size-to padded-vocab-size extra-vocab-size "
         "tensor-model-parallel-size model-parallel-size",
         _PADDED_LATER,
     ),
     ("preproc-folder", "--input may name a folder"),
-    ("find-optimal-num-workers workers-to-check max-documents", "without --workers there is one for each core"),
+    ("find-optimal-num-workers workers-to-check max-documents", "the default of --workers is one per core"),
 )
 _REFUSED = (
     ("ftfy apply-ftfy", _CHANGES_TEXT),
     ("files-filter", "give a glob in quotes as --input"),
-    ("append-bos prepend-bos append-bod prepend-space", "a HuggingFaceTokenizer adds what its tokenizer.json says"),
-    ("presplit-sentences", "give lines of JSON, and --split-sentences where sentences are wanted"),
+    (
+        "append-bos prepend-bos append-bod prepend-space",
+        "HuggingFaceTokenizer adds these tokens if its tokenizer.json says so",
+    ),
+    ("presplit-sentences", "give lines of JSON, and --split-sentences to split sentences"),
     ("dataset-impl", _OLD_FORMAT),
 )
 
@@ -47,7 +50,7 @@ def _table() -> dict[str, LegacyFlag]:
     }
     ignored = {name: LegacyFlag("ignored", word) for names, word in _IGNORED for name in names.split()}
     refused = {name: LegacyFlag("refused", word) for names, word in _REFUSED for name in names.split()}
-    mmap = LegacyFlag("ignored", "it is what is always written")
+    mmap = LegacyFlag("ignored", "mmap is the only format")
     refused["dataset-impl"] = LegacyFlag("refused", _OLD_FORMAT, values={"mmap": mmap, "infer": mmap})
     return {f"--{name}": legacy for name, legacy in {**renamed, **ignored, **refused}.items()}
 

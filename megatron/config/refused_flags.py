@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from megatron.config.renamed_flags import ZERO
 
-# why, and the flags without dashes; * stands for any ending
+# reason -> flags without dashes; * matches any ending
 REFUSED: dict[str, str] = {
     "weights are initialized from a normal distribution; --init-method-std sets its standard deviation": (
         "init-method-xavier-uniform"
@@ -90,10 +90,10 @@ REFUSED: dict[str, str] = {
         "train-weighted-split-paths train-weighted-split-paths-path valid-weighted-split-paths "
         "valid-weighted-split-paths-path test-weighted-split-paths test-weighted-split-paths-path"
     ),
-    "layers are pre-norm, with attention and MLP one after the other; leave it out for another model": (
+    "layers are pre-norm, with attention before the MLP; leave it out to train that model": (
         "parallel-attn parallel-layernorm use-post-ln post-norm"
     ),
-    "give --softmax-scale: 1 divided by the root of this number": "query-pre-attn-scalar",
+    "give --softmax-scale: 1 divided by the square root of this number": "query-pre-attn-scalar",
     "for instruction data use tools/preprocess_sft.py and --sft; for pretraining leave it out": (
         "loss-on-targets-only norm-target-loss prompt-type is-instruction-dataset stage data-type train-mode "
         "dataset max-padding-length fix-sub-seq-length variable-seq-lengths neat-pack no-pad-to-seq-lengths"
@@ -116,7 +116,9 @@ REFUSED: dict[str, str] = {
     ),
     "use --pipeline-model-parallel-size for a pipeline; leave it out": "varuna",
     "give --pipeline-schedule zb-h1 or --pipeline-schedule zb-v": "enable-zero-bubble zero-bubble-v-schedule",
-    "give --load FOLDER: a run goes on from the newest checkpoint there": ("resume resume-from resume-from-checkpoint"),
+    "give --load FOLDER: the run resumes from the newest checkpoint there": (
+        "resume resume-from resume-from-checkpoint"
+    ),
     "encoder and decoder share the model-parallel sizes; leave it out": (
         "encoder-tensor-model-parallel-size encoder-pipeline-model-parallel-size"
     ),
@@ -164,7 +166,7 @@ REFUSED: dict[str, str] = {
     "Mamba and hybrid models are not available yet; leave it out for a transformer": (
         "hybrid-* mamba-* disable-mamba-mem-eff-path is-hybrid-model"
     ),
-    "a norm after the embedding is not available yet; leave it out for another model": (
+    "a norm after the embedding is not available yet; leave it out to train without it": (
         "embed-layernorm embedding-norm input-embeds-norm"
     ),
     "ALiBi is not available yet; use --position-embedding-type rope": "use-alibi-position-embeddings",
@@ -235,7 +237,7 @@ REFUSED: dict[str, str] = {
     ),
     "fp4 is not available yet; train with --bf16": "fp4-*",
     "the Muon optimizer is not available yet; use --optimizer adam": "muon-*",
-    "several learning rates are not available yet; --lr and --min-lr hold for all parameters": (
+    "separate learning rates are not available yet; --lr and --min-lr apply to all parameters": (
         "decoupled-lr decoupled-min-lr"
     ),
     "retrieval models are not available: they are outside this project": (

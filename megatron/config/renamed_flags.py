@@ -16,7 +16,7 @@ ZERO = (
 class Renamed:
     """What a flag means: ``sets`` fields to values, where None stands for the words that follow the flag.
 
-    ``word`` is printed with it. ``yields``: it counts only where the field itself is not given.
+    ``word`` is printed with it. ``yields``: it applies only if the field itself is not given.
     """
 
     sets: Mapping[str, Any]
@@ -26,7 +26,7 @@ class Renamed:
 
 @dataclass(frozen=True)
 class ByValue:
-    """A flag whose value decides: one of ``meanings``, one of ``harmless`` (what happens anyway), else ``refused``."""
+    """A flag treated by its value: one of ``meanings``, one of ``harmless`` (already done here), else ``refused``."""
 
     meanings: Mapping[str, Mapping[str, Any]]
     refused: str
@@ -122,7 +122,7 @@ BY_VALUE: Mapping[str, ByValue] = {
     ),
 }
 
-# values that ask for what happens anyway, accepted without a remark
+# values that ask for the behaviour of this program, accepted without a remark
 HARMLESS: Mapping[str, tuple[str, ...]] = {
     "--transformer-impl": ("local",),
     "--DDP-impl": ("local",),

@@ -1,4 +1,4 @@
-"""A run in words, for the start of a run and for dry runs: settings with where they came from, and the layout."""
+"""Settings with their sources, and the layout of ranks, as text for the start of a run and for dry runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from megatron.config.pipeline import schedule_name, stage_shapes
 from megatron.config.run import RunConfig
 
-_MOST_LISTED = 8  # stages by name
+_MOST_LISTED = 8  # stages that are listed one by one
 
 
 def settings_report(run: RunConfig) -> list[str]:
@@ -58,9 +58,7 @@ def axes(run: RunConfig) -> Iterator[tuple[str, int, int]]:
 
 
 def stages_report(run: RunConfig) -> str:
-    """``1f1b: 3 stages of 3, 3 and 2 layers``, equal neighbours counted where stages are many; nothing without a
-    pipeline.
-    """
+    """``1f1b: 3 stages of 3, 3 and 2 layers``; in long lists equal neighbours are counted; empty without a pipeline."""
     if run.parallel.pipeline_model_parallel_size == 1:
         return ""
     shapes = stage_shapes(run)
@@ -82,7 +80,7 @@ def count(number: float) -> str:
 
 
 def gigabytes(size: float) -> str:
-    """``12.34 GB``, of 10^9 bytes; megabytes where there is less than one."""
+    """``12.34 GB``, of 10^9 bytes; in megabytes below one."""
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 

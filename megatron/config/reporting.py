@@ -1,4 +1,4 @@
-"""What the run tells while it trains."""
+"""What a run reports while it trains."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class ReportingConfig:
     log_progress: bool = flag("Append progress lines to progress.txt in the --save folder.", default=False)
     timing_log_level: Literal[0, 1, 2] = flag("Timers: 0 whole iterations, 1 their parts, 2 everything.", default=0)
     timing_log_option: Literal["max", "minmax", "all"] = flag(
-        "Timer values shown of all ranks: the maximum, minimum and maximum, or all of them.", default="minmax"
+        "Which timer values to show: the maximum over ranks, minimum and maximum, or those of all ranks.",
+        default="minmax",
     )
     barrier_with_level_1_timing: bool = flag(
         "No barriers around the timers of level 1.", default=True, off="--no-barrier-with-level-1-timing"

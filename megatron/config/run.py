@@ -35,7 +35,7 @@ FlagOwner = Callable[[str], "str | None"]
 
 
 def nobody(spelling: str) -> None:
-    """Nothing is known of flags that a run doesn't have."""
+    """The default ``owner_of``: no other program has the flag."""
 
 
 CORE_GROUPS: tuple[type, ...] = (
@@ -55,10 +55,10 @@ CORE_GROUPS: tuple[type, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything a run was asked for; values that follow from others are filled in when it is built.
+    """All settings of a run; values that follow from others are filled in when it is built.
 
     Building one checks nothing: ``parse`` does, and so does ``rules.check(run)``.
-    ``extra`` holds groups of a train spec or a tool. ``provenance`` says per field where its value came from, and
+    ``extra`` holds groups of a train spec or a tool. ``provenance`` is the source of each field's value, and
     ``notes`` what a user should know about flags that were accepted but have no effect; neither is part of equality or
     digest.
     """
@@ -97,9 +97,7 @@ class RunConfig:
             usual = training.micro_batch_size * self.data_parallel_size
             found["training"]["global_batch_size"] = self._schedule[-1][1] if self._schedule else usual
         if precision.fp16 and precision.loss_scale is None:
-            found["training"]["check_for_nan_in_loss_and_grad"] = (
-                False  # overflows are how the loss scale finds its way
-            )
+            found["training"]["check_for_nan_in_loss_and_grad"] = False  # the dynamic loss scale works by overflows
         if self.train_spec.only_evaluates:
             found["training"]["skip_train"] = True
         kind = tokenizer.tokenizer_type
@@ -128,11 +126,11 @@ class RunConfig:
         """The run that a command line describes; precedence: flag > file > checkpoint > default.
 
         ``world_size``: ranks that were started; ``--world-size`` of a dry run goes before it.
-        ``owner_of(spelling)`` names the kind of run that has a flag which this one doesn't have, or returns None.
+        ``owner_of(spelling)`` names the kind of run that has a flag which this one lacks, or returns None.
         ``checkpoint_config(load, step)`` reads the ``to_json()`` stored in a checkpoint, or returns None when there is
         none; it is called only with ``--use-checkpoint-args``.
-        ``defaults``: values of the command by field, where its flags' own defaults don't suit it.
-        Raises ConfigError with every failure at once. ``--help`` prints and leaves with code 0.
+        ``defaults``: the command's own defaults by field, which replace those of its flags.
+        Raises ConfigError with every failure at once. ``--help`` prints and exits with code 0.
         """
         from megatron.config.parse import parse_run
 
@@ -206,7 +204,7 @@ class RunConfig:
 
     @property
     def _schedule(self) -> list[tuple[int, int]]:
-        """The entries of ``--step-batch-size-schedule``; none where a rule says that it can't be read."""
+        """The entries of ``--step-batch-size-schedule``; empty where it cannot be read, which a rule reports."""
         with contextlib.suppress(ConfigError):
             return read_batch_steps(self.training.step_batch_size_schedule or "")
         return []

@@ -1,8 +1,8 @@
-"""What a misspelt word was meant to be, if it is almost certainly a typo of one known word.
+"""The known word that a misspelt word almost certainly stands for.
 
 Similar is not enough: ``--deepspeed`` contains ``--seed``, and ``--reglu`` is one letter from ``--geglu``. Words are
-compared part by part, and a part that is itself a word of another flag is no typo. No suggestion is better than a wrong
-one.
+compared part by part, and a part that is itself a word of another flag is no typo. A wrong suggestion is worse than
+none.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def parts_of(word: str) -> tuple[str, ...]:
 
 
 def _typos(typed: tuple[str, ...], meant: tuple[str, ...], correct: Collection[str]) -> int | None:
-    """How many typos turn ``meant`` into ``typed``, or None when it is more likely something else."""
+    """Number of typos between ``meant`` and ``typed``, or None if they are more likely different words."""
     if "".join(typed) == "".join(meant) or sorted(typed) == sorted(meant):  # other dashes or case; another order
         return 0
     if len(typed) != len(meant):
@@ -70,7 +70,7 @@ def _typos_of_part(typed: str, meant: str, correct: Collection[str]) -> int | No
 
 
 def _is_slip(typed: str, meant: str) -> bool:
-    """Whether a letter was left out or struck twice, or two neighbours changed places."""
+    """Whether a letter was left out or typed twice, or two neighbours were swapped."""
     places = range(len(meant))
     return (
         any(typed == meant[:at] + meant[at + 1 :] for at in places)
@@ -80,7 +80,7 @@ def _is_slip(typed: str, meant: str) -> bool:
 
 
 def _distance(one: str, other: str) -> int:
-    """Edits between two words: a letter more, less or other, or two neighbours exchanged."""
+    """Edit distance of two words: insertions, deletions, substitutions and swaps of neighbours."""
     rows = [list(range(len(other) + 1))]
     for i, a in enumerate(one, start=1):
         row = [i]

@@ -1,4 +1,4 @@
-"""Which trained model a tool uses."""
+"""The trained model that a tool uses."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class TrainedModelConfig:
     load: str = flag("Folder of checkpoints.")
     ckpt_step: int | None = flag("Iteration to load instead of the newest.", default=None, at_least=0)
     tokenizer_type: TokenizerType | None = flag(  # noqa: RUF009
-        "Kind of tokenizer, for a checkpoint that keeps none.",
+        "Kind of tokenizer, for a checkpoint that stores none.",
         default=None,
         renamed_values=RENAMED_TOKENIZERS,
         refused_values=REFUSED_TOKENIZERS,
     )
     vocab_extra_ids: int | None = flag(
-        "Sentinel tokens of the tokenizer, for a checkpoint that keeps none.",
+        "Sentinel tokens of the tokenizer, for a checkpoint that stores none.",
         default=None,
         at_least=0,
         at_most=1_000_000,

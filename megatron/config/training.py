@@ -1,4 +1,4 @@
-"""How long and in which portions the run trains."""
+"""Batches and length of a run."""
 
 from __future__ import annotations
 

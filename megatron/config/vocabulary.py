@@ -1,4 +1,4 @@
-"""How many words a tokenizer's files hold, counted without the tokenizer's library."""
+"""Vocabulary size of a tokenizer's files, counted without the tokenizer's library."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from megatron.errors import ConfigError
 from megatron.small_files import VOCABULARY_BYTES, check_kinds, parse_json, read_bytes
 
 _TIKTOKEN_DEFAULT_SIZE = 2**17
-_OR_SAY_SO = "; to go on without it, give --vocab-size"
+_OR_SAY_SO = "; it is not needed with --vocab-size"
 
 
 def vocabulary_size(run: RunConfig) -> int:
     """Size of the vocabulary before padding: as given, or counted in the tokenizer's files.
 
-    Raises ConfigError in one sentence when a file is missing or its kind is not counted here.
+    Raises ConfigError when a file is missing or this kind cannot be counted without its library.
     """
     if run.model.vocab_size is not None:
         return run.model.vocab_size
@@ -33,7 +33,7 @@ def vocabulary_size(run: RunConfig) -> int:
         case "TikTokenizer":
             ranks = _read_json("--tokenizer-model", tokenizer.tokenizer_model, list[Any])
             return min(len(ranks) + tokenizer.tiktoken_num_special_tokens, _TIKTOKEN_DEFAULT_SIZE)
-    raise ConfigError(f"the vocabulary of {tokenizer.tokenizer_type} is not counted without its library{_OR_SAY_SO}")
+    raise ConfigError(f"the vocabulary of {tokenizer.tokenizer_type} cannot be counted without its library{_OR_SAY_SO}")
 
 
 def _hugging_face_size(model: str | None) -> int:
@@ -49,7 +49,7 @@ def _hugging_face_size(model: str | None) -> int:
 
 
 def _highest(flag: str, file: str | None, ids: Any) -> int:
-    """Embeddings are looked up by id, so a vocabulary with holes is as large as its highest id says."""
+    """Embeddings are looked up by id, so the size is the highest id plus one, even if ids are missing."""
     if not isinstance(ids, dict) or not ids or not all(type(number) is int for number in ids.values()):
         raise ConfigError(f"{flag} {file} holds no vocabulary of words and their ids{_OR_SAY_SO}")
     return int(max(ids.values())) + 1

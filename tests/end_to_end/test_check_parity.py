@@ -89,4 +89,4 @@ def test_more_ranks_than_a_machine_has_processes_for_are_refused() -> None:
 def test_layout_that_does_not_fit_is_refused_in_a_sentence() -> None:
     """Before any process is started."""
     said = run(TOOL, f"{TINY} --train-iters 3 --world-size 3 --tensor-model-parallel-size 3", expect=2)
-    assert "--num-attention-heads 4 does not divide by --tensor-model-parallel-size 3" in said
+    assert "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3" in said

@@ -115,5 +115,5 @@ def test_job_checks_its_flags_before_it_starts_anything(tmp_path: Path) -> None:
     """By a dry run on the ranks that the job has."""
     cluster = Cluster(tmp_path)
     assert cluster.job("--tensor-model-parallel-size", "4") == 2
-    assert "2 ranks do not divide by --tensor-model-parallel-size 4" in cluster.log
+    assert "2 ranks are not divisible by --tensor-model-parallel-size 4" in cluster.log
     assert "starting" not in cluster.log

@@ -60,7 +60,7 @@ def outcome_of(line: LaunchLine, folder: Path) -> tuple[str, ...]:
     try:
         run = RunConfig.parse(words, world_size=line.ranks, extra_groups=FAMILIES[line.family].groups)
     except ConfigError as error:
-        sentences = re.sub(r"^\d+ things are wrong with the settings:\n|^ +\d+\. ", "", str(error), flags=re.M)
+        sentences = re.sub(r"^\d+ problems in the settings:\n|^ +\d+\. ", "", str(error), flags=re.M)
         return tuple(f"- {sentence}" for sentence in sentences.replace(str(path), "DS_CONFIG").splitlines())
     remarked = " ".join(dict.fromkeys(flag for note in run.notes for flag in _subject(note)))
     return (f"= {'; '.join(_summary(run))}", *([f"+ {remarked}"] if remarked else []))

@@ -1,7 +1,7 @@
 """Rules over the settings of a run: small functions that return None or one sentence.
 
-A sentence says what is wrong with the actual values, which flags, and what would fit. All rules run, and all failures
-are listed at once, before any process group or device is touched.
+A sentence says what is wrong with the actual values, which flags are involved, and which values would work. All rules
+run, and all failures are listed at once, before any process group or device is touched.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def rules_of(run: RunConfig) -> tuple[Rule, ...]:
-    """Those of every run, and those that its train spec's own settings bring."""
+    """The rules of every run, and those of its model family's settings."""
     return (*RULES, *run.train_spec.rules())
 
 
@@ -53,8 +53,8 @@ def check(run: RunConfig) -> None:
 def failures(run: RunConfig, *, faulted: Collection[str] = ()) -> list[str]:
     """One sentence per failure: numbers out of bounds first, and then what the rules find.
 
-    A rule that reads a number out of bounds, one of the ``faulted`` flags, which were already reported, or what follows
-    from them is left out: what it would find may be no mistake once those are right.
+    A rule that reads a number out of bounds, one of the ``faulted`` flags (already reported), or a value derived from
+    them is skipped: its finding may disappear once those are right.
     """
     problems, wrong = [], set(faulted)
     for spec in run.flags():
@@ -73,7 +73,7 @@ def failures(run: RunConfig, *, faulted: Collection[str] = ()) -> list[str]:
 
 
 def _unknown_fields(run: RunConfig, wrong: Collection[str]) -> set[str]:
-    """Fields of the ``wrong`` flags, and those that follow from them where they were not given."""
+    """Fields of the ``wrong`` flags, and fields derived from them that were not given."""
     fields = {spec.field for spec in run.flags() if spec.positive in wrong}
     fields |= {"world_size"} if "--world-size" in wrong else set()
     follow = {s.field for s in run.flags() if fields & set(s.options.follows) and not run.given(s.field)}
@@ -81,7 +81,7 @@ def _unknown_fields(run: RunConfig, wrong: Collection[str]) -> set[str]:
 
 
 def remarks(run: RunConfig) -> list[str]:
-    """What a user should know about settings that are sound but have no effect, or another one than it seems."""
+    """Remarks about valid settings that have no effect or an unexpected one."""
     unused = [f"{', '.join(flags)}: no effect{reason}" for flags, reason in no_effect.without_effect(run)]
     return unused + [sentence for rule in (*remarking.RULES, *run.train_spec.remarks()) if (sentence := rule(run))]
 
@@ -91,4 +91,4 @@ def listed(problems: Sequence[str], *, of: str = "settings") -> str:
     if len(problems) == 1:
         return problems[0]
     lines = (f"  {number}. {problem}" for number, problem in enumerate(problems, start=1))
-    return f"{len(problems)} things are wrong with the {of}:\n" + "\n".join(lines)
+    return f"{len(problems)} problems in the {of}:\n" + "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Rules about sequences that context-parallel ranks share, and how they exchange keys or heads."""
+"""Rules about context parallelism: the division of the sequence, and the exchange of keys or heads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.config.run import RunConfig
 
 
 def sequence_divides_over_context_ranks(run: RunConfig) -> str | None:
-    """A rank holds two pieces of the sequence, and with sequence parallelism its tensor-parallel ranks divide them."""
+    """Each context-parallel rank holds two pieces of the sequence, split again over tensor-parallel ranks with SP."""
     parallel, length = run.parallel, run.data.seq_length
     ranks, tensor = parallel.context_parallel_size, parallel.tensor_model_parallel_size
     if ranks == 1:
@@ -19,25 +19,25 @@ def sequence_divides_over_context_ranks(run: RunConfig) -> str | None:
     unit = lcm(2 * ranks, ranks * tensor) if parallel.sequence_parallel else 2 * ranks
     fits = f"use a length of {multiples_near(length, unit)}"
     if length % (2 * ranks):
-        return f"--seq-length {length} does not divide by 2 x --context-parallel-size {ranks}; {fits}"
+        return f"--seq-length {length} is not divisible by 2 x --context-parallel-size {ranks}; {fits}"
     if length % unit:
         return (
-            f"--seq-length {length} over --context-parallel-size {ranks} is {length // ranks}, which does not divide "
-            f"by --tensor-model-parallel-size {tensor}, as --sequence-parallel needs; {fits}"
+            f"--seq-length {length} over --context-parallel-size {ranks} is {length // ranks}, which is not "
+            f"divisible by --tensor-model-parallel-size {tensor}, as --sequence-parallel needs; {fits}"
         )
     return None
 
 
 def exchanges_are_one_or_one_per_layer(run: RunConfig) -> str | None:
-    """The way of exchange is the same in all layers, or named for each."""
+    """--cp-comm-type has one value for all layers or one per layer."""
     given, layers = len(run.parallel.cp_comm_type), run.num_layers
     if given in (1, layers):
         return None
-    return f"--cp-comm-type names {given} ways for {layers_asked(run)}; name one for all layers, or {layers}"
+    return f"--cp-comm-type has {given} values for {layers_asked(run)}; give one for all layers, or {layers}"
 
 
 def two_levels_have_sizes(run: RunConfig) -> str | None:
-    """Heads among some ranks and keys round rings of others: how many of each must be said."""
+    """The two-level exchange needs the sizes of its levels."""
     parallel = run.parallel
     if "a2a+p2p" not in parallel.cp_comm_type or parallel.hierarchical_context_parallel_sizes is not None:
         return None
@@ -48,7 +48,7 @@ def two_levels_have_sizes(run: RunConfig) -> str | None:
 
 
 def levels_need_two_level_exchange(run: RunConfig) -> str | None:
-    """Two sizes mean something to the two-level exchange only."""
+    """Level sizes need the two-level exchange."""
     sizes = run.parallel.hierarchical_context_parallel_sizes
     if sizes is None or "a2a+p2p" in run.parallel.cp_comm_type:
         return None
@@ -59,19 +59,19 @@ def levels_need_two_level_exchange(run: RunConfig) -> str | None:
 
 
 def levels_make_up_the_context_ranks(run: RunConfig) -> str | None:
-    """Two levels, and every context-parallel rank in both."""
+    """The product of the two level sizes is the context-parallel size."""
     sizes, ranks = run.parallel.hierarchical_context_parallel_sizes, run.parallel.context_parallel_size
     if sizes is None or "a2a+p2p" not in run.parallel.cp_comm_type:
         return None
     if len(sizes) == 2 and sizes[0] * sizes[1] == ranks:
         return None
     asked = f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))}"
-    wrong = f"makes {sizes[0] * sizes[1]} ranks" if len(sizes) == 2 else f"names {len(sizes)} sizes instead of two"
-    return f"{asked} {wrong}, and --context-parallel-size is {ranks}; use {_levels(run)}"
+    wrong = f"means {sizes[0] * sizes[1]} ranks" if len(sizes) == 2 else f"has {len(sizes)} sizes instead of two"
+    return f"{asked} {wrong}, but --context-parallel-size is {ranks}; use {_levels(run)}"
 
 
 def heads_divide_over_exchanging_ranks(run: RunConfig) -> str | None:
-    """Ranks that exchange heads hold whole ones, on each tensor-parallel rank."""
+    """The query heads of a tensor-parallel rank are divisible by the ranks that exchange heads."""
     heads, tensor = run.model.num_attention_heads, run.parallel.tensor_model_parallel_size
     held = heads // tensor
     for kind in run.parallel.cp_comm_types:
@@ -79,13 +79,13 @@ def heads_divide_over_exchanging_ranks(run: RunConfig) -> str | None:
         if heads % tensor == 0 and held % ranks:
             return (
                 f"--cp-comm-type {kind} divides the {held} query heads of a tensor-parallel rank over {ranks} ranks; "
-                f"ranks that fit: {_fitting(run)}; or use --cp-comm-type p2p, which divides none"
+                f"ranks that fit: {_fitting(run)}; or use --cp-comm-type p2p, which does not divide heads"
             )
     return None
 
 
 def query_groups_fit_exchanging_ranks(run: RunConfig) -> str | None:
-    """Ranks that exchange heads hold whole key/value heads, or equally many hold each."""
+    """Ranks that exchange heads hold whole key/value heads, or each such head is held by equally many ranks."""
     model, tensor = run.model, run.parallel.tensor_model_parallel_size
     held = max(model.num_query_groups // tensor, 1)
     for kind in run.parallel.cp_comm_types:
@@ -93,8 +93,8 @@ def query_groups_fit_exchanging_ranks(run: RunConfig) -> str | None:
         if model.num_attention_heads % (tensor * ranks) == 0 and not divide(held, ranks):
             return (
                 f"--cp-comm-type {kind} divides {held} of --num-query-groups {model.num_query_groups} on a "
-                f"tensor-parallel rank over {ranks} ranks, and neither number divides by the other; "
-                f"ranks that fit: {_fitting(run)}; or use --cp-comm-type p2p, which divides none"
+                f"tensor-parallel rank over {ranks} ranks, and neither number is divisible by the other; ranks that "
+                f"fit: {_fitting(run)}; or use --cp-comm-type p2p, which does not divide heads"
             )
     return None
 
@@ -107,7 +107,7 @@ def _fitting(run: RunConfig) -> str:
 
 
 def _levels(run: RunConfig) -> str:
-    """Pairs of sizes that the context-parallel ranks can be cut into."""
+    """Pairs of level sizes whose product is the context-parallel size."""
     ranks = run.parallel.context_parallel_size
     return one_of(f"{size} {ranks // size}" for size in divisors(ranks))
 

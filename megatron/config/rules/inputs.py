@@ -11,7 +11,7 @@ from megatron.config.run import RunConfig
 
 
 def one_data_source(run: RunConfig) -> str | None:
-    """Data comes from one place, and from one at least."""
+    """There is exactly one source of data."""
     data = run.data
     per_split = [flag for flag, paths in _per_split(run).items() if paths]
     named = [
@@ -22,14 +22,14 @@ def one_data_source(run: RunConfig) -> str | None:
         *["--mock-data"] * data.mock_data,
     ]
     if len(named) > 1:
-        return f"{' and '.join(named)} exclude each other; keep one"
+        return f"{' and '.join(named)} are mutually exclusive; keep one"
     if not named and not run.train_spec.reads_own_data:
         return "there is no data: give --data-path PREFIX (of PREFIX.bin and PREFIX.idx), or --mock-data"
     return None
 
 
 def training_data_is_given(run: RunConfig) -> str | None:
-    """Data per split covers the split that trains."""
+    """Data given per split includes training data."""
     paths = _per_split(run)
     given = [flag for flag, each in paths.items() if each]
     if not given or paths["--train-data-path"] or run.training.skip_train:
@@ -38,7 +38,7 @@ def training_data_is_given(run: RunConfig) -> str | None:
 
 
 def split_needs_one_data_set(run: RunConfig) -> str | None:
-    """Shares are cut from one data set."""
+    """--split divides --data-path only."""
     given = [flag for flag, each in _per_split(run).items() if each]
     given += ["--per-split-data-args-path"] * bool(run.data.per_split_data_args_path)
     if given and run.data.split != DEFAULT_SPLIT:
@@ -47,7 +47,7 @@ def split_needs_one_data_set(run: RunConfig) -> str | None:
 
 
 def split_is_sound(run: RunConfig) -> str | None:
-    """Up to three shares, some of it for training."""
+    """--split is one to three shares, and the first is more than 0."""
     text = run.data.split
     shares = re.findall(r"[^,\s]+", text)
     numbers = [float(share) for share in shares if re.fullmatch(r"\d*\.?\d+|\d+\.", share)]
@@ -61,7 +61,7 @@ def split_is_sound(run: RunConfig) -> str | None:
 
 
 def cache_is_a_folder(run: RunConfig) -> str | None:
-    """Indices are mapped into memory, which takes a file system."""
+    """The index cache is memory-mapped, so it must be on a file system."""
     path = run.data.data_cache_path
     if path is None or "://" not in path:
         return None
@@ -76,52 +76,52 @@ def blends_are_sound(run: RunConfig) -> str | None:
         if not known:
             continue
         if len(known) < len(weights) or len(words) % 2:
-            return f"{flag} {' '.join(words)}: give each prefix a weight before it, or none"
+            return f"{flag} {' '.join(words)}: give a weight before each prefix, or no weight"
         stray = next((word for word in words[1::2] if _number(word) is not None), None)
         if stray is not None:
             return f"{flag} {' '.join(words)}: a prefix is missing before the weight {stray}"
         if not (all(0 <= weight < math.inf for weight in known) and any(known)):
-            return f"{flag} {' '.join(words)}: weights must be 0 or more, and one more than 0"
+            return f"{flag} {' '.join(words)}: weights must be 0 or more, and at least one of them more than 0"
     return None
 
 
 def validation_sets_exist(run: RunConfig) -> str | None:
-    """Several validation sets are files."""
+    """--multiple-validation-sets needs data files."""
     if run.data.multiple_validation_sets and run.data.mock_data:
-        return "--multiple-validation-sets names data sets; leave it out with --mock-data, or give --valid-data-path"
+        return "--multiple-validation-sets needs data files; leave it out with --mock-data, or give --valid-data-path"
     return None
 
 
 def validation_ends(run: RunConfig) -> str | None:
-    """Made-up data are many, and none of them worth reading whole."""
+    """--full-validation needs data files: mock data has millions of samples."""
     if run.data.full_validation and run.data.mock_data:
-        return "--full-validation reads all validation data, and --mock-data make up millions of samples; leave one out"
+        return "--full-validation reads all validation data, and --mock-data generates millions of samples; keep one"
     return None
 
 
 def verified_data_are_files(run: RunConfig) -> str | None:
-    """Made-up data can't be damaged."""
+    """--verify-data needs data files."""
     if run.data.verify_data and run.data.mock_data:
         return "--verify-data compares files with their digests; leave it out with --mock-data"
     return None
 
 
 def packing_is_possible(run: RunConfig) -> str | None:
-    """What --packing, --sft and --fim-rate exclude."""
+    """Combinations of --packing, --sft, --fim-rate and --data-order that are not supported."""
     data = run.data
     if data.packing != "stream" and data.data_order == "megatron":
-        return f"--packing {data.packing} and --data-order megatron exclude each other: Megatron-LM packs a stream"
+        return f"--packing {data.packing} and --data-order megatron are mutually exclusive: Megatron-LM packs a stream"
     if data.packing != "stream" and data.fim_rate:
         return f"--fim-rate {data.fim_rate} rearranges a stream of documents; leave --packing {data.packing} out"
     if data.sft and data.fim_rate:
-        return f"--fim-rate {data.fim_rate} and --sft exclude each other: answers aren't rearranged; keep one"
+        return f"--fim-rate {data.fim_rate} and --sft are mutually exclusive: answers are not rearranged; keep one"
     if data.sft and data.mock_data:
         return "--sft needs data made by tools/preprocess_sft.py; leave it out with --mock-data"
     return None
 
 
 def tokenizer_has_files(run: RunConfig) -> str | None:
-    """Each kind of tokenizer has what it reads."""
+    """The files and sizes that a kind of tokenizer reads are given."""
     tokenizer = run.tokenizer
     kind = tokenizer.tokenizer_type
     needed: dict[str, object]
@@ -141,7 +141,7 @@ def tokenizer_has_files(run: RunConfig) -> str | None:
 
 
 def saving_needs_a_folder(run: RunConfig) -> str | None:
-    """Checkpoints are written somewhere."""
+    """Settings about saving need --save."""
     checkpoint = run.checkpoint
     if checkpoint.save is None and checkpoint.keep_last_checkpoints is not None:
         return f"--keep-last-checkpoints {checkpoint.keep_last_checkpoints} needs --save"
@@ -153,18 +153,18 @@ def saving_needs_a_folder(run: RunConfig) -> str | None:
 
 
 def retained_checkpoints_exist(run: RunConfig) -> str | None:
-    """Checkpoints that are kept for good are among those that are written."""
+    """--save-retain-interval is a multiple of --save-interval."""
     kept, written = run.checkpoint.save_retain_interval, run.checkpoint.save_interval
     if kept is None or written is None or kept % written == 0:
         return None
     return (
-        f"--save-retain-interval {kept} does not divide by --save-interval {written}; "
-        f"use {multiples_near(kept, written)}"
+        f"--save-retain-interval {kept} is not divisible by --save-interval {written}; use "
+        f"{multiples_near(kept, written)}"
     )
 
 
 def loading_needs_a_checkpoint(run: RunConfig) -> str | None:
-    """Settings about loading name something to load."""
+    """Settings about loading need --load or --pretrained-checkpoint."""
     checkpoint = run.checkpoint
     if checkpoint.load is not None:
         return None
@@ -178,7 +178,7 @@ def loading_needs_a_checkpoint(run: RunConfig) -> str | None:
 
 
 def model_parallel_sizes_come_with_the_architecture(run: RunConfig) -> str | None:
-    """Sizes are read from a checkpoint together with its architecture."""
+    """--use-mp-args-from-checkpoint-args needs --use-checkpoint-args."""
     if run.checkpoint.use_mp_args_from_checkpoint_args and not run.checkpoint.use_checkpoint_args:
         return "--use-mp-args-from-checkpoint-args needs --use-checkpoint-args"
     return None

@@ -12,11 +12,11 @@ _Settings = TypeVar("_Settings")
 
 
 class UnknownSettingError(Exception):
-    """A rule read a setting that is not known, so it can't say anything."""
+    """A rule read a setting that is not known, so its result is unknown."""
 
 
 def without(run: RunConfig, fields: Collection[str]) -> RunConfig:
-    """``run``, in which reading one of ``fields`` raises UnknownSettingError, also on the way to another value."""
+    """``run``, in which reading one of ``fields``, directly or through a property, raises UnknownSettingError."""
     hidden = {id(group): _hiding(group, fields, {}) for group in run.groups()}
     changed: dict[str, Any] = {name: hidden[id(value)] for name, value in vars(run).items() if id(value) in hidden}
     return _hiding(run, fields, changed | {"extra": tuple(hidden[id(each)] for each in run.extra)})

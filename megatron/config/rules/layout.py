@@ -7,7 +7,7 @@ from megatron.config.run import RunConfig
 
 
 def world_divides(run: RunConfig) -> str | None:
-    """The ranks are a multiple of one copy of the model."""
+    """The number of ranks is a multiple of the model-parallel size."""
     sizes = run.parallel
     if run.world_size % run.model_parallel_size == 0:
         return None
@@ -20,9 +20,9 @@ def world_divides(run: RunConfig) -> str | None:
     product = " x ".join(f"{flag} {size}" for flag, size in asked.items())
     total = f" = {run.model_parallel_size}" if len(asked) > 1 else ""
     fits = some(divisors(run.world_size), near=run.model_parallel_size)
-    ranks = "1 rank does" if run.world_size == 1 else f"{run.world_size} ranks do"
+    ranks = "1 rank is" if run.world_size == 1 else f"{run.world_size} ranks are"
     return (
-        f"{ranks} not divide by {product}{total}; start a multiple of {run.model_parallel_size} "
+        f"{ranks} not divisible by {product}{total}; start a multiple of {run.model_parallel_size} "
         f"ranks, or use {'sizes whose product is' if total else 'a size of'} {fits}"
     )
 
@@ -33,12 +33,12 @@ def heads_divide_over_ranks(run: RunConfig) -> str | None:
 
 
 def query_groups_divide_over_ranks(run: RunConfig) -> str | None:
-    """Each tensor-parallel rank holds whole key/value heads, or equally many ranks share each."""
+    """Each tensor-parallel rank holds whole key/value heads, or each such head is shared by equally many ranks."""
     groups, ranks = run.model.num_query_groups, run.parallel.tensor_model_parallel_size
     if groups == run.model.num_attention_heads or divide(groups, ranks):
         return None
     return (
-        f"--num-query-groups {groups} neither divides by --tensor-model-parallel-size {ranks} nor divides it; "
+        f"--num-query-groups {groups} is neither a multiple nor a divisor of --tensor-model-parallel-size {ranks}; "
         f"sizes that fit: {some(tensor_parallel_sizes(run), near=ranks)}"
     )
 
@@ -53,7 +53,7 @@ def _splits(run: RunConfig, flag: str, size: int) -> str | None:
     if size % ranks == 0:
         return None
     fits = some(tensor_parallel_sizes(run), near=ranks)
-    return f"{flag} {size} does not divide by --tensor-model-parallel-size {ranks}; sizes that fit: {fits}"
+    return f"{flag} {size} is not divisible by --tensor-model-parallel-size {ranks}; sizes that fit: {fits}"
 
 
 def sequence_divides_over_tensor_ranks(run: RunConfig) -> str | None:
@@ -62,13 +62,13 @@ def sequence_divides_over_tensor_ranks(run: RunConfig) -> str | None:
     if not run.parallel.sequence_parallel or run.parallel.context_parallel_size > 1 or length % ranks == 0:
         return None
     return (
-        f"--seq-length {length} does not divide by --tensor-model-parallel-size {ranks}, as --sequence-parallel needs; "
-        f"use a length of {multiples_near(length, ranks)}"
+        f"--seq-length {length} is not divisible by --tensor-model-parallel-size {ranks}, as --sequence-parallel "
+        f"needs; use a length of {multiples_near(length, ranks)}"
     )
 
 
 def param_gather_overlap_needs_sharding(run: RunConfig) -> str | None:
-    """Parameters are gathered only where the optimizer is sharded, and ahead only where gradients are reduced ahead."""
+    """--overlap-param-gather needs a sharded optimizer and overlapped gradient reduction."""
     parallel = run.parallel
     lacking = [
         flag
@@ -94,14 +94,14 @@ def world_size_is_for_dry_runs(run: RunConfig) -> str | None:
 
 
 def device_memory_is_for_dry_runs(run: RunConfig) -> str | None:
-    """Memory is estimated before a run only."""
+    """Memory is estimated by dry runs only."""
     if run.command.device_memory_gb is None or run.command.dry_run:
         return None
     return "--device-memory-gb is for --dry-run, which estimates whether the run fits; leave it out"
 
 
 def file_checks_are_for_dry_runs(run: RunConfig) -> str | None:
-    """A real run can't go without its files."""
+    """A run reads its files; only a dry run may skip checking them."""
     if run.command.check_files or run.command.dry_run:
         return None
     return "--no-check-files is for --dry-run; a run reads its files: leave it out"

@@ -12,7 +12,7 @@ def heads_divide_hidden_size(run: RunConfig) -> str | None:
     if hidden % heads == 0 or run.given("kv_channels") or run.model.kv_channels != hidden // heads:
         return None
     return (
-        f"--hidden-size {hidden} does not divide by --num-attention-heads {heads}; use a width of "
+        f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; use a width of "
         f"{multiples_near(hidden, heads)}, or {divisors_near(hidden, heads)} heads, or give --kv-channels"
     )
 
@@ -23,13 +23,13 @@ def query_groups_divide_heads(run: RunConfig) -> str | None:
     if heads % groups == 0:
         return None
     return (
-        f"--num-attention-heads {heads} does not divide by --num-query-groups {groups}; "
-        f"groups that fit: {some(divisors(heads), near=groups)}"
+        f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}; groups that fit: "
+        f"{some(divisors(heads), near=groups)}"
     )
 
 
 def query_groups_need_grouped_attention(run: RunConfig) -> str | None:
-    """A number of groups is meant only with grouped attention."""
+    """--num-query-groups needs --group-query-attention."""
     model = run.model
     if model.group_query_attention or model.num_query_groups == model.num_attention_heads:
         return None
@@ -40,7 +40,7 @@ def query_groups_need_grouped_attention(run: RunConfig) -> str | None:
 
 
 def sequence_fits_positions(run: RunConfig) -> str | None:
-    """The model may see the whole sequence."""
+    """--seq-length is at most --max-position-embeddings."""
     length, most = run.data.seq_length, run.model.max_position_embeddings
     if length <= most:
         return None
@@ -61,7 +61,7 @@ def one_activation(run: RunConfig) -> str | None:
     }
     named = [flag for flag, given in asked.items() if given]
     if len(named) > 1:
-        return f"{' and '.join(named)} exclude each other; keep one"
+        return f"{' and '.join(named)} are mutually exclusive; keep one"
     if model.exact_gelu and (model.swiglu or model.relu or model.squared_relu):
         return f"--exact-gelu has no effect with {named[0]}; keep one"
     return None
@@ -80,7 +80,7 @@ def rotated_width_is_even(run: RunConfig) -> str | None:
 
 
 def rotary_settings_need_rope(run: RunConfig) -> str | None:
-    """Settings of rotary positions are not lost silently."""
+    """Settings of rotary positions need rotary positions."""
     model = run.model
     asked = {
         "--rotary-percent": model.rotary_percent != 1.0,
@@ -99,14 +99,14 @@ def rotary_settings_need_rope(run: RunConfig) -> str | None:
 
 
 def one_rotary_scaling(run: RunConfig) -> str | None:
-    """Rotary positions are stretched in one way."""
+    """Rotary positions are scaled in one way."""
     if run.model.use_rope_scaling and run.model.rotary_seq_len_interpolation_factor is not None:
-        return "--use-rope-scaling and --rotary-seq-len-interpolation-factor exclude each other; keep one"
+        return "--use-rope-scaling and --rotary-seq-len-interpolation-factor are mutually exclusive; keep one"
     return None
 
 
 def scaling_factor_needs_scaling(run: RunConfig) -> str | None:
-    """A factor is meant only with the scaling."""
+    """--rope-scaling-factor needs --use-rope-scaling."""
     if run.model.use_rope_scaling or run.model.rope_scaling_factor == 8.0:
         return None
     return (
@@ -128,7 +128,7 @@ def attention_kernel_draws_no_dropout(run: RunConfig) -> str | None:
 def one_precision(run: RunConfig) -> str | None:
     """Weights have one format."""
     if run.precision.fp16 and run.precision.bf16:
-        return "--fp16 and --bf16 exclude each other; keep one"
+        return "--fp16 and --bf16 are mutually exclusive; keep one"
     return None
 
 
@@ -142,19 +142,19 @@ def bf16_reduction_needs_bf16(run: RunConfig) -> str | None:
 def one_gradient_format(run: RunConfig) -> str | None:
     """Gradients are accumulated in one format."""
     if run.precision.grad_reduce_in_bf16 and run.precision.accumulate_allreduce_grads_in_fp32:
-        return "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; keep one"
+        return "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 are mutually exclusive; keep one"
     return None
 
 
 def fp32_residual_needs_half_precision(run: RunConfig) -> str | None:
-    """The residual stream is in fp32 anyway when everything is."""
+    """--fp32-residual-connection needs a model in 16 bits."""
     if run.model.fp32_residual_connection and run.precision.params_dtype == "fp32":
         return "--fp32-residual-connection needs --bf16 or --fp16; without them everything is in fp32"
     return None
 
 
 def loss_scales_are_ordered(run: RunConfig) -> str | None:
-    """The dynamic loss scale starts where it may be."""
+    """--initial-loss-scale is at least --min-loss-scale."""
     first, least = run.precision.initial_loss_scale, run.precision.min_loss_scale
     if first >= least:
         return None

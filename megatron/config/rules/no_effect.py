@@ -1,4 +1,4 @@
-"""Settings that are read only where another one is."""
+"""Settings that have an effect only together with another one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron.config.pipeline import schedule_name
 from megatron.config.run import RunConfig
 from megatron.config.typed_spellings import typed_spelling
 
-# fields, why they have no effect, and whether they do have one
+# fields, the reason why they have no effect, and whether they have one
 NEEDS: tuple[tuple[str, str, Callable[[RunConfig], object]], ...] = (
     (
         "cp_comm_type",

@@ -12,7 +12,7 @@ _ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pip
 
 
 def layers_fall_into_stages(run: RunConfig) -> str | None:
-    """No layer is lost, and every stage has one."""
+    """Every layer is in a stage, and every stage has a layer."""
     others = (stages_need_ranks, virtual_stages_are_given_once, layout_stands_alone, ends_stand_alone)
     if any(rule(run) for rule in others):
         return None
@@ -24,33 +24,33 @@ def layers_fall_into_stages(run: RunConfig) -> str | None:
 
 
 def stages_need_ranks(run: RunConfig) -> str | None:
-    """What describes a pipeline needs one."""
+    """Flags that describe a pipeline need at least two pipeline ranks."""
     named = _named(run, *_VIRTUAL, *_ENDS, "pipeline_schedule", "pipeline_model_parallel_layout")
     if run.parallel.pipeline_model_parallel_size > 1 or not named:
         return None
     verb = "describes" if len(named) == 1 else "describe"
     return (
-        f"{' and '.join(named)} {verb} a pipeline, and --pipeline-model-parallel-size is 1; give it at least 2, or "
+        f"{' and '.join(named)} {verb} a pipeline, but --pipeline-model-parallel-size is 1; give at least 2, or "
         f"leave {'it' if len(named) == 1 else 'them'} out"
     )
 
 
 def virtual_stages_are_given_once(run: RunConfig) -> str | None:
-    """By layers or by chunks."""
+    """Virtual stages are given by layers per chunk or by chunks per rank."""
     named = _named(run, *_VIRTUAL)
-    return f"{' and '.join(named)} say the same in two ways; keep one" if len(named) > 1 else None
+    return f"{' and '.join(named)} both set the number of virtual stages; keep one" if len(named) > 1 else None
 
 
 def layout_stands_alone(run: RunConfig) -> str | None:
-    """A layout says where every layer is."""
+    """A layout string replaces the other flags that divide layers."""
     named = _named(run, *_VIRTUAL, *_ENDS, *_ACCOUNTS)
     if run.parallel.pipeline_model_parallel_layout is None or not named:
         return None
-    return f"--pipeline-model-parallel-layout already says where every layer is; leave {' and '.join(named)} out"
+    return f"--pipeline-model-parallel-layout already places every layer; leave {' and '.join(named)} out"
 
 
 def ends_stand_alone(run: RunConfig) -> str | None:
-    """A given number of layers leaves nothing to account for, and is of a rank that has one end of the model only."""
+    """Given layers of the first or last rank exclude the accounting flags, and ZB-V, which has both on one rank."""
     ends, accounts = _named(run, *_ENDS), _named(run, *_ACCOUNTS)
     if ends and accounts:
         return f"{' and '.join(ends)} cannot be combined with {' and '.join(accounts)}; keep one way of dividing layers"
@@ -93,7 +93,7 @@ def schedule_suits_the_chunks(run: RunConfig) -> str | None:
 
 
 def schedule_can_be_listed(run: RunConfig) -> str | None:
-    """A step is a list of passes through stages, which is worked out before the first."""
+    """The list of passes of a step has a bounded length."""
     if run.parallel.pipeline_model_parallel_size == 1 or layers_fall_into_stages(run):
         return None
     training = run.training

@@ -6,7 +6,7 @@ from megatron.config.run import RunConfig
 
 
 def profiled_iterations_exist(run: RunConfig) -> str | None:
-    """At least one iteration lies after the start, up to the end."""
+    """At least one iteration is profiled."""
     start, end = run.profiling.profile_step_start, run.profiling.profile_step_end
     if not run.profiling.profile or start < end:
         return None
@@ -14,7 +14,7 @@ def profiled_iterations_exist(run: RunConfig) -> str | None:
 
 
 def profiled_ranks_exist(run: RunConfig) -> str | None:
-    """A rank that doesn't exist would give no profile, and no error."""
+    """--profile-ranks are ranks of the run."""
     profiling, last = run.profiling, run.world_size - 1
     wrong = [rank for rank in profiling.profile_ranks if rank > last]
     if not wrong or not (profiling.profile or profiling.record_memory_history):
@@ -23,14 +23,14 @@ def profiled_ranks_exist(run: RunConfig) -> str | None:
 
 
 def trace_has_a_folder(run: RunConfig) -> str | None:
-    """Traces are files."""
+    """Traces of torch's profiler need --tensorboard-dir."""
     if not run.profiling.with_torch or run.reporting.tensorboard_dir:
         return None
     return "--use-pytorch-profiler writes its traces into --tensorboard-dir, which is not given"
 
 
 def needs_a_gpu(run: RunConfig) -> str | None:
-    """What has nothing to record on a CPU."""
+    """Profiling flags that need a GPU."""
     asked = run.profiling
     needs = {
         "--profile": (asked.profile and not asked.use_pytorch_profiler, "add --use-pytorch-profiler"),
@@ -42,7 +42,7 @@ def needs_a_gpu(run: RunConfig) -> str | None:
 
 
 def gloo_profiles_a_cpu(run: RunConfig) -> str | None:
-    """This backend is that of runs on CPUs."""
+    """gloo means a run on CPUs, which have nothing to record for some profiling flags."""
     return needs_a_gpu(run) if run.parallel.distributed_backend == "gloo" else None
 
 

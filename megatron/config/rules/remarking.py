@@ -1,4 +1,4 @@
-"""Remarks about settings that are sound but have no effect, or another one than it seems."""
+"""Remarks about valid settings that have no effect or an unexpected one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def sequence_parallel_needs_tensor_ranks(run: RunConfig) -> str | None:
 
 
 def lengths_in_the_other_unit(run: RunConfig) -> str | None:
-    """A run counted in samples may have its schedule in iterations, and the other way round."""
+    """Schedule lengths may be in iterations for a run counted in samples, and the other way round."""
     length = "--train-iters" if run.training.train_iters is not None else "--train-samples"
     ours, theirs = ("iters", "samples") if length == "--train-iters" else ("samples", "iters")
     flags = {name: f"--{name.replace('_', '-')}" for name in LENGTHS if getattr(run.optimizer, f"{name}_{theirs}")}
@@ -27,7 +27,7 @@ def lengths_in_the_other_unit(run: RunConfig) -> str | None:
 
 
 def ramp_of_a_run_in_iterations(run: RunConfig) -> str | None:
-    """Iterations of a changing batch are not equally long, so the number of samples is no product."""
+    """With a changing batch size, iterations have different numbers of samples."""
     ramp = "--rampup-batch-size" if run.training.rampup_batch_size else "--step-batch-size-schedule"
     if len(run.batch_ramp.sizes) == 1 or run.training.train_iters is None:
         return None
@@ -39,7 +39,7 @@ def ramp_of_a_run_in_iterations(run: RunConfig) -> str | None:
 
 
 def saving_without_an_interval(run: RunConfig) -> str | None:
-    """A folder alone asks for one checkpoint."""
+    """--save without --save-interval writes one checkpoint, at the end."""
     checkpoint = run.checkpoint
     if checkpoint.save is None or checkpoint.save_interval is not None or run.train_spec.trains_in_epochs:
         return None
@@ -49,14 +49,14 @@ def saving_without_an_interval(run: RunConfig) -> str | None:
 
 
 def default_split(run: RunConfig) -> str | None:
-    """One data set is cut by shares that were not asked for."""
+    """The default --split divides --data-path."""
     if run.data.data_path and run.provenance and not run.given("split"):
         return f"--split: {run.data.split!r} of --data-path for training, validation and test, because it is not given"
     return None
 
 
 def nan_check_is_off(run: RunConfig) -> str | None:
-    """Overflows are how the dynamic loss scale of fp16 finds its way."""
+    """The dynamic loss scale of fp16 works by overflows."""
     if run.precision.fp16 and run.precision.loss_scale is None:
         return "the check for losses that are not finite is off: with --fp16 and a dynamic loss scale they are skipped"
     return None
@@ -70,11 +70,11 @@ def gelu_without_biases(run: RunConfig) -> str | None:
 
 
 def mean_of_a_step(run: RunConfig) -> str | None:
-    """Megatron-LM takes the mean of its microbatches' means, which is another one where their counts differ."""
+    """Megatron-LM averages the means of microbatches, which differs where their token counts differ."""
     batch, micro = run.training.global_batch_size, run.training.micro_batch_size
     if not run.provenance or batch == micro or run.training.skip_train or not run.outline.predicts_words:
         return None
-    if any("--calculate-per-token-loss" in note for note in run.notes):  # no field: it asks for what is always done
+    if any("--calculate-per-token-loss" in note for note in run.notes):  # not a field: it asks for the only behaviour
         return None
     why = {
         "--eod-mask-loss": run.data.eod_mask_loss,
@@ -93,7 +93,7 @@ def mean_of_a_step(run: RunConfig) -> str | None:
 
 
 def profiled_iterations_are_reached(run: RunConfig) -> str | None:
-    """A run may end before the first iteration that is profiled."""
+    """The run reaches --profile-step-start."""
     start = run.profiling.profile_step_start
     if not run.profiling.profile or run.train_spec.trains_in_epochs or start < run.train_iters:
         return None
@@ -104,7 +104,7 @@ def profiled_iterations_are_reached(run: RunConfig) -> str | None:
 
 
 def profiles_of_a_gpu(run: RunConfig) -> str | None:
-    """A dry run doesn't know on which device the run will be."""
+    """A dry run does not know the device of the run."""
     return needs_a_gpu(run) if run.command.dry_run else None
 
 

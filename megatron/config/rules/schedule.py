@@ -14,7 +14,7 @@ def learning_rate_is_given(run: RunConfig) -> str | None:
 
 
 def learning_rates_are_ordered(run: RunConfig) -> str | None:
-    """The highest learning rate is the highest."""
+    """--min-lr and --lr-warmup-init are at most --lr."""
     highest = run.optimizer.lr
     if highest is None:
         return None
@@ -30,7 +30,7 @@ def one_unit_each(run: RunConfig) -> str | None:
         iters, samples = (getattr(run.optimizer, f"{name}_{unit}") for unit in ("iters", "samples"))
         if iters and samples:
             flag = f"--{name.replace('_', '-')}"
-            return f"{flag}-iters {iters} and {flag}-samples {samples} exclude each other; keep one"
+            return f"{flag}-iters {iters} and {flag}-samples {samples} are mutually exclusive; keep one"
     return None
 
 
@@ -45,7 +45,8 @@ def one_warmup(run: RunConfig) -> str | None:
     ):
         if value:
             return (
-                f"--lr-warmup-fraction {optimizer.lr_warmup_fraction:g} and {flag} {value} exclude each other; keep one"
+                f"--lr-warmup-fraction {optimizer.lr_warmup_fraction:g} and {flag} {value} are mutually "
+                "exclusive; keep one"
             )
     return None
 
@@ -103,12 +104,14 @@ def weight_decay_is_given_once(run: RunConfig) -> str | None:
 def one_schedule_source(run: RunConfig) -> str | None:
     """On resume the schedule comes from the flags or from the checkpoint."""
     if run.optimizer.override_opt_param_scheduler and run.optimizer.use_checkpoint_opt_param_scheduler:
-        return "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other; keep one"
+        return (
+            "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler are mutually exclusive; keep one"
+        )
     return None
 
 
 def _decay(run: RunConfig) -> tuple[str, int]:
-    """Unit (``iters``, ``samples``, or nothing for a run without length) and length of the decay."""
+    """Unit (``iters``, ``samples``, or empty for a run without length) and length of the decay."""
     if run.training.train_iters is not None:
         return "iters", length_in(run, "iters", "lr_decay") or run.training.train_iters
     if run.training.train_samples is not None:

@@ -13,18 +13,18 @@ _MOST_MICROBATCHES = 100_000
 
 
 def batch_divides(run: RunConfig) -> str | None:
-    """Every rank runs whole micro batches."""
+    """The global batch is divisible by microbatch size x data-parallel ranks."""
     total, micro, ranks = run.training.global_batch_size, run.training.micro_batch_size, run.data_parallel_size
     if total % (micro * ranks) == 0 or run.batch_steps:
         return None
     return (
-        f"--global-batch-size {total} does not divide by --micro-batch-size {micro} x {ranks} data-parallel ranks "
-        f"= {micro * ranks}; use {multiples_near(total, micro * ranks)}"
+        f"--global-batch-size {total} is not divisible by --micro-batch-size {micro} x {ranks} data-parallel ranks = "
+        f"{micro * ranks}; use {multiples_near(total, micro * ranks)}"
     )
 
 
 def batch_is_countable(run: RunConfig) -> str | None:
-    """A step is a list of forward and backward passes, which is simulated before it runs."""
+    """The number of microbatches is bounded: the schedule of a step is computed before it runs."""
     total, unit = run.training.global_batch_size, run.training.micro_batch_size * run.data_parallel_size
     if total // unit <= _MOST_MICROBATCHES or run.batch_steps:
         return None
@@ -36,7 +36,7 @@ def batch_is_countable(run: RunConfig) -> str | None:
 
 
 def ramp_is_sound(run: RunConfig) -> str | None:
-    """The batch grows from its start to the full size in whole steps, each of whole micro batches."""
+    """The batch grows to the full size in whole steps, each a whole number of microbatches."""
     if run.training.rampup_batch_size is None:
         return None
     start, increment, samples = run.training.rampup_batch_size
@@ -52,19 +52,19 @@ def ramp_is_sound(run: RunConfig) -> str | None:
     if wrong is None:
         return None
     return (
-        f"{asked} comes to a batch of {wrong}, which does not divide by --micro-batch-size "
-        f"{run.training.micro_batch_size} x {run.data_parallel_size} data-parallel ranks = {unit}; "
-        f"use multiples of {unit} for start and increment"
+        f"{asked} comes to a batch of {wrong}, which is not divisible by --micro-batch-size "
+        f"{run.training.micro_batch_size} x {run.data_parallel_size} data-parallel ranks = {unit}; use multiples of "
+        f"{unit} for start and increment"
     )
 
 
 def step_schedule_is_sound(run: RunConfig) -> str | None:
-    """Each batch size has its own start, the first at 0, and every one is of whole micro batches."""
+    """Batch sizes start at different samples, the first at 0, and each is a whole number of microbatches."""
     text, full = run.training.step_batch_size_schedule, run.training.global_batch_size
     if text is None:
         return None
     if run.training.rampup_batch_size is not None:
-        return "--step-batch-size-schedule and --rampup-batch-size exclude each other; keep one"
+        return "--step-batch-size-schedule and --rampup-batch-size are mutually exclusive; keep one"
     asked = f"--step-batch-size-schedule '{text}'"
     try:
         entries = read_batch_steps(text)
@@ -72,7 +72,7 @@ def step_schedule_is_sound(run: RunConfig) -> str | None:
         return f"{asked} {error}"
     steps, unit = run.batch_steps, run.training.micro_batch_size * run.data_parallel_size
     if steps[0][0] > 0:
-        return f"{asked} says no batch size before {entries[0][0]} tokens; begin with 0:{steps[0][1]}"
+        return f"{asked} has no batch size for the first {entries[0][0]} tokens; begin with 0:{steps[0][1]}"
     same = next((pair for pair, two in zip(pairwise(entries), pairwise(steps)) if two[0][0] == two[1][0]), None)
     if same is not None:
         return (
@@ -87,23 +87,24 @@ def step_schedule_is_sound(run: RunConfig) -> str | None:
     if wrong % unit == 0:
         return f"{asked} makes {wrong // unit} microbatches a step; use sizes of at most {_MOST_MICROBATCHES * unit}"
     return (
-        f"{asked} has a batch of {wrong}, which does not divide by --micro-batch-size {run.training.micro_batch_size} "
-        f"x {run.data_parallel_size} data-parallel ranks = {unit}; use {multiples_near(wrong, unit)}"
+        f"{asked} has a batch of {wrong}, which is not divisible by --micro-batch-size "
+        f"{run.training.micro_batch_size} x {run.data_parallel_size} data-parallel ranks = {unit}; use "
+        f"{multiples_near(wrong, unit)}"
     )
 
 
 def length_is_given(run: RunConfig) -> str | None:
-    """A run knows when it ends."""
+    """The run has exactly one length."""
     iters, samples = run.training.train_iters, run.training.train_samples
     if iters is not None and samples is not None:
-        return f"--train-iters {iters} and --train-samples {samples} exclude each other; keep one"
+        return f"--train-iters {iters} and --train-samples {samples} are mutually exclusive; keep one"
     if iters is None and samples is None and not run.training.skip_train and not run.train_spec.trains_in_epochs:
         return "the run has no length: give --train-iters or --train-samples"
     return None
 
 
 def length_makes_a_step(run: RunConfig) -> str | None:
-    """Iterations or samples suffice for one step at least."""
+    """The run makes at least one step."""
     if run.training.train_iters == 0 and not run.training.skip_train:
         return "--train-iters 0 trains nothing; give at least 1, or --skip-train to evaluate alone"
     samples, full = run.training.train_samples, run.batch_ramp.size_at(0)
@@ -113,7 +114,7 @@ def length_makes_a_step(run: RunConfig) -> str | None:
 
 
 def recompute_method_needs_full(run: RunConfig) -> str | None:
-    """A method chooses among whole layers."""
+    """--recompute-method needs full recomputation."""
     training = run.training
     if training.recompute_granularity == "full" or training.recompute_method is None:
         return None
@@ -121,14 +122,14 @@ def recompute_method_needs_full(run: RunConfig) -> str | None:
 
 
 def one_recompute_granularity(run: RunConfig) -> str | None:
-    """The short flag means the selective one."""
+    """--recompute-activations means selective recomputation."""
     if run.training.recompute_activations and run.training.recompute_granularity == "full":
-        return "--recompute-activations means --recompute-granularity selective, so it excludes full; keep one"
+        return "--recompute-activations means --recompute-granularity selective, which excludes full; keep one"
     return None
 
 
 def recompute_layers_exist(run: RunConfig) -> str | None:
-    """No more layers are recomputed than there are."""
+    """--recompute-num-layers is at most --num-layers."""
     asked, layers = run.training.recompute_num_layers, run.model.num_layers
     if asked is None or asked <= layers:
         return None

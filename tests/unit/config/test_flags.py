@@ -118,11 +118,9 @@ def test_all_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_groups(["stray", "--rate", "2", "--level", "x"], ToolConfig, prog="tool")
     assert str(caught.value) == (
-        "4 things are wrong with the settings:\n"
-        "  1. 'stray' stands alone: values follow a flag that starts with --\n"
-        "  2. --level is a whole number, not 'x'\n"
-        "  3. missing: --size (SI units)\n"
-        "  4. --rate is 2.0; it must be less than 1"
+        "4 problems in the settings:\n  1. 'stray' does not belong to a flag: values follow a flag that starts with "
+        "--\n  2. --level is a whole number, not 'x'\n  3. missing: --size (SI units)\n  4. --rate is 2.0; it must "
+        "be less than 1"
     )
 
 

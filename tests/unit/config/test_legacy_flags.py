@@ -147,7 +147,7 @@ def test_old_and_new_name_together() -> None:
     """When both are given and differ, which one counts is said."""
     run = parse("--batch-size 4")
     assert run.training.micro_batch_size == 4
-    assert run.notes[-1] == "--micro-batch-size is given twice, 2 and 4: the last one counts"
+    assert run.notes[-1] == "--micro-batch-size is given twice, 2 and 4: the last one is used"
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_values_that_ask_for_what_happens_anyway() -> None:
         (
             "--weight_decay 0.1 --adam_eps 1e-6",
             {"weight_decay": 0.1, "adam_eps": 1e-6},
-            "--weight_decay, --adam_eps: read with dashes for underscores",
+            "--weight_decay, --adam_eps: read with dashes instead of underscores",
         ),
     ],
 )
@@ -252,7 +252,7 @@ def test_an_error_names_the_flag_that_was_typed() -> None:
     """--rope-theta 5000 ended in an error about --rotary-base, which nobody had typed."""
     for changes, without, message in (
         ("--rope-theta 5000", "", "--rope-theta (here --rotary-base) has no effect with --position-embedding-type"),
-        ("--num-key-value-heads 3", "", "8 does not divide by --num-key-value-heads (here --num-query-groups 3); "),
+        ("--num-key-value-heads 3", "", "8 is not divisible by --num-key-value-heads (here --num-query-groups 3); "),
         ("--batch-size 3 --global-batch-size 8", "--micro-batch-size", "--batch-size (here --micro-batch-size 3)"),
     ):
         with pytest.raises(ConfigError) as caught:
@@ -292,7 +292,7 @@ def test_other_dashes_are_meant_as_flags(typed: str) -> None:
         ("--zero-stage 3", ZERO),
         ("--data-parallel-sharding-strategy optim_grads_params", ZERO),
         ("--glu-activation reglu", "the gated MLPs are --swiglu and --geglu"),
-        ("--embed-layernorm", "a norm after the embedding is not available yet; leave it out for another model"),
+        ("--embed-layernorm", "a norm after the embedding is not available yet; leave it out to train without it"),
         (
             "--train-tokens 300",
             "lengths in tokens are not available: give --train-samples, --lr-decay-samples and "

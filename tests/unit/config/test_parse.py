@@ -137,7 +137,7 @@ def test_settings_file_in_json_and_several(tmp_path: Path) -> None:
     second = write(tmp_path / "b.json", json.dumps({"num_layers": 2}))
     run = parse(f"--config {first} {second}", without="--num-layers")
     assert (run.model.num_layers, run.training.seed) == (2, 5)
-    assert run.notes == ("--num-layers is given twice, 3 and 2: the last one counts",)
+    assert run.notes == ("--num-layers is given twice, 3 and 2: the last one is used",)
 
 
 @pytest.mark.parametrize(
@@ -269,18 +269,13 @@ def test_every_failure_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         RunConfig.parse([*text.split(), "--bf16", "--fp16", "--mock-data", "--train-iters", "5"])
     assert str(caught.value) == (
-        "8 things are wrong with the settings:\n"
-        "  1. --lr is a number, not 'abc'\n"
-        "  2. --num-experts 8: mixture of experts is not available yet; leave it out for a dense model\n"
-        "  3. there is no flag --hiden-size (did you mean --hidden-size?)\n"
-        "  4. missing: --micro-batch-size (samples of one forward pass on one rank), "
-        "--seq-length (tokens of one sample)\n"
-        "  5. --num-layers is 0; it must be at least 1\n"
-        "  6. --hidden-size 100 does not divide by --num-attention-heads 12; use a width of 96 or 108, or 10 or 20 "
-        "heads, or give --kv-channels\n"
-        "  7. --fp16 and --bf16 exclude each other; keep one\n"
-        "  8. --tokenizer-type GPT2BPETokenizer (the default) needs --vocab-file and --merge-file, or choose another "
-        "--tokenizer-type"
+        "8 problems in the settings:\n  1. --lr is a number, not 'abc'\n  2. --num-experts 8: mixture of experts is "
+        "not available yet; leave it out for a dense model\n  3. there is no flag --hiden-size (did you mean "
+        "--hidden-size?)\n  4. missing: --micro-batch-size (samples of one forward pass on one rank), --seq-length "
+        "(tokens of one sample)\n  5. --num-layers is 0; it must be at least 1\n  6. --hidden-size 100 is not "
+        "divisible by --num-attention-heads 12; use a width of 96 or 108, or 10 or 20 heads, or give "
+        "--kv-channels\n  7. --fp16 and --bf16 are mutually exclusive; keep one\n  8. --tokenizer-type "
+        "GPT2BPETokenizer (the default) needs --vocab-file and --merge-file, or choose another --tokenizer-type"
     )
 
 
@@ -299,7 +294,7 @@ def test_a_faulty_flag_is_reported_once() -> None:
 def test_a_flag_given_twice_is_noted() -> None:
     """Launch scripts override earlier flags by later ones; which won is said."""
     run = parse("--seed 1 --seed 2")
-    assert (run.training.seed, run.notes) == (2, ("--seed is given twice, 1 and 2: the last one counts",))
+    assert (run.training.seed, run.notes) == (2, ("--seed is given twice, 1 and 2: the last one is used",))
     assert parse("--seed 2 --seed 2").notes == ()
 
 

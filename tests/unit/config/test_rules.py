@@ -361,7 +361,7 @@ def test_bounds_do_not_stop_other_rules() -> None:
 def test_listed() -> None:
     """One failure is a sentence, several are a numbered list."""
     assert listed(["a"]) == "a"
-    assert listed(["a", "b"]) == "2 things are wrong with the settings:\n  1. a\n  2. b"
+    assert listed(["a", "b"]) == "2 problems in the settings:\n  1. a\n  2. b"
 
 
 def test_divisors() -> None:

@@ -195,7 +195,7 @@ def test_vocabulary_of_tiktoken(tmp_path: Path) -> None:
     [
         (
             "--vocab-file gone --merge-file m",
-            "--vocab-file gone cannot be read (no such file or directory); to go on without it, give --vocab-size",
+            "--vocab-file gone cannot be read (no such file or directory); it is not needed with --vocab-size",
         ),
         (
             "--vocab-file {folder}/bad --merge-file m",
@@ -203,8 +203,7 @@ def test_vocabulary_of_tiktoken(tmp_path: Path) -> None:
         ),
         (
             "--vocab-file {folder}/list --merge-file m",
-            "--vocab-file {folder}/list holds no vocabulary of words and their ids; to go on without it, give "
-            "--vocab-size",
+            "--vocab-file {folder}/list holds no vocabulary of words and their ids; it is not needed with --vocab-size",
         ),
         (
             "--tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}/list",
@@ -212,8 +211,8 @@ def test_vocabulary_of_tiktoken(tmp_path: Path) -> None:
         ),
         (
             "--tokenizer-type SentencePieceTokenizer --tokenizer-model m",
-            "the vocabulary of SentencePieceTokenizer is not counted without its library; to go on without it, give "
-            "--vocab-size",
+            "the vocabulary of SentencePieceTokenizer cannot be counted without its library; it is not needed "
+            "with --vocab-size",
         ),
     ],
 )

@@ -285,13 +285,13 @@ def test_flags_of_other_programs(
     capsys.readouterr()
     for number, (more, remark) in enumerate(
         (
-            ("--dataset-impl mmap", "--dataset-impl mmap has no effect: it is what is always written"),
+            ("--dataset-impl mmap", "--dataset-impl mmap has no effect: mmap is the only format"),
             ("--chunk-size 25", "--chunk-size 25 has no effect: workers get about half a megabyte"),
             ("--vocab-size 50304", "--vocab-size has no effect: HuggingFaceTokenizer knows its own"),
             ("--num-docs 100", "--num-docs 100 has no effect: progress is counted in bytes"),
             ("--jsonl-keys text", "--jsonl-keys text: taken as --json-keys text"),
-            ("--json_keys text", "--json_keys: read with dashes for underscores"),
-            ("--make-vocab-size-divisible-by 128", "has no effect: data don't depend on padding"),
+            ("--json_keys text", "--json_keys: read with dashes instead of underscores"),
+            ("--make-vocab-size-divisible-by 128", "has no effect: the data does not depend on"),
             ("--tokenizer-library=megatron", "--tokenizer-library megatron has no effect: --tokenizer-type says"),
         )
     ):

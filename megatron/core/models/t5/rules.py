@@ -46,7 +46,7 @@ def decoder_divides_over_ranks(run: RunConfig) -> str | None:
     if not asked:
         return None
     return (
-        f"--decoder-seq-length {length} does not divide by {' and by '.join(asked)}; use a length of "
+        f"--decoder-seq-length {length} is not divisible by {' and by '.join(asked)}; use a length of "
         f"{multiples_near(length, lcm(pieces, parts))}"
     )
 
