@@ -278,12 +278,12 @@ class RunConfig:
     @classmethod
     def from_json(cls, data: Mapping[str, Any], *, groups: Sequence[type] = ()) -> RunConfig:
         """The run that ``to_json`` described: fields it lacks take their defaults. ``groups``: those that only its
-        family has, which must be there (``models.registry.saved_run`` finds them).
+        family has (``models.registry.saved_run`` finds them).
 
         Raises ConfigError for settings this version does not know.
         """
         built = {group_name(kind): _group_from_json(kind, data.get(group_name(kind), {})) for kind in CORE_GROUPS}
-        extra = tuple(_group_from_json(kind, data[group_name(kind)]) for kind in groups)
+        extra = tuple(_group_from_json(kind, data.get(group_name(kind), {})) for kind in groups)
         check_kinds(data, {"world_size": int}, where="the saved settings", error=ConfigError)
         return cls(world_size=data.get("world_size") or 1, extra=extra, **built)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -55,7 +55,12 @@ def group_among(groups: Iterable[object], kind: type[Group]) -> Group:
 
 
 class TrainSpecConfig:
-    """Base of the groups of flags that one train spec adds to those of every model."""
+    """Base of the groups of flags that one train spec adds to those of every model.
+
+    ``family``: name of the family whose model it is, as the registry has it.
+    """
+
+    family: ClassVar[str] = "gpt"
 
     def rules(self) -> Sequence[Rule]:
         """Checks of a run with this group, beside those of every run."""

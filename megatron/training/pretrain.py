@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.config.run import RunConfig
 from megatron.config.typed_spellings import errors_as_typed
 from megatron.core.models.model_type import FamilyConfig, family_asked
-from megatron.core.models.registry import Family, owner_of
+from megatron.core.models.registry import Family, owner_of, register
 from megatron.errors import run_command
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ def main(family: Family) -> None:
 def pretrain(family: Family, argv: Sequence[str], *, prog: str) -> int:
     """Check the settings of ``argv``, then train a model of ``family``; the process's exit code."""
     started = time.monotonic()
+    register(family)
     config = parse(argv, prog=prog, groups=family.groups)
     if config.command.dry_run:
         dry_run(config, model_name=family.name)

@@ -22,7 +22,7 @@ from megatron.config.flags import check_flags, flag
 from megatron.config.parse import parse_groups
 from megatron.core.checkpointing.manifest import MANIFEST
 from megatron.core.files.remote_path import AnyPath, path_of
-from megatron.core.models.registry import FAMILIES
+from megatron.core.models.registry import family_titled
 from megatron.errors import ConfigError, kept_on_interrupt, run_command
 
 if TYPE_CHECKING:  # torch is imported when flags are known to be right
@@ -87,9 +87,7 @@ class ConvertConfig:
     )
     skip_proof: bool = flag("Do not compare logits of source and target, which proves nothing.", default=False)
     model_type: str | None = flag(
-        "Expected family of the model; only checked, since the source names it.",
-        default=None,
-        choices=tuple(family.title for family in FAMILIES.values()),
+        "Expected family of the model; only checked, since the source names it.", default=None
     )
     loader: str | None = flag("Megatron-LM's spelling of --from: mcore, megatron, llama_mistral.", default=None)
     saver: str | None = flag("Megatron-LM's spelling of --to.", default=None)
@@ -140,7 +138,7 @@ def job_of(config: ConvertConfig) -> Conversion:
         true_vocab_size=config.true_vocab_size,
         ignored=config.ignore_saved_args,
         skip_proof=config.skip_proof,
-        family=config.model_type,
+        family=None if config.model_type is None else family_titled(config.model_type).title,
     )
 
 

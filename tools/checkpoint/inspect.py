@@ -95,6 +95,8 @@ def describe(summary: Summary) -> str:
 
 
 def _head(summary: Summary) -> Iterator[str]:
+    from megatron.core.checkpointing.load import MODEL_NAME
+
     state, progress = summary.state, summary.state.get("progress") or {}
     axes = {axis: size for axis, size in summary.layout.items() if size > 1 and axis != "world_size"}
     places = ", ".join(f"{axis} {size}" for axis, size in axes.items()) or "nothing split"
@@ -106,7 +108,8 @@ def _head(summary: Summary) -> Iterator[str]:
     yield str(summary.path)
     yield f"  saved       {datetime.fromtimestamp(summary.saved_at):%Y-%m-%d %H:%M:%S}"
     yield f"  progress    iteration {summary.iteration}, {progress.get('consumed_samples', 0):,} samples consumed"
-    yield f"  model       {state.get('recipe')}, {summary.num_parameters:,} parameters in {len(summary.model)} tensors"
+    size = f"{summary.num_parameters:,} parameters in {len(summary.model)} tensors"
+    yield f"  model       {state.get(MODEL_NAME)}, {size}"
     yield f"  types       {types}"
     yield f"  optimizer   {states or 'no state'}"
     ranks = summary.layout.get("world_size", 1)
@@ -117,10 +120,13 @@ def _head(summary: Summary) -> Iterator[str]:
 
 
 def _settings(summary: Summary) -> Iterator[str]:
-    from megatron.core.models.registry import saved_run
+    from megatron.config.run import RunConfig
+    from megatron.core.checkpointing.load import MODEL_NAME
+    from megatron.core.models.registry import find_family
 
     yield "settings that are not the default"
-    run = saved_run(summary.state["config"])
+    family = find_family(summary.state[MODEL_NAME])
+    run = RunConfig.from_json(summary.state["config"], groups=() if family is None else family.groups)
     for field, value in run.diff_from_defaults().items():
         yield f"  {field:<34} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
 

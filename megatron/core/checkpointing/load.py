@@ -23,6 +23,9 @@ from megatron.core.parallel.sharding import ShardedState
 from megatron.errors import CheckpointError
 from megatron.small_files import check_kinds, read_json
 
+MODEL_NAME = "recipe"
+"""Key of the run's state under which it names its family, or what its model was fine-tuned for."""
+
 # What run.json holds, and what runs keep in its state.
 _OF_THE_FILE = {
     "format": int,
@@ -32,7 +35,7 @@ _OF_THE_FILE = {
     "state": dict[str, Any],
 }
 _OF_THE_STATE = {
-    "recipe": str,
+    MODEL_NAME: str,
     "config": dict[str, Any],
     "progress": dict[str, int],
     "schedule": dict[str, Any],

@@ -14,7 +14,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
 from megatron.core.checkpointing.find import find_checkpoint
-from megatron.core.checkpointing.load import read_run_state
+from megatron.core.checkpointing.load import MODEL_NAME, read_run_state
 from megatron.core.checkpointing.save import save_streamed
 from megatron.core.checkpointing.stored_tensors import StoredTensors
 from megatron.core.checkpointing.streamed import StreamedBox
@@ -35,7 +35,7 @@ from megatron.core.conversion.portable import (
     report_differences,
 )
 from megatron.core.files.remote_path import AnyPath
-from megatron.core.models.registry import family_named, family_of, saved_run
+from megatron.core.models.registry import family_of, saved_run
 
 PREFIX = "model."
 
@@ -47,8 +47,7 @@ def read_native(root: AnyPath, *, step: int | None = None) -> PortableModel:
     """
     folder = find_checkpoint(root, step=step)
     state = read_run_state(folder)
-    family_named(state["recipe"], where=str(folder.path))
-    run = saved_run(state["config"])
+    run = saved_run(state["config"], name=state[MODEL_NAME], where=str(folder.path))
     vocab_size = run.model.vocab_size or _vocabulary_rows(StoredTensors(folder.path))
     model = dataclasses.replace(run.model, vocab_size=vocab_size)
     tokenizer = with_kept_files(run.tokenizer, folder.path)
@@ -108,7 +107,7 @@ def write_native(portable: PortableModel, root: Path, *, final: AnyPath) -> None
         extra=portable.groups,
     )
     state = {
-        "recipe": family_of(portable.groups).name,
+        MODEL_NAME: family_of(portable.groups).name,
         "config": run.to_json(),
         "progress": {
             "iteration": portable.iteration,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.checkpointing.find import find_checkpoint
-from megatron.core.checkpointing.load import load_checkpoint, read_run_state
+from megatron.core.checkpointing.load import MODEL_NAME, load_checkpoint, read_run_state
 from megatron.core.conversion.portable import PortableModel
 from megatron.core.conversion.questions import Answer, Question
 from megatron.core.files.remote_path import AnyPath
@@ -66,7 +66,8 @@ def compare(source: Answer, target: Answer) -> Proof:
 def native_answer(root: AnyPath, question: Question, *, step: int | None = None) -> Answer:
     """Logits of our checkpoint in ``root``, computed by our model with one layer in memory at a time."""
     folder = find_checkpoint(root, step=step, verify=False)
-    run = saved_run(read_run_state(folder)["config"])
+    saved = read_run_state(folder)
+    run = saved_run(saved["config"], name=saved[MODEL_NAME], where=str(folder.path))
     build_model = family_of(run.extra).train_spec.build_model
     context = ParallelContext.single()
     handed: Mapping[str, Tensor] = {}

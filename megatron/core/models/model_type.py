@@ -10,9 +10,9 @@ from megatron.config.files import words_of
 from megatron.config.flags import check_flags, flag
 from megatron.config.parse import Intake
 from megatron.config.run import CORE_GROUPS
-from megatron.core.models.registry import FAMILIES, Family
+from megatron.core.models.registry import FAMILIES, Family, family_titled
 
-_TITLES = {family.title: family for family in FAMILIES.values()}
+_TITLES = [family.title for family in FAMILIES.values()]
 
 
 @check_flags
@@ -20,13 +20,18 @@ _TITLES = {family.title: family for family in FAMILIES.values()}
 class FamilyConfig:
     """The model family of the other flags."""
 
-    model_type: str = flag("Family of the model.", default="GPT", choices=tuple(_TITLES))
+    model_type: str = flag(
+        f"Family of the model: {', '.join(_TITLES)}, or the name of an installed one.", default="GPT"
+    )
 
 
 def family_asked(argv: Sequence[str]) -> Family:
-    """The family of ``--model-type``, on the command line or in a file; GPT where it is missing or wrong."""
+    """The family of ``--model-type``, on the command line or in a file; GPT where it is missing.
+
+    Raises ConfigError for one that isn't known.
+    """
     intake = Intake((*CORE_GROUPS, FamilyConfig, CommandConfig))
     intake.read_words(list(words_of(argv)))
     for path in intake.value("config"):
         intake.read_file(path)
-    return _TITLES[intake.value("model_type")]
+    return family_titled(intake.value("model_type"))

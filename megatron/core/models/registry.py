@@ -1,25 +1,37 @@
-"""The families of models by name. A family is a folder whose modules are imported when they are asked for."""
+"""The families of models by name. A family is a folder whose modules are imported when they are asked for.
+
+A family is built in, passed by the script that trains it (``register``), or installed: an entry point of
+``megatron.families`` names a ``Family`` under the family's name. Names choose among these, so a checkpoint, which
+stores a name, never leads to code that isn't installed. Installed ones are looked up when a name isn't built in.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.flags import flags_of, group_name
+from megatron.config.flags import flags_of
 from megatron.config.run import RunConfig
-from megatron.errors import CheckpointError
+from megatron.config.suggestions import did_you_mean
+from megatron.config.train_spec import TrainSpecConfig
+from megatron.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
+    from importlib.metadata import EntryPoints
+
     from megatron.core.models.train_spec import TrainSpec
+
+ENTRY_POINTS = "megatron.families"
 
 
 @dataclass(frozen=True)
 class Family:
     """A family of models.
 
-    ``name``: what checkpoints call it; its command is ``pretrain_NAME.py``. ``title``: what people and ``--model-type``
+    ``name``: what checkpoints call it, and ``family`` of its settings. ``title``: what people and ``--model-type``
     call it. ``package``: the folder of its modules. ``config`` has its ``GROUPS`` of settings, ``train_spec`` its
     ``TRAIN_SPEC``; neither torch nor numpy is imported for the first.
     """
@@ -30,8 +42,15 @@ class Family:
 
     @property
     def groups(self) -> tuple[type, ...]:
-        """Settings that no other family has."""
+        """Settings that no other family has, among them the ``TrainSpecConfig`` that names the family."""
         found: tuple[type, ...] = self.module("config").GROUPS
+        named = [kind.family for kind in found if issubclass(kind, TrainSpecConfig)]
+        if named != [self.name] and self != _GPT:
+            raise ConfigError(
+                f"{self.package}.config: one class of GROUPS must be a TrainSpecConfig with family = {self.name!r}, "
+                f"as its runs are told by that name; there {'is' if len(named) == 1 else 'are'} "
+                f"{' and '.join(map(repr, named)) or 'none'}"
+            )
         return found
 
     @property
@@ -39,6 +58,10 @@ class Family:
         """Its model, data and loss."""
         found: TrainSpec = self.module("train_spec").TRAIN_SPEC
         return found
+
+    def has(self, part: str) -> bool:
+        """Whether its folder has a module of this name."""
+        return find_spec(f"{self.package}.{part}") is not None
 
     def module(self, part: str) -> Any:
         """One of the modules in its folder."""
@@ -54,29 +77,104 @@ FAMILIES = {
         Family("t5", "T5", "megatron.core.models.t5"),
     )
 }
+"""The families that are built in."""
+
+_REGISTERED: dict[str, Family] = {}
+
+
+def register(family: Family) -> None:
+    """Make a script's own family known to this process, as tools need it that are called from a script.
+
+    Raises ConfigError when another family has its name.
+    """
+    other = FAMILIES.get(family.name) or _REGISTERED.get(family.name)
+    if other not in (None, family):
+        raise ConfigError(f"the family {family.name} of {family.package} has the name of {other.package}: rename it")
+    if other is None:
+        _REGISTERED[family.name] = family
+
+
+def _installed() -> EntryPoints:
+    from importlib.metadata import entry_points  # which takes longer to import than --help to answer
+
+    return entry_points(group=ENTRY_POINTS)
+
+
+def find_family(name: str) -> Family | None:
+    """The family of this name, if it is known; ConfigError for one whose package is installed but broken."""
+    known = FAMILIES.get(name) or _REGISTERED.get(name)
+    if known is not None:
+        return known
+    for point in _installed().select(name=name):
+        try:
+            family = point.load()
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"the family {name} is installed as {point.value}, which cannot be imported ({error}): install its "
+                "package again, or remove it"
+            ) from error
+        if not isinstance(family, Family) or family.name != name:
+            raise ConfigError(
+                f"the entry point {name} of {ENTRY_POINTS} names {point.value}, which is {family!r}: it must be a "
+                f"Family called {name!r}"
+            )
+        return family
+    return None
+
+
+def all_families() -> tuple[Family, ...]:
+    """Every family that is built in, registered or installed."""
+    names = dict.fromkeys((*FAMILIES, *_REGISTERED, *_installed().names))
+    return tuple(family for family in map(find_family, names) if family is not None)
+
+
+def family_titled(title: str) -> Family:
+    """The family that ``--model-type`` calls ``title``, or whose name that is; ConfigError where there is none."""
+    titles = {family.title: family for family in (*FAMILIES.values(), *_REGISTERED.values())}
+    found = titles.get(title) or find_family(title)
+    if found is None:
+        choices = (*titles, *_installed().names)
+        raise ConfigError(
+            f"--model-type cannot be {title!r}{did_you_mean(title, choices)}; choose {', '.join(choices)}, or install "
+            "the package of another family"
+        )
+    return found
 
 
 def family_named(name: str, *, where: str) -> Family:
-    """The family that a checkpoint calls ``name``; CheckpointError for one that this version doesn't know."""
+    """The family that a checkpoint calls ``name``; CheckpointError for one that isn't known."""
+    found = find_family(name)
+    if found is not None:
+        return found
     body, _, task = name.partition("-")
     if body in FAMILIES and task:
         title, task = FAMILIES[body].title, task.upper()
         raise CheckpointError(
             f"{where} holds a {title} that was fine-tuned on {task}, which only tasks/main.py --task {task} loads"
         )
-    if name not in FAMILIES:
-        raise CheckpointError(f"{where} holds a {name} model; this version knows {', '.join(FAMILIES)}")
-    return FAMILIES[name]
+    raise CheckpointError(
+        f"{where} holds a model of the family {name!r}, which is neither built in ({', '.join(FAMILIES)}) nor "
+        "installed: install its package, or use the script that trains it"
+    )
 
 
 def family_of(groups: Iterable[object]) -> Family:
-    """The family that the groups of a run are of: the one whose own are among them, else GPT."""
-    kinds = {type(group) for group in groups}
-    return next((family for family in FAMILIES.values() if family.groups and kinds.issuperset(family.groups)), _GPT)
+    """The family that the groups of a run are of: the one that its own settings name, else GPT.
+
+    Raises ConfigError for one that isn't known.
+    """
+    name = next((group.family for group in groups if isinstance(group, TrainSpecConfig)), _GPT.name)
+    found = find_family(name)
+    if found is None:
+        raise ConfigError(f"the family {name!r} is not installed: install its package, or register it")
+    return found
 
 
 def owner_of(spelling: str) -> str | None:
-    """Titles and commands of the families that have a flag of this spelling of their own, if there are any."""
+    """Titles and commands of the families that have a flag of this spelling of their own, if there are any.
+
+    Packages of installed families aren't imported for a mistyped flag.
+    """
     owners = [
         f"{family.title} (pretrain_{family.name}.py)"
         for family in FAMILIES.values()
@@ -85,7 +183,9 @@ def owner_of(spelling: str) -> str | None:
     return " and ".join(owners) or None
 
 
-def saved_run(data: Mapping[str, Any]) -> RunConfig:
-    """The run of a checkpoint's settings, with those that only its family has; ConfigError as ``from_json``."""
-    groups = (group for family in FAMILIES.values() for group in family.groups if group_name(group) in data)
-    return RunConfig.from_json(data, groups=tuple(groups))
+def saved_run(data: Mapping[str, Any], *, name: str, where: str) -> RunConfig:
+    """The run of a checkpoint's settings ``data``, with those that only the family called ``name`` has.
+
+    Raises CheckpointError for a family that isn't known, ConfigError as ``RunConfig.from_json``.
+    """
+    return RunConfig.from_json(data, groups=family_named(name, where=where).groups)

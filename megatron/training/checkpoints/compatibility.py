@@ -10,11 +10,11 @@ from megatron.config.files import words_of
 from megatron.config.parse import Intake
 from megatron.config.run import CORE_GROUPS, RunConfig
 from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint
-from megatron.core.checkpointing.load import read_run_state
+from megatron.core.checkpointing.load import MODEL_NAME, read_run_state
 from megatron.core.checkpointing.stored_tensors import StoredTensors
 from megatron.core.conversion.portable import parameters_of, report_differences
 from megatron.core.files.remote_path import AnyPath
-from megatron.core.models.registry import FAMILIES, family_named, owner_of
+from megatron.core.models.registry import family_named, find_family, owner_of
 from megatron.core.optimizer.update_rules import build_update_rule
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
@@ -52,7 +52,7 @@ def check_loadable(
     flag = "" if path is not None else "--load"
     folder = find_checkpoint(intake.value("load"), step=intake.value("ckpt_step"), verify=False, flag=flag)
     state = read_run_state(folder)
-    family = family_named(state["recipe"], where=str(folder.path))
+    family = family_named(state[MODEL_NAME], where=str(folder.path))
     config = RunConfig.parse(
         asked,
         prog=f"pretrain_{family.name}.py",
@@ -99,10 +99,10 @@ def describe_start(config: RunConfig, tokenizer: Tokenizer | None, *, model_name
     if folder is None:
         return f"none in {settings.load} yet, a new run"
     state = read_run_state(folder)
-    model = state["recipe"] if weights_only and state["recipe"] in bodies else model_name
+    model = state[MODEL_NAME] if weights_only and state[MODEL_NAME] in bodies else model_name
     if tokenizer is not None:
         check_same_model(state, folder, model_name=model, config=config, tokenizer=tokenizer)
-        if model == model_name and model_name in FAMILIES:
+        if model == model_name and find_family(model_name) is not None:
             check_continues(state, folder, config, weights_only=weights_only, ranks_known=True)
     return f"{folder.path}, of iteration {folder.iteration}"
 

@@ -10,7 +10,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.run import RunConfig
 from megatron.core.checkpointing.agreement import run_on_first
 from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint, is_unused
-from megatron.core.checkpointing.load import load_checkpoint, read_run_state
+from megatron.core.checkpointing.load import MODEL_NAME, load_checkpoint, read_run_state
 from megatron.core.checkpointing.stored_tensors import StoredTensors
 from megatron.core.conversion.kept_tokenizer import kept_files
 from megatron.core.optimizer.schedule import Schedule, resumed_schedule
@@ -43,7 +43,7 @@ def load(run: Run) -> None:
     elif settings.pretrained_checkpoint is not None:
         named, mesh = settings.pretrained_checkpoint, run.context.mesh
         pretrained = find_checkpoint(named, mesh=mesh, flag="--pretrained-checkpoint")
-        is_body = read_run_state(pretrained)["recipe"] in run.train_spec.starts_from
+        is_body = read_run_state(pretrained)[MODEL_NAME] in run.train_spec.starts_from
         if is_body and not run.config.training.skip_train:  # nobody wants to know how well a fresh head does
             load_body(run, pretrained)
         else:
@@ -100,7 +100,7 @@ def load_body(run: Run, folder: CheckpointFolder) -> None:
     A collective. Raises CheckpointError when more is missing than the train spec allows.
     """
     train_spec, state = run.train_spec, read_run_state(folder)
-    theirs = state["recipe"]
+    theirs = state[MODEL_NAME]
     check_same_model(state, folder, model_name=theirs, config=run.config, tokenizer=run.tokenizer)
     stored, names = set(StoredTensors(folder.path).entries), where_to_find_weights(run.model_state())
     wanted = [*run.model_state(), *run.optimizer.master_entries()]
@@ -160,9 +160,10 @@ def check_same_model(
     state: Mapping[str, Any], folder: CheckpointFolder, *, model_name: str, config: RunConfig, tokenizer: Tokenizer
 ) -> None:
     """Raise CheckpointError that lists every difference between the checkpoint's model and the run's."""
-    if state["recipe"] != model_name:
+    if state[MODEL_NAME] != model_name:
         raise CheckpointError(
-            f"{folder.path} holds a {state['recipe']} model, where a {model_name} model is wanted; name another folder"
+            f"{folder.path} holds a {state[MODEL_NAME]} model, where a {model_name} model is wanted; name another "
+            "folder"
         )
     differences = []
     for spec in config.flags():

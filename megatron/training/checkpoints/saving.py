@@ -16,6 +16,7 @@ import torch
 from megatron.config.run import RunConfig
 from megatron.core.checkpointing.agreement import run_on_all, run_on_first
 from megatron.core.checkpointing.lease import StillHeld, held
+from megatron.core.checkpointing.load import MODEL_NAME
 from megatron.core.checkpointing.retention import Retention, prune
 from megatron.core.checkpointing.save import PendingSave, begin_save
 from megatron.core.checkpointing.sharded_view import Staging
@@ -173,7 +174,7 @@ def run_state(run: Run) -> dict[str, Any]:
     """Everything in a checkpoint that isn't a tensor, as JSON."""
     checkpoint = run.config.checkpoint
     return {
-        "recipe": run.train_spec.name,
+        MODEL_NAME: run.train_spec.name,
         "config": run.config.to_json(),
         "progress": dataclasses.asdict(run.progress),
         "schedule": run.schedule.state_dict(run.progress.scheduled_samples) if run.schedule is not None else None,

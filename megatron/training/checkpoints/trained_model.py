@@ -17,7 +17,7 @@ from megatron.config.run import RunConfig
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.trained_model import TrainedModelConfig
 from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint
-from megatron.core.checkpointing.load import load_checkpoint, read_run_state
+from megatron.core.checkpointing.load import MODEL_NAME, load_checkpoint, read_run_state
 from megatron.core.conversion.kept_tokenizer import with_kept_files
 from megatron.core.models.registry import saved_run
 from megatron.core.models.train_spec import TrainSpec
@@ -54,12 +54,12 @@ def trained_model(
     with told_once_a_node():
         folder = find_checkpoint(choice.load, step=choice.ckpt_step)
         state = read_run_state(folder)
-        train_spec = train_specs.get(state["recipe"])
+        train_spec = train_specs.get(state[MODEL_NAME])
         if train_spec is None:
             raise CheckpointError(
-                f"{folder.path} holds a {state['recipe']} model; this tool works with {', '.join(train_specs)}"
+                f"{folder.path} holds a {state[MODEL_NAME]} model; this tool works with {', '.join(train_specs)}"
             )
-        saved = saved_run(state["config"])
+        saved = saved_run(state["config"], name=state[MODEL_NAME], where=str(folder.path))
         saved = dataclasses.replace(saved, tokenizer=with_kept_files(saved.tokenizer, folder.path))
         config = _for_inference(saved, choice, launch.world_size)
         tokenizer = build_tokenizer(config.tokenizer)

@@ -107,8 +107,8 @@ def test_json_round_trip() -> None:
 def test_a_familys_own_settings_come_back() -> None:
     """A BERT without a second head would be loaded, converted and shown as one with it."""
     bert = dataclasses.replace(run_of(), extra=(BertConfig(bert_binary_head=False, mask_prob=0.2),))
-    assert saved_run(json.loads(json.dumps(bert.to_json()))) == bert
-    assert saved_run(run_of().to_json()).extra == ()
+    assert saved_run(json.loads(json.dumps(bert.to_json())), name="bert", where="x") == bert
+    assert saved_run(run_of().to_json(), name="gpt", where="x").extra == ()
 
 
 def test_digest_sees_every_setting_and_nothing_else() -> None:

@@ -10,8 +10,9 @@ from megatron.config.model import ModelConfig
 from megatron.core.conversion.huggingface.known import Json, Known
 from megatron.core.conversion.portable import LazyTensor
 from megatron.core.conversion.tables import Row
-from megatron.core.models.registry import FAMILIES, family_of
+from megatron.core.models.registry import FAMILIES, Family, all_families, family_of
 from megatron.core.tokenizers.base import Tokenizer
+from megatron.errors import CheckpointError
 
 
 class HuggingFaceFormat(ABC):
@@ -72,9 +73,13 @@ def format_of(model_type: str) -> HuggingFaceFormat | None:
 
 
 def format_for(groups: Sequence[object]) -> HuggingFaceFormat:
-    """The format of the family that the settings in ``groups`` are of."""
-    found: HuggingFaceFormat = family_of(groups).module("huggingface").FORMAT
-    return found
+    """The format of the family that the settings in ``groups`` are of; CheckpointError for a family without one."""
+    family = family_of(groups)
+    if not family.has("huggingface"):
+        raise CheckpointError(
+            f"a {family.title} has no Hugging Face format: {family.package} has no module huggingface"
+        )
+    return _format(family)
 
 
 def model_types() -> tuple[str, ...]:
@@ -83,4 +88,11 @@ def model_types() -> tuple[str, ...]:
 
 
 def _formats() -> Iterator[HuggingFaceFormat]:
-    return (family.module("huggingface").FORMAT for family in FAMILIES.values())
+    """Those that are built in come first: others are looked up when none of them is the one."""
+    yield from map(_format, FAMILIES.values())
+    yield from (_format(each) for each in all_families() if each.name not in FAMILIES and each.has("huggingface"))
+
+
+def _format(family: Family) -> HuggingFaceFormat:
+    found: HuggingFaceFormat = family.module("huggingface").FORMAT
+    return found

@@ -9,7 +9,8 @@ from megatron.config.model import ModelConfig
 from megatron.core.conversion.megatron_lm.arguments import Arguments
 from megatron.core.conversion.megatron_lm.names import Names
 from megatron.core.conversion.portable import LazyTensor, PortableModel
-from megatron.core.models.registry import FAMILIES, Family, family_of
+from megatron.core.models.registry import Family, all_families, family_of
+from megatron.errors import CheckpointError
 
 
 class MegatronLMFormat:
@@ -53,7 +54,11 @@ class MegatronLMFormat:
 
 
 def format_of(family: Family) -> MegatronLMFormat:
-    """The family's format."""
+    """The family's format; CheckpointError for a family that Megatron-LM doesn't have."""
+    if not family.has("megatron_lm"):
+        raise CheckpointError(
+            f"a {family.title} has no format of Megatron-LM: {family.package} has no module megatron_lm"
+        )
     found: MegatronLMFormat = family.module("megatron_lm").FORMAT
     return found
 
@@ -66,5 +71,5 @@ def format_for(groups: Sequence[object]) -> MegatronLMFormat:
 def family_among(names: Iterable[str]) -> Family:
     """The family whose tensors have these names of theirs; GPT unless a name tells another."""
     known = " ".join(names)
-    told = (family for family in FAMILIES.values() if any(part in known for part in format_of(family).marker_names))
-    return next(told, family_of(()))
+    formats = ((family, format_of(family)) for family in all_families() if family.has("megatron_lm"))
+    return next((family for family, each in formats if any(part in known for part in each.marker_names)), family_of(()))

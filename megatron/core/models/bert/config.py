@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from megatron.config.flags import check_flags, flag
 from megatron.config.model import ModelConfig
@@ -18,6 +19,8 @@ TOKEN_TYPES = 2
 @dataclass(frozen=True, kw_only=True)
 class BertConfig(SentenceConfig):
     """Flags of pretrain_bert.py alone."""
+
+    family: ClassVar[str] = "bert"
 
     bert_binary_head: bool = flag(
         "Train on masked words only: a sample is one text, without the sentence-order head.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from megatron.config.data import DataConfig
 from megatron.config.flags import check_flags, flag
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class T5Config(SentenceConfig):
     """Flags of pretrain_t5.py alone. ``--num-layers`` and ``--seq-length`` are the encoder's."""
+
+    family: ClassVar[str] = "t5"
 
     decoder_seq_length: int = flag(
         "Tokens of one decoder sample.",

@@ -1,0 +1,143 @@
+"""Families of users: installed ones are found by an entry point, a script's own by ``register``, others named."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.core.conversion.huggingface.format import format_for, format_of
+from megatron.core.conversion.megatron_lm.format import format_for as megatron_lm_format_for
+from megatron.core.models import registry
+from megatron.core.models.registry import Family, family_named, family_of, find_family, owner_of, register, saved_run
+from megatron.errors import CheckpointError, ConfigError
+from megatron.training.pretrain import parse_any_family
+from tests.unit.config.command_lines import run_of, words
+
+FAMILY = 'from megatron.core.models.registry import Family\nFAMILY = Family("toy", "Toy", "toy_package")\n'
+CONFIG = """
+from dataclasses import dataclass
+from megatron.config.flags import flag
+from megatron.config.train_spec import TrainSpecConfig
+
+@dataclass(frozen=True, kw_only=True)
+class ToyConfig(TrainSpecConfig):
+    family = "toy"
+    toy_width: int = flag("Width.", default=7, architecture=True)
+
+GROUPS = (ToyConfig,)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on the path with the package ``toy_package``, which nothing installs or registers yet."""
+    (tmp_path / "toy_package").mkdir()
+    (tmp_path / "toy_package/__init__.py").write_text(FAMILY)
+    (tmp_path / "toy_package/config.py").write_text(CONFIG)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "_REGISTERED", {})
+    for name in ("toy_package", "toy_package.config"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+def install(folder: Path, value: str = "toy_package:FAMILY", name: str = "toy") -> None:
+    """What pip writes of an entry point."""
+    (folder / "toy-1.dist-info").mkdir()
+    (folder / "toy-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1\n")
+    (folder / "toy-1.dist-info/entry_points.txt").write_text(f"[megatron.families]\n{name} = {value}\n")
+
+
+def test_an_installed_family_is_known_to_tools_and_checkpoints(folder: Path) -> None:
+    """Tools knew the families of this project alone: what a user's script had trained, no tool could read."""
+    with pytest.raises(ConfigError, match="--model-type cannot be 'toy'; choose GPT, BERT, T5, or install"):
+        parse_any_family(words("--model-type toy --toy-width 3"), prog="x")
+    install(folder)
+    config = parse_any_family(words("--model-type toy --toy-width 3"), prog="x")
+    assert family_of(config.extra) == family_named("toy", where="x") == Family("toy", "Toy", "toy_package")
+    saved = saved_run(config.to_json(), name="toy", where="x")
+    assert saved.extra[0] == config.extra[1]
+
+
+def test_a_registered_family_is_known_to_the_process(folder: Path) -> None:
+    """A script that passes its family needs nothing installed."""
+    assert find_family("toy") is None
+    toy = Family("toy", "Toy", "toy_package")
+    register(toy)
+    register(toy)  # by the script, and by pretrain
+    (kind,) = toy.groups
+    assert family_of((kind(),)) is toy
+    assert parse_any_family(words("--model-type Toy"), prog="x").extra[1] == kind()
+    for taken in (Family("toy", "Toy", "other"), Family("gpt", "GPT", "toy_package")):
+        with pytest.raises(ConfigError, match=f"the family {taken.name} of {taken.package} has the name of"):
+            register(taken)
+
+
+def test_settings_must_name_their_family(folder: Path) -> None:
+    """A family without settings of its own was silently taken for a GPT, and its checkpoints were, too."""
+    toy = Family("toy", "Toy", "toy_package")
+    for text, found in (("GROUPS = ()", "none"), (CONFIG.replace("family =", "kind ="), "'gpt'")):
+        sys.modules.pop("toy_package.config", None)
+        (folder / "toy_package/config.py").write_text(text + f"# {found}")
+        with pytest.raises(ConfigError, match=rf"a TrainSpecConfig with family = 'toy'.*; there (is|are) {found}"):
+            assert toy.groups
+
+
+def test_settings_of_a_family_that_is_not_known(folder: Path) -> None:
+    """Nothing is guessed: a run of a family that nobody installed or registered is refused."""
+    (kind,) = Family("toy", "Toy", "toy_package").groups
+    with pytest.raises(ConfigError, match="the family 'toy' is not installed: install its package, or register it"):
+        family_of((kind(),))
+
+
+def test_a_checkpoint_names_no_code(folder: Path) -> None:
+    """A name of an importable module is looked up among installed families, and nothing is imported."""
+    for name in ("toy_package", "toy_package:FAMILY", "antigravity", "../toy_package", ""):
+        with pytest.raises(CheckpointError, match="which is neither built in"):
+            saved_run(run_of().to_json(), name=name, where="x")
+    assert "toy_package" not in sys.modules
+    assert "antigravity" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("no_such_package:FAMILY", "installed as no_such_package:FAMILY, which cannot be imported"),
+        ("toy_package:OTHER", "installed as toy_package:OTHER, which cannot be imported"),
+        ("toy_package", "must be a Family called 'toy'"),
+    ],
+)
+def test_a_broken_installation_is_named(folder: Path, value: str, message: str) -> None:
+    """Where it is asked for; a built-in family and a mistyped flag don't meet it."""
+    install(folder, value)
+    with pytest.raises(ConfigError, match=message):
+        find_family("toy")
+    assert find_family("gpt") is registry.FAMILIES["gpt"]
+    assert owner_of("--toy-width") is None
+
+
+def test_parts_of_a_family_that_it_may_lack(folder: Path) -> None:
+    """A family without a format of other programs ended a conversion with a traceback."""
+    install(folder)
+    family = find_family("toy")
+    assert family is not None
+    groups = (family.groups[0](),)
+    with pytest.raises(CheckpointError, match="a Toy has no Hugging Face format: toy_package has no module huggingf"):
+        format_for(groups)
+    with pytest.raises(
+        CheckpointError, match="a Toy has no format of Megatron-LM: toy_package has no module megatron_l"
+    ):
+        megatron_lm_format_for(groups)
+    assert format_of("toy") is None
+
+
+def test_a_format_of_an_installed_family_is_found(folder: Path) -> None:
+    """By the model_type in config.json, once no family that is built in has it."""
+    install(folder)
+    (folder / "toy_package/huggingface.py").write_text(
+        "from types import SimpleNamespace\nFORMAT = SimpleNamespace(model_types=('toy',))\n"
+    )
+    assert isinstance(format_of("toy"), SimpleNamespace)
