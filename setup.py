@@ -12,7 +12,14 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "megatron" / "__init__.py")
 assert VERSION is not None, "megatron/__init__.py holds the version"
 
 PARQUET = ["pyarrow"]  # .parquet input of tools/preprocess_data.py
-GIGATOKEN = ["gigatoken"]  # a faster engine of tools/preprocess_data.py
+GIGATOKEN = ["gigatoken>=0.10,<0.11"]  # the fast engine of tools/preprocess_data.py
+# It has wheels for these platforms, and no Rust compiler is needed; elsewhere the tokenizers library does the same.
+HAS_GIGATOKEN = (
+    "implementation_name == 'cpython'"
+    " and (sys_platform == 'linux' or sys_platform == 'darwin' or sys_platform == 'win32')"
+    " and (platform_machine == 'x86_64' or platform_machine == 'AMD64'"
+    " or platform_machine == 'aarch64' or platform_machine == 'arm64')"
+)
 STORAGE = ["fsspec"]  # --save, --load and data at URLs; each kind of storage needs a library of its own, too
 S3 = [*STORAGE, "s3fs"]  # s3:// URLs
 CHAT = ["jinja2"]  # --chat-template of tools/preprocess_sft.py
@@ -46,6 +53,8 @@ setup(
         "nltk",
         "tensorboard",
         "pyyaml",
+        "tqdm",
+        *(f"{each}; {HAS_GIGATOKEN}" for each in GIGATOKEN),
         "zstandard",
     ],
     extras_require={

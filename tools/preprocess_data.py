@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
+from tqdm import tqdm
+
 from megatron.config.flags import check_flags, derive, flag
 from megatron.config.parse import parse_groups
 from megatron.config.preprocessing_flags import PREPROCESSING_FLAGS
@@ -49,7 +51,7 @@ from megatron.core.tokenizers.text_files import (
     total_size,
 )
 from megatron.errors import ConfigError, DataError, kept_on_interrupt, run_command
-from megatron.training.reporting.progress import ProgressLine, Work, duration
+from megatron.training.reporting.progress import ProgressBar
 
 BAD_LINES_SHOWN = 20
 SHARD_BYTES = 64_000_000  # of text, between two places from which an interrupted run can go on
@@ -109,7 +111,7 @@ class Progress:
         self, size: int | None, *, log_interval: int, stream: TextIO, done: Tally | None = None, bytes_done: int = 0
     ) -> None:
         self._size, self._interval, self._stream = size, log_interval, stream
-        self._line = ProgressLine(stream=stream, clock=lambda: time.monotonic())
+        self._bar = ProgressBar(size, initial=bytes_done, counted=False, stream=stream)
         self._start = time.monotonic()
         before = done or Tally()
         self._documents, self._text_bytes, self._tokens = before.documents, before.text_bytes, _tokens(before)
@@ -117,15 +119,14 @@ class Progress:
 
     def update(self, tally: Tally, bytes_read: int) -> None:
         """Show where things stand, if it is time to."""
-        size = None if self._size is None else self._size - self._bytes_done
-        left = Work(bytes_read - self._bytes_done, size).seconds_left(self.seconds)
-        if self._line.enabled:
+        if self._bar.enabled:
             rate = (tally.text_bytes - self._text_bytes) / self.seconds / 1e6
-            facts = f"{tally.documents:,} documents", f"{rate:.1f} MB/s"
-            self._line.show(Work(bytes_read, self._size), *facts, seconds_left=left, counted=False)
+            self._bar.show(bytes_read, f"{tally.documents:,} documents", f"{rate:.1f} MB/s")
         elif tally.documents // self._interval > self._logged:
             self._logged = tally.documents // self._interval
-            until = f", {duration(left)} left" if self._size else ""
+            read, until = bytes_read - self._bytes_done, ""
+            if self._size and read:
+                until = f", {tqdm.format_interval(self.seconds * (self._size - bytes_read) / read)} left"
             print(f"Processed {tally.documents} documents ({self.rates(tally)}{until}).", file=self._stream, flush=True)
 
     def say(self, line: str) -> None:
@@ -135,7 +136,7 @@ class Progress:
 
     def clear(self) -> None:
         """Take the bar away."""
-        self._line.clear()
+        self._bar.clear()
 
     def rates(self, tally: Tally) -> str:
         """Documents, text and tokens a second since the start."""

@@ -38,7 +38,7 @@ from megatron.core.tokenizers.text_files import (
 )
 from megatron.core.tokenizers.wordpiece import SPECIAL_TOKENS, UNKNOWN, words_pipeline
 from megatron.errors import ConfigError, DataError, run_command
-from megatron.training.reporting.progress import ProgressLine, Work
+from megatron.training.reporting.progress import ProgressBar
 
 NUM_BYTES = 256
 
@@ -144,7 +144,7 @@ class Texts:
         self.first_bad = ""
 
     def __iter__(self) -> Iterator[list[str]]:
-        line = ProgressLine()
+        bar = ProgressBar(None)
         for batch in read_batches(self._paths, keys=[self._config.json_key]):
             plain = is_plain_text(batch.path)
             documents = read_plain_lines(batch) if plain else read_documents(batch, [self._config.json_key])
@@ -158,9 +158,9 @@ class Texts:
             self.first_bad = self.first_bad or "".join(map(str, documents.bad[:1]))
             self.bad += len(documents.bad)
             self.documents += len(texts)
-            line.show(Work(self.documents, None), f"{self.documents:,} documents read", seconds_left=0)
+            bar.show(self.documents, f"{self.documents:,} documents read")
             yield texts
-        line.clear()
+        bar.clear()
 
 
 def save(pipeline: tokenizers.Tokenizer, folder: Path) -> None:

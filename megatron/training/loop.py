@@ -83,7 +83,7 @@ def train(run: Run, saver: Saver, profiled: Profiled) -> bool:
         )
 
     batches = run.data.training_batches(progress.consumed_samples)
-    reporter.restart_clock()
+    reporter.restart_clock(progress.iteration)
     while progress.iteration < config.train_iters and reason is None:
         run.context.mesh.activity.phase = f"iteration {progress.iteration + 1}"
         with profiled(progress.iteration + 1):

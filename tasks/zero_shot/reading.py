@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from torch import Tensor
+from tqdm import tqdm
 
 from megatron.config.run import RunConfig
 from megatron.core.inference.scoring import Passage, TextScore
@@ -15,7 +16,7 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.core.tokenizers.text_files import parse_line
 from megatron.errors import DataError
 from megatron.training.evaluation.reading import Likelihoods, LoadedModel, load_model
-from megatron.training.reporting.progress import ProgressLine, Work, duration
+from megatron.training.reporting.progress import ProgressBar
 
 _SECONDS_BETWEEN_WORDS = 15.0
 
@@ -78,17 +79,19 @@ def _teller(context: ParallelContext, total: int) -> Callable[[int], None]:
     """Says on the last rank how far reading has come: in a line on a terminal, else now and then."""
     start = said = time.monotonic()
     is_last = context.mesh.world_rank == context.mesh.world_size - 1
-    line = ProgressLine(enabled=is_last)
+    bar = ProgressBar(total, enabled=is_last)
 
     def tell(done: int) -> None:
         nonlocal said
-        work, now = Work(done, total), time.monotonic()
-        left = work.seconds_left(now - start)
-        line.show(work, "passages", seconds_left=left)
+        now = time.monotonic()
+        bar.show(done, "passages")
         if done == total:
-            line.clear()
-        elif is_last and not line.enabled and now - said > _SECONDS_BETWEEN_WORDS:
+            bar.clear()
+        elif is_last and not bar.enabled and now - said > _SECONDS_BETWEEN_WORDS:
             said = now
-            print(f"  {done:,} of {total:,} passages, {duration(left)} left", flush=True)
+            print(
+                f"  {done:,} of {total:,} passages, {tqdm.format_interval((now - start) * (total - done) / done)} left",
+                flush=True,
+            )
 
     return tell

@@ -83,6 +83,21 @@ def test_a_plain_install_reads_what_preprocessing_reads() -> None:
     assert "zstandard" in setup["install_requires"]
 
 
+def test_a_plain_install_has_the_fast_engine_where_it_has_wheels() -> None:
+    """Preprocessing took twenty times as long for whoever did not find the extra; elsewhere pip would want Rust."""
+    from packaging.requirements import Requirement
+
+    required = [Requirement(each) for each in setup_arguments()["install_requires"]]
+    (engine,) = [each for each in required if each.name == "gigatoken"]
+    assert engine.marker is not None
+    for platform, machine, expected in (
+        *(("linux", "x86_64", True), ("linux", "aarch64", True), ("darwin", "arm64", True), ("win32", "AMD64", True)),
+        *(("linux", "ppc64le", False), ("freebsd14", "x86_64", False)),
+    ):
+        found = engine.marker.evaluate({"sys_platform": platform, "platform_machine": machine})
+        assert found == expected, (platform, machine)
+
+
 def test_the_readme_lists_every_extra() -> None:
     """An extra that is named only when something fails comes too late."""
     table = (ROOT / "README.md").read_text(encoding="utf-8").partition("| extra | for |")[2].partition("\n\n")[0]

@@ -1,79 +1,84 @@
-"""One line at the bottom of a terminal that says how far a command is and when it will be done; silent elsewhere."""
+"""One line at the bottom of a terminal that shows how far a command is and when it will be done; silent elsewhere."""
 
 from __future__ import annotations
 
-import shutil
 import sys
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TextIO
 
+from tqdm import tqdm
 
-def duration(seconds: float) -> str:
-    """``0:42``, ``12:05``, ``3:07:00`` or ``2d 04:00``."""
-    minutes, second = divmod(max(0, round(seconds)), 60)
-    hours, minute = divmod(minutes, 60)
-    if hours >= 24:
-        return f"{hours // 24}d {hours % 24:02d}:{minute:02d}"
-    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+_SECONDS_BETWEEN_DRAWS = 0.1
 
 
-@dataclass(frozen=True)
-class Work:
-    """What is done of what there is to do. ``total``: None where that isn't known."""
+class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
+    """tqdm without its monitoring thread and its lock between processes, as processes fork."""
 
-    done: float
-    total: float | None
-
-    @property
-    def share(self) -> float:
-        """Between 0 and 1."""
-        return min(self.done / max(1, self.total), 1.0) if self.total else 0.0
-
-    def seconds_left(self, seconds: float) -> float:
-        """Time remaining, when what is done took ``seconds``."""
-        return seconds * max((self.total or 0) - self.done, 0) / self.done if self.done else 0.0
+    monitor_interval = 0
 
 
-def progress_text(work: Work, *facts: str, seconds_left: float, width: int, counted: bool = True) -> str:
-    """The line, cut to ``width`` columns: a bar, what is done (if ``counted``), ``facts`` and the time remaining."""
-    shown = list(facts)
-    if work.total:
-        filled = int(20 * work.share)
-        count = f"{work.done:,}/{work.total:,} ({work.share:.0%})" if counted else f"{work.share:.0%}"
-        shown = [f"{'━' * filled}{'╌' * (20 - filled)} {count}", *facts, f"{duration(seconds_left)} left"]
-    return "  ".join(shown)[: max(0, width - 1)]
+_Bar.set_lock(threading.RLock())
 
 
-class ProgressLine:
-    """Redraws itself on standard error when that is a terminal; standard output, which is parsed, never sees it."""
+class ProgressBar:
+    """tqdm's bar on standard error if that is a terminal; standard output, which is parsed, never contains it.
+
+    ``total``: work to do, None where unknown. ``initial``: work done before, which does not count for the speed.
+    ``counted``: show numbers of the work, not only percent.
+    """
 
     def __init__(
-        self, *, stream: TextIO | None = None, enabled: bool = True, clock: Callable[[], float] = time.monotonic
+        self,
+        total: float | None,
+        *,
+        initial: float = 0,
+        counted: bool = True,
+        stream: TextIO | None = None,
+        enabled: bool = True,
     ) -> None:
-        self._stream = sys.stderr if stream is None else stream
-        self.enabled = enabled and self._stream.isatty()
-        self._clock = clock
-        self._last_drawn = float("-inf")
-        self._on_screen = False
+        count = "{n:,}/{total:,} ({percentage:.0f}%)" if counted else "{percentage:.0f}%"
+        self._bar = _Bar(
+            total=total,
+            initial=initial,
+            smoothing=0.1,  # weight of the latest speed in the time remaining
+            file=sys.stderr if stream is None else stream,
+            disable=None if enabled else True,  # None: where the stream is no terminal
+            bar_format=f"{{bar:20}} {count}  {{desc}}  {{remaining}} left" if total else "{desc}",
+            ascii="╌━",
+            dynamic_ncols=True,
+            mininterval=_SECONDS_BETWEEN_DRAWS,
+            miniters=0,
+            delay=_SECONDS_BETWEEN_DRAWS / 2,  # nothing is drawn before there is something to show
+            position=0,
+            leave=False,
+        )
+        self._cleared_at = float("-inf")
 
-    def show(self, work: Work, *facts: str, seconds_left: float, counted: bool = True) -> None:
-        """Draw how far the work is, at most ten times a second."""
-        if not self.enabled or self._clock() - self._last_drawn < 0.1:
-            return
-        width = shutil.get_terminal_size().columns
-        text = progress_text(work, *facts, seconds_left=seconds_left, width=width, counted=counted)
-        self._stream.write(f"\r\x1b[K{text}")
-        self._stream.flush()
-        self._last_drawn, self._on_screen = self._clock(), True
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is drawn."""
+        return not self._bar.disable
+
+    def show(self, done: float, *facts: str) -> None:
+        """Draw how much work is done in all, with ``facts``, at most ten times a second."""
+        self._bar.set_description_str("  ".join(facts), refresh=False)
+        if time.monotonic() - self._cleared_at < _SECONDS_BETWEEN_DRAWS:
+            self._bar.n = done
+        else:
+            self._bar.update(done - self._bar.n)
 
     def clear(self) -> None:
         """Take the line off the screen, before something else is printed.
 
         It comes back a tenth of a second later at the earliest, when what is printed through a pipe has arrived too.
         """
-        if self._on_screen:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
-            self._on_screen, self._last_drawn = False, self._clock()
+        if self.enabled:
+            self._bar.clear()
+            self._cleared_at = time.monotonic()
+
+    def leave_out(self, seconds: float) -> None:
+        """Do not count the last ``seconds``, in which something else was done, for the speed."""
+        if self.enabled:
+            self._bar.start_t += seconds
+            self._bar.last_print_t += seconds

@@ -24,7 +24,7 @@ from megatron.training.reporting.metrics import (
     training_line,
     validation_block,
 )
-from megatron.training.reporting.progress import ProgressLine, Work
+from megatron.training.reporting.progress import ProgressBar
 from megatron.training.reporting.tensorboard import TensorBoard
 from megatron.training.reporting.timers import Timers, longest, timer_report
 
@@ -72,7 +72,7 @@ class Reporter:
         scale: SpeedScale,
         timers: Timers,
         curves: TensorBoard,
-        progress: ProgressLine | None = None,
+        terminal: TextIO | None = None,
         clock: Callable[[], float] = time.perf_counter,
         now: Callable[[], datetime] = datetime.now,
         out: TextIO | None = None,
@@ -81,7 +81,8 @@ class Reporter:
         self._config, self._speaker = config, speaker
         self._train_iters, self._scale = train_iters, scale
         self._curves, self._clock, self._now, self._out = curves, clock, now, out
-        self._progress = progress or ProgressLine(enabled=speaker.is_last)
+        self._terminal = terminal
+        self._progress = self._bar(train_iters)
         self._totals = IntervalTotals()
         self._interval_start = clock()
         self._step_start = self._interval_start
@@ -94,9 +95,10 @@ class Reporter:
         if self._speaker.is_last:
             self._print(text)
 
-    def restart_clock(self) -> None:
-        """Count time from now: called when setup is over and training begins."""
+    def restart_clock(self, iteration: int = 0) -> None:
+        """Count time from now: called when setup is over and training begins after ``iteration``."""
         self._interval_start = self._step_start = self._clock()
+        self._progress = self._bar(self._train_iters, initial=iteration)
 
     @contextmanager
     def aside(self, name: str) -> Iterator[None]:
@@ -111,6 +113,7 @@ class Reporter:
         spent = self._clock() - start
         self._interval_start += spent
         self._step_start += spent
+        self._progress.leave_out(spent)
 
     def phase_times(self, *names: str) -> None:
         """Print the ranks' times of level-0 timers that have run, and forget them. A collective."""
@@ -176,22 +179,19 @@ class Reporter:
         previous = seconds if self._recent_seconds is None else self._recent_seconds
         self._recent_seconds = 0.9 * previous + 0.1 * seconds
         speed = step.global_batch_size * self._scale.tokens_per_sample / self._recent_seconds
-        self._progress.show(
-            Work(step.iteration, self._train_iters),
-            *(f"loss {loss:.4f}" for loss in list(step.losses.values())[:1] if loss is not None),
-            f"{speed:,.0f} tokens/s",
-            seconds_left=(self._train_iters - step.iteration) * self._recent_seconds,
-        )
+        losses = [f"loss {loss:.4f}" for loss in list(step.losses.values())[:1] if loss is not None]
+        self._progress.show(step.iteration, *losses, f"{speed:,.0f} tokens/s")
+
+    def _bar(self, total: int | None, *, initial: int = 0) -> ProgressBar:
+        return ProgressBar(total, initial=initial, stream=self._terminal, enabled=self._speaker.is_last)
 
     def evaluating(self, batches: Iterable[Batch], *, total: int | None) -> Iterator[Batch]:
         """The batches of an evaluation, with a line on how far it is. ``total``: how many, None when unknown."""
-        start = self._clock()
-        for done, batch in enumerate(batches):
+        bar = self._bar(total)
+        for done, batch in enumerate(batches, start=1):
             yield batch
-            work = Work(done + 1, total)
-            left = work.seconds_left(self._clock() - start)
-            self._progress.show(work, "evaluation" if total else f"evaluation, batch {done + 1:,}", seconds_left=left)
-        self._progress.clear()
+            bar.show(done, "evaluation" if total else f"evaluation, batch {done:,}")
+        bar.clear()
 
     def validation(
         self, where: str, losses: Mapping[str, float], *, iteration: int, consumed_samples: int, data_set: str = ""

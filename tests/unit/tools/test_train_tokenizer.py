@@ -13,7 +13,7 @@ from tokenizers import trainers
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.errors import ConfigError, DataError
-from megatron.training.reporting.progress import ProgressLine
+from megatron.training.reporting.progress import ProgressBar
 from tests.unit.tools.conftest import TEXTS, run, write_lines
 from tools import train_tokenizer
 
@@ -150,7 +150,7 @@ def test_progress_has_the_projects_style(tmp_path: Path, monkeypatch: pytest.Mon
         return made[0]
 
     monkeypatch.setattr(trainers, "BpeTrainer", make)
-    monkeypatch.setattr(ProgressLine, "show", lambda self, work, *facts, **how: shown.extend(facts))
+    monkeypatch.setattr(ProgressBar, "show", lambda self, done, *facts: shown.extend(facts))
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     text = write_lines(tmp_path / "text.jsonl", [{"text": "low lower lowest"}] * 5)
     train_tokenizer.main(["--input", str(text), "--output-dir", str(tmp_path), "--vocab-size", "260"])

@@ -1,12 +1,18 @@
-"""The progress line is for eyes: on a terminal it must not wrap or linger, elsewhere it must not exist."""
+"""The progress bar is for eyes: on a terminal it must not wrap or linger, elsewhere it must not exist."""
 
 from __future__ import annotations
 
 import io
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
 
 import pytest
 
-from megatron.training.reporting.progress import ProgressLine, Work, duration, progress_text
+from megatron.training.reporting.progress import ProgressBar
+from tests.architecture.source_tree import ROOT
 
 
 class Terminal(io.StringIO):
@@ -14,75 +20,112 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (-1, "0:00"),
-        (42.4, "0:42"),
-        (59.6, "1:00"),
-        (725, "12:05"),
-        (11220, "3:07:00"),
-        (86400 * 2 + 4 * 3600, "2d 04:00"),
-    ],
-)
-def test_durations_read_well(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, to be set."""
+    set_by_hand = [100.0]
+    read: Callable[[], float] = lambda: set_by_hand[0]  # noqa: E731
+    monkeypatch.setattr("tqdm.std.time", read)
+    monkeypatch.setattr("time.monotonic", read)
+    return set_by_hand
 
 
-def text(width: int = 200, iteration: int = 120) -> str:
-    return progress_text(Work(iteration, 480), "loss 4.2500", "12,346 tokens/s", seconds_left=83, width=width)
+def test_says_how_far_how_good_how_fast_and_how_long(now: list[float]) -> None:
+    """A resumed run's speed is its own: 20 iterations in 4 s, not 120."""
+    terminal = Terminal()
+    bar = ProgressBar(480, initial=100, stream=terminal)
+    now[0] += 4
+    bar.show(120, "loss 4.2500", "12,346 tokens/s")
+    assert terminal.getvalue() == "\r━━━━━╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌ 120/480 (25%)  loss 4.2500  12,346 tokens/s  01:12 left"
 
 
-def test_says_how_far_how_good_how_fast_and_how_long() -> None:
-    assert text() == "━━━━━╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌ 120/480 (25%)  loss 4.2500  12,346 tokens/s  1:23 left"
+def test_other_work_does_not_count_for_the_speed(now: list[float]) -> None:
+    """After an evaluation of an hour the time left must not be that of slow steps."""
+    terminal = Terminal()
+    bar = ProgressBar(480, stream=terminal)
+    for step in range(1, 11):
+        now[0] += 1
+        bar.show(step)
+    now[0] += 3600
+    bar.leave_out(3600)
+    now[0] += 1
+    bar.show(11)
+    assert terminal.getvalue().endswith("07:49 left")
 
 
 def test_never_wraps() -> None:
-    for width in range(120):
-        assert len(text(width)) < max(width, 1)
+    """The width is that of the terminal it is drawn on."""
+    if not hasattr(os, "openpty"):
+        pytest.skip("needs a pseudo-terminal")
+    import fcntl
+    import termios
+
+    screen, terminal = os.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 30, 0, 0))
+    code = (
+        "from megatron.training.reporting.progress import ProgressBar; import time; bar = ProgressBar(480); "
+        "time.sleep(0.11); bar.show(120, 'loss 4.2500', 'x' * 200); import os; os._exit(0)"
+    )
+    subprocess.run([sys.executable, "-c", code], stderr=terminal, cwd=ROOT, check=True, timeout=60)
+    os.close(terminal)
+    drawn = os.read(screen, 10_000).decode()
+    os.close(screen)
+    assert "120/4" in drawn
+    assert max(map(len, drawn.split("\r"))) <= 30
 
 
-def show(line: ProgressLine, iteration: int) -> None:
-    line.show(Work(iteration, 480), seconds_left=1.0)
-
-
-def test_a_pipe_gets_nothing() -> None:
+def test_a_pipe_gets_nothing(now: list[float]) -> None:
     pipe = io.StringIO()
-    line = ProgressLine(stream=pipe)
-    show(line, 1)
-    line.clear()
+    bar = ProgressBar(480, stream=pipe)
+    now[0] += 1
+    bar.show(1)
+    bar.clear()
     assert pipe.getvalue() == ""
+    assert not bar.enabled
 
 
-def test_drawn_at_most_ten_times_a_second_and_cleared_without_a_trace() -> None:
-    terminal, now = Terminal(), [0.0]
-    line = ProgressLine(stream=terminal, clock=lambda: now[0])
+def test_drawn_at_most_ten_times_a_second_and_cleared_without_a_trace(now: list[float]) -> None:
+    terminal = Terminal()
+    bar = ProgressBar(480, stream=terminal)
     for step in range(1, 21):
-        show(line, step)
         now[0] += 0.0625
-    assert terminal.getvalue().count("\r") == 10
-    line.clear()
-    line.clear()
-    assert terminal.getvalue().endswith("\r\x1b[K")
-    assert terminal.getvalue().count("\r") == 11
+        bar.show(step)
+    assert terminal.getvalue().count("left") == 10
+    bar.clear()
+    width = len("━╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌ 20/480 (4%)    00:28 left")
+    assert terminal.getvalue().endswith("\r" + " " * width + "\r")
 
 
-def test_comes_back_only_when_a_line_printed_through_a_pipe_has_arrived() -> None:
+def test_comes_back_only_when_a_line_printed_through_a_pipe_has_arrived(now: list[float]) -> None:
     """``pretrain_gpt.py … | tee log`` on a terminal: redrawn at once, the bar would stand before the log line."""
-    terminal, now = Terminal(), [0.0]
-    line = ProgressLine(stream=terminal, clock=lambda: now[0])
-    show(line, 1)
-    now[0] = 1.0
-    line.clear()
+    terminal = Terminal()
+    bar = ProgressBar(480, stream=terminal)
+    now[0] += 1
+    bar.show(1)
+    now[0] += 1
+    bar.clear()
     cleared = terminal.getvalue()
-    show(line, 2)
+    bar.show(2)
     assert terminal.getvalue() == cleared
-    now[0] = 1.125
-    show(line, 3)
+    now[0] += 0.125
+    bar.show(3)
     assert "3/480" in terminal.getvalue()
 
 
-def test_other_ranks_stay_silent() -> None:
+def test_other_ranks_stay_silent(now: list[float]) -> None:
     terminal = Terminal()
-    show(ProgressLine(stream=terminal, enabled=False), 1)
+    bar = ProgressBar(480, stream=terminal, enabled=False)
+    now[0] += 1
+    bar.show(1)
     assert terminal.getvalue() == ""
+
+
+def test_no_thread_and_no_lock_between_processes(now: list[float]) -> None:
+    """Data loaders fork; a fork beside tqdm's monitoring thread may inherit a lock that nobody releases."""
+    from tqdm import tqdm
+
+    bar = ProgressBar(480, stream=Terminal())
+    now[0] += 1
+    bar.show(1)
+    assert tqdm.monitor is None
+    assert type(bar._bar).get_lock() is not tqdm.get_lock()

@@ -13,7 +13,6 @@ import pytest
 from megatron.config.reporting import ReportingConfig
 from megatron.training.reporting.flops import Peak, SpeedScale
 from megatron.training.reporting.metrics import StepRecord
-from megatron.training.reporting.progress import ProgressLine
 from megatron.training.reporting.reporter import Figures, Reporter, Speaker
 from megatron.training.reporting.tensorboard import TensorBoard
 from megatron.training.reporting.timers import Timers
@@ -54,7 +53,7 @@ class Stage:
             scale=SpeedScale(flops_per_sample=1e12, tokens_per_sample=100, world_size=1, peak=Peak(8.0, "by hand")),
             timers=Timers(level=config.timing_log_level, clock=self.clock),
             curves=TensorBoard(config, self.recorder, world_size=1),
-            progress=ProgressLine(stream=terminal or io.StringIO(), clock=self.clock),
+            terminal=terminal or io.StringIO(),
             clock=self.clock,
             now=lambda: datetime(2026, 8, 1),
             out=self.out,
@@ -210,25 +209,32 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_terminal_sees_progress_with_time_left_and_the_log_stays_clean() -> None:
-    terminal = Terminal()
+def test_terminal_sees_progress_with_time_left_and_the_log_stays_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, now = Terminal(), [0.0]
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
     stage = Stage(terminal=terminal)
-    stage.steps(1, 3)
-    assert "3/10 (30%)  loss 3.0000  400 tokens/s  0:07 left" in terminal.getvalue()
+    stage.reporter.restart_clock(1)
+    for step in (2, 3, 4):
+        now[0] += 1.0
+        stage.steps(step, step)
+    assert "3/10 (30%)  loss 3.0000  400 tokens/s  00:07 left" in terminal.getvalue()
     assert "\r" not in stage.text
     stage.reporter.close()
-    assert terminal.getvalue().endswith("\r\x1b[K")
+    assert terminal.getvalue().rstrip("\r").endswith(" ")
 
 
-def test_evaluation_says_how_long_it_will_take() -> None:
+def test_evaluation_says_how_long_it_will_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """Minutes without a word, in the middle of a run."""
-    terminal = Terminal()
+    terminal, now = Terminal(), [0.0]
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
     stage = Stage(terminal=terminal)
     for _ in stage.reporter.evaluating(range(4), total=4):
-        stage.clock.now += 1.0
-    assert "1/4 (25%)  evaluation  0:03 left" in terminal.getvalue()
-    assert terminal.getvalue().endswith("\r\x1b[K")
+        now[0] += 1.0
+    assert "1/4 (25%)  evaluation  00:03 left" in terminal.getvalue()
+    assert terminal.getvalue().rstrip("\r").endswith(" ")
     for _ in stage.reporter.evaluating(range(2), total=None):
-        stage.clock.now += 1.0
-    assert "\x1b[Kevaluation, batch 1\r" in terminal.getvalue()
+        now[0] += 1.0
+    assert "\revaluation, batch 1\r" in terminal.getvalue()
     assert stage.text == ""
