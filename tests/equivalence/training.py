@@ -15,6 +15,7 @@ from megatron.config.pipeline import balanced_sizes
 from megatron.config.precision import PrecisionConfig
 from megatron.core.distributed.buffers import build_buffers
 from megatron.core.distributed.grad_sync import GradSync
+from megatron.core.distributed.parameter_policy import parameter_policies
 from megatron.core.models.stage import stages_of
 from megatron.core.models.train_spec import ModelChunk
 from megatron.core.optimizer.optimizer import Optimizer
@@ -80,7 +81,7 @@ def train(context: ParallelContext, settings: Mapping[str, Any], layout: Layout)
     """Three steps of AdamW at ``layout``."""
     context = replace(context, cp_comm_types=layout.cp_comm_types, cp_sizes=layout.cp_sizes)
     settings = dict(settings)
-    family = FAMILIES[settings.pop("family", "gpt")]
+    family, freeze = FAMILIES[settings.pop("family", "gpt")], settings.pop("freeze", ())
     unused = [name for name in family.optional if not settings.pop(name, False)]
     fields = [name for name in family.train_spec.batch_fields if name in family.batch(0) and name not in unused]
     config = ModelConfig(max_position_embeddings=LENGTH, vocab_size=VOCABULARY, **settings)
@@ -96,7 +97,14 @@ def train(context: ParallelContext, settings: Mapping[str, Any], layout: Layout)
         initial=parts_of(model_state(*models), context.mesh),
     )
 
-    buffers = build_buffers(named_parameters(models), context, grad_dtype=context.dtype, bucket_size=layout.bucket_size)
+    policies = parameter_policies(named_parameters(models), freeze=freeze)
+    buffers = build_buffers(
+        named_parameters(models),
+        context,
+        grad_dtype=context.dtype,
+        bucket_size=layout.bucket_size,
+        policies=policies,
+    )
     sync = GradSync(buffers, context, sharded=layout.sharded, overlap=layout.overlap)
     optimizer = Optimizer(
         buffers,

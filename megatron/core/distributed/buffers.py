@@ -6,12 +6,13 @@ shard *r* is the *r*-th equal part of every bucket. The layout is the same wheth
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from megatron.core.distributed.parameter_policy import ParameterPolicy, Policies, parameter_policies
 from megatron.core.parallel.collectives import gather_objects
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.grid import Axis
@@ -84,7 +85,7 @@ class Bucket:
 
 @dataclass(eq=False)
 class FlatBuffer:
-    """All parameters of one class end to end: same dtype, same axes to reduce over, weight decay or none.
+    """All trained parameters of one class end to end: same dtype, same axes to reduce over, same policy.
 
     ``params``, ``grads``: 1-D, equally long. ``num_shards``: ranks on the ``reduce`` axes.
     """
@@ -92,7 +93,7 @@ class FlatBuffer:
     params: Tensor
     grads: Tensor
     reduce: tuple[Axis, ...]
-    decays: bool
+    policy: ParameterPolicy
     num_shards: int
     buckets: list[Bucket] = field(default_factory=list)
     _scratch: Tensor | None = None
@@ -129,7 +130,7 @@ class _Class:
 
     dtype: torch.dtype
     reduce: tuple[Axis, ...]
-    decays: bool
+    policy: ParameterPolicy
 
 
 @dataclass(frozen=True)
@@ -146,22 +147,47 @@ def build_buffers(
     *,
     grad_dtype: torch.dtype,
     bucket_size: int | None = None,
+    policies: Policies | None = None,
 ) -> list[FlatBuffer]:
-    """Move parameters into flat buffers and give each a view of a gradient buffer as ``parameter.main_grad``.
+    """Move trained parameters into flat buffers, each with a view of a gradient buffer as ``parameter.main_grad``.
 
-    Where dtypes agree, ``parameter.grad`` is that view too and autograd accumulates into it. ``bucket_size``: elements
-    of a bucket; None means Megatron's max(40 million, 1 million times the ranks that reduce together).
+    Where dtypes agree, ``parameter.grad`` is that view too and autograd accumulates into it. Frozen parameters stay
+    where they are and no longer require a gradient. ``bucket_size``: elements of a bucket; None means Megatron's
+    max(40 million, 1 million times the ranks that reduce together). ``policies``: None trains everything.
     With pipeline stages all ranks must call this together: they tell each other which tied parameters they hold.
     """
+    named_parameters = list(named_parameters)
+    policies = parameter_policies(named_parameters) if policies is None else policies
     members: dict[_Class, list[_Member]] = {}
     for order, (name, parameter) in enumerate(named_parameters):
         sharding = sharding_of(parameter)
-        key = _Class(parameter.dtype, sharding.reduce, sharding.decays)
-        members.setdefault(key, []).append(_Member(sharding.tied or name, order, parameter, sharding))
+        member = _Member(sharding.tied or name, order, parameter, sharding)
+        policy = policies[member.name]
+        parameter.requires_grad_(policy.is_trained)
+        if policy.is_trained:
+            members.setdefault(_Class(parameter.dtype, sharding.reduce, policy), []).append(member)
     tied = tied_stages((member.sharding for group in members.values() for member in group), context.mesh)
     return [
         _build_buffer(key, list(reversed(group)), context, grad_dtype, bucket_size, tied)
         for key, group in members.items()
+    ]
+
+
+def frozen_parts(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], policies: Policies, context: ParallelContext
+) -> list[Tensor]:
+    """The parts of frozen parameters that this rank counts in sums over all ranks: each logical element once.
+
+    With pipeline stages all ranks must call this together.
+    """
+    named = [(parameter, sharding_of(parameter), name) for name, parameter in named_parameters]
+    frozen = [(p, sharding) for p, sharding, name in named if not policies[sharding.tied or name].is_trained]
+    mesh, tied = context.mesh, tied_stages((sharding for _, sharding in frozen), context.mesh)
+    return [
+        span.of(parameter.detach().view(-1))
+        for parameter, sharding in frozen
+        if mesh.rank(*sharding.reduce) == 0
+        for span in _counted_spans(sharding, mesh, tied)
     ]
 
 
@@ -195,9 +221,9 @@ def _build_buffer(
     size = layout[-1].span.stop
     buffer = FlatBuffer(
         params=torch.zeros(size, dtype=key.dtype, device=context.device),
-        grads=torch.zeros(size, dtype=grad_dtype, device=context.device),
+        grads=torch.zeros(size, dtype=torch.promote_types(grad_dtype, key.dtype), device=context.device),
         reduce=key.reduce,
-        decays=key.decays,
+        policy=key.policy,
         num_shards=num_shards,
     )
     remaining = iter(members)
@@ -254,15 +280,16 @@ def _adopt(member: _Member, span: Span, buffer: FlatBuffer, mesh: Mesh, tied: di
     parameter.data = view
     main_grad = span.of(buffer.grads).view(parameter.shape)
     parameter.main_grad = main_grad  # type: ignore[attr-defined]
-    counts = member.sharding.tied is None or tied[member.sharding.tied][0] == mesh.rank("pp")
-    counted = tuple(part.moved(span.start) for part in _counted_spans(member.sharding, mesh)) if counts else ()
+    counted = tuple(part.moved(span.start) for part in _counted_spans(member.sharding, mesh, tied))
     entry = ParamEntry(member.name, member.order, parameter, member.sharding, span, counted, main_grad)
     parameter.grad = entry.resting_grad
     return entry
 
 
-def _counted_spans(sharding: Sharding, mesh: Mesh) -> list[Span]:
+def _counted_spans(sharding: Sharding, mesh: Mesh, tied: Mapping[str, tuple[int, ...]]) -> list[Span]:
     """The flat parts of a local tensor that this rank counts: without vocabulary padding and what others count."""
+    if sharding.tied is not None and tied[sharding.tied][0] != mesh.rank("pp"):
+        return []
     local = sharding.local_shape(mesh)
     elements = torch.Size(local).numel()
     pieces = sharding.counted_pieces(mesh)

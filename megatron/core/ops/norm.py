@@ -34,16 +34,18 @@ class _NarrowLayerNorm(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight, bias, mean, scale = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         grad_x, _, _ = torch.ops.aten.native_layer_norm_backward(
-            grad, x, weight.shape, mean, scale, weight, bias, [True, False, False]
+            grad, x, weight.shape, mean, scale, weight, bias, [needs_x, False, False]
         )
         wide_grad = grad.float()
+        grad_bias = wide_grad.flatten(0, -2).sum(0).to(weight.dtype) if needs_bias else None
+        if not needs_weight:
+            return grad_x, None, grad_bias, None
         normalized = x.float().sub_(mean).mul_(scale)
-        grad_bias = None if bias is None else wide_grad.flatten(0, -2).sum(0).to(bias.dtype)
-        grad_weight = normalized.mul_(wide_grad).flatten(0, -2).sum(0)
-        return grad_x, grad_weight.to(weight.dtype), grad_bias, None
+        return grad_x, normalized.mul_(wide_grad).flatten(0, -2).sum(0).to(weight.dtype), grad_bias, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
@@ -70,12 +72,12 @@ class _RMSNorm(torch.autograd.Function):
         return normalized.to(weight.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
         normalized = x * scale
         wide_grad = grad.to(scale.dtype)
         product = wide_grad * normalized
-        grad_weight = product.flatten(0, -2).sum(0).to(weight.dtype)
+        grad_weight = product.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
         mean = product.mul_(weight).mean(-1, keepdim=True)
         grad_x = (wide_grad * weight).sub_(normalized.mul_(mean)).mul_(scale)
         return grad_x.to(x.dtype), grad_weight, None

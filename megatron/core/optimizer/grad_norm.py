@@ -33,10 +33,14 @@ class ModelStatistics:
 
     Each rank looks only at its own shards, even where it holds more: replicated and sharded optimizers then add the
     same numbers in the same order and get the same norm to the last bit, and ranks share the work.
+
+    ``frozen``: the parts of frozen parameters that this rank counts (``frozen_parts``).
     """
 
-    def __init__(self, buffers: Sequence[FlatBuffer], context: ParallelContext) -> None:
-        self._context = context
+    def __init__(
+        self, buffers: Sequence[FlatBuffer], context: ParallelContext, *, frozen: Sequence[Tensor] = ()
+    ) -> None:
+        self._context, self._frozen = context, frozen
         shards = [(buffer, context.mesh.rank(*buffer.reduce)) for buffer in buffers]
         self._counted = [(buffer, _counted_spans(buffer, shard)) for buffer, shard in shards]
         self._replicas = [(buffer, _replica_spans(buffer, shard)) for buffer, shard in shards]
@@ -53,8 +57,9 @@ class ModelStatistics:
         return GradientStatistics(math.sqrt(squares), int(zeros[0]) if zeros else None)
 
     def parameter_norm(self) -> float:
-        """L2 norm of the weights that the forward pass uses."""
+        """L2 norm of the weights that the forward pass uses, the frozen ones included."""
         parts = [[span.of(buffer.params) for span in spans] for buffer, spans in self._counted]
+        parts += [[part] for part in self._frozen]
         (squares,) = self._over_all_ranks([self._sum_of_squares(parts)])
         return math.sqrt(squares)
 

@@ -71,7 +71,7 @@ class Optimizer:
     """AdamW or SGD over flat buffers.
 
     ``sharded``: own only this rank's shard of every bucket and gather the weights after each update.
-    ``count_zeros``: report zero gradients with every update.
+    ``count_zeros``: report zero gradients with every update. ``frozen``: see ``ModelStatistics``.
     """
 
     def __init__(
@@ -83,12 +83,13 @@ class Optimizer:
         *,
         sharded: bool,
         count_zeros: bool = False,
+        frozen: Sequence[Tensor] = (),
     ) -> None:
         self._clip_grad = config.clip_grad
         self._count_zeros = count_zeros
         self._rule = build_update_rule(config)
         self._scaler = build_loss_scaler(precision)
-        self._statistics = ModelStatistics(buffers, context)
+        self._statistics = ModelStatistics(buffers, context, frozen=frozen)
         self._owned = [owned for buffer in buffers for owned in self._own(buffer, context, sharded)]
         self._step = 0
         self._seed_divisor = 1.0
@@ -139,7 +140,7 @@ class Optimizer:
         clip = self._clip_grad / (grad_norm + 1e-6) if self._clip_grad > 0 else 1.0
         self._step += 1
         for owned in self._owned:
-            decay = weight_decay if owned.buffer.decays else 0.0
+            decay = weight_decay if owned.buffer.policy.decays else 0.0
             self._move(owned, divisor / min(clip, 1.0), lr=lr, weight_decay=decay)
         self.gather.start()
         return UpdateResult(grad_norm, skipped=False, num_zeros=sums.num_zeros)

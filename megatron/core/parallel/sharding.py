@@ -166,11 +166,6 @@ class Sharding:
         axes = ("etp", "ep") if {"etp", "ep"} & set(self.split.values()) else ("tp",)
         return all(mesh.rank(axis) == 0 for axis in axes if axis not in self.split.values())  # type: ignore[arg-type]
 
-    @property
-    def decays(self) -> bool:
-        """Whether weight decay applies: to matrices, not to biases and norm weights."""
-        return len(self.shape) > 1
-
 
 def sharded_parameter(sharding: Sharding, mesh: Mesh, *, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """An uninitialized parameter that carries its layout; see ``tensor_parallel.initialize`` for its values."""

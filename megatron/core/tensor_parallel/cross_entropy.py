@@ -6,7 +6,7 @@ follows one factor a row that makes it the softmax over all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,8 @@ def linear_cross_entropy(
     ``backward_scale``: the gradient of the result from which the backward pass will start. Gradients are made at that
     scale, so that a loss scale keeps the small probabilities of an fp16 chunk from vanishing before they are summed.
     """
-    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    inputs = (hidden, weight) if bias is None else (hidden, weight, bias)
+    needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
     vocabulary = _Vocabulary(mesh=mesh, start=vocab_start, valid=vocab_valid)
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, labels, loss_weights, vocabulary, backward_scale if needs_grad else None
@@ -183,7 +184,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         total = hidden.new_zeros((), dtype=_wide(hidden))
         loss_weights = loss_weights.to(total.dtype)
-        gradients = None if backward_scale is None else _Gradients(hidden, weight, bias)
+        gradients = None if backward_scale is None else _Gradients(hidden, weight, bias, ctx.needs_input_grad[:3])
         for chunk in _chunks(hidden, weight, bias, vocabulary):
             weights = loss_weights[chunk.rows]
             softmax = _softmax_(chunk.wide, labels[chunk.rows], vocabulary)
@@ -203,13 +204,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _Gradients:
-    """Gradients of hidden states, weight and bias, filled chunk by chunk."""
+    """Gradients of hidden states, weight and bias, those that are ``needed``, filled chunk by chunk."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]) -> None:
         self._rows, self._weight = hidden.detach(), weight.detach()
-        self._grad_hidden = torch.empty_like(hidden)
+        self._needs_weight = needed[1]
+        self._grad_hidden = torch.empty_like(hidden) if needed[0] else None
         self._grad_weight: Tensor | None = None
-        self._grad_bias = None if bias is None else torch.zeros_like(bias, dtype=_wide(bias))
+        self._grad_bias = torch.zeros_like(bias, dtype=_wide(bias)) if bias is not None and needed[2] else None
 
     def add(self, chunk: _Chunk, softmax: _Softmax, weights: Tensor) -> None:
         """Gradients of a chunk, whose logits are overwritten; ``weights`` [rows] multiply them."""
@@ -217,12 +219,13 @@ class _Gradients:
         wide = softmax.local.mul_(weights * softmax.factor)
         wide.scatter_add_(1, softmax.columns, -weights.masked_fill(~softmax.here, 0.0))
         grad_logits = wide if wide.dtype == chunk.logits.dtype else chunk.logits.copy_(wide)  # rounded once
-        self._grad_hidden[chunk.rows] = times_transposed(grad_logits, self._weight.t())
-        self._grad_weight = transposed_times(grad_logits, self._rows[chunk.rows], add_to=self._grad_weight)
+        if self._grad_hidden is not None:
+            self._grad_hidden[chunk.rows] = times_transposed(grad_logits, self._weight.t())
+        if self._needs_weight:
+            self._grad_weight = transposed_times(grad_logits, self._rows[chunk.rows], add_to=self._grad_weight)
         if self._grad_bias is not None:
             self._grad_bias += wide.sum(dim=0)
 
-    def finish(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Gradients of hidden states, weight, bias."""
-        assert self._grad_weight is not None, "a batch has at least one row"
         return self._grad_hidden, self._grad_weight, self._grad_bias

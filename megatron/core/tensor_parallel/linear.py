@@ -16,6 +16,7 @@ from megatron.core.ops.matmul import transposed_times
 from megatron.core.parallel.collectives import Handle, all_gather, all_gather_into_async, reduce_scatter
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.tensor_parallel.regions import enter
 
 
 def linear(
@@ -27,7 +28,7 @@ def linear(
     """
     splits = context.weight_gradients.may_wait
     if not (splits or gathers) or not (torch.is_grad_enabled() and weight.requires_grad):
-        return F.linear(all_gather(x, context.mesh, "tp") if gathers else x, weight, bias)
+        return F.linear(enter(x, context) if gathers else x, weight, bias)
     if not x.requires_grad:
         x = x.detach().requires_grad_()  # the weight, which autograd doesn't see, needs a backward pass all the same
     add_gradient = partial(_add_gradient, weight)

@@ -79,7 +79,7 @@ def test_parameters_keep_values_and_become_views() -> None:
 def test_matrices_and_vectors_lie_apart_in_reverse_order() -> None:
     """Weight decay is chosen by buffer, and buckets must fill in the order in which backward completes gradients."""
     buffers = build_buffers(parameters().items(), ParallelContext.single(), grad_dtype=torch.float32)
-    names = {buffer.decays: [entry.name for entry in buffer.entries] for buffer in buffers}
+    names = {buffer.policy.decays: [entry.name for entry in buffer.entries] for buffer in buffers}
     assert names == {True: ["fc2", "fc1", "embedding"], False: ["fc1_bias", "norm"]}
 
 

@@ -57,6 +57,30 @@ def test_low_precision_is_computed_in_fp32(name: str, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_gradients_of_what_is_trained_do_not_depend_on_what_is_frozen(name: str, dtype: torch.dtype) -> None:
+    """The first norm behind a frozen embedding needs no gradient of its input, a frozen one none of its weight."""
+
+    def gradients(frozen: int | None) -> list[Tensor | None]:
+        generator = torch.Generator().manual_seed(1)
+        inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in ((5, 8), (8,), (8,))]
+        for number, each in enumerate(inputs):
+            each.requires_grad_(number != frozen)
+        x, weight, bias = inputs
+        out = layer_norm(x, weight, bias, eps=1e-5) if name == "layer_norm" else rms_norm(x, weight, eps=1e-5) + bias
+        torch.autograd.backward(out, torch.linspace(-1, 1, out.numel()).view_as(out).to(dtype))
+        return [each.grad for each in inputs]
+
+    everything = gradients(None)
+    for frozen in range(3):
+        wanted = [None if number == frozen else grad for number, grad in enumerate(everything)]
+        for mine, theirs in zip(gradients(frozen), wanted, strict=True):
+            assert (mine is None and theirs is None) or (
+                mine is not None and theirs is not None and torch.equal(mine, theirs)
+            )
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
 def test_wide_residual_is_normalized_wide_and_returned_narrow(name: str) -> None:
     """With --fp32-residual-connection the stream is fp32 and the layers bf16: the norm is where the type changes."""
     x, weight = torch.randn(3, 16, requires_grad=True), torch.ones(16, dtype=torch.bfloat16, requires_grad=True)

@@ -190,12 +190,6 @@ def test_blocks_exclude_padding_and_other_splits(wrong: dict[str, object]) -> No
         Sharding((4, 4), blocks=2, **wrong)  # type: ignore[arg-type]
 
 
-def test_decay_applies_to_matrices_only() -> None:
-    """Biases and norm weights are exempt, embeddings are not."""
-    assert Sharding((4, 4)).decays
-    assert not Sharding((4,)).decays
-
-
 def test_parameters_carry_their_sharding() -> None:
     """Everything that needs the layout finds it on the parameter, under its global name."""
     mesh = Mesh.of(tp=2, rank=1)

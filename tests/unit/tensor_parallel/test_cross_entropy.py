@@ -60,6 +60,23 @@ def test_loss_and_gradients_equal_plain_torch(with_bias: bool) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("trained", ["hidden", "weight", "bias", "hidden bias", "weight bias"])
+def test_frozen_inputs_get_no_gradient_and_cost_none(trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frozen matrix cost a third of the loss's time for a gradient nobody wanted, and a bias trained by itself had
+    none: the loss saw no reason to make it.
+    """
+    *inputs, labels, loss_weights = problem()
+    chosen = [each.requires_grad_(name in trained) for name, each in zip(("hidden", "weight", "bias"), inputs)]
+    needed = [each for each in chosen if each.requires_grad]
+    if "weight" not in trained:
+        monkeypatch.setattr(cross_entropy, "transposed_times", lambda *_, **__: pytest.fail("a gradient of no use"))
+    hidden, weight, bias = chosen
+    expected = torch.autograd.grad(plain(hidden, weight, bias, labels, loss_weights), needed)
+    loss = linear_cross_entropy(hidden, weight, labels, loss_weights, bias=bias, **ONE_RANK)
+    for mine, theirs in zip(torch.autograd.grad(loss, needed), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
 def test_padding_gets_no_probability_and_no_gradient() -> None:
     """Otherwise the loss would depend on how far the vocabulary is padded, that is, on the number of ranks."""
     hidden, weight, _, labels, loss_weights = problem()

@@ -1,0 +1,103 @@
+"""What training does to a parameter: by its name, and by what it is."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.core.distributed.buffers import build_buffers, frozen_parts
+from megatron.core.distributed.grad_sync import GradSync
+from megatron.core.distributed.parameter_policy import is_frozen, parameter_policies
+from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.sharding import Sharding, sharded_parameter
+from tests.unit.distributed.test_buffers import forward, parameters
+
+CPU = torch.device("cpu")
+
+
+def made(sharding: Sharding, dtype: torch.dtype = torch.float32) -> torch.nn.Parameter:
+    """A parameter of ones."""
+    parameter = sharded_parameter(sharding, Mesh.single(), dtype=dtype, device=CPU)
+    torch.nn.init.ones_(parameter)
+    return parameter
+
+
+def test_matrices_and_tables_decay_and_biases_do_not() -> None:
+    """An expert's biases are stacked to [experts, h]: they would decay, as one expert's alone doesn't."""
+    shardings = {
+        "embedding": Sharding((50, 8), {0: "tp"}, pad_multiple=4),
+        "norm": Sharding((8,)),
+        "experts.fc1": Sharding((4, 16, 8), {0: "ep", 1: "etp"}),
+        "experts.fc1_bias": Sharding((4, 16), {0: "ep", 1: "etp"}),
+        "experts.fc2_bias": Sharding((4, 8), {0: "ep"}),
+        "router": Sharding((4, 8)),
+    }
+    policies = parameter_policies((name, made(sharding)) for name, sharding in shardings.items())
+    assert {name for name, policy in policies.items() if policy.decays} == {"embedding", "experts.fc1", "router"}
+
+
+def test_patterns_are_of_global_names() -> None:
+    """A tied copy on the last stage has the name under which both are saved; case counts, as on a command line."""
+    parameter = made(Sharding((4, 4), tied="embedding.word_embeddings.weight"))
+    (policy,) = parameter_policies([("output_layer.weight", parameter)], freeze=("embedding.*",)).values()
+    assert not policy.is_trained
+    for pattern, frozen in {
+        "decoder.layers.1.*": False,
+        "decoder.layers.*": True,
+        "*.BIAS": False,
+        "*.layers.[1-3][0-9].*": True,
+        "*.layers.??.*.bias": True,
+        "decoder.layers.12": False,
+    }.items():
+        assert is_frozen("decoder.layers.12.mlp.linear_fc1.bias", [pattern]) == frozen, pattern
+
+
+def test_frozen_parameters_have_no_buffer_and_count_in_the_norm_of_weights() -> None:
+    """A gradient or a master copy would cost what freezing saves; a norm of fewer weights would fall at a resume."""
+    p, context = parameters(), ParallelContext.single()
+    policies = parameter_policies(p.items(), freeze=("embedding", "fc1*"))
+    buffers = build_buffers(p.items(), context, grad_dtype=torch.float32, policies=policies)
+    assert {entry.name for buffer in buffers for entry in buffer.entries} == {"norm", "fc2"}
+    GradSync(buffers, context, sharded=False, overlap=False)
+    optimizer = Optimizer(
+        buffers,
+        OptimizerConfig(),
+        PrecisionConfig(),
+        context,
+        sharded=False,
+        count_zeros=True,
+        frozen=frozen_parts(p.items(), policies, context),
+    )
+    before = {name: parameter.detach().clone() for name, parameter in p.items()}
+    torch.autograd.backward(forward(p, torch.tensor([1, 2, 3])))
+    update = optimizer.update(count=1, lr=0.1, weight_decay=0.1)
+    assert update.num_zeros is not None and update.num_zeros <= p["norm"].numel() + p["fc2"].numel()
+    changed = {name for name, parameter in p.items() if not torch.equal(parameter, before[name])}
+    assert changed == {"norm", "fc2"}
+    assert all(p[name].grad is None for name in ("embedding", "fc1", "fc1_bias"))
+    assert {entry.name.split(".")[-1] for entry in optimizer.entries()} == {"norm", "fc2"}
+    squares = sum(parameter.detach().double().square().sum().item() for parameter in p.values())
+    assert math.isclose(optimizer.parameter_norm(), math.sqrt(squares), rel_tol=1e-6)
+
+
+def test_parameters_of_two_types_have_buffers_of_two_types() -> None:
+    """An fp32 parameter of a bf16 model would be given gradients, or updates, that are rounded to bf16."""
+    context: Any = ParallelContext.single(dtype=torch.bfloat16)
+    narrow, wide = made(Sharding((4, 4)), torch.bfloat16), made(Sharding((4, 4)))
+    buffers = build_buffers([("narrow", narrow), ("wide", wide)], context, grad_dtype=torch.bfloat16)
+    optimizer = Optimizer(buffers, OptimizerConfig(clip_grad=0), PrecisionConfig(bf16=True), context, sharded=False)
+    for parameter in (narrow, wide):
+        parameter.main_grad.fill_(1.0)  # type: ignore[attr-defined]
+    optimizer.update(count=1, lr=1e-4, weight_decay=0.0)
+    assert {entry.name: entry.main_grad.dtype for buffer in buffers for entry in buffer.entries} == {
+        "narrow": torch.bfloat16,
+        "wide": torch.float32,
+    }
+    assert {entry.name for entry in optimizer.master_entries()} == {"optimizer.fp32_param.narrow"}
+    torch.testing.assert_close(wide.detach(), torch.full((4, 4), 1 - 1e-4), rtol=0, atol=1e-7)
