@@ -28,15 +28,16 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.config.pipeline import chunks_per_rank
+from megatron.config.pipeline import chunks_per_rank, stage_shapes
 from megatron.config.run import RunConfig
 from megatron.core.models.gpt.train_spec import GPTSpec
+from megatron.core.models.registry import FAMILIES
 from megatron.core.parallel import collectives
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.settings import PipelineSettings
-from megatron.planning.estimate import rank_parameters, stages_of
+from megatron.planning.estimate import rank_parameters
 from megatron.training.run.run import build_run
 from megatron.training.step import train_step
 from tests.harness.ranks import run_ranks
@@ -196,7 +197,7 @@ def _tensor_parallel(config: RunConfig, mesh: Mesh) -> Counter[str]:
     ranks, model = mesh.size("tp"), config.model
     if ranks == 1:
         return Counter()
-    stages = stages_of(config, mesh.rank("pp"))
+    stages = [stage for stage in stage_shapes(config) if stage.rank == mesh.rank("pp")]
     layers = sum(len(stage.layers) for stage in stages)
     ends = sum(stage.is_first + stage.is_last for stage in stages)
     tokens = config.data.seq_length * config.training.micro_batch_size
@@ -236,7 +237,7 @@ def _pipeline(config: RunConfig, mesh: Mesh) -> Counter[str]:
 def _data_parallel(config: RunConfig, mesh: Mesh) -> Counter[str]:
     """All gradients summed; with ZeRO 1 each rank gets the sums of its part, and all ranks get all weights."""
     ranks = mesh.size("dp")
-    size = rank_parameters(config, pipeline_rank=mesh.rank("pp")).total * 4
+    size = rank_parameters(config, FAMILIES["gpt"].train_spec, pipeline_rank=mesh.rank("pp")).total * 4
     if ranks == 1:
         return Counter()
     if not config.parallel.use_distributed_optimizer:

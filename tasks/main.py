@@ -17,14 +17,16 @@ from typing import TYPE_CHECKING
 from megatron.config.parse import value_given
 from megatron.config.run import RunConfig
 from megatron.config.typed_spellings import errors_as_typed
+from megatron.core.models.registry import FAMILIES
 from megatron.core.parallel.environment import launch_environment, told_once_a_node
 from megatron.errors import kept_on_interrupt, run_command
 from megatron.training.pretrain import dry_run, parse
 from tasks.registry import DEFAULTS, TASKS, Task
 from tasks.result import check_predictions_dir, check_result_file
-from tasks.settings import FINE_TUNING, TaskConfig, fine_tuned_name
+from tasks.settings import FINE_TUNING, TaskConfig
 
 if TYPE_CHECKING:
+    from megatron.core.models.train_spec import TrainSpec
     from megatron.training.run.preflight import Findings
 
 PROG = "tasks/main.py"
@@ -39,13 +41,7 @@ def main(argv: Sequence[str]) -> int:
         assert task is not None, "without a known task there are no settings"
         own = config.group(TaskConfig)
         if config.command.dry_run:
-            is_tuned = own.task in FINE_TUNING
-            dry_run(
-                config,
-                model_name=fine_tuned_name(own.task) if is_tuned else "gpt",
-                bodies=("bert",) if is_tuned else (),
-                more=lambda found: check_own_files(own, found),
-            )
+            dry_run(config, train_spec(own), more=lambda found: check_own_files(own, found))
             return 0
         check_result_file(own.result_file)
         check_predictions_dir(own.predictions_dir)
@@ -61,6 +57,15 @@ def settings(argv: Sequence[str], task: Task | None) -> RunConfig:
     if value_given(argv, TaskConfig, "epochs") == 0:
         defaults = DEFAULTS
     return parse(argv, prog=PROG, groups=(TaskConfig, *groups), defaults=defaults)
+
+
+def train_spec(settings: TaskConfig) -> TrainSpec:
+    """Of the model that the task fine-tunes or asks."""
+    if settings.task not in FINE_TUNING:
+        return FAMILIES["gpt"].train_spec
+    from tasks.fine_tuning.train_spec import ClassificationSpec, LabelledData
+
+    return ClassificationSpec(settings.task, LabelledData())
 
 
 def check_own_files(settings: TaskConfig, found: Findings) -> None:

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from megatron.config.flags import check_flags, flag
-from megatron.config.model import ModelConfig
-from megatron.config.train_spec import Outline, TrainSpecConfig
-from megatron.core.models.bert.config import TOKEN_TYPES
+from megatron.config.train_spec import TrainSpecConfig
 
 if TYPE_CHECKING:
     from megatron.config.train_spec import Rule
@@ -136,16 +134,17 @@ class TaskConfig(OwnDataConfig):
         """As all fine-tuning does."""
         return self.answers is not None
 
-    def outline(self, model: ModelConfig) -> Outline:
+    @property
+    def title(self) -> str:  # type: ignore[override]
         """A BERT with a head for answers; a GPT where nothing is fine-tuned."""
-        answers = self.answers
-        if answers is None:
-            return Outline()
-        return Outline(
-            title="BERT",
-            token_types=TOKEN_TYPES,
-            has_padding=True,
-            sequences_per_sample=answers.choices,
-            predicts_words=False,
-            pooled_outputs=answers.classes,
-        )
+        return "GPT" if self.answers is None else "BERT"
+
+    @property
+    def usual_tokenizer(self) -> str:  # type: ignore[override]
+        """That of the model."""
+        return "GPT2BPETokenizer" if self.answers is None else "BertWordPieceLowerCase"
+
+    @property
+    def sequences_per_sample(self) -> int:
+        """One for each choice."""
+        return 1 if self.answers is None else self.answers.choices

@@ -3,9 +3,9 @@
 #
 # Hardware  1 GPU of 16 GB or more, fp16.
 # Layout    none: everything on the one GPU.
-# Memory    10.05 GB, of which 3.44 GB are activations.
+# Memory    10.35 GB, of which 3.44 GB are activations.
 # Time      9.3e18 FLOPs: 1.1 days at 1 x 100 TFLOP/s, an assumption.
-# Smaller   GPUS_PER_NODE=1 --micro-batch-size 1: 7.46 GB; for a GPU of 12 GB.
+# Smaller   GPUS_PER_NODE=1 --micro-batch-size 1: 7.66 GB; for a GPU of 12 GB.
 # Loss      about 3.0 by the scaling law of arXiv:2203.15556 (model and tokens of this size); not measured here.
 # Data      DATA_PATH: prefix of a data set that tools/preprocess_data.py made.
 # Paths     Megatron-LM's, all or none, before the flags, or variables of these names:

@@ -4,10 +4,10 @@
 # Hardware  16 GPUs of 80 GB, 2 nodes of 8; start it on each, see examples/launch.sh, or with examples/slurm.
 # Layout    16 data-parallel replicas, optimizer state sharded over them; without splitting layers only gradients
 #           and weights cross between nodes, once a step.
-# Memory    65.45 GB, of which 19.44 GB are activations.
+# Memory    65.66 GB, of which 19.44 GB are activations.
 # Time      6.0e21 FLOPs: 10.9 days at 16 x 400 TFLOP/s, an assumption (four tenths of an H100's peak).
-# Fewer     NODES=1: 70.50 GB; 22 days.
-#           NODES=1 --tensor-model-parallel-size 2 --sequence-parallel: 41.42 GB; for 8 GPUs of 48 GB or more.
+# Fewer     NODES=1: 70.71 GB; 22 days.
+#           NODES=1 --tensor-model-parallel-size 2 --sequence-parallel: 40.64 GB; for 8 GPUs of 48 GB or more.
 # Data      DATA_PATH: prefix of a data set that tools/preprocess_data.py made; TOKENIZER_MODEL: folder of tokenizer.json.
 # Paths     Megatron-LM's, all or none, before the flags, or variables of these names:
 #           CHECKPOINT_PATH TENSORBOARD_LOGS_PATH TOKENIZER_MODEL DATA_PATH

@@ -4,12 +4,12 @@
 # Hardware  512 GPUs of 80 GB, 64 nodes of 8; start it on each, see examples/launch.sh, or with examples/slurm.
 # Layout    layers split over the 8 GPUs of a node, sequences over 2 nodes, 80 layers over 4 pipeline ranks in 5
 #           chunks each; 8 replicas. Sequences are split so that no activation is computed twice: whole, they
-#           would take 24.61 GB more. Ranks wait for 0.9 % of the time they compute.
-# Memory    40.17 GB on the fullest GPU, of which 24.61 GB are activations.
+#           would take 13.81 GB more. Ranks wait for 0.9 % of the time they compute.
+# Memory    29.36 GB on the fullest GPU, of which 13.81 GB are activations.
 # Time      6.3e23 FLOPs: 35.5 days at 512 x 400 TFLOP/s, an assumption (four tenths of an H100's peak).
-# Fewer     NODES=16: 45.28 GB; four times as long.
-#           NODES=8: 52.09 GB; a single replica.
-#           NODES=4 --context-parallel-size 1 --recompute-granularity full: 43.29 GB; all layers computed twice.
+# Fewer     NODES=16: 34.47 GB; four times as long.
+#           NODES=8: 41.29 GB; a single replica.
+#           NODES=4 --context-parallel-size 1 --recompute-granularity full: 43.06 GB; all layers computed twice.
 # Data      DATA_PATH: prefix of a data set that tools/preprocess_data.py made; TOKENIZER_MODEL: folder of tokenizer.json.
 # Paths     Megatron-LM's, all or none, before the flags, or variables of these names:
 #           CHECKPOINT_PATH TENSORBOARD_LOGS_PATH TOKENIZER_MODEL DATA_PATH

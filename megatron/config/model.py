@@ -17,7 +17,7 @@ _FLASH = "auto takes sdpa, PyTorch's fused and flash kernels, wherever they supp
 class ModelConfig:
     """The transformer. Sizes that are not given follow from the others."""
 
-    num_layers: int = flag("Transformer layers.", at_least=1, architecture=True)
+    num_layers: int = flag("Transformer layers.", at_least=1, at_most=10_000, architecture=True)
     hidden_size: int = flag("Width of the hidden states.", at_least=1, architecture=True)
     ffn_hidden_size: int = flag(
         "Inner width of the MLP.",

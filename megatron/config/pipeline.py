@@ -42,12 +42,6 @@ def too_long_to_schedule(*, stages: int, microbatches: int) -> str | None:
     return None
 
 
-def layers_asked(run: RunConfig) -> str:
-    """The flags that say how many layers the model has, with their values."""
-    encoder, decoder = run.model.num_layers, run.num_layers - run.model.num_layers
-    return f"--num-layers {encoder}" + (f" + --decoder-num-layers {decoder} = {run.num_layers}" if decoder else "")
-
-
 def stage_shapes(run: RunConfig) -> list[StageShape]:
     """Layers and rank of every stage, first to last: ranks in order, once per chunk; with ZB-V down and up."""
     sizes, ranks = stage_sizes(run), run.parallel.pipeline_model_parallel_size
@@ -102,7 +96,7 @@ def chunks_per_rank(run: RunConfig) -> int:
         )
         advice = f"use {fits}, or " if fits else ""
         raise ConfigError(
-            f"{layers_asked(run)} is not divisible by --pipeline-model-parallel-size {ranks} x "
+            f"{run.layers_asked} is not divisible by --pipeline-model-parallel-size {ranks} x "
             f"--num-layers-per-virtual-pipeline-stage {per_chunk}; {advice}give "
             "--num-virtual-stages-per-pipeline-rank, which allows stages of different sizes"
         )
@@ -120,7 +114,7 @@ def stage_sizes(run: RunConfig) -> list[int]:
         if sum(sizes) != layers:
             raise ConfigError(
                 f"--pipeline-model-parallel-layout holds {sum(sizes)} layers (t) but the model has "
-                f"{layers_asked(run)}; write {layers}"
+                f"{run.layers_asked}; write {layers}"
             )
         if len(sizes) != stages:
             raise ConfigError(
@@ -133,7 +127,7 @@ def stage_sizes(run: RunConfig) -> list[int]:
     first, last = parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split
     if layers + first + last < stages:
         raise ConfigError(
-            f"{layers_asked(run)} is less than the {stages} pipeline stages, {chunks_per_rank(run)} on each of "
+            f"{run.layers_asked} is less than the {stages} pipeline stages, {chunks_per_rank(run)} on each of "
             f"--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size}; use at least "
             f"{stages - first - last} layers or fewer stages"
         )
@@ -173,10 +167,10 @@ def _sizes_with_given_ends(run: RunConfig) -> list[int]:
     left, others = run.num_layers - sum(layers for _, layers in given.values()), ranks - len(given)
     asked = " and ".join(f"{flag} {layers}" for flag, layers in given.values())
     if others == 0 and left:
-        raise ConfigError(f"{asked} must together be {layers_asked(run)}: there are no other ranks; leave one out")
+        raise ConfigError(f"{asked} must together be {run.layers_asked}: there are no other ranks; leave one out")
     if left < others * chunks:
         raise ConfigError(
-            f"{asked} out of {layers_asked(run)} leave {max(left, 0)} for the other pipeline ranks, "
+            f"{asked} out of {run.layers_asked} leave {max(left, 0)} for the other pipeline ranks, "
             f"which need at least {others * chunks}; give at most {run.num_layers - others * chunks}"
         )
     middle = iter(balanced_sizes(left, others * chunks) if others else ())

@@ -24,7 +24,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.config.profiling import ProfilingConfig
 from megatron.config.reporting import ReportingConfig
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.config.train_spec import Outline, TrainSpecConfig
+from megatron.config.train_spec import TrainSpecConfig
 from megatron.config.training import TrainingConfig
 from megatron.errors import ConfigError
 from megatron.small_files import as_kind, check_kinds
@@ -92,7 +92,7 @@ class RunConfig:
         model, training, tokenizer, precision = self.model, self.training, self.tokenizer, self.precision
         found: dict[str, dict[str, Any]] = {"model": {}, "training": {}, "tokenizer": {}, "parallel": {}}
         if model.max_position_embeddings is None:
-            found["model"]["max_position_embeddings"] = max(self.data.seq_length, self.outline.decoder_length)
+            found["model"]["max_position_embeddings"] = self.train_spec.longest_sequence(self.data)
         if training.global_batch_size is None:
             usual = training.micro_batch_size * self.data_parallel_size
             found["training"]["global_batch_size"] = self._schedule[-1][1] if self._schedule else usual
@@ -104,7 +104,7 @@ class RunConfig:
         if kind is None:
             files = tokenizer.vocab_file or tokenizer.merge_file or tokenizer.tokenizer_model
             null = self.data.mock_data and tokenizer.vocab_size is not None and not files
-            kind = found["tokenizer"]["tokenizer_type"] = "NullTokenizer" if null else self.outline.usual_tokenizer
+            kind = found["tokenizer"]["tokenizer_type"] = "NullTokenizer" if null else self.train_spec.usual_tokenizer
         if model.vocab_size is None and tokenizer.vocab_size is not None:
             found["model"]["vocab_size"] = tokenizer.vocab_size + (kind == "NullTokenizer")
         if self.parallel.tensor_model_parallel_size == 1:
@@ -165,14 +165,19 @@ class RunConfig:
         return self.find(TrainSpecConfig) or TrainSpecConfig()
 
     @property
-    def outline(self) -> Outline:
-        """What is the model family's own in the model and in its samples."""
-        return self.train_spec.outline(self.model)
-
-    @property
     def num_layers(self) -> int:
         """Layers of the whole model, those of an encoder and then of its decoder."""
-        return self.model.num_layers + self.outline.decoder_layers
+        return self.train_spec.num_layers(self.model)
+
+    @property
+    def layers_asked(self) -> str:
+        """The flags that say how many layers the model has, with their values."""
+        return self.train_spec.layers_asked(self.model)
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """Of ``--seq-length``, for each of a sample's sequences."""
+        return self.data.seq_length * self.train_spec.sequences_per_sample
 
     @property
     def model_parallel_size(self) -> int:

@@ -1,9 +1,8 @@
-"""What the settings of one train spec alone tell the rest of a run about its model; by default, what is true of GPT."""
+"""What the settings of one train spec alone tell the rest of a run; by default, what is true of GPT."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 if TYPE_CHECKING:
@@ -19,36 +18,6 @@ Rule = Callable[["RunConfig"], "str | None"]
 Group = TypeVar("Group")
 
 
-@dataclass(frozen=True)
-class Outline:
-    """The parts of a model, and of the samples it reads, that differ from family to family.
-
-    ``decoder_layers``, ``decoder_length``: layers of a decoder that attends to all the others, and tokens of a sample
-    there. ``position_buckets``: rows of the table that each stack has for relative positions. ``token_types``: kinds
-    of token with an embedding of their own. ``has_padding``: samples are whole texts, which padding makes as long as
-    the longest may be. ``sequences_per_sample``: of ``--seq-length`` tokens. ``predicts_words``: there is an output
-    layer for the vocabulary; ``has_word_head``: with a dense layer, a norm and a bias before it;
-    ``has_output_bias``: with a bias alone. ``pooled_outputs``: of a head on each sequence's first token.
-    """
-
-    title: str = "GPT"
-    decoder_layers: int = 0
-    decoder_length: int = 0
-    position_buckets: int = 0
-    token_types: int = 0
-    has_padding: bool = False
-    sequences_per_sample: int = 1
-    predicts_words: bool = True
-    has_word_head: bool = False
-    has_output_bias: bool = False
-    pooled_outputs: int = 0
-
-    @property
-    def usual_tokenizer(self) -> str:
-        """Whole texts need tokens that begin and end them."""
-        return "BertWordPieceLowerCase" if self.has_padding else "GPT2BPETokenizer"
-
-
 def group_among(groups: Iterable[object], kind: type[Group]) -> Group:
     """The group of class ``kind``, which must be among ``groups``."""
     return next(group for group in groups if isinstance(group, kind))
@@ -57,10 +26,15 @@ def group_among(groups: Iterable[object], kind: type[Group]) -> Group:
 class TrainSpecConfig:
     """Base of the groups of flags that one train spec adds to those of every model.
 
-    ``family``: name of the family whose model it is, as the registry has it.
+    ``family``: name of the family whose model it is, as the registry has it; ``title``: in messages.
+    ``usual_tokenizer``: ``--tokenizer-type`` unless given. ``varying_counts``: what makes microbatches differ in the
+    number of tokens that have a loss, if anything does.
     """
 
     family: ClassVar[str] = "gpt"
+    title: ClassVar[str] = "GPT"
+    usual_tokenizer: ClassVar[str] = "GPT2BPETokenizer"
+    varying_counts: ClassVar[str | None] = None
 
     def rules(self) -> Sequence[Rule]:
         """Checks of a run with this group, beside those of every run."""
@@ -79,13 +53,29 @@ class TrainSpecConfig:
         """Values of ``--position-embedding-type`` that such a model has."""
         return ("learned_absolute", "rope", "none")
 
-    def outline(self, model: ModelConfig) -> Outline:
-        """The model that these settings and ``model`` describe."""
-        return Outline()
+    def num_layers(self, model: ModelConfig) -> int:
+        """Layers of all stacks, which pipeline stages cut as one chain."""
+        return model.num_layers
 
-    def shrunk(self, *, decoder_layers: int, decoder_length: int) -> Self:
-        """This group for a small model of the same structure."""
-        return self
+    def layers_asked(self, model: ModelConfig) -> str:
+        """The flags that say how many layers the model has, with their values."""
+        return f"--num-layers {model.num_layers}"
+
+    def longest_sequence(self, data: DataConfig) -> int:
+        """Tokens of the longest sequence that a stack reads."""
+        return data.seq_length
+
+    @property
+    def sequences_per_sample(self) -> int:
+        """Sequences of ``--seq-length`` tokens in a sample."""
+        return 1
+
+    def shrunk(self, model: ModelConfig, *, num_layers: int, seq_length: int, multiple: int) -> tuple[int, Self]:
+        """``--num-layers`` and this group for a small model of the same structure with ``num_layers`` layers in all.
+
+        ``seq_length``: of the small model, divisible by ``multiple``, as other lengths must be.
+        """
+        return min(model.num_layers, num_layers), self
 
     @property
     def only_evaluates(self) -> bool:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.config.pipeline import num_stages
+from megatron.config.pipeline import num_stages, stage_shapes
 from megatron.config.report import count, gigabytes, layout_report, settings_report, stages_report
 from megatron.config.run import RunConfig
 from megatron.config.vocabulary import vocabulary_size
+from megatron.core.models.train_spec import TrainSpec
 from megatron.planning.estimate import (
     MemoryEstimate,
     memory_estimate,
     model_parameters,
     rank_parameters,
-    stages_of,
 )
 from megatron.planning.fitting import what_fits
 from megatron.planning.schedule import schedule_facts
@@ -21,13 +21,13 @@ from megatron.planning.schedule import schedule_facts
 _LARGEST_GPU_GB = 288
 
 
-def dry_run_report(run: RunConfig, *, files: Sequence[str] = ()) -> str:
+def dry_run_report(run: RunConfig, train_spec: TrainSpec, *, files: Sequence[str] = ()) -> str:
     """Sections of text about a checked run. ``files``: what they told.
 
     Raises ConfigError when neither the settings nor the tokenizer's files tell the size of the vocabulary.
     """
     run = run.with_vocab_size(vocabulary_size(run))
-    memory = memory_estimate(run)
+    memory = memory_estimate(run, train_spec)
     title = f"memory of {'one' if run.parallel.pipeline_model_parallel_size == 1 else 'the fullest'} rank, estimated"
     sections = {
         "settings that are not the defaults, and where they come from": settings_report(run),
@@ -35,9 +35,9 @@ def dry_run_report(run: RunConfig, *, files: Sequence[str] = ()) -> str:
         "files": files,
         "layout": layout_report(run, ranks_per_node=run.command.ranks_per_node),
         "batch and length": _batch(run),
-        "parameters": _parameters(run),
+        "parameters": _parameters(run, train_spec),
         "pipeline": _pipeline(run),
-        title: [*_memory(memory, only_reads=run.train_spec.only_reads), *_verdict(run, memory)],
+        title: [*_memory(memory, only_reads=run.train_spec.only_reads), *_verdict(run, train_spec, memory)],
     }
     return "\n\n".join(_section(title, lines) for title, lines in sections.items() if lines)
 
@@ -47,7 +47,7 @@ def _section(title: str, lines: Sequence[str]) -> str:
 
 
 def _batch(run: RunConfig) -> list[str]:
-    training, length = run.training, run.data.seq_length * run.outline.sequences_per_sample
+    training, length = run.training, run.tokens_per_sample
     micro, replicas, full = training.micro_batch_size, run.data_parallel_size, training.global_batch_size
     lines = [
         f"{full:,} samples a step: {replicas:,} data-parallel rank{_s(replicas)} x micro batch {micro} "
@@ -71,20 +71,24 @@ def _batch(run: RunConfig) -> list[str]:
     return lines
 
 
-def _parameters(run: RunConfig) -> list[str]:
-    whole, ranks = model_parameters(run).total, run.parallel.pipeline_model_parallel_size
+def _parameters(run: RunConfig, train_spec: TrainSpec) -> list[str]:
+    whole, ranks = model_parameters(run, train_spec), run.parallel.pipeline_model_parallel_size
     return [
         f"{whole:,} in the model ({count(whole)})",
-        *(_parameters_of(run, rank, "each rank" if ranks == 1 else f"pipeline rank {rank}") for rank in range(ranks)),
+        *(
+            _parameters_of(run, train_spec, rank, "each rank" if ranks == 1 else f"pipeline rank {rank}")
+            for rank in range(ranks)
+        ),
         f"vocabulary of {run.model.vocab_size:,}, padded to {run.padded_vocab_size:,}",
     ]
 
 
-def _parameters_of(run: RunConfig, pipeline_rank: int, where: str) -> str:
-    here, layers = rank_parameters(run, pipeline_rank=pipeline_rank), stages_of(run, pipeline_rank)
+def _parameters_of(run: RunConfig, train_spec: TrainSpec, pipeline_rank: int, where: str) -> str:
+    here = rank_parameters(run, train_spec, pipeline_rank=pipeline_rank)
+    layers = sum(len(stage.layers) for stage in stage_shapes(run) if stage.rank == pipeline_rank)
     parts = {
-        "embeddings and output": here.word_embeddings + here.position_embeddings + here.output_layer + here.heads,
-        f"{sum(len(stage.layers) for stage in layers):,} layers": here.layers,
+        "embeddings and output": here.ends,
+        f"{layers:,} layers": here.layers,
         "the final norm": here.final_norm,
     }
     named = ", ".join(f"{number:,} in {part}" for part, number in parts.items() if number)
@@ -113,10 +117,13 @@ def _memory(memory: MemoryEstimate, *, only_reads: bool) -> list[str]:
         "together": memory.total,
     }
     width = max(map(len, parts))
-    return [f"{name:<{width}}  {gigabytes(size):>10}" for name, size in parts.items() if size]
+    lines = [f"{name:<{width}}  {gigabytes(size):>10}" for name, size in parts.items() if size]
+    if memory.untold:
+        lines.append(f"without activations of {', '.join(sorted(memory.untold))}, which have no method costs()")
+    return lines
 
 
-def _verdict(run: RunConfig, memory: MemoryEstimate) -> list[str]:
+def _verdict(run: RunConfig, train_spec: TrainSpec, memory: MemoryEstimate) -> list[str]:
     """Whether the run fits into ``--device-memory-gb``, and what would."""
     gb = run.command.device_memory_gb
     if gb is None:
@@ -125,7 +132,7 @@ def _verdict(run: RunConfig, memory: MemoryEstimate) -> list[str]:
     if memory.total <= gb * 1e9:
         return [f"fits into {gb:g} GB, with {gigabytes(gb * 1e9 - memory.total)} to spare for libraries and fragments"]
     per_node = run.command.ranks_per_node
-    fits = what_fits(run, device_bytes=gb * 1e9, ranks_per_node=per_node)
+    fits = what_fits(run, train_spec, device_bytes=gb * 1e9, ranks_per_node=per_node)
     if not fits:
         return [f"does not fit into {gb:g} GB, and no change of layout, recomputation or micro batch makes it fit"]
     return [f"does not fit into {gb:g} GB; these would:", *(f"  {fit.flags}  ({gigabytes(fit.total)})" for fit in fits)]

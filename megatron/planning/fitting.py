@@ -11,6 +11,7 @@ from typing import Any
 from megatron.config.rules import failures
 from megatron.config.rules.sizes import divisors
 from megatron.config.run import RunConfig
+from megatron.core.models.train_spec import TrainSpec
 from megatron.planning.estimate import memory_estimate
 
 
@@ -34,6 +35,7 @@ class Fit:
 
 def what_fits(
     run: RunConfig,
+    train_spec: TrainSpec,
     *,
     device_bytes: float,
     ranks_per_node: int,
@@ -57,7 +59,7 @@ def what_fits(
         variant = _changed(run, changes)
         if failures(variant):
             continue
-        total = memory_estimate(variant).total
+        total = memory_estimate(variant, train_spec).total
         if total > device_bytes:
             continue
         sufficient.append(changes)

@@ -67,21 +67,23 @@ def on_one_rank(run: RunConfig) -> RunConfig:
 def shrunk(run: RunConfig) -> RunConfig:
     """The run with few narrow layers, short sequences and two data-parallel replicas at most."""
     replicas = min(run.data_parallel_size, 2)
-    depth = _small_depth(run)
-    model, extra = _small_model(run, depth), tuple(_small_group(group, run, depth) for group in run.extra)
+    depth, multiple = _small_depth(run), _multiple_of_lengths(run)
+    length = multiple * -(-_LENGTH // multiple)
+    layers, own = run.train_spec.shrunk(run.model, num_layers=depth, seq_length=length, multiple=multiple)
+    extra = tuple(own if isinstance(group, TrainSpecConfig) else group for group in run.extra)
     return dataclasses.replace(
         run,
         world_size=replicas * run.model_parallel_size,
-        model=model,
+        model=_small_model(run, num_layers=layers, seq_length=length),
         extra=extra,
         tokenizer=dataclasses.replace(run.tokenizer, vocab_size=SMALL_VOCABULARY - 1),
         parallel=_small_parallel(run, depth),
-        data=dataclasses.replace(run.data, seq_length=model.max_position_embeddings),
+        data=dataclasses.replace(run.data, seq_length=length),
         training=_small_training(run, replicas),
     )
 
 
-def _small_model(run: RunConfig, depth: int) -> ModelConfig:
+def _small_model(run: RunConfig, *, num_layers: int, seq_length: int) -> ModelConfig:
     model, unit = run.model, _ranks_among_heads(run)
     groups = math.gcd(model.num_query_groups, unit)
     heads = groups * min(model.num_attention_heads // model.num_query_groups, 2)
@@ -89,14 +91,14 @@ def _small_model(run: RunConfig, depth: int) -> ModelConfig:
         heads = math.lcm(groups, unit)
     return dataclasses.replace(
         model,
-        num_layers=_encoder_depth(run, depth),
+        num_layers=num_layers,
         hidden_size=heads * _HEAD_WIDTH,
         ffn_hidden_size=2 * heads * _HEAD_WIDTH,
         kv_channels=_HEAD_WIDTH,
         num_attention_heads=heads,
         num_query_groups=groups,
         group_query_attention=groups < heads,
-        max_position_embeddings=_small_length(run),
+        max_position_embeddings=seq_length,
         vocab_size=SMALL_VOCABULARY,
         init_method_std=0.2,  # so that small layers still matter to the loss
     )
@@ -120,25 +122,8 @@ def _small_depth(run: RunConfig) -> int:
     return layers if given else min(layers, num_stages(run) + 1)
 
 
-def _encoder_depth(run: RunConfig, depth: int) -> int:
-    """Of a chain of ``depth`` layers; all of them where there is no decoder."""
-    if not run.outline.decoder_layers or depth == run.num_layers:
-        return min(run.model.num_layers, depth)
-    return min(run.model.num_layers, depth // 2)
-
-
-def _small_group(group: object, run: RunConfig, depth: int) -> object:
-    """A decoder has the rest of the layers, and half as many tokens."""
-    if not isinstance(group, TrainSpecConfig):
-        return group
-    layers, length = depth - _encoder_depth(run, depth), _small_length(run, at_least=_LENGTH // 2)
-    return group.shrunk(decoder_layers=layers, decoder_length=length)
-
-
-def _small_length(run: RunConfig, *, at_least: int = _LENGTH) -> int:
-    parallel = run.parallel
-    multiple = 2 * parallel.context_parallel_size * parallel.tensor_model_parallel_size
-    return multiple * -(-at_least // multiple)
+def _multiple_of_lengths(run: RunConfig) -> int:
+    return 2 * run.parallel.context_parallel_size * run.parallel.tensor_model_parallel_size
 
 
 def _small_parallel(run: RunConfig, layers: int) -> ParallelConfig:

@@ -41,7 +41,7 @@ def train_from_start_to_end(
     check_ranks_agree(config, context)
     run = build_run(config, train_spec, context, started=started)
     run.evaluated = evaluated or run.evaluated
-    parameters = check_parameter_count(run.config, list(run.model_state()), context)
+    parameters = check_parameter_count(run.config, run.train_spec, list(run.model_state()), context)
     with holding_save_folder(run.config, context) as still_held:
         load(run)
         run.reporter.say(startup_report(run.config, startup_facts(run, parameters=parameters)))

@@ -16,6 +16,7 @@ from megatron.core.models.registry import Family, owner_of, register
 from megatron.errors import run_command
 
 if TYPE_CHECKING:
+    from megatron.core.models.train_spec import TrainSpec
     from megatron.core.parallel.environment import LaunchEnvironment
     from megatron.training.run.preflight import Findings
 
@@ -33,7 +34,7 @@ def pretrain(family: Family, argv: Sequence[str], *, prog: str) -> int:
     register(family)
     config = parse(argv, prog=prog, groups=family.groups)
     if config.command.dry_run:
-        dry_run(config, model_name=family.name)
+        dry_run(config, family.train_spec)
         return 0
 
     from megatron.core.parallel.environment import launch_environment
@@ -43,12 +44,10 @@ def pretrain(family: Family, argv: Sequence[str], *, prog: str) -> int:
     return 0
 
 
-def dry_run(
-    config: RunConfig, *, model_name: str, bodies: Sequence[str] = (), more: Callable[[Findings], None] | None = None
-) -> None:
+def dry_run(config: RunConfig, train_spec: TrainSpec, *, more: Callable[[Findings], None] | None = None) -> None:
     """Check the files of a run unless told not to, and print its report. ``more``: checks of the command alone.
 
-    ``model_name``, ``bodies``: see ``check_files``. Raises ConfigError that lists every file that is wrong.
+    Raises ConfigError that lists every file that is wrong.
     """
     from megatron.planning.dry_run import dry_run_report
 
@@ -58,12 +57,12 @@ def dry_run(
 
         found = Findings()
         with errors_as_typed(config):
-            config = check_files(config, found, model_name=model_name, bodies=bodies)
+            config = check_files(config, found, model_name=train_spec.name, bodies=tuple(train_spec.starts_from))
             if more is not None:
                 more(found)
             found.raise_errors()
         lines = found.lines
-    print(dry_run_report(config, files=lines))
+    print(dry_run_report(config, train_spec, files=lines))
 
 
 def parse(
@@ -109,5 +108,5 @@ def launch_on_ranks(family: Family, config: RunConfig, launch: LaunchEnvironment
 
     precision, seed = config.precision.params_dtype, config.training.seed
     joined = parallel_context(config.parallel, launch, params_dtype=precision, seed=seed)
-    with errors_as_typed(config), joined as context, sized_allocations(config, context):
+    with errors_as_typed(config), joined as context, sized_allocations(config, family.train_spec, context):
         train_from_start_to_end(config, family.train_spec, context, started=started)

@@ -18,10 +18,10 @@ from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.bert.data import check_marks_texts
 from megatron.core.models.bert.train_spec import run_bert
-from megatron.core.models.flops import layers_flops_per_token
 from megatron.core.models.stage import Stage, stages_of
-from megatron.core.models.stage_inputs import hidden_stage_inputs
+from megatron.core.models.stage_inputs import hidden_stage_inputs, work_of
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.costs import Work
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs, TensorSpec
 from megatron.core.tokenizers.base import MaskingTokenizer, Tokenizer
 from megatron.core.transformer.block import RecomputePlan
@@ -151,18 +151,9 @@ class ClassificationSpec:
             number += len(texts.texts)
         return DatasetSplits(train, None, None, valid)
 
-    def flops_per_sample(self, run: RunConfig) -> float:
-        """Layers over the whole square of attention for each choice, and the head on the first token."""
-        return answer_flops(run.model, run.data.seq_length, _answers(run.group(TaskConfig)))
-
-
-def answer_flops(model: ModelConfig, seq_length: int, answers: AnswerShape) -> float:
-    """Model FLOPs of one sample, forward and backward: layers over the whole square of attention for each choice, and
-    pooler and head on one token of each.
-    """
-    hidden = model.hidden_size
-    head = 6 * hidden * (hidden + answers.classes)
-    return float(answers.choices * (seq_length * layers_flops_per_token(model, seq_length) + head))
+    def work(self, run: RunConfig, context: ParallelContext) -> Work:
+        """Texts with padding, a sequence for each choice."""
+        return work_of(run, context, sequences=_answers(run.group(TaskConfig)).choices, has_padding=True)
 
 
 def _answers(task: TaskConfig) -> AnswerShape:

@@ -1,4 +1,4 @@
-"""What context-parallel ranks keep from the forward to the backward pass, against the estimate of a dry run."""
+"""What ranks that split a layer or a sequence keep for the backward pass, against the estimate of a dry run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megatron.config import ParallelConfig
 from megatron.config.run import RunConfig
 from megatron.core.models.gpt.model import GPTModel
 from megatron.core.parallel.context import ParallelContext
-from megatron.planning.estimate import kept_activations
 from tests.harness import run_ranks
 from tests.harness.kept import bytes_kept
 from tests.unit.config.command_lines import run_of
+from tests.unit.planning.test_estimate import kept_activations
 
 QUIET: dict[str, Any] = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "hidden_size": 128}
 LLAMA = QUIET | {
@@ -36,9 +36,14 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def kept(context: ParallelContext, run: RunConfig) -> int:
     """Bytes that a forward pass over this rank's slice leaves behind for the backward pass."""
-    context = dataclasses.replace(context, cp_comm_types=run.parallel.cp_comm_type)
+    parallel = run.parallel
+    context = dataclasses.replace(
+        context, cp_comm_types=parallel.cp_comm_type, sequence_parallel=parallel.sequence_parallel
+    )
     model = GPTModel(run.model, context, seed=1)
-    tokens = torch.zeros(run.training.micro_batch_size, run.data.seq_length // 2, dtype=torch.int64)
+    tokens = torch.zeros(
+        run.training.micro_batch_size, run.data.seq_length // parallel.context_parallel_size, dtype=torch.int64
+    )
     return bytes_kept(model, tokens)
 
 
@@ -49,4 +54,14 @@ def test_estimate_is_what_is_kept(model: dict[str, Any], way: str) -> None:
     parallel = ParallelConfig(context_parallel_size=2, **WAYS[way])
     run = dataclasses.replace(run_of(ranks=2, length=256, model=model), parallel=parallel)
     for found in run_ranks(kept, run, cp=2):
+        assert kept_activations(run) == [pytest.approx(found, rel=0.03)]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("model", [QUIET, LLAMA, {"hidden_size": 128}], ids=["gpt2", "llama", "dropout"])
+def test_tensor_parallel_ranks(model: dict[str, Any], sequence_parallel: bool) -> None:
+    """With sequence parallelism a dry run counted the inputs of matmuls whole, which no rank keeps."""
+    parallel = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
+    run = dataclasses.replace(run_of(ranks=2, length=256, model=model), parallel=parallel)
+    for found in run_ranks(kept, run, tp=2):
         assert kept_activations(run) == [pytest.approx(found, rel=0.03)]

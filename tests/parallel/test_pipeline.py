@@ -24,7 +24,6 @@ from megatron.core.pipeline_parallel.runner import Runner
 from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.core.tensor_parallel.linear import linear
 from megatron.errors import ParallelError
-from megatron.planning.estimate import model_parameters
 from megatron.training.checkpoints.loading import load
 from megatron.training.checkpoints.saving import Saver
 from megatron.training.evaluation.parity import Part, parts
@@ -32,6 +31,7 @@ from megatron.training.run.agreement import check_parameter_count
 from megatron.training.run.pipeline import Plans, routes
 from megatron.training.step import train_step
 from tests.harness import run_ranks
+from tests.harness.closed_forms import model_parameters
 from tests.harness.runs import tiny_run
 
 WIDTH, MICROBATCHES = 6, 5
@@ -237,7 +237,9 @@ def test_stages_without_layers() -> None:
 
 def parameters_counted(context: ParallelContext, flags: str) -> tuple[int, int]:
     run = tiny_run(context, flags)
-    return check_parameter_count(run.config, list(run.model_state()), context), model_parameters(run.config).total
+    return check_parameter_count(run.config, run.train_spec, list(run.model_state()), context), model_parameters(
+        run.config
+    )
 
 
 @pytest.mark.parametrize("flags", ["", "--pipeline-schedule zb-v", "--untie-embeddings-and-output-weights"])

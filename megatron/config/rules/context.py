@@ -5,7 +5,6 @@ from __future__ import annotations
 from math import lcm
 
 from megatron.config.flags import one_of
-from megatron.config.pipeline import layers_asked
 from megatron.config.rules.sizes import divide, divisors, multiples_near
 from megatron.config.run import RunConfig
 
@@ -33,7 +32,7 @@ def exchanges_are_one_or_one_per_layer(run: RunConfig) -> str | None:
     given, layers = len(run.parallel.cp_comm_type), run.num_layers
     if given in (1, layers):
         return None
-    return f"--cp-comm-type has {given} values for {layers_asked(run)}; give one for all layers, or {layers}"
+    return f"--cp-comm-type has {given} values for {run.layers_asked}; give one for all layers, or {layers}"
 
 
 def two_levels_have_sizes(run: RunConfig) -> str | None:

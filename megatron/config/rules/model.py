@@ -167,7 +167,7 @@ def positions_are_of_the_family(run: RunConfig) -> str | None:
     if kind in known:
         return None
     return (
-        f"--position-embedding-type {kind} is not available for {run.outline.title}; use {', '.join(known[:-1])} or "
+        f"--position-embedding-type {kind} is not available for {run.train_spec.title}; use {', '.join(known[:-1])} or "
         f"{known[-1]}"
     )
 

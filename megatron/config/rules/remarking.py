@@ -72,7 +72,7 @@ def gelu_without_biases(run: RunConfig) -> str | None:
 def mean_of_a_step(run: RunConfig) -> str | None:
     """Megatron-LM averages the means of microbatches, which differs where their token counts differ."""
     batch, micro = run.training.global_batch_size, run.training.micro_batch_size
-    if not run.provenance or batch == micro or run.training.skip_train or not run.outline.predicts_words:
+    if not run.provenance or batch == micro or run.training.skip_train:
         return None
     if any("--calculate-per-token-loss" in note for note in run.notes):  # not a field: it asks for the only behaviour
         return None
@@ -80,9 +80,8 @@ def mean_of_a_step(run: RunConfig) -> str | None:
         "--eod-mask-loss": run.data.eod_mask_loss,
         "--sft": run.data.sft,
         f"--packing {run.data.packing}": run.data.packing != "stream",
-        "hidden words": run.outline.has_padding,
     }
-    named = [flag for flag, differs in why.items() if differs]
+    named = [flag for flag, differs in why.items() if differs] + list(filter(None, [run.train_spec.varying_counts]))
     if not named:
         return None
     return (

@@ -56,7 +56,7 @@ def attention(
     assert options.bias is None or "a2a" not in comm_type, "a bias has no rows for queries of other ranks"
     if comm_type == "a2a":
         return with_heads_split(plain, q, k, v, everyone)
-    neighbours = everyone.neighbours(_heads_split_over(comm_type, context))
+    neighbours = everyone.neighbours(heads_split_over(comm_type, context))
     exchange = _key_exchange(comm_type, context)
     if options.document_ids is not None and documents is None:
         documents = Documents(options.document_ids)
@@ -69,16 +69,17 @@ def attention(
 def _key_exchange(comm_type: CpCommType, context: ParallelContext) -> KeyExchange:
     if comm_type == "all_gather":
         return Gather(context.mesh)
-    return Ring(Team.of(context.mesh, "cp").counterparts(_heads_split_over(comm_type, context)))
+    return Ring(Team.of(context.mesh, "cp").counterparts(heads_split_over(comm_type, context)))
 
 
-def _heads_split_over(comm_type: CpCommType, context: ParallelContext) -> int:
+def heads_split_over(comm_type: CpCommType, context: ParallelContext) -> int:
+    """Context-parallel ranks that exchange slices of the sequence for slices of the heads."""
     return head_exchange_size(comm_type, context.mesh.size("cp"), context.cp_sizes)
 
 
 def actual_request(request: AttentionRequest, comm_type: CpCommType, context: ParallelContext) -> AttentionRequest:
     """What a backend is asked for when a layer asks for ``request`` over the whole sequence."""
-    slices = 1 if context.mesh.size("cp") == 1 else context.mesh.size("cp") // _heads_split_over(comm_type, context)
+    slices = 1 if context.mesh.size("cp") == 1 else context.mesh.size("cp") // heads_split_over(comm_type, context)
     if slices == 1:
         return request
     return dataclasses.replace(

@@ -73,7 +73,7 @@ class PortableModel:
 def num_layers_of(model: ModelConfig, groups: Sequence[object]) -> int:
     """Layers of all stacks."""
     own = next((group for group in groups if isinstance(group, TrainSpecConfig)), TrainSpecConfig())
-    return model.num_layers + own.outline(model).decoder_layers
+    return own.num_layers(model)
 
 
 def parameters_of(model: ModelConfig, groups: Sequence[object] = ()) -> dict[str, Sharding]:

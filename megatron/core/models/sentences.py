@@ -16,6 +16,9 @@ _MASKING = ("BertWordPieceLowerCase", "BertWordPieceCase", "SentencePieceTokeniz
 class SentenceConfig(TrainSpecConfig):
     """Fields of the families that learn from sentences."""
 
+    usual_tokenizer = "BertWordPieceLowerCase"  # whole texts need tokens that begin and end them
+    varying_counts = "hidden words"
+
     mask_prob: float = flag("Fraction of the tokens that are masked.", default=0.15, above=0, below=1)
     short_seq_prob: float = flag(
         "Fraction of the samples that are shorter than --seq-length.", default=0.1, at_least=0, at_most=1
@@ -33,7 +36,7 @@ def no_flags_of_document_streams(run: RunConfig) -> str | None:
         return None
     verb = "has" if len(named) == 1 else "have"
     return (
-        f"{' and '.join(named)} {verb} no meaning for {run.outline.title}, whose samples are single texts with "
+        f"{' and '.join(named)} {verb} no meaning for {run.train_spec.title}, whose samples are single texts with "
         "padding; leave it out"
     )
 
@@ -44,6 +47,6 @@ def tokenizer_can_mask(run: RunConfig) -> str | None:
     if kind in _MASKING or (kind == "NullTokenizer" and run.data.mock_data):
         return None
     return (
-        f"--tokenizer-type {kind} has no tokens to mask with; for {run.outline.title} use {', '.join(_MASKING[:-1])} "
-        f"or {_MASKING[-1]}"
+        f"--tokenizer-type {kind} has no tokens to mask with; for {run.train_spec.title} use "
+        f"{', '.join(_MASKING[:-1])} or {_MASKING[-1]}"
     )

@@ -1,4 +1,4 @@
-"""What models that are one chain of layers have in common: the hidden states between their stages."""
+"""What models that are chains of layers have in common: hidden states between their stages, and a microbatch's work."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from megatron.config.run import RunConfig
 from megatron.core.models.stage import Stage
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.costs import Work
 from megatron.core.pipeline_parallel.chunk import TensorSpec
 
 
@@ -28,3 +29,18 @@ def hidden_spec(
     wide = model.fp32_residual_connection and not normed
     dtype = torch.promote_types(context.dtype, torch.float32) if wide else context.dtype
     return TensorSpec((held, run.training.micro_batch_size * sequences, model.hidden_size), dtype)
+
+
+def work_of(
+    run: RunConfig, context: ParallelContext, *, sequences: int = 1, has_padding: bool = False, predicted: float = 1.0
+) -> Work:
+    """Of a microbatch of samples of ``sequences`` sequences; see ``Work``."""
+    wide = run.model.fp32_residual_connection and context.dtype.itemsize < 4
+    return Work(
+        context=context,
+        batch=run.training.micro_batch_size * sequences,
+        length=run.data.seq_length,
+        stream_width=4 if wide else context.dtype.itemsize,
+        has_padding=has_padding,
+        predicted=predicted,
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,12 +14,13 @@ from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.stage import Stage
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.costs import Work
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs, TensorSpec
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.transformer.block import RecomputePlan
 
 
-class TrainSpec(Protocol):
+class TrainSpec(Hashable, Protocol):
     """What is trained. A new one needs no change of the loop, the runner or the optimizer.
 
     ``name``: in checkpoints. ``starts_from``: names of others whose trained models hold the body of this one's, each
@@ -88,8 +89,8 @@ class TrainSpec(Protocol):
         """Training, validation and test data."""
         ...
 
-    def flops_per_sample(self, run: RunConfig) -> float:
-        """Model FLOPs of one sample, forward and backward, without recomputation."""
+    def work(self, run: RunConfig, context: ParallelContext) -> Work:
+        """A microbatch of the run, as modules are told about it that say what they cost."""
         ...
 
 

@@ -18,7 +18,7 @@ from megatron.core.parallel.collectives import all_reduce
 from megatron.core.parallel.mesh import Mesh
 
 # Bytes of logits held at a time: on a CPU what its caches hold, elsewhere what keeps the device busy.
-_CPU_CHUNK, _DEVICE_CHUNK = 1 << 24, 1 << 27
+_CPU_CHUNK, DEVICE_CHUNK = 1 << 24, 1 << 27
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,7 @@ def _chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: _Vo
     Ranges of rows are the same on every rank, since padded parts of the vocabulary are equally large.
     """
     total, columns = hidden.shape[0], weight.shape[0]
-    size = max(1, (_CPU_CHUNK if hidden.device.type == "cpu" else _DEVICE_CHUNK) // (columns * hidden.element_size()))
+    size = max(1, (_CPU_CHUNK if hidden.device.type == "cpu" else DEVICE_CHUNK) // (columns * hidden.element_size()))
     if size > 64:
         size -= size % 64  # whole vectors, and the same kernels for all chunks but the last
     buffer = hidden.new_empty(min(size, total), columns)

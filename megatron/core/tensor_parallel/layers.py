@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.costs import Costs, Work
 from megatron.core.parallel.grid import Axis
-from megatron.core.parallel.sharding import Sharding, SharedRows
+from megatron.core.parallel.sharding import Sharding, SharedRows, sharding_of
 from megatron.core.tensor_parallel.initialize import Constant, Initialization, parameter
 from megatron.core.tensor_parallel.linear import linear
 from megatron.core.tensor_parallel.regions import enter, leave
@@ -55,6 +56,10 @@ class ColumnParallelLinear(nn.Module):
             return linear(x, self.weight, self.bias, context, gathers=True)
         return linear(enter(x, context), self.weight, self.bias, context)
 
+    def costs(self, work: Work) -> Costs:
+        """Keeps its input: what is gathered for the product isn't kept."""
+        return _product(self.weight, work, kept=work.rows)
+
 
 class RowParallelLinear(nn.Module):
     """``[S, b, in/tp] -> [s, b, out]``: each rank holds some columns of the ``[out, in]`` weight, that is, some inputs.
@@ -77,6 +82,10 @@ class RowParallelLinear(nn.Module):
         if bias is not None and self._context.mesh.rank("tp") != 0:
             bias = bias * 0
         return leave(linear(x, self.weight, bias, self._context), self._context)
+
+    def costs(self, work: Work) -> Costs:
+        """Keeps its input."""
+        return _product(self.weight, work, kept=work.tokens)
 
 
 class ReplicatedLinear(nn.Module):
@@ -103,6 +112,17 @@ class ReplicatedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Multiply."""
         return linear(x, self.weight, self.bias, self._context)
+
+    def costs(self, work: Work) -> Costs:
+        """Keeps its input."""
+        return _product(self.weight, work, kept=work.rows)
+
+
+def _product(weight: nn.Parameter, work: Work, *, kept: int) -> Costs:
+    """Of a product with ``weight`` that keeps ``kept`` rows; its gradient is made while the layer's are."""
+    outputs, inputs = sharding_of(weight).shape
+    held = weight.shape[1] * work.width
+    return Costs(2.0 * outputs * inputs * work.all_tokens, kept=kept * held, working=weight.shape[0] * held)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -133,3 +153,7 @@ class VocabParallelEmbedding(nn.Module):
         elsewhere = (local < 0) | (local >= self.weight.shape[0])
         vectors = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
         return leave(vectors.masked_fill(elsewhere.unsqueeze(-1), 0.0), self._context)
+
+    def costs(self, work: Work) -> Costs:
+        """Keeps the ids, and which of them other ranks look up."""
+        return Costs(kept=9 * work.tokens)

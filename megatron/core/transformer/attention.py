@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
-from megatron.core.context_parallel.attention import attention
+from megatron.config.parallel import CpCommType
+from megatron.core.context_parallel.attention import attention, heads_split_over
 from megatron.core.context_parallel.visible import Documents
 from megatron.core.ops.attention import AttentionOptions
 from megatron.core.ops.rotary import apply_rotary
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.costs import Costs, Work, costs_of, total_of
 from megatron.core.parallel.recompute import recomputed
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.sharding import SharedRows
@@ -123,6 +126,59 @@ class Attention(nn.Module):
             backend=config.attention_backend,
         )
 
+    def _with_scores(self, matmuls: Costs, work: Work, *, keys: int, projected: int, is_padded: bool) -> Costs:
+        """Costs of ``matmuls``, and of attention to ``keys`` keys between them, which is given ``projected`` bytes.
+
+        A kernel keeps its inputs and one fp32 number for each query, with padding its result, too; others keep every
+        score, or make the scores again.
+        """
+        ranks, kind = self._context.mesh.size("cp"), self._comm_type
+        scores = self._scores(work, keys=keys)
+        kept, again = projected, 0
+        if self._recompute_core and kind == "a2a":
+            again = scores
+        elif not self._recompute_core and self._keeps_scores and kind == "a2a":
+            kept += scores
+        elif not self._recompute_core:
+            keeps_result = is_padded and self._config.attention_dropout == 0 and kind == "a2a"
+            kept += work.tokens * (4 * self._queries // self._head_dim + self._queries * work.width * keeps_result)
+        # Gradients of queries, keys and values, and the keys of other ranks with theirs.
+        exchanged = 0 if kind == "a2a" else 2 * ranks if kind == "all_gather" else 4
+        gradients = 2 * work.tokens * (self._queries + (2 + exchanged) * self._keys) * work.width
+        flops = 4.0 * self._width * work.all_tokens * keys / (2 if self._causal else 1)
+        return Costs(
+            matmuls.flops + flops, matmuls.kept + kept, matmuls.working + gradients + again, untold=matmuls.untold
+        )
+
+    def _scores(self, work: Work, *, keys: int) -> int:
+        """Bytes of explicit scores: every pair's, with dropout also what it leaves and where."""
+        wide = 4 if self._config.attention_softmax_in_fp32 else work.width
+        rounded = work.width if wide != work.width else 0
+        after_softmax = 1 + work.width if self._config.attention_dropout > 0 else rounded
+        return work.tokens * keys * (self._queries // self._head_dim) * (wide + after_softmax)
+
+    @property
+    def _keeps_scores(self) -> bool:
+        """Whether the backward pass is given the scores: with dropout, blocks that aren't widened are replayed."""
+        config, narrow = self._config, self._context.dtype.itemsize < 4
+        widened = config.attention_softmax_in_fp32 and narrow
+        return config.attention_backend == "eager" or (widened and config.attention_dropout > 0)
+
+    @property
+    def _comm_type(self) -> CpCommType:
+        """How this layer attends to other ranks' keys; "a2a" where a rank has whole sequences anyway."""
+        return self._context.cp_comm_type(self._number) if self._context.mesh.size("cp") > 1 else "a2a"
+
+    @property
+    def _queries(self) -> int:
+        """Width of this rank's queries."""
+        return self._groups * self._queries_per_group * self._head_dim
+
+    @property
+    def _keys(self) -> int:
+        """Width of this rank's keys."""
+        return self._groups * self._head_dim
+
 
 class SelfAttention(Attention):
     """Query, key and value from one matmul, whose weight has ``[q … q, k, v]`` for each key/value head."""
@@ -156,6 +212,40 @@ class SelfAttention(Attention):
         query = fused[..., :per_group, :].reshape(length, batch, self._groups * per_group, self._head_dim)
         return query, fused[..., per_group, :], fused[..., per_group + 1, :]
 
+    def costs(self, work: Work) -> Costs:
+        """Its matmuls, and attention of every token to the sequence."""
+        has_bias = self._config.position_embedding_type == "relative"
+        matmuls = total_of((self.linear_qkv, self.linear_proj), work)
+        return self._with_scores(
+            matmuls,
+            work,
+            keys=work.length,
+            projected=self._projected(work),
+            is_padded=work.has_padding and not has_bias,
+        )
+
+    def _scores(self, work: Work, *, keys: int) -> int:
+        """With what products of explicit scores are given (keys repeated for each head), and which pairs are causal."""
+        wide = 4 if self._config.attention_softmax_in_fp32 else work.width
+        given = work.tokens * self._queries * (2 * wide + work.width)
+        return super()._scores(work, keys=keys) + given + keys**2
+
+    def _projected(self, work: Work) -> int:
+        """Bytes of query, key and value: the fused projection, and those that rotation, norm or grouping make anew."""
+        queries, keys, config = self._queries, self._keys, self._config
+        if self._keeps_scores and not self._recompute_core and self._comm_type == "a2a":
+            return work.tokens * (queries + 2 * keys) * work.width * config.qk_layernorm
+        moved = config.position_embedding_type == "rope" or config.qk_layernorm
+        grouped = config.num_query_groups != config.num_attention_heads
+        one_group = self._groups == 1  # its queries lie side by side
+        anew = (queries if moved or grouped else 0) + (keys if moved else 0)
+        again = queries if grouped and not one_group and config.qk_layernorm else 0
+        if heads_split_over(self._comm_type, self._context) > 1:
+            # What arrives, and the result that is sent back; norms keep what they were given.
+            given = queries + 2 * keys + again if config.qk_layernorm else 0
+            return work.tokens * (2 * queries + 2 * keys + given) * work.width
+        return work.tokens * (queries + 2 * keys + anew + again) * work.width
+
 
 class CrossAttention(Attention):
     """Queries of the decoder, keys and values of what the encoder made; neither has positions here."""
@@ -180,3 +270,13 @@ class CrossAttention(Attention):
         query, key = self._normed(query, fused[..., 0, :])
         seen = Seen(attention_mask=inputs.encoder_attention_mask)
         return self._mix(query, key, fused[..., 1, :], inputs.rng_key, seen)
+
+    def costs(self, work: Work) -> Costs:
+        """Its matmuls, and attention of every token to the encoder's; all layers share what the encoder made."""
+        encoded, config = work.of_encoder(), self._config
+        shared = dataclasses.replace(costs_of(self.linear_kv, encoded), kept=0)
+        projected = (work.tokens * self._queries + encoded.tokens * 2 * self._keys) * work.width
+        if config.qk_layernorm:
+            projected += (work.tokens * self._queries + encoded.tokens * self._keys) * work.width
+        matmuls = total_of((self.linear_q, self.linear_proj), work) + shared
+        return self._with_scores(matmuls, work, keys=work.encoder_length, projected=projected, is_padded=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -9,7 +10,9 @@ from typing import Literal
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
+from megatron.config.training import TrainingConfig
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.costs import Costs, Work, costs_of
 from megatron.core.parallel.recompute import recomputed
 from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.layer import TransformerLayer
@@ -27,6 +30,15 @@ class RecomputePlan:
     granularity: Literal["full", "selective"] | None = None
     method: Literal["uniform", "block"] = "uniform"
     num_layers: int = 1
+
+    @classmethod
+    def of(cls, training: TrainingConfig) -> RecomputePlan:
+        """What ``--recompute-…`` asks for."""
+        return cls(
+            granularity=training.recompute_granularity,
+            method=training.recompute_method or "uniform",
+            num_layers=training.recompute_num_layers or 1,
+        )
 
     def runs(self, count: int) -> list[tuple[int, int, bool]]:
         """Layers ``0 … count-1`` of a stage as consecutive (start, stop, recomputed?) runs."""
@@ -58,7 +70,7 @@ class TransformerBlock(nn.Module):
         cross: bool = False,
     ) -> None:
         super().__init__()
-        self._recompute = recompute
+        self._recompute, self._hidden_size = recompute, config.hidden_size
         selective = recompute.granularity == "selective"
         self.layers = nn.ModuleDict(
             {
@@ -78,6 +90,17 @@ class TransformerBlock(nn.Module):
             else:
                 x = self._run(x, inputs, start, stop)
         return x if self.final_layernorm is None else self.final_layernorm(x)
+
+    def costs(self, work: Work) -> Costs:
+        """A run of layers that is recomputed keeps its input, and works with what its layers would keep."""
+        layers, found = [costs_of(layer, work) for layer in self.layers.values()], costs_of(self.final_layernorm, work)
+        for start, stop, recompute in self._recompute.runs(len(layers)):
+            run = sum(layers[start:stop], start=Costs())
+            if recompute:
+                given = work.rows * self._hidden_size * work.stream_width
+                run = dataclasses.replace(run, kept=given, working=run.working + run.kept)
+            found += run
+        return found
 
     def _run(self, x: Tensor, inputs: LayerInputs, start: int, stop: int) -> Tensor:
         for layer in list(self.layers.values())[start:stop]:

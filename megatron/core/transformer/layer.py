@@ -4,11 +4,14 @@ residual stream.
 
 from __future__ import annotations
 
+import dataclasses
+
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.core.ops.dropout import dropout
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.costs import Costs, Work, total_of
 from megatron.core.transformer.attention import CrossAttention, SelfAttention
 from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.mlp import MLP
@@ -59,6 +62,14 @@ class TransformerLayer(nn.Module):
             x = self._residual(x, normed) + self._drop(self.cross_attention(normed, inputs), inputs, "cross attention")
         normed = self.pre_mlp_layernorm(x)
         return self._residual(x, normed) + self._drop(self.mlp(normed), inputs, "mlp")
+
+    def costs(self, work: Work) -> Costs:
+        """Its branches, and a mask of dropout for each of them, one byte an element."""
+        branches = total_of(self.children(), work)
+        elements = work.rows * self.input_layernorm.weight.shape[0]
+        masks = (2 if self.cross_attention is None else 3) * elements * (self._dropout > 0)
+        gradients = 2 * elements * work.stream_width
+        return dataclasses.replace(branches, kept=branches.kept + masks, working=branches.working + gradients)
 
     def _residual(self, x: Tensor, normed: Tensor) -> Tensor:
         """What a branch is added to, in the type of the residual stream."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.core.ops.activation import activation, gated_activation
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.costs import Costs, Work, total_of
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.initialization import input_init, output_init
 
@@ -31,3 +34,11 @@ class MLP(nn.Module):
         inner = gated_activation(inner, self._kind) if self._gated else activation(inner, self._kind)
         out: Tensor = self.linear_fc2(inner)
         return out
+
+    def costs(self, work: Work) -> Costs:
+        """Keeps what the activation is given; a plain ReLU keeps what it gives, which is the second matmul's input."""
+        given, given_on = (linear.weight.shape[dim] for linear, dim in ((self.linear_fc1, 0), (self.linear_fc2, 1)))
+        kept = 0 if self._kind == "relu" and not self._gated else work.tokens * given * work.width
+        matmuls = total_of((self.linear_fc1, self.linear_fc2), work)
+        gradients = work.tokens * (given + given_on) * work.width
+        return dataclasses.replace(matmuls, kept=matmuls.kept + kept, working=matmuls.working + gradients)

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.core.parallel.collectives import all_gather
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.costs import Costs, Work
 from megatron.core.parallel.sharding import Sharding
 from megatron.core.tensor_parallel.cross_entropy import (
+    DEVICE_CHUNK,
     linear_cross_entropy,
     vocab_parallel_argmax,
     vocab_parallel_token_losses,
@@ -150,6 +152,16 @@ class OutputLayer(nn.Module):
         matrix = Sharding((config.vocab_size, config.hidden_size), tied=tied, **split)
         self.weight = make_parameter(matrix, input_init(config), context) if has_weight else None
         self.bias = make_parameter(Sharding((config.vocab_size,), **split), Constant(0.0), context) if bias else None
+
+
+def vocabulary_costs(weight: Tensor, work: Work) -> Costs:
+    """Of ``vocabulary_output`` and its loss, which makes gradients on the way: those of hidden states and ``weight``
+    exist together, and logits by chunks.
+    """
+    rows, hidden = weight.shape
+    logits = min(DEVICE_CHUNK // work.width, rows * work.tokens) * (work.width if work.width >= 4 else work.width + 4)
+    flops = 2.0 * rows * work.context.mesh.size("tp") * hidden * work.predicted * work.all_tokens
+    return Costs(flops, working=(2 * work.tokens + rows) * hidden * work.width + logits)
 
 
 def vocabulary_output(

@@ -27,6 +27,7 @@ from megatron.core.parallel.collectives import all_reduce
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.sharding import ShardedState
 from megatron.errors import CheckpointError
+from megatron.planning.estimate import flops_per_sample
 from megatron.training.run.run import Run
 from megatron.training.run.stop import NonFiniteError
 
@@ -193,7 +194,7 @@ def note_progress(root: AnyPath, run: Run, samples: int, event: str) -> None:
         f"ranks: {run.context.mesh.world_size}",
         event,
         f"samples: {samples}",
-        f"model FLOPs: {samples * run.train_spec.flops_per_sample(run.config):.3e}",
+        f"model FLOPs: {samples * flops_per_sample(run.config, run.train_spec):.3e}",
     )
     path, line = root / "progress.txt", "\t".join(fields) + "\n"
     try:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-from megatron.config.pipeline import stage_shapes
 from megatron.config.report import count, gigabytes
 from megatron.config.run import RunConfig
+from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.environment import launch_environment
 from megatron.errors import RESTART_CANNOT_HELP, RESTART_MAY_HELP, ConfigError
-from megatron.planning.estimate import MemoryEstimate, kept_activations, rank_memory, rank_parameters
+from megatron.planning.estimate import rank_memory, rank_parameters
 
 _MB = 1024 * 1024
 
@@ -44,18 +44,19 @@ def total_memory(device: torch.device) -> int:
     return free_and_total[1]
 
 
-def check_memory(config: RunConfig, context: ParallelContext) -> None:
+def check_memory(config: RunConfig, train_spec: TrainSpec, context: ParallelContext) -> None:
     """Raise ConfigError, before anything is allocated, for a part of the model that the device can't hold.
 
     Activations are an estimate, so one microbatch is refused only above twice the device's memory.
     """
-    needed, total = _needed(config, context), total_memory(context.device)
+    needed = rank_memory(config, train_spec, context.mesh.rank("pp"))
+    total = total_memory(context.device)
     if needed.states > total or needed.total > 2 * total:
-        raise ConfigError(_too_large(config, context))
+        raise ConfigError(_too_large(config, train_spec, context))
 
 
 @contextmanager
-def sized_allocations(config: RunConfig, context: ParallelContext) -> Iterator[None]:
+def sized_allocations(config: RunConfig, train_spec: TrainSpec, context: ParallelContext) -> Iterator[None]:
     """Raise ConfigError where the block runs out of memory: what the allocator says, and what the rank needs and has.
 
     Out of memory in a process's first iteration, the next start would fail alike; later, a restart may help.
@@ -67,23 +68,16 @@ def sized_allocations(config: RunConfig, context: ParallelContext) -> Iterator[N
             raise
         phase, (reason, *_) = context.mesh.activity.phase, str(error).splitlines() or [type(error).__name__]
         code = RESTART_MAY_HELP if context.mesh.activity.steps else RESTART_CANNOT_HELP
-        message = f"out of memory at {phase} ({reason.rstrip('.')}): {_too_large(config, context)}"
+        message = f"out of memory at {phase} ({reason.rstrip('.')}): {_too_large(config, train_spec, context)}"
         raise ConfigError(message, exit_code=code) from error
 
 
-def _needed(config: RunConfig, context: ParallelContext) -> MemoryEstimate:
-    """Of this rank, with a single microbatch in each of its stages."""
+def _too_large(config: RunConfig, train_spec: TrainSpec, context: ParallelContext) -> str:
     rank = context.mesh.rank("pp")
-    kept = [kept for stage, kept in zip(stage_shapes(config), kept_activations(config)) if stage.rank == rank]
-    return rank_memory(config, rank, kept=sum(kept))
-
-
-def _too_large(config: RunConfig, context: ParallelContext) -> str:
-    needed = _needed(config, context)
-    parameters = rank_parameters(config, pipeline_rank=context.mesh.rank("pp")).total
+    needed, parameters = rank_memory(config, train_spec, rank), rank_parameters(config, train_spec, pipeline_rank=rank)
     return (
-        f"this rank holds {count(parameters)} parameters, which take {gigabytes(needed.states)} with gradients and "
-        f"optimizer state, --micro-batch-size {config.training.micro_batch_size} of --seq-length "
+        f"this rank holds {count(parameters.total)} parameters, which take {gigabytes(needed.states)} with gradients "
+        f"and optimizer state, --micro-batch-size {config.training.micro_batch_size} of --seq-length "
         f"{config.data.seq_length} needs about {gigabytes(needed.total - needed.states)} more, and its "
         f"{context.device.type} has {gigabytes(total_memory(context.device))}: use a smaller model, micro batch or "
         "sequence, or more ranks; --dry-run says what would fit"

@@ -97,11 +97,12 @@ def _batch(run: RunConfig) -> str:
 
 
 def _sequences(run: RunConfig) -> str:
-    return f"{run.outline.sequences_per_sample} x " if run.outline.sequences_per_sample > 1 else ""
+    sequences = run.train_spec.sequences_per_sample
+    return f"{sequences} x " if sequences > 1 else ""
 
 
 def _length(run: RunConfig, facts: StartupFacts) -> str:
-    tokens = run.train_samples * run.outline.sequences_per_sample * run.data.seq_length
+    tokens = run.train_samples * run.tokens_per_sample
     flops = run.train_samples * facts.flops_per_sample
     start = f", from iteration {facts.start_iteration:,}" if facts.start_iteration else ""
     return (

@@ -13,6 +13,7 @@ import megatron
 from megatron.config.run import RunConfig
 from megatron.core.distributed.buffers import tied_stages
 from megatron.core.models.stage import Stage
+from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.collectives import all_reduce, gather_objects
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.sharding import ShardedState
@@ -57,8 +58,10 @@ def check_stages(config: RunConfig, stages: Sequence[Stage], context: ParallelCo
         )
 
 
-def check_parameter_count(config: RunConfig, state: list[ShardedState], context: ParallelContext) -> int:
-    """Number of parameters over all ranks, each logical element once; it must equal the closed form.
+def check_parameter_count(
+    config: RunConfig, train_spec: TrainSpec, state: list[ShardedState], context: ParallelContext
+) -> int:
+    """Number of parameters over all ranks, each logical element once: as many as the model has when built as one.
 
     ``state``: this rank's parameters under their names, tied copies under one. A collective.
     """
@@ -70,7 +73,7 @@ def check_parameter_count(config: RunConfig, state: list[ShardedState], context:
     }
     held = torch.tensor(sum(mine.values()), dtype=torch.int64, device=context.device)
     total = int(all_reduce(held, context.mesh, "pp", "tp").item())
-    expected = model_parameters(config).total
+    expected = model_parameters(config, train_spec)
     if total != expected:
         raise ParallelError(
             f"the ranks hold {total:,} parameters and the settings describe {expected:,}: a layer is lost or held "

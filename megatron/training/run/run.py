@@ -27,6 +27,7 @@ from megatron.core.pipeline_parallel.runner import Runner
 from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
+from megatron.planning.estimate import flops_per_sample
 from megatron.training.checkpoints.trained_model import model_state, named_parameters, share_tied_parameters
 from megatron.training.reporting.flops import SpeedScale, device_peak
 from megatron.training.reporting.memory import check_memory
@@ -91,7 +92,7 @@ def build_run(config: RunConfig, train_spec: TrainSpec, context: ParallelContext
     """
     tokenizer = build_tokenizer(config.tokenizer)
     config = config.with_vocab_size(tokenizer.vocab_size)
-    check_memory(config, context)
+    check_memory(config, train_spec, context)
     reporter = build_reporter(config, train_spec, context)
     data = TrainingData(config, train_spec, context, tokenizer)
 
@@ -184,8 +185,8 @@ def build_reporter(config: RunConfig, train_spec: TrainSpec, context: ParallelCo
         during=annotated(mesh.activity.during, config, context.device),
     )
     scale = SpeedScale(
-        flops_per_sample=train_spec.flops_per_sample(config),
-        tokens_per_sample=config.data.seq_length * config.outline.sequences_per_sample,
+        flops_per_sample=flops_per_sample(config, train_spec),
+        tokens_per_sample=config.tokens_per_sample,
         world_size=mesh.world_size,
         peak=device_peak(context.device, context.dtype) if reporting.log_throughput else None,
     )
@@ -226,7 +227,7 @@ def startup_facts(run: Run, *, parameters: int) -> StartupFacts:
         device=describe_device(run.context.device),
         parameters=parameters,
         parameters_here=sum(entry.sharding.local_elements(run.context.mesh) for entry in run.model_state()),
-        flops_per_sample=run.train_spec.flops_per_sample(run.config),
+        flops_per_sample=flops_per_sample(run.config, run.train_spec),
         start_iteration=run.progress.iteration,
         loaded_from=run.loaded_from,
         attention=attention_choices(run.config, run.train_spec, run.context),

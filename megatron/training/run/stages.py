@@ -22,15 +22,5 @@ def stages_here(run: RunConfig, train_spec: TrainSpec, context: ParallelContext)
 def build_stage(run: RunConfig, train_spec: TrainSpec, stage: Stage, context: ParallelContext) -> nn.Module:
     """A stage of the run's model with its initial weights, recomputing what ``--recompute-…`` asks for."""
     return train_spec.build_model(
-        run.model, run.extra, context, stage=stage, recompute=recompute_plan(run), seed=run.training.seed
-    )
-
-
-def recompute_plan(run: RunConfig) -> RecomputePlan:
-    """Which activations ``--recompute-…`` asks to recompute."""
-    training = run.training
-    return RecomputePlan(
-        granularity=training.recompute_granularity,
-        method=training.recompute_method or "uniform",
-        num_layers=training.recompute_num_layers or 1,
+        run.model, run.extra, context, stage=stage, recompute=RecomputePlan.of(run.training), seed=run.training.seed
     )

@@ -13,10 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron.config.model import ModelConfig
 from megatron.core.models.t5.config import T5Config
 from megatron.core.models.t5.model import T5Model
-from megatron.core.models.t5.train_spec import t5_flops_per_sample
 from megatron.core.ops.relative_positions import relative_buckets
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.transformer.output_layer import VocabularyOutput
+from tests.harness.closed_forms import t5_flops_per_sample
 
 transformers = pytest.importorskip("transformers", reason="parity needs the dev extra's transformers")
 

@@ -1,4 +1,4 @@
-"""What --dry-run says, to the letter, and that it needs neither torch nor time."""
+"""What --dry-run says, to the letter, and that settings are checked without torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import pytest
 from megatron.config import RunConfig
 from megatron.config.report import axes, count, gigabytes, layout_report, stages_report
 from megatron.config.vocabulary import vocabulary_size
+from megatron.core.models.registry import family_of
 from megatron.errors import ConfigError
-from megatron.planning.dry_run import dry_run_report
+from megatron.planning import dry_run as planning
 from tasks.settings import TaskConfig
 from tests.unit.config.command_lines import parse, words
 
@@ -25,6 +26,10 @@ THOUSAND_RANKS = """--dry-run --world-size 1024 --tensor-model-parallel-size 8 -
     --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
     --seq-length 4096 --micro-batch-size 1 --global-batch-size 1536 --train-iters 10000 --lr 1e-4
     --mock-data --vocab-size 32000 --device-memory-gb 80 --transformer-impl transformer_engine"""
+
+
+def dry_run_report(run: RunConfig) -> str:
+    return planning.dry_run_report(run, family_of(run.extra).train_spec)
 
 
 def test_a_thousand_ranks() -> None:
@@ -41,21 +46,21 @@ def test_a_rank_that_no_gpu_holds() -> None:
     assert said not in dry_run_report(parse("--dry-run --hidden-size 400000 --device-memory-gb 80"))
 
 
-def dry_run(arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    """Parse and report in a fresh process that fails when torch or numpy gets imported."""
+def parsed(arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    """Parse in a fresh process that fails when torch or numpy gets imported, and print the layout."""
     program = (
         "import sys\n"
+        "sys.modules['torch'] = sys.modules['numpy'] = sys.modules['yaml'] = None\n"
+        "from megatron.config.report import layout_report\n"
         "from megatron.errors import run_command\n"
         "from megatron.training.pretrain import parse\n"
         "def main():\n"
         "    run = parse(sys.argv[1:], prog='pretrain_gpt.py')\n"
-        "    from megatron.planning.dry_run import dry_run_report\n"
-        "    print(dry_run_report(run))\n"
+        "    print(*layout_report(run, ranks_per_node=run.command.ranks_per_node))\n"
         "run_command(main)\n"
     )
-    blocker = "import sys\nsys.modules['torch'] = sys.modules['numpy'] = sys.modules['yaml'] = None\n"
     return subprocess.run(
-        [sys.executable, "-c", blocker + program, *arguments],
+        [sys.executable, "-c", program, *arguments],
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
         capture_output=True,
@@ -66,15 +71,15 @@ def dry_run(arguments: list[str], **environment: str) -> subprocess.CompletedPro
 
 
 def test_light() -> None:
-    """A 1,024-rank job is checked on a laptop without torch, in about the time Python takes to start."""
-    done = dry_run(THOUSAND_RANKS.split())
+    """The settings of a 1,024-rank job are checked without torch, in about the time Python takes to start."""
+    done = parsed(THOUSAND_RANKS.split())
     assert (done.returncode, done.stderr) == (0, "")
     assert "1,024 ranks" in done.stdout
 
 
 def test_help_loads_nothing_heavy() -> None:
     """--help answers before a user wonders only while it imports neither torch nor numpy."""
-    done = dry_run(["--help"])
+    done = parsed(["--help"])
     assert done.returncode == 0
     assert done.stdout.startswith("usage: ")
     script = "import sys, pretrain_gpt; print(sorted({'torch', 'numpy', 'yaml'} & set(sys.modules)))"
@@ -84,7 +89,7 @@ def test_help_loads_nothing_heavy() -> None:
 
 def test_failures_exit_with_2_and_no_traceback() -> None:
     """A scheduler sees the exit code, a user the sentences."""
-    done = dry_run(["--dry-run", "--num-layers", "x"], WORLD_SIZE="4")
+    done = parsed(["--dry-run", "--num-layers", "x"], WORLD_SIZE="4")
     assert done.returncode == 2
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
@@ -94,7 +99,7 @@ def test_failures_exit_with_2_and_no_traceback() -> None:
 
 def test_world_size_of_the_environment() -> None:
     """Inside a launcher's environment the number of ranks is known."""
-    done = dry_run([*THOUSAND_RANKS.replace("--world-size 1024", "").split()], WORLD_SIZE="64")
+    done = parsed([*THOUSAND_RANKS.replace("--world-size 1024", "").split()], WORLD_SIZE="64")
     assert "64 ranks on 8 nodes of 8" in done.stdout
 
 

@@ -13,13 +13,16 @@ from torch import nn
 from megatron.config import ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from megatron.core.models.bert.config import BertConfig
 from megatron.core.models.registry import family_of
+from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RngStreams
 from megatron.core.parallel.sharding import sharding_of
-from megatron.planning.estimate import kept_activations, memory_estimate, model_parameters, rank_parameters
-from megatron.planning.fitting import what_fits
-from megatron.training.run.stages import recompute_plan
+from megatron.core.transformer.block import RecomputePlan
+from megatron.planning import estimate, fitting
+from megatron.planning.estimate import MemoryEstimate
+from megatron.planning.fitting import Fit
+from tests.harness import closed_forms
 from tests.harness.kept import bytes_kept
 from tests.unit.config.command_lines import run_of
 
@@ -59,6 +62,36 @@ RECOMPUTATION: dict[str, dict[str, Any]] = {
 }
 
 
+def train_spec(run: RunConfig) -> TrainSpec:
+    return family_of(run.extra).train_spec
+
+
+def kept_activations(run: RunConfig) -> list[int]:
+    return [costs.kept for costs in estimate.stage_costs(run, train_spec(run))]
+
+
+def memory_estimate(run: RunConfig) -> MemoryEstimate:
+    return estimate.memory_estimate(run, train_spec(run))
+
+
+def rank_parameters(run: RunConfig, *, pipeline_rank: int = 0) -> int:
+    """What planning counts; the closed form says the same."""
+    counted = estimate.rank_parameters(run, train_spec(run), pipeline_rank=pipeline_rank).total
+    assert counted == closed_forms.rank_parameters(run, pipeline_rank=pipeline_rank)
+    return counted
+
+
+def model_parameters(run: RunConfig) -> int:
+    """What planning counts; the closed form says the same."""
+    counted = estimate.model_parameters(run, train_spec(run))
+    assert counted == closed_forms.model_parameters(run)
+    return counted
+
+
+def what_fits(run: RunConfig, **device: Any) -> list[Fit]:
+    return fitting.what_fits(run, train_spec(run), **device)
+
+
 def context(dtype: torch.dtype, mesh: Mesh | None = None) -> ParallelContext:
     mesh, device = mesh or Mesh.single(), torch.device("cpu")
     rng = RngStreams(1, mesh, device)
@@ -67,8 +100,8 @@ def context(dtype: torch.dtype, mesh: Mesh | None = None) -> ParallelContext:
 
 def build(run: RunConfig, mesh: Mesh | None = None) -> nn.Module:
     dtype = torch.bfloat16 if run.precision.bf16 else torch.float32
-    train_spec = family_of(run.extra).train_spec
-    return train_spec.build_model(run.model, run.extra, context(dtype, mesh), recompute=recompute_plan(run)).train()
+    plan = RecomputePlan.of(run.training)
+    return train_spec(run).build_model(run.model, run.extra, context(dtype, mesh), recompute=plan).train()
 
 
 def measured(run: RunConfig) -> int:
@@ -96,9 +129,9 @@ def test_parameters(name: str, ranks: int) -> None:
         run_of(ranks=ranks, model=ARCHITECTURES[name]), parallel=ParallelConfig(tensor_model_parallel_size=ranks)
     )
     model = build(run, Mesh.of(tp=ranks))
-    assert rank_parameters(run).total == sum(parameter.numel() for parameter in model.parameters())
+    assert rank_parameters(run) == sum(parameter.numel() for parameter in model.parameters())
     logical = sum(math.prod(sharding_of(parameter).shape) for parameter in model.parameters())
-    assert model_parameters(run).total == logical
+    assert model_parameters(run) == logical
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -108,7 +141,7 @@ def test_parameters_of_ranks_that_share_key_heads(groups: int) -> None:
     run = dataclasses.replace(run_of(ranks=4, model=model), parallel=ParallelConfig(tensor_model_parallel_size=4))
     for rank in range(4):
         built = build(run, Mesh.of(tp=4, rank=rank))
-        assert rank_parameters(run).total == sum(parameter.numel() for parameter in built.parameters())
+        assert rank_parameters(run) == sum(parameter.numel() for parameter in built.parameters())
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -130,8 +163,8 @@ def test_parameters_of_bert(ranks: int, more: dict[str, Any], binary_head: bool)
         extra=(BertConfig(bert_binary_head=binary_head),),
     )
     model = build(run, Mesh.of(tp=ranks))
-    assert rank_parameters(run).total == sum(parameter.numel() for parameter in model.parameters())
-    assert model_parameters(run).total == sum(math.prod(sharding_of(each).shape) for each in model.parameters())
+    assert rank_parameters(run) == sum(parameter.numel() for parameter in model.parameters())
+    assert model_parameters(run) == sum(math.prod(sharding_of(each).shape) for each in model.parameters())
 
 
 @pytest.mark.parametrize("model", [QUIET, {}, LLAMA], ids=["plain", "dropout", "rotary"])
@@ -192,7 +225,7 @@ def test_state(precision: dict[str, Any], optimizer: dict[str, Any], bytes_per_p
     )
     memory = memory_estimate(run)
     state = memory.weights + memory.gradients + memory.main_params + memory.moments
-    assert state == rank_parameters(run).total * bytes_per_parameter
+    assert state == rank_parameters(run) * bytes_per_parameter
 
 
 def test_sharded_optimizer() -> None:

@@ -15,11 +15,16 @@ from megatron.core.models.t5.model import T5Model
 from megatron.core.models.t5.train_spec import T5Spec
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import sharding_of
-from megatron.planning.estimate import kept_activations, memory_estimate, model_parameters, rank_parameters
-from megatron.training.run.stages import recompute_plan
+from megatron.core.transformer.block import RecomputePlan
 from tests.harness.kept import bytes_kept
 from tests.unit.config.command_lines import run_of
-from tests.unit.planning.test_estimate import context
+from tests.unit.planning.test_estimate import (
+    context,
+    kept_activations,
+    memory_estimate,
+    model_parameters,
+    rank_parameters,
+)
 
 QUIET: dict[str, Any] = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 RELATIVE: dict[str, Any] = {"position_embedding_type": "relative", "normalization": "RMSNorm", "add_bias_linear": False}
@@ -52,7 +57,9 @@ def t5_run(
 
 def build(run: RunConfig, mesh: Mesh | None = None) -> T5Model:
     dtype = torch.bfloat16 if run.precision.bf16 else torch.float32
-    return T5Model(run.model, run.group(T5Config), context(dtype, mesh), recompute=recompute_plan(run)).train()
+    return T5Model(
+        run.model, run.group(T5Config), context(dtype, mesh), recompute=RecomputePlan.of(run.training)
+    ).train()
 
 
 def measured(run: RunConfig) -> int:
@@ -70,8 +77,8 @@ def test_parameters(name: str, ranks: int) -> None:
     """The closed form equals the model that is built, whole and cut into stages."""
     run = t5_run(ARCHITECTURES[name], ranks=ranks, tensor_model_parallel_size=ranks)
     model = build(run, Mesh.of(tp=ranks))
-    assert rank_parameters(run).total == sum(parameter.numel() for parameter in model.parameters())
-    assert model_parameters(run).total == sum(math.prod(sharding_of(each).shape) for each in model.parameters())
+    assert rank_parameters(run) == sum(parameter.numel() for parameter in model.parameters())
+    assert model_parameters(run) == sum(math.prod(sharding_of(each).shape) for each in model.parameters())
 
 
 @pytest.mark.parametrize("layout", ["Et|tttttt|L", "Ettt|tttt|L", "Etttt|tt|tL", "Et|tt|ttttL"])
@@ -82,7 +89,7 @@ def test_parameters_of_stages(name: str, layout: str) -> None:
     for rank, stage in enumerate(T5Spec().stages(run)):
         built = T5Model(run.model, run.group(T5Config), context(torch.float32), stage=stage)
         held = sum(parameter.numel() for parameter in built.parameters())
-        assert rank_parameters(run, pipeline_rank=rank).total == held
+        assert rank_parameters(run, pipeline_rank=rank) == held
 
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if "few groups" not in name])

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.config.flags import check_flags, flag
-from megatron.config.model import ModelConfig
-from megatron.config.train_spec import Outline, Rule
+from megatron.config.train_spec import Rule
 from megatron.core.models.sentences import SentenceConfig
 
 TOKEN_TYPES = 2
@@ -21,6 +20,7 @@ class BertConfig(SentenceConfig):
     """Flags of pretrain_bert.py alone."""
 
     family: ClassVar[str] = "bert"
+    title: ClassVar[str] = "BERT"
 
     bert_binary_head: bool = flag(
         "Train on masked words only: a sample is one text, without the sentence-order head.",
@@ -45,16 +45,6 @@ class BertConfig(SentenceConfig):
         from megatron.core.models.bert.rules import REMARKS
 
         return REMARKS
-
-    def outline(self, model: ModelConfig) -> Outline:
-        """A head for hidden words, and one for the order of two texts."""
-        return Outline(
-            title="BERT",
-            token_types=TOKEN_TYPES,
-            has_padding=True,
-            has_word_head=True,
-            pooled_outputs=2 if self.bert_binary_head else 0,
-        )
 
 
 GROUPS: tuple[type, ...] = (BertConfig,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from megatron.core.models.bert.config import TOKEN_TYPES
 from megatron.core.models.stage import Stage
 from megatron.core.ops.activation import activation
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.costs import Costs, Work, costs_of, total_of
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.tensor_parallel.initialize import initialize
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
@@ -21,7 +23,7 @@ from megatron.core.transformer.embedding import LanguageModelEmbedding
 from megatron.core.transformer.initialization import input_init
 from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.norm import Norm
-from megatron.core.transformer.output_layer import OutputLayer, VocabularyOutput, vocabulary_output
+from megatron.core.transformer.output_layer import OutputLayer, VocabularyOutput, vocabulary_costs, vocabulary_output
 from megatron.core.transformer.positions import RotaryPositions
 
 
@@ -74,6 +76,11 @@ class BertBody(nn.Module):
         out: Tensor = self.encoder(hidden, inputs)
         return out
 
+    def costs(self, work: Work) -> Costs:
+        """Of the body: embeddings and layers, and on the last stage hidden states with their gradient."""
+        working = 2 * work.rows * self._config.hidden_size * work.width * self._is_last
+        return total_of((self.embedding, self.encoder), work) + Costs(working=working)
+
 
 class BertModel(BertBody):
     """The stage's part of a BERT (Devlin et al. 2018, arXiv:1810.04805). Pre-norm layers unless the config says else;
@@ -124,14 +131,23 @@ class BertModel(BertBody):
         hidden = self.hidden_states(tokens, types, attention_mask=attention_mask, rng_key=rng_key, hidden=hidden)
         return self._output(hidden) if self._is_last else hidden
 
+    def costs(self, work: Work) -> Costs:
+        """The body's, those of the words that are predicted, and of the order on one token."""
+        found = super().costs(work) + costs_of(self.lm_head, work)
+        if self._is_last:
+            found += vocabulary_costs(self._output_weight(), work)
+        return found + total_of((self.pooler, self.binary_head), dataclasses.replace(work, length=1))
+
+    def _output_weight(self) -> Tensor:
+        if self.output_layer is not None and self.output_layer.weight is not None:
+            return self.output_layer.weight
+        assert self.embedding is not None
+        return self.embedding.word_embeddings.weight
+
     def _output(self, hidden: Tensor) -> BertOutput:
         assert self.lm_head is not None and self.output_layer is not None
-        weight = self.output_layer.weight
-        if weight is None:
-            assert self.embedding is not None
-            weight = self.embedding.word_embeddings.weight
         words = vocabulary_output(
-            self.lm_head(hidden), weight, self._config, self._context, bias=self.output_layer.bias
+            self.lm_head(hidden), self._output_weight(), self._config, self._context, bias=self.output_layer.bias
         )
         if self.pooler is None or self.binary_head is None:
             return BertOutput(words, None)
@@ -151,6 +167,11 @@ class MaskedLMHead(nn.Module):
         """``[s, b, h] -> [s, b, h]``."""
         out: Tensor = self.layer_norm(activation(self.dense(x), "gelu" if self._exact else "gelu_tanh"))
         return out
+
+    def costs(self, work: Work) -> Costs:
+        """Keeps the inputs of the matmul, of the activation and of the norm."""
+        dense = self.dense.costs(work)
+        return dataclasses.replace(dense, kept=3 * dense.kept)
 
 
 class Pooler(nn.Module):

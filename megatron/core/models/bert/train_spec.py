@@ -18,11 +18,11 @@ from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.bert.config import BertConfig
 from megatron.core.models.bert.data import build_bert_splits
 from megatron.core.models.bert.model import BertModel, BertOutput
-from megatron.core.models.flops import layers_flops_per_token
 from megatron.core.models.stage import Stage, stages_of
-from megatron.core.models.stage_inputs import hidden_stage_inputs
+from megatron.core.models.stage_inputs import hidden_stage_inputs, work_of
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.costs import Work
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs, TensorSpec
 from megatron.core.tokenizers.base import MaskingTokenizer, Tokenizer
 from megatron.core.transformer.block import RecomputePlan
@@ -133,16 +133,9 @@ class BertSpec:
             short_probability=bert.short_seq_prob,
         )
 
-    def flops_per_sample(self, run: RunConfig) -> float:
-        """Layers over the whole square of attention, and the heads over the hidden words."""
-        bert = run.group(BertConfig)
-        return bert_flops_per_sample(
-            run.model,
-            run.data.seq_length,
-            hidden_share=bert.mask_prob,
-            binary_head=bert.bert_binary_head,
-            tensor_model_parallel_size=run.parallel.tensor_model_parallel_size,
-        )
+    def work(self, run: RunConfig, context: ParallelContext) -> Work:
+        """Texts with padding, of whose tokens those are predicted that are hidden."""
+        return work_of(run, context, has_padding=True, predicted=run.group(BertConfig).mask_prob)
 
 
 def _has_order(exchanged: Tensor, context: ParallelContext) -> Tensor:
@@ -161,20 +154,6 @@ def run_bert(model: nn.Module, stage_inputs: StageInputs, microbatch: Microbatch
         hidden=stage_inputs.get("hidden"),
     )
     return {"hidden": output} if isinstance(output, Tensor) else output
-
-
-def bert_flops_per_sample(
-    model: ModelConfig, seq_length: int, *, hidden_share: float, binary_head: bool, tensor_model_parallel_size: int = 1
-) -> float:
-    """Model FLOPs of one sample of a bidirectional model, forward and backward.
-
-    Layers over the whole square of attention; the dense layer of the word head over all tokens, the vocabulary over the
-    ``hidden_share`` that are masked, and the order head over one.
-    """
-    hidden = model.hidden_size
-    words = 6 * hidden * (hidden + hidden_share * model.padded_vocab_size(tensor_model_parallel_size))
-    order = 6 * hidden * (hidden + 2) if binary_head else 0
-    return float(seq_length * (layers_flops_per_token(model, seq_length) + words) + order)
 
 
 TRAIN_SPEC: TrainSpec = BertSpec()

@@ -7,12 +7,13 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.core.models.stage import Stage
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.costs import Costs, Work, total_of
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.tensor_parallel.initialize import initialize
 from megatron.core.transformer.block import RecomputePlan, TransformerBlock
 from megatron.core.transformer.embedding import LanguageModelEmbedding
 from megatron.core.transformer.inputs import LayerInputs
-from megatron.core.transformer.output_layer import OutputLayer, VocabularyOutput, vocabulary_output
+from megatron.core.transformer.output_layer import OutputLayer, VocabularyOutput, vocabulary_costs, vocabulary_output
 from megatron.core.transformer.positions import RotaryPositions
 
 
@@ -73,6 +74,11 @@ class GPTModel(nn.Module):
         if not self._is_last:
             return hidden
         return vocabulary_output(hidden, self._output_weight(), self._config, self._context)
+
+    def costs(self, work: Work) -> Costs:
+        """Embedding, layers and output."""
+        parts = total_of((self.embedding, self.decoder), work)
+        return parts + vocabulary_costs(self._output_weight(), work) if self._is_last else parts
 
     def _output_weight(self) -> Tensor:
         if self.output_layer is not None and self.output_layer.weight is not None:

@@ -12,12 +12,12 @@ from megatron.config.pipeline import stage_sizes
 from megatron.config.run import RunConfig
 from megatron.core.datasets.gpt_dataset import DatasetSplits, build_gpt_splits
 from megatron.core.datasets.splits import SplitSizes
-from megatron.core.models.flops import layers_flops_per_token
 from megatron.core.models.gpt.model import GPTModel
 from megatron.core.models.stage import Stage, stages_of
-from megatron.core.models.stage_inputs import hidden_stage_inputs
+from megatron.core.models.stage_inputs import hidden_stage_inputs, work_of
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.costs import Work
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs, TensorSpec
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.transformer.block import RecomputePlan
@@ -107,21 +107,9 @@ class GPTSpec:
             run.data, seed=run.training.seed, sizes=sizes, tokenizer=tokenizer, vocab_size=run.model.vocab_size
         )
 
-    def flops_per_sample(self, run: RunConfig) -> float:
-        """Megatron-LM's formula."""
-        tensor_parallel = run.parallel.tensor_model_parallel_size
-        return gpt_flops_per_sample(run.model, run.data.seq_length, tensor_model_parallel_size=tensor_parallel)
-
-
-def gpt_flops_per_sample(model: ModelConfig, seq_length: int, *, tensor_model_parallel_size: int = 1) -> float:
-    """Model FLOPs of one sequence, forward and backward: 2 per multiply-add, times 3.
-
-    Megatron's formula: every matrix product of the dense model, half of the attention square (the causal half), the
-    vocabulary as padded for the tensor-parallel size. Recomputation, norms and activations are not counted.
-    """
-    padded_vocab_size = model.padded_vocab_size(tensor_model_parallel_size)
-    layers = layers_flops_per_token(model, seq_length / 2)
-    return float(seq_length * (layers + 6 * model.hidden_size * padded_vocab_size))
+    def work(self, run: RunConfig, context: ParallelContext) -> Work:
+        """Sequences of ``--seq-length`` tokens."""
+        return work_of(run, context)
 
 
 TRAIN_SPEC: TrainSpec = GPTSpec()

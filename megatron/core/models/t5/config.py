@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from megatron.config.data import DataConfig
 from megatron.config.flags import check_flags, flag
 from megatron.config.model import ModelConfig
-from megatron.config.train_spec import Outline, Rule
+from megatron.config.train_spec import Rule
 from megatron.core.models.sentences import SentenceConfig
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ class T5Config(SentenceConfig):
     """Flags of pretrain_t5.py alone. ``--num-layers`` and ``--seq-length`` are the encoder's."""
 
     family: ClassVar[str] = "t5"
+    title: ClassVar[str] = "T5"
 
     decoder_seq_length: int = flag(
         "Tokens of one decoder sample.",
@@ -38,6 +40,7 @@ class T5Config(SentenceConfig):
         derived="as many as the encoder's",
         follows=("num_layers",),
         at_least=1,
+        at_most=10_000,
         architecture=True,
     )
     relative_attention_num_buckets: int = flag(
@@ -73,21 +76,25 @@ class T5Config(SentenceConfig):
         """Relative ones, too."""
         return (*super().position_embedding_types, "relative")
 
-    def outline(self, model: ModelConfig) -> Outline:
-        """Two stacks; a tied output has a bias of its own where linear layers have one."""
-        relative, tied = model.position_embedding_type == "relative", not model.untie_embeddings_and_output_weights
-        return Outline(
-            title="T5",
-            decoder_layers=self.decoder_num_layers,
-            decoder_length=self.decoder_seq_length,
-            position_buckets=self.relative_attention_num_buckets if relative else 0,
-            has_padding=True,
-            has_output_bias=tied and model.add_bias_linear,
+    def num_layers(self, model: ModelConfig) -> int:
+        """The encoder's and the decoder's."""
+        return model.num_layers + self.decoder_num_layers
+
+    def layers_asked(self, model: ModelConfig) -> str:
+        """Both flags."""
+        return (
+            f"{super().layers_asked(model)} + --decoder-num-layers {self.decoder_num_layers} = {self.num_layers(model)}"
         )
 
-    def shrunk(self, *, decoder_layers: int, decoder_length: int) -> Self:
-        """With a decoder of this size."""
-        return dataclasses.replace(self, decoder_num_layers=decoder_layers, decoder_seq_length=decoder_length)
+    def longest_sequence(self, data: DataConfig) -> int:
+        """The decoder's sequences may be the longer ones."""
+        return max(data.seq_length, self.decoder_seq_length)
+
+    def shrunk(self, model: ModelConfig, *, num_layers: int, seq_length: int, multiple: int) -> tuple[int, Self]:
+        """A decoder of the rest of the layers, and half as many tokens."""
+        encoder = model.num_layers if num_layers == self.num_layers(model) else min(model.num_layers, num_layers // 2)
+        length = multiple * math.ceil(seq_length / 2 / multiple)
+        return encoder, dataclasses.replace(self, decoder_num_layers=num_layers - encoder, decoder_seq_length=length)
 
 
 GROUPS: tuple[type, ...] = (T5Config,)

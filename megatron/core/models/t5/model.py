@@ -12,12 +12,13 @@ from megatron.config.pipeline import EncoderDecoderLayers
 from megatron.core.models.stage import Stage
 from megatron.core.models.t5.config import T5Config
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.costs import Costs, Work, costs_of, total_of
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.tensor_parallel.initialize import initialize
 from megatron.core.transformer.block import RecomputePlan, TransformerBlock
 from megatron.core.transformer.embedding import LanguageModelEmbedding
 from megatron.core.transformer.inputs import LayerInputs
-from megatron.core.transformer.output_layer import OutputLayer, VocabularyOutput, vocabulary_output
+from megatron.core.transformer.output_layer import OutputLayer, VocabularyOutput, vocabulary_costs, vocabulary_output
 from megatron.core.transformer.positions import RotaryPositions
 from megatron.core.transformer.relative import RelativeBias
 
@@ -154,12 +155,28 @@ class T5Model(nn.Module):
         decoded: Tensor = self.decoder(hidden, inputs)
         return decoded
 
+    def costs(self, work: Work) -> Costs:
+        """Of the encoder over ``work.encoder_length`` tokens and the decoder over ``work.length``. Every stage of the
+        decoder keeps what the encoder made.
+        """
+        encoding, decoding = work.of_encoder(), dataclasses.replace(work, has_padding=False)
+        found = total_of((self.encoder_positions, self.encoder), encoding)
+        found += total_of((self.decoder_positions, self.decoder), decoding)
+        for begins, stack in ((self._stage.is_first, encoding), (self._opens_decoder, decoding)):
+            found += costs_of(self.embedding, stack) if begins else Costs()
+        if self.decoder is not None:
+            found += Costs(kept=encoding.rows * self._config.hidden_size * work.width)
+        return found + vocabulary_costs(self._output_weight(), decoding) if self._stage.is_last else found
+
+    def _output_weight(self) -> Tensor:
+        if self.output_layer is not None and self.output_layer.weight is not None:
+            return self.output_layer.weight
+        assert self.embedding is not None
+        return self.embedding.word_embeddings.weight
+
     def _output(self, hidden: Tensor) -> VocabularyOutput:
         assert self.output_layer is not None
-        weight = self.output_layer.weight
-        if weight is None:
-            assert self.embedding is not None
-            weight = self.embedding.word_embeddings.weight
         if self._t5.scale_output:
             hidden = hidden * (1.0 / math.sqrt(self._config.hidden_size))
-        return vocabulary_output(hidden, weight, self._config, self._context, bias=self.output_layer.bias)
+        weight, bias = self._output_weight(), self.output_layer.bias
+        return vocabulary_output(hidden, weight, self._config, self._context, bias=bias)

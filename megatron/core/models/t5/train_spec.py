@@ -14,14 +14,14 @@ from megatron.config.run import RunConfig
 from megatron.config.train_spec import group_among
 from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.splits import SplitSizes
-from megatron.core.models.flops import layers_flops_per_token
 from megatron.core.models.stage import Stage, stages_of
-from megatron.core.models.stage_inputs import hidden_spec
+from megatron.core.models.stage_inputs import hidden_spec, work_of
 from megatron.core.models.t5.config import T5Config
 from megatron.core.models.t5.data import build_t5_splits
 from megatron.core.models.t5.model import T5Model
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.costs import Work
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs, TensorSpec
 from megatron.core.tokenizers.base import SpanTokenizer, Tokenizer
 from megatron.core.transformer.block import RecomputePlan
@@ -134,40 +134,12 @@ class T5Spec:
             short_probability=t5.short_seq_prob,
         )
 
-    def flops_per_sample(self, run: RunConfig) -> float:
-        """Both stacks over their lengths, and the output over the decoder's."""
-        t5 = run.group(T5Config)
-        return t5_flops_per_sample(
-            run.model,
-            run.data.seq_length,
-            decoder_num_layers=t5.decoder_num_layers,
-            decoder_seq_length=t5.decoder_seq_length,
-            tensor_model_parallel_size=run.parallel.tensor_model_parallel_size,
+    def work(self, run: RunConfig, context: ParallelContext) -> Work:
+        """Texts with padding for the encoder, shorter ones for the decoder."""
+        length = run.group(T5Config).decoder_seq_length
+        return dataclasses.replace(
+            work_of(run, context, has_padding=True), length=length, encoder_length=run.data.seq_length
         )
-
-
-def t5_flops_per_sample(
-    model: ModelConfig,
-    seq_length: int,
-    *,
-    decoder_num_layers: int,
-    decoder_seq_length: int,
-    tensor_model_parallel_size: int = 1,
-) -> float:
-    """Model FLOPs of one sample of an encoder and a decoder, forward and backward.
-
-    The encoder with the whole square of attention, the decoder with its causal half; in each of the decoder's layers
-    queries and outputs of cross-attention over its own tokens, keys and values over the encoder's, and the scores of
-    every pair; the vocabulary over the decoder's tokens.
-    """
-    hidden, query_width = model.hidden_size, model.num_attention_heads * model.kv_channels
-    decoder = dataclasses.replace(model, num_layers=decoder_num_layers)
-    shared = model.num_query_groups / model.num_attention_heads
-    queries = decoder_seq_length * (1 + seq_length / hidden)
-    cross = 12 * decoder_num_layers * hidden * query_width * (queries + seq_length * shared)
-    words = 6 * hidden * model.padded_vocab_size(tensor_model_parallel_size)
-    spoken = decoder_seq_length * (layers_flops_per_token(decoder, decoder_seq_length / 2) + words)
-    return float(seq_length * layers_flops_per_token(model, seq_length) + spoken + cross)
 
 
 TRAIN_SPEC: TrainSpec = T5Spec()

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.config.model import ModelConfig
-from megatron.core.models.gpt.train_spec import gpt_flops_per_sample
+from megatron.config import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainingConfig
+from megatron.core.models.bert.config import BertConfig
+from megatron.core.models.registry import FAMILIES
+from megatron.core.models.t5.config import T5Config
+from megatron.core.models.train_spec import TrainSpec
+from megatron.planning.estimate import flops_per_sample
 from megatron.training.reporting.flops import (
     Peak,
     SpeedScale,
@@ -17,8 +23,9 @@ from megatron.training.reporting.flops import (
     measured_peak,
     throughput_line,
 )
-from tasks.fine_tuning.train_spec import answer_flops
-from tasks.settings import AnswerShape
+from tasks.fine_tuning.train_spec import ClassificationSpec, LabelledData
+from tasks.settings import FINE_TUNING, AnswerShape, TaskConfig
+from tests.harness.closed_forms import answer_flops, bert_flops_per_sample, gpt_flops_per_sample, t5_flops_per_sample
 
 CPU = torch.device("cpu")
 
@@ -180,3 +187,37 @@ def test_line_without_a_peak_invents_none() -> None:
     scale = SpeedScale(flops_per_sample=2e12, tokens_per_sample=512, world_size=4)
     line = throughput_line(scale.throughput(samples=32, seconds=8.0), scale)
     assert line.endswith("| MFU: unknown, no peak on file for this device |")
+
+
+LLAMA = {"swiglu": True, "group_query_attention": True, "num_query_groups": 2, "kv_channels": 32}
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("sizes", [{}, LLAMA], ids=["plain", "llama"])
+def test_what_modules_say_is_the_closed_form(sizes: dict[str, object], ranks: int) -> None:
+    """Of every family, at any layout: the figure that MFU is stated with."""
+    layout = ParallelConfig(tensor_model_parallel_size=ranks)
+
+    def told(train_spec: TrainSpec, *groups: object) -> float:
+        run = RunConfig(
+            model=model(**sizes),
+            data=DataConfig(seq_length=128),
+            training=TrainingConfig(micro_batch_size=3, train_iters=1),
+            parallel=layout,
+            extra=groups,
+            world_size=ranks,
+        )
+        return flops_per_sample(run, train_spec)
+
+    config, padded = model(**sizes), {"tensor_model_parallel_size": ranks}
+    assert told(FAMILIES["gpt"].train_spec) == pytest.approx(gpt_flops_per_sample(config, 128, **padded), rel=1e-12)
+    for has_order in (True, False):
+        bert = BertConfig(mask_prob=0.2, bert_binary_head=has_order)
+        expected = bert_flops_per_sample(config, 128, hidden_share=0.2, binary_head=has_order, **padded)
+        assert told(FAMILIES["bert"].train_spec, bert) == pytest.approx(expected, rel=1e-12)
+    t5 = T5Config(decoder_num_layers=2, decoder_seq_length=48)
+    expected = t5_flops_per_sample(config, 128, decoder_num_layers=2, decoder_seq_length=48, **padded)
+    assert told(FAMILIES["t5"].train_spec, t5) == pytest.approx(expected, rel=1e-12)
+    for task, shape in FINE_TUNING.items():
+        found = told(ClassificationSpec(task, LabelledData()), TaskConfig(task=cast("Any", task)))
+        assert found == pytest.approx(answer_flops(config, 128, shape), rel=1e-12)

@@ -12,12 +12,12 @@ from megatron.core.pipeline_parallel.lower import lower
 from megatron.core.pipeline_parallel.schedules import interleaved
 from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.errors import ParallelError
-from megatron.planning.dry_run import dry_run_report
-from megatron.planning.estimate import memory_estimate
 from megatron.planning.schedule import schedule_facts
 from megatron.training.run.agreement import check_stages
 from megatron.training.run.pipeline import Plans, routes
 from tests.unit.config.command_lines import parse
+from tests.unit.planning.test_dry_run import dry_run_report
+from tests.unit.planning.test_estimate import memory_estimate
 
 SCHEDULES = {
     "1f1b": "",

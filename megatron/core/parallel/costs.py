@@ -1,0 +1,95 @@
+"""What a module costs: told beside its ``forward``, and summed by walking the modules of a model without values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from megatron.core.parallel.context import ParallelContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One microbatch, as far as costs depend on it.
+
+    ``batch``: sequences, of ``length`` tokens before ranks divide them. ``encoder_length``: tokens that cross-attention
+    sees. ``has_padding``: an attention mask says which tokens are real. ``predicted``: the share of the tokens whose
+    loss is computed. ``stream_width``: bytes of an element of the residual stream.
+    """
+
+    context: ParallelContext
+    batch: int
+    length: int
+    stream_width: int
+    encoder_length: int = 0
+    has_padding: bool = False
+    predicted: float = 1.0
+
+    @property
+    def all_tokens(self) -> int:
+        """Tokens of the microbatch over all ranks: FLOPs are counted for them."""
+        return self.batch * self.length
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that this rank has inside the tensor-parallel regions."""
+        return self.all_tokens // self.context.mesh.size("cp")
+
+    @property
+    def rows(self) -> int:
+        """Tokens that this rank has outside of them: fewer with sequence parallelism."""
+        return self.tokens // (self.context.mesh.size("tp") if self.context.sequence_parallel else 1)
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element of the model's type."""
+        return self.context.dtype.itemsize
+
+    def of_encoder(self) -> Work:
+        """The same microbatch where a decoder reads what its encoder made."""
+        return dataclasses.replace(self, length=self.encoder_length)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs of one microbatch in one module.
+
+    ``flops``: of the matrix products of a forward pass over all tensor- and context-parallel ranks, 2 for each
+    multiply-add. ``kept``: bytes that this rank keeps from the forward to the backward pass. ``working``: bytes that
+    this rank needs besides, at most, while it computes. ``untold``: classes of modules that don't say what they cost.
+    """
+
+    flops: float = 0.0
+    kept: int = 0
+    working: int = 0
+    untold: frozenset[str] = frozenset()
+
+    def __add__(self, other: Costs) -> Costs:
+        """Of both, one after the other."""
+        return Costs(
+            self.flops + other.flops,
+            self.kept + other.kept,
+            max(self.working, other.working),
+            self.untold | other.untold,
+        )
+
+
+def costs_of(module: nn.Module | None, work: Work) -> Costs:
+    """What a training step's forward pass over ``work`` costs in a module and those inside it: what its own method
+    ``costs(work)`` says, else what its children say. Parameters of which nobody speaks make its class ``untold``.
+    """
+    if module is None:
+        return Costs()
+    told: Callable[[Work], Costs] | None = getattr(module, "costs", None)
+    if told is not None:
+        return told(work)
+    own = frozenset({type(module).__name__}) if any(True for _ in module.parameters(recurse=False)) else frozenset()
+    return total_of(module.children(), work) + Costs(untold=own)
+
+
+def total_of(modules: Iterable[nn.Module | None], work: Work) -> Costs:
+    """Of several modules that see the same tokens, one after the other."""
+    return sum((costs_of(module, work) for module in modules), start=Costs())

@@ -1,0 +1,93 @@
+"""A run's model without values: every parameter with its layout, and what each part says that it costs."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import CpCommType
+from megatron.config.pipeline import stage_shapes
+from megatron.config.run import RunConfig
+from megatron.core.models.stage import Stage
+from megatron.core.models.train_spec import TrainSpec
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.launch import DTYPES
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.rng import RngStreams
+from megatron.core.transformer.block import RecomputePlan
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What of a run's layout decides how a stage is built; layouts that agree in it share their stages."""
+
+    tp: int
+    cp: int
+    sequence_parallel: bool
+    cp_comm_types: tuple[CpCommType, ...]
+    cp_sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, run: RunConfig) -> _Layout:
+        parallel = run.parallel
+        return cls(
+            parallel.tensor_model_parallel_size,
+            parallel.context_parallel_size,
+            parallel.sequence_parallel,
+            parallel.cp_comm_type,
+            parallel.hierarchical_context_parallel_sizes or (),
+            DTYPES[run.precision.params_dtype],
+        )
+
+
+def planned_context(run: RunConfig) -> ParallelContext:
+    """The first of the ranks that share a replica's layers, on the meta device: its tensors have shapes and no values,
+    and nothing is communicated.
+    """
+    return _context(_Layout.of(run))
+
+
+@functools.lru_cache(maxsize=64)
+def _context(layout: _Layout) -> ParallelContext:
+    mesh = Mesh.of(tp=layout.tp, cp=layout.cp)
+    return ParallelContext(
+        mesh=mesh,
+        rng=RngStreams(0, mesh, torch.device("cpu")),
+        device=torch.device("meta"),
+        dtype=layout.dtype,
+        sequence_parallel=layout.sequence_parallel,
+        cp_comm_types=layout.cp_comm_types,
+        cp_sizes=layout.cp_sizes,
+    )
+
+
+def whole_model(run: RunConfig, train_spec: TrainSpec) -> nn.Module:
+    """All stages as one, in training."""
+    return _built(run, train_spec, Stage(range(run.num_layers), is_first=True, is_last=True))
+
+
+def stage_models(run: RunConfig, train_spec: TrainSpec, *, pipeline_rank: int | None = None) -> list[nn.Module]:
+    """Every stage, first to last, or those of one pipeline rank."""
+    stages = zip(stage_shapes(run), train_spec.stages(run))
+    return [_built(run, train_spec, stage) for shape, stage in stages if pipeline_rank in (None, shape.rank)]
+
+
+def _built(run: RunConfig, train_spec: TrainSpec, stage: Stage) -> nn.Module:
+    return _build(train_spec, run.model, run.extra, _Layout.of(run), stage, RecomputePlan.of(run.training))
+
+
+@functools.lru_cache(maxsize=1024)
+def _build(
+    train_spec: TrainSpec,
+    model: ModelConfig,
+    groups: tuple[object, ...],
+    layout: _Layout,
+    stage: Stage,
+    recompute: RecomputePlan,
+) -> nn.Module:
+    return train_spec.build_model(model, groups, _context(layout), stage=stage, recompute=recompute)
