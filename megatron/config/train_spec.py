@@ -27,11 +27,13 @@ class TrainSpecConfig:
     """Base of the groups of flags that one train spec adds to those of every model.
 
     ``family``: name of the family whose model it is, as the registry has it; ``title``: in messages.
-    ``usual_tokenizer``: ``--tokenizer-type`` unless given. ``varying_counts``: what makes microbatches differ in the
-    number of tokens that have a loss, if anything does.
+    ``position_embedding_types``: values of ``--position-embedding-type`` that such a model has. ``usual_tokenizer``:
+    ``--tokenizer-type`` unless given. ``varying_counts``: what makes microbatches differ in the number of tokens that
+    have a loss, if anything does.
     """
 
     family: ClassVar[str] = "gpt"
+    position_embedding_types: ClassVar[tuple[str, ...]] = ("learned_absolute", "rope", "none")
     title: ClassVar[str] = "GPT"
     usual_tokenizer: ClassVar[str] = "GPT2BPETokenizer"
     varying_counts: ClassVar[str | None] = None
@@ -47,11 +49,6 @@ class TrainSpecConfig:
     def resolved(self, model: ModelConfig, data: DataConfig) -> Self:
         """This group with the values that follow from other groups."""
         return self
-
-    @property
-    def position_embedding_types(self) -> tuple[str, ...]:
-        """Values of ``--position-embedding-type`` that such a model has."""
-        return ("learned_absolute", "rope", "none")
 
     def num_layers(self, model: ModelConfig) -> int:
         """Layers of all stacks, which pipeline stages cut as one chain."""

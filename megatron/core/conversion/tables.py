@@ -18,7 +18,7 @@ from megatron.core.conversion.portable import LazyTensor, parameters_of, report_
 from megatron.core.conversion.transforms import Same, Transform
 
 SAME = Same()
-LAYER = re.compile(r"((?:decoder|encoder)\.layers\.)(\d+)(\..*)")
+LAYER = re.compile(r"(\w+\.layers\.)(\d+)(\..*)")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ stores a name, never leads to code that isn't installed. Installed ones are look
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -44,7 +44,7 @@ class Family:
     def groups(self) -> tuple[type, ...]:
         """Settings that no other family has, among them the ``TrainSpecConfig`` that names the family."""
         found: tuple[type, ...] = self.module("config").GROUPS
-        named = [kind.family for kind in found if issubclass(kind, TrainSpecConfig)]
+        named = [kind.family for kind in _own(found)]
         if named != [self.name] and self != _GPT:
             raise ConfigError(
                 f"{self.package}.config: one class of GROUPS must be a TrainSpecConfig with family = {self.name!r}, "
@@ -52,6 +52,11 @@ class Family:
                 f"{' and '.join(map(repr, named)) or 'none'}"
             )
         return found
+
+    @property
+    def settings(self) -> type[TrainSpecConfig]:
+        """The group that names the family."""
+        return next(_own(self.groups), TrainSpecConfig)
 
     @property
     def train_spec(self) -> TrainSpec:
@@ -66,6 +71,10 @@ class Family:
     def module(self, part: str) -> Any:
         """One of the modules in its folder."""
         return import_module(f"{self.package}.{part}")
+
+
+def _own(groups: Iterable[type]) -> Iterator[type[TrainSpecConfig]]:
+    return (kind for kind in groups if issubclass(kind, TrainSpecConfig))
 
 
 _GPT = Family("gpt", "GPT", "megatron.core.models.gpt")

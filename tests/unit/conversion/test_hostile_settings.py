@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megatron.core.conversion.huggingface.format import format_of
 from megatron.core.conversion.huggingface.known import KINDS
 from megatron.core.conversion.huggingface.reading import read_config, read_huggingface, tensors_in
 from megatron.core.conversion.portable import refuse_more_layers
@@ -51,12 +52,15 @@ def test_every_setting_of_every_type(family: str, model_folder: Folder, tmp_path
     """``n_layer: 1e9`` ran for minutes and ``"abc"`` ended in a TypeError; both are named by file, key and value."""
     folder = Path(shutil.copytree(model_folder(family), tmp_path / "model"))
     config = json.loads((folder / "config.json").read_text())
-    for key in [key for key in KINDS if key in config or key in ("sliding_window", "tie_word_embeddings")]:
+    published = format_of(config["model_type"])
+    assert published is not None
+    kinds = {**KINDS, **published.kinds}
+    for key in [key for key in kinds if key in config or key in ("sliding_window", "tie_word_embeddings")]:
         for value in VALUES:
             (folder / "config.json").write_text(json.dumps({**config, key: value}))
             said = sentence_of(lambda: read_huggingface(folder))
             if (
-                (value == "abc" and KINDS[key] is not str)
+                (value == "abc" and kinds[key] is not str)
                 or value == [1]
                 or (value in (-1, 10**30) and type(value) is int)
             ):

@@ -128,5 +128,7 @@ def test_every_setting_of_transformers_is_read(family: str, monkeypatch: pytest.
     published = format_of(family)
     assert published is not None
     if family == "t5":
-        published.groups_from_config(Known(config, published.defaults(family), "x"), {"decoder."}, where="x")
+        published.groups_from_config(
+            published.settings({"model_type": family, **config}, where="x"), {"decoder."}, where="x"
+        )
     assert config.keys() - asked - {*WITHOUT_EFFECT.split(), *WITH_WINDOW.split()} == set()

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.huggingface.format import format_for, format_of, model_types
-from megatron.core.conversion.huggingface.known import Json, Known
+from megatron.core.conversion.huggingface.known import Json
 from megatron.errors import CheckpointError
 
 
@@ -25,7 +25,7 @@ def model_from_config(config: Json, *, where: str) -> ModelConfig:
         )
     if "quantization_config" in config:
         raise CheckpointError(f"{where} is of quantized weights; convert the model in bf16, fp16 or fp32")
-    return known_format.model_from_config(Known(config, known_format.defaults(model_type), where), model_type)
+    return known_format.model_from_config(known_format.settings(config, where=where), model_type)
 
 
 def config_from_model(

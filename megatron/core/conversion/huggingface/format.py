@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.config.model import ModelConfig
-from megatron.core.conversion.huggingface.known import Json, Known
+from megatron.core.conversion.huggingface.known import KINDS, Json, Known
 from megatron.core.conversion.portable import LazyTensor
 from megatron.core.conversion.tables import Row
 from megatron.core.models.registry import FAMILIES, Family, all_families, family_of
@@ -18,13 +18,20 @@ from megatron.errors import CheckpointError
 class HuggingFaceFormat(ABC):
     """The published models of one family. ``model_type``: one of ``model_types``, as config.json has it.
 
+    ``kinds``: types and bounds of the settings that it reads beside those of several families.
     ``unused``: ends of names of tensors that no model needs, such as buffers of older versions. ``tied_copies``:
-    tensors that files may hold a second time.
+    tensors that files may hold a second time. ``heads``: beginnings of names that are outside the bare model.
     """
 
     model_types: tuple[str, ...]
+    kinds: Mapping[str, Any] = {}
     unused: tuple[str, ...] = ()
     tied_copies: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ("lm_head.",)
+
+    def settings(self, config: Json, *, where: str) -> Known:
+        """What a config.json says; CheckpointError for a setting of another type. ``where``: the file."""
+        return Known(config, self.defaults(config["model_type"]), where, kinds={**KINDS, **self.kinds})
 
     @abstractmethod
     def defaults(self, model_type: str) -> Mapping[str, Any]:

@@ -13,7 +13,6 @@ from megatron.core.checkpointing.torch_files import load_torch_file
 from megatron.core.conversion.companions import companions_in, tokenizer_in
 from megatron.core.conversion.huggingface.config import model_from_config
 from megatron.core.conversion.huggingface.format import format_of
-from megatron.core.conversion.huggingface.known import Known
 from megatron.core.conversion.portable import LazyTensor, PortableModel, refuse_more_layers
 from megatron.core.conversion.tables import matches, to_ours
 from megatron.core.files.remote_path import AnyPath
@@ -35,9 +34,9 @@ def read_huggingface(folder: Path) -> PortableModel:
     model_type = config["model_type"]
     published = format_of(model_type)
     assert published is not None, "its settings were read"
-    theirs = _as_today(tensors_in(folder), published.prefix(model_type))
+    theirs = _as_today(tensors_in(folder), published.prefix(model_type), heads=published.heads)
     model = published.complete(model, theirs)
-    known = Known(config, published.defaults(model_type), where)
+    known = published.settings(config, where=where)
     groups = published.groups_from_config(known, theirs, where=where)
     refuse_more_layers(model, groups, theirs, where=where)
     found = matches(published.table(model_type, model), model, groups, where=str(folder))
@@ -144,11 +143,11 @@ def _torch_bin(path: Path) -> Iterator[tuple[str, LazyTensor]]:
         yield str(name), LazyTensor(tuple(tensor.shape), tensor.dtype, tensor.detach)
 
 
-def _as_today(tensors: dict[str, LazyTensor], prefix: str) -> dict[str, LazyTensor]:
+def _as_today(tensors: dict[str, LazyTensor], prefix: str, *, heads: tuple[str, ...]) -> dict[str, LazyTensor]:
     """Names as today's language model has them: the bare model's lack its prefix, and TensorFlow's norms had others."""
     whole = any(name.startswith(prefix) for name in tensors)
     renamed: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         today = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
-        renamed[today if whole or today == "lm_head.weight" else f"{prefix}{today}"] = tensor
+        renamed[today if whole or today.startswith(heads) else f"{prefix}{today}"] = tensor
     return renamed

@@ -18,12 +18,11 @@ _ABSENT = object()
 # What the newest releases call a flag.
 _TODAY = {"apply_layernorm_1p": "layernorm_zero_centered_gamma", "norm_epsilon": "layernorm_epsilon"}
 _KINDS: dict[str, Any] = {
-    **dict.fromkeys(("num_layers", "encoder_num_layers", "decoder_num_layers"), Layers),
+    "num_layers": Layers,
     **dict.fromkeys(("hidden_size", "ffn_hidden_size"), Width),
     **dict.fromkeys(("num_attention_heads", "num_query_groups", "kv_channels"), Heads),
-    **dict.fromkeys(("max_position_embeddings", "seq_length", "decoder_seq_length"), Count),
+    **dict.fromkeys(("max_position_embeddings", "seq_length"), Count),
     **dict.fromkeys(("make_vocab_size_divisible_by", "vocab_size", "padded_vocab_size"), Count),
-    **dict.fromkeys(("relative_attention_num_buckets", "relative_attention_max_distance"), Width),
     **dict.fromkeys(("attention_dropout", "hidden_dropout"), Rate),
     **dict.fromkeys(("norm_epsilon", "layernorm_epsilon", "init_method_std"), Small),
     **dict.fromkeys(("rotary_base", "rotary_percent", "rope_scaling_factor"), Factor),
@@ -57,7 +56,11 @@ class Arguments:
                 "Megatron-LM's training saved"
             )
         self.values, self.where = without(vars(saved), ignored, where=where), where
-        check_kinds(self.values, _KINDS, where=f"{where}: its saved settings", error=CheckpointError)
+        self.check_kinds(_KINDS)
+
+    def check_kinds(self, kinds: Mapping[str, Any]) -> None:
+        """Raise CheckpointError for a value of another type than ``kinds`` say, or out of their bounds."""
+        check_kinds(self.values, kinds, where=f"{self.where}: its saved settings", error=CheckpointError)
 
     def __call__(self, name: str, default: Any = _ABSENT) -> Any:
         """The value of a flag, or ``default`` where it is not there or None; CheckpointError without a default."""

@@ -18,14 +18,16 @@ class MegatronLMFormat:
 
     ``names``: of its tensors. ``marker_names``: parts of names of tensors that no other family has. ``replicated``:
     tensors that every tensor-parallel rank has all of. ``layer_count_arguments``: by stack, the argument that holds its
-    own number of layers.
+    own number of layers. ``output_has_extra_state``: Megatron-LM's loader asks for a state of kernels beside the output
+    weights. ``kinds``: types and bounds of the saved arguments that only the family reads.
     """
 
     names: Names
     marker_names: tuple[str, ...] = ()
     replicated: tuple[str, ...] = ()
     layer_count_arguments: Mapping[str, str] = {}
-    position_embedding_types: tuple[str, ...] = ("learned_absolute", "rope", "none")
+    output_has_extra_state: bool = False
+    kinds: Mapping[str, Any] = {}
 
     def check(self, args: Arguments) -> None:
         """Raise CheckpointError for a model that this project doesn't have."""

@@ -19,16 +19,14 @@ from torch import Tensor
 
 from megatron.core.conversion.megatron_lm.arguments import has_residual_behind_norm, is_exact_gelu
 from megatron.core.conversion.megatron_lm.files import DistFiles, ShardFiles, open_checkpoint
-from megatron.core.conversion.megatron_lm.names import is_legacy
+from megatron.core.conversion.megatron_lm.format import family_among, format_of
+from megatron.core.conversion.megatron_lm.names import is_legacy, is_weight
 from megatron.core.conversion.questions import Answer, Question
 from megatron.core.ops.rotary import apply_rotary, rotary_frequencies, rotary_table
 from megatron.errors import CheckpointError
 
 Shard = Mapping[str, Tensor]
 _IN_STACK = re.compile(r"(?:language_model\.)?(\w+)\.layers\.(?:(\d+)\.)?")
-_ENDS = ("embedding.", "output_layer.", "lm_head.", "pooler.", "binary_head.") + tuple(
-    f"{stack}{part}" for stack in ("encoder", "decoder") for part in (".final", "_relative")
-)
 
 
 @torch.no_grad()
@@ -77,7 +75,9 @@ def _ends(files: ShardFiles | DistFiles) -> list[Shard]:
             for known, shard in zip(shards, stage):
                 known.update({name: tensor for name, tensor in shard.items() if "layers." not in name})
         return list(shards)
-    return [{key: files.stored.read(key) for key in files.stored.entries if key.startswith(_ENDS)}]
+    roots = format_of(family_among(files.names())).names.roots  # others are optimizer and random states
+    names = (key for key in files.stored.entries if key.split(".")[0] in roots and not _IN_STACK.match(key))
+    return [{key: files.stored.read(key) for key in filter(is_weight, names)}]
 
 
 def _after(shard: Shard, part: str) -> dict[str, Tensor]:

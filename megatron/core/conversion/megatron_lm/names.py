@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-LAYER = re.compile(r"\b(encoder|decoder)\.layers\.(\d+)\.")
+LAYER = re.compile(r"\b(\w+)\.layers\.(\d+)\.")
 """In our names: the stack, and the layer's number."""
 
 _NUMBER = re.compile(r"\blayers\.(\d+)\.")

@@ -48,7 +48,8 @@ def read_megatron_lm(
     files = open_checkpoint(root, step=step, ignored=ignored)
     family = family_among(files.names())
     theirs = format_of(family)
-    check_is_known(files.args, family.title, theirs.position_embedding_types)
+    files.args.check_kinds(theirs.kinds)
+    check_is_known(files.args, family.title, family.settings.position_embedding_types)
     theirs.check(files.args)
     stored = _parts_of_shards(files, family) if isinstance(files, ShardFiles) else _parts_of_dist(files, family)
     if EMBEDDING not in stored:

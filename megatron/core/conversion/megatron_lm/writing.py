@@ -17,7 +17,7 @@ from megatron.core.checkpointing.streamed import StreamedBox, table_of, write_bo
 from megatron.core.conversion.companions import FOLDER, copied_tokenizer, copy_files
 from megatron.core.conversion.megatron_lm.arguments import arguments_of
 from megatron.core.conversion.megatron_lm.files import BACKEND, COMMON, RELEASE
-from megatron.core.conversion.megatron_lm.format import format_for
+from megatron.core.conversion.megatron_lm.format import MegatronLMFormat, format_for
 from megatron.core.conversion.megatron_lm.names import LAYER, Names, depths_of
 from megatron.core.conversion.portable import LazyTensor, PortableModel
 from megatron.core.files.remote_path import AnyPath
@@ -49,7 +49,7 @@ def write_megatron_lm(portable: PortableModel, root: Path, *, dist: bool, final:
     folder = root / name
     folder.mkdir()
     if dist:
-        _write_dist(tensors, theirs.names, common, folder)
+        _write_dist(tensors, theirs, common, folder)
     else:
         _write_torch(tensors, theirs.names, common, folder)
     (root / TRACKER).write_text(str(portable.iteration) if portable.iteration else RELEASE, encoding="utf-8")
@@ -68,12 +68,14 @@ def _padded(name: str, tensor: LazyTensor, portable: PortableModel) -> LazyTenso
     return LazyTensor((rows, *tensor.shape[1:]), tensor.dtype, make)
 
 
-def _write_dist(tensors: dict[str, LazyTensor], names: Names, common: dict[str, object], folder: Path) -> None:
+def _write_dist(
+    tensors: dict[str, LazyTensor], theirs: MegatronLMFormat, common: dict[str, object], folder: Path
+) -> None:
     """Layers are stacked along a new first dim; a box is one layer."""
     depths, boxes = depths_of(tensors), []
     for name, tensor in tensors.items():
         layer = LAYER.match(name)
-        for key in names.stacked_names(name):
+        for key in theirs.names.stacked_names(name):
             if layer is None:
                 boxes.append(StreamedBox.whole(key, tensor.shape, tensor.dtype, tensor.make))
                 continue
@@ -86,27 +88,28 @@ def _write_dist(tensors: dict[str, LazyTensor], names: Names, common: dict[str, 
     metadata = table_of(boxes)
     metadata.mcore_data = {name: {} for name in metadata.state_dict_metadata}  # type: ignore[attr-defined]
     written = [write_boxes(writer, folder, boxes)]
-    extra = _extra_states({box.name.rpartition(".")[0] for box in boxes}, depths)
+    extra = _extra_states(
+        {box.name.rpartition(".")[0] for box in boxes}, depths, of_output=theirs.output_has_extra_state
+    )
     writer.finish(metadata, [*written, write_objects(writer, folder, extra, metadata)])
     backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     backend |= {"common_backend": "torch", "common_backend_version": 1}
     (folder / BACKEND).write_text(json.dumps(backend), encoding="utf-8")
 
 
-def _extra_states(modules: set[str], depths: Mapping[str, int]) -> dict[str, bytes]:
+def _extra_states(modules: set[str], depths: Mapping[str, int], *, of_output: bool) -> dict[str, bytes]:
     """The empty states that Megatron-LM's loader asks of every split matrix, whatever kernels it will run: in each
-    layer, and, but for a GPT, of the output.
+    layer, and for some families of the output.
 
     ``modules``: all that have tensors, those of layers once for a stack. ``depths``: layers by stack.
     """
     empty = io.BytesIO()
     torch.save([None], empty)
     attentions = {module.removesuffix("linear_proj") for module in modules if module.endswith("attention.linear_proj")}
-    has_head = any(module.startswith("lm_head.") for module in modules)
     counts = {
         **{module: depths[module.split(".")[0]] for module in modules if ".linear_" in module},
         **{f"{attention}core_attention": depths[attention.split(".")[0]] for attention in attentions},
-        **{module: 1 for module in modules if module.endswith("output_layer") and has_head},
+        **{module: 1 for module in modules if module.endswith("output_layer") and of_output},
     }
     return {
         f"{module}._extra_state/shard_{number}_{count}": empty.getvalue()

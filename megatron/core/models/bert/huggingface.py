@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron.config.model import ModelConfig
 from megatron.config.train_spec import group_among
+from megatron.core.conversion.bounds import Count, Rate, Small
 from megatron.core.conversion.huggingface.format import HuggingFaceFormat
 from megatron.core.conversion.huggingface.known import Json, Known, not_original
 from megatron.core.conversion.tables import Row
@@ -18,7 +19,7 @@ from megatron.core.models.bert.config import TOKEN_TYPES, BertConfig
 from megatron.errors import CheckpointError
 
 ORIGINAL, PRE_NORM = "bert", "megatron-bert"
-_KINDS = ("weight", "bias")
+_WEIGHT_AND_BIAS = ("weight", "bias")
 _DEFAULTS = {
     "hidden_act": "gelu",
     "hidden_dropout_prob": 0.1,
@@ -41,13 +42,19 @@ def _both(ours: str, theirs: str) -> tuple[Row, Row]:
 def _bert(norms: Sequence[Row]) -> tuple[Row, ...]:
     """A BERT's rows; where its ``norms`` are is what tells the two kinds apart."""
     layer, self_attention = THEIR_BERT_LAYER, f"{THEIR_BERT_LAYER}.attention.self"
-    three = {kind: tuple(f"{self_attention}.{name}.{kind}" for name in ("query", "key", "value")) for kind in _KINDS}
+    three = {
+        kind: tuple(f"{self_attention}.{name}.{kind}" for name in ("query", "key", "value"))
+        for kind in _WEIGHT_AND_BIAS
+    }
     return (
         Row("embedding.word_embeddings.weight", ("bert.embeddings.word_embeddings.weight",)),
         Row("embedding.position_embeddings.weight", ("bert.embeddings.position_embeddings.weight",)),
         Row("embedding.tokentype_embeddings.weight", ("bert.embeddings.token_type_embeddings.weight",)),
         *norms,
-        *(Row(f"{BERT_LAYER}.self_attention.linear_qkv.{kind}", three[kind], QueryKeyValue()) for kind in _KINDS),
+        *(
+            Row(f"{BERT_LAYER}.self_attention.linear_qkv.{kind}", three[kind], QueryKeyValue())
+            for kind in _WEIGHT_AND_BIAS
+        ),
         *_both(f"{BERT_LAYER}.self_attention.linear_proj", f"{layer}.attention.output.dense"),
         *_both(f"{BERT_LAYER}.mlp.linear_fc1", f"{layer}.intermediate.dense"),
         *_both(f"{BERT_LAYER}.mlp.linear_fc2", f"{layer}.output.dense"),
@@ -81,6 +88,13 @@ class BertFormat(HuggingFaceFormat):
     """Both BERTs."""
 
     model_types = (ORIGINAL, PRE_NORM)
+    kinds: Mapping[str, Any] = {
+        "type_vocab_size": Count,
+        **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), Rate),
+        "layer_norm_eps": Small,
+        "position_embedding_type": str,
+        **dict.fromkeys(("is_decoder", "add_cross_attention"), bool),
+    }
     unused = (".embeddings.position_ids",)
     tied_copies = ("cls.predictions.decoder.weight", "cls.predictions.decoder.bias")
 
@@ -90,7 +104,27 @@ class BertFormat(HuggingFaceFormat):
 
     def model_from_config(self, known: Known, model_type: str) -> ModelConfig:
         """The architecture."""
-        return _model_from_config(known, model_type)
+        known.expect(
+            is_decoder=False,
+            add_cross_attention=False,
+            type_vocab_size=TOKEN_TYPES,
+            position_embedding_type="absolute",
+            tie_word_embeddings=True,
+        )
+        return ModelConfig(
+            num_layers=known("num_hidden_layers"),
+            hidden_size=known("hidden_size"),
+            num_attention_heads=known("num_attention_heads"),
+            ffn_hidden_size=known("intermediate_size"),
+            max_position_embeddings=known("max_position_embeddings"),
+            vocab_size=known("vocab_size"),
+            norm_epsilon=known("layer_norm_eps"),
+            exact_gelu=known.exact_gelu("hidden_act"),
+            apply_residual_connection_post_layernorm=model_type == ORIGINAL,
+            attention_dropout=known("attention_probs_dropout_prob"),
+            hidden_dropout=known("hidden_dropout_prob"),
+            init_method_std=known("initializer_range"),
+        )
 
     def groups_from_config(self, known: Known, tensors: Collection[str], *, where: str) -> tuple[object, ...]:
         """With a head for the order of texts where there are tensors of one."""
@@ -103,7 +137,24 @@ class BertFormat(HuggingFaceFormat):
 
     def config_from_model(self, model: ModelConfig, groups: Sequence[object], source: Json) -> dict[str, Any]:
         """Type, class and sizes."""
-        return _config_from_model(model, group_among(groups, BertConfig))
+        group = group_among(groups, BertConfig)
+        model_type = _type_of(model, group)
+        heads = "PreTraining" if group.bert_binary_head else "MaskedLM"
+        return {
+            "architectures": [f"{_CLASS_PREFIX[model_type]}For{heads}"],
+            "model_type": model_type,
+            "num_hidden_layers": model.num_layers,
+            "hidden_size": model.hidden_size,
+            "num_attention_heads": model.num_attention_heads,
+            "intermediate_size": model.ffn_hidden_size,
+            "max_position_embeddings": model.max_position_embeddings,
+            "type_vocab_size": TOKEN_TYPES,
+            "hidden_act": "gelu" if model.exact_gelu else "gelu_new",
+            "layer_norm_eps": model.norm_epsilon,
+            "hidden_dropout_prob": model.hidden_dropout,
+            "attention_probs_dropout_prob": model.attention_dropout,
+            "initializer_range": model.init_method_std,
+        }
 
     def table(self, model_type: str, model: ModelConfig) -> Sequence[Row]:
         """By where the norms are."""
@@ -119,52 +170,6 @@ class BertFormat(HuggingFaceFormat):
 
 
 FORMAT = BertFormat()
-
-
-def _model_from_config(known: Known, model_type: str) -> ModelConfig:
-    """The architecture; CheckpointError for a setting that isn't here."""
-    known.expect(
-        is_decoder=False,
-        add_cross_attention=False,
-        type_vocab_size=TOKEN_TYPES,
-        position_embedding_type="absolute",
-        tie_word_embeddings=True,
-    )
-    return ModelConfig(
-        num_layers=known("num_hidden_layers"),
-        hidden_size=known("hidden_size"),
-        num_attention_heads=known("num_attention_heads"),
-        ffn_hidden_size=known("intermediate_size"),
-        max_position_embeddings=known("max_position_embeddings"),
-        vocab_size=known("vocab_size"),
-        norm_epsilon=known("layer_norm_eps"),
-        exact_gelu=known.exact_gelu("hidden_act"),
-        apply_residual_connection_post_layernorm=model_type == ORIGINAL,
-        attention_dropout=known("attention_probs_dropout_prob"),
-        hidden_dropout=known("hidden_dropout_prob"),
-        init_method_std=known("initializer_range"),
-    )
-
-
-def _config_from_model(model: ModelConfig, group: BertConfig) -> dict[str, Any]:
-    """Model type, class and sizes; CheckpointError for a BERT of an architecture of its own."""
-    model_type = _type_of(model, group)
-    heads = "PreTraining" if group.bert_binary_head else "MaskedLM"
-    return {
-        "architectures": [f"{_CLASS_PREFIX[model_type]}For{heads}"],
-        "model_type": model_type,
-        "num_hidden_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "num_attention_heads": model.num_attention_heads,
-        "intermediate_size": model.ffn_hidden_size,
-        "max_position_embeddings": model.max_position_embeddings,
-        "type_vocab_size": TOKEN_TYPES,
-        "hidden_act": "gelu" if model.exact_gelu else "gelu_new",
-        "layer_norm_eps": model.norm_epsilon,
-        "hidden_dropout_prob": model.hidden_dropout,
-        "attention_probs_dropout_prob": model.attention_dropout,
-        "initializer_range": model.init_method_std,
-    }
 
 
 def _type_of(model: ModelConfig, group: BertConfig) -> str:

@@ -35,6 +35,7 @@ class BertFormat(MegatronLMFormat):
         *both("binary_head", "binary_head"),
     )
     marker_names = ("lm_head.dense.",)
+    output_has_extra_state = True
 
     def groups_from_arguments(
         self, args: Arguments, model: ModelConfig, stored: Collection[str], *, legacy: bool

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from megatron.config.model import ModelConfig
+from megatron.core.conversion.bounds import Count, Factor, Heads, Layers, Rate, Small, Width
 from megatron.core.conversion.huggingface.format import HuggingFaceFormat
 from megatron.core.conversion.huggingface.known import Json, Known, not_original
 from megatron.core.conversion.tables import Row
 from megatron.core.conversion.transforms import PerHead, QueryKeyValue, Same, Stacked, ThirdsOf, Transposed
 from megatron.errors import CheckpointError
+from megatron.small_files import Between
 
 LAYER = "decoder.layers.{n}"
 
@@ -99,10 +101,28 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
+_KINDS: dict[str, Any] = {
+    "n_layer": Layers,
+    **dict.fromkeys(("n_embd", "n_inner"), Width),
+    **dict.fromkeys(("n_head", "num_key_value_heads", "head_dim"), Heads),
+    "n_positions": Count,
+    **dict.fromkeys(("resid_pdrop", "attn_pdrop", "attention_dropout"), Rate),
+    **dict.fromkeys(("layer_norm_epsilon", "rms_norm_eps"), Small),
+    **dict.fromkeys(("rope_theta", "factor", "partial_rotary_factor"), Factor),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window"), bool),
+    **dict.fromkeys(("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention"), bool),
+    **dict.fromkeys(("activation_function", "rope_type", "type"), str),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), dict[str, Any]),
+    "sliding_window": Annotated[int, Between(0, 1 << 31)],
+    **dict.fromkeys(_LLAMA3, float),
+}
+
+
 class DecoderFormat(HuggingFaceFormat):
     """GPT-2 and the Llama-like models."""
 
     model_types = tuple(_CLASSES)
+    kinds = _KINDS
     unused = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
     tied_copies = ("lm_head.weight",)
 

@@ -25,6 +25,7 @@ class T5Config(SentenceConfig):
 
     family: ClassVar[str] = "t5"
     title: ClassVar[str] = "T5"
+    position_embedding_types: ClassVar[tuple[str, ...]] = ("learned_absolute", "rope", "none", "relative")
 
     decoder_seq_length: int = flag(
         "Tokens of one decoder sample.",
@@ -70,11 +71,6 @@ class T5Config(SentenceConfig):
         from megatron.core.models.t5.rules import RULES
 
         return (*super().rules(), *RULES)
-
-    @property
-    def position_embedding_types(self) -> tuple[str, ...]:
-        """Relative ones, too."""
-        return (*super().position_embedding_types, "relative")
 
     def num_layers(self, model: ModelConfig) -> int:
         """The encoder's and the decoder's."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron.config.model import ModelConfig
 from megatron.config.train_spec import group_among
+from megatron.core.conversion.bounds import Count, Heads, Layers, Rate, Small, Width
 from megatron.core.conversion.huggingface.format import HuggingFaceFormat
 from megatron.core.conversion.huggingface.known import ACTIVATIONS, Json, Known
 from megatron.core.conversion.portable import LazyTensor
@@ -76,6 +77,17 @@ class T5Format(HuggingFaceFormat):
     """The original and v1.1."""
 
     model_types = ("t5",)
+    kinds: Mapping[str, Any] = {
+        **dict.fromkeys(("num_layers", "num_decoder_layers"), Layers),
+        **dict.fromkeys(("d_model", "d_ff"), Width),
+        **dict.fromkeys(("relative_attention_num_buckets", "relative_attention_max_distance"), Width),
+        **dict.fromkeys(("num_heads", "d_kv"), Heads),
+        "n_positions": Count,
+        "dropout_rate": Rate,
+        "layer_norm_epsilon": Small,
+        **dict.fromkeys(("is_gated_act", "scale_decoder_outputs"), bool),
+        **dict.fromkeys(("feed_forward_proj", "dense_act_fn"), str),
+    }
     unused = (".EncDecAttention.relative_attention_bias.weight",)  # a table that T5 never read
     tied_copies = ("lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 
@@ -85,7 +97,24 @@ class T5Format(HuggingFaceFormat):
 
     def model_from_config(self, known: Known, model_type: str) -> ModelConfig:
         """The encoder's architecture."""
-        return _model_from_config(known)
+        return ModelConfig(
+            num_layers=known("num_layers"),
+            hidden_size=known("d_model"),
+            num_attention_heads=known("num_heads"),
+            kv_channels=known("d_kv"),
+            ffn_hidden_size=known("d_ff"),
+            max_position_embeddings=known("n_positions"),
+            vocab_size=known("vocab_size"),
+            position_embedding_type="relative",
+            softmax_scale=1.0,
+            normalization="RMSNorm",
+            norm_epsilon=known("layer_norm_epsilon"),
+            add_bias_linear=False,
+            untie_embeddings_and_output_weights=not _is_scaled(known),
+            attention_dropout=known("dropout_rate"),
+            hidden_dropout=known("dropout_rate"),
+            **_activation(known),
+        )
 
     def groups_from_config(self, known: Known, tensors: Collection[str], *, where: str) -> tuple[object, ...]:
         """The decoder and the relative positions."""
@@ -94,11 +123,43 @@ class T5Format(HuggingFaceFormat):
                 f"{where} holds a T5 of an encoder alone (T5EncoderModel), and a T5 here has a decoder as well: "
                 "convert the T5ForConditionalGeneration that it was taken from"
             )
-        return (_group_from_config(known),)
+        group = T5Config(
+            decoder_num_layers=known.get("num_decoder_layers") or known("num_layers"),
+            relative_attention_num_buckets=known("relative_attention_num_buckets"),
+            relative_attention_max_distance=known("relative_attention_max_distance"),
+            scale_output=_is_scaled(known),
+        )
+        return (group,)
 
     def config_from_model(self, model: ModelConfig, groups: Sequence[object], source: Json) -> dict[str, Any]:
         """Type, class and sizes. ``initializer_range`` is left out: it is a factor on numbers of T5's own."""
-        return _config_from_model(model, group_among(groups, T5Config))
+        group = group_among(groups, T5Config)
+        wrong = _not_t5(model, group)
+        if wrong:
+            raise CheckpointError(f"Hugging Face has no T5 of this architecture: {'; '.join(wrong)}")
+        gelu = "gelu" if model.exact_gelu else "gelu_new"
+        activation = {"silu": "silu", "relu": "relu"}.get(model.activation, gelu)
+        plain = "gelu" if model.geglu else activation  # "gated-gelu" is what all files of v1.1 say
+        return {
+            "architectures": ["T5ForConditionalGeneration"],
+            "model_type": "t5",
+            "is_encoder_decoder": True,
+            "num_layers": model.num_layers,
+            "num_decoder_layers": group.decoder_num_layers,
+            "d_model": model.hidden_size,
+            "num_heads": model.num_attention_heads,
+            "d_kv": model.kv_channels,
+            "d_ff": model.ffn_hidden_size,
+            "n_positions": model.max_position_embeddings,
+            "relative_attention_num_buckets": group.relative_attention_num_buckets,
+            "relative_attention_max_distance": group.relative_attention_max_distance,
+            "feed_forward_proj": f"gated-{plain}" if model.gated else plain,
+            "dense_act_fn": activation,
+            "is_gated_act": model.gated,
+            "layer_norm_epsilon": model.norm_epsilon,
+            "dropout_rate": model.hidden_dropout,
+            "scale_decoder_outputs": group.scale_output,
+        }
 
     def table(self, model_type: str, model: ModelConfig) -> Sequence[Row]:
         """By the kind of MLP."""
@@ -127,38 +188,6 @@ class T5Format(HuggingFaceFormat):
 FORMAT = T5Format()
 
 
-def _model_from_config(known: Known) -> ModelConfig:
-    """The encoder's architecture; CheckpointError for a setting that isn't here."""
-    return ModelConfig(
-        num_layers=known("num_layers"),
-        hidden_size=known("d_model"),
-        num_attention_heads=known("num_heads"),
-        kv_channels=known("d_kv"),
-        ffn_hidden_size=known("d_ff"),
-        max_position_embeddings=known("n_positions"),
-        vocab_size=known("vocab_size"),
-        position_embedding_type="relative",
-        softmax_scale=1.0,
-        normalization="RMSNorm",
-        norm_epsilon=known("layer_norm_epsilon"),
-        add_bias_linear=False,
-        untie_embeddings_and_output_weights=not _is_scaled(known),
-        attention_dropout=known("dropout_rate"),
-        hidden_dropout=known("dropout_rate"),
-        **_activation(known),
-    )
-
-
-def _group_from_config(known: Known) -> T5Config:
-    """What only T5 has; its sequences have no length in the file."""
-    return T5Config(
-        decoder_num_layers=known.get("num_decoder_layers") or known("num_layers"),
-        relative_attention_num_buckets=known("relative_attention_num_buckets"),
-        relative_attention_max_distance=known("relative_attention_max_distance"),
-        scale_output=_is_scaled(known),
-    )
-
-
 def _is_scaled(known: Known) -> bool:
     return bool(known.get("scale_decoder_outputs", known.get("tie_word_embeddings") is not False))
 
@@ -174,36 +203,6 @@ def _activation(known: Known) -> dict[str, Any]:
     if (name, gated) in (("relu", False), ("silu", True)):
         return {"relu": not gated, "swiglu": gated}
     raise known.refuse("feed_forward_proj", "this project has relu, gated-silu, and gelu and gelu_new, gated or not")
-
-
-def _config_from_model(model: ModelConfig, group: T5Config) -> dict[str, Any]:
-    """Model type, class and sizes; CheckpointError for a T5 of an architecture of its own."""
-    wrong = _not_t5(model, group)
-    if wrong:
-        raise CheckpointError(f"Hugging Face has no T5 of this architecture: {'; '.join(wrong)}")
-    gelu = "gelu" if model.exact_gelu else "gelu_new"
-    activation = {"silu": "silu", "relu": "relu"}.get(model.activation, gelu)
-    plain = "gelu" if model.geglu else activation  # "gated-gelu" is what all files of v1.1 say
-    return {
-        "architectures": ["T5ForConditionalGeneration"],
-        "model_type": "t5",
-        "is_encoder_decoder": True,
-        "num_layers": model.num_layers,
-        "num_decoder_layers": group.decoder_num_layers,
-        "d_model": model.hidden_size,
-        "num_heads": model.num_attention_heads,
-        "d_kv": model.kv_channels,
-        "d_ff": model.ffn_hidden_size,
-        "n_positions": model.max_position_embeddings,
-        "relative_attention_num_buckets": group.relative_attention_num_buckets,
-        "relative_attention_max_distance": group.relative_attention_max_distance,
-        "feed_forward_proj": f"gated-{plain}" if model.gated else plain,
-        "dense_act_fn": activation,
-        "is_gated_act": model.gated,
-        "layer_norm_epsilon": model.norm_epsilon,
-        "dropout_rate": model.hidden_dropout,
-        "scale_decoder_outputs": group.scale_output,
-    }
 
 
 def _not_t5(model: ModelConfig, group: T5Config) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.config.model import ModelConfig
 from megatron.config.train_spec import group_among
+from megatron.core.conversion.bounds import Count, Layers, Width
 from megatron.core.conversion.megatron_lm.arguments import Arguments
 from megatron.core.conversion.megatron_lm.format import MegatronLMFormat
 from megatron.core.conversion.megatron_lm.names import (
@@ -52,7 +53,12 @@ class T5Format(MegatronLMFormat):
     marker_names = ("inter_attention.", "cross_attention.")
     replicated = ("encoder_positions.weight", "decoder_positions.weight")
     layer_count_arguments: Mapping[str, str] = {"decoder": "decoder_num_layers"}
-    position_embedding_types = (*MegatronLMFormat.position_embedding_types, "relative")
+    output_has_extra_state = True
+    kinds: Mapping[str, Any] = {
+        **dict.fromkeys(("encoder_num_layers", "decoder_num_layers"), Layers),
+        "decoder_seq_length": Count,
+        **dict.fromkeys(("relative_attention_num_buckets", "relative_attention_max_distance"), Width),
+    }
 
     def check(self, args: Arguments) -> None:
         """A tied output has a bias there, whatever the linear layers have."""
