@@ -59,10 +59,10 @@ def ours(prefix: str, epochs: int) -> dict[str, float]:
     """This library: files opened and checked, digest taken, index of the first epoch built; nothing cached."""
     import numpy as np
 
-    from megatron.core.datasets.gpt_samples import GPTDataset, SampleLayout
     from megatron.core.datasets.index_cache import IndexCache
     from megatron.core.datasets.indexed_dataset import IndexedDataset
     from megatron.core.datasets.sample_order import EpochOrder
+    from megatron.core.models.gpt.samples import GPTDataset, SampleLayout
 
     np.random.RandomState(0)
     before, start = peak_mb(), time.perf_counter()

@@ -30,11 +30,11 @@ from typing import Any
 import numpy as np
 
 from megatron.config.data import DataConfig
-from megatron.core.datasets.gpt_dataset import build_gpt_splits
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.core.datasets.loader import build_loader
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.bert.data import build_bert_splits
+from megatron.core.models.gpt.data import build_gpt_splits
 from megatron.core.models.t5.data import build_t5_splits
 
 REPOSITORY = Path(__file__).resolve().parents[1]

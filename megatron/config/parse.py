@@ -230,7 +230,7 @@ class Intake:
         where, owner = "" if source == "flag" else f"{source}: ", self._owner_of(spelling)
         legacy = self._legacy(spelling)
         if owner is not None:
-            self._wrong(f"{where}{spelling} belongs to {owner}; leave it out")
+            self._wrong(f"{where}{spelling} belongs to {owner}; leave it out, or train such a model")
         elif legacy is not None:
             self._take_legacy(spelling, legacy, values, source=source, rank=rank)
         else:

@@ -116,7 +116,7 @@ class RunConfig:
         cls,
         argv: Sequence[str],
         *,
-        prog: str = "pretrain_gpt.py",
+        prog: str = "pretrain",
         world_size: int = 1,
         extra_groups: Sequence[type] = (),
         owner_of: FlagOwner = nobody,

@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import PurePosixPath
 
+from megatron.config.flags import flags_of
+from megatron.core.models.registry import FAMILIES
 from tests.architecture.source_tree import Function, Source, is_library
 
 MAX_FILE_LINES = 500
@@ -38,14 +40,28 @@ OPTIONAL_LIBRARIES = {
 HEAVY_LIBRARIES = {"nltk", "sentencepiece", "tensorboard", "yaml", "zstandard"}
 NOTE_TO_SELF = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X|HA" r"CK)\b")
 MACHINE_PATH = re.compile(r"(?<![\w.~$}>])/(work|root|home|opt|Users)/")
-A_FAMILY = re.compile(r"(?<![A-Za-z])(bert|t5)(?![a-z])|Bert(?!WordPiece|Tokenizer|Normalizer|Pre)|BERT|T5")
-GPT = re.compile(r"(?<![A-Za-z])gpt(?![a-z0-9_])|GPT(?!2|Sentence)")  # also the name of a tokenizer and of data sets
+_OTHER_BERTS = "(?!WordPiece|Tokenizer|Normalizer|Pre)"  # kinds of tokenizers
+NAMES = {
+    name: re.compile(rf"(?<![A-Za-z]){name}(?![a-z])|{name.capitalize()}{_OTHER_BERTS}|{family.title}")
+    for name, family in FAMILIES.items()
+}
+NAMES["gpt"] = re.compile(r"(?<![A-Za-z])gpt(?![a-z0-9])|GPT(?!2|Sentence)")  # tokenizers have that name, too
+# What one family alone has: its settings, and parts of its samples and of its output that no setting names.
+FACTS = {
+    name: {spec.field for group in family.groups for spec in flags_of(group)}.difference(
+        spec.field
+        for other in FAMILIES.values()
+        if other != family
+        for group in other.groups
+        for spec in flags_of(group)
+    )
+    for name, family in FAMILIES.items()
+}
+FACTS["bert"] |= {"is_random", "sop", "nsp", "sop_loss", "binary_head", "pooler", "num_tokentypes"}
+FACTS["t5"] |= {"decoder_layers", "decoder_length", "encoder_num_layers", "relative_pos_emb"}
 KNOWS_FAMILIES = (
-    "megatron/core/models/gpt/",
-    "megatron/core/models/bert/",
-    "megatron/core/models/t5/",
+    *(f"{family.package.replace('.', '/')}/" for family in FAMILIES.values()),
     "megatron/core/models/registry.py",
-    "megatron/core/models/model_type.py",  # whose default is the first family
     "megatron/config/refused_flags.py",  # flags of Megatron-LM that no program here has
     "megatron/core/conversion/megatron_lm/known_arguments.py",  # arguments in Megatron-LM's checkpoints
 )
@@ -62,6 +78,11 @@ KNOWS_NOT_EVEN_GPT = (
     "megatron/core/models/",
     "megatron/planning/",
     "megatron/training/",
+)
+KNOWS_FACTS = (
+    *KNOWS_FAMILIES,
+    "megatron/core/transformer/",  # parts of models are theirs
+    "megatron/config/model.py",  # names the other lengths that positions follow
 )
 CUDA_CODE = ("megatron/core/parallel/launch.py", "megatron/core/ops/")
 
@@ -179,8 +200,44 @@ def family_in_shared_code(source: Source) -> list[str]:
         for node in source.nodes
         if id(node) not in prose
         for word in _words(node)
-        if A_FAMILY.search(word) or (also_gpt and GPT.search(word))
+        if any(pattern.search(word) for name, pattern in NAMES.items() if name != "gpt" or also_gpt)
     ]
+
+
+def fact_of_one_family(source: Source) -> list[str]:
+    """Engines ask every family the same; what one family alone has, a setting or an output, stays in its folder."""
+    if not source.path.startswith("megatron/") or source.path.startswith(KNOWS_FACTS):
+        return []
+    facts = set().union(*FACTS.values())
+    return [f"{source.at(node)} uses {word}" for node in source.nodes for word in _words(node) if word in facts]
+
+
+def another_family(source: Source) -> list[str]:
+    """A family builds on parts and engines, not on another family: either can be changed or removed alone."""
+    packages = {family.package for family in FAMILIES.values()}
+    own = next((each for each in packages if source.path.startswith(f"{each.replace('.', '/')}/")), None)
+    return [
+        f"{source.at(node)} imports {name}"
+        for node in source.nodes
+        for name in _imported(node)
+        if own is not None and name.startswith(tuple(f"{each}." for each in packages - {own}))
+    ]
+
+
+def knowing(family: str, checked: Iterable[Source]) -> list[str]:
+    """Files of the library outside a family's folder whose code names it, or what it alone has."""
+    folder = f"{FAMILIES[family].package.replace('.', '/')}/"
+    return [
+        source.path
+        for source in checked
+        if source.path.startswith("megatron/") and not source.path.startswith(folder)
+        if any(NAMES[family].search(word) or word in FACTS[family] for word in _code_words(source))
+    ]
+
+
+def _code_words(source: Source) -> Iterable[str]:
+    prose = {id(node.value) for node in source.nodes if isinstance(node, ast.Expr)}
+    return (word for node in source.nodes if id(node) not in prose for word in _words(node))
 
 
 def _words(node: ast.AST) -> list[str]:
@@ -250,6 +307,8 @@ EVERYWHERE: tuple[Guard, ...] = (
     cuda_outside_device_code,
     distributed_outside_parallel,
     family_in_shared_code,
+    fact_of_one_family,
+    another_family,
     optional_import_at_top,
 )
 LIBRARY_ONLY: tuple[Guard, ...] = (stub,)

@@ -13,14 +13,13 @@ from typing import Literal
 
 from torch import Tensor
 
-from megatron.config.model import ModelConfig
 from megatron.core.conversion import proof
 from megatron.core.conversion.aside import folder_aside
 from megatron.core.conversion.huggingface.reading import read_huggingface
 from megatron.core.conversion.huggingface.writing import write_huggingface
 from megatron.core.conversion.megatron_lm.files import find_folder
 from megatron.core.conversion.megatron_lm.forward import megatron_lm_answer
-from megatron.core.conversion.megatron_lm.known_arguments import FLAG, not_handed_on
+from megatron.core.conversion.megatron_lm.known_arguments import not_handed_on
 from megatron.core.conversion.megatron_lm.reading import read_megatron_lm
 from megatron.core.conversion.megatron_lm.writing import write_megatron_lm
 from megatron.core.conversion.native import read_native, write_native
@@ -83,8 +82,9 @@ def _convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
         if job.family not in (None, title):
             raise CheckpointError(f"--model-type {job.family}: {job.load} holds a {title}")
         say(f"{job.load}: {portable.num_parameters:,} parameters, mostly {str(portable.dtype).removeprefix('torch.')}")
-        for warning in _warnings(job, portable.model):
-            say(warning)
+        if "megatron-lm" in (job.source, job.target):
+            for warning in not_handed_on(portable.model, was_trained_there=job.source == "megatron-lm"):
+                say(warning)
         if not job.skip_proof:
             proof.check_memory(proof.memory_needed(portable, {job.source, job.target}))
         with _aside(job.save, say) as aside:
@@ -95,18 +95,6 @@ def _convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
     if job.target == "megatron":
         say("a run starts from it with --finetune, or, to count iterations on, with --no-load-optim")
     return found
-
-
-def _warnings(job: Conversion, model: ModelConfig) -> list[str]:
-    """Settings that Megatron-LM's core has and its pretrain_gpt.py doesn't hand to the model."""
-    advice = (
-        f"if that trained this model, add {FLAG}" if job.source == "megatron-lm" else "hand it to GPTModel yourself:"
-    )
-    known = not_handed_on(model) if "megatron-lm" in (job.source, job.target) else {}
-    return [
-        f"warning: {name} is {value}, which Megatron-LM's pretrain_gpt.py ignores and forks of it use; {advice} {name}"
-        for name, value in known.items()
-    ]
 
 
 @dataclass(frozen=True)

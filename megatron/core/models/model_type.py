@@ -21,12 +21,12 @@ class FamilyConfig:
     """The model family of the other flags."""
 
     model_type: str = flag(
-        f"Family of the model: {', '.join(_TITLES)}, or the name of an installed one.", default="GPT"
+        f"Family of the model: {', '.join(_TITLES)}, or the name of an installed one.", default=_TITLES[0]
     )
 
 
 def family_asked(argv: Sequence[str]) -> Family:
-    """The family of ``--model-type``, on the command line or in a file; GPT where it is missing.
+    """The family of ``--model-type``, on the command line or in a file; the first where it is missing.
 
     Raises ConfigError for one that isn't known.
     """

@@ -144,7 +144,11 @@ def test_settings_file_in_json_and_several(tmp_path: Path) -> None:
     ("name", "text", "message"),
     [
         ("x.yaml", "num_layerz: 3", "{path}: there is no setting num_layerz (did you mean num_layers?)"),
-        ("x.yaml", "scale_output: true", "{path}: --scale-output belongs to T5 (pretrain_t5.py); leave it out"),
+        (
+            "x.yaml",
+            "scale_output: true",
+            "{path}: --scale-output belongs to T5 (pretrain_t5.py); leave it out, or train such a model",
+        ),
         ("x.yaml", "optimizer: {num_layers: 3}", "{path}: num_layers belongs under model, not under optimizer"),
         ("x.yaml", "weight_decay: abc", "{path}: --weight-decay is a number, not 'abc'"),
         ("x.yaml", "weight_decay: true", "{path}: --weight-decay is a number, not True"),

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from megatron.config.data import DataConfig
 from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle, mark_id
-from megatron.core.datasets.gpt_dataset import build_gpt_splits
 from megatron.core.datasets.splits import SplitSizes
+from megatron.core.models.gpt.data import build_gpt_splits
 from megatron.errors import ConfigError
 from tests.unit.datasets.conftest import FakeTokenizer, WriteDocuments
 

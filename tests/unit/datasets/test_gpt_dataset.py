@@ -13,13 +13,14 @@ import pytest
 from megatron.config.data import DataConfig
 from megatron.core.datasets import build as build_module
 from megatron.core.datasets.blended_dataset import BlendedDataset
-from megatron.core.datasets.gpt_dataset import DatasetSplits, build_gpt_splits
-from megatron.core.datasets.gpt_samples import GPTDataset
+from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.index_build import build_megatron
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.metadata import ContentDigests
 from megatron.core.datasets.samples import SampleDataset
 from megatron.core.datasets.splits import SplitSizes
+from megatron.core.models.gpt.data import build_gpt_splits
+from megatron.core.models.gpt.samples import GPTDataset
 from megatron.errors import ConfigError, DataError
 from tests.unit.datasets.conftest import FakeTokenizer, WriteDocuments
 

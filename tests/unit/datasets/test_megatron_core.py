@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from megatron.config.data import DataConfig
-from megatron.core.datasets.gpt_dataset import build_gpt_splits
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron.core.datasets.splits import SplitSizes
+from megatron.core.models.gpt.data import build_gpt_splits
 from tests.harness.megatron_core import FOLDER, run_megatron_core
 from tests.unit.datasets.conftest import FakeTokenizer
 

@@ -12,9 +12,9 @@ import pytest
 
 from megatron.config.data import DataConfig
 from megatron.core.datasets import remote
-from megatron.core.datasets.gpt_dataset import build_gpt_splits
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron.core.datasets.splits import SplitSizes
+from megatron.core.models.gpt.data import build_gpt_splits
 from megatron.errors import ConfigError, DataError
 from tests.unit.datasets.conftest import FakeTokenizer, WriteDocuments
 

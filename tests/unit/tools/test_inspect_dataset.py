@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from megatron.config.run import RunConfig
-from megatron.core.datasets.gpt_dataset import build_gpt_splits
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.core.datasets.metadata import TokenizerStamp
 from megatron.core.datasets.sampler import MicrobatchSampler
+from megatron.core.models.gpt.data import build_gpt_splits
 from megatron.core.tokenizers.null import NullTokenizer
 from megatron.errors import ConfigError, DataError
 from megatron.training.run.preflight import split_sizes

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from megatron.config.data import DataConfig
-from megatron.core.datasets.gpt_dataset import build_gpt_splits
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron.core.datasets.splits import SplitSizes
+from megatron.core.models.gpt.data import build_gpt_splits
 from megatron.core.tokenizers.huggingface import load
 from megatron.core.tokenizers.rust import RustTokenizer
 from megatron.errors import ConfigError, DataError

@@ -202,12 +202,17 @@ def without(values: Mapping[str, Any], ignored: Collection[str], *, where: str) 
     return {name: value for name, value in values.items() if name not in ignored}
 
 
-def not_handed_on(model: ModelConfig) -> dict[str, Any]:
-    """The settings of ``model`` that Megatron-LM's pretrain_gpt.py doesn't compute with."""
+def not_handed_on(model: ModelConfig, *, was_trained_there: bool) -> list[str]:
+    """Warnings about settings of ``model`` that Megatron-LM's core has and its pretrain_gpt.py doesn't compute with."""
     if model.position_embedding_type != "rope":
-        return {}
-    found = {name: getattr(model, name) for name, default in HANDED_ON.items() if getattr(model, name) != default}
-    return found if model.use_rope_scaling else {name: found[name] for name in found if name != "rope_scaling_factor"}
+        return []
+    advice = f"if that trained this model, add {FLAG}" if was_trained_there else "hand it to GPTModel yourself:"
+    return [
+        f"warning: {name} is {getattr(model, name)}, which Megatron-LM's pretrain_gpt.py ignores and forks of it use; "
+        f"{advice} {name}"
+        for name, default in HANDED_ON.items()
+        if getattr(model, name) != default and (model.use_rope_scaling or name != "rope_scaling_factor")
+    ]
 
 
 def refuse(where: str, limited: list[str], values: Mapping[str, Any]) -> None:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.config.pipeline import stage_sizes
 from megatron.config.run import RunConfig
-from megatron.core.datasets.gpt_dataset import DatasetSplits, build_gpt_splits
+from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.splits import SplitSizes
+from megatron.core.models.gpt.data import build_gpt_splits
 from megatron.core.models.gpt.model import GPTModel
 from megatron.core.models.stage import Stage, stages_of
 from megatron.core.models.stage_inputs import hidden_stage_inputs, work_of

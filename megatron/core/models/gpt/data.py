@@ -10,7 +10,6 @@ import numpy as np
 from megatron.config.data import DataConfig
 from megatron.core.datasets.build import DatasetSplits, Part, ShortSplitError, Source, build_splits
 from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle, TextTokenizer, mark_id
-from megatron.core.datasets.gpt_samples import GPTDataset, SampleLayout
 from megatron.core.datasets.index_build import Lengths
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.metadata import DescribesTokenizer
@@ -20,8 +19,7 @@ from megatron.core.datasets.packing import num_pairs
 from megatron.core.datasets.sample_order import EpochOrder, MegatronOrder, SampleOrder
 from megatron.core.datasets.samples import Documents
 from megatron.core.datasets.splits import SplitSizes
-
-__all__ = ["DatasetSplits", "GPTDatasets", "build_gpt_splits"]
+from megatron.core.models.gpt.samples import GPTDataset, SampleLayout
 
 
 def build_gpt_splits(
