@@ -127,5 +127,5 @@ def test_no_thread_and_no_lock_between_processes(now: list[float]) -> None:
     bar = ProgressBar(480, stream=Terminal())
     now[0] += 1
     bar.show(1)
-    assert tqdm.monitor is None
+    assert type(bar._bar).monitor is None
     assert type(bar._bar).get_lock() is not tqdm.get_lock()
