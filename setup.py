@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "megatron" / "__init__.py").read_text(encoding="utf-8"))
@@ -32,6 +34,23 @@ TEST = ["pytest>=9", "pytest-xdist", "hypothesis", "moto[s3]", "flask", "flask-c
 # moto and the emulator: servers of S3's and Google Cloud Storage's protocols
 CHECK = ["ruff", "mypy", "import-linter", "types-PyYAML"]
 
+
+class BuildWithPrograms(build_py):  # type: ignore[misc]  # setuptools has no types
+    """A wheel also holds the programs, in megatron/programs, where the command ``megatron`` finds them."""
+
+    def run(self) -> None:
+        """Build the package, then copy the programs; an editable install uses those of the checkout."""
+        super().run()
+        if self.editable_mode:
+            return
+        programs = Path(self.build_lib) / "megatron" / "programs"
+        shutil.rmtree(programs, ignore_errors=True)
+        for file in (*ROOT.glob("pretrain_*.py"), *ROOT.glob("tools/**/*.py"), *ROOT.glob("tasks/**/*.py")):
+            copy = programs / file.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)
+
+
 setup(
     name="pretrain-megatron",  # "megatron" on PyPI is somebody else's, "megatron-core" is NVIDIA's
     version=VERSION.group(1),
@@ -45,6 +64,8 @@ setup(
     package_dir={"": "."},
     packages=find_packages(include=["megatron", "megatron.*"]),
     package_data={"megatron": ["py.typed"]},
+    cmdclass={"build_py": BuildWithPrograms},
+    entry_points={"console_scripts": ["megatron = megatron.__main__:main"]},
     install_requires=[
         "torch>=2.6,<3",
         "numpy",

@@ -57,7 +57,7 @@ REFUSED: dict[str, str] = {
         "save-params-interval save-activations-interval save-tokens-per-expert-interval save-wgrads-interval "
         "save-dgrads-interval"
     ),
-    "tools/checkpoint/inspect.py verifies checkpoints; leave it out": "verify-integrity",
+    "tools/checkpoint/inspect_checkpoint.py verifies checkpoints; leave it out": "verify-integrity",
     "give --keep-last-checkpoints": "most-recent-k keep-last",
     "give --make-vocab-size-divisible-by: this size divided by --tensor-model-parallel-size": (
         "padded-vocab-size pad-vocab-size-to"

@@ -25,14 +25,17 @@ if TYPE_CHECKING:
 
 def main(family: Family) -> None:
     """Entry point of the ``pretrain_…`` scripts; ends the process."""
-    run_command(lambda: pretrain(family, sys.argv[1:], prog=os.path.basename(sys.argv[0])))
+    run_command(lambda: pretrain(family, sys.argv[1:]))
 
 
-def pretrain(family: Family, argv: Sequence[str], *, prog: str) -> int:
-    """Check the settings of ``argv``, then train a model of ``family``; the process's exit code."""
+def pretrain(family: Family, argv: Sequence[str], *, prog: str | None = None) -> int:
+    """Check the settings of ``argv``, then train a model of ``family``; the process's exit code.
+
+    ``prog``: the command's name in ``--help``; None: that of the script. Raises MegatronError for a user's mistake.
+    """
     started = time.monotonic()
     register(family)
-    config = parse(argv, prog=prog, groups=family.groups)
+    config = parse(argv, prog=prog or os.path.basename(sys.argv[0]), groups=family.groups)
     if config.command.dry_run:
         dry_run(config, family.train_spec)
         return 0

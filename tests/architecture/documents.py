@@ -66,5 +66,5 @@ def flags_by_script(command: str) -> dict[str, list[str]]:
     given = [word for word in words[scripts[0] + 1 :] if word.startswith("--")]
     if "--can-load" not in given:
         return {words[scripts[0]]: given}
-    last = given.index("--can-load") + 1  # of inspect.py; what follows are flags of a training command
+    last = given.index("--can-load") + 1  # of inspect_checkpoint.py; what follows are flags of a training command
     return {words[scripts[0]]: given[:last], "pretrain_gpt.py": given[last:]}

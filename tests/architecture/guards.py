@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import PurePosixPath
 
@@ -158,6 +159,13 @@ def vague_name(source: Source) -> list[str]:
     return [f"{source.path}: {stem} names no idea"] if stem.lower() in VAGUE_NAMES else []
 
 
+def shadows_the_standard_library(source: Source) -> list[str]:
+    """A program's folder comes first when modules are looked up, so its files must not be called like Python's."""
+    stem = PurePosixPath(source.path).stem
+    is_started = source.path.startswith(("tools/", "tasks/", "benchmarks/", "examples/")) or "/" not in source.path
+    return [f"{source.path}: {stem} is a module of Python's"] if is_started and stem in sys.stdlib_module_names else []
+
+
 def cuda_outside_device_code(source: Source) -> list[str]:
     """Everything runs on CPU; only launch and GPU backends know that there is another kind of device."""
     if not source.path.startswith("megatron/") or source.path.startswith(CUDA_CODE):
@@ -304,6 +312,7 @@ EVERYWHERE: tuple[Guard, ...] = (
     untyped,
     global_statement,
     vague_name,
+    shadows_the_standard_library,
     cuda_outside_device_code,
     distributed_outside_parallel,
     family_in_shared_code,

@@ -37,7 +37,8 @@ def run(script: Path, *, path: Path, more: tuple[str, ...] = ("--help",)) -> sub
 
 
 @pytest.mark.parametrize(
-    "program", ["tools/preprocess_data.py", "tools/checkpoint/inspect.py", "tasks/main.py", "pretrain_gpt.py"]
+    "program",
+    ["tools/preprocess_data.py", "tools/checkpoint/inspect_checkpoint.py", "tasks/main.py", "pretrain_gpt.py"],
 )
 def test_programs_take_their_own_checkout(program: str, elsewhere: Path) -> None:
     """In containers that hold megatron-core, tools ended with "No module named 'megatron.core.datasets.files'"."""

@@ -88,8 +88,11 @@ def test_flags_in_commands_are_found() -> None:
     command = "torchrun --nproc_per_node=8 pretrain_gpt.py @x.txt --save runs/a --bf16  # --not-this"
     assert flags_by_script(command) == {"pretrain_gpt.py": ["--save", "--bf16"]}
     assert flags_by_script("bash tests/run.sh -k x") == {}
-    command = "python tools/checkpoint/inspect.py DIR --can-load --bf16"
-    assert flags_by_script(command) == {"tools/checkpoint/inspect.py": ["--can-load"], "pretrain_gpt.py": ["--bf16"]}
+    command = "python tools/checkpoint/inspect_checkpoint.py DIR --can-load --bf16"
+    assert flags_by_script(command) == {
+        "tools/checkpoint/inspect_checkpoint.py": ["--can-load"],
+        "pretrain_gpt.py": ["--bf16"],
+    }
 
 
 def test_what_to_read_first_is_short() -> None:

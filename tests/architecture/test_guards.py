@@ -20,6 +20,7 @@ BAD: list[tuple[Guard, str, str, str]] = [
     (guards.global_statement, "tests/x.py", "def f() -> None:\n    global a", ":2 global"),
     (guards.stub, "megatron/x.py", 'def f() -> None:\n    """Do."""\n    raise NotImplementedError', "f: a stub"),
     (guards.vague_name, "megatron/core/utils.py", "", "utils names no idea"),
+    (guards.shadows_the_standard_library, "tools/checkpoint/inspect.py", "", "inspect is a module of Python's"),
     (guards.cuda_outside_device_code, "megatron/core/models/gpt/model.py", "x = tensor.to('cuda:0')", "names cuda"),
     (guards.cuda_outside_device_code, "megatron/core/models/gpt/model.py", "torch.cuda.synchronize()", "names cuda"),
     (

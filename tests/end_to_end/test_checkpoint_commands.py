@@ -17,11 +17,11 @@ import pytest
 
 from tests.architecture.documents import commands
 from tests.end_to_end.commands import ROOT, environment
-from tools.checkpoint import convert, inspect
+from tools.checkpoint import convert, inspect_checkpoint
 
 transformers = pytest.importorskip("transformers", reason="the proof of Hugging Face models needs it")
 
-TOOLS = {"tools/checkpoint/convert.py": convert.main, "tools/checkpoint/inspect.py": inspect.main}
+TOOLS = {"tools/checkpoint/convert.py": convert.main, "tools/checkpoint/inspect_checkpoint.py": inspect_checkpoint.main}
 FEWER = {"--save-interval 500": "--save-interval 2", "--train-iters 500": "--train-iters 2", "2GB": "50KB"}
 
 

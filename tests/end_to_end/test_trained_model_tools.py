@@ -83,7 +83,9 @@ def test_ranks_do_not_repeat_what_the_first_says(
 
 def test_more_ranks_than_heads_are_refused_with_what_would_work(checkpoints: str) -> None:
     said = run(GENERATE, "", "--load", checkpoints, "--prompt", "1", ranks=3, expect=1)
-    assert "the model's 4 heads (4 for keys and values) don't divide by 3: start 1 rank, or a divisor of both" in said
+    assert (
+        "the model's 4 heads (4 for keys and values) are not divisible by 3: start 1 rank, or a divisor of both" in said
+    )
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ def sequence_slices(length: int, rank: int, ranks: int) -> tuple[slice, ...]:
     """The runs of positions that ``rank`` holds of ``length``, in order; all in one for a single rank."""
     if ranks == 1:
         return (slice(0, length),)
-    assert length % (2 * ranks) == 0, f"a length of {length} does not divide into 2 x {ranks} pieces"
+    assert length % (2 * ranks) == 0, f"a length of {length} is not divisible by 2 x {ranks}"
     size = length // (2 * ranks)
     return tuple(slice(piece * size, (piece + 1) * size) for piece in pieces(rank, ranks))
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.config.tokenizer import TokenizerConfig
@@ -85,6 +85,15 @@ def parameters_of(model: ModelConfig, groups: Sequence[object] = ()) -> dict[str
     context = ParallelContext(mesh=mesh, rng=RngStreams(1, mesh, cpu), device=torch.device("meta"), dtype=torch.float32)
     whole = family_of(groups).train_spec.build_model(model, groups, context)
     return {name: sharding for name, _, sharding in sharded_parameters(whole)}
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, portable: PortableModel, mesh: Mesh) -> None:
+    """Copy this rank's part of each tensor into ``model``, a stage of the same architecture, in the model's type."""
+    for name, parameter, sharding in sharded_parameters(model):
+        logical = portable.tensors[sharding.tied or name].make()
+        for piece in sharding.pieces(mesh):
+            parameter[piece.slices(of_local=True)] = logical[piece.slices(of_local=False)].to(parameter)
 
 
 def refuse_more_layers(model: ModelConfig, groups: Sequence[object], tensors: Collection[str], *, where: str) -> None:

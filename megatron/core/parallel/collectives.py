@@ -132,7 +132,7 @@ def reduce_scatter(x: Tensor, mesh: Mesh, *axes: Axis, dim: int = 0) -> Tensor:
     if group is None:
         return x
     size = mesh.size(*axes)
-    assert x.shape[dim] % size == 0, f"dimension {dim} of {tuple(x.shape)} does not divide over {axes}={size}"
+    assert x.shape[dim] % size == 0, f"dimension {dim} of {tuple(x.shape)} is not divisible by {axes}={size}"
     source = x.contiguous() if dim == 0 else torch.cat(x.chunk(size, dim=dim), dim=0)
     out = source.new_empty(source.shape[0] // size, *source.shape[1:])
     with _waiting("reduce-scatter", mesh, axes):

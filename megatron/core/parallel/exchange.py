@@ -105,7 +105,7 @@ def all_to_all(x: Tensor, team: Team) -> Tensor:
     group = team.group
     if group is None:
         return x
-    assert x.shape[0] % team.size == 0, f"{x.shape[0]} rows do not divide over {team.size} ranks"
+    assert x.shape[0] % team.size == 0, f"{x.shape[0]} rows are not divisible by {team.size} ranks"
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     with team.waiting("all-to-all"):
         dist.all_to_all_single(out, x.contiguous(), group=group)

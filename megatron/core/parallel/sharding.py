@@ -84,7 +84,7 @@ class Sharding:
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """Shape of the tensor this rank holds, padding included.
 
-        Raises ValueError when a dimension does not divide; configuration rules catch that earlier for users.
+        Raises ValueError when a dimension is not divisible; configuration rules catch that earlier for users.
         """
         local = list(self.shape)
         sharers = self.sharers(mesh)
@@ -97,7 +97,7 @@ class Sharding:
             ranks, size = mesh.size(axis), self.padded_size(dim, mesh)
             if size % (ranks * self.blocks):
                 raise ValueError(
-                    f"dimension {dim} of shape {self.shape} ({self.blocks} blocks) does not divide over {axis}={ranks}"
+                    f"dimension {dim} of shape {self.shape} ({self.blocks} blocks) is not divisible by {axis}={ranks}"
                 )
             local[dim] = size // ranks
         return tuple(local)

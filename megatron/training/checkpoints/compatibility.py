@@ -46,7 +46,9 @@ def check_loadable(
         asked += ["--ckpt-step", str(step)]
     intake = _read(asked)
     if intake.value("load") is None:
-        raise ConfigError("name the checkpoint: inspect.py DIR --can-load FLAGS, or --load DIR among the flags")
+        raise ConfigError(
+            "name the checkpoint: inspect_checkpoint.py DIR --can-load FLAGS, or --load DIR among the flags"
+        )
     if intake.value("world_size") is not None:
         asked += ["--dry-run"]  # which alone may say how many ranks there are
     flag = "" if path is not None else "--load"

@@ -121,7 +121,7 @@ def _for_inference(saved: RunConfig, choice: TrainedModelConfig, world_size: int
     if heads % world_size or not divide(groups, world_size):
         raise ConfigError(
             f"{world_size} ranks were started, and each takes a part of every layer's heads; the model's {heads} heads "
-            f"({groups} for keys and values) don't divide by {world_size}: start 1 rank, or a divisor of both"
+            f"({groups} for keys and values) are not divisible by {world_size}: start 1 rank, or a divisor of both"
         )
     return dataclasses.replace(
         saved,

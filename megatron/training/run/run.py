@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,8 +86,11 @@ class Run:
         yield from model_state(*self.models)
 
 
-def build_run(config: RunConfig, train_spec: TrainSpec, context: ParallelContext, *, started: float) -> Run:
-    """Build a run from its settings. ``started``: monotonic time at which the process began, for time limits.
+def build_run(
+    config: RunConfig, train_spec: TrainSpec, context: ParallelContext, *, started: float | None = None
+) -> Run:
+    """Build a run from its settings. ``started``: monotonic time at which the process began, for time limits; now if
+    None.
 
     Raises ConfigError and DataError for what only the files can tell: vocabularies, data sets, their sizes.
     """
@@ -126,7 +130,7 @@ def build_run(config: RunConfig, train_spec: TrainSpec, context: ParallelContext
         train_spec=train_spec,
         context=context,
         reporter=reporter,
-        exit_watch=build_exit_watch(config, context, started),
+        exit_watch=build_exit_watch(config, context, time.monotonic() if started is None else started),
         tokenizer=tokenizer,
         models=models,
         buffers=buffers,

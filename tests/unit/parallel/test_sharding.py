@@ -130,7 +130,7 @@ def test_shared_rows_that_do_not_fit_are_refused() -> None:
         Sharding((15, 2), {0: "tp"}, shared=SharedRows(3, 2)),
         Sharding((10, 2), {0: "tp"}, shared=SharedRows(2, 2)),
     ):
-        with pytest.raises(ValueError, match=r"do not fit 4 ranks|does not divide over tp=4"):
+        with pytest.raises(ValueError, match=r"do not fit 4 ranks|is not divisible by tp=4"):
             sharding.local_shape(Mesh.of(tp=4))
     with pytest.raises(ValueError, match="shared rows need dimension 0 split"):
         Sharding((4, 4), {1: "tp"}, shared=SharedRows(2, 1))
@@ -177,7 +177,7 @@ def test_gradient_owners_count_every_element_once(sharding: Sharding) -> None:
 )
 def test_sizes_that_do_not_divide_are_refused(sharding: Sharding, tp: int) -> None:
     """Silently dropped rows would be a model smaller than asked for."""
-    with pytest.raises(ValueError, match="does not divide over tp=4"):
+    with pytest.raises(ValueError, match="is not divisible by tp=4"):
         sharding.local_shape(Mesh.of(tp=tp))
 
 

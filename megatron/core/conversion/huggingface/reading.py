@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.checkpointing.torch_files import load_torch_file
 from megatron.core.conversion.companions import companions_in, tokenizer_in
 from megatron.core.conversion.huggingface.config import model_from_config
@@ -29,17 +32,37 @@ def read_huggingface(folder: Path) -> PortableModel:
     Raises CheckpointError for a folder that isn't one, a family or setting that can't be converted, and tensors that
     don't fit the settings.
     """
-    config, where = read_config(folder), str(folder / CONFIG)
-    model = model_from_config(config, where=where)
+    portable = _portable(read_config(folder), tensors_in(folder), str(folder), settings=str(folder / CONFIG))
+    tokenizer = tokenizer_in(folder, rows=portable.model.vocab_size or 0)
+    return replace(portable, tokenizer=tokenizer, companions=companions_in(folder))
+
+
+def from_transformers(model: Any) -> PortableModel:
+    """A model that the transformers library holds in memory; tensors are shared with it, not copied.
+
+    Its tokenizer is none of the model's, so ids stand for themselves. Raises CheckpointError as ``read_huggingface``.
+    """
+
+    def shared(tensor: Tensor) -> LazyTensor:
+        return LazyTensor(tuple(tensor.shape), tensor.dtype, lambda: tensor.detach())
+
+    tensors = {name: shared(tensor) for name, tensor in model.state_dict().items()}
+    where = type(model).__name__
+    return _portable(json.loads(model.config.to_json_string()), tensors, where, settings=f"{where}.config")
+
+
+def _portable(config: dict[str, Any], tensors: dict[str, LazyTensor], where: str, *, settings: str) -> PortableModel:
+    """The model of these settings and tensors, with ids for a tokenizer. ``where``, ``settings``: names in messages."""
+    model = model_from_config(config, where=settings)
     model_type = config["model_type"]
     published = format_of(model_type)
     assert published is not None, "its settings were read"
-    theirs = _as_today(tensors_in(folder), published.prefix(model_type), heads=published.heads)
+    theirs = _as_today(tensors, published.prefix(model_type), heads=published.heads)
     model = published.complete(model, theirs)
-    known = published.settings(config, where=where)
-    groups = published.groups_from_config(known, theirs, where=where)
-    refuse_more_layers(model, groups, theirs, where=where)
-    found = matches(published.table(model_type, model), model, groups, where=str(folder))
+    known = published.settings(config, where=settings)
+    groups = published.groups_from_config(known, theirs, where=settings)
+    refuse_more_layers(model, groups, theirs, where=settings)
+    found = matches(published.table(model_type, model), model, groups, where=where)
     wanted = {name for match in found for name in match.theirs}
 
     def ignored(name: str) -> bool:
@@ -48,10 +71,9 @@ def read_huggingface(folder: Path) -> PortableModel:
     return PortableModel(
         model=model,
         groups=groups,
-        tensors=to_ours(found, theirs, model, where=str(folder), ignored=ignored),
-        tokenizer=tokenizer_in(folder, rows=model.vocab_size or 0),
+        tensors=to_ours(found, theirs, model, where=where, ignored=ignored),
+        tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=(model.vocab_size or 1) - 1),
         seq_length=min(model.max_position_embeddings, 4096),
-        companions=companions_in(folder),
     )
 
 

@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="inspect.py", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="inspect_checkpoint.py", description=__doc__, allow_abbrev=False)
     parser.add_argument(
         "path", type=path_of, nargs="?", metavar="DIR", help="a checkpoint, or a folder of them, or URL"
     )
@@ -79,7 +79,7 @@ def _check_together(options: argparse.Namespace, *, can_load: bool) -> None:
 
 def _required(path: AnyPath | None) -> AnyPath:
     if path is None:
-        raise ConfigError("name a checkpoint, or a folder of them: inspect.py DIR")
+        raise ConfigError("name a checkpoint, or a folder of them: inspect_checkpoint.py DIR")
     return path
 
 

@@ -1,0 +1,75 @@
+"""``megatron COMMAND …``, also ``python -m megatron`` and ``torchrun -m megatron``: runs one of the programs."""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+import sys
+from pathlib import Path
+
+from megatron.config.suggestions import did_you_mean
+from megatron.core.models.registry import FAMILIES
+from megatron.errors import ConfigError, run_command
+
+PROGRAMS = {
+    **{f"pretrain-{name}": f"pretrain_{name}.py" for name in FAMILIES},
+    "train-tokenizer": "tools/train_tokenizer.py",
+    "preprocess-data": "tools/preprocess_data.py",
+    "preprocess-sft": "tools/preprocess_sft.py",
+    "merge-datasets": "tools/merge_datasets.py",
+    "inspect-dataset": "tools/inspect_dataset.py",
+    "prepare-cache": "tools/prepare_cache.py",
+    "make-stdlib-corpus": "tools/make_stdlib_corpus.py",
+    "check-parity": "tools/check_parity.py",
+    "print-schedule": "tools/print_schedule.py",
+    "plot-loss": "tools/plot_loss.py",
+    "inspect-checkpoint": "tools/checkpoint/inspect_checkpoint.py",
+    "convert-checkpoint": "tools/checkpoint/convert.py",
+    "evaluate": "tasks/main.py",
+    "lm-eval": "tasks/lm_eval.py",
+    "generate-text": "tools/text_generation_cli.py",
+    "fill-mask": "tools/fill_mask.py",
+    "fill-spans": "tools/fill_spans.py",
+}
+"""Command -> its file, below the folder of programs."""
+
+
+def programs_folder() -> Path:
+    """Where the programs are: in a wheel beside this file, in a checkout its root."""
+    in_a_wheel = Path(__file__).parent / "programs"
+    return in_a_wheel if in_a_wheel.is_dir() else Path(__file__).parents[1]
+
+
+def main() -> None:
+    """Run the program that the first word names, with the other words as its command line."""
+    run_command(_run)
+
+
+def _run() -> None:
+    command, words = (sys.argv[1:2] or ["--help"])[0], sys.argv[2:]
+    if command in ("--help", "-h"):
+        print("\n".join(_help()))  # noqa: T201  (what --help is for)
+        return
+    program = PROGRAMS.get(command.replace("_", "-"))
+    if program is None:
+        raise ConfigError(f"there is no command {command}{did_you_mean(command, PROGRAMS)}; megatron --help lists them")
+    path = str(programs_folder() / program)
+    sys.argv = [path, *words]
+    runpy.run_path(path, run_name="__main__")
+
+
+def _help() -> list[str]:
+    lines = [
+        "usage: megatron COMMAND --flag value ...",
+        "       torchrun --nproc_per_node=N -m megatron COMMAND ...",
+        "",
+    ]
+    for command, path in PROGRAMS.items():
+        described = ast.get_docstring(ast.parse((programs_folder() / path).read_text(encoding="utf-8"))) or ""
+        lines.append(f"  {command:<19} {re.split('[.:;]', described)[0]}")
+    return [*lines, "", "megatron COMMAND --help shows the flags of a command."]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""The command ``megatron``: every program has a name, and a wheel holds every program."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import setuptools
+from setuptools import Distribution
+
+from megatron.__main__ import PROGRAMS, main, programs_folder
+from megatron.config.suggestions import did_you_mean
+from tests.architecture.source_tree import ROOT, sources
+
+
+def test_every_program_has_a_name() -> None:
+    """A user of a wheel has no checkout to start a file of."""
+    programs = {source.path for source in sources() if '__name__ == "__main__"' in source.text}
+    started = {path for path in programs if path.startswith(("tools/", "tasks/", "pretrain_"))}
+    assert started == set(PROGRAMS.values())
+
+
+def test_the_list_of_commands(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with the first words of its description; a mistake is one sentence with exit code 2."""
+    assert programs_folder() == ROOT
+    assert said(["megatron", "--help"], monkeypatch) == 0
+    shown = capsys.readouterr().out
+    assert "  preprocess-data     Turn text into the token files that training reads\n" in shown
+    assert max(map(len, shown.splitlines())) <= 145
+    assert all(f"  {command} " in shown for command in PROGRAMS)
+    assert said(["megatron", "preproces-data"], monkeypatch) == 2
+    meant = did_you_mean("preproces-data", PROGRAMS)
+    assert capsys.readouterr().err == (
+        f"error: there is no command preproces-data{meant}; megatron --help lists them\n"
+    )
+    assert said(["megatron", "print_schedule", "--help"], monkeypatch) == 0
+    assert capsys.readouterr().out.startswith("usage: print_schedule.py ")
+
+
+def said(words: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    """The exit code of a command line."""
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit) as left:
+        main()
+    return int(left.value.code or 0)
+
+
+def test_a_wheel_holds_every_program(tmp_path: Path) -> None:
+    """Tools and tasks were left out: an installed package could train and do nothing else."""
+    given: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setuptools, "setup", lambda **arguments: given.update(arguments))
+        runpy.run_path(str(ROOT / "setup.py"))
+        patch.chdir(ROOT)
+        distribution = Distribution({**given, "packages": ["megatron"], "script_name": "setup.py"})
+        build = distribution.get_command_obj("build_py")
+        build.build_lib = str(tmp_path)
+        build.ensure_finalized()
+        build.run()
+    below = tmp_path / "megatron" / "programs"
+    built = {path.relative_to(below).as_posix() for path in below.rglob("*.py")}
+    ours = {s.path for s in sources() if s.path.startswith(("tools/", "tasks/", "pretrain_"))}
+    assert built == ours
+    assert given["entry_points"] == {"console_scripts": ["megatron = megatron.__main__:main"]}
