@@ -62,6 +62,11 @@ class OptimizerConfig:
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = flag(
         "Shape of weight decay between start and end.", default="constant"
     )
+    freeze: tuple[str, ...] = flag(
+        "Quoted patterns of names of parameters that are not trained, such as 'embedding.*' or "
+        "'decoder.layers.[0-3].*'. Frozen parameters have no gradient and no optimizer state.",
+        default=(),
+    )
     clip_grad: float = flag("Clip the gradient norm to this value; 0 turns clipping off.", default=1.0, at_least=0)
     adam_beta1: float = flag("Adam's decay of the first moment.", default=0.9, at_least=0, below=1)
     adam_beta2: float = flag("Adam's decay of the second moment.", default=0.999, at_least=0, below=1)

@@ -11,11 +11,13 @@ from megatron.config.vocabulary import vocabulary_size
 from megatron.core.models.train_spec import TrainSpec
 from megatron.planning.estimate import (
     MemoryEstimate,
+    frozen_parameters,
     memory_estimate,
     model_parameters,
     rank_parameters,
 )
 from megatron.planning.fitting import what_fits
+from megatron.planning.freezing import check_freezing
 from megatron.planning.schedule import schedule_facts
 
 _LARGEST_GPU_GB = 288
@@ -24,9 +26,11 @@ _LARGEST_GPU_GB = 288
 def dry_run_report(run: RunConfig, train_spec: TrainSpec, *, files: Sequence[str] = ()) -> str:
     """Sections of text about a checked run. ``files``: what they told.
 
-    Raises ConfigError when neither the settings nor the tokenizer's files tell the size of the vocabulary.
+    Raises ConfigError when neither the settings nor the tokenizer's files tell the size of the vocabulary, and for
+    patterns of ``--freeze`` that make no sense for the model.
     """
     run = run.with_vocab_size(vocabulary_size(run))
+    check_freezing(run, train_spec)
     memory = memory_estimate(run, train_spec)
     title = f"memory of {'one' if run.parallel.pipeline_model_parallel_size == 1 else 'the fullest'} rank, estimated"
     sections = {
@@ -73,8 +77,9 @@ def _batch(run: RunConfig) -> list[str]:
 
 def _parameters(run: RunConfig, train_spec: TrainSpec) -> list[str]:
     whole, ranks = model_parameters(run, train_spec), run.parallel.pipeline_model_parallel_size
+    frozen = frozen_parameters(run, train_spec)
     return [
-        f"{whole:,} in the model ({count(whole)})",
+        f"{whole:,} in the model ({count(whole)})" + (f", {frozen:,} of them frozen" if frozen else ""),
         *(
             _parameters_of(run, train_spec, rank, "each rank" if ranks == 1 else f"pipeline rank {rank}")
             for rank in range(ranks)

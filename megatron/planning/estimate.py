@@ -7,13 +7,14 @@ keeps for its backward pass, checked against what torch saves.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from megatron.config.pipeline import stage_shapes
 from megatron.config.run import RunConfig
+from megatron.core.distributed.parameter_policy import is_frozen
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.costs import Costs, costs_of
 from megatron.core.parallel.sharding import sharded_parameters
@@ -64,24 +65,42 @@ class MemoryEstimate:
         return self.states + self.kept + self.working
 
 
-def model_parameters(run: RunConfig, train_spec: TrainSpec) -> int:
-    """Parameters of the whole model, without vocabulary padding; the vocabulary size must be known."""
-    found = {
+def parameter_sizes(run: RunConfig, train_spec: TrainSpec) -> dict[str, int]:
+    """Elements of every parameter of the whole model by name, without vocabulary padding, whose size must be known."""
+    return {
         sharding.tied or name: math.prod(sharding.shape)
         for name, _, sharding in sharded_parameters(whole_model(run, train_spec))
     }
-    return sum(found.values())
+
+
+def model_parameters(run: RunConfig, train_spec: TrainSpec) -> int:
+    """Parameters of the whole model, without vocabulary padding; the vocabulary size must be known."""
+    return sum(parameter_sizes(run, train_spec).values())
+
+
+def frozen_parameters(run: RunConfig, train_spec: TrainSpec) -> int:
+    """Those of ``model_parameters`` that ``--freeze`` keeps as they are."""
+    return _frozen(parameter_sizes(run, train_spec), run)
 
 
 def rank_parameters(run: RunConfig, train_spec: TrainSpec, *, pipeline_rank: int = 0) -> ParameterCounts:
     """Of a rank of this place in the pipeline, with vocabulary padding; of tied copies on the rank one counts."""
-    found: dict[str, int] = {}
-    for stage in stage_models(run, train_spec, pipeline_rank=pipeline_rank):
-        for name, parameter, sharding in sharded_parameters(stage):
-            found[sharding.tied or name] = parameter.numel()
+    found = _held(run, train_spec, pipeline_rank)
     layers = sum(size for name, size in found.items() if ".layers." in name)
     final_norm = sum(size for name, size in found.items() if "final_layernorm" in name)
     return ParameterCounts(layers, final_norm, sum(found.values()) - layers - final_norm)
+
+
+def _held(run: RunConfig, train_spec: TrainSpec, pipeline_rank: int) -> dict[str, int]:
+    return {
+        sharding.tied or name: parameter.numel()
+        for stage in stage_models(run, train_spec, pipeline_rank=pipeline_rank)
+        for name, parameter, sharding in sharded_parameters(stage)
+    }
+
+
+def _frozen(sizes: Mapping[str, int], run: RunConfig) -> int:
+    return sum(size for name, size in sizes.items() if is_frozen(name, run.optimizer.freeze))
 
 
 def flops_per_sample(run: RunConfig, train_spec: TrainSpec) -> float:
@@ -113,18 +132,19 @@ def stage_costs(run: RunConfig, train_spec: TrainSpec) -> list[Costs]:
 def _rank_memory(
     run: RunConfig, train_spec: TrainSpec, pipeline_rank: int, by_stage: Sequence[Costs], *, kept: int
 ) -> MemoryEstimate:
-    parameters = rank_parameters(run, train_spec, pipeline_rank=pipeline_rank).total
+    held = _held(run, train_spec, pipeline_rank)
+    parameters = sum(held.values())
+    trained = 0 if run.train_spec.only_reads else parameters - _frozen(held, run)
     mine = [costs for costs, shape in zip(by_stage, stage_shapes(run)) if shape.rank == pipeline_rank]
     width = planned_context(run).dtype.itemsize
     shards = run.data_parallel_size * run.parallel.context_parallel_size
-    owned = -(-parameters // shards) if run.parallel.use_distributed_optimizer else parameters
-    trained = 0 if run.train_spec.only_reads else 1
+    owned = -(-trained // shards) if run.parallel.use_distributed_optimizer else trained
     return MemoryEstimate(
         weights=parameters * width,
-        gradients=trained * parameters * (2 if run.precision.grad_reduce_in_bf16 else 4),
-        main_params=trained * (owned * 4 if width < 4 else 0),
-        moments=trained * owned * 4 * _states(run),
-        kept=trained * kept,
+        gradients=trained * (2 if run.precision.grad_reduce_in_bf16 else 4),
+        main_params=owned * 4 if width < 4 else 0,
+        moments=owned * 4 * _states(run),
+        kept=0 if run.train_spec.only_reads else kept,
         working=max(costs.working for costs in mine),
         untold=frozenset().union(*(costs.untold for costs in mine)),
     )

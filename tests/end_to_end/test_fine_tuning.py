@@ -203,6 +203,30 @@ def test_the_body_is_the_pretrained_one(precision: str, folder: Path, tmp_path: 
         assert torch.equal(mine[name], before[f"model.{name}"]), name
 
 
+def test_a_frozen_body_and_then_a_trained_one(folder: Path, tmp_path: Path) -> None:
+    """The head alone, then everything: weights that should have stayed moved, or the second run stopped for state of
+    the optimizer that the first had no reason to save.
+    """
+    data = f"--train-data {folder}/MNLI/train.tsv --valid-data {folder}/MNLI/dev_matched.tsv {TUNE}"
+    start = f"--task MNLI --pretrained-checkpoint {folder}/bert --save {tmp_path} --load {tmp_path} {data}"
+    found = run("tasks/main.py", f"{start} --epochs 1 --freeze embedding.* encoders.*", expect=2)
+    assert "--freeze encoders.* matches no parameter of the model; close patterns that do: encoder.*" in found
+    split = "--tensor-model-parallel-size 2 --freeze embedding.* encoder.*"
+    assert "k frozen, " in run("tasks/main.py", f"{start} --epochs 1 {split}", ranks=2)
+    pretrained = tensors(find_checkpoint(folder / "bert").path)
+    halfway = tensors(find_checkpoint(tmp_path).path)
+    body = {name for name in halfway if name.startswith(("model.embedding.", "model.encoder."))}
+    assert all(torch.equal(halfway[name], pretrained[name]) for name in body)
+    assert not torch.equal(halfway["model.pooler.dense.weight"], pretrained["model.pooler.dense.weight"])
+    assert not any(name.startswith(("optimizer.exp_avg.encoder", "optimizer.exp_avg.embedding")) for name in halfway)
+    found = run("tasks/main.py", f"{start} --epochs 2 --use-distributed-optimizer --freeze embedding.*", ranks=2)
+    assert re.search(r"trained now: \d+ parameter tensors, which start with fresh optimizer state \(encoder", found)
+    after = tensors(find_checkpoint(tmp_path).path)
+    assert {name for name in body if torch.equal(after[name], halfway[name])} == {
+        name for name in body if name.startswith("model.embedding.")
+    }
+
+
 def test_example_is_sound_at_two_layouts() -> None:
     """The script for 8 GPUs is checked where there are none; its head promises what that prints."""
     script = ROOT / "examples/evaluate/race.sh"

@@ -152,6 +152,11 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         {"dtype": torch.bfloat16, "pp": 2},
         "--bf16 --pipeline-model-parallel-size 2 --optimizer sgd",
     ),
+    "a whole stage and a tied copy frozen, bf16, ZeRO": (
+        {"dtype": torch.bfloat16, "pp": 2, "dp": 2},
+        "--bf16 --pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce "
+        "--overlap-param-gather --freeze embedding.* decoder.layers.0.* --log-params-norm",
+    ),
 }
 
 

@@ -7,8 +7,9 @@ means owning all of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -92,6 +93,7 @@ class Optimizer:
         self._statistics = ModelStatistics(buffers, context, frozen=frozen)
         self._owned = [owned for buffer in buffers for owned in self._own(buffer, context, sharded)]
         self._step = 0
+        self._trained_since: dict[str, int] = {}
         self._seed_divisor = 1.0
         self.gather = ParamGather(buffers if sharded else [], context)
 
@@ -148,26 +150,40 @@ class Optimizer:
     def _move(self, owned: _Owned, divisor: float, *, lr: float, weight_decay: float) -> None:
         """Step on one span; dividing the gradients costs no pass of its own."""
         direct = owned.buffer.grads.dtype == owned.main_params.dtype
-        chunk = owned.span.size if direct else _CONVERSION_CHUNK
         scale: Tensor | None = torch.tensor(divisor, dtype=torch.float32, device=owned.main_params.device)
         if owned.main_params.dtype == torch.float64:
             owned.grads.div_(divisor)  # the kernels take their scale in fp32, too coarse here
             scale = None
-        step = Step(self._step, lr, weight_decay, scale)
-        for start in range(0, owned.span.size, chunk):
-            part = Span(start, min(start + chunk, owned.span.size))
-            grads = part.of(owned.grads).to(owned.main_params.dtype)
-            self._rule.apply(part.of(owned.main_params), grads, [part.of(tensor) for tensor in owned.state], step)
+        for begun, whole in self._begun_together(owned):
+            step = Step(self._step - begun, lr, weight_decay, scale)
+            chunk = whole.size if direct else _CONVERSION_CHUNK
+            for start in range(whole.start, whole.stop, chunk):
+                part = Span(start, min(start + chunk, whole.stop))
+                grads = part.of(owned.grads).to(owned.main_params.dtype)
+                self._rule.apply(part.of(owned.main_params), grads, [part.of(tensor) for tensor in owned.state], step)
         if owned.has_own_masters:
             owned.weights.copy_(owned.main_params)
+
+    def _begun_together(self, owned: _Owned) -> Iterator[tuple[int, Span]]:
+        """The parts of an owned span whose training began at the same step, with that step; one, as a rule."""
+        if not self._trained_since:
+            yield 0, Span(0, owned.span.size)
+            return
+        here = [(entry, part) for entry in owned.entries if (part := entry.span.overlap(owned.span))]
+        starts = [(self._trained_since.get(entry.name, 0), part.start - owned.span.start) for entry, part in here]
+        runs = [(begun, min(start for _, start in run)) for begun, run in groupby(starts, key=lambda each: each[0])]
+        for (begun, start), (_, stop) in pairwise([*runs, (0, owned.span.size)]):
+            yield begun, Span(start, stop)
 
     def parameter_norm(self) -> float:
         """L2 norm of the weights that the forward pass uses, over the whole model."""
         self.gather.finish()
         return self._statistics.parameter_norm()
 
-    def entries(self) -> Iterator[ShardedState]:
+    def entries(self, *, fresh: Collection[str] = ()) -> Iterator[ShardedState]:
         """What a checkpoint keeps for each weight this rank owns; loading writes into these tensors.
+
+        ``fresh``: parameters of which only master weights are given, because a checkpoint has no state of theirs.
 
         ``optimizer.exp_avg.<parameter>`` and ``optimizer.exp_avg_sq.<parameter>`` for Adam,
         ``optimizer.momentum.<parameter>`` for SGD, and for bf16 and fp16 weights ``optimizer.fp32_param.<parameter>``.
@@ -182,6 +198,8 @@ class Optimizer:
                     continue
                 flat_range = (part.start - entry.span.start, part.stop - entry.span.start)
                 for name, tensor in tensors.items():
+                    if entry.name in fresh and name != "fp32_param":
+                        continue
                     local = part.moved(-owned.span.start).of(tensor)
                     full_name = f"optimizer.{name}.{entry.name}"
                     if part == entry.span:
@@ -195,9 +213,14 @@ class Optimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """The few numbers beside ``entries``: JSON-able, the same on every rank."""
-        return {"step": self._step, "loss_scaler": self._scaler.state_dict()}
+        return {"step": self._step, "trained_since": self._trained_since, "loss_scaler": self._scaler.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from stored numbers; ``entries`` are loaded in place."""
+    def load_state_dict(self, state: Mapping[str, Any], *, fresh: Collection[str] = ()) -> None:
+        """Continue from stored numbers; ``entries`` are loaded in place.
+
+        ``fresh``: parameters of the whole model whose state starts from zero. Their steps are counted from here, else
+        Adam, whose bias correction is over by now, would take their first steps several times too far.
+        """
         self._step = int(state["step"])
+        self._trained_since = state.get("trained_since", {}) | dict.fromkeys(sorted(fresh), self._step)
         self._scaler.load_state_dict(state["loss_scaler"])

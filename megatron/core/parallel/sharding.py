@@ -1,6 +1,6 @@
 """The one description of where a parameter's local tensor sits in its logical one, and how its gradient becomes whole.
 
-Initialization, gradient sync, gradient norm, parameter groups, checkpoints and converters all read it here.
+Initialization, gradient sync, gradient norm, checkpoints and converters all read it here.
 """
 
 from __future__ import annotations

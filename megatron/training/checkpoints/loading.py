@@ -19,6 +19,7 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.errors import CheckpointError
+from megatron.planning.freezing import FreezingChange
 from megatron.training.checkpoints.trained_model import check_same_tokenizer
 from megatron.training.run.run import Progress, Run
 
@@ -74,7 +75,10 @@ def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> Non
     with_optimizer = loads_optimizer(run.config, weights_only=weights_only)
     if with_optimizer:
         check_has_optimizer(state, folder)
-    optimizer_state = run.optimizer.entries() if with_optimizer else run.optimizer.master_entries()
+        change = FreezingChange.since(state["config"], run.config, run.train_spec)
+        optimizer_state = run.optimizer.entries(fresh=change.trained)
+    else:
+        optimizer_state = run.optimizer.master_entries()
     load_checkpoint(
         folder,
         chain(run.model_state(), optimizer_state),
@@ -82,7 +86,9 @@ def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> Non
         alternatives=where_to_find_weights(run.model_state()),
     )
     if with_optimizer:
-        run.optimizer.load_state_dict(state["optimizer"])
+        run.optimizer.load_state_dict(state["optimizer"], fresh=change.trained)
+        for remark in change.remarks():
+            run.reporter.say(remark)
     if not weights_only:
         run.progress = Progress(**state["progress"])
         run.data.resume(state.get("data_phases", ()), run.progress.consumed_samples)

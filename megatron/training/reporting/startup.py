@@ -12,13 +12,15 @@ from megatron.config.run import RunConfig
 class StartupFacts:
     """What the settings alone don't tell. ``parameters``: of the whole model; ``parameters_here``: of this rank.
 
-    ``attention``: the backend that computes it, and why others don't.
+    ``frozen``: parameters of the whole model that are not trained. ``attention``: the backend that computes it, and
+    why others don't.
     """
 
     model_name: str
     device: str
     parameters: int
     parameters_here: int
+    frozen: int = 0
     flops_per_sample: float
     start_iteration: int = 0
     loaded_from: str | None = None
@@ -70,7 +72,8 @@ def describe_model(run: RunConfig) -> str:
 def _parameters(run: RunConfig, facts: StartupFacts) -> str:
     which = "each rank" if run.parallel.pipeline_model_parallel_size == 1 else "ranks of the last pipeline stage"
     here = "" if facts.parameters_here == facts.parameters else f", {count(facts.parameters_here)} on {which}"
-    return f"{count(facts.parameters)}{here}"
+    frozen = f"; {count(facts.frozen)} frozen, {count(facts.parameters - facts.frozen)} trained" if facts.frozen else ""
+    return f"{count(facts.parameters)}{here}{frozen}"
 
 
 def _ranks(run: RunConfig, facts: StartupFacts) -> str:

@@ -12,8 +12,9 @@ from torch import nn
 
 from megatron.config.run import RunConfig
 from megatron.core.context_parallel.attention import actual_request
-from megatron.core.distributed.buffers import FlatBuffer, build_buffers
+from megatron.core.distributed.buffers import FlatBuffer, build_buffers, frozen_parts
 from megatron.core.distributed.grad_sync import GradSync
+from megatron.core.distributed.parameter_policy import parameter_policies
 from megatron.core.models.train_spec import ModelChunk, TrainSpec
 from megatron.core.ops.attention.registry import choose
 from megatron.core.ops.attention.request import AttentionRequest
@@ -28,7 +29,8 @@ from megatron.core.pipeline_parallel.runner import Runner
 from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.planning.estimate import flops_per_sample
+from megatron.planning.estimate import flops_per_sample, frozen_parameters
+from megatron.planning.freezing import check_freezing
 from megatron.training.checkpoints.trained_model import model_state, named_parameters, share_tied_parameters
 from megatron.training.reporting.flops import SpeedScale, device_peak
 from megatron.training.reporting.memory import check_memory
@@ -96,6 +98,7 @@ def build_run(
     """
     tokenizer = build_tokenizer(config.tokenizer)
     config = config.with_vocab_size(tokenizer.vocab_size)
+    check_freezing(config, train_spec)
     check_memory(config, train_spec, context)
     reporter = build_reporter(config, train_spec, context)
     data = TrainingData(config, train_spec, context, tokenizer)
@@ -107,11 +110,13 @@ def build_run(
     models = [build_stage(config, train_spec, stage, context) for stage in stages]
     share_tied_parameters(models)
     sharded = config.parallel.use_distributed_optimizer
+    policies = parameter_policies(named_parameters(models), freeze=config.optimizer.freeze)
     buffers = build_buffers(
         named_parameters(models),
         context,
         grad_dtype=gradient_dtype(config, context),
         bucket_size=config.parallel.ddp_bucket_size,
+        policies=policies,
     )
     grad_sync = GradSync(buffers, context, sharded=sharded, overlap=config.parallel.overlap_grad_reduce)
     optimizer = Optimizer(
@@ -121,6 +126,7 @@ def build_run(
         context,
         sharded=sharded,
         count_zeros=config.reporting.log_num_zeros_in_grad,
+        frozen=frozen_parts(named_parameters(models), policies, context),
     )
     if config.parallel.overlap_param_gather:
         for model in models:
@@ -231,6 +237,7 @@ def startup_facts(run: Run, *, parameters: int) -> StartupFacts:
         device=describe_device(run.context.device),
         parameters=parameters,
         parameters_here=sum(entry.sharding.local_elements(run.context.mesh) for entry in run.model_state()),
+        frozen=frozen_parameters(run.config, run.train_spec),
         flops_per_sample=flops_per_sample(run.config, run.train_spec),
         start_iteration=run.progress.iteration,
         loaded_from=run.loaded_from,

@@ -46,6 +46,13 @@ def test_a_rank_that_no_gpu_holds() -> None:
     assert said not in dry_run_report(parse("--dry-run --hidden-size 400000 --device-memory-gb 80"))
 
 
+def test_patterns_of_frozen_parameters_are_checked() -> None:
+    """A misspelt pattern was found when a thousand ranks had started."""
+    assert "of them frozen" in dry_run_report(parse("--dry-run --freeze embedding.* *.bias"))
+    with pytest.raises(ConfigError, match=r"--freeze \*\.bais matches no parameter of the model; .*"):
+        dry_run_report(parse("--dry-run --freeze embedding.* *.bais"))
+
+
 def parsed(arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
     """Parse in a fresh process that fails when torch or numpy gets imported, and print the layout."""
     program = (

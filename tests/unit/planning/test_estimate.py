@@ -228,6 +228,21 @@ def test_state(precision: dict[str, Any], optimizer: dict[str, Any], bytes_per_p
     assert state == rank_parameters(run) * bytes_per_parameter
 
 
+def test_frozen_parameters_take_their_weights_alone() -> None:
+    """A run that fits because most of it is frozen would be refused at its start."""
+    bf16 = dataclasses.replace(run_of(), precision=PrecisionConfig(bf16=True))
+    half = dataclasses.replace(bf16, optimizer=OptimizerConfig(lr=1.0, freeze=("embedding.*", "*.layers.0.*")))
+    whole, layer = memory_estimate(bf16), estimate.rank_parameters(half, train_spec(half)).layers // 4
+    assert estimate.frozen_parameters(half, train_spec(half)) == layer + (100 + 32) * 64  # words, positions
+    here = layer + (128 + 32) * 64  # with the padding of the vocabulary
+    assert memory_estimate(half) == dataclasses.replace(
+        whole,
+        gradients=whole.gradients - 4 * here,
+        main_params=whole.main_params - 4 * here,
+        moments=whole.moments - 8 * here,
+    )
+
+
 def test_sharded_optimizer() -> None:
     """Masters and moments are divided over the replicas, weights and gradients are not."""
     whole, sharded = memory_estimate(big()), memory_estimate(big(use_distributed_optimizer=True))

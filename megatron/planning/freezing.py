@@ -1,0 +1,85 @@
+"""What ``--freeze`` means for a run's model, and what a resume with other patterns changes.
+
+The names are asked of the model built without values, so that every rank finds the same, and a dry run as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from megatron.config.run import RunConfig
+from megatron.core.distributed.parameter_policy import is_frozen
+from megatron.core.models.train_spec import TrainSpec
+from megatron.errors import CheckpointError, ConfigError
+from megatron.planning.estimate import parameter_sizes
+from megatron.small_files import check_kinds
+
+_MOST_NAMED = 8
+
+
+def check_freezing(run: RunConfig, train_spec: TrainSpec) -> None:
+    """Raise ConfigError for a pattern that matches no parameter of the model, and when all are frozen."""
+    patterns = run.optimizer.freeze
+    names = {*parameter_sizes(run, train_spec)} if patterns else set()
+    for pattern in patterns:
+        if not any(is_frozen(name, [pattern]) for name in names):
+            prefixes = {f"{name[:at]}.*" for name in names for at, letter in enumerate(name) if letter == "."}
+            near = get_close_matches(pattern, sorted(names | prefixes), n=4)
+            roots = sorted({f"{name.partition('.')[0]}.*" for name in names})
+            raise ConfigError(
+                f"--freeze {pattern} matches no parameter of the model; "
+                + (f"close patterns that do: {', '.join(near)}" if near else f"these do: {', '.join(roots)}")
+            )
+    if patterns and all(is_frozen(name, patterns) for name in names):
+        raise ConfigError(
+            f"--freeze {' '.join(patterns)} freezes all {len(names)} parameter tensors of the model, so nothing would "
+            "be trained: leave out a pattern, or evaluate with --skip-train and without --freeze"
+        )
+
+
+@dataclass(frozen=True)
+class FreezingChange:
+    """Parameters of the whole model that were trained in a checkpoint's run and no longer are, and the other way."""
+
+    frozen: frozenset[str]
+    trained: frozenset[str]
+
+    @classmethod
+    def since(cls, saved: Mapping[str, Any], run: RunConfig, train_spec: TrainSpec) -> FreezingChange:
+        """From the settings ``saved`` in a checkpoint to those of ``run``."""
+        names = parameter_sizes(run, train_spec)
+        before, after = (
+            frozenset(name for name in names if is_frozen(name, patterns))
+            for patterns in (_saved_patterns(saved), run.optimizer.freeze)
+        )
+        return cls(frozen=after - before, trained=before - after)
+
+    def remarks(self) -> list[str]:
+        """For the log: what happens to the optimizer's state of which parameters."""
+        found = []
+        if self.frozen:
+            found.append(
+                f"  frozen since that checkpoint: {len(self.frozen)} parameter tensors, whose optimizer state is not "
+                f"loaded and will not be saved ({_some(self.frozen)})"
+            )
+        if self.trained:
+            found.append(
+                f"  frozen in that checkpoint's run and trained now: {len(self.trained)} parameter tensors, which "
+                f"start with fresh optimizer state ({_some(self.trained)})"
+            )
+        return found
+
+
+def _saved_patterns(saved: Mapping[str, Any]) -> list[str]:
+    """``--freeze`` of the run that saved a checkpoint; empty for one from before there was the flag."""
+    patterns = {"freeze": (saved.get("optimizer") or {}).get("freeze")}
+    check_kinds(patterns, {"freeze": list[str]}, where="the checkpoint's settings", error=CheckpointError)
+    return patterns["freeze"] or []
+
+
+def _some(names: Collection[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(sorted(names)[:_MOST_NAMED]) + more
