@@ -151,7 +151,7 @@ def _rank_memory(
 
 
 def _costs(run: RunConfig, train_spec: TrainSpec, model: nn.Module) -> Costs:
-    return costs_of(model, train_spec.work(run, planned_context(run)))
+    return costs_of(model, train_spec.workload(run, planned_context(run)))
 
 
 def _states(run: RunConfig) -> int:

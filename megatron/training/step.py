@@ -37,14 +37,15 @@ class GlobalLoss:
 def global_loss(loss: LossSum | None, names: Sequence[str], context: ParallelContext) -> GlobalLoss:
     """Add up a loss over all ranks that hold the last stage, for all ranks.
 
-    ``loss``: None on ranks that don't. ``names``: of its parts.
+    ``loss``: elsewhere the parts that layers reported, or None. ``names``: of its parts.
     """
     dtype = torch.promote_types(context.dtype, torch.float32)
     pairs = torch.zeros(1 + len(names), 2, dtype=dtype, device=context.device)
     if loss is not None:
         pairs[0] = torch.stack((loss.sum, loss.count.to(loss.sum.dtype)))
         for row, name in zip(pairs[1:], names):
-            row.copy_(loss.parts[name])
+            if name in loss.parts:
+                row.copy_(loss.parts[name])
     # On a GPU everything queued so far, collectives of others too, is waited for here.
     with context.mesh.activity.waiting("the device's work", range(context.mesh.world_size)):
         totals = all_reduce(pairs, context.mesh, "pp", "dp", "cp").tolist()

@@ -12,7 +12,7 @@ from megatron.core.models.bert.model import BertBody, Pooler, head_of_first_toke
 from megatron.core.models.stage import Stage
 from megatron.core.ops.dropout import dropout
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.costs import Costs, Work, total_of
+from megatron.core.parallel.costs import Costs, Workload, total_of
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.tensor_parallel.initialize import initialize
 from megatron.core.transformer.block import RecomputePlan
@@ -78,10 +78,10 @@ class BertClassifier(BertBody):
         logits: Tensor = head(self._dropped(self.pooler(hidden), rng_key))
         return AnswerLogits(logits.view(len(attention_mask), -1), self._context)
 
-    def costs(self, work: Work) -> Costs:
+    def costs(self, workload: Workload) -> Costs:
         """The body's, and those of the head on one token."""
         heads = (self.pooler, self.classification_head, self.multichoice_head)
-        return super().costs(work) + total_of(heads, dataclasses.replace(work, length=1))
+        return super().costs(workload) + total_of(heads, dataclasses.replace(workload, length=1))
 
     def _dropped(self, pooled: Tensor, rng_key: StreamKey) -> Tensor:
         """Dropout that every tensor-parallel rank draws alike, as all hold the same vectors."""

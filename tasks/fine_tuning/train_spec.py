@@ -19,9 +19,9 @@ from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.bert.data import check_marks_texts
 from megatron.core.models.bert.train_spec import run_bert
 from megatron.core.models.stage import Stage, stages_of
-from megatron.core.models.stage_inputs import hidden_stage_inputs, work_of
+from megatron.core.models.stage_inputs import hidden_stage_inputs, workload_of
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.costs import Work
+from megatron.core.parallel.costs import Workload
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs, TensorSpec
 from megatron.core.tokenizers.base import MaskingTokenizer, Tokenizer
 from megatron.core.transformer.block import RecomputePlan
@@ -151,9 +151,9 @@ class ClassificationSpec:
             number += len(texts.texts)
         return DatasetSplits(train, None, None, valid)
 
-    def work(self, run: RunConfig, context: ParallelContext) -> Work:
+    def workload(self, run: RunConfig, context: ParallelContext) -> Workload:
         """Texts with padding, a sequence for each choice."""
-        return work_of(run, context, sequences=_answers(run.group(TaskConfig)).choices, has_padding=True)
+        return workload_of(run, context, sequences=_answers(run.group(TaskConfig)).choices, has_padding=True)
 
 
 def _answers(task: TaskConfig) -> AnswerShape:

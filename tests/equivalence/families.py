@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
+from megatron.config.run import RunConfig
 from megatron.core.models.bert.model import BertModel
 from megatron.core.models.bert.train_spec import ORDER, WORDS, BertSpec
 from megatron.core.models.gpt.model import GPTModel
@@ -21,7 +22,12 @@ from megatron.core.models.t5.model import T5Model
 from megatron.core.models.t5.train_spec import T5Spec
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.pipeline_parallel.chunk import TensorSpec
+from megatron.core.pipeline_parallel.chunk import Microbatch, TensorSpec
+from megatron.core.tensor_parallel.layers import ReplicatedLinear
+from megatron.core.transformer.initialization import input_init
+from megatron.core.transformer.inputs import LayerInputs
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.stack import FEED_FORWARD, SELF_ATTENTION, Branch, BranchPlace, StackConfig
 from tasks.fine_tuning.model import BertClassifier
 from tasks.fine_tuning.train_spec import ACCURACY, LOSS, ClassificationSpec, LabelledData
 
@@ -157,7 +163,48 @@ def t5_wires(config: ModelConfig, stage: Stage, hidden: Callable[[int], TensorSp
     return {"hidden": hidden(LENGTH // 2), "encoder_hidden_states": hidden(LENGTH)}
 
 
+class GatedFeedForward(nn.Module):
+    """A feed-forward network scaled token by token, whose gate has a loss of its own, as a router's is."""
+
+    def __init__(self, place: BranchPlace) -> None:
+        super().__init__()
+        config, self._context = place.stack.model, place.context
+        self.gate = ReplicatedLinear(config.hidden_size, 4, place.context, init=input_init(config))
+        self.inner = MLP(config, place.context)
+
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """``[s, b, h] -> [s, b, h]``."""
+        shares = self.gate(x).softmax(-1)
+        total, tokens = 4 * shares.square().sum(), shares[..., 0].numel()
+        out = self.inner(x, inputs) * shares[..., :1]
+        return inputs.side_losses.add(out, GATE, total, tokens, context=self._context, coefficient=0.7)
+
+
+GATE = "gate loss"
+GATED = Branch("gated_mlp", "pre_gate_layernorm", "gated mlp", GatedFeedForward)
+
+
+class GatedSpec(GPTSpec):
+    """GPT with a side loss, a mean over all tokens in every second layer."""
+
+    def loss_names(self, run: RunConfig) -> tuple[str, ...]:
+        """The gates', too."""
+        return ("lm loss", GATE)
+
+    def counts(self, microbatch: Microbatch, context: ParallelContext) -> dict[str, Tensor]:
+        """All tokens have a gate."""
+        found, labels = super().counts(microbatch, context), microbatch.tensors.get("labels")
+        return found if labels is None else found | {GATE: torch.tensor(labels.numel())}
+
+
+def gated_model(config: ModelConfig, context: ParallelContext, **options: Any) -> GPTModel:
+    """Layers of two kinds in turn: attention with a plain feed-forward network, and a gated one alone."""
+    stack = StackConfig(config, causal=True, pattern=((SELF_ATTENTION, FEED_FORWARD), (GATED,)))
+    return GPTModel(config, context, stack=stack, **options)
+
+
 FAMILIES = {
+    "gated": Family(GatedSpec(), gated_model, causal_batch, ("lm loss", GATE), optional=("document_ids",)),
     "gpt": Family(GPTSpec(), GPTModel, causal_batch, ("lm loss",), optional=("document_ids",)),
     "bert": Family(BertSpec(), BertModel, masked_batch, (WORDS, ORDER)),
     "classes": answering(choices=1, classes=3),

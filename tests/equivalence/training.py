@@ -33,7 +33,7 @@ from megatron.training.checkpoints.trained_model import model_state, named_param
 from megatron.training.evaluation.parity import Observed, parts_of, whole_gradients
 from megatron.training.run.data import held_slices
 from megatron.training.run.pipeline import Plans, routes
-from megatron.training.step import loss_weights, total_counts
+from megatron.training.step import global_loss, loss_weights, total_counts
 from tests.equivalence.families import FAMILIES, GLOBAL_BATCH, LENGTH, VOCABULARY, Family
 
 STEPS = 3
@@ -129,10 +129,11 @@ def train(context: ParallelContext, settings: Mapping[str, Any], layout: Layout)
         sync.finish()
         here = torch.zeros(2, dtype=torch.float64) if loss is None else torch.stack((loss.sum, loss.count))
         total = all_reduce(here, context.mesh, "pp", "dp", "cp")
+        parts = global_loss(loss, family.losses, context)
         if step == 0:
             outcome.gradients = whole_gradients(buffers, context.mesh, sharded=layout.sharded)
         update = optimizer.update(count=total[1].item(), lr=1e-2, weight_decay=0.1)
-        outcome.losses.append((total[0] / total[1]).item())
+        outcome.losses += [(total[0] / total[1]).item(), *parts.means.values()]
         assert update.grad_norm is not None
         outcome.grad_norms.append(update.grad_norm)
     outcome.weights = parts_of(model_state(*models), context.mesh)

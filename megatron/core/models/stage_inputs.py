@@ -1,4 +1,4 @@
-"""What models that are chains of layers have in common: hidden states between their stages, and a microbatch's work."""
+"""What chains of layers have in common: hidden states between their stages, and the workload of a microbatch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from megatron.config.run import RunConfig
 from megatron.core.models.stage import Stage
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.costs import Work
+from megatron.core.parallel.costs import Workload
 from megatron.core.pipeline_parallel.chunk import TensorSpec
 
 
@@ -31,12 +31,12 @@ def hidden_spec(
     return TensorSpec((held, run.training.micro_batch_size * sequences, model.hidden_size), dtype)
 
 
-def work_of(
+def workload_of(
     run: RunConfig, context: ParallelContext, *, sequences: int = 1, has_padding: bool = False, predicted: float = 1.0
-) -> Work:
-    """Of a microbatch of samples of ``sequences`` sequences; see ``Work``."""
+) -> Workload:
+    """Of a microbatch of samples of ``sequences`` sequences; see ``Workload``."""
     wide = run.model.fp32_residual_connection and context.dtype.itemsize < 4
-    return Work(
+    return Workload(
         context=context,
         batch=run.training.micro_batch_size * sequences,
         length=run.data.seq_length,

@@ -14,7 +14,7 @@ from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.stage import Stage
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.costs import Work
+from megatron.core.parallel.costs import Workload
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs, TensorSpec
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.transformer.block import RecomputePlan
@@ -89,7 +89,7 @@ class TrainSpec(Hashable, Protocol):
         """Training, validation and test data."""
         ...
 
-    def work(self, run: RunConfig, context: ParallelContext) -> Work:
+    def workload(self, run: RunConfig, context: ParallelContext) -> Workload:
         """A microbatch of the run, as modules are told about it that say what they cost."""
         ...
 

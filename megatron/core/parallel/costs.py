@@ -12,7 +12,7 @@ from megatron.core.parallel.context import ParallelContext
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class Workload:
     """One microbatch, as far as costs depend on it.
 
     ``batch``: sequences, of ``length`` tokens before ranks divide them. ``encoder_length``: tokens that cross-attention
@@ -48,7 +48,7 @@ class Work:
         """Bytes of an element of the model's type."""
         return self.context.dtype.itemsize
 
-    def of_encoder(self) -> Work:
+    def of_encoder(self) -> Workload:
         """The same microbatch where a decoder reads what its encoder made."""
         return dataclasses.replace(self, length=self.encoder_length)
 
@@ -77,19 +77,19 @@ class Costs:
         )
 
 
-def costs_of(module: nn.Module | None, work: Work) -> Costs:
-    """What a training step's forward pass over ``work`` costs in a module and those inside it: what its own method
-    ``costs(work)`` says, else what its children say. Parameters of which nobody speaks make its class ``untold``.
+def costs_of(module: nn.Module | None, workload: Workload) -> Costs:
+    """What a training step's forward pass over ``workload`` costs in a module and those inside it: what its own method
+    ``costs(workload)`` says, else what its children say. Parameters of which nobody speaks make its class ``untold``.
     """
     if module is None:
         return Costs()
-    told: Callable[[Work], Costs] | None = getattr(module, "costs", None)
+    told: Callable[[Workload], Costs] | None = getattr(module, "costs", None)
     if told is not None:
-        return told(work)
+        return told(workload)
     own = frozenset({type(module).__name__}) if any(True for _ in module.parameters(recurse=False)) else frozenset()
-    return total_of(module.children(), work) + Costs(untold=own)
+    return total_of(module.children(), workload) + Costs(untold=own)
 
 
-def total_of(modules: Iterable[nn.Module | None], work: Work) -> Costs:
+def total_of(modules: Iterable[nn.Module | None], workload: Workload) -> Costs:
     """Of several modules that see the same tokens, one after the other."""
-    return sum((costs_of(module, work) for module in modules), start=Costs())
+    return sum((costs_of(module, workload) for module in modules), start=Costs())

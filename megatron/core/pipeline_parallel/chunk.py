@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.parallel.rng import StreamKey
+from megatron.core.parallel.side_losses import SideLosses
 
 StageInputs = dict[str, Tensor]
 """What one stage hands the next: tensors by name. Those of floating type carry gradients back."""
@@ -46,6 +47,11 @@ class Microbatch:
     backward_scale: float = 1.0
     loss_weights: Mapping[str, Tensor] = field(default_factory=dict)
 
+    @functools.cached_property
+    def side_losses(self) -> SideLosses:
+        """Takes the losses that layers report; one for all of this rank's parts of the model."""
+        return SideLosses(backward_scale=self.backward_scale, weights=self.loss_weights)
+
 
 @dataclass(frozen=True)
 class LossSum:
@@ -66,9 +72,17 @@ class LossSum:
         )
 
     def plus(self, other: LossSum) -> LossSum:
-        """Sums and counts of both."""
-        parts = {name: part + other.parts[name] for name, part in self.parts.items()}
+        """Sums and counts of both, and of the parts that one of them has."""
+        parts = dict(self.parts)
+        for name, part in other.parts.items():
+            parts[name] = parts[name] + part if name in parts else part
         return LossSum(self.sum + other.sum, self.count + other.count, parts)
+
+    @classmethod
+    def of_parts(cls, parts: Mapping[str, Tensor]) -> LossSum:
+        """Parts to report, ``[sum, count]`` each, beside a loss whose gradient they are not in."""
+        nothing = next(iter(parts.values())).new_zeros(())
+        return cls(nothing, nothing, parts)
 
     @classmethod
     def of(cls, parts: Mapping[str, tuple[Tensor, Tensor]], *, weights: Mapping[str, Tensor] | None = None) -> LossSum:

@@ -53,6 +53,10 @@ class _Step:
     transfers: dict[Message, Transfer] = field(default_factory=dict)
     loss: LossSum | None = None
 
+    def report(self, loss: LossSum) -> None:
+        """Add a loss, or parts of one, to what the step returns."""
+        self.loss = loss if self.loss is None else self.loss.plus(loss)
+
 
 class Runner:
     """Runs a rank's plan over its chunks.
@@ -82,7 +86,8 @@ class Runner:
     def step(self, plan: Plan, microbatches: Sequence[Microbatch]) -> LossSum | None:
         """Execute ``plan``; gradients of the loss sum times each ``backward_scale`` accumulate in the parameters.
 
-        Returns the loss of all microbatches together, without a graph; None on a rank that doesn't hold the last stage.
+        Returns the loss of all microbatches together, without a graph: on ranks without the last stage only parts that
+        their layers reported, or None.
         Raises ParallelError, which names stages and microbatch, when a message doesn't come through.
         """
         last = {(action.chunk, action.kind): action for action in plan if isinstance(action, Action)}
@@ -126,12 +131,15 @@ class Runner:
         kept = _Kept(stage_inputs)
         if isinstance(output, LossSum):
             kept.loss = output.sum
-            step.loss = output.detached() if step.loss is None else step.loss.plus(output.detached())
+            step.report(output.detached())
         else:
             floating = {name: tensor for name, tensor in output.items() if tensor.is_floating_point()}
             kept.outputs = {name: TensorSpec.of(tensor) for name, tensor in floating.items()}
             kept.ends = {name: _end_of_graph(tensor) for name, tensor in floating.items() if tensor.requires_grad}
             step.stage_inputs[key] = {name: tensor.detach() for name, tensor in output.items()}
+        reported = microbatch.side_losses.take()
+        if reported:
+            step.report(LossSum.of_parts(reported))
         if step.trains:
             step.kept[key] = kept
 

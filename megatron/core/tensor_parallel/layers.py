@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.costs import Costs, Work
+from megatron.core.parallel.costs import Costs, Workload
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.sharding import Sharding, SharedRows, sharding_of
 from megatron.core.tensor_parallel.initialize import Constant, Initialization, parameter
@@ -56,9 +56,9 @@ class ColumnParallelLinear(nn.Module):
             return linear(x, self.weight, self.bias, context, gathers=True)
         return linear(enter(x, context), self.weight, self.bias, context)
 
-    def costs(self, work: Work) -> Costs:
+    def costs(self, workload: Workload) -> Costs:
         """Keeps its input: what is gathered for the product isn't kept."""
-        return _product(self.weight, work, kept=work.rows)
+        return _product(self.weight, workload, kept=workload.rows)
 
 
 class RowParallelLinear(nn.Module):
@@ -83,9 +83,9 @@ class RowParallelLinear(nn.Module):
             bias = bias * 0
         return leave(linear(x, self.weight, bias, self._context), self._context)
 
-    def costs(self, work: Work) -> Costs:
+    def costs(self, workload: Workload) -> Costs:
         """Keeps its input."""
-        return _product(self.weight, work, kept=work.tokens)
+        return _product(self.weight, workload, kept=workload.tokens)
 
 
 class ReplicatedLinear(nn.Module):
@@ -113,16 +113,16 @@ class ReplicatedLinear(nn.Module):
         """Multiply."""
         return linear(x, self.weight, self.bias, self._context)
 
-    def costs(self, work: Work) -> Costs:
+    def costs(self, workload: Workload) -> Costs:
         """Keeps its input."""
-        return _product(self.weight, work, kept=work.rows)
+        return _product(self.weight, workload, kept=workload.rows)
 
 
-def _product(weight: nn.Parameter, work: Work, *, kept: int) -> Costs:
+def _product(weight: nn.Parameter, workload: Workload, *, kept: int) -> Costs:
     """Of a product with ``weight`` that keeps ``kept`` rows; its gradient is made while the layer's are."""
     outputs, inputs = sharding_of(weight).shape
-    held = weight.shape[1] * work.width
-    return Costs(2.0 * outputs * inputs * work.all_tokens, kept=kept * held, working=weight.shape[0] * held)
+    held = weight.shape[1] * workload.width
+    return Costs(2.0 * outputs * inputs * workload.all_tokens, kept=kept * held, working=weight.shape[0] * held)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -154,6 +154,6 @@ class VocabParallelEmbedding(nn.Module):
         vectors = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
         return leave(vectors.masked_fill(elsewhere.unsqueeze(-1), 0.0), self._context)
 
-    def costs(self, work: Work) -> Costs:
+    def costs(self, workload: Workload) -> Costs:
         """Keeps the ids, and which of them other ranks look up."""
-        return Costs(kept=9 * work.tokens)
+        return Costs(kept=9 * workload.tokens)

@@ -15,7 +15,7 @@ from megatron.core.context_parallel.visible import Documents
 from megatron.core.ops.attention import AttentionOptions
 from megatron.core.ops.rotary import apply_rotary
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.costs import Costs, Work, costs_of, total_of
+from megatron.core.parallel.costs import Costs, Workload, costs_of, total_of
 from megatron.core.parallel.recompute import recomputed
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.sharding import SharedRows
@@ -126,14 +126,14 @@ class Attention(nn.Module):
             backend=config.attention_backend,
         )
 
-    def _with_scores(self, matmuls: Costs, work: Work, *, keys: int, projected: int, is_padded: bool) -> Costs:
+    def _with_scores(self, matmuls: Costs, workload: Workload, *, keys: int, projected: int, is_padded: bool) -> Costs:
         """Costs of ``matmuls``, and of attention to ``keys`` keys between them, which is given ``projected`` bytes.
 
         A kernel keeps its inputs and one fp32 number for each query, with padding its result, too; others keep every
         score, or make the scores again.
         """
         ranks, kind = self._context.mesh.size("cp"), self._comm_type
-        scores = self._scores(work, keys=keys)
+        scores = self._scores(workload, keys=keys)
         kept, again = projected, 0
         if self._recompute_core and kind == "a2a":
             again = scores
@@ -141,21 +141,23 @@ class Attention(nn.Module):
             kept += scores
         elif not self._recompute_core:
             keeps_result = is_padded and self._config.attention_dropout == 0 and kind == "a2a"
-            kept += work.tokens * (4 * self._queries // self._head_dim + self._queries * work.width * keeps_result)
+            kept += workload.tokens * (
+                4 * self._queries // self._head_dim + self._queries * workload.width * keeps_result
+            )
         # Gradients of queries, keys and values, and the keys of other ranks with theirs.
         exchanged = 0 if kind == "a2a" else 2 * ranks if kind == "all_gather" else 4
-        gradients = 2 * work.tokens * (self._queries + (2 + exchanged) * self._keys) * work.width
-        flops = 4.0 * self._width * work.all_tokens * keys / (2 if self._causal else 1)
+        gradients = 2 * workload.tokens * (self._queries + (2 + exchanged) * self._keys) * workload.width
+        flops = 4.0 * self._width * workload.all_tokens * keys / (2 if self._causal else 1)
         return Costs(
             matmuls.flops + flops, matmuls.kept + kept, matmuls.working + gradients + again, untold=matmuls.untold
         )
 
-    def _scores(self, work: Work, *, keys: int) -> int:
+    def _scores(self, workload: Workload, *, keys: int) -> int:
         """Bytes of explicit scores: every pair's, with dropout also what it leaves and where."""
-        wide = 4 if self._config.attention_softmax_in_fp32 else work.width
-        rounded = work.width if wide != work.width else 0
-        after_softmax = 1 + work.width if self._config.attention_dropout > 0 else rounded
-        return work.tokens * keys * (self._queries // self._head_dim) * (wide + after_softmax)
+        wide = 4 if self._config.attention_softmax_in_fp32 else workload.width
+        rounded = workload.width if wide != workload.width else 0
+        after_softmax = 1 + workload.width if self._config.attention_dropout > 0 else rounded
+        return workload.tokens * keys * (self._queries // self._head_dim) * (wide + after_softmax)
 
     @property
     def _keeps_scores(self) -> bool:
@@ -212,29 +214,29 @@ class SelfAttention(Attention):
         query = fused[..., :per_group, :].reshape(length, batch, self._groups * per_group, self._head_dim)
         return query, fused[..., per_group, :], fused[..., per_group + 1, :]
 
-    def costs(self, work: Work) -> Costs:
+    def costs(self, workload: Workload) -> Costs:
         """Its matmuls, and attention of every token to the sequence."""
         has_bias = self._config.position_embedding_type == "relative"
-        matmuls = total_of((self.linear_qkv, self.linear_proj), work)
+        matmuls = total_of((self.linear_qkv, self.linear_proj), workload)
         return self._with_scores(
             matmuls,
-            work,
-            keys=work.length,
-            projected=self._projected(work),
-            is_padded=work.has_padding and not has_bias,
+            workload,
+            keys=workload.length,
+            projected=self._projected(workload),
+            is_padded=workload.has_padding and not has_bias,
         )
 
-    def _scores(self, work: Work, *, keys: int) -> int:
+    def _scores(self, workload: Workload, *, keys: int) -> int:
         """With what products of explicit scores are given (keys repeated for each head), and which pairs are causal."""
-        wide = 4 if self._config.attention_softmax_in_fp32 else work.width
-        given = work.tokens * self._queries * (2 * wide + work.width)
-        return super()._scores(work, keys=keys) + given + keys**2
+        wide = 4 if self._config.attention_softmax_in_fp32 else workload.width
+        given = workload.tokens * self._queries * (2 * wide + workload.width)
+        return super()._scores(workload, keys=keys) + given + keys**2
 
-    def _projected(self, work: Work) -> int:
+    def _projected(self, workload: Workload) -> int:
         """Bytes of query, key and value: the fused projection, and those that rotation, norm or grouping make anew."""
         queries, keys, config = self._queries, self._keys, self._config
         if self._keeps_scores and not self._recompute_core and self._comm_type == "a2a":
-            return work.tokens * (queries + 2 * keys) * work.width * config.qk_layernorm
+            return workload.tokens * (queries + 2 * keys) * workload.width * config.qk_layernorm
         moved = config.position_embedding_type == "rope" or config.qk_layernorm
         grouped = config.num_query_groups != config.num_attention_heads
         one_group = self._groups == 1  # its queries lie side by side
@@ -243,8 +245,8 @@ class SelfAttention(Attention):
         if heads_split_over(self._comm_type, self._context) > 1:
             # What arrives, and the result that is sent back; norms keep what they were given.
             given = queries + 2 * keys + again if config.qk_layernorm else 0
-            return work.tokens * (2 * queries + 2 * keys + given) * work.width
-        return work.tokens * (queries + 2 * keys + anew + again) * work.width
+            return workload.tokens * (2 * queries + 2 * keys + given) * workload.width
+        return workload.tokens * (queries + 2 * keys + anew + again) * workload.width
 
 
 class CrossAttention(Attention):
@@ -271,12 +273,12 @@ class CrossAttention(Attention):
         seen = Seen(attention_mask=inputs.encoder_attention_mask)
         return self._mix(query, key, fused[..., 1, :], inputs.rng_key, seen)
 
-    def costs(self, work: Work) -> Costs:
+    def costs(self, workload: Workload) -> Costs:
         """Its matmuls, and attention of every token to the encoder's; all layers share what the encoder made."""
-        encoded, config = work.of_encoder(), self._config
+        encoded, config = workload.of_encoder(), self._config
         shared = dataclasses.replace(costs_of(self.linear_kv, encoded), kept=0)
-        projected = (work.tokens * self._queries + encoded.tokens * 2 * self._keys) * work.width
+        projected = (workload.tokens * self._queries + encoded.tokens * 2 * self._keys) * workload.width
         if config.qk_layernorm:
-            projected += (work.tokens * self._queries + encoded.tokens * self._keys) * work.width
-        matmuls = total_of((self.linear_q, self.linear_proj), work) + shared
-        return self._with_scores(matmuls, work, keys=work.encoder_length, projected=projected, is_padded=True)
+            projected += (workload.tokens * self._queries + encoded.tokens * self._keys) * workload.width
+        matmuls = total_of((self.linear_q, self.linear_proj), workload) + shared
+        return self._with_scores(matmuls, workload, keys=workload.encoder_length, projected=projected, is_padded=True)

@@ -9,14 +9,14 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from megatron.config.model import ModelConfig
 from megatron.config.training import TrainingConfig
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.costs import Costs, Work, costs_of
+from megatron.core.parallel.costs import Costs, Workload, costs_of
 from megatron.core.parallel.recompute import recomputed
 from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.norm import Norm
+from megatron.core.transformer.stack import StackConfig
 
 
 @dataclass(frozen=True)
@@ -51,36 +51,28 @@ class RecomputePlan:
 
 
 class TransformerBlock(nn.Module):
-    """The layers of one stage, named by their number in the whole stack, and the final norm of the stack on its last.
-
-    ``first``: number in the whole model of the stack's first layer, for a model of more stacks than one. ``cross``:
-    whether layers attend to what an encoder made, too.
-    """
+    """The layers of one stage, named by their number in the stack, and the final norm of the stack on its last."""
 
     def __init__(
         self,
-        config: ModelConfig,
+        stack: StackConfig,
         context: ParallelContext,
         *,
         layer_numbers: Sequence[int],
         final_norm: bool,
-        causal: bool,
         recompute: RecomputePlan,
-        first: int = 0,
-        cross: bool = False,
     ) -> None:
         super().__init__()
-        self._recompute, self._hidden_size = recompute, config.hidden_size
+        model = stack.model
+        self._recompute, self._hidden_size = recompute, model.hidden_size
         selective = recompute.granularity == "selective"
         self.layers = nn.ModuleDict(
             {
-                str(number): TransformerLayer(
-                    config, context, number=first + number, causal=causal, cross=cross, recompute_core=selective
-                )
+                str(number): TransformerLayer(stack, context, number=number, recompute_core=selective)
                 for number in layer_numbers
             }
         )
-        self.final_layernorm = Norm(config.hidden_size, config, context) if final_norm else None
+        self.final_layernorm = Norm(model.hidden_size, model, context) if final_norm else None
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """``[s, b, h] -> [s, b, h]``."""
@@ -91,13 +83,16 @@ class TransformerBlock(nn.Module):
                 x = self._run(x, inputs, start, stop)
         return x if self.final_layernorm is None else self.final_layernorm(x)
 
-    def costs(self, work: Work) -> Costs:
+    def costs(self, workload: Workload) -> Costs:
         """A run of layers that is recomputed keeps its input, and works with what its layers would keep."""
-        layers, found = [costs_of(layer, work) for layer in self.layers.values()], costs_of(self.final_layernorm, work)
+        layers, found = (
+            [costs_of(layer, workload) for layer in self.layers.values()],
+            costs_of(self.final_layernorm, workload),
+        )
         for start, stop, recompute in self._recompute.runs(len(layers)):
             run = sum(layers[start:stop], start=Costs())
             if recompute:
-                given = work.rows * self._hidden_size * work.stream_width
+                given = workload.rows * self._hidden_size * workload.stream_width
                 run = dataclasses.replace(run, kept=given, working=run.working + run.kept)
             found += run
         return found

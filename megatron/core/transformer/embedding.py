@@ -10,7 +10,7 @@ from megatron.config.model import ModelConfig
 from megatron.core.context_parallel.slicing import take
 from megatron.core.ops.dropout import dropout
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.costs import Costs, Work, costs_of
+from megatron.core.parallel.costs import Costs, Workload, costs_of
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.sharding import Sharding
 from megatron.core.tensor_parallel.layers import (
@@ -112,7 +112,7 @@ class LanguageModelEmbedding(nn.Module):
         self._context.rng.enter(rng_key, stream)
         return dropout(x, self._config.hidden_dropout, self._context.hidden_generator)
 
-    def costs(self, work: Work) -> Costs:
+    def costs(self, workload: Workload) -> Costs:
         """The words' look-up, and a mask of dropout."""
-        mask = work.rows * self._config.hidden_size * (self._config.hidden_dropout > 0)
-        return costs_of(self.word_embeddings, work) + Costs(kept=mask)
+        mask = workload.rows * self._config.hidden_size * (self._config.hidden_dropout > 0)
+        return costs_of(self.word_embeddings, workload) + Costs(kept=mask)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import Tensor
@@ -10,13 +10,14 @@ from torch import Tensor
 from megatron.core.context_parallel.visible import Documents
 from megatron.core.ops.rotary import RotaryTable
 from megatron.core.parallel.rng import StreamKey
+from megatron.core.parallel.side_losses import SideLosses
 
 
 @dataclass(frozen=True)
 class LayerInputs:
     """``rng_key``: the microbatch's random streams. ``rotary``: cos and sin for the positions, or None.
     ``document_ids``: ``[b, S]``; attention stays within a document. ``attention_mask``: ``[b, S]``, True where real.
-    ``bias``: ``[n, s, S]``, added to the scores of self-attention.
+    ``bias``: ``[n, s, S]``, added to the scores of self-attention. ``side_losses``: takes the losses of layers.
 
     For cross-attention: ``encoder_hidden_states`` ``[t, b, h]``, what the encoder made, and its own
     ``encoder_attention_mask`` ``[b, T]``.
@@ -27,6 +28,7 @@ class LayerInputs:
     document_ids: Tensor | None = None
     attention_mask: Tensor | None = None
     bias: Tensor | None = None
+    side_losses: SideLosses = field(default_factory=SideLosses)
     encoder_hidden_states: Tensor | None = None
     encoder_attention_mask: Tensor | None = None
 

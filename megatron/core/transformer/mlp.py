@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.core.ops.activation import activation, gated_activation
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.costs import Costs, Work, total_of
+from megatron.core.parallel.costs import Costs, Workload, total_of
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.initialization import input_init, output_init
+from megatron.core.transformer.inputs import LayerInputs
 
 
 class MLP(nn.Module):
@@ -28,17 +29,17 @@ class MLP(nn.Module):
         )
         self.linear_fc2 = RowParallelLinear(inner, hidden, context, init=output_init(config), bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """``[s, b, h] -> [s, b, h]``, through ``[S, b, f/tp]``."""
         inner = self.linear_fc1(x)
         inner = gated_activation(inner, self._kind) if self._gated else activation(inner, self._kind)
         out: Tensor = self.linear_fc2(inner)
         return out
 
-    def costs(self, work: Work) -> Costs:
+    def costs(self, workload: Workload) -> Costs:
         """Keeps what the activation is given; a plain ReLU keeps what it gives, which is the second matmul's input."""
         given, given_on = (linear.weight.shape[dim] for linear, dim in ((self.linear_fc1, 0), (self.linear_fc2, 1)))
-        kept = 0 if self._kind == "relu" and not self._gated else work.tokens * given * work.width
-        matmuls = total_of((self.linear_fc1, self.linear_fc2), work)
-        gradients = work.tokens * (given + given_on) * work.width
+        kept = 0 if self._kind == "relu" and not self._gated else workload.tokens * given * workload.width
+        matmuls = total_of((self.linear_fc1, self.linear_fc2), workload)
+        gradients = workload.tokens * (given + given_on) * workload.width
         return dataclasses.replace(matmuls, kept=matmuls.kept + kept, working=matmuls.working + gradients)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.core.ops.norm import layer_norm, rms_norm
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.costs import Costs, Work
+from megatron.core.parallel.costs import Costs, Workload
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.sharding import Sharding
 from megatron.core.tensor_parallel.initialize import Constant
@@ -39,6 +39,6 @@ class Norm(nn.Module):
             return layer_norm(x, weight, self.bias, eps=self._eps).to(self.weight.dtype)
         return rms_norm(x, weight, eps=self._eps).to(self.weight.dtype)
 
-    def costs(self, work: Work) -> Costs:
+    def costs(self, workload: Workload) -> Costs:
         """On the residual stream: keeps its input."""
-        return Costs(kept=work.rows * self.weight.shape[0] * work.stream_width)
+        return Costs(kept=workload.rows * self.weight.shape[0] * workload.stream_width)

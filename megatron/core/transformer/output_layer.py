@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.core.parallel.collectives import all_gather
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.costs import Costs, Work
+from megatron.core.parallel.costs import Costs, Workload
 from megatron.core.parallel.sharding import Sharding
 from megatron.core.tensor_parallel.cross_entropy import (
     DEVICE_CHUNK,
@@ -154,14 +154,16 @@ class OutputLayer(nn.Module):
         self.bias = make_parameter(Sharding((config.vocab_size,), **split), Constant(0.0), context) if bias else None
 
 
-def vocabulary_costs(weight: Tensor, work: Work) -> Costs:
+def vocabulary_costs(weight: Tensor, workload: Workload) -> Costs:
     """Of ``vocabulary_output`` and its loss, which makes gradients on the way: those of hidden states and ``weight``
     exist together, and logits by chunks.
     """
     rows, hidden = weight.shape
-    logits = min(DEVICE_CHUNK // work.width, rows * work.tokens) * (work.width if work.width >= 4 else work.width + 4)
-    flops = 2.0 * rows * work.context.mesh.size("tp") * hidden * work.predicted * work.all_tokens
-    return Costs(flops, working=(2 * work.tokens + rows) * hidden * work.width + logits)
+    logits = min(DEVICE_CHUNK // workload.width, rows * workload.tokens) * (
+        workload.width if workload.width >= 4 else workload.width + 4
+    )
+    flops = 2.0 * rows * workload.context.mesh.size("tp") * hidden * workload.predicted * workload.all_tokens
+    return Costs(flops, working=(2 * workload.tokens + rows) * hidden * workload.width + logits)
 
 
 def vocabulary_output(

@@ -10,7 +10,7 @@ from megatron.config.model import ModelConfig
 from megatron.core.context_parallel.slicing import positions
 from megatron.core.ops.relative_positions import relative_buckets
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.costs import Costs, Work
+from megatron.core.parallel.costs import Costs, Workload
 from megatron.core.parallel.sharding import Sharding
 from megatron.core.tensor_parallel.layers import make_parameter
 from megatron.core.transformer.initialization import input_init
@@ -56,7 +56,7 @@ class RelativeBias(nn.Module):
         wide = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
         return F.embedding(buckets, wide).permute(2, 0, 1).to(self.weight.dtype).contiguous()
 
-    def costs(self, work: Work) -> Costs:
+    def costs(self, workload: Workload) -> Costs:
         """Keeps the bias of every pair and head, and the bucket of every pair, eight bytes each."""
-        pairs = work.length**2 // self._context.mesh.size("cp")
-        return Costs(kept=pairs * (8 + self.weight.shape[1] * work.width))
+        pairs = workload.length**2 // self._context.mesh.size("cp")
+        return Costs(kept=pairs * (8 + self.weight.shape[1] * workload.width))

@@ -13,7 +13,7 @@ from megatron.core.models.bert.config import TOKEN_TYPES
 from megatron.core.models.stage import Stage
 from megatron.core.ops.activation import activation
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.costs import Costs, Work, costs_of, total_of
+from megatron.core.parallel.costs import Costs, Workload, costs_of, total_of
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.tensor_parallel.initialize import initialize
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
@@ -25,6 +25,7 @@ from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.output_layer import OutputLayer, VocabularyOutput, vocabulary_costs, vocabulary_output
 from megatron.core.transformer.positions import RotaryPositions
+from megatron.core.transformer.stack import StackConfig
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,10 @@ class BertBody(nn.Module):
         self._config, self._context, self._is_last = config, context, stage.is_last
         self.embedding = LanguageModelEmbedding(config, context, token_types=TOKEN_TYPES) if stage.is_first else None
         self.encoder = TransformerBlock(
-            config,
+            StackConfig(config, causal=False),
             context,
             layer_numbers=stage.layers,
             final_norm=stage.is_last,
-            causal=False,
             recompute=recompute or RecomputePlan(),
         )
         self._rotary = RotaryPositions(config, context)
@@ -76,10 +76,10 @@ class BertBody(nn.Module):
         out: Tensor = self.encoder(hidden, inputs)
         return out
 
-    def costs(self, work: Work) -> Costs:
+    def costs(self, workload: Workload) -> Costs:
         """Of the body: embeddings and layers, and on the last stage hidden states with their gradient."""
-        working = 2 * work.rows * self._config.hidden_size * work.width * self._is_last
-        return total_of((self.embedding, self.encoder), work) + Costs(working=working)
+        working = 2 * workload.rows * self._config.hidden_size * workload.width * self._is_last
+        return total_of((self.embedding, self.encoder), workload) + Costs(working=working)
 
 
 class BertModel(BertBody):
@@ -131,12 +131,12 @@ class BertModel(BertBody):
         hidden = self.hidden_states(tokens, types, attention_mask=attention_mask, rng_key=rng_key, hidden=hidden)
         return self._output(hidden) if self._is_last else hidden
 
-    def costs(self, work: Work) -> Costs:
+    def costs(self, workload: Workload) -> Costs:
         """The body's, those of the words that are predicted, and of the order on one token."""
-        found = super().costs(work) + costs_of(self.lm_head, work)
+        found = super().costs(workload) + costs_of(self.lm_head, workload)
         if self._is_last:
-            found += vocabulary_costs(self._output_weight(), work)
-        return found + total_of((self.pooler, self.binary_head), dataclasses.replace(work, length=1))
+            found += vocabulary_costs(self._output_weight(), workload)
+        return found + total_of((self.pooler, self.binary_head), dataclasses.replace(workload, length=1))
 
     def _output_weight(self) -> Tensor:
         if self.output_layer is not None and self.output_layer.weight is not None:
@@ -168,9 +168,9 @@ class MaskedLMHead(nn.Module):
         out: Tensor = self.layer_norm(activation(self.dense(x), "gelu" if self._exact else "gelu_tanh"))
         return out
 
-    def costs(self, work: Work) -> Costs:
+    def costs(self, workload: Workload) -> Costs:
         """Keeps the inputs of the matmul, of the activation and of the norm."""
-        dense = self.dense.costs(work)
+        dense = self.dense.costs(workload)
         return dataclasses.replace(dense, kept=3 * dense.kept)
 
 

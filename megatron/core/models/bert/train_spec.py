@@ -19,10 +19,10 @@ from megatron.core.models.bert.config import BertConfig
 from megatron.core.models.bert.data import build_bert_splits
 from megatron.core.models.bert.model import BertModel, BertOutput
 from megatron.core.models.stage import Stage, stages_of
-from megatron.core.models.stage_inputs import hidden_stage_inputs, work_of
+from megatron.core.models.stage_inputs import hidden_stage_inputs, workload_of
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.costs import Work
+from megatron.core.parallel.costs import Workload
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs, TensorSpec
 from megatron.core.tokenizers.base import MaskingTokenizer, Tokenizer
 from megatron.core.transformer.block import RecomputePlan
@@ -133,9 +133,9 @@ class BertSpec:
             short_probability=bert.short_seq_prob,
         )
 
-    def work(self, run: RunConfig, context: ParallelContext) -> Work:
+    def workload(self, run: RunConfig, context: ParallelContext) -> Workload:
         """Texts with padding, of whose tokens those are predicted that are hidden."""
-        return work_of(run, context, has_padding=True, predicted=run.group(BertConfig).mask_prob)
+        return workload_of(run, context, has_padding=True, predicted=run.group(BertConfig).mask_prob)
 
 
 def _has_order(exchanged: Tensor, context: ParallelContext) -> Tensor:

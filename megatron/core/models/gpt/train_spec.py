@@ -15,10 +15,10 @@ from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.gpt.data import build_gpt_splits
 from megatron.core.models.gpt.model import GPTModel
 from megatron.core.models.stage import Stage, stages_of
-from megatron.core.models.stage_inputs import hidden_stage_inputs, work_of
+from megatron.core.models.stage_inputs import hidden_stage_inputs, workload_of
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.costs import Work
+from megatron.core.parallel.costs import Workload
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs, TensorSpec
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.transformer.block import RecomputePlan
@@ -87,6 +87,7 @@ class GPTSpec:
             rng_key=microbatch.rng_key,
             document_ids=microbatch.tensors.get("document_ids"),
             hidden=stage_inputs.get("hidden"),
+            side_losses=microbatch.side_losses,
         )
         return output if isinstance(output, VocabularyOutput) else {"hidden": output}
 
@@ -108,9 +109,9 @@ class GPTSpec:
             run.data, seed=run.training.seed, sizes=sizes, tokenizer=tokenizer, vocab_size=run.model.vocab_size
         )
 
-    def work(self, run: RunConfig, context: ParallelContext) -> Work:
+    def workload(self, run: RunConfig, context: ParallelContext) -> Workload:
         """Sequences of ``--seq-length`` tokens."""
-        return work_of(run, context)
+        return workload_of(run, context)
 
 
 TRAIN_SPEC: TrainSpec = GPTSpec()

@@ -12,7 +12,7 @@ from megatron.config.pipeline import EncoderDecoderLayers
 from megatron.core.models.stage import Stage
 from megatron.core.models.t5.config import T5Config
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.costs import Costs, Work, costs_of, total_of
+from megatron.core.parallel.costs import Costs, Workload, costs_of, total_of
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.tensor_parallel.initialize import initialize
 from megatron.core.transformer.block import RecomputePlan, TransformerBlock
@@ -21,6 +21,7 @@ from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.output_layer import OutputLayer, VocabularyOutput, vocabulary_costs, vocabulary_output
 from megatron.core.transformer.positions import RotaryPositions
 from megatron.core.transformer.relative import RelativeBias
+from megatron.core.transformer.stack import CROSS_ATTENTION, FEED_FORWARD, SELF_ATTENTION, StackConfig
 
 
 class T5Model(nn.Module):
@@ -53,11 +54,10 @@ class T5Model(nn.Module):
         plan = recompute or RecomputePlan()
         self.encoder = (
             TransformerBlock(
-                config,
+                StackConfig(config, causal=False),
                 context,
                 layer_numbers=held.encoder,
                 final_norm=held.closes_encoder,
-                causal=False,
                 recompute=plan,
             )
             if has_encoder
@@ -66,14 +66,16 @@ class T5Model(nn.Module):
         self.decoder_positions = self._relative_bias("decoder_positions") if has_decoder else None
         self.decoder = (
             TransformerBlock(
-                dataclasses.replace(config, num_layers=t5.decoder_num_layers),
+                StackConfig(
+                    dataclasses.replace(config, num_layers=t5.decoder_num_layers),
+                    causal=True,
+                    first=layers,
+                    pattern=((SELF_ATTENTION, CROSS_ATTENTION, FEED_FORWARD),),
+                ),
                 context,
                 layer_numbers=held.decoder,
                 final_norm=stage.is_last,
-                causal=True,
                 recompute=plan,
-                first=layers,
-                cross=True,
             )
             if has_decoder or stage.is_last
             else None
@@ -155,17 +157,17 @@ class T5Model(nn.Module):
         decoded: Tensor = self.decoder(hidden, inputs)
         return decoded
 
-    def costs(self, work: Work) -> Costs:
-        """Of the encoder over ``work.encoder_length`` tokens and the decoder over ``work.length``. Every stage of the
-        decoder keeps what the encoder made.
+    def costs(self, workload: Workload) -> Costs:
+        """Of the encoder over its tokens and the decoder over ``workload.length``. Every stage of
+        the decoder keeps what the encoder made.
         """
-        encoding, decoding = work.of_encoder(), dataclasses.replace(work, has_padding=False)
+        encoding, decoding = workload.of_encoder(), dataclasses.replace(workload, has_padding=False)
         found = total_of((self.encoder_positions, self.encoder), encoding)
         found += total_of((self.decoder_positions, self.decoder), decoding)
         for begins, stack in ((self._stage.is_first, encoding), (self._opens_decoder, decoding)):
             found += costs_of(self.embedding, stack) if begins else Costs()
         if self.decoder is not None:
-            found += Costs(kept=encoding.rows * self._config.hidden_size * work.width)
+            found += Costs(kept=encoding.rows * self._config.hidden_size * workload.width)
         return found + vocabulary_costs(self._output_weight(), decoding) if self._stage.is_last else found
 
     def _output_weight(self) -> Tensor:

@@ -15,13 +15,13 @@ from megatron.config.train_spec import group_among
 from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.stage import Stage, stages_of
-from megatron.core.models.stage_inputs import hidden_spec, work_of
+from megatron.core.models.stage_inputs import hidden_spec, workload_of
 from megatron.core.models.t5.config import T5Config
 from megatron.core.models.t5.data import build_t5_splits
 from megatron.core.models.t5.model import T5Model
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.costs import Work
+from megatron.core.parallel.costs import Workload
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs, TensorSpec
 from megatron.core.tokenizers.base import SpanTokenizer, Tokenizer
 from megatron.core.transformer.block import RecomputePlan
@@ -134,11 +134,11 @@ class T5Spec:
             short_probability=t5.short_seq_prob,
         )
 
-    def work(self, run: RunConfig, context: ParallelContext) -> Work:
+    def workload(self, run: RunConfig, context: ParallelContext) -> Workload:
         """Texts with padding for the encoder, shorter ones for the decoder."""
         length = run.group(T5Config).decoder_seq_length
         return dataclasses.replace(
-            work_of(run, context, has_padding=True), length=length, encoder_length=run.data.seq_length
+            workload_of(run, context, has_padding=True), length=length, encoder_length=run.data.seq_length
         )
 
 

@@ -1,0 +1,70 @@
+"""Losses that layers report beside hidden states, such as a router's: added up by name, each a sum and a count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.parallel.collectives import all_reduce
+from megatron.core.parallel.context import ParallelContext
+
+
+class SideLosses:
+    """Those of one microbatch on one rank, whatever part of the model it holds.
+
+    ``backward_scale``: the scale from which the microbatch's backward pass starts. ``weights``: by name, what makes the
+    sum of a loss a mean over its own count when all gradients are divided by the main loss's count.
+    """
+
+    def __init__(self, *, backward_scale: float = 1.0, weights: Mapping[str, Tensor] | None = None) -> None:
+        self._scale, self._weights = backward_scale, weights or {}
+        self._totals: dict[str, Tensor] = {}
+
+    def add(
+        self,
+        hidden: Tensor,
+        name: str,
+        total: Tensor,
+        count: float,
+        *,
+        context: ParallelContext,
+        coefficient: float = 1.0,
+    ) -> Tensor:
+        """``hidden``, whose backward pass also starts that of ``coefficient`` times the loss.
+
+        ``total``: sum of what the loss is a mean of, over the ``count`` tokens that this rank has outside the
+        tensor-parallel regions. With sequence parallelism a small collective of the tensor-parallel ranks.
+        """
+        value = torch.stack((total.detach(), torch.full_like(total, count, requires_grad=False)))
+        if context.sequence_parallel:
+            value = all_reduce(value, context.mesh, "tp")
+        self._totals[name] = self._totals[name] + value if name in self._totals else value
+        if not torch.is_grad_enabled():
+            return hidden
+        scale = coefficient * self._scale * self._weights.get(name, torch.ones((), device=total.device))
+        with_loss: Tensor = _WithLoss.apply(hidden, total, scale)  # type: ignore[no-untyped-call]
+        return with_loss
+
+    def take(self) -> dict[str, Tensor]:
+        """``[sum, count]`` by name of what was reported since the last call.
+
+        Called after each forward pass; what layers report again when they are recomputed comes too late to be taken.
+        """
+        totals, self._totals = self._totals, {}
+        return totals
+
+
+class _WithLoss(torch.autograd.Function):
+    """The first argument, whose gradient starts that of the second."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, total: Tensor, scale: Tensor) -> Tensor:
+        ctx.scale = scale.to(total.dtype)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, ctx.scale, None

@@ -1,0 +1,101 @@
+"""What a stack of layers is made of: the sizes they share, and the residual branches of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.transformer.attention import CrossAttention, SelfAttention
+from megatron.core.transformer.inputs import LayerInputs
+from megatron.core.transformer.mlp import MLP
+
+
+@dataclass(frozen=True, eq=False)
+class BranchPlace:
+    """Where a branch is built: number of its layer in the whole model, and settings of its stack.
+
+    ``recompute_core``: attention is to compute its scores again in the backward pass.
+    """
+
+    stack: StackConfig
+    context: ParallelContext
+    number: int
+    recompute_core: bool
+
+
+class BranchBuilder(Protocol):
+    """Makes the module of a branch."""
+
+    def __call__(self, place: BranchPlace) -> nn.Module:
+        """A module with ``forward(x, inputs)``, ``[s, b, h] -> [s, b, h]``, as ``BranchModule``."""
+        ...
+
+
+class BranchModule(Protocol):
+    """What a layer adds to the residual stream."""
+
+    def __call__(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """``[s, b, h] -> [s, b, h]``; ``x`` is normalized. Side losses go to ``inputs.side_losses``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A kind of residual branch, ``x + module(norm(x))`` with dropout on what is added.
+
+    ``name``, ``norm``: of its module and its norm, in the names of parameters. ``stream``: of its dropout's random
+    numbers.
+    """
+
+    name: str
+    norm: str
+    stream: str
+    build: BranchBuilder
+
+
+SELF_ATTENTION = Branch(
+    "self_attention",
+    "input_layernorm",
+    "attention",
+    lambda place: SelfAttention(
+        place.stack.model,
+        place.context,
+        number=place.number,
+        causal=place.stack.causal,
+        recompute_core=place.recompute_core,
+    ),
+)
+CROSS_ATTENTION = Branch(
+    "cross_attention",
+    "pre_cross_attn_layernorm",
+    "cross attention",
+    lambda place: CrossAttention(
+        place.stack.model, place.context, number=place.number, recompute_core=place.recompute_core
+    ),
+)
+FEED_FORWARD = Branch("mlp", "pre_mlp_layernorm", "mlp", lambda place: MLP(place.stack.model, place.context))
+
+Layer = tuple[Branch, ...]
+"""The residual branches of a layer, one after the other."""
+
+
+@dataclass(frozen=True)
+class StackConfig:
+    """One stack of layers of a model.
+
+    ``model``: what all its layers share, and how many they are. ``first``: number of its first layer in the whole
+    model. ``pattern``: layers that the stack repeats.
+    """
+
+    model: ModelConfig
+    causal: bool
+    first: int = 0
+    pattern: tuple[Layer, ...] = ((SELF_ATTENTION, FEED_FORWARD),)
+
+    def layer(self, number: int) -> Layer:
+        """Branches of layer ``number`` of the stack."""
+        return self.pattern[number % len(self.pattern)]
