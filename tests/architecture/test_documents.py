@@ -78,7 +78,7 @@ def help_of(script: str) -> str:
     output = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
         patch.setattr(sys, "argv", [script, "--help"])
-        patch.setattr(sys, "path", [str(ROOT), *sys.path])
+        patch.setattr(sys, "path", [str((ROOT / script).parent), str(ROOT), *sys.path])
         runpy.run_path(str(ROOT / script), run_name="__main__")
     return output.getvalue()
 

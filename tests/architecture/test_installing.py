@@ -40,6 +40,7 @@ def bad_installs(text: str, setup: dict[str, Any]) -> list[str]:
         is_ours = wanted.startswith(".") and (
             extras is None or set(extras[1].split(",")) <= set(setup["extras_require"])
         )
+        is_ours = is_ours or (ROOT / wanted / "pyproject.toml").is_file()
         if not (is_ours or (name and name[0] in known and "[" not in wanted)):
             found.append(" ".join(match[0].split())[:80])
     return found
@@ -67,6 +68,8 @@ def test_nobody_is_asked_to_install_somebody_elses_package() -> None:
         ("pip install pretrain-megatron", True),  # ours, but on no index
         ("pip install -e '.[huggingface,plot]'", False),
         ("pip install -e .", False),
+        ("pip install --no-deps -e examples/own_model", False),
+        ("pip install -e examples/other", True),
         ("needs PyYAML: pip install pyyaml, or write the settings as JSON", False),
         ('pip install --no-deps --target FOLDER\n"megatron-core==0.12.*"', False),
     ],

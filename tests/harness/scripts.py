@@ -72,4 +72,5 @@ def _run(script: str, words: list[str], variables: Mapping[str, str], log: str) 
     os.dup2(output, 2)
     os.environ.update(variables)
     sys.argv = [script, *words]
+    sys.path.insert(0, str((REPOSITORY / script).parent))
     runpy.run_path(str(REPOSITORY / script), run_name="__main__")

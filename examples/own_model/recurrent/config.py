@@ -1,0 +1,49 @@
+"""Settings: one flag beside those of every model, and what such a model can't be combined with. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.config.flags import check_flags, flag
+from megatron.config.run import RunConfig
+from megatron.config.train_spec import Rule, TrainSpecConfig
+
+
+@check_flags
+@dataclass(frozen=True, kw_only=True)
+class RecurrentConfig(TrainSpecConfig):
+    """Flags of pretrain_own.py alone."""
+
+    family: ClassVar[str] = "recurrent"
+    title: ClassVar[str] = "Recurrent"
+    position_embedding_types: ClassVar[tuple[str, ...]] = ("learned_absolute", "none")
+
+    forget_floor: float = flag(
+        "Share of its state that a layer keeps at least, from token to token.",
+        default=0.5,
+        at_least=0,
+        below=1,
+        architecture=True,  # a checkpoint's weights mean nothing with another value
+    )
+
+    def rules(self) -> Sequence[Rule]:
+        """Checked with those of every run, before anything starts."""
+        return (layers_read_whole_sequences,)
+
+
+def layers_read_whole_sequences(run: RunConfig) -> str | None:
+    """A rank goes through each sequence from its first token to its last."""
+    refused = {
+        "--context-parallel-size": run.parallel.context_parallel_size > 1,
+        "--reset-attention-mask": run.data.reset_attention_mask,
+        "--recompute-granularity selective": run.training.recompute_granularity == "selective",
+    }
+    given = [flag for flag, is_given in refused.items() if is_given]
+    return (
+        f"a recurrent layer reads whole sequences and has no attention; leave {', '.join(given)} out" if given else None
+    )
+
+
+GROUPS: tuple[type, ...] = (RecurrentConfig,)

@@ -1,0 +1,57 @@
+"""The model: a GPT in which a gated recurrence takes the place of attention."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.core.models.gpt.model import GPTModel
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.costs import Costs, Workload, total_of
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.initialization import input_init, output_init
+from megatron.core.transformer.inputs import LayerInputs
+from megatron.core.transformer.stack import FEED_FORWARD, Branch, BranchPlace, StackConfig
+
+
+class Recurrence(nn.Module):
+    """``h[t] = f[t]·h[t-1] + (1 - f[t])·v[t]``, and ``silu(g[t])·h[t]`` comes out (after HGRN, arXiv:2311.04823).
+
+    Tensor parallelism splits the channels: each rank computes its own from the first token to the last.
+    """
+
+    def __init__(self, place: BranchPlace, *, forget_floor: float) -> None:
+        super().__init__()
+        self._floor = forget_floor
+        config, context = place.stack.model, place.context
+        hidden, bias = config.hidden_size, config.add_bias_linear
+        self.linear_in = ColumnParallelLinear(hidden, 3 * hidden, context, init=input_init(config), bias=bias, blocks=3)
+        self.linear_out = RowParallelLinear(hidden, hidden, context, init=output_init(config), bias=bias)
+
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """``[s, b, h] -> [s, b, h]``, through ``[S, b, h/tp]``."""
+        value, forget, gate = self.linear_in(x).chunk(3, dim=-1)
+        kept = self._floor + (1 - self._floor) * torch.sigmoid(forget)
+        new, state, states = (1 - kept) * value, torch.zeros_like(value[0]), []
+        for kept_now, new_now in zip(kept, new):
+            state = kept_now * state + new_now
+            states.append(state)
+        out: Tensor = self.linear_out(F.silu(gate) * torch.stack(states))
+        return out
+
+    def costs(self, workload: Workload) -> Costs:
+        """Matmuls, and seven tensors of the rank's channels that the backward pass needs; ``--dry-run`` adds it up."""
+        kept = 7 * workload.tokens * self.linear_out.weight.shape[1] * workload.width
+        return total_of((self.linear_in, self.linear_out), workload) + Costs(kept=kept)
+
+
+def recurrent_model(config: ModelConfig, context: ParallelContext, *, forget_floor: float, **part: Any) -> GPTModel:
+    """A GPT of layers of a recurrence and an MLP; ``part``: see ``GPTModel``."""
+    build = partial(Recurrence, forget_floor=forget_floor)
+    layer = (Branch("recurrence", "pre_recurrence_layernorm", "recurrence", build), FEED_FORWARD)
+    return GPTModel(config, context, stack=StackConfig(config, causal=True, pattern=(layer,)), **part)

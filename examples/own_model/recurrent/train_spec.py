@@ -1,0 +1,36 @@
+"""What training asks of the family: GPT's batches, loss and data with a model of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from megatron.config.model import ModelConfig
+from megatron.config.run import RunConfig
+from megatron.config.train_spec import group_among
+from megatron.core.models.gpt.train_spec import GPTSpec
+from megatron.core.models.train_spec import TrainSpec
+from megatron.core.parallel.context import ParallelContext
+from recurrent.config import RecurrentConfig
+from recurrent.model import recurrent_model
+
+
+class RecurrentSpec(GPTSpec):
+    """For data of one's own, override ``build_datasets``; for another loss, ``loss`` and ``counts``."""
+
+    name = "recurrent"
+
+    def attention(self, run: RunConfig) -> dict[str, dict[str, Any]]:
+        """No layer attends."""
+        return {}
+
+    def build_model(
+        self, model: ModelConfig, groups: Sequence[object], context: ParallelContext, **part: Any
+    ) -> nn.Module:
+        """``part``: which stage, what is recomputed, and the seed of initial weights."""
+        return recurrent_model(model, context, forget_floor=group_among(groups, RecurrentConfig).forget_floor, **part)
+
+
+TRAIN_SPEC: TrainSpec = RecurrentSpec()
