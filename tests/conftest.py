@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import tests.mock_data  # noqa: F401
+
 GPU_TESTS = Path(__file__).parent / "gpu"
 LAUNCHERS = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT SLURM_PROCID SLURM_STEP_NUM_TASKS"
 

@@ -19,6 +19,7 @@ from megatron.core.checkpointing.storage import CheckpointReader, tensors_in
 from megatron.core.files.remote_path import AnyPath
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState, Sharding
+from tests import mock_data
 from tests.harness.scripts import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,10 +46,13 @@ def command(script: str, flags: str, *more: str, ranks: int = 1) -> list[str]:
     return [*launcher, str(ROOT / script), *flags.split(), *more]
 
 
-def run(script: str, flags: str, *more: str, ranks: int = 1, expect: int = 0) -> str:
-    """Run a script to its end and return what it printed, both streams; its exit code must be ``expect``."""
+def run(script: str, flags: str, *more: str, ranks: int = 1, expect: int = 0, documents: int = mock_data.FEW) -> str:
+    """Run a script to its end and return what it printed, both streams; its exit code must be ``expect``.
+
+    ``documents``: in mock data.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        ended = run_script(script, [*flags.split(), *more], ranks=ranks, log=Path(folder, "log"))
+        ended = run_script(script, [*flags.split(), *more], ranks=ranks, log=Path(folder, "log"), documents=documents)
     assert ended.code == expect, f"exit code {ended.code}, expected {expect}:\n{ended.output}"
     return ended.output
 

@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 
 from tests.end_to_end.commands import losses, run
+from tests.mock_data import WHOLE
 
 CHECKPOINTS = Path(__file__).with_name("checkpoints")
 LOSSES = CHECKPOINTS / "losses.json"
@@ -46,7 +47,7 @@ def going_on(name: str, folder: Path, *, layout: str = "", ranks: int = 1) -> li
     """Losses of the iterations after the checkpoint in ``folder``."""
     family, _, _ = name.partition("-")
     flags = f"{COMMON} {RECIPES[name][0]} {layout} --train-iters {TRAINED_TO}"
-    found = losses(run(f"pretrain_{family}.py", flags, "--load", str(folder), ranks=ranks))
+    found = losses(run(f"pretrain_{family}.py", flags, "--load", str(folder), ranks=ranks, documents=WHOLE))
     assert list(found) == [*range(SAVED_AT + 1, TRAINED_TO + 1)]
     return [float(loss) for loss in found.values()]
 
@@ -56,7 +57,7 @@ def _record(name: str) -> list[float]:
     family, _, _ = name.partition("-")
     folder = CHECKPOINTS / name
     flags = f"{COMMON} {model} {layout} --train-iters {SAVED_AT}"
-    run(f"pretrain_{family}.py", flags, "--save", str(folder), ranks=2)
+    run(f"pretrain_{family}.py", flags, "--save", str(folder), ranks=2, documents=WHOLE)
     return going_on(name, folder, layout=layout, ranks=2)
 
 

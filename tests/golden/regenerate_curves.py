@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from tests.end_to_end.commands import losses, run
+from tests.mock_data import WHOLE
 
 CURVES = Path(__file__).with_name("curves.json")
 
@@ -37,7 +38,7 @@ RECIPES = {
 def curve(name: str) -> list[float]:
     """Loss of every iteration of a train spec, from the log of its family's command."""
     family, _, _ = name.partition(",")
-    return [float(loss) for loss in losses(run(f"pretrain_{family}.py", RECIPES[name])).values()]
+    return [float(loss) for loss in losses(run(f"pretrain_{family}.py", RECIPES[name], documents=WHOLE)).values()]
 
 
 if __name__ == "__main__":

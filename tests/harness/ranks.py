@@ -33,6 +33,7 @@ PRELOADED = [
     "pytest",
     "torch.distributed.checkpoint",
     "torch._dynamo",
+    "tests.mock_data",
     "tests.harness.rank_process",
     "megatron.training.loop",
     "megatron.training.evaluation.parity",

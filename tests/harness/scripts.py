@@ -17,23 +17,36 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from tests import mock_data
 from tests.harness.data import REPOSITORY
 from tests.harness.ranks import fork_server
-
-_GRACE = 10.0
-"""Seconds in which the other ranks end by themselves after one has failed."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a script ended: 0, the exit code of a script on one rank, or 1 for several; and what it printed."""
+    """How a script ended: 0, the exit code of a script on one rank, or 1 for several; what it printed; the exit code of
+    each rank.
+    """
 
     code: int
     output: str
+    codes: list[int | None]
 
 
-def run_script(script: str, words: Sequence[str], *, ranks: int, log: Path, timeout: float = 180.0) -> Ended:
-    """Run ``script`` with ``words`` on ``ranks`` ranks, as torchrun does on one node; both streams go to ``log``."""
+def run_script(
+    script: str,
+    words: Sequence[str],
+    *,
+    ranks: int,
+    log: Path,
+    timeout: float = 180.0,
+    grace: float = 10.0,
+    documents: int = mock_data.FEW,
+) -> Ended:
+    """Run ``script`` with ``words`` on ``ranks`` ranks, as torchrun does on one node; both streams go to ``log``.
+
+    ``grace``: seconds in which the other ranks end by themselves after one has failed. ``documents``: in mock data.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -43,34 +56,35 @@ def run_script(script: str, words: Sequence[str], *, ranks: int, log: Path, time
         launcher = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         variables = {name: str(value) for name, value in launcher.items()} if ranks > 1 else {}
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if ranks > 1 else {}
-        process = context.Process(target=_run, args=(script, list(words), variables, str(log)), daemon=False)
+        process = context.Process(target=_run, args=(script, list(words), variables, str(log), documents), daemon=False)
         process.start()
         processes.append(process)
     try:
-        _wait(processes, timeout)
+        _wait(processes, timeout, grace)
     finally:
         for process in processes:
             process.kill()
             process.join()
     codes = [process.exitcode for process in processes]
-    return Ended(codes[0] or 0 if ranks == 1 else int(any(codes)), log.read_text())
+    return Ended(codes[0] or 0 if ranks == 1 else int(any(codes)), log.read_text(), codes)
 
 
-def _wait(processes: Sequence[BaseProcess], timeout: float) -> None:
+def _wait(processes: Sequence[BaseProcess], timeout: float, grace: float) -> None:
     """Until all have ended, or the time is up; it is up soon when one has failed."""
     deadline, running = time.monotonic() + timeout, list(processes)
     while running and wait([process.sentinel for process in running], max(0.0, deadline - time.monotonic())):
         running = [process for process in running if process.is_alive()]
         if any(process.exitcode for process in processes):
-            deadline = min(deadline, time.monotonic() + _GRACE)
+            deadline = min(deadline, time.monotonic() + grace)
 
 
-def _run(script: str, words: list[str], variables: Mapping[str, str], log: str) -> None:
+def _run(script: str, words: list[str], variables: Mapping[str, str], log: str, documents: int) -> None:
     """In a process of its own: the script, as Python would start it."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.environ.update(variables)
+    mock_data.keep(documents)
     sys.argv = [script, *words]
     sys.path.insert(0, str((REPOSITORY / script).parent))
     runpy.run_path(str(REPOSITORY / script), run_name="__main__")
