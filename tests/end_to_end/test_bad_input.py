@@ -12,7 +12,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.core.models.registry import FAMILIES
 from megatron.errors import CheckpointError, ConfigError, DataError, MegatronError
 from megatron.training.pretrain import pretrain
-from tests.end_to_end.commands import TINY, launch
+from tests.end_to_end.commands import TINY, launch, run
 
 NO_DATA = TINY.replace("--mock-data ", "")
 
@@ -151,9 +151,11 @@ def test_message_and_exit_code_of_the_real_command(tmp_path: Path) -> None:
     """
     log = launch("pretrain_gpt.py", TINY + " --train-iters 1 --micro-batch-size 3", expect=2)
     assert log.startswith("error: ") and "Traceback" not in log
-    log = launch("pretrain_gpt.py", f"{TINY} --train-iters 1", f"--load={tmp_path}", expect=2)
+    log = run("pretrain_gpt.py", f"{TINY} --train-iters 1", f"--load={tmp_path}", expect=2)
     assert log.count("error: ") == 1 and "Traceback" not in log
+    log = launch("pretrain_gpt.py", f"{TINY} --train-iters 1", f"--load={tmp_path}", ranks=2, expect=1)
+    assert log.count("error: ") == 1
+    assert "exitcode  : 2" in log
     for when in ("", " --use-checkpoint-args"):  # found when ranks have met, and before
-        log = launch("pretrain_gpt.py", f"{TINY} --train-iters 1{when}", f"--load={tmp_path}", ranks=2, expect=1)
-        assert log.count("error: ") == 1
-        assert "exitcode  : 2" in log
+        log = run("pretrain_gpt.py", f"{TINY} --train-iters 1{when}", f"--load={tmp_path}", ranks=2, expect=1)
+        assert log.count("error: ") == 1 and "Traceback" not in log

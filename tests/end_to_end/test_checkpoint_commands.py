@@ -22,7 +22,11 @@ from tools.checkpoint import convert, inspect_checkpoint
 transformers = pytest.importorskip("transformers", reason="the proof of Hugging Face models needs it")
 
 TOOLS = {"tools/checkpoint/convert.py": convert.main, "tools/checkpoint/inspect_checkpoint.py": inspect_checkpoint.main}
-FEWER = {"--save-interval 500": "--save-interval 2", "--train-iters 500": "--train-iters 2", "2GB": "50KB"}
+FEWER = {
+    "--save-interval 500": "--save-interval 2",
+    "--train-iters 500": "--train-iters 2 --eval-iters 1",
+    "2GB": "50KB",
+}
 
 
 @pytest.fixture(scope="module")
