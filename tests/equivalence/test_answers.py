@@ -10,8 +10,9 @@ import torch
 
 from megatron.core.parallel.context import ParallelContext
 from megatron.training.evaluation.parity import Observed
-from tests.equivalence.test_equivalence import FULL, SMALL, STILL, check, train_at
+from tests.equivalence.test_equivalence import FULL, HALVES, SMALL, STILL, check, train_at
 from tests.equivalence.training import Layout, train
+from tests.tiers import pairs
 
 ORIGINAL: dict[str, Any] = {"apply_residual_connection_post_layernorm": True, "exact_gelu": True}
 DEEP: dict[str, Any] = SMALL | {"num_layers": 3}
@@ -29,12 +30,12 @@ DRAWING: dict[str, dict[str, Any]] = {
 LAYOUTS: dict[str, Layout] = {
     "one sample at a time": Layout(micro_batch_size=1),
     "all at once": Layout(micro_batch_size=8),
-    "tp2": Layout(tp=2),
-    "tp4 sp": Layout(tp=4, sequence_parallel=True),
+    "tp2": Layout(tp=2, **HALVES),
+    "tp4 sp": Layout(tp=4, sequence_parallel=True, **HALVES),
     "dp2 zero overlapped": Layout(dp=2, sharded=True, overlap=True, bucket_size=1000),
     "dp4, microbatches that count for nothing": Layout(dp=4, micro_batch_size=1),
-    "cp2": Layout(cp=2),
-    "cp2 tp2 sp": Layout(cp=2, tp=2, sequence_parallel=True, recompute=FULL),
+    "cp2": Layout(cp=2, **HALVES),
+    "cp2 tp2 sp": Layout(cp=2, tp=2, sequence_parallel=True, recompute=FULL, **HALVES),
     "pp2": Layout(pp=2),
     "pp3 zb-h1, one sample at a time": Layout(pp=3, schedule="zb-h1", micro_batch_size=1),
     "pp2 tp2 sp dp2 zero": Layout(pp=2, tp=2, sequence_parallel=True, dp=2, sharded=True),
@@ -49,8 +50,10 @@ def reference(variant: str, *, drawing: bool = False) -> Observed:
     return train(ParallelContext.single(dtype=torch.float64), settings, Layout())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "layout"),
+    pairs(VARIANTS, LAYOUTS, always=("tp4 sp", "dp2 zero overlapped", "pp2"), more={"choices": LAYOUTS}),
+)
 def test_layout_computes_the_model_of_one_rank(variant: str, layout: str) -> None:
     """A head whose gradient is summed twice, or choices that are taken for samples, would train another model."""
     check(train_at(VARIANTS[variant], LAYOUTS[layout]), [reference(variant)])

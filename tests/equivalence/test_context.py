@@ -9,8 +9,8 @@ import pytest
 from megatron.core.transformer.block import RecomputePlan
 from tests.equivalence.test_equivalence import FEW_GROUPS, GATHER, HEADS, LEVELS, check, train_at
 from tests.equivalence.test_pipeline import LOOPED, OVERLAPPED, VEE, reference, settings
-from tests.equivalence.tiers import pairs
 from tests.equivalence.training import Layout
+from tests.tiers import pairs
 
 FULL, SELECTIVE = RecomputePlan("full"), RecomputePlan("selective")
 
@@ -35,8 +35,8 @@ SHARED_HEADS: dict[str, Layout] = {
     pairs(
         ["gpt2 tied", "llama tied, qk norm, documents", "bert"],
         SLICED_STAGES,
-        every=("llama tied, qk norm, documents",),
         always=("pp2 zb-h1 cp2, recompute full",),
+        more={"llama tied, qk norm, documents": SLICED_STAGES},
     ),
 )
 def test_stages_of_slices_compute_the_model_of_one_rank(variant: str, layout: str) -> None:

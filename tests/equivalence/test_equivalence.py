@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +14,9 @@ from megatron.config.parallel import CpCommType
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.transformer.block import RecomputePlan
 from megatron.training.evaluation.parity import TOLERANCE, Observed, compare
-from tests.equivalence.tiers import pairs
 from tests.equivalence.training import Layout, train
 from tests.harness import run_ranks
+from tests.tiers import pairs
 
 SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "init_method_std": 0.2}
 LLAMA: dict[str, Any] = SMALL | {
@@ -82,6 +83,9 @@ EVERY_VARIANT = VARIANTS | THREES | FEW_GROUPS | DRAWING
 FULL, BLOCK = RecomputePlan("full"), RecomputePlan("full", "block", 1)
 SELECTIVE = RecomputePlan("selective")
 
+HALVES: dict[str, Any] = {"micro_batch_size": 4}
+"""Two microbatches, where one rank has four: gradients are added up, and ranks meet half as often."""
+
 LAYOUTS: dict[str, Layout] = {
     "one rank, accumulation": Layout(micro_batch_size=1),
     "one rank, one microbatch": Layout(micro_batch_size=8),
@@ -89,12 +93,12 @@ LAYOUTS: dict[str, Layout] = {
     "one rank, recompute in runs of 2": Layout(recompute=RecomputePlan("full", "uniform", 2)),
     "one rank, recompute block": Layout(recompute=BLOCK),
     "one rank, recompute selective": Layout(recompute=SELECTIVE),
-    "tp2": Layout(tp=2),
-    "tp4": Layout(tp=4),
-    "tp2 sp": Layout(tp=2, sequence_parallel=True),
-    "tp4 sp": Layout(tp=4, sequence_parallel=True),
-    "tp2 sp recompute full": Layout(tp=2, sequence_parallel=True, recompute=FULL),
-    "tp2 recompute selective": Layout(tp=2, recompute=SELECTIVE),
+    "tp2": Layout(tp=2, **HALVES),
+    "tp4": Layout(tp=4, **HALVES),
+    "tp2 sp": Layout(tp=2, sequence_parallel=True, **HALVES),
+    "tp4 sp": Layout(tp=4, sequence_parallel=True, **HALVES),
+    "tp2 sp recompute full": Layout(tp=2, sequence_parallel=True, recompute=FULL, **HALVES),
+    "tp2 recompute selective": Layout(tp=2, recompute=SELECTIVE, **HALVES),
     "dp2": Layout(dp=2),
     "dp4, fully masked rank": Layout(dp=4, micro_batch_size=1),
     "dp2 overlapped, small buckets": Layout(dp=2, overlap=True, bucket_size=1000),
@@ -110,18 +114,18 @@ HEADS: tuple[CpCommType, ...] = ("a2a",)
 LEVELS: dict[str, Any] = {"cp_comm_types": ("a2a+p2p",), "cp_sizes": (2, 2)}
 
 LAYOUTS |= {
-    "cp2": Layout(cp=2),
-    "cp4": Layout(cp=4),
-    "cp2 gather": Layout(cp=2, cp_comm_types=GATHER),
-    "cp4 heads": Layout(cp=4, cp_comm_types=HEADS),
-    "cp4 heads and rings": Layout(cp=4, **LEVELS),
-    "cp2 another way in each layer": Layout(cp=2, cp_comm_types=("a2a", "p2p")),
-    "cp2 recompute full": Layout(cp=2, recompute=FULL),
-    "cp2 heads, recompute selective": Layout(cp=2, cp_comm_types=HEADS, recompute=SELECTIVE),
-    "cp2 recompute selective": Layout(cp=2, recompute=SELECTIVE),
-    "cp2 tp2": Layout(cp=2, tp=2),
-    "cp2 tp2 sp": Layout(cp=2, tp=2, sequence_parallel=True),
-    "cp2 tp2 heads": Layout(cp=2, tp=2, cp_comm_types=HEADS),
+    "cp2": Layout(cp=2, **HALVES),
+    "cp4": Layout(cp=4, **HALVES),
+    "cp2 gather": Layout(cp=2, cp_comm_types=GATHER, **HALVES),
+    "cp4 heads": Layout(cp=4, cp_comm_types=HEADS, **HALVES),
+    "cp4 heads and rings": Layout(cp=4, **LEVELS, **HALVES),
+    "cp2 another way in each layer": Layout(cp=2, cp_comm_types=("a2a", "p2p"), **HALVES),
+    "cp2 recompute full": Layout(cp=2, recompute=FULL, **HALVES),
+    "cp2 heads, recompute selective": Layout(cp=2, cp_comm_types=HEADS, recompute=SELECTIVE, **HALVES),
+    "cp2 recompute selective": Layout(cp=2, recompute=SELECTIVE, **HALVES),
+    "cp2 tp2": Layout(cp=2, tp=2, **HALVES),
+    "cp2 tp2 sp": Layout(cp=2, tp=2, sequence_parallel=True, **HALVES),
+    "cp2 tp2 heads": Layout(cp=2, tp=2, cp_comm_types=HEADS, **HALVES),
     "cp2 dp2, fully masked ranks": Layout(cp=2, dp=2, micro_batch_size=1),
     "cp2 dp2 zero overlapped, small buckets": Layout(
         cp=2, dp=2, sharded=True, overlap=True, bucket_size=1000, cp_comm_types=GATHER
@@ -130,16 +134,23 @@ LAYOUTS |= {
         cp=2, tp=2, dp=2, sequence_parallel=True, sharded=True, overlap=True, bucket_size=3000, recompute=FULL
     ),
 }
-"""Layouts at which every variant is checked in the first tier; every pair is in one of the tiers."""
-KEY_LAYOUTS = ("tp2 sp", "tp4", "dp2 zero", "tp2 sp dp2 zero recompute", "cp2 gather", "cp4 heads")
+"""Layouts at which every variant is checked in the first tier, and those of one variant of each family."""
+KEY_LAYOUTS = ("tp2 sp dp2 zero recompute", "cp2 gather")
+MORE_LAYOUTS = ("tp2 sp", "tp4", "dp2 zero", "cp4 heads")
 FEW_GROUPS_LAYOUTS = {
-    "tp2": Layout(tp=2),
-    "tp4": Layout(tp=4),
+    "tp2": Layout(tp=2, **HALVES),
+    "tp4": Layout(tp=4, **HALVES),
     "tp4 sp dp2 zero, small buckets": Layout(tp=4, dp=2, sequence_parallel=True, sharded=True, bucket_size=1000),
-    "tp8 recompute": Layout(tp=8, recompute=FULL),
-    "cp2 tp4": Layout(cp=2, tp=4),
-    "cp2 tp4 heads": Layout(cp=2, tp=4, cp_comm_types=HEADS),
-    "cp4 heads": Layout(cp=4, cp_comm_types=HEADS),
+    "tp8 recompute": Layout(tp=8, recompute=FULL, **HALVES),
+    "cp2 tp4": Layout(cp=2, tp=4, **HALVES),
+    "cp2 tp4 heads": Layout(cp=2, tp=4, cp_comm_types=HEADS, **HALVES),
+    "cp4 heads": Layout(cp=4, cp_comm_types=HEADS, **HALVES),
+}
+THREES_LAYOUTS = {
+    "tp2": Layout(tp=2, **HALVES),
+    "tp3": Layout(tp=3, **HALVES),
+    "tp4": Layout(tp=4, **HALVES),
+    "tp3 cp2": Layout(tp=3, cp=2, **HALVES),
 }
 """Dropout on heads differs between tensor-parallel ranks, so only these layouts draw what one rank draws."""
 SAME_DROPOUT = [
@@ -197,29 +208,41 @@ def check(outcomes: list[Observed], expected: list[Observed]) -> None:
         assert each.where is None, f"{each.kind} differ by up to {each.largest:.2e}, first in {each.where}"
 
 
-@pytest.mark.parametrize(("variant", "layout"), pairs(VARIANTS, LAYOUTS, every=("llama",), always=KEY_LAYOUTS))
+@pytest.mark.parametrize(
+    ("variant", "layout"),
+    pairs(
+        VARIANTS,
+        LAYOUTS,
+        always=KEY_LAYOUTS,
+        more={"llama": LAYOUTS, "gpt2 tied": MORE_LAYOUTS, "bert": MORE_LAYOUTS},
+    ),
+)
 def test_layout_computes_the_model_of_one_rank(variant: str, layout: str) -> None:
     """A wrong or missing collective anywhere would train another model at this layout."""
     check(ranks_of(variant, LAYOUTS[layout]), [reference(variant)])
 
 
-@pytest.mark.parametrize("layout", FEW_GROUPS_LAYOUTS.values(), ids=FEW_GROUPS_LAYOUTS.keys())
-@pytest.mark.parametrize("variant", FEW_GROUPS)
-def test_more_ranks_than_groups_compute_the_model_of_one_rank(variant: str, layout: Layout) -> None:
+@pytest.mark.parametrize(
+    ("variant", "layout"),
+    pairs(
+        FEW_GROUPS,
+        FEW_GROUPS_LAYOUTS,
+        always=("tp4", "cp2 tp4 heads"),
+        more={"two groups, qk norm, documents": FEW_GROUPS_LAYOUTS},
+    ),
+)
+def test_more_ranks_than_groups_compute_the_model_of_one_rank(variant: str, layout: str) -> None:
     """A shared key/value head whose gradient isn't summed, or is counted by each rank, trains another model."""
-    check(ranks_of(variant, layout), [reference(variant)])
+    check(ranks_of(variant, FEW_GROUPS_LAYOUTS[layout]), [reference(variant)])
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [Layout(tp=2), Layout(tp=3), Layout(tp=4), Layout(tp=3, cp=2)],
-    ids=["tp2", "tp3", "tp4", "tp3 cp2"],
+    ("variant", "layout"),
+    pairs(THREES, THREES_LAYOUTS, always=("tp3",), more={"twelve heads": THREES_LAYOUTS}),
 )
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_prime_vocabulary_divides_over_any_ranks(tied: bool, layout: Layout) -> None:
+def test_a_prime_vocabulary_divides_over_any_ranks(variant: str, layout: str) -> None:
     """Padding differs with the number of ranks; a word of it that got probability would change the loss."""
-    variant = "twelve heads" if tied else "twelve heads, untied"
-    check(ranks_of(variant, layout), [reference(variant)])
+    check(ranks_of(variant, THREES_LAYOUTS[layout]), [reference(variant)])
 
 
 @pytest.mark.parametrize("layout", SAME_DROPOUT)
@@ -229,10 +252,13 @@ def test_dropout_is_a_function_of_sample_and_layer(variant: str, layout: str) ->
     check(ranks_of(variant, LAYOUTS[layout]), [reference(variant)])
 
 
-@pytest.mark.parametrize("way", SAME_DROPOUT_OVER_SLICES)
-@pytest.mark.parametrize("variant", DRAWING)
+@pytest.mark.parametrize(
+    ("variant", "way"),
+    pairs(DRAWING, SAME_DROPOUT_OVER_SLICES, always=("gather",), more={"gpt2 with dropout": SAME_DROPOUT_OVER_SLICES}),
+)
 def test_dropout_over_slices_is_replayed(variant: str, way: str) -> None:
     """Backward and recomputation would drop other probabilities than the forward pass, or replicas draw by rank."""
-    first, *others = (ranks_of(variant, layout) for layout in SAME_DROPOUT_OVER_SLICES[way])
+    layouts = [replace(layout, micro_batch_size=2) for layout in SAME_DROPOUT_OVER_SLICES[way]]
+    first, *others = (ranks_of(variant, layout) for layout in layouts)
     for outcomes in others:
         check(outcomes, first)

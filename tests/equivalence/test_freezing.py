@@ -13,8 +13,8 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.core.transformer.block import RecomputePlan
 from megatron.training.evaluation.parity import Observed, logical
 from tests.equivalence.test_equivalence import LLAMA, SMALL, STILL, check, train_at
-from tests.equivalence.tiers import pairs
 from tests.equivalence.training import Layout, train
+from tests.tiers import pairs
 
 FULL, SELECTIVE = RecomputePlan("full"), RecomputePlan("selective")
 ZERO: dict[str, Any] = {"dp": 2, "sharded": True, "overlap": True, "bucket_size": 1000}
@@ -51,6 +51,7 @@ LAYOUTS: dict[str, Layout] = {
     "tp2 pp2 zb-h1 dp2 zero": Layout(tp=2, pp=2, schedule="zb-h1", **ZERO, recompute=SELECTIVE),
     "tp2 sp pp2 zb-v dp2 zero": Layout(**TENSOR, **VEE, **ZERO, recompute=FULL),
 }
+EVERYTHING = ("tp2 sp pp2 zb-v dp2 zero",)
 
 
 @functools.cache
@@ -61,7 +62,12 @@ def reference(variant: str) -> Observed:
 
 @pytest.mark.parametrize(
     ("variant", "layout"),
-    pairs(VARIANTS, LAYOUTS, always=("tp2 sp pp2 zb-v dp2 zero",)),
+    pairs(
+        VARIANTS,
+        LAYOUTS,
+        always=("tp2 sp dp2 zero, recompute full",),
+        more={"first half": LAYOUTS, **dict.fromkeys(("tied embedding", "t5's encoder"), EVERYTHING)},
+    ),
 )
 def test_layouts_train_what_is_not_frozen(variant: str, layout: str) -> None:
     """A frozen weight cut the gradient of what is before it (sequence parallelism gathered without autograd), got a

@@ -15,8 +15,8 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.core.transformer.block import RecomputePlan
 from megatron.training.evaluation.parity import Observed
 from tests.equivalence.test_equivalence import DRAWING, VARIANTS, check, train_at
-from tests.equivalence.tiers import pairs
 from tests.equivalence.training import Layout, train
+from tests.tiers import pairs
 
 FULL, SELECTIVE = RecomputePlan("full"), RecomputePlan("selective")
 VEE: dict[str, Any] = {"pp": 2, "chunks": 2, "schedule": "zb-v"}
@@ -89,8 +89,8 @@ def reference(variant: str, *, layers: int) -> list[Observed]:
     pairs(
         ["gpt2 tied", "gpt2 untied", "llama", "llama tied, qk norm, documents", *BERT],
         STAGES,
-        every=("gpt2 tied", "llama"),
-        always=("pp4", "pp2 vpp2", "pp2 zb-v"),
+        always=("pp2 zb-v",),
+        more={"gpt2 tied": STAGES, "llama": ("pp4", "pp2 vpp2"), "bert": ("pp4", "pp2 vpp2")},
     ),
 )
 def test_stages_compute_the_model_of_one_rank(variant: str, layout: str) -> None:
@@ -101,7 +101,10 @@ def test_stages_compute_the_model_of_one_rank(variant: str, layout: str) -> None
 @pytest.mark.parametrize(
     ("variant", "layout"),
     pairs(
-        ["gpt2 tied", "llama", "bert"], COMBINED, every=("llama",), always=("pp2 cp2", "pp2 zb-v dp2 zero overlapped")
+        ["gpt2 tied", "llama", "bert"],
+        COMBINED,
+        always=("pp2 cp2", "pp2 zb-v dp2 zero overlapped"),
+        more={"llama": COMBINED},
     ),
 )
 def test_stages_combine_with_other_ways(variant: str, layout: str) -> None:
@@ -114,8 +117,8 @@ def test_stages_combine_with_other_ways(variant: str, layout: str) -> None:
     pairs(
         ["gpt2 tied", "llama tied, qk norm, documents", *BERT],
         EIGHT_RANKS,
-        every=("llama tied, qk norm, documents",),
         always=("pp2 zb-v tp2 sp dp2 zero",),
+        more={"llama tied, qk norm, documents": EIGHT_RANKS},
     ),
 )
 def test_everything_at_once(variant: str, layout: str) -> None:
@@ -125,15 +128,17 @@ def test_everything_at_once(variant: str, layout: str) -> None:
 
 @pytest.mark.parametrize(
     ("variant", "layout"),
-    pairs(["gpt2 tied", "llama", "bert"], MANY_STAGES, every=("gpt2 tied",), always=("pp4 zb-v",)),
+    pairs(["gpt2 tied", "llama", "bert"], MANY_STAGES, always=("pp2 vpp4",), more={"gpt2 tied": MANY_STAGES}),
 )
 def test_many_stages(variant: str, layout: str) -> None:
     """Chunks of one rank must not be taken for one another."""
     check(train_at(settings(variant, layers=9), MANY_STAGES[layout]), reference(variant, layers=9))
 
 
-@pytest.mark.parametrize("layout", SAME_DROPOUT)
-@pytest.mark.parametrize("variant", DRAWING)
+@pytest.mark.parametrize(
+    ("variant", "layout"),
+    pairs(DRAWING, SAME_DROPOUT, always=("pp2 vpp2", "pp2 zb-v"), more={"gpt2 with dropout": SAME_DROPOUT}),
+)
 def test_dropout_does_not_depend_on_stages(variant: str, layout: str) -> None:
     """Masks are of a sample and a layer, wherever and whenever that is computed, and recomputed."""
     check(train_at(settings(variant, layers=5), SAME_DROPOUT[layout]), reference(variant, layers=5))

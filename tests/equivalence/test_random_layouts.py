@@ -19,8 +19,10 @@ from megatron.errors import ParallelError
 from tests.equivalence.families import GLOBAL_BATCH, LENGTH
 from tests.equivalence.test_equivalence import LLAMA, SMALL, STILL, check, train_at
 from tests.equivalence.training import Layout, train
+from tests.tiers import tiers
 
-DRAWS, MOST_RANKS = 6, 8
+DRAWS, SOON, MOST_RANKS = 6, 3, 8
+"""Draws, and how many of them are in the first tier."""
 
 RECOMPUTATION = [
     RecomputePlan(),
@@ -84,7 +86,7 @@ def heads_fit(kind: CpCommType, cp: int, levels: tuple[int, int], tp: int, model
     return heads % ranks == 0 and (groups % ranks == 0 or ranks % groups == 0)
 
 
-@pytest.mark.parametrize("number", range(DRAWS))
+@pytest.mark.parametrize("number", tiers(range(DRAWS), first=range(SOON)))
 def test_a_random_layout_computes_the_model_of_one_rank(number: int) -> None:
     """Ways to divide work that are right alone, and in every pair, may be wrong together."""
     seed = int(os.environ.get("LAYOUT_SEED") or random.SystemRandom().randrange(1 << 32))

@@ -22,8 +22,10 @@ from megatron.planning.shrinking import SMALL_VOCABULARY, on_one_rank, shrunk, w
 from megatron.training.evaluation.parity import Observed, observe
 from tests.equivalence.test_equivalence import check
 from tests.harness import run_ranks
+from tests.tiers import tiers
 
-DRAWS, STEPS, MOST_RANKS = 4, 2, 8
+DRAWS, SOON, STEPS, MOST_RANKS = 4, 2, 2, 8
+"""Draws, and how many of them are in the first tier."""
 MODELS = {
     "gpt2": "--init-method-std 0.2",
     "gpt2 untied": "--init-method-std 0.2 --untie-embeddings-and-output-weights",
@@ -118,7 +120,7 @@ def observed(context: ParallelContext, config: RunConfig) -> Observed:
     return observe(config, family_of(config.extra).train_spec, context, steps=STEPS)
 
 
-@pytest.mark.parametrize("number", range(DRAWS))
+@pytest.mark.parametrize("number", tiers(range(DRAWS), first=range(SOON)))
 def test_drawn_layout_computes_the_model_of_one_rank(number: int) -> None:
     """Combinations that nobody thought of are where silent wrong gradients live."""
     seed = int(os.environ.get("LAYOUT_SEED") or random.SystemRandom().randrange(1 << 32))

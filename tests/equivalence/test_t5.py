@@ -17,8 +17,8 @@ from megatron.training.evaluation.parity import Observed
 from tests.equivalence.test_context import SLICED_STAGES
 from tests.equivalence.test_equivalence import GATHER, LAYOUTS, LLAMA, SMALL, STILL, check, train_at
 from tests.equivalence.test_pipeline import COMBINED, EIGHT_RANKS, OVERLAPPED, STAGES, VEE
-from tests.equivalence.tiers import pairs
 from tests.equivalence.training import Layout, train
+from tests.tiers import pairs, tiers
 
 T5: dict[str, Any] = SMALL | {
     "family": "t5",
@@ -52,6 +52,29 @@ FULL, SELECTIVE = RecomputePlan("full"), RecomputePlan("selective")
 decoder's length."""
 RELATIVE = [name for name in LAYOUTS if "heads" not in name and "another way" not in name and "cp4" not in name]
 RELATIVE = [name for name in RELATIVE if LAYOUTS[name].cp == 1 or LAYOUTS[name].cp_comm_types in (("p2p",), GATHER)]
+CORE = (
+    "one rank, recompute full",
+    "one rank, recompute selective",
+    "tp4",
+    "tp2 sp recompute full",
+    "dp4, fully masked rank",
+    "dp4 zero overlapped, small buckets",
+    "tp2 sp dp2 zero recompute",
+    "cp2",
+    "cp2 gather",
+    "cp2 recompute selective",
+    "cp2 tp2 sp dp2 zero recompute",
+)
+CORE_STAGES = ("pp3, fully masked microbatch", "pp4", "pp2 vpp2", "pp2 zb-h1", "pp2 zb-v")
+CORE_COMBINED = (
+    "pp2 tp2 sp",
+    "dp2 outside pp2, overlapped",
+    "pp2 cp2",
+    "pp2 vpp2 dp2 overlapped, recompute full",
+    "pp2 zb-h1 dp2 zero overlapped",
+    "pp2 zb-v tp2, recompute selective",
+)
+"""Each way of dividing work once; a GPT is at every layout in the first tier."""
 EXCHANGING = ["cp4 heads", "cp4 heads and rings", "cp2 tp2 heads", "cp2 heads, recompute selective"]
 CUTS: dict[str, Layout] = {
     "pp2, border inside the first": Layout(pp=2, stage_sizes=(4, 1)),
@@ -81,27 +104,27 @@ def check_at(variant: str, layout: Layout) -> None:
     check(train_at((VARIANTS | OTHERS)[variant], layout), reference(variant))
 
 
-@pytest.mark.parametrize("layout", RELATIVE)
+@pytest.mark.parametrize("layout", tiers(RELATIVE, first=CORE))
 def test_layout_computes_the_t5_of_one_rank(layout: str) -> None:
     """A wrong or missing collective around cross-attention or the tables of positions would train another model."""
     check_at("original", LAYOUTS[layout])
 
 
-@pytest.mark.parametrize("layout", STAGES)
+@pytest.mark.parametrize("layout", tiers(STAGES, first=CORE_STAGES))
 def test_stages_compute_the_t5_of_one_rank(layout: str) -> None:
     """Gradients of what the encoder made come from every stage of the decoder, those of tables from every holder."""
     check_at("original", STAGES[layout])
 
 
 @pytest.mark.parametrize(
-    ("variant", "layout"), pairs(VARIANTS, CUTS, every=("original",), always=("pp2 vpp2 dp2 zero overlapped",))
+    ("variant", "layout"), pairs(VARIANTS, CUTS, always=("pp2 vpp2 dp2 zero overlapped",), more={"original": CUTS})
 )
 def test_stages_may_be_cut_anywhere(variant: str, layout: str) -> None:
     """Tied and untied matrices and tables, on any set of stages."""
     check_at(variant, CUTS[layout])
 
 
-@pytest.mark.parametrize("layout", [*COMBINED, *(pytest.param(each, marks=pytest.mark.slow) for each in EIGHT_RANKS)])
+@pytest.mark.parametrize("layout", tiers(COMBINED | EIGHT_RANKS, first=CORE_COMBINED))
 def test_stages_combine_with_other_ways(layout: str) -> None:
     """Each way of dividing work may be right alone and wrong together."""
     check_at("original", (COMBINED | EIGHT_RANKS)[layout])
@@ -109,10 +132,10 @@ def test_stages_combine_with_other_ways(layout: str) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        "pp2 zb-v tp2, recompute selective",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("tp4 sp", "cp2 tp2 sp dp2 zero recompute")),
-    ],
+    tiers(
+        ["pp2 zb-v tp2, recompute selective", "tp4 sp", "cp2 tp2 sp dp2 zero recompute"],
+        first=("pp2 zb-v tp2, recompute selective",),
+    ),
 )
 def test_untied_output(layout: str) -> None:
     """Both embeddings stay one when the output isn't."""
@@ -124,7 +147,11 @@ def test_untied_output(layout: str) -> None:
     pairs(
         ["megatron", "untied, residuals behind norms", "rotary, few groups, qk norm"],
         ["tp4 sp", "cp2 tp2 sp dp2 zero recompute", "pp2 zb-v", *EXCHANGING],
-        always=("pp2 zb-v", "cp2 tp2 heads", "cp2 heads, recompute selective"),
+        always=("pp2 zb-v", "cp2 tp2 heads"),
+        more={
+            "megatron": ("tp4 sp", *EXCHANGING),
+            "rotary, few groups, qk norm": ("cp2 tp2 sp dp2 zero recompute",),
+        },
     ),
 )
 def test_other_positions_and_arrangements(variant: str, layout: str) -> None:

@@ -41,7 +41,9 @@ def save(root: Path, layout: Layout, values: dict[str, Tensor], iteration: int =
     return on_ranks(layout.meshes(), save_rank)[0]
 
 
-@pytest.mark.parametrize(("saved", "loaded"), PAIRS, ids=str)
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [*PAIRS[:6], *(pytest.param(*each, marks=pytest.mark.slow) for each in PAIRS[6:])], ids=str
+)
 def test_random_pairs(saved: Layout, loaded: Layout, tmp_path: Path) -> None:
     """A cluster of another size, or ZeRO switched on or off: the run goes on from the same numbers."""
     values = logical_values(seed=1)

@@ -23,6 +23,7 @@ from megatron.core.conversion.portable import PortableModel
 from megatron.core.models.bert.config import BertConfig
 from megatron.core.models.registry import FAMILIES
 from megatron.errors import CheckpointError
+from tests.tiers import pairs
 from tests.unit.conversion.logits import megatron_lm_logits, native_logits
 from tests.unit.conversion.megatron_checkpoints import (
     CLASSIC,
@@ -44,20 +45,24 @@ def assert_holds(found: PortableModel, values: dict[str, Tensor]) -> None:
         assert torch.equal(found.tensors[name].make(), value), name
 
 
+VERSIONS: list[tuple[str, float | None]]
+VERSIONS = [("first", None), ("first", 1.0), ("legacy", 2.0), ("legacy", 3.0), ("core", 3.0), ("te", 3.0)]
+"""How files of Megatron-LM look, from the first release on, and the version in them."""
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (4, 1, 1), (1, 2, 2), (2, 2, 2)]
+
+
 @pytest.mark.parametrize(
-    "layout", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (4, 1, 1), (1, 2, 2), (2, 2, 2)], ids=str
-)
-@pytest.mark.parametrize(
-    ("style", "version"),
-    [("first", None), ("first", 0.0), ("first", 1.0), ("legacy", 2.0), ("legacy", 3.0), ("core", 3.0), ("te", 3.0)],
+    ("version", "layout"),
+    pairs([*VERSIONS, ("first", 0.0)], LAYOUTS, always=[(2, 2, 2)], more={("core", 3.0): LAYOUTS}),
+    ids=str,
 )
 def test_every_version_at_every_layout(
-    style: str, version: float | None, layout: tuple[int, int, int], tmp_path: Path
+    version: tuple[str, float | None], layout: tuple[int, int, int], tmp_path: Path
 ) -> None:
     """GPT as it was from the first release on: names changed twice, the order of query, key and value twice."""
-    tp, pp, vpp = layout
+    (style, number), (tp, pp, vpp) = version, layout
     values = random_tensors(ModelConfig(**CLASSIC))
-    write_torch(tmp_path / "theirs", CLASSIC, values, style=style, version=version, tp=tp, pp=pp, vpp=vpp)
+    write_torch(tmp_path / "theirs", CLASSIC, values, style=style, version=number, tp=tp, pp=pp, vpp=vpp)
     found = read_megatron_lm(tmp_path / "theirs")
     assert_holds(found, values)
     assert (found.iteration, found.consumed_samples, found.model.vocab_size) == (500, 4000, 101)

@@ -22,8 +22,9 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.errors import CheckpointError
 from megatron.training.checkpoints.loading import load
 from tests.harness.runs import tiny_run
+from tests.tiers import pairs, tiers
 from tests.unit.conversion.megatron_checkpoints import CLASSIC, portable, random_tensors, write_torch
-from tests.unit.conversion.test_megatron_lm import assert_holds, do
+from tests.unit.conversion.test_megatron_lm import VERSIONS, assert_holds, do
 
 TYPES = "embedding.tokentype_embeddings.weight"
 BARE = (BertConfig(bert_binary_head=False, exact_gelu_head=True),)
@@ -41,19 +42,20 @@ def bert(groups: tuple[BertConfig, ...], **settings: Any) -> tuple[ModelConfig, 
     return model, values, theirs
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (2, 2, 2)], ids=str)
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (2, 2, 2)]
+
+
 @pytest.mark.parametrize(
-    ("style", "version"),
-    [("first", None), ("first", 1.0), ("legacy", 2.0), ("legacy", 3.0), ("core", 3.0), ("te", 3.0)],
+    ("version", "layout"), pairs(VERSIONS, LAYOUTS, always=[(2, 2, 2)], more={("core", 3.0): LAYOUTS}), ids=str
 )
-@pytest.mark.parametrize("heads", BERTS)
+@pytest.mark.parametrize("heads", tiers(BERTS, first=["bert"]))
 def test_every_bert_at_every_layout(
-    heads: str, style: str, version: float | None, layout: tuple[int, int, int], tmp_path: Path
+    heads: str, version: tuple[str, float | None], layout: tuple[int, int, int], tmp_path: Path
 ) -> None:
     """BERT has the same history, and heads that the last stage holds, their bias split by words."""
-    tp, pp, vpp = layout
+    (style, number), (tp, pp, vpp) = version, layout
     model, values, theirs = bert(BERTS[heads])
-    write_torch(tmp_path / "theirs", CLASSIC, theirs, style=style, version=version, tp=tp, pp=pp, vpp=vpp)
+    write_torch(tmp_path / "theirs", CLASSIC, theirs, style=style, version=number, tp=tp, pp=pp, vpp=vpp)
     do("megatron-lm", tmp_path / "theirs", "megatron", tmp_path / "ours", family="BERT")
     found = read_native(tmp_path / "ours")
     assert_holds(found, values)

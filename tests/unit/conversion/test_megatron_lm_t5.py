@@ -21,8 +21,9 @@ from megatron.core.models.t5.config import T5Config
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.wordpiece import SPECIAL_TOKENS
 from megatron.errors import CheckpointError
+from tests.tiers import pairs
 from tests.unit.conversion.megatron_checkpoints import CLASSIC, portable, random_tensors, write_torch
-from tests.unit.conversion.test_megatron_lm import assert_holds, dist_checkpoint, do
+from tests.unit.conversion.test_megatron_lm import VERSIONS, assert_holds, dist_checkpoint, do
 from tools.checkpoint import convert as tool
 
 EQUAL = T5Config(decoder_num_layers=4, decoder_seq_length=20)
@@ -43,19 +44,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)], ids=str)
+LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)]
+
+
 @pytest.mark.parametrize(
-    ("style", "version"),
-    [("first", None), ("first", 1.0), ("legacy", 2.0), ("legacy", 3.0), ("core", 3.0), ("te", 3.0)],
+    ("version", "layout"), pairs(VERSIONS, LAYOUTS, always=[(2, 2)], more={("core", 3.0): LAYOUTS}), ids=str
 )
 def test_every_version_at_every_layout(
-    style: str, version: float | None, layout: tuple[int, int], tmp_path: Path
+    version: tuple[str, float | None], layout: tuple[int, int], tmp_path: Path
 ) -> None:
     """Keys and values of the encoder in three orders; pipelines whose first half is the encoder's, with copies."""
     model = ModelConfig(**CLASSIC)
     values = random_tensors(model, (EQUAL,))
-    tp, pp = layout
-    write_torch(tmp_path / "theirs", CLASSIC, values, style=style, version=version, tp=tp, pp=pp, decoder_seq_length=20)
+    (style, number), (tp, pp) = version, layout
+    write_torch(tmp_path / "theirs", CLASSIC, values, style=style, version=number, tp=tp, pp=pp, decoder_seq_length=20)
     do("megatron-lm", tmp_path / "theirs", "megatron", tmp_path / "ours", family="T5")
     found = read_native(tmp_path / "ours")
     assert_holds(found, values)

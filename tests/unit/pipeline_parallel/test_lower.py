@@ -10,7 +10,7 @@ from megatron.core.pipeline_parallel.actions import Action, PipelineSchedule, Pl
 from megatron.core.pipeline_parallel.lower import Finish, HandOver, Message, Plan, Receive, Send, lower
 from megatron.core.pipeline_parallel.schedules import forward_only, interleaved, one_f_one_b, training_schedule
 
-RANKS = [1, 2, 3, 4, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (5, 6, 7)), 8]
+RANKS = [1, 2, 3, 4, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (5, 6, 7, 8))]
 
 
 def execute(plans: tuple[Plan, ...]) -> list[list[Action]]:

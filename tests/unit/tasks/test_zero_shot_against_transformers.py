@@ -124,6 +124,7 @@ def whole_files() -> bool:
     return os.environ.get("TEST_WHOLE_FILES") == "1"
 
 
+@pytest.mark.slow
 def test_wikitext_of_the_real_file(real_gpt2: SmallGPT2, tmp_path: Path) -> None:
     """The beginning of WikiText's test file; all of it with TEST_WHOLE_FILES=1."""
     from tasks.zero_shot.detokenize import wikitext
@@ -139,6 +140,7 @@ def test_wikitext_of_the_real_file(real_gpt2: SmallGPT2, tmp_path: Path) -> None
     assert found.metrics["tokens"] == len(ids) - 1
 
 
+@pytest.mark.slow
 def test_lambada_of_the_real_file(real_gpt2: SmallGPT2, tmp_path: Path) -> None:
     """Some of LAMBADA's passages; all 5,153 with TEST_WHOLE_FILES=1. Longer ones are cut to what the model sees."""
     lines = shared_data("data", "lambada", "lambada_test.jsonl").read_text(encoding="utf-8").splitlines()

@@ -50,6 +50,7 @@ def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow  # the first command of examples/quickstart.sh, which is tested as a whole
 def test_it_is_several_megabytes(written: Path) -> None:
     """Enough to train an 8k vocabulary and a small model; evaluation text is there too."""
     sizes = {
@@ -60,6 +61,7 @@ def test_it_is_several_megabytes(written: Path) -> None:
     assert sorted(path.name for path in written.iterdir()) == ["heldout.jsonl", "train.jsonl"]
 
 
+@pytest.mark.slow
 def test_no_paragraph_occurs_twice(written: Path) -> None:
     """Neither within the training text nor across: held-out text that was trained on would flatter the model."""
     documents = [each for name in ("train.jsonl", "heldout.jsonl") for each in records(written / name)]
