@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jo
 
 
 STARTED = time.monotonic()
+OUT_OF_TIME = "the time that --slow gives is up"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -52,7 +54,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Begin no slow test when the time is up."""
     seconds = item.config.getoption("--slow")
     if seconds is not None and time.monotonic() - STARTED > seconds:
-        pytest.skip("the time that --slow gives is up")
+        pytest.skip(OUT_OF_TIME)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which slow tests there was no time for."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    left = Counter(each.nodeid.partition("[")[0] for each in skipped if OUT_OF_TIME in str(each.longrepr))
+    if left:
+        terminalreporter.section(f"{left.total()} slow tests did not run: {OUT_OF_TIME}")
+    for test, count in sorted(left.items()):
+        terminalreporter.write_line(f"{count:4} {test}")
 
 
 def skip_without_gpu(items: list[pytest.Item]) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from tests.end_to_end.commands import losses, run, tensors
 from tests.end_to_end.sentences import assert_two_halves_are_the_whole, make_sentences
+from tests.tiers import tiers
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,10 @@ def test_two_ranks_train_both_losses(data: str, tmp_path: Path) -> None:
     assert any(name.startswith("model.pooler") for name in one)
 
 
-@pytest.mark.parametrize("layout", ["--pipeline-model-parallel-size 2", "--use-distributed-optimizer"])
+@pytest.mark.parametrize(
+    "layout",
+    tiers(["--pipeline-model-parallel-size 2", "--use-distributed-optimizer"], first=["--use-distributed-optimizer"]),
+)
 def test_resume_is_bitwise(layout: str, data: str, tmp_path: Path) -> None:
     """A run that was stopped would go on with other samples, masks or dropout."""
     assert_two_halves_are_the_whole("pretrain_bert.py", f"{TINY} {data} {layout}", tmp_path)

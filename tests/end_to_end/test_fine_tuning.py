@@ -13,6 +13,7 @@ import torch
 
 from megatron.core.checkpointing.find import find_checkpoint
 from tests.end_to_end.commands import ROOT, assert_same_tensors, run, tensors
+from tests.tiers import tiers
 
 TEXT = "the a cat sat on mat and dog ran to see what it was about but no one came by night or day so far"
 WORDS = TEXT.split()
@@ -146,7 +147,10 @@ def test_mnli_is_learned_and_scored_alike_everywhere(folder: Path, tmp_path: Pat
     assert [Path(each["path"]).name for each in result["data"]] == files
 
 
-@pytest.mark.parametrize("layout", ["--pipeline-model-parallel-size 2", "--use-distributed-optimizer"])
+@pytest.mark.parametrize(
+    "layout",
+    tiers(["--pipeline-model-parallel-size 2", "--use-distributed-optimizer"], first=["--use-distributed-optimizer"]),
+)
 def test_race_resumes_within_an_epoch(layout: str, folder: Path, tmp_path: Path) -> None:
     """A run that was stopped would go on with other questions, or ask some of them twice."""
     dev = f"--valid-data {folder}/RACE/dev/high {folder}/RACE/dev/middle"

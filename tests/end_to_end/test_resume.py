@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.end_to_end.commands import TINY, assert_same_tensors, command, environment, losses, run, tensors
+from tests.tiers import tiers
 
 RUNS = {
     "dropout and accumulation": (1, "--train-iters 8"),
@@ -42,9 +43,11 @@ RUNS = {
         "--train-iters 8 --tensor-model-parallel-size 2 --sequence-parallel --recompute-activations",
     ),
 }
+SLOW = ("context parallel, sharded optimizer", "virtual pipeline stages with tensor parallelism, recompute")
+"""tests/parallel/test_resume.py resumes at such layouts in the first tier."""
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", tiers(RUNS, first=[name for name in RUNS if name not in SLOW]))
 def test_resume_is_bitwise_the_uninterrupted_run(name: str, tmp_path: Path) -> None:
     """A run that stops at iteration 3 and resumes would otherwise be another run from there on."""
     ranks, flags = RUNS[name]

@@ -15,6 +15,7 @@ from tokenizers.processors import TemplateProcessing
 
 from tests.end_to_end.commands import losses, run, tensors
 from tests.end_to_end.sentences import WORDS, assert_two_halves_are_the_whole, make_sentences, preprocess
+from tests.tiers import tiers
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,12 @@ def test_every_weight_learns(data: str, tmp_path: Path) -> None:
     assert {"model.encoder_positions.weight", "model.decoder_positions.weight"} <= one.keys()
 
 
-@pytest.mark.parametrize("layout", ["--pipeline-model-parallel-size 2", "--use-distributed-optimizer"])
+@pytest.mark.parametrize(
+    "layout",
+    tiers(
+        ["--pipeline-model-parallel-size 2", "--use-distributed-optimizer"], first=["--pipeline-model-parallel-size 2"]
+    ),
+)
 def test_resume_is_bitwise(layout: str, data: str, tmp_path: Path) -> None:
     """A run that was stopped would go on with other samples, spans or dropout."""
     assert_two_halves_are_the_whole("pretrain_t5.py", f"{TINY} {data} {layout}", tmp_path)

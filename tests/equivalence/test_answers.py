@@ -39,7 +39,7 @@ LAYOUTS: dict[str, Layout] = {
     "pp2": Layout(pp=2),
     "pp3 zb-h1, one sample at a time": Layout(pp=3, schedule="zb-h1", micro_batch_size=1),
     "pp2 tp2 sp dp2 zero": Layout(pp=2, tp=2, sequence_parallel=True, dp=2, sharded=True),
-    "pp2 cp2, transfers not overlapped": Layout(pp=2, cp=2, overlap_p2p=False),
+    "pp2 cp2, transfers not overlapped": Layout(pp=2, cp=2, overlap_p2p=False, **HALVES),
 }
 
 

@@ -14,7 +14,7 @@ import torch
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.transformer.block import RecomputePlan
 from megatron.training.evaluation.parity import Observed
-from tests.equivalence.test_equivalence import DRAWING, VARIANTS, check, train_at
+from tests.equivalence.test_equivalence import DRAWING, HALVES, VARIANTS, check, train_at
 from tests.equivalence.training import Layout, train
 from tests.tiers import pairs
 
@@ -37,27 +37,27 @@ STAGES: dict[str, Layout] = {
     "pp2 zb-v, transfers not overlapped": Layout(**VEE, overlap_p2p=False),
 }
 COMBINED: dict[str, Layout] = {
-    "pp2 tp2 sp": Layout(pp=2, tp=2, sequence_parallel=True),
-    "pp2 tp2 gpipe recompute selective": Layout(pp=2, tp=2, schedule="gpipe", recompute=SELECTIVE),
+    "pp2 tp2 sp": Layout(pp=2, tp=2, sequence_parallel=True, **HALVES),
+    "pp2 tp2 gpipe recompute selective": Layout(pp=2, tp=2, schedule="gpipe", recompute=SELECTIVE, **HALVES),
     "pp2 dp2 zero overlapped": Layout(pp=2, dp=2, sharded=True, overlap=True, bucket_size=3000),
     "dp2 outside pp2, overlapped": Layout(pp=2, dp=2, **OVERLAPPED, pp_before_dp=False),
-    "pp2 cp2": Layout(pp=2, cp=2),
+    "pp2 cp2": Layout(pp=2, cp=2, **HALVES),
     "pp2 vpp2 dp2 overlapped, recompute full": Layout(**LOOPED, dp=2, **OVERLAPPED, recompute=FULL, micro_batch_size=1),
-    "pp2 zb-h1 tp2 sp, recompute full": Layout(
-        pp=2, schedule="zb-h1", tp=2, sequence_parallel=True, recompute=FULL, micro_batch_size=1
-    ),
+    "pp2 zb-h1 tp2 sp, recompute full": Layout(pp=2, schedule="zb-h1", tp=2, sequence_parallel=True, recompute=FULL),
     "pp2 zb-h1 dp2 zero overlapped": Layout(
         pp=2, schedule="zb-h1", dp=2, sharded=True, **OVERLAPPED, micro_batch_size=1
     ),
     "pp2 zb-v dp2 zero overlapped": Layout(**VEE, dp=2, sharded=True, **OVERLAPPED, micro_batch_size=1),
-    "pp2 zb-h1 tp4, a head a rank": Layout(pp=2, schedule="zb-h1", tp=4),
+    "pp2 zb-h1 tp4, a head a rank": Layout(pp=2, schedule="zb-h1", tp=4, **HALVES),
     "pp2 zb-v tp2, recompute selective": Layout(**VEE, tp=2, recompute=SELECTIVE),
     "pp2 zb-v dp2 overlapped, recompute full": Layout(**VEE, dp=2, **OVERLAPPED, recompute=FULL),
 }
 EIGHT_RANKS: dict[str, Layout] = {
     "pp2 vpp2 tp2 sp dp2 zero": Layout(**LOOPED, tp=2, sequence_parallel=True, dp=2, sharded=True, **OVERLAPPED),
     "pp2 zb-v tp2 sp dp2 zero": Layout(**VEE, tp=2, sequence_parallel=True, dp=2, sharded=True, **OVERLAPPED),
-    "pp2 vpp2 cp2 tp2 sp, recompute full": Layout(**LOOPED, cp=2, tp=2, sequence_parallel=True, recompute=FULL),
+    "pp2 vpp2 cp2 tp2 sp, recompute full": Layout(
+        **LOOPED, cp=2, tp=2, sequence_parallel=True, recompute=FULL, **HALVES
+    ),
 }
 MANY_STAGES: dict[str, Layout] = {
     "pp4 vpp2, one sample at a time": Layout(pp=4, chunks=2, schedule="interleaved", micro_batch_size=1),
