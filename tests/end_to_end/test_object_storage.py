@@ -21,7 +21,7 @@ from megatron.training.pretrain import pretrain
 from tests.end_to_end.commands import TINY, assert_same_tensors, losses
 from tests.harness.s3 import credentials, s3_server
 
-convert, inspect = (import_module(f"tools.checkpoint.{name}") for name in ("convert", "inspect"))
+convert, inspect = (import_module(f"tools.checkpoint.{name}") for name in ("convert", "inspect_checkpoint"))
 ROOT = "memory://bucket/run"
 
 
