@@ -24,6 +24,18 @@ class OptimizerConfig:
     )
     lr: float | None = flag("Peak learning rate.", default=None, at_least=0)
     min_lr: float = flag("Learning rate at the end of the decay.", default=0.0, at_least=0)
+    decoupled_lr: float | None = flag(
+        "Highest learning rate of the word embeddings and the output layer, where it is not --lr.",
+        default=None,
+        at_least=0,
+    )
+    decoupled_min_lr: float = flag(
+        "Learning rate at the end of the decay of --decoupled-lr.",
+        default=None,
+        derived="--min-lr",
+        follows=("min_lr",),
+        at_least=0,
+    )
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = flag(
         "Shape of the learning rate after the warm-up.", default="linear"
     )
@@ -62,6 +74,11 @@ class OptimizerConfig:
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = flag(
         "Shape of weight decay between start and end.", default="constant"
     )
+    no_weight_decay_cond_type: Literal["apply_wd_to_qk_layernorm"] | None = flag(
+        "Apply weight decay also to the norms of queries and keys, besides matrices and embeddings.",
+        default=None,
+        renamed_values={"qwen3_next": ("apply_wd_to_qk_layernorm", "")},
+    )
     freeze: tuple[str, ...] = flag(
         "Quoted patterns of names of parameters that are not trained, such as 'embedding.*' or "
         "'decoder.layers.[0-3].*'. Frozen parameters have no gradient and no optimizer state.",
@@ -86,5 +103,6 @@ class OptimizerConfig:
     )
 
     def __post_init__(self) -> None:
+        derive(self, "decoupled_min_lr", self.min_lr)
         derive(self, "start_weight_decay", self.weight_decay)
         derive(self, "end_weight_decay", self.weight_decay)

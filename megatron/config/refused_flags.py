@@ -49,7 +49,6 @@ REFUSED: dict[str, str] = {
         "the data-parallel size is the number of ranks divided by the other sizes: start more ranks (with "
         "--dry-run: --world-size)"
     ): ("data-parallel-size"),
-    "weight decay always applies to matrices and not to norms and biases; leave it out": "no-weight-decay-cond-type",
     "fp32 master weights are loaded with the optimizer state; leave out --no-load-optim": (
         "load-main-params-from-ckpt"
     ),
@@ -237,9 +236,6 @@ REFUSED: dict[str, str] = {
     ),
     "fp4 is not available yet; train with --bf16": "fp4-*",
     "the Muon optimizer is not available yet; use --optimizer adam": "muon-*",
-    "separate learning rates are not available yet; --lr and --min-lr apply to all parameters": (
-        "decoupled-lr decoupled-min-lr"
-    ),
     "retrieval models are not available: they are outside this project": (
         "qa-data-dev qa-data-test faiss-use-gpu faiss-match faiss-topk-retrievals eval-micro-batch-size "
         "train-with-neg train-hard-neg val-av-rank-hard-neg val-av-rank-other-neg ict-head-size "

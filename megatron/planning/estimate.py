@@ -14,7 +14,7 @@ from torch import nn
 
 from megatron.config.pipeline import stage_shapes
 from megatron.config.run import RunConfig
-from megatron.core.distributed.parameter_policy import is_frozen
+from megatron.core.distributed.parameter_policy import matches
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.costs import Costs, costs_of
 from megatron.core.parallel.sharding import sharded_parameters
@@ -100,7 +100,7 @@ def _held(run: RunConfig, train_spec: TrainSpec, pipeline_rank: int) -> dict[str
 
 
 def _frozen(sizes: Mapping[str, int], run: RunConfig) -> int:
-    return sum(size for name, size in sizes.items() if is_frozen(name, run.optimizer.freeze))
+    return sum(size for name, size in sizes.items() if matches(name, run.optimizer.freeze))
 
 
 def flops_per_sample(run: RunConfig, train_spec: TrainSpec) -> float:

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from megatron.config.run import RunConfig
-from megatron.core.distributed.parameter_policy import is_frozen
+from megatron.core.distributed.parameter_policy import matches
 from megatron.core.models.train_spec import TrainSpec
 from megatron.errors import CheckpointError, ConfigError
 from megatron.planning.estimate import parameter_sizes
@@ -25,7 +25,7 @@ def check_freezing(run: RunConfig, train_spec: TrainSpec) -> None:
     patterns = run.optimizer.freeze
     names = {*parameter_sizes(run, train_spec)} if patterns else set()
     for pattern in patterns:
-        if not any(is_frozen(name, [pattern]) for name in names):
+        if not any(matches(name, [pattern]) for name in names):
             prefixes = {f"{name[:at]}.*" for name in names for at, letter in enumerate(name) if letter == "."}
             near = get_close_matches(pattern, sorted(names | prefixes), n=4)
             roots = sorted({f"{name.partition('.')[0]}.*" for name in names})
@@ -33,7 +33,7 @@ def check_freezing(run: RunConfig, train_spec: TrainSpec) -> None:
                 f"--freeze {pattern} matches no parameter of the model; "
                 + (f"close patterns that do: {', '.join(near)}" if near else f"these do: {', '.join(roots)}")
             )
-    if patterns and all(is_frozen(name, patterns) for name in names):
+    if patterns and all(matches(name, patterns) for name in names):
         raise ConfigError(
             f"--freeze {' '.join(patterns)} freezes all {len(names)} parameter tensors of the model, so nothing would "
             "be trained: leave out a pattern, or evaluate with --skip-train and without --freeze"
@@ -52,7 +52,7 @@ class FreezingChange:
         """From the settings ``saved`` in a checkpoint to those of ``run``."""
         names = parameter_sizes(run, train_spec)
         before, after = (
-            frozenset(name for name in names if is_frozen(name, patterns))
+            frozenset(name for name in names if matches(name, patterns))
             for patterns in (_saved_patterns(saved), run.optimizer.freeze)
         )
         return cls(frozen=after - before, trained=before - after)

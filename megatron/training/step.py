@@ -117,7 +117,8 @@ def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepRecord:
         )
     release_memory(settings, run.context, level=2)
     with timers("optimizer", level=1):
-        update = run.optimizer.update(count=loss.count, lr=lr, weight_decay=weight_decay)
+        decoupled_lr = run.schedule.decoupled_learning_rate(progress.scheduled_samples)
+        update = run.optimizer.update(count=loss.count, lr=lr, weight_decay=weight_decay, decoupled_lr=decoupled_lr)
     if update.skipped and settings.check_for_nan_in_loss_and_grad:
         raise nonfinite_gradient_error(
             nonfinite_gradients(run.buffers, run.context.mesh),
@@ -135,6 +136,7 @@ def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepRecord:
         global_batch_size=batch_size,
         losses=loss.means,
         learning_rate=run.schedule.learning_rate(progress.scheduled_samples),
+        decoupled_learning_rate=run.schedule.decoupled_learning_rate(progress.scheduled_samples),
         loss_scale=run.optimizer.loss_scale,
         grad_norm=update.grad_norm,
         num_zeros=update.num_zeros,

@@ -97,7 +97,7 @@ def train(context: ParallelContext, settings: Mapping[str, Any], layout: Layout)
         initial=parts_of(model_state(*models), context.mesh),
     )
 
-    policies = parameter_policies(named_parameters(models), freeze=freeze)
+    policies = parameter_policies(named_parameters(models), OptimizerConfig(freeze=freeze))
     buffers = build_buffers(
         named_parameters(models),
         context,

@@ -67,6 +67,7 @@ NEEDS: tuple[tuple[str, str, Callable[[RunConfig], object]], ...] = (
         " without --recompute-granularity full",
         lambda run: run.training.recompute_granularity == "full",
     ),
+    ("decoupled_min_lr", " without --decoupled-lr", lambda run: run.optimizer.decoupled_lr is not None),
     ("log_progress", " without --save, the folder of progress.txt", lambda run: run.checkpoint.save),
     ("save_interval", " without --save", lambda run: run.checkpoint.save),
     ("manual_gc_interval", " without --manual-gc", lambda run: run.training.manual_gc),

@@ -14,13 +14,18 @@ def learning_rate_is_given(run: RunConfig) -> str | None:
 
 
 def learning_rates_are_ordered(run: RunConfig) -> str | None:
-    """--min-lr and --lr-warmup-init are at most --lr."""
-    highest = run.optimizer.lr
-    if highest is None:
-        return None
-    for flag, value in (("--min-lr", run.optimizer.min_lr), ("--lr-warmup-init", run.optimizer.lr_warmup_init)):
-        if value > highest:
-            return f"{flag} {value:g} is more than --lr {highest:g}; use at most {highest:g}"
+    """Learning rates at the end of the decay and at the start of the warm-up are at most the highest."""
+    optimizer = run.optimizer
+    for name, highest, least in (
+        ("lr", optimizer.lr, optimizer.min_lr),
+        ("decoupled-lr", optimizer.decoupled_lr, optimizer.decoupled_min_lr),
+    ):
+        for flag, value in (
+            (f"--{name.replace('lr', 'min-lr')}", least),
+            ("--lr-warmup-init", optimizer.lr_warmup_init),
+        ):
+            if highest is not None and value > highest:
+                return f"{flag} {value:g} is more than --{name} {highest:g}; use at most {highest:g}"
     return None
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
 
+from megatron.config.optimizer import OptimizerConfig
 from megatron.core.parallel.sharding import Sharding, sharding_of
+
+_QUERY_AND_KEY_NORMS = ("*.q_layernorm.*", "*.k_layernorm.*")
 
 
 @dataclass(frozen=True)
@@ -16,11 +19,12 @@ class ParameterPolicy:
     """What training does to a parameter; all parameters of a flat buffer have the same policy.
 
     ``is_trained``: a frozen parameter has no gradient, no optimizer state and no reduction. ``decays``: weight decay
-    applies to it.
+    applies to it. ``is_decoupled``: it has the learning rate of ``--decoupled-lr``.
     """
 
     is_trained: bool
     decays: bool
+    is_decoupled: bool
 
 
 Policies = Mapping[str, ParameterPolicy]
@@ -28,20 +32,30 @@ Policies = Mapping[str, ParameterPolicy]
 
 
 def parameter_policies(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], *, freeze: Sequence[str] = ()
+    named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig | None = None
 ) -> dict[str, ParameterPolicy]:
-    """The policy of every parameter of this rank. ``freeze``: patterns of the names of frozen parameters."""
-    policies = {}
+    """The policy of every parameter of this rank."""
+    config, policies = config or OptimizerConfig(), {}
     for name, parameter in named_parameters:
         sharding = sharding_of(parameter)
         name = sharding.tied or name
-        policies[name] = ParameterPolicy(is_trained=not is_frozen(name, freeze), decays=_is_matrix(sharding))
+        decays_too = config.no_weight_decay_cond_type is not None and matches(name, _QUERY_AND_KEY_NORMS)
+        policies[name] = ParameterPolicy(
+            is_trained=not matches(name, config.freeze),
+            decays=_is_matrix(sharding) or decays_too,
+            is_decoupled=config.decoupled_lr is not None and _is_vocabulary_table(sharding),
+        )
     return policies
 
 
-def is_frozen(name: str, patterns: Iterable[str]) -> bool:
+def matches(name: str, patterns: Iterable[str]) -> bool:
     """Whether a parameter's global name matches one of the patterns, as a shell matches file names, case included."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _is_vocabulary_table(sharding: Sharding) -> bool:
+    """Whether a parameter is a table of word embeddings or an output matrix: what the vocabulary's padding is for."""
+    return sharding.pad_multiple is not None and _is_matrix(sharding)
 
 
 def _is_matrix(sharding: Sharding) -> bool:

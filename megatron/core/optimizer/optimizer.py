@@ -126,10 +126,13 @@ class Optimizer:
         self._seed_divisor = 2.0 ** round(math.log2(max(predictions, 1.0)))
 
     @torch.no_grad()
-    def update(self, *, count: float, lr: float, weight_decay: float) -> UpdateResult:
+    def update(
+        self, *, count: float, lr: float, weight_decay: float, decoupled_lr: float | None = None
+    ) -> UpdateResult:
         """Take one step from gradient sums over ``count`` tokens; zero means that everything was masked.
 
-        Weight decay applies to matrices only. All ranks call this together, after ``GradSync.finish``.
+        The policies of the buffers say whether weight decay applies, and which learning rate. All ranks call this
+        together, after ``GradSync.finish``.
         """
         self.gather.finish()
         sums = self._statistics.gradients(count_zeros=self._count_zeros)
@@ -142,8 +145,10 @@ class Optimizer:
         clip = self._clip_grad / (grad_norm + 1e-6) if self._clip_grad > 0 else 1.0
         self._step += 1
         for owned in self._owned:
-            decay = weight_decay if owned.buffer.policy.decays else 0.0
-            self._move(owned, divisor / min(clip, 1.0), lr=lr, weight_decay=decay)
+            policy = owned.buffer.policy
+            rate = decoupled_lr if policy.is_decoupled and decoupled_lr is not None else lr
+            decay = weight_decay if policy.decays else 0.0
+            self._move(owned, divisor / min(clip, 1.0), lr=rate, weight_decay=decay)
         self.gather.start()
         return UpdateResult(grad_norm, skipped=False, num_zeros=sums.num_zeros)
 

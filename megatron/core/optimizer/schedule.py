@@ -19,8 +19,8 @@ from megatron.errors import ConfigError
 class Schedule:
     """Warm-up, decay and end of the learning rate, and the course of weight decay. Lengths count samples.
 
-    Fields bear the names they have in checkpoints; ``lr_warmup_init``, ``lr_wsd_decay_style`` and
-    ``lr_wsd_decay_steps`` are ours.
+    Fields bear the names they have in checkpoints; ``lr_warmup_init``, ``lr_wsd_decay_style``,
+    ``lr_wsd_decay_steps``, ``decoupled_lr`` and ``decoupled_min_lr`` are ours.
     """
 
     max_lr: float
@@ -35,6 +35,8 @@ class Schedule:
     end_wd: float
     wd_incr_style: str
     wd_incr_steps: int
+    decoupled_lr: float | None = None
+    decoupled_min_lr: float = 0.0
 
     def __post_init__(self) -> None:
         if self.lr_warmup_steps >= self.lr_decay_steps:
@@ -79,7 +81,15 @@ class Schedule:
             end_wd=config.weight_decay if constant_decay else config.end_weight_decay,
             wd_incr_style=config.weight_decay_incr_style,
             wd_incr_steps=train_samples,
+            decoupled_lr=config.decoupled_lr,
+            decoupled_min_lr=config.decoupled_min_lr,
         )
+
+    def decoupled_learning_rate(self, samples: int) -> float | None:
+        """Learning rate of word embeddings and output layer, on the same curve; None where it is that of the rest."""
+        if self.decoupled_lr is None:
+            return None
+        return dataclasses.replace(self, max_lr=self.decoupled_lr, min_lr=self.decoupled_min_lr).learning_rate(samples)
 
     def learning_rate(self, samples: int) -> float:
         """Learning rate of the step that begins after ``samples`` samples."""
@@ -118,7 +128,9 @@ class Schedule:
         if self.wd_incr_style == "constant":
             unread |= {"wd_incr_steps", "start_wd"}
         if self.lr_decay_style == "constant":
-            unread |= {"min_lr", "lr_decay_steps"}
+            unread |= {"min_lr", "decoupled_min_lr", "lr_decay_steps"}
+        if self.decoupled_lr is None:
+            unread.add("decoupled_min_lr")
         if self.lr_decay_style != "WSD":
             unread |= {"lr_wsd_decay_style", "lr_wsd_decay_steps"}
         if self.lr_warmup_steps == 0:
@@ -146,6 +158,8 @@ def _falling(style: str, progress: float) -> float:
 _FLAGS = {
     "max_lr": "--lr",
     "min_lr": "--min-lr",
+    "decoupled_lr": "--decoupled-lr",
+    "decoupled_min_lr": "--decoupled-min-lr",
     "lr_warmup_init": "--lr-warmup-init",
     "lr_warmup_steps": "--lr-warmup-fraction, -iters or -samples",
     "lr_decay_style": "--lr-decay-style",
@@ -184,7 +198,7 @@ def resumed_schedule(
     """
     if override:
         return schedule
-    stored = {name: value for name, value in _renamed(saved).items() if name in _FLAGS}
+    stored = {"decoupled_lr": None} | {name: value for name, value in _renamed(saved).items() if name in _FLAGS}
     if use_checkpoint:
         return dataclasses.replace(schedule, **stored)
     unread = schedule.unread_fields()

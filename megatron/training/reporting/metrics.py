@@ -13,7 +13,8 @@ class StepRecord:
     """One optimizer step, complete: the same on every rank.
 
     ``losses`` are means over the global batch (one sum over one count). ``skipped`` means that the optimizer left the
-    weights alone (an overflow). ``learning_rate`` is the one set after the step, which the next step uses.
+    weights alone (an overflow). ``learning_rate`` is the one set after the step, which the next step uses;
+    ``decoupled_learning_rate`` is that of word embeddings and output layer, where they have their own.
     """
 
     iteration: int
@@ -21,6 +22,7 @@ class StepRecord:
     global_batch_size: int
     losses: Mapping[str, float]
     learning_rate: float
+    decoupled_learning_rate: float | None = None
     loss_scale: float = 1.0
     grad_norm: float | None = None
     num_zeros: int | None = None
@@ -89,6 +91,8 @@ def training_line(line: TrainingLine) -> str:
     if line.tflops_per_device is not None:
         parts.append(f"throughput per GPU (TFLOP/s/GPU): {line.tflops_per_device:.1f}")
     parts.append(f"learning rate: {step.learning_rate:.6E}")
+    if step.decoupled_learning_rate is not None:
+        parts.append(f"decoupled learning rate: {step.decoupled_learning_rate:.6E}")
     parts.append(f"global batch size: {step.global_batch_size:5d}")
     parts += [f"{name}: {loss:.6E}" for name, loss in line.totals.mean_losses().items() if loss > 0.0]
     parts.append(f"loss scale: {step.loss_scale:.1f}")

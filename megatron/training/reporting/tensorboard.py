@@ -140,6 +140,7 @@ class TensorBoard:
             return
         values: dict[str, float | None] = {
             "learning-rate": step.learning_rate,
+            "decoupled-learning-rate": step.decoupled_learning_rate,
             "batch-size": step.global_batch_size,
             **step.losses,
             "loss-scale": step.loss_scale if self._config.log_loss_scale_to_tensorboard else None,

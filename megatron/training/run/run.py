@@ -110,7 +110,7 @@ def build_run(
     models = [build_stage(config, train_spec, stage, context) for stage in stages]
     share_tied_parameters(models)
     sharded = config.parallel.use_distributed_optimizer
-    policies = parameter_policies(named_parameters(models), freeze=config.optimizer.freeze)
+    policies = parameter_policies(named_parameters(models), config.optimizer)
     buffers = build_buffers(
         named_parameters(models),
         context,

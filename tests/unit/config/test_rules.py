@@ -186,6 +186,7 @@ REMARKS = [
         "--wandb-exp-name, --wandb-save-dir: no effect without --wandb-project",
     ),
     ("--use-pytorch-profiler", "", "--use-pytorch-profiler: no effect without --profile"),
+    ("--decoupled-min-lr 1e-5", "", "--decoupled-min-lr: no effect without --decoupled-lr"),
     ("--profile-ranks 1", "", "--profile-ranks: no effect without --profile or --record-memory-history"),
     ("--memory-snapshot-path a", "", "--memory-snapshot-path: no effect without --record-memory-history"),
     (

@@ -11,7 +11,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.core.distributed.buffers import build_buffers, frozen_parts
 from megatron.core.distributed.grad_sync import GradSync
-from megatron.core.distributed.parameter_policy import is_frozen, parameter_policies
+from megatron.core.distributed.parameter_policy import matches, parameter_policies
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
@@ -42,10 +42,53 @@ def test_matrices_and_tables_decay_and_biases_do_not() -> None:
     assert {name for name, policy in policies.items() if policy.decays} == {"embedding", "experts.fc1", "router"}
 
 
+def test_what_flags_add() -> None:
+    """--decoupled-lr is for tables of the vocabulary, not for other matrices, nor for their biases; with a condition of
+    Qwen3-Next's the norms of queries and keys decay, and no others.
+    """
+    shardings = {
+        "embedding.word_embeddings.weight": Sharding((50, 8), {0: "tp"}, pad_multiple=4),
+        "embedding.position_embeddings.weight": Sharding((16, 8)),
+        "output_layer.weight": Sharding((50, 8), {0: "tp"}, pad_multiple=4),
+        "output_layer.bias": Sharding((50,), {0: "tp"}, pad_multiple=4),
+        "decoder.layers.0.self_attention.q_layernorm.weight": Sharding((8,)),
+        "decoder.layers.0.input_layernorm.weight": Sharding((8,)),
+    }
+    named = [(name, made(sharding)) for name, sharding in shardings.items()]
+    config = OptimizerConfig(decoupled_lr=0.1, no_weight_decay_cond_type="apply_wd_to_qk_layernorm")
+    plain, special = parameter_policies(named), parameter_policies(named, config)
+    assert not any(policy.is_decoupled for policy in plain.values())
+    assert {name for name, policy in special.items() if policy.is_decoupled} == {
+        "embedding.word_embeddings.weight",
+        "output_layer.weight",
+    }
+    assert {name for name in plain if special[name].decays and not plain[name].decays} == {
+        "decoder.layers.0.self_attention.q_layernorm.weight"
+    }
+
+
+def test_tables_move_at_their_own_rate() -> None:
+    """The rate of --decoupled-lr that is printed must be the one that is used."""
+    context = ParallelContext.single()
+    named = {"words": made(Sharding((4, 4), pad_multiple=4, split={0: "tp"})), "matrix": made(Sharding((4, 4)))}
+    policies = parameter_policies(named.items(), OptimizerConfig(decoupled_lr=0.5))
+    buffers = build_buffers(named.items(), context, grad_dtype=torch.float32, policies=policies)
+    optimizer = Optimizer(buffers, OptimizerConfig(clip_grad=0), PrecisionConfig(), context, sharded=False)
+    for parameter in named.values():
+        parameter.main_grad.fill_(1.0)  # type: ignore[attr-defined]
+    optimizer.update(count=1, lr=0.125, weight_decay=0.0, decoupled_lr=0.5)
+    assert {name: round(parameter.mean().item(), 4) for name, parameter in named.items()} == {
+        "words": 0.5,
+        "matrix": 0.875,
+    }
+
+
 def test_patterns_are_of_global_names() -> None:
     """A tied copy on the last stage has the name under which both are saved; case counts, as on a command line."""
     parameter = made(Sharding((4, 4), tied="embedding.word_embeddings.weight"))
-    (policy,) = parameter_policies([("output_layer.weight", parameter)], freeze=("embedding.*",)).values()
+    (policy,) = parameter_policies(
+        [("output_layer.weight", parameter)], OptimizerConfig(freeze=("embedding.*",))
+    ).values()
     assert not policy.is_trained
     for pattern, frozen in {
         "decoder.layers.1.*": False,
@@ -55,13 +98,13 @@ def test_patterns_are_of_global_names() -> None:
         "*.layers.??.*.bias": True,
         "decoder.layers.12": False,
     }.items():
-        assert is_frozen("decoder.layers.12.mlp.linear_fc1.bias", [pattern]) == frozen, pattern
+        assert matches("decoder.layers.12.mlp.linear_fc1.bias", [pattern]) == frozen, pattern
 
 
 def test_frozen_parameters_have_no_buffer_and_count_in_the_norm_of_weights() -> None:
     """A gradient or a master copy would cost what freezing saves; a norm of fewer weights would fall at a resume."""
     p, context = parameters(), ParallelContext.single()
-    policies = parameter_policies(p.items(), freeze=("embedding", "fc1*"))
+    policies = parameter_policies(p.items(), OptimizerConfig(freeze=("embedding", "fc1*")))
     buffers = build_buffers(p.items(), context, grad_dtype=torch.float32, policies=policies)
     assert {entry.name for buffer in buffers for entry in buffer.entries} == {"norm", "fc2"}
     GradSync(buffers, context, sharded=False, overlap=False)

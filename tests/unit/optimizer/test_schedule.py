@@ -69,6 +69,20 @@ def test_curves_stay_between_floor_and_peak(style: str) -> None:
     assert rates == sorted(rates, reverse=True)
 
 
+def test_decoupled_rates_are_on_the_same_curve() -> None:
+    """Word embeddings and output layer: their own highest and lowest rate, at the shape and lengths of the others."""
+    schedule = golden_schedule(decoupled_lr=5e-3, decoupled_min_lr=1e-3)
+    assert golden_schedule().decoupled_learning_rate(100) is None
+    for samples in (0, 40, 80, 500, 800, 900):
+        assert schedule.learning_rate(samples) == golden_schedule().learning_rate(samples)
+        alone = golden_schedule(lr=5e-3, min_lr=1e-3)
+        assert schedule.decoupled_learning_rate(samples) == alone.learning_rate(samples)
+    old = {name: value for name, value in golden_schedule().state_dict(0).items() if not name.startswith("decoupled")}
+    assert resumed_schedule(golden_schedule(), old) == golden_schedule()
+    with pytest.raises(ConfigError, match=r"decoupled_lr: 0\.005 from the flags \(--decoupled-lr\), None in the check"):
+        resumed_schedule(schedule, old)
+
+
 def test_weight_decay_linear_and_constant() -> None:
     """Weight decay would keep growing after the end of training, or follow start and end where it is constant."""
     linear = golden_schedule(weight_decay_incr_style="linear")

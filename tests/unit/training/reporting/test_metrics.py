@@ -59,13 +59,14 @@ def test_longest_line_to_the_letter() -> None:
         grad_norm=1.2344,
         num_zeros=42,
         params_norm=170.5551,
+        decoupled_learning_rate=5e-4,
         losses={"lm loss": 5.4321, "sop loss": 0.7},
     )
     assert line(step, tflops=123.456) == (
         " [2026-08-01 09:05:03] iteration      100/    5000 | consumed samples:         1600 | "
         "elapsed time per iteration (ms): 123.5 | "
         "throughput per GPU (TFLOP/s/GPU): 123.5 | learning rate: 1.500000E-04 | "
-        "global batch size:    16 | lm loss: 5.432100E+00 | "
+        "decoupled learning rate: 5.000000E-04 | global batch size:    16 | lm loss: 5.432100E+00 | "
         "sop loss: 7.000000E-01 | loss scale: 65536.0 | grad norm: 1.234 | num zeros: 42 | params norm: 170.555 | "
         "number of skipped iterations:   0 | number of nan iterations:   0 |"
     )
