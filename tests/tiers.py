@@ -14,11 +14,12 @@ def pairs(
     *,
     always: Collection[Any] = (),
     more: Mapping[Any, Collection[Any]] | None = None,
+    slow: Collection[Any] = (),
 ) -> list[Any]:
     """Every pair of variant and layout, for ``parametrize``.
 
     In the first tier is each variant at layouts of ``always`` and at those that ``more`` lists for it; the other pairs
-    are slow. No variant and no layout is in the slow tier alone.
+    are slow. No variant and no layout is in the slow tier alone, but layouts of ``slow``, which other tests have.
     """
     variants, layouts, more = tuple(variants), tuple(layouts), more or {}
     assert {*always} <= {*layouts}
@@ -30,7 +31,7 @@ def pairs(
         if layout in always or layout in more.get(variant, ())
     }
     assert {variant for variant, _ in first} == {*variants}, "each variant is in the first tier"
-    assert {layout for _, layout in first} == {*layouts}, "each layout is in the first tier"
+    assert {layout for _, layout in first} | {*slow} == {*layouts}, "each layout is in the first tier"
     return [
         pytest.param(variant, layout, marks=[] if (variant, layout) in first else pytest.mark.slow)
         for variant in variants

@@ -63,7 +63,6 @@ CORE = (
     "cp2",
     "cp2 gather",
     "cp2 recompute selective",
-    "cp2 tp2 sp dp2 zero recompute",
 )
 CORE_STAGES = ("pp3, fully masked microbatch", "pp4", "pp2 vpp2", "pp2 zb-h1", "pp2 zb-v")
 CORE_COMBINED = (
@@ -148,10 +147,8 @@ def test_untied_output(layout: str) -> None:
         ["megatron", "untied, residuals behind norms", "rotary, few groups, qk norm"],
         ["tp4 sp", "cp2 tp2 sp dp2 zero recompute", "pp2 zb-v", *EXCHANGING],
         always=("pp2 zb-v", "cp2 tp2 heads"),
-        more={
-            "megatron": ("tp4 sp", *EXCHANGING),
-            "rotary, few groups, qk norm": ("cp2 tp2 sp dp2 zero recompute",),
-        },
+        more={"megatron": ("cp4 heads", "cp2 heads, recompute selective")},
+        slow=("tp4 sp", "cp2 tp2 sp dp2 zero recompute", "cp4 heads and rings"),
     ),
 )
 def test_other_positions_and_arrangements(variant: str, layout: str) -> None:

@@ -10,7 +10,7 @@ from benchmarks.communication import measured, textbook, worlds
 @pytest.mark.parametrize(
     "layouts",
     [
-        pytest.param(layouts, id=layouts[0], marks=pytest.mark.slow if layouts[0] == "TP 4" else [])
+        pytest.param(layouts, id=layouts[0], marks=pytest.mark.slow if layouts[0] in ("TP 4", "PP 4, GPipe") else [])
         for layouts in worlds()
     ],
 )

@@ -29,6 +29,7 @@ from megatron.training.loop import train_from_start_to_end
 from megatron.training.run.data import TrainingData
 from tests.end_to_end.commands import assert_same_tensors, tensors
 from tests.harness import run_ranks
+from tests.tiers import tiers
 
 SAMPLES_AN_EPOCH = 10
 LENGTH = 8  # iterations of eight samples: more than six epochs
@@ -160,7 +161,14 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = (
+    "fp16, a loss scale that moves",  # in tests/end_to_end/test_resume.py
+    "pipeline, bf16, SGD",  # there with a zero-bubble schedule
+    "a step of the batch size cut in two, two more after it",  # the case before it is like it
+)
+
+
+@pytest.mark.parametrize("name", tiers(CASES, first=[name for name in CASES if name not in SLOW]))
 def test_two_halves_are_the_whole(name: str, runs: Runs) -> None:
     """A job that its scheduler ends would otherwise become another run."""
     world, flags = CASES[name]
