@@ -67,6 +67,7 @@ class Intake:
         self._yielding: list[tuple[FlagSpec, Given]] = []
         self._underscored: list[str] = []
         self._deepspeed: list[tuple[str, str]] = []
+        assert len({group_name(group) for group in groups}) == len(groups), f"two of {groups} have one name in files"
         for spec in (spec for group in groups for spec in flags_of(group)):
             for spelling, value in spec.spellings().items():
                 assert spelling not in self._by_spelling, f"two fields claim {spelling}"

@@ -19,7 +19,7 @@ from megatron.config.trained_model import TrainedModelConfig
 from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint
 from megatron.core.checkpointing.load import MODEL_NAME, load_checkpoint, read_run_state
 from megatron.core.conversion.kept_tokenizer import with_kept_files
-from megatron.core.models.registry import saved_run
+from megatron.core.models.registry import family_named, saved_run
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.environment import LaunchEnvironment, told_once_a_node
@@ -48,13 +48,13 @@ def trained_model(
 ) -> Iterator[TrainedModel]:
     """The chosen model, for the length of a ``with`` block; every launched rank holds a tensor-parallel part.
 
-    ``train_specs``: the families the tool can use, by name. Raises CheckpointError when nothing usable is there,
-    ConfigError and DataError for a tokenizer that can't be built.
+    ``train_specs``: the families the tool can use, by name; those whose train spec inherits from one work, too. Raises
+    CheckpointError when nothing usable is there, ConfigError and DataError for a tokenizer that can't be built.
     """
     with told_once_a_node():
         folder = find_checkpoint(choice.load, step=choice.ckpt_step)
         state = read_run_state(folder)
-        train_spec = train_specs.get(state[MODEL_NAME])
+        train_spec = _usable(state[MODEL_NAME], train_specs, where=str(folder.path))
         if train_spec is None:
             raise CheckpointError(
                 f"{folder.path} holds a {state[MODEL_NAME]} model; this tool works with {', '.join(train_specs)}"
@@ -75,6 +75,14 @@ def trained_model(
         model = build_stage(config, train_spec, whole, context).eval().requires_grad_(False)
         load_checkpoint(folder, model_state(model), context.mesh)
         yield TrainedModel(config, model, tokenizer, context, folder)
+
+
+def _usable(name: str, train_specs: Mapping[str, TrainSpec], *, where: str) -> TrainSpec | None:
+    """The train spec of this name, or of a family whose own inherits from one of them."""
+    if name in train_specs:
+        return train_specs[name]
+    own = family_named(name, where=where).train_spec
+    return own if isinstance(own, tuple(map(type, train_specs.values()))) else None
 
 
 def check_same_tokenizer(state: Mapping[str, Any], folder: CheckpointFolder, tokenizer: Tokenizer) -> None:

@@ -86,6 +86,11 @@ def test_before_core_the_decoder_had_a_depth_of_its_own(tmp_path: Path) -> None:
     said = "holds 2 layers; its saved settings say num_layers 4, decoder_num_layers 3"
     with pytest.raises(CheckpointError, match=said):
         read_megatron_lm(tmp_path / "wrong")
+    write_torch(tmp_path / "typed", CLASSIC, values, style="legacy", decoder_num_layers=2, decoder_seq_length="abc")
+    with pytest.raises(
+        CheckpointError, match='its saved settings: decoder_seq_length is "abc"; expected a whole number'
+    ):
+        read_megatron_lm(tmp_path / "typed")
 
 
 @pytest.mark.parametrize("style", ["first", "legacy", "core"])
