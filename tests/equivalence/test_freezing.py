@@ -37,6 +37,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "all but the head": LLAMA | STILL | FIVE | {"freeze": ("[!o]*",)},
     "all but positions": SMALL | STILL | FIVE | {"freeze": ("decoder.*", "embedding.word_embeddings.*")},
     "t5's encoder": SMALL | STILL | {"family": "t5", "num_layers": 3, "freeze": ("encoder.*", "embedding.*")},
+    "all but the gates, which have a loss of their own": LLAMA
+    | STILL
+    | {"family": "gated", "num_layers": 4, "freeze": ("embedding.*", "output_layer.*", "*layernorm*", "*.linear_*")},
+    "gates": LLAMA | STILL | {"family": "gated", "num_layers": 4, "freeze": ("embedding.*", "*.gated_mlp.*")},
     "bert's body": SMALL | STILL | FIVE | {"family": "bert", "freeze": ("embedding.*", "encoder.*")},
 }
 LAYOUTS: dict[str, Layout] = {

@@ -58,7 +58,7 @@ def test_low_precision_is_computed_in_fp32(name: str, dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_gradients_of_what_is_trained_do_not_depend_on_what_matches(name: str, dtype: torch.dtype) -> None:
+def test_gradients_of_what_is_trained_do_not_depend_on_what_is_frozen(name: str, dtype: torch.dtype) -> None:
     """The first norm behind a frozen embedding needs no gradient of its input, a frozen one none of its weight."""
 
     def gradients(frozen: int | None) -> list[Tensor | None]:
