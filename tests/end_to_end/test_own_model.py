@@ -47,8 +47,11 @@ def test_it_trains_and_resumes_in_stages_and_without_an_installation_tools_say_s
     assert "install its package, or use the script that trains it" in said
 
 
-def test_it_is_planned() -> None:
-    """The dry run's figures come from the family's own modules; none is left out of them."""
+def test_it_is_planned(checkpoints: Path) -> None:
+    """The dry run's figures come from the family's own modules, and it compares with the checkpoint as a start does."""
+    other = f"{MODEL} --lr 3e-2".replace("--lr 1e-2 ", "")
+    said = run(SCRIPT, f"{other} {LAYOUT} --world-size 4 --dry-run --load {checkpoints}", expect=2)
+    assert "--override-opt_param-scheduler" in said
     said = run(SCRIPT, f"{MODEL} {LAYOUT} --world-size 4 --dry-run")
     assert "50,880 in the model" in said
     assert "Recurrence" not in said  # no module that doesn't say what it costs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.config.flags import one_of
 from megatron.config.rules.sizes import divisors, divisors_near, multiples_near, some
 from megatron.config.run import RunConfig
 
@@ -166,10 +167,7 @@ def positions_are_of_the_family(run: RunConfig) -> str | None:
     kind, known = run.model.position_embedding_type, run.train_spec.position_embedding_types
     if kind in known:
         return None
-    return (
-        f"--position-embedding-type {kind} is not available for {run.train_spec.title}; use {', '.join(known[:-1])} or "
-        f"{known[-1]}"
-    )
+    return f"--position-embedding-type {kind} is not available for {run.train_spec.title}; use {one_of(known)}"
 
 
 RULES = (
