@@ -62,7 +62,7 @@ def read_bytes(
     with path.open("rb") as file:
         content: bytes = file.read(most_bytes + 1)
     if len(content) > most_bytes:
-        raise error(f"{where} is larger than {most_bytes >> 20} MiB, more than such a file ever needs")
+        raise error(f"{where} is larger than {most_bytes >> 20} MiB, the most that is read")
     return content
 
 
@@ -84,7 +84,7 @@ def parse_json(text: str | bytes, kind: Any = Any, *, where: str, error: type[Me
 
     def whole(digits: str) -> int:
         if len(digits) > MOST_DIGITS:
-            raise error(f"{where} has a number of {len(digits):,} digits; {MOST_DIGITS} are the most that is read")
+            raise error(f"{where} has a number of {len(digits):,} digits; at most {MOST_DIGITS} are read")
         return int(digits)
 
     try:
@@ -111,9 +111,7 @@ def parse_yaml(text: str | bytes, *, where: str, error: type[MegatronError]) -> 
             """One node, unless it is an alias or too deep."""
             if self.check_event(yaml.AliasEvent):
                 event = self.get_event()  # type: ignore[no-untyped-call]
-                raise error(
-                    f"{where}:{_line(event.start_mark)} has the alias *{event.anchor}; write out what it stands for"
-                )
+                raise error(f"{where}:{_line(event.start_mark)} has the alias *{event.anchor}; write out its value")
             if self.depth > MOST_DEPTH:
                 raise _too_deep(where, error)
             self.depth += 1
@@ -158,11 +156,11 @@ def _scalars(node: Any, where: str, error: type[MegatronError]) -> Iterator[Any]
 def _check_scalar(node: Any, where: str, error: type[MegatronError]) -> None:
     kind, text, line = node.tag.rpartition(":")[2], node.value, _line(node.start_mark)
     if kind == "int" and len(text) > MOST_DIGITS:
-        raise error(f"{where}:{line} has a number of {len(text):,} digits; {MOST_DIGITS} are the most that is read")
+        raise error(f"{where}:{line} has a number of {len(text):,} digits; at most {MOST_DIGITS} are read")
     if kind in ("int", "float") and re.match(r"[-+]?0[0-9]|.*:", text):
         raise error(f"{where}:{line} has {text}, which YAML reads in another base; write the number in decimals")
     if kind == "timestamp":
-        raise error(f"{where}:{line} has {text}, which YAML takes for a date; put it in quotes")
+        raise error(f"{where}:{line} has {text}, which YAML reads as a date; put it in quotes")
 
 
 def as_kind(value: Any, kind: Any, *, where: str, error: type[MegatronError]) -> Any:
@@ -277,11 +275,11 @@ def _check_depth(value: Any, where: str, error: type[MegatronError]) -> None:
 
 
 def _too_deep(where: str, error: type[MegatronError]) -> MegatronError:
-    return error(f"{where} is nested more than {MOST_DEPTH} deep")
+    return error(f"{where} is nested more than {MOST_DEPTH} levels deep")
 
 
 def _text(content: str | bytes, where: str, error: type[MegatronError]) -> str:
     try:
         return content if isinstance(content, str) else content.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise error(f"{where} is not a text in UTF-8") from None
+        raise error(f"{where} is not UTF-8 text") from None

@@ -28,7 +28,7 @@ def zero_shot_has_data(run: RunConfig) -> str | None:
         return None
     wanted = "one file" if task.task in _ONE_FILE else "files of text"
     given = f", not {len(task.valid_data)}: {' '.join(task.valid_data)}" if task.valid_data else ""
-    return f"--task {task.task} is measured on {wanted}{given}; give --valid-data"
+    return f"--task {task.task} needs {wanted}{given}; give --valid-data"
 
 
 def zero_shot_trains_nothing(run: RunConfig) -> str | None:
@@ -99,7 +99,7 @@ def data_are_given(run: RunConfig) -> str | None:
     if task.epochs and not task.train_data:
         return f"--task {task.task} with --epochs {task.epochs} needs --train-data"
     if task.epochs == 0 and not task.valid_data:
-        return f"--task {task.task} with --epochs 0 scores --valid-data and nothing else; give it"
+        return f"--task {task.task} with --epochs 0 only scores --valid-data; give it"
     return None
 
 
@@ -109,8 +109,8 @@ def predictions_are_of_a_finished_model(run: RunConfig) -> str | None:
     if task.answers is None or task.predictions_dir is None or not task.epochs:
         return None
     return (
-        f"--predictions-dir {task.predictions_dir} is for the answers of a model that was fine-tuned: give it with "
-        f"--epochs 0 once --epochs {task.epochs} are over"
+        f"--predictions-dir {task.predictions_dir} writes the predictions of a fine-tuned model: give it with "
+        f"--epochs 0 after --epochs {task.epochs}"
     )
 
 

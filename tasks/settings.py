@@ -81,7 +81,7 @@ class TaskConfig(OwnDataConfig):
         "Passes over --train-data, for tasks that train; 0 only evaluates.", default=None, at_least=0
     )
     keep_last: bool = flag(
-        "RACE, MNLI and QQP: also train on the samples that don't fill a batch, which is always done here. "
+        "RACE, MNLI and QQP: also train on the samples that don't fill a batch, which always happens here. "
         "--keep-last-checkpoints sets how many checkpoints are kept.",
         default=False,
     )

@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         config, choice = parse_groups(argv, SpanConfig, TrainedModelConfig, prog="fill_spans.py", about=__doc__ or "")
         check_gaps(config.text)
         if not config.text and not config.samples:
-            raise ConfigError("there is nothing to fill in: give --text, or --samples of the run's validation data")
+            raise ConfigError("nothing to fill in: give --text, or --samples of the run's validation data")
     from megatron.core.models.t5.train_spec import TRAIN_SPEC
     from megatron.training.checkpoints.trained_model import trained_model
 
@@ -76,7 +76,7 @@ def filled(text: str, trained: TrainedModel) -> Iterator[str]:
     names = tokenizer.sentinels
     if len(rest) > len(names):
         raise ConfigError(
-            f"--text {text[:40]!r}... has {len(rest)} {MASK}, and this model can name {len(names)} at most "
+            f"--text {text[:40]!r}... has {len(rest)} {MASK}, but this model has {len(names)} sentinel tokens "
             "(--vocab-extra-ids of its training): fill some in"
         )
     tokens = joined(first, [[name] for name in names], rest)
@@ -100,7 +100,8 @@ def guessed(count: int, trained: TrainedModel, *, examples: int) -> Iterator[str
     asking = [sample for sample in samples if np.isin(sample["text_dec"], tokenizer.sentinels).any()]
     if not asking:
         raise ConfigError(
-            f"--samples {count}: none of them hides words, for want of sentinels or of room in the decoder; give more"
+            f"--samples {count}: none of them has masked words, for lack of sentinel tokens or of room in the "
+            "decoder; give more"
         )
     for sample in asking[:examples]:
         yield from beside_truth(sample, trained)
@@ -112,7 +113,7 @@ def guessed(count: int, trained: TrainedModel, *, examples: int) -> Iterator[str
     yield f"  the model                  {shares(true, guesses)}"
     yield f"  the commonest, every time  {shares(true, [commonest] * len(true))}  ({tokenizer.detokenize(commonest)})"
     entropy = entropy_of(label for sample in samples for label in sample["labels"].tolist() if label >= 0)
-    yield f"Guessing what it has to say by how often each token occurs costs {entropy:.2f} nats a token."
+    yield f"Predicting its tokens by their frequency costs {entropy:.2f} nats a token."
 
 
 def beside_truth(sample: Sample, trained: TrainedModel) -> Iterator[str]:

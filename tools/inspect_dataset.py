@@ -82,8 +82,8 @@ def main(argv: Sequence[str]) -> int:
     if any(word.partition("=")[0] == "--sample" for word in argv):
         if argv[0] == "--prefix":
             raise ConfigError(
-                f"{argv[1]} and --sample: a sample is one of a run, whose flags name its data; leave {argv[1]} out, or "
-                f"write --data-path {argv[1]}"
+                f"{argv[1]} and --sample: --sample shows a sample of a run, whose flags name its data; leave "
+                f"{argv[1]} out, or write --data-path {argv[1]}"
             )
         return show_sample(parse_any_family(argv, SampleConfig, prog="inspect_dataset.py"))
     about = " ".join((__doc__ or "").split())
@@ -96,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
     for dataset in datasets:
         print("\n".join(describe(dataset)))
         if config.unigrams:
-            print(f"unigrams     {unigram_entropy(dataset):.3f} nats a token, guessed by how often each occurs")
+            print(f"unigrams     {unigram_entropy(dataset):.3f} nats a token, predicted by frequency")
         if config.verify or config.write_digests:
             print(f"verified     {verify(dataset, tokenizer)}")
         if config.write_digests:
@@ -161,7 +161,8 @@ def verify(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> str:
         if (metadata.num_documents, metadata.max_token_id) != (dataset.num_documents, largest):
             raise DataError(
                 f"{DatasetMetadata.path(dataset.prefix)} speaks of {metadata.num_documents} documents and ids up to "
-                f"{metadata.max_token_id}, the data hold {dataset.num_documents} and {largest}: it is not theirs"
+                f"{metadata.max_token_id}, the data hold {dataset.num_documents} and {largest}: it belongs to other "
+                "files"
             )
         checked.append("metadata")
         if metadata.sha256:

@@ -91,7 +91,7 @@ def common_tokenizer(prefixes: Sequence[str]) -> TokenizerStamp | None:
             )
     unknown = [prefix for prefix, each in stamps.items() if each is None]
     if unknown:
-        print(f"the tokenizer of {', '.join(unknown)} is not known, so the merged data name none", file=sys.stderr)
+        print(f"the tokenizer of {', '.join(unknown)} is not known, so the merged data has none", file=sys.stderr)
     return None if unknown else stamp
 
 

@@ -198,7 +198,7 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> T
     milestone = _still_there(journal.read())
     if milestone is not None:
         batches = read_batches(paths, keys=config.json_keys, start=milestone.position)
-        print(f"going on after the {milestone.tally.documents:,} documents of an interrupted run", file=sys.stderr)
+        print(f"continuing after the {milestone.tally.documents:,} documents of an interrupted run", file=sys.stderr)
     else:
         journal.remove()
     run = Conversion(config, paths, milestone)
@@ -228,7 +228,7 @@ def _engine(config: PreprocessConfig, tokenizer: Tokenizer, probe: Sequence[str]
 
 @contextmanager
 def _kept_parts_mentioned(journal: Journal) -> Iterator[None]:
-    kept = "the finished shards are kept; the same command goes on from there"
+    kept = "the finished shards are kept; the same command continues from there"
     try:
         with kept_on_interrupt(lambda: kept if journal.path.exists() else "nothing is kept, no shard was finished"):
             yield
@@ -301,7 +301,7 @@ def _check(config: PreprocessConfig) -> None:
         alone = [name for name, used in (("--keep-newlines", config.keep_newlines),) if used]
         alone += ["--lang"] * (config.lang != "english")
         if alone:
-            raise ConfigError(f"{alone[0]} says how --split-sentences splits; give that too, or leave it out.")
+            raise ConfigError(f"{alone[0]} has an effect only with --split-sentences; give that too, or leave it out.")
     repeated = sorted({key for key in config.json_keys if config.json_keys.count(key) > 1})
     if repeated or not config.json_keys:
         raise ConfigError(f"--json-keys needs different keys, not {' '.join(config.json_keys) or 'none'}.")

@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
         tokenizer_config = dataclasses.replace(tokenizer_config, tokenizer_type="GPT2BPETokenizer")
     counts = convert(config, build_tokenizer(tokenizer_config), _template(config, tokenizer_config.tokenizer_model))
     print(f"conversations  {counts.conversations:,}" + (f" ({counts.bad:,} bad lines left out)" if counts.bad else ""))
-    print(f"tokens         {counts.tokens:,}, of which {counts.targets:,} are learned")
+    print(f"tokens         {counts.tokens:,}, of which {counts.targets:,} have a loss")
     print(f"wrote          {config.output_prefix}.{{bin,idx,meta.json}} and {targets_prefix(config.output_prefix)}.*")
     return 0
 
@@ -86,7 +86,9 @@ def _template(config: SftConfig, tokenizer_model: str | None) -> ChatTemplate | 
         return None
     both = [name for name in ("turn_start", "turn_end") if getattr(config, name) != getattr(SftConfig, name)]
     if both:
-        raise ConfigError(f"--{both[0].replace('_', '-')} and --chat-template both say how turns are written; give one")
+        raise ConfigError(
+            f"--{both[0].replace('_', '-')} and --chat-template both describe the format of turns; give one"
+        )
     return load_template(config.chat_template, tokenizer_model, learned=config.learned_role)
 
 
@@ -135,7 +137,9 @@ def _encoder(
     if template is None:
         return lambda record: encode(chat.parts(record), tokenizer)
     if not isinstance(tokenizer, RustTokenizer):
-        raise ConfigError(f"--chat-template needs a tokenizer that tells places in the text: {tokenizer.name} doesn't")
+        raise ConfigError(
+            f"--chat-template needs a tokenizer that reports positions in the text, which {tokenizer.name} does not"
+        )
 
     def by_template(record: dict[str, Any]) -> tuple[list[int], list[bool]]:
         if "messages" in record:

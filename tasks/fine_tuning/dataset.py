@@ -160,9 +160,9 @@ class EpochsDataset:
         Raises DataError.
         """
         raise DataError(
-            f"the checkpoint's run trained on other files than {self.prefix}, or with another --seq-length, --seed or "
-            "--global-batch-size, and would go on in the middle of an epoch: give what it was given, or --finetune to "
-            "begin anew from its weights"
+            f"the checkpoint's run trained on other files than {self.prefix}, or with another --seq-length, --seed "
+            "or --global-batch-size, and cannot continue in the middle of an epoch: give its values, or --finetune "
+            "to start again from its weights"
         )
 
     def prepare(self) -> None:

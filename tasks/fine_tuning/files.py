@@ -82,8 +82,8 @@ def read_labelled(task: str, path: str, *, needs_labels: bool = True) -> Labelle
         raise DataError(f"{path} holds no samples of {task}" + (f": {found.left_out[0]}" if found.left_out else ""))
     if needs_labels and not found.has_labels:
         raise DataError(
-            f"{path} has the columns of {task}'s test set, so no labels to learn or to score: give a train or dev "
-            "file, or a folder for what the model answers, --epochs 0 --predictions-dir FOLDER"
+            f"{path} has the columns of {task}'s test set, so it has no labels: give a train or dev file, or "
+            "--epochs 0 --predictions-dir FOLDER to write predictions"
         )
     found.digest = digest.hexdigest()
     return found
@@ -101,7 +101,7 @@ def _read_race(found: LabelledTexts, folder: Path, note: Callable[[bytes], None]
     if not folder.is_dir():
         is_file = folder.exists()
         raise DataError(
-            f"{folder} {'is a file' if is_file else 'does not exist'}: RACE's data are folders of .txt files, such as "
+            f"{folder} {'is a file' if is_file else 'does not exist'}: RACE data is folders of .txt files, such as "
             "RACE/dev/high"
         )
     files = sorted(folder.glob("*.txt"))

@@ -51,7 +51,7 @@ def read(task: TaskConfig) -> LabelledData:
     for path in task.valid_data:
         texts = read_labelled(task.task, path, needs_labels=task.predictions_dir is None)
         if texts.name in valid:
-            raise DataError(f"--valid-data {valid[texts.name].source} and {path} would both be called {texts.name}")
+            raise DataError(f"--valid-data {valid[texts.name].source} and {path} would both get the name {texts.name}")
         valid[texts.name] = texts
     return LabelledData(train, valid)
 

@@ -69,8 +69,8 @@ def detokenizer_for(path: Path) -> Callable[[str], str]:
     found = next((function for name, function in known.items() if name in str(path)), None)
     if found is None:
         raise DataError(
-            f"--valid-data {path}: --task WIKITEXT103 tells the corpus by its path, which must hold ptb, wiki or "
-            "lambada; rename the file, or use --task LM for other text"
+            f"--valid-data {path}: --task WIKITEXT103 recognizes the corpus by its path, which must contain ptb, "
+            "wiki or lambada; rename the file, or use --task LM for other text"
         )
     return found
 

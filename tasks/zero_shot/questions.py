@@ -36,8 +36,8 @@ class Asked:
         chosen = {name: rest.pop(name) for name in ("temperature", "top_k", "top_p") if name in rest}
         if rest:
             raise ConfigError(
-                f"--gen_kwargs {', '.join(rest)}: generation here knows until, max_gen_toks, do_sample, temperature, "
-                "top_k and top_p; leave the others out"
+                f"--gen_kwargs {', '.join(rest)}: only until, max_gen_toks, do_sample, temperature, top_k and top_p "
+                "are supported; leave the others out"
             )
         return cls(tokens=tokens, until=until, sampling=Sampling(**chosen) if samples else Sampling(temperature=0.0))
 
@@ -100,7 +100,7 @@ def passage_of(context: list[int], continuation: list[int], *, length: int) -> P
     """A continuation to score after as much of its context as fits into ``length`` tokens."""
     if len(continuation) > length:
         raise ConfigError(
-            f"a continuation of {len(continuation)} tokens is to be scored at once, and the model sees {length}: "
+            f"a continuation of {len(continuation)} tokens is longer than the {length} tokens that the model sees: "
             "leave the task out"
         )
     ids = (context + continuation)[-(length + 1) :]

@@ -24,7 +24,7 @@ def run(config: RunConfig, context: ParallelContext) -> TaskResult:
     detokenize, original = detokenizer_for(path), read_text(path)
     words = len(original.strip().split(" "))
     if words < 2:
-        raise DataError(f"--valid-data {path} holds {words} word; perplexity needs two at least")
+        raise DataError(f"--valid-data {path} holds {words} word; perplexity needs at least two")
     model, length = load_gpt(config, context), config.data.seq_length
     stride = task.overlapping_eval or min(_OVERLAP, length)
     found = score(

@@ -17,7 +17,7 @@ SHOWN = {  # what guessing by frequency costs, and what is filled in
         r"^  => return a list .* all the names in the module",
     ),
     "t5": (
-        r"Guessing what it has to say by how often each token occurs costs (\S+) nats a token\.\n",
+        r"Predicting its tokens by their frequency costs (\S+) nats a token\.\n",
         r"^  => return the number .*bytes\.\n(.*\n)+[\d,]+ hidden spans of 1,000 samples: first token right",
     ),
 }

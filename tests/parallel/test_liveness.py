@@ -82,7 +82,7 @@ def test_stall_is_told_once_with_the_missing_rank(capfd: pytest.CaptureFixture[s
     told = capfd.readouterr().err
     assert told.count("missing: rank 1") == 1
     assert "in all-reduce over dp, cp of ranks 0-2 (iteration 12, forward-backward)" in told
-    assert "rank 1: iteration 12, batch-generator: in no collective" in told
+    assert "rank 1: iteration 12, batch-generator: not in a collective" in told
     assert "stack of rank 1 (pp=0 dp=1 cp=0 tp=0):" in told
 
 

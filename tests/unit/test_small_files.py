@@ -69,10 +69,10 @@ def test_wrong_types_are_named_by_file_and_key() -> None:
 def test_hostile_json_ends_at_once(tmp_path: Path) -> None:
     """Nested 100,000 deep it was a RecursionError; 4,301 digits were a sentence about Python's interpreter."""
     for text, message in {
-        "[" * 100_000: "x is nested more than 100 deep",
-        "[" * 101 + "]" * 101: "x is nested more than 100 deep",
-        '{"a":' * 500 + "1" + "}" * 500: "x is nested more than 100 deep",
-        '{"a": ' + "9" * 4301 + "}": "x has a number of 4,301 digits; 100 are the most that is read",
+        "[" * 100_000: "x is nested more than 100 levels deep",
+        "[" * 101 + "]" * 101: "x is nested more than 100 levels deep",
+        '{"a":' * 500 + "1" + "}" * 500: "x is nested more than 100 levels deep",
+        '{"a": ' + "9" * 4301 + "}": "x has a number of 4,301 digits; at most 100 are read",
         '{"a": 1, "a": 2}': 'x has the key "a" twice',
         "{,}": "x:1 is not JSON: Expecting property name enclosed in double quotes",
         "": "x:1 is not JSON: Expecting value",
@@ -81,7 +81,7 @@ def test_hostile_json_ends_at_once(tmp_path: Path) -> None:
             parse_json(text, where="x", error=ConfigError)
         assert str(caught.value) == message
     assert parse_json("[" * 100 + "]" * 100, where="x", error=ConfigError)
-    with pytest.raises(ConfigError, match="^x is not a text in UTF-8$"):
+    with pytest.raises(ConfigError, match="^x is not UTF-8 text$"):
         parse_json(b'"\xff"', where="x", error=ConfigError)
     with (tmp_path / "large.json").open("wb") as file:
         file.truncate(1 << 40)
@@ -93,14 +93,14 @@ def test_hostile_yaml_ends_at_once() -> None:
     """A few lines of aliases stand for more values than fit into memory; 010 is eight and 1:30 ninety to YAML."""
     bomb = "a0: &a0 [x, x]\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n}, *a{n}]\n" for n in range(40))
     for text, message in {
-        bomb: "x:2 has the alias *a0; write out what it stands for",
-        "a: &a {b: 1}\nc:\n  <<: *a\n": "x:3 has the alias *a; write out what it stands for",
-        "[" * 100_000: "x is nested more than 100 deep",
+        bomb: "x:2 has the alias *a0; write out its value",
+        "a: &a {b: 1}\nc:\n  <<: *a\n": "x:3 has the alias *a; write out its value",
+        "[" * 100_000: "x is nested more than 100 levels deep",
         "a: 1\nb: 2\na: 3\n": 'x:3 has the key "a" twice',
         "a: 010": "x:1 has 010, which YAML reads in another base; write the number in decimals",
         "a: 1:30": "x:1 has 1:30, which YAML reads in another base; write the number in decimals",
-        "a: 2024-01-01": "x:1 has 2024-01-01, which YAML takes for a date; put it in quotes",
-        "a: " + "9" * 4301: "x:1 has a number of 4,301 digits; 100 are the most that is read",
+        "a: 2024-01-01": "x:1 has 2024-01-01, which YAML reads as a date; put it in quotes",
+        "a: " + "9" * 4301: "x:1 has a number of 4,301 digits; at most 100 are read",
         "a: !!python/object/apply:os.system ['true']": (
             "x:1 is not YAML: could not determine a constructor for the tag "
             "'tag:yaml.org,2002:python/object/apply:os.system'"
@@ -109,7 +109,7 @@ def test_hostile_yaml_ends_at_once() -> None:
         'a: !!float "_"': "x is not YAML: string index out of range",
         'a: !!bool "x"': "x is not YAML: 'x'",
         'a: !!int ""': "x is not YAML: string index out of range",
-        'a: !!timestamp "x"': "x:1 has x, which YAML takes for a date; put it in quotes",
+        'a: !!timestamp "x"': "x:1 has x, which YAML reads as a date; put it in quotes",
         "? [a, {}]\n: 1": "x:1 is not YAML: found unhashable key",
     }.items():
         with pytest.raises(ConfigError) as caught:

@@ -41,17 +41,17 @@ WITHOUT_EFFECT = {
     "--target-pipeline-parallel-size": "checkpoints load at any layout",
     "--target-expert-parallel-size": "checkpoints load at any layout",
     "--loader-transformer-impl": "both kinds of names are read",
-    "--saver-transformer-impl": "checkpoints are the same for all",
+    "--saver-transformer-impl": "one checkpoint format serves all",
     "--megatron-path": "the formats are read without Megatron-LM",
     "--position-embedding-type": "the architecture comes from the source",
-    "--tokenizer-model": "the tokenizer of the source travels along",
-    "--vocab-file": "the tokenizer of the source travels along; --true-vocab-size says where padding begins",
+    "--tokenizer-model": "the source's tokenizer is copied",
+    "--vocab-file": "the source's tokenizer is copied; --true-vocab-size is the size without padding",
     "--make-vocab-size-divisible-by": "padding is never saved",
     "--model-size": "the architecture comes from the source",
     "--max-queue-size": "tensors pass one at a time",
-    "--no-checking": "what is checked costs nothing",
-    "--bf16": "numbers keep their type",
-    "--fp16": "numbers keep their type",
+    "--no-checking": "it saves no time: checks are cheap",
+    "--bf16": "tensors keep their type",
+    "--fp16": "tensors keep their type",
 }
 
 
@@ -85,7 +85,9 @@ class ConvertConfig:
         "Saved arguments of a Megatron-LM source, unknown here, that do not change what its model computes.",
         default=(),
     )
-    skip_proof: bool = flag("Do not compare logits of source and target, which proves nothing.", default=False)
+    skip_proof: bool = flag(
+        "Do not compare the logits of source and target; the conversion is then unproven.", default=False
+    )
     model_type: str | None = flag(
         "Expected family of the model; only checked, since the source names it.", default=None
     )
@@ -119,10 +121,10 @@ def job_of(config: ConvertConfig) -> Conversion:
     save = path_of(_given("--save", config.save, config.save_dir))
     if source == "megatron-lm" and is_ours(load):
         if config.source is not None:
-            raise ConfigError(f"--from megatron-lm: {load} is this project's own; its checkpoints are --from megatron")
+            raise ConfigError(f"--from megatron-lm: {load} is a checkpoint of this project; give --from megatron")
         source = "megatron"
     if source == target:
-        raise ConfigError(f"--from {source} --to {target}: there is nothing to convert")
+        raise ConfigError(f"--from {source} --to {target}: source and target formats are the same")
     _check_effect(config, source, target)
     max_shard_size = bytes_of(config.max_shard_size or "5GB")
     from megatron.core.conversion.convert import Conversion
@@ -178,7 +180,9 @@ def _their_name(flag: str, name: str | None, known: dict[str, str], ours: str) -
         raise ConfigError(f"missing: {ours} (hf, megatron or megatron-lm)")
     format_name = known.get(name.removeprefix("loader_").removeprefix("saver_"))
     if format_name is None:
-        raise ConfigError(f"{flag} {name} is not here; use {ours} hf, megatron or megatron-lm ({', '.join(known)})")
+        raise ConfigError(
+            f"{flag} {name} is not supported; use {ours} hf, megatron or megatron-lm ({', '.join(known)})"
+        )
     return format_name  # type: ignore[return-value]
 
 
@@ -186,7 +190,7 @@ def bytes_of(text: str) -> int:
     """``5GB`` in bytes; ConfigError for what is no size."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", text)
     if match is None or match[2].upper() not in _UNITS or not float(match[1]):
-        raise ConfigError(f"--max-shard-size {text!r} is no size; write 5GB or 200MB")
+        raise ConfigError(f"--max-shard-size {text!r} is not a size; write 5GB or 200MB")
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 

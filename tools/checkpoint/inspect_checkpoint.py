@@ -61,7 +61,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--can-load",
         metavar="FLAGS ...",
-        help="last of all: the flags of a training command; says whether it could load DIR, and if not, why",
+        help=(
+            "must come last, followed by the flags of a training command; reports whether that command can load "
+            "DIR, and why not"
+        ),
     )
     return parser
 
@@ -71,10 +74,12 @@ def _check_together(options: argparse.Namespace, *, can_load: bool) -> None:
     asked = [f"--{name}" for name in ("json", "verify", "diff") if getattr(options, name)]
     asked += ["--can-load"] if can_load else []
     if len(asked) > 1:
-        raise ConfigError(f"{' and '.join(asked)} are different questions: ask one at a time")
+        raise ConfigError(f"{' and '.join(asked)} cannot be combined: give one at a time")
     if options.diff and (options.path or options.ckpt_step is not None):
         what = options.path or f"--ckpt-step {options.ckpt_step}"
-        raise ConfigError(f"--diff A B compares two, and {what} is neither: name the folders of two checkpoints")
+        raise ConfigError(
+            f"--diff A B compares two checkpoints, but {what} is not one: name two folders of checkpoints"
+        )
 
 
 def _required(path: AnyPath | None) -> AnyPath:

@@ -78,7 +78,7 @@ def read_table(file: IO[bytes], *, is_foreign: bool) -> Metadata:
             place = places.get(MetadataIndex(name, chunk.offsets))
             if place is None or math.prod(chunk.sizes) * entry.properties.dtype.itemsize > place.length:
                 raise CheckpointError(
-                    f"tensor {name}, shape {list(entry.size)}, has no storage file listed with room for its chunk "
+                    f"tensor {name}, shape {list(entry.size)}, has no listed storage file large enough for its chunk "
                     f"of shape {list(chunk.sizes)} at {list(chunk.offsets)}"
                 )
     return Metadata(entries, storage_data=places)

@@ -60,7 +60,7 @@ def find_checkpoint(
             continue
         passed_over = damaged if survey.has_favourite else survey.rejected + damaged
         if passed_over and mesh.world_rank == 0:
-            logger.warning("loading %s in place of what was asked for: %s", found.path, "; ".join(passed_over))
+            logger.warning("loading %s instead of the requested one: %s", found.path, "; ".join(passed_over))
         return CheckpointFolder(found.path, found.iteration, tuple(passed_over), is_verified=verify)
     raise CheckpointError(_nothing_usable(named, root, step, survey, damaged))
 
@@ -83,7 +83,7 @@ def foreign_format(folder: AnyPath) -> str | None:
     """What to say of a checkpoint that another program wrote: its format and the way in; None when it isn't one."""
     root = folder.parent if iteration_of(folder) is not None or folder.name == "release" else folder
     if any(folder.glob("mp_rank_*/model*rng.pt")):
-        return f"it is in Megatron-LM's torch format; {_convert('megatron-lm', root)}"
+        return f"it is in Megatron-LM's torch format: {_convert('megatron-lm', root)}"
     if (folder / "common.pt").exists() or (folder / "metadata.json").exists():
         return f"it is in Megatron-LM's torch_dist format; {_convert('megatron-lm', root)}"
     if (folder / "config.json").exists() and any(itertools.chain(folder.glob("*.safetensors"), folder.glob("*.bin"))):
@@ -169,7 +169,7 @@ def _follow_tracker(root: AnyPath, survey: _Survey) -> None:
     named = ""
     try:
         named = (root / TRACKER).read_text(encoding="utf-8").strip()
-        problem = f"{TRACKER} says {named[:20]!r}, and no complete checkpoint is of that iteration"
+        problem = f"{TRACKER} says {named[:20]!r}, but there is no complete checkpoint of that iteration"
     except FileNotFoundError:
         problem = f"{TRACKER} is missing"
     except OSError as error:
@@ -199,7 +199,7 @@ def _some(problems: list[str], limit: int = 5) -> str:
 
 
 def _nothing_usable(named: str, root: AnyPath, step: int | None, survey: _Survey, damaged: list[str]) -> str:
-    reasons = "; ".join(survey.rejected + damaged) or "there is nothing that looks like one"
+    reasons = "; ".join(survey.rejected + damaged) or "the folder holds nothing that looks like a checkpoint"
     if step is None:
         return f"{named} holds no usable checkpoint: {reasons}"
     others = ", ".join(map(str, sorted(whole_checkpoints(root)))) or "none"

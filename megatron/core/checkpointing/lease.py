@@ -114,7 +114,7 @@ def _lock(path: Path) -> TextIO | None:
     try:
         found = lock(file, inherited=False)
         if found == "no locks here":
-            logger.warning("%s is on a file system without locks: make sure that only one run saves there", path.parent)
+            logger.warning("%s is on a file system without locks: make sure that no other run saves there", path.parent)
             return file
         if found == "locked" and _is_at(path, file):
             return file

@@ -54,7 +54,7 @@ class Manifest:
         manifest = cast(Manifest, as_kind(body, cls, where=MANIFEST, error=CheckpointError))
         for name in manifest.files:
             if name.startswith("/") or ".." in name.split("/"):
-                raise CheckpointError(f"{MANIFEST} names {ascii(name)[:60]}, which is no file of the checkpoint")
+                raise CheckpointError(f"{MANIFEST} names {ascii(name)[:60]}, which is not a file of the checkpoint")
         return manifest
 
     def size_problems(self, folder: AnyPath) -> list[str]:

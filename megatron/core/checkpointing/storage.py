@@ -198,7 +198,9 @@ class CheckpointReader(FileSystemReader):
 def _copy(stored: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> None:
     ends = [offset + length for offset, length in zip(item.storage_offsets, item.lengths)]
     if stored.dim() != len(ends) or any(end > length for end, length in zip(ends, stored.shape)):
-        raise CheckpointError(f"a box of {item.storage_index.fqn} is {list(stored.shape)}, not as {METADATA} lists it")
+        raise CheckpointError(
+            f"a box of {item.storage_index.fqn} is {list(stored.shape)}, which differs from {METADATA}"
+        )
     target = planner.resolve_tensor(item)
     source = stored
     for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths)):

@@ -70,7 +70,9 @@ class StoredTensors:
         with self._reader.open(self._reader.storage_data[index].relative_path) as file:
             box = self._reader.load_box(index, file)
         if (box.shape, box.dtype) != (chunk.sizes, self.entries[name].dtype):
-            raise CheckpointError(f"{self._folder}: a box of {name} is {list(box.shape)} in {box.dtype}, not as listed")
+            raise CheckpointError(
+                f"{self._folder}: a box of {name} is {list(box.shape)} in {box.dtype}, which differs from the list"
+            )
         return box
 
     def _fill(self, whole: Tensor, name: str, chunk: ChunkStorageMetadata, *, first: int) -> int:

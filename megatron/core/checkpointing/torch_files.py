@@ -99,7 +99,7 @@ def _load_zip(buffer: mmap.mmap, *, is_checked: bool) -> Any:
         records = {info.filename: info for info in archive.infolist()}
         (top,) = {name.split("/")[0] for name in records}
     if len(records) < len(archive.infolist()):
-        raise CheckpointError("it holds several records of one name")
+        raise CheckpointError("it has several records of the same name")
     if f"{top}/{_SCRIPT_RECORD}" in records:
         raise CheckpointError("it is a TorchScript program, not a checkpoint")
     if f"{top}/byteorder" in records and bytes(_record(buffer, records[f"{top}/byteorder"])) != b"little":
@@ -113,7 +113,7 @@ def _load_zip(buffer: mmap.mmap, *, is_checked: bool) -> Any:
 
     pickled = _record(buffer, records[f"{top}/data.pkl"], is_checked=True)
     if len(pickled) > _LARGEST_PICKLE:
-        raise CheckpointError(f"its pickle is of {len(pickled):,} bytes, more than {_LARGEST_PICKLE:,}")
+        raise CheckpointError(f"its pickle has {len(pickled):,} bytes, more than {_LARGEST_PICKLE:,}")
     return unpickle(io.BytesIO(pickled), _BUILDERS, stood_in_for=STOOD_IN_FOR, storage=_Storages(numbers))
 
 
@@ -123,7 +123,9 @@ def _record(buffer: mmap.mmap, info: zipfile.ZipInfo, *, is_checked: bool = Fals
     begin = info.header_offset + _LOCAL_HEADER.size + name
     named = buffer[begin - name : begin].decode("utf-8", "replace")
     if signature != b"PK\3\4" or named != info.orig_filename or info.compress_type != zipfile.ZIP_STORED:
-        raise CheckpointError(f"its record {ascii(info.filename)[:100]} is not as the archive's directory has it")
+        raise CheckpointError(
+            f"its record {ascii(info.filename)[:100]} differs from its entry in the archive's directory"
+        )
     stored = memoryview(buffer)[begin + extra :][: info.file_size]
     if len(stored) < info.file_size or (is_checked and zlib.crc32(stored) != info.CRC):
         raise CheckpointError(f"its record {ascii(info.filename)[:100]} is damaged")
@@ -134,7 +136,7 @@ def _load_pickles(buffer: mmap.mmap) -> Any:
     """The format before torch 1.6: the value comes before its storages, so it is read twice, first to get past it."""
     stream = cast(IO[bytes], buffer)
     if (unpickle(stream, {}), unpickle(stream, {})) != (_MAGIC, _PROTOCOL):
-        raise ValueError("it doesn't begin as torch's files do")
+        raise ValueError("it does not start like a file of torch.save")
     unpickle(stream, {})  # what the machine was
     begin = stream.tell()
     types: dict[str, torch.dtype] = {}
@@ -169,10 +171,12 @@ class _Storages:
         kind, of, key, _, count, *views = identity
         dtype = _STORAGES.get(of.stands_for) if isinstance(of, StandIn) else None
         if kind != "storage" or dtype is None or type(key) is not str or not _are_counts((count,)):
-            raise CheckpointError(f"it names {ascii(kind)[:20]} {ascii(of)[:60]} outside of it, which is no storage")
+            raise CheckpointError(
+                f"it names {ascii(kind)[:20]} {ascii(of)[:60]} outside the file, which is not a storage"
+            )
         found = self._found[key] if key in self._found else self._numbers(key, dtype, count)
         if found.dtype != dtype:
-            raise CheckpointError(f"storage {key} is of two types")
+            raise CheckpointError(f"storage {key} has two types")
         self._found[key] = found
         if any(views):  # torch before 0.4
             _, start, length = views[0]
@@ -187,7 +191,7 @@ def _are_counts(values: Any) -> bool:
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Tensor:
     """The tensor on a storage, which must hold all of it, and each number once."""
     if not (isinstance(storage, Tensor) and _are_counts((offset,)) and _are_counts(size) and _are_counts(stride)):
-        raise CheckpointError("a tensor's shape is not of whole numbers")
+        raise CheckpointError("a tensor's shape has numbers that are not whole")
     numel = 1
     for length in size:
         numel *= length
@@ -199,7 +203,7 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Tenso
 
 def _typed_tensor(storage: Any, offset: Any, size: Any, stride: Any, _: Any, __: Any, dtype: Any, *___: Any) -> Tensor:
     if not (isinstance(storage, Tensor) and isinstance(dtype, torch.dtype)):
-        raise CheckpointError("a tensor's type is none of torch's")
+        raise CheckpointError("a tensor's type is not a type of torch")
     return _tensor(storage.view(dtype), offset, size, stride)
 
 
@@ -212,7 +216,7 @@ def _parameter(data: Any, *_: Any) -> Tensor:
 def _encoded(text: Any, encoding: Any) -> bytes:
     """How protocol 2 writes bytes."""
     if type(text) is not str or encoding not in ("latin1", "latin-1"):
-        raise CheckpointError("it encodes text as no pickle does")
+        raise CheckpointError("its text has an encoding that no pickle uses")
     return text.encode("latin1")
 
 
@@ -222,7 +226,7 @@ def _set(values: Any = ()) -> set[Any]:
 
 def _numbers_of(values: Any = ()) -> tuple[int, ...]:
     if not _are_counts(values):
-        raise CheckpointError("a shape is not of whole numbers")
+        raise CheckpointError("a shape has numbers that are not whole")
     return cast(tuple[int, ...], values)
 
 

@@ -163,7 +163,7 @@ class _Machine:
 
     def persistent(self, identity: Any) -> None:
         if self._storage is None:
-            raise CheckpointError("it names tensors outside of it")
+            raise CheckpointError("it refers to tensors outside the file")
         self.push(self._storage(identity))
 
     def set_state(self) -> None:
@@ -239,7 +239,7 @@ def _check_bounds(value: Any, most: int) -> None:
         level = below
         if not level:
             return
-    raise CheckpointError(f"it is nested more than {_MOST_DEPTH} deep, or holds objects within themselves")
+    raise CheckpointError(f"it is nested more than {_MOST_DEPTH} deep, or has objects that contain themselves")
 
 
 def _parts(value: Any) -> Any:

@@ -58,7 +58,10 @@ def delete_leftovers(parent: Path, *, say: Callable[[str], None]) -> None:
         except OSError:
             is_known = not folder.exists()
         if not is_known:
-            say(f"note: {folder} is another conversion's, which may have been killed: delete it if none is running")
+            say(
+                f"note: {folder} belongs to another conversion, which may have been killed: delete it if none is "
+                "running"
+            )
 
 
 def _delete_unless_locked(folder: Path, say: Callable[[str], None]) -> bool:

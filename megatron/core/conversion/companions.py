@@ -148,4 +148,4 @@ def copy_files(files: Mapping[str, AnyPath], folder: Path) -> None:
                 shutil.copyfile(path, folder / name)
         except OSError as error:
             reason = f"{error.filename or path}: {error.strerror or error}"
-            raise CheckpointError(f"{path} can't be copied to the result: {reason}") from error
+            raise CheckpointError(f"{path} cannot be copied to the result: {reason}") from error

@@ -90,10 +90,10 @@ def _convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
         with _aside(job.save, say) as aside:
             _write(job, portable, aside)
             found = None if job.skip_proof else _prove(source, portable, aside, target=job.target)
-    say(f"proof: {found}" if found else "NOT PROVEN: --skip-proof left out the comparison of logits")
+    say(f"proof: {found}" if found else "NOT PROVEN: --skip-proof skipped the comparison of logits")
     say(f"wrote {job.save} in {TITLES[job.target]} format: weights only, no optimizer state, no schedule")
     if job.target == "megatron":
-        say("a run starts from it with --finetune, or, to count iterations on, with --no-load-optim")
+        say("a run starts from it with --finetune, or with --no-load-optim to continue counting iterations")
     return found
 
 
@@ -159,7 +159,7 @@ def _guarded(tensor: LazyTensor, load: AnyPath) -> LazyTensor:
 
 
 def _folder(place: AnyPath) -> Path:
-    assert isinstance(place, Path), "other programs' files are on a disk"
+    assert isinstance(place, Path), "files of other programs are read from a disk"
     return place
 
 

@@ -63,7 +63,7 @@ def files_to_keep(config: TokenizerConfig) -> dict[str, bytes]:
             for name, path in sources.items()
         }
     except (OSError, CheckpointError) as error:
-        logger.warning("checkpoints won't hold the tokenizer, whose files are needed beside them: %s", error)
+        logger.warning("checkpoints will not contain the tokenizer; keep its files: %s", error)
         return {}
 
 

@@ -116,6 +116,6 @@ def report_differences(where: str, *, missing: list[str], surplus: list[str], mi
     ]
     if parts:
         raise CheckpointError(
-            f"{where} does not hold the tensors that its settings describe: {'; '.join(parts)}. "
-            "Fetch it again if it is incomplete, or correct its settings"
+            f"{where} does not hold the tensors that its settings describe: {'; '.join(parts)}. Download it again if "
+            "it is incomplete, or correct its settings"
         )

@@ -114,8 +114,8 @@ def transformers_version() -> str:
         import transformers
     except ImportError:
         raise CheckpointError(
-            "the proof computes logits with transformers, which is not installed: pip install transformers, "
-            "or convert without a proof with --skip-proof"
+            "the proof computes logits with transformers, which is not installed: pip install transformers, or skip "
+            "the proof with --skip-proof"
         ) from None
     return transformers.__version__
 
@@ -146,8 +146,8 @@ def check_memory(needed: int) -> None:
     free = _free_memory()
     if free is not None and needed > free:
         raise CheckpointError(
-            f"the proof needs about {needed / 1e9:.1f} GB of memory to compute logits in fp32, and {free / 1e9:.1f} GB "
-            "are free: convert on a larger machine, or without a proof with --skip-proof"
+            f"the proof needs about {needed / 1e9:.1f} GB of memory to compute logits in fp32, and {free / 1e9:.1f} "
+            "GB are free: convert on a larger machine, or skip the proof with --skip-proof"
         )
 
 

@@ -58,7 +58,7 @@ def put(folder: Path, place: RemotePath) -> None:
                 place.remove_tree()
         except OSError as second:
             raise CheckpointError(
-                f"{str(error) or 'interrupted'}; what had been put into {place} could not be deleted, either "
+                f"{str(error) or 'interrupted'}; the files already written to {place} could not be deleted "
                 f"({second.strerror}): delete it"
             ) from error
         raise

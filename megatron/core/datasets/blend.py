@@ -49,8 +49,8 @@ def parse_blend(entries: Sequence[str], *, flag: str = "--data-path") -> BlendSp
     odd_one = next((entry for entry in entries if _number(entry) is not None), None)
     if odd_one is not None:
         raise ConfigError(
-            f"{flag} {' '.join(entries)} is neither a list of prefixes nor of pairs WEIGHT PREFIX ({odd_one} is a "
-            f"number): give each prefix a weight, or none; if {odd_one} is a prefix, write ./{odd_one}"
+            f"{flag} {' '.join(entries)} is neither a list of prefixes nor of WEIGHT PREFIX pairs ({odd_one} is a "
+            f"number): give a weight before each prefix, or no weight; if {odd_one} is a prefix, write ./{odd_one}"
         )
     return BlendSpec(tuple(entries))
 

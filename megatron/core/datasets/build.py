@@ -195,7 +195,7 @@ class _SplitBuilder:
         self._given = read_sources(data)
         if not (data.mock_data or self._given):
             raise ConfigError(
-                "there are no data: give --data-path PREFIX, or --train-data-path and its like, or --mock-data"
+                "there is no data: give --data-path PREFIX, or --train-data-path and its like, or --mock-data"
             )
         self._opened: dict[str, Source] = {}
         self.contents: dict[str, ContentDigests] = {}
@@ -276,7 +276,7 @@ class _SplitBuilder:
         shared = not self._data.mock_data and self._given[part.split].shared
         remedy = f"a larger share in --split (which is {self._data.split})" if shared else "more data"
         if shared and part.split != "train":
-            remedy += ", or --split 1,0,0 to train on all there is and evaluate nothing"
+            remedy += ", or --split 1,0,0 to train on all data and evaluate nothing"
         return self._family.dataset(part, num_samples, remedy=remedy)
 
     def _blend(self, spec: BlendSpec, parts: Sequence[Part], num_samples: int | None) -> BlendedDataset:
@@ -311,12 +311,12 @@ def _targets_of(documents: IndexedDataset, *, cache: Path | None) -> IndexedData
     prefix = targets_prefix(documents.prefix)
     if not (is_url(prefix) or idx_path(prefix).is_file()):
         raise DataError(
-            f"{idx_path(prefix)} is missing: with --sft it says which tokens are to be learned; make the data with "
+            f"{idx_path(prefix)} is missing: with --sft it marks the tokens with a loss; make the data with "
             "tools/preprocess_sft.py, or leave --sft out"
         )
     targets = IndexedDataset(prefix, mmap=documents.mmap, cache=cache)
     if not np.array_equal(targets.lengths, documents.lengths):
-        raise DataError(f"{prefix} and {documents.prefix} differ in the lengths of documents: make both again")
+        raise DataError(f"{prefix} and {documents.prefix} have documents of different lengths: write both again")
     return targets
 
 

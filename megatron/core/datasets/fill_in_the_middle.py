@@ -87,8 +87,8 @@ def mark_id(tokenizer: TextTokenizer, token: str, *, flag: str) -> int:
     added = tokenizer.tokenize("")
     if added:
         raise ConfigError(
-            f"--fim-rate cuts texts in three, and this tokenizer begins or ends each with {added}: use a tokenizer "
-            "that adds nothing, or leave --fim-rate out"
+            f"--fim-rate cuts texts into three parts, and this tokenizer adds to the start or end of each {added}: "
+            "use a tokenizer that adds nothing, or leave --fim-rate out"
         )
     ids = tokenizer.tokenize(token)
     if len(ids) != 1:

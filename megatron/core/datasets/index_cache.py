@@ -70,7 +70,9 @@ class IndexCache:
                     _store(files, index)
         except OSError as error:
             if not self._complained:
-                _log.warning("indices stay in memory: the cache %s cannot be written (%s)", self.folder, error.strerror)
+                _log.warning(
+                    "keeping indices in memory: the cache %s cannot be written (%s)", self.folder, error.strerror
+                )
             self._complained = True
         return index or build()
 
@@ -84,7 +86,7 @@ class IndexCache:
                 return None
             except (ValueError, EOFError):
                 if path not in self._damaged:
-                    _log.warning("the index cache %s is damaged: it is built again", path)
+                    _log.warning("the index cache %s is damaged: building it again", path)
                 self._damaged.add(path)
                 return None
         return SampleIndex(*tables)

@@ -78,9 +78,7 @@ class IndexedDataset:
 
     def _open_remote(self) -> RemoteTokens:
         if self._cache is None:
-            raise ConfigError(
-                f"{self.prefix} is fetched into a folder of this machine: name one with --data-cache-path"
-            )
+            raise ConfigError(f"{self.prefix} is fetched into a local folder: give one with --data-cache-path")
         remote = RemoteTokens(self.prefix, self._cache)
         self.local_prefix = remote.local_prefix
         return remote
@@ -193,7 +191,9 @@ class IndexedDatasetWriter:
         if self.dtype not in TOKEN_DTYPES.values():
             raise ValueError(f"the format has no code for {self.dtype}")
         if is_url(self.prefix):
-            raise ConfigError(f"{self.prefix} is a URL, but data sets are written to a folder: give one, and copy them")
+            raise ConfigError(
+                f"{self.prefix} is a URL, but data sets are written to a folder: give a folder, and copy the files"
+            )
         self.num_tokens, self.num_sequences, self.num_documents = resume.counts if resume else (0, 0, 0)
         self.max_token_id = resume.max_token_id if resume else None
         # In the order in which they get their names: the index last, so that it never describes other tokens.
@@ -231,7 +231,8 @@ class IndexedDatasetWriter:
         file = self._open.enter_context(path.open("rb+" if size else "wb+"))
         if os.fstat(file.fileno()).st_size < size:
             raise DataError(
-                f"{path} is shorter than the {size} bytes at which an interrupted run goes on: remove it to begin anew"
+                f"{path} is shorter than the {size} bytes from which an interrupted run continues: delete it to "
+                "start again"
             )
         file.truncate(size)
         file.seek(size)
@@ -279,7 +280,9 @@ class IndexedDatasetWriter:
     def add_dataset(self, dataset: IndexedDataset) -> None:
         """Append all documents of another data set of the same type."""
         assert dataset.dtype == self.dtype, f"{dataset.prefix} holds {dataset.dtype}, not {self.dtype}"
-        assert (dataset.modes is None) == (self._modes is None), f"{dataset.prefix} has modes, or lacks them"
+        assert (dataset.modes is None) == (self._modes is None), (
+            f"{dataset.prefix} has modes and the others have none, or the other way round"
+        )
         for block in dataset.blocks():
             self._add_tokens(block)
         with self._writing():
@@ -306,8 +309,8 @@ class IndexedDatasetWriter:
             if low < limits.min or high > limits.max:
                 self.abort()
                 raise DataError(
-                    f"token id {low if low < limits.min else high} doesn't fit {self.dtype}, the type of "
-                    f"{bin_path(self.prefix)}: the tokenizer makes ids beyond its vocabulary size"
+                    f"token id {low if low < limits.min else high} does not fit into {self.dtype}, the type of "
+                    f"{bin_path(self.prefix)}: the tokenizer gives ids beyond its vocabulary size"
                 )
             self.max_token_id = high if self.max_token_id is None else max(high, self.max_token_id)
         content = np.ascontiguousarray(values, self.dtype).reshape(-1).data

@@ -86,9 +86,7 @@ def read_header(prefix: str, *, multimodal: bool) -> IndexHeader:
         raise DataError(f"{path} ends after {len(first)} bytes, inside its header: copy or write it again")
     _, version, code, num_sequences, num_boundaries = _HEADER.unpack(first)
     if version != VERSION:
-        raise DataError(
-            f"{path} has format version {version}; version {VERSION} is the one that exists: the file is damaged"
-        )
+        raise DataError(f"{path} has format version {version}; only version {VERSION} exists: the file is damaged")
     if code not in TOKEN_DTYPES:
         raise DataError(f"{path} has token type code {code}; codes are 1 to {max(TOKEN_DTYPES)}: the file is damaged")
     header = IndexHeader(TOKEN_DTYPES[code], num_sequences, num_boundaries)
@@ -116,8 +114,8 @@ def check_tables(
         if wrong.any():
             at = int(np.argmax(wrong))
             raise DataError(
-                f"{path} puts sequence {start + at} at byte {offsets[start + at]} of {bin_path(prefix).name}, "
-                f"out of range: by the lengths before it, it starts at byte {expected[at]}; the file is damaged"
+                f"{path} puts sequence {start + at} at byte {offsets[start + at]} of {bin_path(prefix).name}, but by "
+                f"the lengths before it, it starts at byte {expected[at]}; the file is damaged"
             )
         end = int(expected[-1] + sizes[-1])
     _check_boundaries(path, boundaries, num_sequences=len(lengths))
@@ -131,7 +129,9 @@ def _check_files_exist(prefix: str) -> None:
         return
     stem, ending = prefix[:-4], prefix[-4:]
     if ending in (".bin", ".idx") and idx_path(stem).is_file():
-        raise DataError(f"{prefix} names a file where a prefix belongs: give {stem}, without the ending {ending}")
+        raise DataError(
+            f"{prefix} is a file name, but data paths are prefixes: give {stem}, without the ending {ending}"
+        )
     if Path(prefix).is_file():
         made = Path(prefix).name.partition(".")[0]
         raise DataError(
@@ -145,11 +145,11 @@ def _check_files_exist(prefix: str) -> None:
         if meant:
             raise DataError(f"neither {missing[0]} nor {missing[1]} exists; did you mean {meant}?")
         raise DataError(
-            f"neither {missing[0]} nor {missing[1]} exists: data paths are the prefix that both files share, "
-            "as --output-prefix of tools/preprocess_data.py made it (ending in _text_document or the like)"
+            f"neither {missing[0]} nor {missing[1]} exists: a data path is the prefix of both files, as written by "
+            "tools/preprocess_data.py --output-prefix (it ends in _text_document or similar)"
         )
     other = idx_path(prefix) if missing[0].suffix == ".bin" else bin_path(prefix)
-    raise DataError(f"{missing[0]} is missing beside {other.name}: copy it too, or write both again")
+    raise DataError(f"{missing[0]} is missing, but {other.name} is there: copy it too, or write both again")
 
 
 def _check_magic(prefix: str, first: bytes) -> None:
@@ -160,13 +160,14 @@ def _check_magic(prefix: str, first: bytes) -> None:
         bin_is_index = file.read(len(MAGIC)) == MAGIC
     if first.startswith(MAGIC):
         if bin_is_index:
-            raise DataError(f"{bin_path(prefix)} holds an index, as {path.name} does, instead of tokens: copy it again")
+            raise DataError(f"{bin_path(prefix)} holds an index instead of tokens, like {path.name}: copy it again")
         return
     if bin_is_index:
         raise DataError(f"{bin_path(prefix)} and {path.name} are swapped: the .bin file holds the index; rename both")
     if first.startswith(_OLD_MAGIC):
         raise DataError(
-            f"{path} has the format of --data-impl lazy or cached, which is gone: preprocess the text again"
+            f"{path} has the format of --data-impl lazy or cached, which is no longer supported: preprocess the "
+            "text again"
         )
     raise DataError(f"{path} is not an index of a data set: it starts with {first[: len(MAGIC)]!r}, not {MAGIC!r}")
 

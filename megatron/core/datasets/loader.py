@@ -64,8 +64,9 @@ class BatchLoader:
                 if isinstance(error, RuntimeError) and not str(error).startswith("DataLoader worker"):
                     raise
                 raise DataError(
-                    f"a process of --num-workers died ({str(error).partition('. ')[0]}): by a bus error if a data file "
-                    "was cut short or its disk failed, or killed if memory ran out; look at both and run again",
+                    f"a process of --num-workers died ({str(error).partition('. ')[0]}): a bus error means that a "
+                    "data file was cut short or its disk failed, a kill that memory ran out; check both and run "
+                    "again",
                     exit_code=RESTART_MAY_HELP,
                 ) from error
             if batch is None:

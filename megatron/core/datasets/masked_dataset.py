@@ -45,8 +45,8 @@ class MaskedDatasets:
         if not order.samples_per_epoch:
             raise ShortSplitError(
                 f"{documents.prefix}: the {part.split} split has {len(part.units)} documents, none with "
-                f"{self._rules.min_sentences} sentences: make the data with tools/preprocess_data.py --split-sentences "
-                f"if they were made without, else give {remedy}"
+                f"{self._rules.min_sentences} sentences: make the data with tools/preprocess_data.py "
+                f"--split-sentences if they were made without, or give {remedy}"
             )
         vocab_size = None if part.source.ids_known else self._vocab_size
         return MaskedDataset(documents, order, self._maker, first=first, vocab_size=vocab_size)

@@ -73,7 +73,9 @@ class MaskingVocabulary:
         """Ids for made-up data: special tokens first, sentinels last; raises ConfigError when nothing is left."""
         sentinels = range(vocab_size - min(vocab_size // 4, _MADE_UP_SENTINELS), vocab_size)
         if sentinels.start <= _MADE_UP_SPECIAL:
-            raise ConfigError(f"--vocab-size {vocab_size - 1} leaves no words for --mock-data; give at least 16")
+            raise ConfigError(
+                f"--vocab-size {vocab_size - 1} leaves no ordinary words for --mock-data; give at least 16"
+            )
         cls_id, sep, mask, pad, bos, eos = range(_MADE_UP_SPECIAL)
         return cls(cls_id, sep, mask, pad, bos, eos, tuple(sentinels), np.zeros(vocab_size, bool))
 

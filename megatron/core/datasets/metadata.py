@@ -100,8 +100,8 @@ class DatasetMetadata:
             raise DataError(f"{path} cannot be read: {error.strerror}", exit_code=exit_code_of(error)) from None
         except DataError as error:
             raise DataError(
-                f"{error}: preprocess the text again, or delete this file to train without the check that the data "
-                "fits the tokenizer"
+                f"{error}: preprocess the text again, or delete this file to train without checking that data and "
+                "tokenizer fit"
             ) from None
 
     def check_counts(self, prefix: str, *, num_tokens: int, num_sequences: int) -> None:
@@ -118,7 +118,7 @@ class DatasetMetadata:
             written = getattr(self.sha256, ending, digest)
             if digest != written:
                 raise DataError(
-                    f"{prefix}.{ending} is not what was written: its SHA-256 begins with {digest[:12]}, that in "
+                    f"{prefix}.{ending} has changed: its SHA-256 starts with {digest[:12]}, in "
                     f"{self.path(prefix).name} with {written[:12]}; copy the file again, or preprocess the text again"
                 )
 

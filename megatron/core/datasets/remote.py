@@ -112,8 +112,7 @@ def _fetching(place: RemotePath) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise DataError(
-            f"{place} does not exist, or its .bin: data paths are the prefix that both files share, without their "
-            "endings"
+            f"{place} or its .bin does not exist: a data path is the prefix of both files, without their endings"
         ) from None
     except OSError as error:
-        raise DataError(f"{place} can't be fetched: {error.strerror}", exit_code=exit_code_of(error)) from error
+        raise DataError(f"{place} cannot be fetched: {error.strerror}", exit_code=exit_code_of(error)) from error

@@ -38,16 +38,14 @@ class SplitSources:
         found: dict[str, BlendSpec] = {}
         if parse_blend(self.words, flag=self.flag).weights is not None:
             raise ConfigError(
-                f"{self.flag} has weights, but with --multiple-validation-sets each data set is evaluated by itself: "
-                "leave the weights out, or the flag"
+                f"{self.flag} has weights, but with --multiple-validation-sets each data set is evaluated "
+                "separately: leave out the weights, or that flag"
             )
         for word in self.words:
             given, _, prefix = word.rpartition("=")
             name = given or Path(prefix).name
             if name in found:
-                raise ConfigError(
-                    f"{self.flag} has two data sets named {name}: write NAME={prefix} with a name of its own"
-                )
+                raise ConfigError(f"{self.flag} has two data sets named {name}: write NAME={prefix} with another name")
             found[name] = BlendSpec((prefix,))
         return found
 
@@ -58,7 +56,7 @@ def read_sources(data: DataConfig) -> dict[SplitName, SplitSources]:
         flag = "--data-path" if data.data_path else f"--data-args-path {data.data_args_path}"
         words = data.data_path or tuple(_content(data.data_args_path or "", "--data-args-path").split())
         if not words:
-            raise DataError(f"{flag} holds no data paths: write what --data-path would take, separated by spaces")
+            raise DataError(f"{flag} holds no data paths: write the values of --data-path, separated by spaces")
         has_names = data.multiple_validation_sets
         return {split: SplitSources(words, flag, shared=True, has_names=has_names) for split in SPLITS}
     if data.per_split_data_args_path:

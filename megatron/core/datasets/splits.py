@@ -62,8 +62,7 @@ def parse_split(text: str) -> dict[SplitName, Share | None]:
         proportions = []
     if not 1 <= len(proportions) <= len(SPLITS) or sum(proportions) == 0:
         raise ConfigError(
-            f"--split {text!r} doesn't give one to three proportions that add up to more than nothing: "
-            "write train,valid,test, e.g. 969,30,1"
+            f"--split {text!r} must be one to three shares with a sum above 0: write train,valid,test, e.g. 969,30,1"
         )
     proportions += [0.0] * (len(SPLITS) - len(proportions))
     total = sum(proportions)

@@ -24,7 +24,7 @@ def try_to_write(folder: AnyPath, *, make: bool = True) -> None:
     path = folder.absolute()
     while not path.exists():
         if path.is_symlink():
-            raise FileNotFoundError(errno.ENOENT, "it is a link to nothing", str(path))
+            raise FileNotFoundError(errno.ENOENT, "it is a broken link", str(path))
         path = path.parent
     if make:
         folder.mkdir(parents=True, exist_ok=True)

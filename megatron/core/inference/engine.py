@@ -126,7 +126,7 @@ class Engine:
     def _check(self, prompts: Sequence[Sequence[int]], tokens_to_generate: int) -> None:
         for number, prompt in enumerate(prompts, start=1):
             if not prompt:
-                raise DataError(f"prompt {number} has no tokens; a model needs at least one to continue from")
+                raise DataError(f"prompt {number} has no tokens; a prompt needs at least one token")
             total = len(prompt) + tokens_to_generate
             if total > self.limits.max_length:
                 raise DataError(

@@ -25,7 +25,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
-            raise ConfigError(f"temperature is {self.temperature}; it must be 0 (always the likeliest token) or above")
+            raise ConfigError(
+                f"temperature is {self.temperature}; it must be 0 (always the most probable token) or above"
+            )
         if self.top_k < 0:
             raise ConfigError(f"top-k is {self.top_k}; it must be 0 (all tokens) or the number of tokens to keep")
         if not 0.0 <= self.top_p <= 1.0:

@@ -28,7 +28,7 @@ def windows(num_predictions: int, *, length: int, stride: int) -> Iterator[Windo
     stride`` tokens. These are the windows of Megatron-LM's WikiText task without those that score nothing.
     """
     if not 1 <= stride <= length:
-        raise ValueError(f"a stride of {stride} doesn't fit windows of {length} tokens")
+        raise ValueError(f"a stride of {stride} must be from 1 to the window of {length} tokens")
     start = scored = 0
     while scored < num_predictions:
         stop = min(start + length, num_predictions)

@@ -133,7 +133,7 @@ def _from_slurm(env: Mapping[str, str]) -> LaunchEnvironment:
 def _number(env: Mapping[str, str], name: str, default: int, *, at_least: int = 0) -> int:
     text = env.get(name, str(default))
     if not text.isdecimal() or int(text) < at_least:
-        raise ConfigError(f"the variable {name} is {text!r}; launchers set it to a number: correct or unset it")
+        raise ConfigError(f"the variable {name} is {text!r}; it must be a number: correct or unset it")
     return int(text)
 
 

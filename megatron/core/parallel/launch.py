@@ -83,7 +83,9 @@ def choose_device(backend: str | None, launch: LaunchEnvironment) -> torch.devic
     """The rank's device: its node-local GPU when there is one and ``backend`` isn't gloo, else the CPU."""
     available = torch.cuda.is_available()
     if backend == "nccl" and not available:
-        raise ConfigError("--distributed-backend nccl needs a GPU and this machine has none: leave it out, or say gloo")
+        raise ConfigError(
+            "--distributed-backend nccl needs a GPU and this machine has none: leave it out, or give gloo"
+        )
     if backend == "gloo" or not available:
         return torch.device("cpu")
     alone = launch.may_see_own_device_alone and torch.cuda.device_count() == 1

@@ -77,6 +77,6 @@ def _watch_launcher(launch: LaunchEnvironment, done: threading.Event, poll: floa
         if done.wait(poll):
             return
     if launch.local_rank == 0:
-        sys.stderr.write(f"error: the launcher, process {launch.launcher}, was killed; its ranks end as well\n")
+        sys.stderr.write(f"error: the launcher, process {launch.launcher}, was killed; ending its ranks\n")
         sys.stderr.flush()
     os._exit(1)

@@ -109,7 +109,7 @@ class Liveness:
                     self.call_off("stall", exit_code=ParallelError.exit_code)
             except _STORE_ERRORS:
                 if not self._done.wait(patience.leave):
-                    _tell("error: the rank that keeps all ranks in touch is gone")
+                    _tell("error: rank 0, which serves the store of all ranks, is gone")
                     self._leave(exit_code=1)
                 return
 
@@ -188,8 +188,8 @@ def watched(store: Store, mesh: Mesh, patience: Patience) -> Iterator[None]:
         liveness.linger()
         if in_collective:
             raise ParallelError(
-                f"rank {mesh.world_rank} ({mesh.describe()}) lost another rank in {place}: a process ended without a "
-                f"word (killed, or out of memory?); see the launcher's log and the kernel's ({error})"
+                f"rank {mesh.world_rank} ({mesh.describe()}) lost another rank in {place}: a process ended without "
+                f"an error message (killed, or out of memory?); see the launcher's log and the kernel's ({error})"
             ) from error
         if not is_user_error:
             _tell(f"rank {mesh.world_rank} ({mesh.describe()}) failed in {place}:")

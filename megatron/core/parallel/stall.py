@@ -22,7 +22,9 @@ class RankReport:
     @property
     def doing(self) -> str:
         """In words."""
-        return f"{self.place}: waiting in {self.collective}" if self.collective else f"{self.place}: in no collective"
+        return (
+            f"{self.place}: waiting in {self.collective}" if self.collective else f"{self.place}: not in a collective"
+        )
 
 
 def describe_stall(asker: int, reports: Mapping[int, RankReport], *, world_size: int) -> str:
@@ -36,7 +38,7 @@ def describe_stall(asker: int, reports: Mapping[int, RankReport], *, world_size:
     lines = [
         f"rank {asker} ({waiting.coordinates}) has waited {waiting.seconds_waited:.0f} s in {waiting.collective} of "
         f"ranks {ranges(waiting.group)} ({waiting.place}); "
-        + (f"missing: {_ranks(missing)}" if missing else "all ranks wait, but in different collectives")
+        + (f"missing: {_ranks(missing)}" if missing else "all ranks are waiting, but in different collectives")
     ]
     by_doing: dict[str, list[int]] = {}
     for rank, report in sorted(reports.items()):

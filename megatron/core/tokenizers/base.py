@@ -100,7 +100,7 @@ def encoded_texts(texts: Iterable[str]) -> list[bytes]:
         return [text.encode() for text in texts]
     except UnicodeEncodeError as error:
         half = ord(error.object[error.start])
-        raise DataError(rf"the text holds \u{half:04x}, half of a surrogate pair, which is no character") from None
+        raise DataError(rf"the text holds \u{half:04x}, an unpaired surrogate, which is not a character") from None
 
 
 def fingerprint_of(parts: Any) -> str:

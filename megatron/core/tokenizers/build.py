@@ -48,4 +48,4 @@ def _build(config: TokenizerConfig) -> Tokenizer:
             )
         case "NullTokenizer":
             return NullTokenizer(config.vocab_size, extra_ids=extra_ids)
-    raise ConfigError(f"--tokenizer-type {kind} is no tokenizer that exists here; --help lists those that do.")
+    raise ConfigError(f"--tokenizer-type {kind} is not a tokenizer of this project; --help lists them.")

@@ -54,7 +54,7 @@ class ChatTemplate:
         """
         messages = record.get("messages")
         if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-            raise DataError('"messages" is no list of objects')
+            raise DataError('"messages" is not a list of objects')
         if self.marks_answers:
             return self._cut(self._write(messages, record))
         return self._compared(messages, record)
@@ -64,7 +64,7 @@ class ChatTemplate:
         try:
             text: str = self._template.render(messages=messages, add_generation_prompt=prompt, **settings)
         except Exception as error:  # a template may raise anything
-            raise DataError(f"the chat template refuses it: {error}") from None
+            raise DataError(f"the chat template rejects the conversation: {error}") from None
         return text
 
     def _cut(self, marked: str) -> tuple[str, list[Span]]:
@@ -88,8 +88,8 @@ class ChatTemplate:
             until = self._write(messages[: number + 1], record)
             if not (until.startswith(before) and whole.startswith(until)):
                 raise DataError(
-                    f"the chat template writes message {number} otherwise once others follow, so what is learned can't "
-                    "be told: mark it in the template with {% generation %} and {% endgeneration %}"
+                    f"the chat template writes message {number} differently once others follow, so the answers cannot "
+                    "be located: mark them in the template with {% generation %} and {% endgeneration %}"
                 )
             spans.append(Span(len(before), len(until)))
         return whole, spans
@@ -132,7 +132,7 @@ def _compiled(source: str, begin: str, end: str) -> Any:
     try:
         return environment.from_string(source)
     except jinja2.TemplateError as error:
-        raise DataError(f"--chat-template is no Jinja template: {error}") from None
+        raise DataError(f"--chat-template is not a Jinja template: {error}") from None
 
 
 def _as_json(value: Any, **options: Any) -> str:
@@ -150,7 +150,7 @@ def load_template(choice: str, tokenizer_model: str | None, *, learned: str) -> 
     tokens = {role: word for role, word in special_tokens(folder).items() if role.endswith("_token")}
     template = ChatTemplate(source, tokens=tokens, learned=learned)
     if template.marks_answers and learned != "assistant":
-        raise ConfigError(f"--learned-role {learned}: the chat template says itself what is learned; leave it out")
+        raise ConfigError(f"--learned-role {learned}: the chat template marks the answers itself; leave it out")
     return template
 
 

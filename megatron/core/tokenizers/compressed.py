@@ -52,7 +52,7 @@ def decompressed(path: str, raw: io.BufferedReader) -> IO[bytes]:
     packed = next((each for each, signature in _SIGNATURES.items() if re.match(signature, start)), ending)
     if packed != ending:
         raise DataError(
-            f"--input {path} holds a {packed} file's bytes: let its name end in {packed}, or unpack it first"
+            f"--input {path} holds a {packed} file's bytes: let its name end in {packed}, or decompress it first"
         )
     return io.BufferedReader(_Streams(raw, _kind_of(path, ending))) if ending in ENDINGS else raw
 
@@ -70,7 +70,7 @@ def _kind_of(path: str, ending: str) -> _Kind:
                 import zstandard
             except ImportError:
                 raise ConfigError(
-                    f"--input {path} needs the zstandard library: pip install zstandard, or unpack the file first."
+                    f"--input {path} needs the zstandard library: pip install zstandard, or decompress the file first."
                 ) from None
             return _Kind("Zstandard", zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError)
 

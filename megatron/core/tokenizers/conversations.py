@@ -59,7 +59,7 @@ class ChatFormat:
 
 def _turns(messages: Any) -> list[tuple[str, str]]:
     if not isinstance(messages, list):
-        raise DataError('"messages" is no list')
+        raise DataError('"messages" is not a list')
     turns = []
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or "role" not in message or "content" not in message:
@@ -72,7 +72,7 @@ def _turns(messages: Any) -> list[tuple[str, str]]:
 
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
-        raise DataError(f"{name} is no text")
+        raise DataError(f"{name} is not a string")
     return value
 
 

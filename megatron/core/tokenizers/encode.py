@@ -92,8 +92,8 @@ def encode_in_order(
             yield running.popleft().result()
     except BrokenProcessPool:
         raise DataError(
-            f"one of the {workers - 1} worker processes was killed, by hand or by the system for want of memory; "
-            "run again, with fewer --workers if memory is short.",
+            f"one of the {workers - 1} worker processes was killed, by hand or by the system for lack of memory; run "
+            "again, with fewer --workers if memory is short.",
             exit_code=RESTART_MAY_HELP,
         ) from None
     finally:

@@ -90,8 +90,8 @@ class GigatokenEngine:
         number = next((n for n, text in enumerate(texts) if 0 < len(text) <= CHECKED_CHARACTERS), None)
         if number is not None and not np.array_equal(self._own.encode([texts[number]]).flat, ids[number]):
             raise ConfigError(
-                f"gigatoken gives other ids than the tokenizer for the text that begins {texts[number][:40]!r}: "
-                "use --tokenizer-engine own"
+                "gigatoken and the tokenizer give different ids for the text that starts with "
+                f"{texts[number][:40]!r}: use --tokenizer-engine own"
             )
 
 
@@ -138,5 +138,5 @@ def choose_engine(tokenizer: Tokenizer, probe: Sequence[str], dtype: str, *, par
         return EngineChoice(OWN, f"gigatoken failed on a probe of the text: {said}")
     expected = build_engine(OWN, tokenizer, dtype, parts=parts).encode(probe)
     if not (np.array_equal(found.lengths, expected.lengths) and np.array_equal(found.flat, expected.flat)):
-        return EngineChoice(OWN, "gigatoken gave other ids on a probe of the text")
+        return EngineChoice(OWN, "gigatoken gave different ids on a probe of the text")
     return EngineChoice(GIGATOKEN, f"identical on a probe of {len(probe):,} documents")

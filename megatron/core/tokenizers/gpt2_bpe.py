@@ -55,4 +55,4 @@ def _check_vocabulary(path: Path) -> None:
     ids = read_json(path, dict[str, int], where=where, error=DataError, most_bytes=VOCABULARY_BYTES)
     for token, number in ids.items():
         if (other := tokens.setdefault(number, token)) != token:
-            raise DataError(f"{where}: {other!r} and {token!r} both have the id {number}, so it can't be read back.")
+            raise DataError(f"{where}: {other!r} and {token!r} both have the id {number}, so it cannot be decoded.")

@@ -39,8 +39,8 @@ class NullTokenizer:
         if len(ids) < len(words):  # int() alone would take 1_0, +1 and the digits of other scripts
             wrong = max(words, key=lambda word: (not (word.isascii() and word.isdecimal()), len(word)))
             raise DataError(
-                f"{wrong[:40]!r} is not a token id; {self.name} reads numbers of digits 0 to 9, separated by spaces: "
-                "for text give another --tokenizer-type and its files"
+                f"{wrong[:40]!r} is not a token id; {self.name} reads numbers separated by spaces: for text give "
+                "another --tokenizer-type and its files"
             )
         if ids and max(ids) >= self.vocab_size:
             raise DataError(f"token id {max(ids)} is outside 0 to {self.eod}, which --vocab-size {self.eod} allows")

@@ -90,7 +90,7 @@ def _check_ids(vocabulary: Mapping[str, int], *, kind: str) -> None:
     if vocabulary and vocabulary[token] > _MOST_HOLES + 10 * len(vocabulary):
         raise DataError(
             f"the vocabulary of {kind} gives {token[:40]!r} the id {vocabulary[token]}, but has {len(vocabulary)} "
-            "tokens: the file is damaged, since a model has a row for each id up to the largest"
+            "tokens: the file is damaged, since ids must be smaller than the number of tokens"
         )
 
 

@@ -97,7 +97,7 @@ def find_inputs(patterns: Sequence[str], *, endings: Sequence[str] = (*JSON_ENDI
         matches = _matches(pattern, endings)
         repeated = next((path for path in matches if path in found), None)
         if repeated:
-            raise DataError(f"--input names {repeated} twice; its documents would count double.")
+            raise DataError(f"--input names {repeated} twice; its documents would be used twice.")
         found += matches
     return found
 
@@ -247,7 +247,7 @@ def read_record(line: bytes) -> dict[str, Any]:
         return record
     record = parse_line(text)
     if not isinstance(record, dict):
-        raise DataError(f"{_json_kind(record)} where a JSON object belongs")
+        raise DataError(f"{_json_kind(record)} instead of a JSON object")
     return record
 
 
@@ -274,7 +274,7 @@ def _text_of(record: dict[str, Any], key: str) -> str:
         has = f"its keys are {', '.join(list(record)[:8])}" if record else "the object is empty"
         raise DataError(f'no key "{key}" ({has})') from None
     if not isinstance(value, str):
-        raise DataError(f'{_json_kind(value)} under "{key}" where a string belongs')
+        raise DataError(f'{_json_kind(value)} under "{key}" instead of a string')
     return value
 
 

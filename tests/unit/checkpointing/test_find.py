@@ -61,7 +61,7 @@ def test_damage_is_detected_and_the_previous_one_used(
         found = find_checkpoint(root)
     assert found.iteration == 20
     assert any(name in reason for reason in found.passed_over)
-    assert "iter_0000020 in place of what was asked for: " in caplog.text
+    assert "iter_0000020 instead of the requested one: " in caplog.text
     assert name in caplog.text
 
 
@@ -163,7 +163,7 @@ def test_missing_and_empty_folders(tmp_path: Path) -> None:
     """Nothing there is an error that says so, and is told apart from something unusable."""
     with pytest.raises(CheckpointError, match="there is no such folder"):
         find_checkpoint(tmp_path / "absent")
-    with pytest.raises(CheckpointError, match="nothing that looks like one"):
+    with pytest.raises(CheckpointError, match="nothing that looks like a checkpoint"):
         find_checkpoint(tmp_path)
     for flag, said in (("--pretrained-checkpoint", f"--pretrained-checkpoint {tmp_path}"), ("", str(tmp_path))):
         with pytest.raises(CheckpointError) as caught:
@@ -173,7 +173,7 @@ def test_missing_and_empty_folders(tmp_path: Path) -> None:
     assert is_unused(tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
     assert not is_unused(tmp_path)
-    with pytest.raises(CheckpointError, match="says '5', and no complete checkpoint is of that iteration"):
+    with pytest.raises(CheckpointError, match="says '5', but there is no complete checkpoint of that iteration"):
         find_checkpoint(tmp_path)
 
 

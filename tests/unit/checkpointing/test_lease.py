@@ -162,7 +162,7 @@ def test_a_file_system_without_locks_is_a_warning(
     monkeypatch.setattr(fcntl, "lockf", none)
     with held(tmp_path, **QUICK):
         pass
-    assert f"{tmp_path} is on a file system without locks: make sure that only one run saves there" in caplog.text
+    assert f"{tmp_path} is on a file system without locks: make sure that no other run saves there" in caplog.text
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"pid": 4}', "\x00" * 10])

@@ -175,7 +175,7 @@ def test_unreadable_settings_files(tmp_path: Path) -> None:
     assert message_of("--config gone.yaml") == "--config gone.yaml cannot be read: No such file or directory"
     path = tmp_path / "binary.yaml"
     path.write_bytes(b"\xff\xfe\x00")
-    assert message_of(f"--config {path}") == f"--config {path} is not a text in UTF-8"
+    assert message_of(f"--config {path}") == f"--config {path} is not UTF-8 text"
 
 
 def test_empty_settings_file(tmp_path: Path) -> None:

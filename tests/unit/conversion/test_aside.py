@@ -27,7 +27,7 @@ def test_only_what_a_dead_process_of_this_host_left_is_deleted(tmp_path: Path) -
     said: list[str] = []
     with folder_aside(tmp_path, "a", say=said.append) as mine:
         assert said == [
-            f"note: {other} is another conversion's, which may have been killed: delete it if none is running",
+            f"note: {other} belongs to another conversion, which may have been killed: delete it if none is running",
             f"deleted {dead}: 0.0 GB that a killed conversion left",
             f"deleted {starting}: a killed conversion left it empty",
         ]
@@ -82,4 +82,6 @@ def test_what_vanishes_or_cannot_be_deleted_is_no_traceback(tmp_path: Path, monk
 
     monkeypatch.setattr(shutil, "rmtree", fail)
     delete_leftovers(tmp_path, say=said.append)
-    assert said == [f"note: {stays} is another conversion's, which may have been killed: delete it if none is running"]
+    assert said == [
+        f"note: {stays} belongs to another conversion, which may have been killed: delete it if none is running"
+    ]

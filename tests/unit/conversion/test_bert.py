@@ -117,8 +117,8 @@ def test_files_of_other_times(model_folder: Folder, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"type_vocab_size": 3}, "says type_vocab_size = 3: this project has that only as 2"),
-        ({"position_embedding_type": "relative_key"}, "has that only as 'absolute'"),
+        ({"type_vocab_size": 3}, "says type_vocab_size = 3: this project supports only 2"),
+        ({"position_embedding_type": "relative_key"}, "supports only 'absolute'"),
         ({"is_decoder": True}, "says is_decoder = True"),
         ({"tie_word_embeddings": False}, "says tie_word_embeddings = False"),
         ({"hidden_act": "relu"}, "says hidden_act = 'relu': this project has gelu_new and"),
@@ -146,7 +146,7 @@ def test_berts_that_hugging_face_does_not_have() -> None:
     bare = (BertConfig(bert_binary_head=False),)
     assert config_from_model(original, bare, **known)["architectures"] == ["BertForMaskedLM"]
     half = (BertConfig(exact_gelu_head=True),)
-    with pytest.raises(CheckpointError, match=r"only the head's GELU is exact \(--exact-gelu-head\)"):
+    with pytest.raises(CheckpointError, match=r"the GELU is exact in the head only \(--exact-gelu-head\)"):
         config_from_model(model, half, **known)
     rotary = dataclasses.replace(model, position_embedding_type="rope", qk_layernorm=True)
     with pytest.raises(CheckpointError, match="has no BERT of this architecture: positions are not learned; queries"):

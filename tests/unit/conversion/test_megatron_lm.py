@@ -142,7 +142,7 @@ def test_an_iteration_can_be_chosen(tmp_path: Path) -> None:
     ):
         read_megatron_lm(tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("../x")
-    with pytest.raises(CheckpointError, match=r"says '\.\./x', which is no iteration: give --ckpt-step N"):
+    with pytest.raises(CheckpointError, match=r"says '\.\./x', which is not an iteration: give --ckpt-step N"):
         read_megatron_lm(tmp_path)
     assert read_megatron_lm(tmp_path, step=500).iteration == 500
     assert read_megatron_lm(tmp_path / "iter_0000500").iteration == 500
@@ -241,7 +241,7 @@ def test_ours_goes_to_megatron_lm_and_back(settings: dict[str, Any], dist: bool,
 
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
-    ({"num_experts": 8}, "is of a model with a mixture of experts (num_experts = 8), which this project does not have"),
+    ({"num_experts": 8}, "is a model with a mixture of experts (num_experts = 8), which is not available"),
     ({"multi_latent_attention": True}, "a model with multi-latent attention"),
     ({"position_embedding_type": "relative"}, "positions of type 'relative' in a GPT (it converts with learned_abs"),
     ({"num_layers": 5}, "holds 4 layers; its saved settings say num_layers 5"),

@@ -202,7 +202,9 @@ def test_stages_with_tables_of_their_own(tmp_path: Path) -> None:
     """Their stages don't keep relative positions equal, and ours are one table."""
     values = random_tensors(ModelConfig(**SETTINGS["relative"]), (EQUAL,))
     write_torch(tmp_path, SETTINGS["relative"], values, style="core", pp=2)
-    with pytest.raises(CheckpointError, match="has relative positions in pipeline stages, which each trained tables"):
+    with pytest.raises(
+        CheckpointError, match="has relative positions in pipeline stages, and each stage trained its own tables"
+    ):
         read_megatron_lm(tmp_path)
 
 
@@ -210,14 +212,14 @@ THAT_THEY_LACK: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {},
         {"decoder_num_layers": 2},
-        "Megatron-LM has as many layers in a T5's decoder as in its encoder, not 2 and 4, so",
+        "Megatron-LM has a T5 with equally many layers in encoder and decoder only, not 2 and 4, so",
     ),
     ({}, {"scale_output": True}, "Megatron-LM has no scale of a T5's output (--scale-output)"),
     ({"group_query_attention": True, "num_query_groups": 2}, {}, "has no T5 whose heads share keys and values"),
     (
         {"add_bias_linear": False, "exact_gelu": True},
         {},
-        "has a bias in a T5's tied output whatever --disable-bias-linear says, so",
+        "has a bias in a T5's tied output layer even with --disable-bias-linear, so",
     ),
     ({"softmax_scale": 1.0}, {}, "has no flag for the scale of attention scores (--softmax-scale)"),
 ]

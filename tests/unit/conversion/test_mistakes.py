@@ -53,18 +53,21 @@ def change(folder: Path, **settings: Any) -> None:
 
 
 BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "roberta"}, "describes a model of type 'roberta'; those that can be converted are gpt2, llama"),
+    ({"model_type": "roberta"}, "describes a model of type 'roberta'; the types that can be converted are gpt2, llama"),
     ({"model_type": "mt5"}, "of type 'mt5'"),
     ({"model_type": "absent"}, "of type None"),
-    ({"quantization_config": {"bits": 4}}, "is of quantized weights"),
+    ({"quantization_config": {"bits": 4}}, "has quantized weights"),
     ({"hidden_size": "absent"}, "lacks hidden_size, which the architecture needs"),
-    ({"hidden_act": "gelu"}, "says hidden_act = 'gelu': this project has that only as 'silu'"),
+    ({"hidden_act": "gelu"}, "says hidden_act = 'gelu': this project supports only 'silu'"),
     ({"attention_bias": True}, "says attention_bias = True: this project has biases in all linear layers or in none"),
     ({"mlp_bias": True}, "says mlp_bias = True"),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rotary scaling 'yarn' is not here"),
-    ({"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}}, "llama3 scaling is here with"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rotary scaling 'yarn' is not available"),
+    ({"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}}, "llama3 scaling is available with"),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "these families rotate whole heads"),
-    ({"model_type": "mistral", "sliding_window": 32}, "would need attention over a sliding window, which this project"),
+    (
+        {"model_type": "mistral", "sliding_window": 32},
+        "would need attention over a sliding window, which is not available",
+    ),
     ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8}, '"max_position_embeddings": 8'),
     ({"num_hidden_layers": 4}, "missing: model.layers.3.input_layernorm.weight"),
     ({"num_hidden_layers": 2}, "not part of this architecture: model.layers.2.input_layernorm.weight"),
@@ -201,13 +204,16 @@ def test_a_malicious_checkpoint_of_ours(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"geglu": True}, "it is no GPT-2 (the MLP is not plain GELU) and no Llama, Mistral or Qwen"),
-        ({"normalization": "RMSNorm"}, "it is no GPT-2 (norms are not LayerNorm)"),
-        ({"apply_layernorm_1p": True}, "norm weights are stored minus one"),
-        ({"relu": True}, "it is no GPT-2 (the MLP is not plain GELU)"),
-        ({**MODERN, "softmax_scale": 1.0}, "scores have a scale of their own"),
+        ({"geglu": True}, "it is not a GPT-2 (the MLP is not plain GELU) and not a Llama, Mistral or Qwen"),
+        ({"normalization": "RMSNorm"}, "it is not a GPT-2 (norms are not LayerNorm)"),
+        ({"apply_layernorm_1p": True}, "norm weights are stored with one subtracted"),
+        ({"relu": True}, "it is not a GPT-2 (the MLP is not plain GELU)"),
+        ({**MODERN, "softmax_scale": 1.0}, "attention scores have another scale"),
         ({**MODERN, "rotary_percent": 0.5}, "only a part of each head is rotated"),
-        ({**MODERN, "qk_layernorm": True, "add_qkv_bias": True}, "queries and keys are normed and layers have biases"),
+        (
+            {**MODERN, "qk_layernorm": True, "add_qkv_bias": True},
+            "queries and keys are normalized and layers have biases",
+        ),
     ],
 )
 def test_architectures_that_no_family_has(settings: dict[str, Any], words: str) -> None:
@@ -323,7 +329,7 @@ def test_what_cannot_be_read_is_the_sources_fault(
     else:
         (llama / "generation_config.json").unlink(missing_ok=True)
         (llama / "generation_config.json").symlink_to("/proc/self/mem")  # opens, and can't be read
-        expected = f"{llama / 'generation_config.json'} can't be copied to the result: "
+        expected = f"{llama / 'generation_config.json'} cannot be copied to the result: "
     with pytest.raises(CheckpointError, match=re.escape(expected)) as caught:
         convert(Conversion("hf", llama, "megatron", tmp_path / "ours"), lambda words: None)
     assert "nothing was left in" not in str(caught.value)
@@ -337,7 +343,7 @@ def test_a_proof_that_cannot_fit_is_refused_first(llama: Path, tmp_path: Path, m
         convert(Conversion("hf", llama, "megatron", tmp_path / "ours"), print)
     said: list[str] = []
     convert(Conversion("hf", llama, "megatron", tmp_path / "ours", skip_proof=True), said.append)
-    assert said[1] == "NOT PROVEN: --skip-proof left out the comparison of logits"
+    assert said[1] == "NOT PROVEN: --skip-proof skipped the comparison of logits"
 
 
 def test_our_safetensors_are_the_librarys(tmp_path: Path) -> None:
@@ -359,7 +365,7 @@ def test_our_safetensors_are_the_librarys(tmp_path: Path) -> None:
 COMMANDS = [
     ("--load x --save y", "missing: --from (hf, megatron or megatron-lm)", 2),
     ("--from hf --load x --save y", "missing: --to (hf, megatron or megatron-lm)", 2),
-    ("--from hf --to hf --load x --save y", "--from hf --to hf: there is nothing to convert", 2),
+    ("--from hf --to hf --load x --save y", "--from hf --to hf: source and target formats are the same", 2),
     ("--from hf --to megatron --save y", "missing: --load (a folder)", 2),
     ("--from hf --to megatron --load x --load-dir y --save z", "--load and --load-dir mean the same: give one", 2),
     ("--from gguf --to megatron --load x --save y", "--from cannot be 'gguf'", 2),
@@ -370,9 +376,13 @@ COMMANDS = [
     ),
     ("--from megatron --to hf --load nowhere --save y", "nowhere: there is no such folder", 2),
     ("--from megatron-lm --to hf --load nowhere --save y", "nowhere is not a folder: give the folder that Megatron", 2),
-    ("--from megatron --to hf --load x --save y --max-shard-size big", "--max-shard-size 'big' is no size", 2),
+    ("--from megatron --to hf --load x --save y --max-shard-size big", "--max-shard-size 'big' is not a size", 2),
     ("--model-type RETRO --loader mcore --saver hf --load-dir x --save-dir y", "--model-type cannot be 'RETRO'", 2),
-    ("--loader mixtral_hf --saver mcore --load-dir x --save-dir y", "--loader mixtral_hf is not here; use --from", 2),
+    (
+        "--loader mixtral_hf --saver mcore --load-dir x --save-dir y",
+        "--loader mixtral_hf is not supported; use --from",
+        2,
+    ),
     ("--loader llama_mistral --checkpoint-type meta --saver mcore --load-dir x --save-dir y", "only hf is read", 2),
     ("--from hf --checkpoint-type=meta --to megatron --load x --save y", "only hf is read", 2),
     ("--from hf --to megatron --load x --save y --ckpt-step 3", "--ckpt-step 3 has no effect: it chooses among", 2),
@@ -409,7 +419,7 @@ def test_megatron_lms_own_spelling(llama: Path, tmp_path: Path, capsys: pytest.C
     assert read_native(tmp_path / "ours").model.num_layers == 3
     tool.main(f"--loader mcore --saver hf --load-dir {tmp_path / 'ours'} --save-dir {tmp_path / 'back'}".split())
     assert (tmp_path / "back/model.safetensors").exists()
-    with pytest.raises(ConfigError, match="is this project's own; its checkpoints are --from megatron"):
+    with pytest.raises(ConfigError, match="is a checkpoint of this project; give --from megatron"):
         tool.main(f"--from megatron-lm --to hf --load {tmp_path / 'ours'} --save {tmp_path / 'x'}".split())
 
 
@@ -420,5 +430,5 @@ def test_sizes(text: str, size: int) -> None:
 
 def test_sizes_that_are_none() -> None:
     for text in ("", "0GB", "-1", "5 parsecs"):
-        with pytest.raises(ConfigError, match="is no size"):
+        with pytest.raises(ConfigError, match="is not a size"):
             tool.bytes_of(text)

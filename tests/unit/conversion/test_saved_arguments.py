@@ -54,9 +54,9 @@ def test_arguments_that_change_the_function_are_refused_together() -> None:
     for name, value in CHANGES.items():
         assert f"({name} = {value!r})" in str(caught.value)
         assert name in LIMITED
-        with pytest.raises(CheckpointError, match=re.escape(f"({name} = {value!r}), which this project does not have")):
+        with pytest.raises(CheckpointError, match=re.escape(f"({name} = {value!r}), which is not available")):
             check(**{name: value})
-    assert str(caught.value).startswith("x/model_optim_rng.pt is of a model with ")
+    assert str(caught.value).startswith("x/model_optim_rng.pt is a model with ")
 
 
 def test_values_under_which_a_model_is_one_of_ours() -> None:
@@ -78,9 +78,9 @@ def test_unknown_arguments() -> None:
     """A fork's, or tomorrow's: off is harmless, else the user has to know."""
     check(embedding_multiplier=None, use_alibi=False, extra=0, more=[], name="")
     words = (
-        "is of a model with a mixture of experts (num_experts = 8), which this project does not have and was saved "
-        "with arguments that are unknown here and may change what the model computes: embedding_multiplier = 12.0, "
-        "use_alibi = True (--ignore-saved-args NAME for each that does not)"
+        "is a model with a mixture of experts (num_experts = 8), which is not available and was saved with unknown "
+        "arguments that may change what the model computes: embedding_multiplier = 12.0, use_alibi = True "
+        "(--ignore-saved-args NAME for each that does not)"
     )
     with pytest.raises(CheckpointError, match=re.escape(words)):
         check(num_experts=8, embedding_multiplier=12.0, use_alibi=True)

@@ -223,13 +223,13 @@ ORIGINAL: dict[str, Any] = {
     [
         ({"position_embedding_type": "rope"}, "positions are not relative"),
         ({"normalization": "LayerNorm"}, "norms are not RMSNorm"),
-        ({"apply_layernorm_1p": True}, "norm weights are stored minus one"),
-        ({"apply_residual_connection_post_layernorm": True}, "residuals start behind the norms"),
+        ({"apply_layernorm_1p": True}, "norm weights are stored with one subtracted"),
+        ({"apply_residual_connection_post_layernorm": True}, "the residuals branch off after the norms"),
         ({"add_bias_linear": True}, "linear layers have biases"),
         ({"add_qkv_bias": True}, "linear layers have biases"),
         ({"relu": False, "squared_relu": True}, "the MLP is squared ReLU"),
         ({"group_query_attention": True}, "keys and values are shared by heads"),
-        ({"qk_layernorm": True}, "queries and keys are normed"),
+        ({"qk_layernorm": True}, "queries and keys are normalized"),
         ({"softmax_scale": None}, "scores are scaled (--softmax-scale 1 is not given)"),
         ({"untie_embeddings_and_output_weights": True}, "the output is scaled and not tied"),
     ],
@@ -260,7 +260,7 @@ def test_activations_of_models_that_were_trained_here(gate: dict[str, Any], exac
 def test_an_encoder_alone_is_said_in_a_sentence(tmp_path: Path) -> None:
     """A T5EncoderModel, as image generators ship, was answered with a list of missing tensors."""
     transformers.T5EncoderModel(transformers.T5Config(**V1_1)).save_pretrained(tmp_path)
-    words = r"holds a T5 of an encoder alone \(T5EncoderModel\), and a T5 here has a decoder as well: convert the "
+    words = r"holds a T5 of an encoder alone \(T5EncoderModel\), but a T5 here also has a decoder: convert the "
     with pytest.raises(CheckpointError, match=words):
         read_huggingface(tmp_path)
 

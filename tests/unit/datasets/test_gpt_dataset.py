@@ -149,7 +149,7 @@ def test_short_data_say_how_short(write_documents: WriteDocuments) -> None:
         build(data_path=(prefix,), split="80,10,10")
     assert str(caught.value) == (
         f"{prefix}: the valid split has 3 tokens in 1 documents, but a sample takes 9 (--seq-length and one label): "
-        "give a larger share in --split (which is 80,10,10), or --split 1,0,0 to train on all there is and evaluate "
+        "give a larger share in --split (which is 80,10,10), or --split 1,0,0 to train on all data and evaluate "
         "nothing, or a smaller --seq-length"
     )
     with pytest.raises(

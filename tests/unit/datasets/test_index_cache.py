@@ -76,7 +76,7 @@ def test_folder_that_cannot_be_written_says_so_once_and_works(tmp_path: Path, ca
         for epoch in range(2):
             assert_right(cache.get(build, rows=300, inputs=(epoch,)))
     assert [record.getMessage() for record in caplog.records] == [
-        f"indices stay in memory: the cache {cache.folder} cannot be written (Not a directory)"
+        f"keeping indices in memory: the cache {cache.folder} cannot be written (Not a directory)"
     ]
     assert build.calls == 2
 
@@ -89,7 +89,7 @@ def test_full_disk_is_named_and_leaves_nothing(tmp_path: Path, caplog: pytest.Lo
         assert_right(get(tmp_path, Builder()))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert caplog.messages == [f"indices stay in memory: the cache {tmp_path} cannot be written (File too large)"]
+    assert caplog.messages == [f"keeping indices in memory: the cache {tmp_path} cannot be written (File too large)"]
     assert not list(tmp_path.glob(".*.npy.*"))
 
 
@@ -134,7 +134,7 @@ def test_any_change_to_a_cache_is_noticed(
             assert_right(get(tmp_path, build))
             assert (build.calls, path.read_bytes()) == (1, sound)
             assert [record.getMessage() for record in caplog.records] == [
-                f"the index cache {path} is damaged: it is built again"
+                f"the index cache {path} is damaged: building it again"
             ]
 
 
@@ -161,7 +161,7 @@ def test_a_damaged_cache_that_cannot_be_replaced_is_built_in_memory(
     (tmp_path / ".lock").mkdir()
     assert_right(get(tmp_path, Builder()))
     assert f"{path} is damaged" in caplog.text
-    assert "indices stay in memory" in caplog.text
+    assert "keeping indices in memory" in caplog.text
 
 
 def _build_in_process(folder: Path, start: Any, built: Any) -> None:

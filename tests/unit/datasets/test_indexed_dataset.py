@@ -160,7 +160,7 @@ def test_ids_that_do_not_fit_are_refused(tmp_path: Path, dtype: Any, token: int)
     """They would wrap around to other ids without a word."""
     writer = IndexedDatasetWriter(tmp_path / "x", dtype)
     writer.add_document([1, 2])
-    with pytest.raises(DataError, match=rf"token id {token} doesn't fit {np.dtype(dtype)}, the type of .*x\.bin"):
+    with pytest.raises(DataError, match=rf"token id {token} does not fit into {np.dtype(dtype)}, the type of .*x\.bin"):
         writer.add_document([3, token])
     assert list(tmp_path.iterdir()) == []
 
@@ -190,7 +190,7 @@ def test_an_old_index_never_describes_new_tokens(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(Path, "replace", fail_for_the_index)
     with pytest.raises(DataError, match="Input/output error"):
         write(tmp_path / "x", [[9] * count for count in range(8)])
-    with pytest.raises(DataError, match=r"x\.idx is missing beside x\.bin"):
+    with pytest.raises(DataError, match=r"x\.idx is missing, but x\.bin is there"):
         IndexedDataset(tmp_path / "x")
 
 

@@ -39,11 +39,11 @@ def swap(first: Path, second: Path) -> None:
 
 # Three sequences of 3, 2 and 1 tokens in two documents: lengths at byte 34, offsets at 46, boundaries at 70, end at 94.
 DAMAGES: dict[str, tuple[Damage, str]] = {
-    "no bin": (lambda b, i: b.unlink(), r"x\.bin is missing beside x\.idx: copy it too, or write both again"),
-    "no idx": (lambda b, i: i.unlink(), r"x\.idx is missing beside x\.bin: copy it too, or write both again"),
+    "no bin": (lambda b, i: b.unlink(), r"x\.bin is missing, but x\.idx is there: copy it too, or write both again"),
+    "no idx": (lambda b, i: i.unlink(), r"x\.idx is missing, but x\.bin is there: copy it too, or write both again"),
     "neither": (
         remove,
-        r"neither .*x\.bin nor .*x\.idx exists: data paths are the prefix",
+        r"neither .*x\.bin nor .*x\.idx exists: a data path is the prefix",
     ),
     "bin cut": (
         lambda b, i: b.write_bytes(b.read_bytes()[:-3]),
@@ -69,13 +69,16 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "idx empty": (lambda b, i: i.write_bytes(b""), r"x\.idx is empty: copy or write it again"),
     "swapped": (swap, r"x\.bin and x\.idx are swapped: the \.bin file holds the index; rename both"),
-    "bin is a copy of idx": (lambda b, i: b.write_bytes(i.read_bytes()), r"x\.bin holds an index, as x\.idx does"),
+    "bin is a copy of idx": (
+        lambda b, i: b.write_bytes(i.read_bytes()),
+        r"x\.bin holds an index instead of tokens, like x\.idx",
+    ),
     "bad magic": (
         lambda b, i: overwrite(i, 0, b"GARBAGE!!"),
         "is not an index of a data set: it starts with b'GARB",
     ),
     "old format": (lambda b, i: overwrite(i, 0, b"TNTIDX\0\0"), "has the format of --data-impl lazy or cached"),
-    "bad version": (lambda b, i: overwrite(i, 9, struct.pack("<Q", 7)), "has format version 7; version 1 is the one"),
+    "bad version": (lambda b, i: overwrite(i, 9, struct.pack("<Q", 7)), "has format version 7; only version 1 exists"),
     "bad type": (lambda b, i: overwrite(i, 17, b"\x09"), "has token type code 9; codes are 1 to 8"),
     "absurd count": (
         lambda b, i: overwrite(i, 18, struct.pack("<Q", 2**60)),
@@ -84,7 +87,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "negative length": (lambda b, i: overwrite(i, 38, struct.pack("<i", -2)), "gives sequence 1 a length of -2"),
     "offset beyond the end": (
         lambda b, i: overwrite(i, 62, struct.pack("<q", 10**12)),
-        r"puts sequence 2 at byte 1000000000000 of x\.bin, out of range: by the lengths before it, it starts at",
+        r"puts sequence 2 at byte 1000000000000 of x\.bin, but by the lengths before it, it starts at",
     ),
     "negative offset": (lambda b, i: overwrite(i, 46, struct.pack("<q", -4)), r"puts sequence 0 at byte -4 of x\.bin"),
     "length too large": (
@@ -138,7 +141,7 @@ def test_every_changed_byte_of_the_index_is_noticed(prefix: str) -> None:
 def test_a_file_name_instead_of_a_prefix_is_explained(prefix: str, ending: str) -> None:
     """Completing the path in a shell gives the file: the message says what to take off."""
     with pytest.raises(
-        DataError, match=rf"names a file where a prefix belongs: give .*x, without the ending \{ending}"
+        DataError, match=rf"is a file name, but data paths are prefixes: give .*x, without the ending \{ending}"
     ):
         IndexedDataset(prefix + ending)
 

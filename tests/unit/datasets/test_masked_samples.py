@@ -244,7 +244,7 @@ def test_stretches(tokens: list[int], probability: float, longest: int, geometri
 def test_errors(prefix: str, tmp_path: Any) -> None:
     config = DataConfig(seq_length=64, train_data_path=(prefix,))
     arguments: dict[str, Any] = {"seed": 1, "sizes": SplitSizes(5, 0, 0)}
-    with pytest.raises(ConfigError, match="BERT needs tokens that begin, part and mask texts"):
+    with pytest.raises(ConfigError, match="BERT needs tokens that start, separate and mask texts"):
         build_bert_splits(config, tokenizer=FakeTokenizer(), **arguments)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="give --vocab-extra-ids 100"):
         build_t5_splits(config, tokenizer=RecordedTokenizer(sentinels=()), decoder_seq_length=9, **arguments)
@@ -253,7 +253,7 @@ def test_errors(prefix: str, tmp_path: Any) -> None:
     config = DataConfig(seq_length=64, train_data_path=(str(tmp_path / "documents"),))
     with pytest.raises(DataError, match="has 2 documents, none with 2 sentences: make the data with"):
         build_bert_splits(config, tokenizer=TOKENIZER, **arguments)
-    with pytest.raises(ConfigError, match="--vocab-size 6 leaves no words for --mock-data; give at least 16"):
+    with pytest.raises(ConfigError, match="--vocab-size 6 leaves no ordinary words for --mock-data; give at least 16"):
         build_bert_splits(DataConfig(seq_length=64, mock_data=True), tokenizer=TOKENIZER, vocab_size=7, **arguments)
 
 

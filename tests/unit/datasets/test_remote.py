@@ -117,9 +117,9 @@ def test_replaced_data_are_other_data(prefix: str, bucket: Any, tmp_path: Path) 
 
 
 def test_what_can_go_wrong(prefix: str, bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="name one with --data-cache-path"):
+    with pytest.raises(ConfigError, match="give one with --data-cache-path"):
         IndexedDataset(prefix)
-    with pytest.raises(DataError, match="memory://bucket/nothing.idx does not exist"):
+    with pytest.raises(DataError, match="memory://bucket/nothing.idx or its .bin does not exist"):
         IndexedDataset("memory://bucket/nothing", cache=tmp_path)
     with pytest.raises(ConfigError, match="nowhere://x/y.idx can't be opened"):
         IndexedDataset("nowhere://x/y", cache=tmp_path)
@@ -132,5 +132,5 @@ def test_what_can_go_wrong(prefix: str, bucket: Any, tmp_path: Path, monkeypatch
         raise OSError("connection reset")
 
     monkeypatch.setattr(bucket, "cat_file", broken)
-    with pytest.raises(DataError, match="memory://bucket/data.bin can't be fetched: connection reset"):
+    with pytest.raises(DataError, match="memory://bucket/data.bin cannot be fetched: connection reset"):
         data[0]

@@ -205,7 +205,7 @@ def test_choice_says_what_refuses_a_part() -> None:
     assert facts("cpu", torch.float64) == "attention: sdpa"
     assert facts("meta", torch.bfloat16) == "attention: sdpa"
     assert facts("meta", torch.float32) == (
-        "attention: chunked (sdpa refused: its flash kernel doesn't compute in float32)"
+        "attention: chunked (sdpa refused: its flash kernel does not support float32)"
     )
     assert facts("cpu", torch.float32, attention_mask=torch.ones(1, 8, dtype=torch.bool)) == (
         "attention: chunked (sdpa refused: its flash kernel has no padding mask)"

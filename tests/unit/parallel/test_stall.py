@@ -30,7 +30,7 @@ def test_rank_in_no_collective_is_the_missing_one() -> None:
         "rank 0 (dp=0) has waited 61 s in all-reduce over dp of ranks 0-3 (iteration 3); missing: rank 2\n"
     )
     assert "ranks 0-1, 3: iteration 3: waiting in all-reduce over dp" in text
-    assert "rank 2: loading: in no collective" in text
+    assert "rank 2: loading: not in a collective" in text
     assert text.endswith("stack of rank 2 (dp=2):\n  in the code of rank 2")
 
 

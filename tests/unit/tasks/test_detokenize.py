@@ -27,7 +27,7 @@ def test_the_path_tells_the_corpus() -> None:
     assert detokenizer_for(Path("wikitext-103/ptb.test")) is penn_treebank
     assert detokenizer_for(Path("wikitext-103/test.tokens")) is wikitext
     assert detokenizer_for(Path("lambada.txt")) is unchanged
-    with pytest.raises(DataError, match="which must hold ptb, wiki or lambada; rename the file, or use --task LM"):
+    with pytest.raises(DataError, match="which must contain ptb, wiki or lambada; rename the file, or use --task LM"):
         detokenizer_for(Path("test.txt"))
 
 

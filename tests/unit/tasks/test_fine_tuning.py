@@ -58,11 +58,11 @@ def test_what_is_read(tmp_path: Path) -> None:
     assert [len(each.texts) for each in data.valid.values()] == [1]
     assert read(replace(task, epochs=0, train_data=("none",))).train is None
     Path(paths[0]).write_text("id\tquestion1\tquestion2\n0\ta\tb\n")
-    with pytest.raises(DataError, match="one.tsv has the columns of QQP's test set, so no labels"):
+    with pytest.raises(DataError, match="one.tsv has the columns of QQP's test set, so it has no labels"):
         read(task)
     scored = replace(task, train_data=(), valid_data=paths, epochs=0, predictions_dir="p")
     assert [each.has_labels for each in read(scored).valid.values()] == [False, True]
-    with pytest.raises(DataError, match=r"one\.tsv and .*one\.tsv would both be called"):
+    with pytest.raises(DataError, match=r"one\.tsv and .*one\.tsv would both get the name"):
         read(replace(scored, valid_data=(paths[0], paths[0])))
 
 

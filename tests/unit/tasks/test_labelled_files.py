@@ -204,8 +204,8 @@ def test_odd_files_of_race(content: str | bytes, expected: str, tmp_path: Path) 
 def test_race_is_of_folders(tmp_path: Path) -> None:
     """A level too high or too low is the usual mistake."""
     file = write(tmp_path / "RACE/dev/high/1.txt", json.dumps(ARTICLE))
-    assert message("RACE", file) == (f"{file} is a file: RACE's data are folders of .txt files, such as RACE/dev/high")
-    assert message("RACE", tmp_path / "none").startswith(f"{tmp_path}/none does not exist: RACE's data are folders")
+    assert message("RACE", file) == (f"{file} is a file: RACE data is folders of .txt files, such as RACE/dev/high")
+    assert message("RACE", tmp_path / "none").startswith(f"{tmp_path}/none does not exist: RACE data is folders")
     folder = tmp_path / "RACE/dev"
     assert message("RACE", folder) == f"{folder} holds no .txt files; its folders high do: give each"
     assert message("RACE", tmp_path / "RACE") == f"{tmp_path}/RACE holds no .txt files"
@@ -219,7 +219,7 @@ MNLI_TRAIN = [*MNLI_HEADER, "label1", "gold_label"]
     [
         ("MNLI", "", " is empty: its first line names the columns"),
         ("MNLI", table(MNLI_TRAIN), " holds no samples of MNLI"),
-        ("MNLI", table(MNLI_HEADER, mnli_row(0, "a", "b")), " has the columns of MNLI's test set, so no labels"),
+        ("MNLI", table(MNLI_HEADER, mnli_row(0, "a", "b")), " has the columns of MNLI's test set, so it has no labels"),
         ("MNLI", table(QQP_HEADER), ":1 has 6 columns; MNLI's test files have 10, its train and dev files more"),
         ("MNLI", table(MNLI_TRAIN, mnli_row(0, "a", "b", "neutral")), ":2 has 11 columns, but the header 12"),
         ("MNLI", table(MNLI_TRAIN, mnli_row(0, "a", "", "x", "neutral")), ":2: column 10 holds no sentence"),
@@ -238,7 +238,7 @@ MNLI_TRAIN = [*MNLI_HEADER, "label1", "gold_label"]
         (
             "QQP",
             table(["id", "question1", "question2"], ["0", "a", "b"]),
-            " has the columns of QQP's test set, so no labels to learn or to score: give a train or dev file",
+            " has the columns of QQP's test set, so it has no labels: give a train or dev file",
         ),
         ("QQP", table(MNLI_TRAIN), ":1 has 12 columns; QQP's train and dev files have 6, its test file 3"),
         ("QQP", table(QQP_HEADER, ["0", "1", "2", "a", "b", "2"]), ":2: the label '2' is not one of 0, 1"),

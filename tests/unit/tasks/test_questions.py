@@ -185,9 +185,9 @@ def test_passages_are_read_with_others_of_their_length(gpt2: SmallGPT2, monkeypa
 
 
 def test_mistakes_are_one_sentence(gpt2: SmallGPT2) -> None:
-    with pytest.raises(ConfigError, match="num_beams: generation here knows until, max_gen_toks"):
+    with pytest.raises(ConfigError, match="num_beams: only until, max_gen_toks"):
         Asked.of({"until": ["."], "max_gen_toks": 16, "num_beams": 4})
-    with pytest.raises(ConfigError, match="a continuation of 5 tokens is to be scored at once, and the model sees 4"):
+    with pytest.raises(ConfigError, match="a continuation of 5 tokens is longer than the 4"):
         passage_of([1], [1, 2, 3, 4, 5], length=4)
     asked = questions(ParallelContext.single(), str(gpt2.native))
     with pytest.raises(ConfigError, match="64 tokens to generate leave no room for a text in the model's 64"):

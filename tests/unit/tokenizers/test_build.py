@@ -20,7 +20,7 @@ def test_name_is_the_flags_value() -> None:
 def test_unknown_kind_from_code() -> None:
     """A config built in code is not checked by the parser; it must still not fall through."""
     settings: dict[str, Any] = {"tokenizer_type": "WhateverTokenizer"}
-    with pytest.raises(ConfigError, match="--tokenizer-type WhateverTokenizer is no tokenizer"):
+    with pytest.raises(ConfigError, match="--tokenizer-type WhateverTokenizer is not a tokenizer"):
         build_tokenizer(TokenizerConfig(**settings))
 
 

@@ -96,19 +96,19 @@ def test_a_template_that_rewrites_the_past_is_refused() -> None:
     """Some drop the thoughts of earlier turns: comparing would mark the wrong characters."""
     rewriting = "{% for m in messages %}{{ m.role }}:{{ m.content if loop.last else m.content[:2] }}|{% endfor %}"
     template = ChatTemplate(rewriting, tokens={})
-    with pytest.raises(DataError, match="writes message 1 otherwise once others follow.*{% generation %}"):
+    with pytest.raises(DataError, match="writes message 1 differently once others follow.*{% generation %}"):
         template.render({"messages": MESSAGES})
     assert template.render({"messages": MESSAGES[1:2]})[1] == [(0, len("assistant:" + MESSAGES[1]["content"] + "|"))]
 
 
 def test_what_a_template_refuses_is_a_bad_line(folder: Path) -> None:
-    with pytest.raises(DataError, match="the chat template refuses it: only user and assistant"):
+    with pytest.raises(DataError, match="the chat template rejects the conversation: only user and assistant"):
         encoded(folder, LLAMA, {"messages": [{"role": "system", "content": "x"}]})
     with pytest.raises(DataError, match="nothing to learn: the chat template writes no answer"):
         encoded(folder, CHATML, {"messages": MESSAGES[:1]})
-    with pytest.raises(DataError, match='"messages" is no list of objects'):
+    with pytest.raises(DataError, match='"messages" is not a list of objects'):
         encoded(folder, CHATML, {"messages": ["hello"]})
-    with pytest.raises(DataError, match=r"holds \\ud800, half of a surrogate pair"):
+    with pytest.raises(DataError, match=r"holds \\ud800, an unpaired surrogate"):
         encoded(folder, CHATML, {"messages": [{"role": "assistant", "content": "\ud800"}]})
 
 
@@ -124,7 +124,7 @@ def test_what_a_template_refuses_is_a_bad_line(folder: Path) -> None:
 )
 def test_templates_are_not_trusted(attack: str) -> None:
     """A template is a program by whoever published the tokenizer."""
-    with pytest.raises(DataError, match="the chat template refuses it"):
+    with pytest.raises(DataError, match="the chat template rejects the conversation"):
         ChatTemplate(attack, tokens={}).render({"messages": [{"role": "assistant", "content": "x"}]})
 
 
@@ -142,11 +142,11 @@ def test_where_the_template_comes_from(folder: Path, tmp_path: Path, monkeypatch
         MESSAGES[0]["content"],
         [(0, len(MESSAGES[0]["content"]))],
     )
-    with pytest.raises(ConfigError, match="--learned-role user: the chat template says itself what is learned"):
+    with pytest.raises(ConfigError, match="--learned-role user: the chat template marks the answers itself"):
         load_template("tokenizer", str(folder), learned="user")
     with pytest.raises(ConfigError, match="nothing.jinja: No such file or directory; name a file of Jinja"):
         load_template("nothing.jinja", None, learned="assistant")
-    with pytest.raises(DataError, match="--chat-template is no Jinja template"):
+    with pytest.raises(DataError, match="--chat-template is not a Jinja template"):
         ChatTemplate("{% if %}", tokens={})
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ConfigError, match="needs the jinja2 library: pip install jinja2"):

@@ -59,8 +59,8 @@ def test_what_the_tokenizer_refuses_becomes_a_bad_line() -> None:
     encoded = encode_batch(batch("1", "2 x", "3", "99"), encoding())
     assert documents(encoded) == [[1, 9], [3, 9]]
     assert [str(bad) for bad in encoded.bad] == [
-        "in.jsonl:2: 'x' is not a token id; NullTokenizer reads numbers of digits 0 to 9, separated by spaces: "
-        "for text give another --tokenizer-type and its files",
+        "in.jsonl:2: 'x' is not a token id; NullTokenizer reads numbers separated by spaces: for text give another "
+        "--tokenizer-type and its files",
         "in.jsonl:4: token id 99 is outside 0 to 9, which --vocab-size 9 allows",
     ]
 
@@ -70,7 +70,7 @@ def test_lone_surrogate_becomes_a_bad_line(bpe_folder: Path) -> None:
     config = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(bpe_folder))
     encoded = encode_batch(batch(TEXTS[0], "half \ud83d of a pair"), encoding(config))
     assert [str(bad) for bad in encoded.bad] == [
-        r"in.jsonl:2: the text holds \ud83d, half of a surrogate pair, which is no character"
+        r"in.jsonl:2: the text holds \ud83d, an unpaired surrogate, which is not a character"
     ]
     assert documents(encoded) == [[*shared_tokenizer(config).tokenize(TEXTS[0]), shared_tokenizer(config).eod]]
 

@@ -58,7 +58,7 @@ def test_a_single_other_id_rules_it_out(tokenizer: RustTokenizer, monkeypatch: p
     """Ids that are nearly those of the tokenizer would train a model that no tokenizer fits."""
     install(monkeypatch, wrong_id=True)
     choice = choose_engine(tokenizer, TEXTS, "uint16")
-    assert (choice.name, choice.reason) == (OWN, "gigatoken gave other ids on a probe of the text")
+    assert (choice.name, choice.reason) == (OWN, "gigatoken gave different ids on a probe of the text")
 
 
 def test_a_library_that_fails_is_not_used(tokenizer: RustTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_without_the_library(tokenizer: RustTokenizer, monkeypatch: pytest.Monke
 def test_lone_surrogates_are_refused_by_both(tokenizer: RustTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
     for name in (GIGATOKEN, OWN):
-        with pytest.raises(DataError, match="half of a surrogate pair"):
+        with pytest.raises(DataError, match="an unpaired surrogate"):
             build_engine(name, tokenizer, "uint16").encode(["\ud83d"])
 
 
@@ -116,7 +116,9 @@ def test_what_differs_later_is_found(tokenizer: RustTokenizer, monkeypatch: pyte
     fast.encode(TEXTS[1:])
     fast.encode([TEXTS[0]])
     fast.encode(TEXTS[1:])
-    with pytest.raises(ConfigError, match="gigatoken gives other ids .* use --tokenizer-engine own"):
+    with pytest.raises(
+        ConfigError, match="gigatoken and the tokenizer give different ids .* use --tokenizer-engine own"
+    ):
         fast.encode(TEXTS[1:])
 
 

@@ -116,7 +116,7 @@ def test_packed_files_are_known_without_their_ending(tmp_path: Path) -> None:
             with pytest.raises(DataError) as caught:
                 lines_of(path, batch_bytes=100)
             assert str(caught.value) == (
-                f"--input {path} holds a {ending} file's bytes: let its name end in {ending}, or unpack it first"
+                f"--input {path} holds a {ending} file's bytes: let its name end in {ending}, or decompress it first"
             )
     path = tmp_path / "in.jsonl.gz"
     path.write_bytes(rows)
@@ -144,13 +144,13 @@ def test_missing_zstandard_is_explained(tmp_path: Path, monkeypatch: pytest.Monk
         (b'{"text": "tab\there"}', "not JSON: Invalid control character"),
         (b'{"text": "caf\xe9"}', "not UTF-8: byte 0xe9 at column 14"),
         (b"\xff\xfe{\x00", "not UTF-8: byte 0xff at column 1"),
-        (b'["text"]', "a list where a JSON object belongs"),
-        (b"null", "null where a JSON object belongs"),
+        (b'["text"]', "a list instead of a JSON object"),
+        (b"null", "null instead of a JSON object"),
         (b'{"txt": "a", "url": "b"}', 'no key "text" (its keys are txt, url)'),
         (b"{}", 'no key "text" (the object is empty)'),
-        (b'{"text": 3}', 'a number under "text" where a string belongs'),
-        (b'{"text": null}', 'null under "text" where a string belongs'),
-        (b'{"text": ["a"]}', 'a list under "text" where a string belongs'),
+        (b'{"text": 3}', 'a number under "text" instead of a string'),
+        (b'{"text": null}', 'null under "text" instead of a string'),
+        (b'{"text": ["a"]}', 'a list under "text" instead of a string'),
         (b"[" * 100_000, "not readable: the JSON is nested too deeply"),
         (b'{"text": "a", "b": %s}' % (b"[" * 100_000 + b"]" * 100_000), "not readable: the JSON is nested too deeply"),
         (b'{"text": "a", "n": %s}' % (b"9" * 4301), "not readable: a number has more than 4,300 digits"),

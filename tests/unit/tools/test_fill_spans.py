@@ -117,15 +117,13 @@ def test_guesses_are_counted(
     commonest = Counter(true).most_common(5)
     often = [commonest[0][1], sum(count for _, count in commonest)]
     assert always.split("  (")[0].split()[-2:] == [f"{count / len(true):.1%}" for count in often]
-    assert re.fullmatch(
-        r"Guessing what it has to say by how often each token occurs costs \d\.\d\d nats a token\.", entropy
-    )
+    assert re.fullmatch(r"Predicting its tokens by their frequency costs \d\.\d\d nats a token\.", entropy)
 
 
 def test_samples_that_hide_nothing(tmp_path: Path) -> None:
     """A decoder of two tokens has no room for a span; there would be nothing to divide by."""
     saved_on_text(tmp_path, "--decoder-seq-length 2")
-    with pytest.raises(ConfigError, match="--samples 4: none of them hides words, .* give more"):
+    with pytest.raises(ConfigError, match="--samples 4: none of them has masked words, .* give more"):
         fill_spans.main(["--load", f"{tmp_path}/saved", "--samples", "4"])
 
 
@@ -143,7 +141,7 @@ def test_mistakes(tmp_path: Path) -> None:
         fill_spans.main(["--load", "x", "--text", "no gap"])
     saved(tmp_path)
     load = ["--load", f"{tmp_path}/saved", "--text"]
-    with pytest.raises(ConfigError, match=r"has 4 \[MASK\], and this model can name 3 at most"):
+    with pytest.raises(ConfigError, match=r"has 4 \[MASK\], but this model has 3 sentinel tokens"):
         fill_spans.main([*load, "[MASK] the [MASK] sat [MASK] on [MASK]"])
     with pytest.raises(ConfigError, match="has 17 tokens, and this model sees 16 at most: shorten it"):
         fill_spans.main([*load, "[MASK] " + "the " * 16])

@@ -202,15 +202,15 @@ def test_mistakes(tmp_path: Path) -> None:
     """Nothing there, nothing named."""
     with pytest.raises(CheckpointError, match=f"^{tmp_path}/nowhere: there is no such folder"):
         tool.main([str(tmp_path / "nowhere")])
-    with pytest.raises(CheckpointError, match="there is nothing that looks like one"):
+    with pytest.raises(CheckpointError, match="the folder holds nothing that looks like a checkpoint"):
         tool.main([str(tmp_path), "--verify"])
     with pytest.raises(ConfigError, match="name a checkpoint"):
         tool.main([])
     for words, message in (
-        ("x --json --verify", "--json and --verify are different questions"),
-        ("--diff x y --can-load --lr 1", "--diff and --can-load are different questions"),
-        ("x --diff y z", "--diff A B compares two, and x is neither"),
-        ("--diff y z --ckpt-step 3", "--diff A B compares two, and --ckpt-step 3 is neither"),
+        ("x --json --verify", "--json and --verify cannot be combined"),
+        ("--diff x y --can-load --lr 1", "--diff and --can-load cannot be combined"),
+        ("x --diff y z", "--diff A B compares two checkpoints, but x is not one"),
+        ("--diff y z --ckpt-step 3", "--diff A B compares two checkpoints, but --ckpt-step 3 is not one"),
     ):
         with pytest.raises(ConfigError, match=message):
             tool.main(words.split())

@@ -179,7 +179,7 @@ def test_a_sample_is_what_training_reads(prefix: str, loader: str, capsys: pytes
 
 
 def test_packed_documents_are_shown_each_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The first token of a document is nobody's label, and padding is no text."""
+    """The first token of a document is nobody's label, and padding is not a string."""
     with IndexedDatasetWriter(tmp_path / "data", np.uint16) as writer:
         for document in range(2):
             writer.add_document([10 + document, 0, 20 + document])

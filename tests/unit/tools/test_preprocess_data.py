@@ -171,9 +171,9 @@ BAD_LINES: list[tuple[bytes, str]] = [
     (b'{"text": "a"', "not JSON: Expecting ',' delimiter at column 13"),
     (b"", "the line is empty"),
     (b'{"txt": "a"}', 'no key "text" (its keys are txt)'),
-    (b'{"text": 5}', 'a number under "text" where a string belongs'),
+    (b'{"text": 5}', 'a number under "text" instead of a string'),
     (b'{"text": "caf\xe9"}', "not UTF-8: byte 0xe9 at column 14"),
-    (rb'{"text": "\ud800"}', "the text holds \\ud800, half of a surrogate pair, which is no character"),
+    (rb'{"text": "\ud800"}', "the text holds \\ud800, an unpaired surrogate, which is not a character"),
 ]
 
 
@@ -250,8 +250,8 @@ def test_an_earlier_result_survives_a_failure(tmp_path: Path, corpus: Path, flag
 @pytest.mark.parametrize(
     ("more", "kind", "message"),
     [
-        (("--keep-newlines",), ConfigError, "--keep-newlines says how --split-sentences splits"),
-        (("--lang", "german"), ConfigError, "--lang says how --split-sentences splits"),
+        (("--keep-newlines",), ConfigError, "--keep-newlines has an effect only with --split-sentences"),
+        (("--lang", "german"), ConfigError, "--lang has an effect only with --split-sentences"),
         (("--split-sentences", "--lang", "../x"), ConfigError, r"--lang ../x: Invalid Punkt language name"),
         (("--json-keys", "text", "text"), ConfigError, "--json-keys needs different keys, not text text"),
         (("--json-keys",), ConfigError, "--json-keys"),

@@ -94,9 +94,9 @@ def test_other_formats(tmp_path: Path, flags: list[str], tokenizer: RustTokenize
     ("record", "reason"),
     [
         ({"text": "fox"}, r'neither "messages" nor "prompt" and "completion" \(keys are text\)'),
-        ({"messages": "fox"}, '"messages" is no list'),
+        ({"messages": "fox"}, '"messages" is not a list'),
         ({"messages": [{"role": "user"}]}, 'message 0 has no "role" and "content"'),
-        ({"messages": [{"role": "user", "content": 5}]}, "content of 0 is no text"),
+        ({"messages": [{"role": "user", "content": 5}]}, "content of 0 is not a string"),
         ({"messages": [{"role": "user", "content": "fox"}]}, "nothing to learn: no turn of the assistant"),
         ({"prompt": "fox", "completion": ""}, "nothing to learn"),
     ],
@@ -133,10 +133,10 @@ def test_data_without_targets(tmp_path: Path, flags: list[str], tokenizer: RustT
     config = DataConfig(seq_length=4, train_data_path=(prefix,), sft=True, packing="best-fit")
     with IndexedDatasetWriter(f"{prefix}_targets", np.uint8) as writer:
         writer.add_document([1, 0])
-    with pytest.raises(DataError, match="differ in the lengths of documents: make both again"):
+    with pytest.raises(DataError, match="have documents of different lengths: write both again"):
         build_gpt_splits(config, seed=1, sizes=SplitSizes(1, 0, 0), tokenizer=tokenizer)
     Path(f"{prefix}_targets.idx").unlink()
-    with pytest.raises(DataError, match="_targets.idx is missing: with --sft it says which tokens are to be learned"):
+    with pytest.raises(DataError, match="_targets.idx is missing: with --sft it marks the tokens with a loss"):
         build_gpt_splits(config, seed=1, sizes=SplitSizes(1, 0, 0), tokenizer=tokenizer)
 
 
@@ -151,8 +151,11 @@ def test_chat_templates(tmp_path: Path, flags: list[str], tokenizer: RustTokeniz
     ]
     assert tokenizer.detokenize(IndexedDataset(prefix)[0].tolist()).startswith("[system]the fox\n[user]quick?\n")
     for more, reason in (
-        (("--turn-end", "x"), "--turn-end and --chat-template both say how turns are written"),
-        (("--tokenizer-type", "NullTokenizer", "--vocab-size", "9"), "needs a tokenizer that tells places in the text"),
+        (("--turn-end", "x"), "--turn-end and --chat-template both describe the format of turns"),
+        (
+            ("--tokenizer-type", "NullTokenizer", "--vocab-size", "9"),
+            "needs a tokenizer that reports positions in the text",
+        ),
     ):
         with pytest.raises(ConfigError, match=reason):
             convert(tmp_path, [CHAT], flags if len(more) == 2 else [], "--chat-template", str(template), *more)

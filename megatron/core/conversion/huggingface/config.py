@@ -20,11 +20,11 @@ def model_from_config(config: Json, *, where: str) -> ModelConfig:
     known_format = format_of(model_type)
     if known_format is None:
         raise CheckpointError(
-            f"{where} describes a model of type {config.get('model_type')!r}; those that can be converted are "
+            f"{where} describes a model of type {config.get('model_type')!r}; the types that can be converted are "
             f"{', '.join(model_types())}"
         )
     if "quantization_config" in config:
-        raise CheckpointError(f"{where} is of quantized weights; convert the model in bf16, fp16 or fp32")
+        raise CheckpointError(f"{where} has quantized weights; convert the model in bf16, fp16 or fp32")
     return known_format.model_from_config(known_format.settings(config, where=where), model_type)
 
 

@@ -62,7 +62,7 @@ class Known:
         """Raise CheckpointError for a setting that is there and is not the one value that can be converted."""
         for name, value in values.items():
             if self.get(name, value) not in (value, None):
-                raise self.refuse(name, f"this project has that only as {value!r}")
+                raise self.refuse(name, f"this project supports only {value!r}")
 
     def exact_gelu(self, name: str) -> bool:
         """Whether the activation ``name`` is the exact GELU; CheckpointError when it is none."""
@@ -76,12 +76,12 @@ def not_original(model: ModelConfig) -> list[str]:
     wrong = {
         "positions are not learned": model.position_embedding_type != "learned_absolute",
         "norms are not LayerNorm": model.normalization != "LayerNorm",
-        "norm weights are stored minus one": model.apply_layernorm_1p,
+        "norm weights are stored with one subtracted": model.apply_layernorm_1p,
         "the MLP is not plain GELU": model.gated or model.relu or model.squared_relu,
         "linear layers have no biases": not model.add_bias_linear,
         "keys and values are shared by heads": model.num_query_groups != model.num_attention_heads,
-        "queries and keys are normed": model.qk_layernorm,
-        "scores have a scale of their own": model.softmax_scale is not None,
+        "queries and keys are normalized": model.qk_layernorm,
+        "attention scores have another scale": model.softmax_scale is not None,
         "heads are not hidden size / heads wide": model.kv_channels * model.num_attention_heads != model.hidden_size,
     }
     return [reason for reason, holds in wrong.items() if holds]

@@ -40,7 +40,7 @@ def read_huggingface(folder: Path) -> PortableModel:
 def from_transformers(model: Any) -> PortableModel:
     """A model that the transformers library holds in memory; tensors are shared with it, not copied.
 
-    Its tokenizer is none of the model's, so ids stand for themselves. Raises CheckpointError as ``read_huggingface``.
+    The model brings no tokenizer, so ids are used as numbers. Raises CheckpointError as ``read_huggingface``.
     """
 
     def shared(tensor: Tensor) -> LazyTensor:
@@ -161,7 +161,7 @@ def _torch_bin(path: Path) -> Iterator[tuple[str, LazyTensor]]:
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not named tensors")
     for name, tensor in content.items():
         if not isinstance(tensor, Tensor):
-            raise CheckpointError(f"{path}: {name} is no tensor")
+            raise CheckpointError(f"{path}: {name} is not a tensor")
         yield str(name), LazyTensor(tuple(tensor.shape), tensor.dtype, tensor.detach)
 
 

@@ -52,7 +52,7 @@ class Arguments:
     def __init__(self, saved: Any, where: str, ignored: Collection[str] = ()) -> None:
         if not isinstance(saved, Namespace):
             raise CheckpointError(
-                f"{where} holds no settings ('args'), so its architecture is not known: convert a checkpoint that "
+                f"{where} holds no settings ('args'), so its architecture is unknown: convert a checkpoint that "
                 "Megatron-LM's training saved"
             )
         self.values, self.where = without(vars(saved), ignored, where=where), where

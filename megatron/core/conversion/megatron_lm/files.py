@@ -87,7 +87,9 @@ def find_folder(root: Folder, *, step: int | None = None) -> Folder:
     elif (root / TRACKER).is_file():
         named = (root / TRACKER).read_text(encoding="utf-8").strip()
         if named != RELEASE and not named.isdecimal():
-            raise CheckpointError(f"{root}: {TRACKER} says {named[:20]!r}, which is no iteration: give --ckpt-step N")
+            raise CheckpointError(
+                f"{root}: {TRACKER} says {named[:20]!r}, which is not an iteration: give --ckpt-step N"
+            )
         folder = root / (RELEASE if named == RELEASE else f"iter_{int(named):07d}")
     else:
         return root
@@ -103,14 +105,14 @@ def _open_shards(folder: Path, ignored: Collection[str]) -> ShardFiles:
     for path in sorted(folder.glob("mp_rank_*/model*rng.pt")):
         match = _RANK.fullmatch(path.parent.name)
         if match is None or match[3]:
-            raise CheckpointError(f"{path.parent} is of a mixture of experts, which this project does not have")
+            raise CheckpointError(f"{path.parent} is a mixture of experts, which is not available yet")
         ranks[int(match[1]), int(match[2] or 0)] = path
     tensor, pipeline = (1 + max(rank[axis] for rank in ranks) for axis in (0, 1))
     absent = [f"tp {t} pp {p}" for t in range(tensor) for p in range(pipeline) if (t, p) not in ranks]
     if absent:
         raise CheckpointError(
-            f"{folder} lacks the files of ranks {', '.join(absent[:5])}: copy all mp_rank folders (a model whose "
-            "encoder is split otherwise than its decoder is read from torch_dist alone)"
+            f"{folder} lacks the files of ranks {', '.join(absent[:5])}: copy all mp_rank folders (a model with "
+            "different layouts of encoder and decoder can only be read from torch_dist)"
         )
     contents = {rank: _mapping(load_torch_file(path), path) for rank, path in ranks.items()}
     first = contents[0, 0]

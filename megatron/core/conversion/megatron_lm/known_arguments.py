@@ -206,7 +206,7 @@ def not_handed_on(model: ModelConfig, *, was_trained_there: bool) -> list[str]:
     """Warnings about settings of ``model`` that Megatron-LM's core has and its pretrain_gpt.py doesn't compute with."""
     if model.position_embedding_type != "rope":
         return []
-    advice = f"if that trained this model, add {FLAG}" if was_trained_there else "hand it to GPTModel yourself:"
+    advice = f"if that trained this model, add {FLAG}" if was_trained_there else "pass it to GPTModel:"
     return [
         f"warning: {name} is {getattr(model, name)}, which Megatron-LM's pretrain_gpt.py ignores and forks of it use; "
         f"{advice} {name}"
@@ -218,12 +218,12 @@ def not_handed_on(model: ModelConfig, *, was_trained_there: bool) -> list[str]:
 def refuse(where: str, limited: list[str], values: Mapping[str, Any]) -> None:
     """Raise CheckpointError, in one sentence, for what the model has and for arguments that are unknown."""
     strange = unknown(values)
-    parts = [f"is of a model with {' and '.join(limited)}, which this project does not have"] if limited else []
+    parts = [f"is a model with {' and '.join(limited)}, which is not available"] if limited else []
     if strange:
         listed = ", ".join(f"{name} = {str(value)[:60]}" for name, value in strange.items())
         parts.append(
-            f"was saved with arguments that are unknown here and may change what the model computes: {listed} "
-            f"({FLAG} NAME for each that does not)"
+            f"was saved with unknown arguments that may change what the model computes: {listed} ({FLAG} NAME for "
+            "each that does not)"
         )
     if parts:
         raise CheckpointError(f"{where} {' and '.join(parts)}")

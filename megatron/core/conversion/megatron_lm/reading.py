@@ -119,8 +119,8 @@ def _parts_of_shards(files: ShardFiles, family: Family) -> dict[str, Parts]:
                 raise CheckpointError(f"{files.folder}: tensor-parallel rank {lacking[0]} lacks {theirs}")
             if ours in replicated and len(files.stages) > 1:
                 raise CheckpointError(
-                    f"{files.folder} has relative positions in pipeline stages, which each trained tables of its own: "
-                    "convert a torch_dist checkpoint"
+                    f"{files.folder} has relative positions in pipeline stages, and each stage trained its own "
+                    "tables: convert a torch_dist checkpoint"
                 )
             shards = stage[:1] if ours in replicated else stage
             found[ours] = Parts(tuple(_lazy(shard[theirs]) for shard in shards))
@@ -129,7 +129,7 @@ def _parts_of_shards(files: ShardFiles, family: Family) -> dict[str, Parts]:
 
 
 def _unknown(name: str, folder: Path, family: Family) -> CheckpointError:
-    return CheckpointError(f"{folder} holds {name}, which is no tensor of a {family.title} that is known here")
+    return CheckpointError(f"{folder} holds {name}, which is not a known tensor of a {family.title}")
 
 
 def _lazy(tensor: Tensor) -> LazyTensor:

@@ -57,7 +57,7 @@ def check_marks_texts(tokenizer: Tokenizer) -> None:
     """Raise ConfigError for a tokenizer without the tokens that begin, part and mask BERT's texts."""
     if not hasattr(tokenizer, "cls"):
         raise ConfigError(
-            f"BERT needs tokens that begin, part and mask texts, and {tokenizer.name} names no cls_token, "
+            f"BERT needs tokens that start, separate and mask texts, but {tokenizer.name} names no cls_token, "
             "sep_token and mask_token in its tokenizer_config.json: give the tokenizer of a BERT"
         )
 

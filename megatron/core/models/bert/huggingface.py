@@ -1,6 +1,6 @@
 """``config.json`` of Hugging Face's two BERTs: ``bert``, the original, and ``megatron-bert``, whose norms come first.
 
-The original's residuals start behind the norms, which is ``--apply-residual-connection-post-layernorm`` here.
+In the original, residuals branch off after the norms, which is ``--apply-residual-connection-post-layernorm`` here.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class BertFormat(HuggingFaceFormat):
         if not any(name.startswith("cls.predictions.") for name in tensors):
             raise CheckpointError(
                 f"{where} holds no head for hidden words (cls.predictions): convert a BertForPreTraining or a "
-                "BertForMaskedLM, of which others are made"
+                "BertForMaskedLM, which have this head"
             )
         return (BertConfig(bert_binary_head="cls.seq_relationship.weight" in tensors),)
 
@@ -176,7 +176,7 @@ def _type_of(model: ModelConfig, group: BertConfig) -> str:
     """The model type of a BERT; CheckpointError for an architecture that transformers lacks."""
     untied = ["the output weights are not the word embeddings'"] if model.untie_embeddings_and_output_weights else []
     unlike = group.exact_gelu_head and not model.exact_gelu
-    reasons = not_original(model) + untied + ["only the head's GELU is exact (--exact-gelu-head)"] * unlike
+    reasons = not_original(model) + untied + ["the GELU is exact in the head only (--exact-gelu-head)"] * unlike
     if reasons:
         raise CheckpointError(f"Hugging Face has no BERT of this architecture: {'; '.join(reasons)}")
     return ORIGINAL if model.apply_residual_connection_post_layernorm else PRE_NORM

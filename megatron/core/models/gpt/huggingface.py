@@ -215,8 +215,8 @@ def _refuse_sliding_window(known: Known, model_type: str) -> None:
         raise known.refuse(
             "sliding_window",
             f"sequences of up to max_position_embeddings = {known('max_position_embeddings')} would need attention "
-            "over a sliding window, which this project does not have. If yours are never longer than the window, write "
-            f'"max_position_embeddings": {window} into the file: up to there it is full attention',
+            "over a sliding window, which is not available yet. If your sequences are never longer than the window, "
+            f'write "max_position_embeddings": {window} into the file: attention is full up to that length',
         )
 
 
@@ -232,10 +232,12 @@ def _rotary_settings(known: Known) -> dict[str, Any]:
     elif kind == "llama3":
         other = {name: rope.get(name) for name, value in _LLAMA3.items() if rope.get(name) != value}
         if other:
-            raise known.refuse("rope_parameters", f"llama3 scaling is here with {_LLAMA3} only, not with {other}")
+            raise known.refuse("rope_parameters", f"llama3 scaling is available with {_LLAMA3} only, not with {other}")
         settings |= {"use_rope_scaling": True, "rope_scaling_factor": float(rope("factor"))}
     elif kind != "default":
-        raise known.refuse("rope_parameters", f"rotary scaling {kind!r} is not here; default, linear and llama3 are")
+        raise known.refuse(
+            "rope_parameters", f"rotary scaling {kind!r} is not available; default, linear and llama3 are"
+        )
     return settings
 
 
@@ -246,8 +248,8 @@ def type_of(model: ModelConfig, source: Json) -> str:
         return "gpt2"
     if faults["llama"]:
         raise CheckpointError(
-            "no Hugging Face family that can be written has this architecture: it is no GPT-2 "
-            f"({'; '.join(faults['gpt2'])}) and no Llama, Mistral or Qwen ({'; '.join(faults['llama'])})"
+            f"no Hugging Face model type has this architecture: it is not a GPT-2 ({'; '.join(faults['gpt2'])}) and "
+            f"not a Llama, Mistral or Qwen ({'; '.join(faults['llama'])})"
         )
     if model.qk_layernorm:
         return "qwen3"
@@ -257,7 +259,7 @@ def type_of(model: ModelConfig, source: Json) -> str:
 
 
 def _not_gpt2(model: ModelConfig) -> list[str]:
-    moved = ["residuals start behind the norms"] if model.apply_residual_connection_post_layernorm else []
+    moved = ["the residuals branch off after the norms"] if model.apply_residual_connection_post_layernorm else []
     return not_original(model) + moved
 
 
@@ -267,10 +269,10 @@ def _not_llama(model: ModelConfig) -> list[str]:
         "only a part of each head is rotated": model.rotary_percent != 1.0,
         "norms are not RMSNorm": model.normalization != "RMSNorm",
         "the MLP is not SwiGLU": not model.swiglu,
-        "norm weights are stored minus one": model.apply_layernorm_1p,
-        "residuals start behind the norms": model.apply_residual_connection_post_layernorm,
-        "scores have a scale of their own": model.softmax_scale is not None,
-        "queries and keys are normed and layers have biases": model.qk_layernorm and model.add_qkv_bias,
+        "norm weights are stored with one subtracted": model.apply_layernorm_1p,
+        "the residuals branch off after the norms": model.apply_residual_connection_post_layernorm,
+        "attention scores have another scale": model.softmax_scale is not None,
+        "queries and keys are normalized and layers have biases": model.qk_layernorm and model.add_qkv_bias,
     }
     return [reason for reason, holds in wrong.items() if holds]
 

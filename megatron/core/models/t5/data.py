@@ -41,11 +41,13 @@ def build_t5_splits(
     vocabulary = MaskingVocabulary.made_up(known) if data.mock_data else MaskingVocabulary.of(tokenizer)
     if vocabulary.bos is None or vocabulary.eos is None:
         raise ConfigError(
-            f"T5 begins with [BOS] and ends with [EOS], which --vocab-size {tokenizer.vocab_size} leaves out of "
-            f"{tokenizer.name}: leave --vocab-size out"
+            f"T5 begins with [BOS] and ends with [EOS], which {tokenizer.name} lacks with --vocab-size "
+            f"{tokenizer.vocab_size}: leave --vocab-size out"
         )
     if not vocabulary.sentinels:
-        raise ConfigError("T5 replaces hidden spans by sentinels, of which there are none: give --vocab-extra-ids 100")
+        raise ConfigError(
+            "T5 replaces masked spans by sentinel tokens, but the tokenizer has none: give --vocab-extra-ids 100"
+        )
     rules = MaskingRules(probability=mask_probability, longest=10, geometric=True)
     hide_pads = data.data_order == "megatron"
     maker = T5Maker(data.seq_length, decoder_seq_length, vocabulary, rules, hide_pads=hide_pads)

@@ -120,8 +120,8 @@ class T5Format(HuggingFaceFormat):
         """The decoder and the relative positions."""
         if not any(name.startswith("decoder.") for name in tensors):
             raise CheckpointError(
-                f"{where} holds a T5 of an encoder alone (T5EncoderModel), and a T5 here has a decoder as well: "
-                "convert the T5ForConditionalGeneration that it was taken from"
+                f"{where} holds a T5 of an encoder alone (T5EncoderModel), but a T5 here also has a decoder: convert "
+                "the T5ForConditionalGeneration that it was taken from"
             )
         group = T5Config(
             decoder_num_layers=known.get("num_decoder_layers") or known("num_layers"),
@@ -209,12 +209,12 @@ def _not_t5(model: ModelConfig, group: T5Config) -> list[str]:
     wrong = {
         "positions are not relative": model.position_embedding_type != "relative",
         "norms are not RMSNorm": model.normalization != "RMSNorm",
-        "norm weights are stored minus one": model.apply_layernorm_1p,
-        "residuals start behind the norms": model.apply_residual_connection_post_layernorm,
+        "norm weights are stored with one subtracted": model.apply_layernorm_1p,
+        "the residuals branch off after the norms": model.apply_residual_connection_post_layernorm,
         "linear layers have biases": model.add_bias_linear or model.add_qkv_bias,
         "the MLP is squared ReLU": model.squared_relu,
         "keys and values are shared by heads": model.num_query_groups != model.num_attention_heads,
-        "queries and keys are normed": model.qk_layernorm,
+        "queries and keys are normalized": model.qk_layernorm,
         "scores are scaled (--softmax-scale 1 is not given)": model.softmax_scale != 1.0,
         "the output is scaled and not tied": group.scale_output and model.untie_embeddings_and_output_weights,
     }

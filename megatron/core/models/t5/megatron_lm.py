@@ -65,8 +65,8 @@ class T5Format(MegatronLMFormat):
         tied = not args("untie_embeddings_and_output_weights", False)
         if tied and not args("add_bias_linear", True):
             raise CheckpointError(
-                f"{args.where} is of a T5 without biases in linear layers (add_bias_linear), whose tied output has one "
-                "nevertheless; this project's has none then, so only an untied one can be converted"
+                f"{args.where} is of a T5 without biases in linear layers (add_bias_linear), whose tied output layer "
+                "still has a bias; here it has none, so only an untied output layer can be converted"
             )
 
     def groups_from_arguments(
@@ -80,12 +80,12 @@ class T5Format(MegatronLMFormat):
         """Stacks of unequal depth, a scaled output, shared keys and values, a tied output without bias."""
         model, group = portable.model, group_among(portable.groups, T5Config)
         tied, depth = not model.untie_embeddings_and_output_weights, group.decoder_num_layers
-        unequal = f"as many layers in a T5's decoder as in its encoder, not {depth} and {model.num_layers}"
+        unequal = f"a T5 with equally many layers in encoder and decoder only, not {depth} and {model.num_layers}"
         return {
             unequal: depth != model.num_layers,
             "no scale of a T5's output (--scale-output)": group.scale_output,
             "no T5 whose heads share keys and values": model.num_query_groups != model.num_attention_heads,
-            "a bias in a T5's tied output whatever --disable-bias-linear says": tied and not model.add_bias_linear,
+            "a bias in a T5's tied output layer even with --disable-bias-linear": tied and not model.add_bias_linear,
         }
 
     def arguments(self, portable: PortableModel) -> dict[str, Any]:

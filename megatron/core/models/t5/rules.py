@@ -57,7 +57,7 @@ def spans_have_sentinels(run: RunConfig) -> str | None:
         return None
     if run.tokenizer.tokenizer_type == "HuggingFaceTokenizer":  # which may have its own
         return None
-    return "T5 replaces hidden spans by sentinels, of which there are none: give --vocab-extra-ids 100"
+    return "T5 replaces masked spans by sentinel tokens, but the tokenizer has none: give --vocab-extra-ids 100"
 
 
 def relative_settings_need_relative_positions(run: RunConfig) -> str | None:
@@ -87,13 +87,13 @@ def distances_fill_buckets(run: RunConfig) -> str | None:
     buckets, distance = t5.relative_attention_num_buckets, t5.relative_attention_max_distance
     if buckets % 2:
         return (
-            f"--relative-attention-num-buckets {buckets} does not divide into those before and those behind a token; "
-            f"use {multiples_near(buckets, 2)}"
+            f"--relative-attention-num-buckets {buckets} must be even, half of them for each direction; use "
+            f"{multiples_near(buckets, 2)}"
         )
     if distance <= buckets // 2:
         return (
-            f"--relative-attention-max-distance {distance} leaves nothing to half of --relative-attention-num-buckets "
-            f"{buckets}, which are for one distance each; use more than {buckets // 2}"
+            f"--relative-attention-max-distance {distance} is not above half of --relative-attention-num-buckets "
+            f"{buckets}, as one bucket per short distance needs; use more than {buckets // 2}"
         )
     return None
 

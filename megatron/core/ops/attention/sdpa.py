@@ -25,7 +25,7 @@ def supports(request: AttentionRequest) -> str | None:
         return "its flash kernel has no padding mask"
     on_gpu = request.device.type != "cpu"
     if request.partial and on_gpu and request.dtype not in (torch.float16, torch.bfloat16):
-        return f"its flash kernel doesn't compute in {str(request.dtype).removeprefix('torch.')}"
+        return f"its flash kernel does not support {str(request.dtype).removeprefix('torch.')}"
     if request.partial and on_gpu and (request.head_width % 8 or request.head_width > 256):
         return f"its flash kernel has no heads of {request.head_width}, only multiples of 8 up to 256"
     return None
