@@ -125,7 +125,9 @@ def test_a_source_of_weight_0_is_left_out() -> None:
 @pytest.mark.parametrize("entries", ["1 a b c", "0.5 a b", "a 0.5 b 0.5", "0.5 a 0.5", "a b 0.3"])
 def test_mixed_up_lists_are_refused(entries: str) -> None:
     """Megatron-LM silently takes the numbers for file names, or the blend for one without weights."""
-    with pytest.raises(ConfigError, match=f"--data-path {entries} is neither a list of prefixes nor of pairs"):
+    with pytest.raises(
+        ConfigError, match=f"--data-path {entries} is neither a list of prefixes nor of WEIGHT PREFIX pairs"
+    ):
         parse_blend(entries.split())
 
 

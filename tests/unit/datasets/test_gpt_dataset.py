@@ -374,7 +374,7 @@ def test_all_bytes_are_compared_with_what_was_written(write_documents: WriteDocu
     content[23_456] ^= 1
     Path(f"{prefix}.bin").write_bytes(content)
     assert build(data_path=(prefix,), split="1,0,0").digest == splits.digest
-    with pytest.raises(DataError, match=r"data\.bin is not what was written"):
+    with pytest.raises(DataError, match=r"data\.bin has changed"):
         build(data_path=(prefix,), split="1,0,0", verify_data=True)
     Path(f"{prefix}.meta.json").unlink()
     other = build(data_path=(prefix,), split="1,0,0", verify_data=True)

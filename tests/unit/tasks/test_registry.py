@@ -66,7 +66,7 @@ def test_the_task_may_stand_in_a_file(tmp_path: Path) -> None:
     """Settings files hold any setting, also the one that decides which others there are."""
     settings = tmp_path / "settings.json"
     settings.write_text(json.dumps({"task": "LAMBADA"}))
-    with pytest.raises(ConfigError, match="--task LAMBADA is measured on one file"):
+    with pytest.raises(ConfigError, match="--task LAMBADA needs one file"):
         tasks.main(["--config", str(settings)])
 
 
