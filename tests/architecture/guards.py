@@ -40,6 +40,10 @@ OPTIONAL_LIBRARIES = {
 # Installed, but slow to load, and not every run needs them.
 HEAVY_LIBRARIES = {"nltk", "sentencepiece", "tensorboard", "yaml", "zstandard"}
 NOTE_TO_SELF = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X|HA" r"CK)\b")
+RIDDLE = re.compile(
+    r"\b(does not|do not|doesn't|don't) divide (by|over)\b|exclude each other|\bas (it|they) likes?\b"
+    r"|\bstands? behind\b|\bmend (the|it)\b"
+)
 MACHINE_PATH = re.compile(r"(?<![\w.~$}>])/(work|root|home|opt|Users)/")
 _OTHER_BERTS = "(?!WordPiece|Tokenizer|Normalizer|Pre)"  # kinds of tokenizers
 NAMES = {
@@ -300,6 +304,13 @@ def note_to_self(path: str, text: str) -> list[str]:
 def machine_path(path: str, text: str) -> list[str]:
     """A path of one machine works on that machine."""
     return [f"{path}:{number} {line.strip()[:80]}" for number, line in _lines(text) if MACHINE_PATH.search(line)]
+
+
+def riddle(path: str, text: str) -> list[str]:
+    """Texts for users are in the field's words: is not divisible by, are mutually exclusive."""
+    if path.startswith("tests/"):
+        return []
+    return [f"{path}:{number} {line.strip()[:80]}" for number, line in _lines(text) if RIDDLE.search(line)]
 
 
 def _lines(text: str) -> Iterable[tuple[int, str]]:
