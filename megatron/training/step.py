@@ -12,6 +12,7 @@ from megatron.core.optimizer.grad_norm import nonfinite_gradients
 from megatron.core.parallel.collectives import all_reduce
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch
+from megatron.errors import ConfigError
 from megatron.training.reporting.metrics import StepRecord
 from megatron.training.run.gc import release_memory
 from megatron.training.run.run import Run
@@ -38,7 +39,14 @@ def global_loss(loss: LossSum | None, names: Sequence[str], context: ParallelCon
     """Add up a loss over all ranks that hold the last stage, for all ranks.
 
     ``loss``: elsewhere the parts that layers reported, or None. ``names``: of its parts.
+    Raises ConfigError for a part that has none of these names.
     """
+    unknown = sorted(set(loss.parts) - set(names)) if loss is not None else []
+    if unknown:
+        raise ConfigError(
+            f"the model reports {', '.join(unknown)}, which loss_names() of its train spec doesn't list: "
+            "add it there, and its count to counts()"
+        )
     dtype = torch.promote_types(context.dtype, torch.float32)
     pairs = torch.zeros(1 + len(names), 2, dtype=dtype, device=context.device)
     if loss is not None:
@@ -146,5 +154,7 @@ def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepRecord:
 
 
 def evaluation_step(run: Run, microbatches: Sequence[Microbatch]) -> LossSum | None:
-    """Forward over this rank's ``microbatches``; sums and counts of this rank alone, None without the last stage."""
+    """Forward over this rank's ``microbatches``; sums and counts of this rank alone, without the last stage None or the
+    parts that layers reported.
+    """
     return run.runner.step(run.plans.evaluation(len(microbatches)), microbatches)

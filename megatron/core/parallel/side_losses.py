@@ -36,8 +36,11 @@ class SideLosses:
         """``hidden``, whose backward pass also starts that of ``coefficient`` times the loss.
 
         ``total``: sum of what the loss is a mean of, over the ``count`` tokens that this rank has outside the
-        tensor-parallel regions. With sequence parallelism a small collective of the tensor-parallel ranks.
+        tensor-parallel regions. Layers that share a name add up their gradients; the mean over them is reported.
+        A statistic is a loss without a gradient: a detached ``total``.
+        With sequence parallelism a small collective of the tensor-parallel ranks.
         """
+        total = total.to(torch.promote_types(total.dtype, torch.float32))  # fp16 and bf16 can't count tokens
         value = torch.stack((total.detach(), torch.full_like(total, count, requires_grad=False)))
         if context.sequence_parallel:
             value = all_reduce(value, context.mesh, "tp")
@@ -49,10 +52,7 @@ class SideLosses:
         return with_loss
 
     def take(self) -> dict[str, Tensor]:
-        """``[sum, count]`` by name of what was reported since the last call.
-
-        Called after each forward pass; what layers report again when they are recomputed comes too late to be taken.
-        """
+        """``[sum, count]`` by name of what was reported since the last call."""
         totals, self._totals = self._totals, {}
         return totals
 

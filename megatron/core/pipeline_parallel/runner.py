@@ -144,12 +144,13 @@ class Runner:
             step.kept[key] = kept
 
     def _backward(self, step: _Step, key: Key) -> None:
-        kept = step.kept.pop(key)
+        kept, microbatch = step.kept.pop(key), step.microbatches[key[1]]
         if kept.loss is not None:
-            torch.autograd.backward(kept.loss, torch.full_like(kept.loss, step.microbatches[key[1]].backward_scale))
+            torch.autograd.backward(kept.loss, torch.full_like(kept.loss, microbatch.backward_scale))
         else:
             received = step.gradients.pop(key)
             torch.autograd.backward([*kept.ends.values()], [received[name] for name in kept.ends])
+        microbatch.side_losses.take()  # layers that were recomputed have reported theirs again
         step.gradients[key] = {
             name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
             for name, tensor in kept.inputs.items()
