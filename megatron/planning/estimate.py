@@ -104,9 +104,15 @@ def _frozen(sizes: Mapping[str, int], run: RunConfig) -> int:
 
 
 def flops_per_sample(run: RunConfig, train_spec: TrainSpec) -> float:
-    """Model FLOPs of one sample, forward and backward, without recomputation: what TFLOP/s and MFU are stated with."""
-    costs = _costs(run, train_spec, whole_model(run, train_spec))
-    return 3.0 * costs.flops / run.training.micro_batch_size
+    """Model FLOPs of one sample, forward and backward, without recomputation: what TFLOP/s and MFU are stated with.
+    Frozen parameters count as trained ones do.
+    """
+    return 3.0 * whole_costs(run, train_spec).flops / run.training.micro_batch_size
+
+
+def whole_costs(run: RunConfig, train_spec: TrainSpec) -> Costs:
+    """Of one microbatch in all stages as one."""
+    return _costs(run, train_spec, whole_model(run, train_spec))
 
 
 def memory_estimate(run: RunConfig, train_spec: TrainSpec) -> MemoryEstimate:

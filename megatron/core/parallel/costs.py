@@ -79,15 +79,26 @@ class Costs:
 
 def costs_of(module: nn.Module | None, workload: Workload) -> Costs:
     """What a training step's forward pass over ``workload`` costs in a module and those inside it: what its own method
-    ``costs(workload)`` says, else what its children say. Parameters of which nobody speaks make its class ``untold``.
+    ``costs(workload)`` says, else what its children say. Parameters of which nobody speaks make its class ``untold``,
+    and so does a ``forward`` of its own with the ``costs`` of a base class.
     """
     if module is None:
         return Costs()
     told: Callable[[Workload], Costs] | None = getattr(module, "costs", None)
     if told is not None:
-        return told(workload)
-    own = frozenset({type(module).__name__}) if any(True for _ in module.parameters(recurse=False)) else frozenset()
-    return total_of(module.children(), workload) + Costs(untold=own)
+        found, is_untold = told(workload), _costs_are_inherited(module)
+    else:
+        found, is_untold = total_of(module.children(), workload), any(True for _ in module.parameters(recurse=False))
+    return found + Costs(untold=frozenset({type(module).__name__} if is_untold else ()))
+
+
+def _costs_are_inherited(module: nn.Module) -> bool:
+    """Whether they are those of a base class whose ``forward`` has been overridden."""
+    classes = type(module).__mro__
+    forward, costs = (
+        next(place for place, each in enumerate(classes) if name in vars(each)) for name in ("forward", "costs")
+    )
+    return forward < costs
 
 
 def total_of(modules: Iterable[nn.Module | None], workload: Workload) -> Costs:

@@ -130,23 +130,21 @@ class Attention(nn.Module):
         """Costs of ``matmuls``, and of attention to ``keys`` keys between them, which is given ``projected`` bytes.
 
         A kernel keeps its inputs and one fp32 number for each query, with padding its result, too; others keep every
-        score, or make the scores again.
+        score. Where it is recomputed only its inputs are kept.
         """
         ranks, kind = self._context.mesh.size("cp"), self._comm_type
-        scores = self._scores(workload, keys=keys)
-        kept, again = projected, 0
-        if self._recompute_core and kind == "a2a":
-            again = scores
-        elif not self._recompute_core and self._keeps_scores and kind == "a2a":
-            kept += scores
-        elif not self._recompute_core:
+        if self._keeps_scores and kind == "a2a":
+            inside = self._scores(workload, keys=keys)
+        else:
             keeps_result = is_padded and self._config.attention_dropout == 0 and kind == "a2a"
-            kept += workload.tokens * (
+            inside = workload.tokens * (
                 4 * self._queries // self._head_dim + self._queries * workload.width * keeps_result
             )
+        kept, again = (projected, inside) if self._recompute_core else (projected + inside, 0)
         # Gradients of queries, keys and values, and the keys of other ranks with theirs.
         exchanged = 0 if kind == "a2a" else 2 * ranks if kind == "all_gather" else 4
-        gradients = 2 * workload.tokens * (self._queries + (2 + exchanged) * self._keys) * workload.width
+        key_rows = workload.batch * keys // ranks
+        gradients = 2 * (workload.tokens * self._queries + key_rows * (2 + exchanged) * self._keys) * workload.width
         flops = 4.0 * self._width * workload.all_tokens * keys / (2 if self._causal else 1)
         return Costs(
             matmuls.flops + flops, matmuls.kept + kept, matmuls.working + gradients + again, untold=matmuls.untold

@@ -29,7 +29,7 @@ from megatron.core.pipeline_parallel.runner import Runner
 from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.planning.estimate import flops_per_sample, frozen_parameters
+from megatron.planning.estimate import flops_per_sample, frozen_parameters, whole_costs
 from megatron.planning.freezing import check_freezing
 from megatron.training.checkpoints.trained_model import model_state, named_parameters, share_tied_parameters
 from megatron.training.reporting.flops import SpeedScale, device_peak
@@ -239,6 +239,7 @@ def startup_facts(run: Run, *, parameters: int) -> StartupFacts:
         parameters_here=sum(entry.sharding.local_elements(run.context.mesh) for entry in run.model_state()),
         frozen=frozen_parameters(run.config, run.train_spec),
         flops_per_sample=flops_per_sample(run.config, run.train_spec),
+        untold=whole_costs(run.config, run.train_spec).untold,
         start_iteration=run.progress.iteration,
         loaded_from=run.loaded_from,
         attention=attention_choices(run.config, run.train_spec, run.context),

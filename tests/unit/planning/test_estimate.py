@@ -200,6 +200,18 @@ def test_activations_in_mixed_precision(model: dict[str, Any]) -> None:
     assert kept_activations(run) == [pytest.approx(measured(run), rel=0.03)]
 
 
+def test_recomputed_scores_exist_only_where_a_backend_makes_them() -> None:
+    """A dry run with selective recomputation counted scores that a kernel never holds, and said it wouldn't fit."""
+    fused, eager = (
+        memory_estimate(
+            run_of(length=4096, model=QUIET | {"attention_backend": name}, training=RECOMPUTATION["selective"])
+        ).working
+        for name in ("sdpa", "eager")
+    )
+    scores = 2 * 8 * 4096**2 * 4
+    assert fused < scores / 8 < scores < eager
+
+
 def big(ranks: int = 8, **parallel: Any) -> RunConfig:
     """A model of seven billion parameters on some ranks, in bf16."""
     model = {**LLAMA, "num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 8}

@@ -13,9 +13,11 @@ from megatron.config import ParallelConfig, PrecisionConfig, RunConfig
 from megatron.core.models.t5.config import T5Config
 from megatron.core.models.t5.model import T5Model
 from megatron.core.models.t5.train_spec import T5Spec
+from megatron.core.parallel.costs import costs_of
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import sharding_of
 from megatron.core.transformer.block import RecomputePlan
+from megatron.planning.model import planned_context
 from tests.harness.kept import bytes_kept
 from tests.unit.config.command_lines import run_of
 from tests.unit.planning.test_estimate import (
@@ -130,3 +132,12 @@ def test_stages_keep_what_is_theirs() -> None:
     )
     assert sum(stages) - sum(whole) == ENCODED
     assert memory_estimate(t5_run(model)).kept == whole[0]
+
+
+def test_gradients_of_keys_are_as_many_as_the_encoders_tokens() -> None:
+    """A short decoder was said to work with gradients of as few keys as it has queries."""
+    short = dataclasses.replace(t5_run(QUIET), extra=(T5Config(decoder_seq_length=8, decoder_num_layers=4),))
+    cross, encoded = T5Model(short.model, short.group(T5Config), context(torch.float32)).decoder, 2 * 128
+    assert cross is not None
+    found = costs_of(cross.layers["0"].cross_attention, T5Spec().workload(short, planned_context(short)))
+    assert found.working > 2 * encoded * 2 * 128 * 4

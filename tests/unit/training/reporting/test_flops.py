@@ -14,7 +14,7 @@ from megatron.core.models.bert.config import BertConfig
 from megatron.core.models.registry import FAMILIES
 from megatron.core.models.t5.config import T5Config
 from megatron.core.models.train_spec import TrainSpec
-from megatron.planning.estimate import flops_per_sample
+from megatron.planning.estimate import flops_per_sample, whole_costs
 from megatron.training.reporting.flops import (
     Peak,
     SpeedScale,
@@ -207,6 +207,7 @@ def test_what_modules_say_is_the_closed_form(sizes: dict[str, object], ranks: in
             extra=groups,
             world_size=ranks,
         )
+        assert whole_costs(run, train_spec).untold == frozenset()
         return flops_per_sample(run, train_spec)
 
     config, padded = model(**sizes), {"tensor_model_parallel_size": ranks}

@@ -45,6 +45,12 @@ def test_lists_every_setting_that_is_not_a_default() -> None:
     assert "--weight-decay" not in names
 
 
+def test_says_whose_flops_are_missing() -> None:
+    """MFU of a model with a module of one's own was too low, and nothing said so."""
+    assert report(untold=frozenset({"Router", "Gate"})).count("model FLOPs without those of Gate, Router\n") == 1
+    assert "without those" not in report()
+
+
 def test_repeats_what_a_user_should_know_about_flags() -> None:
     run = RunConfig.parse([*ARGUMENTS.split(), "--use-mcore-models"], world_size=8)
     facts = StartupFacts(model_name="gpt", device="CPU", parameters=1, parameters_here=1, flops_per_sample=1.0)
