@@ -43,7 +43,7 @@ class MemoryEstimate:
     """Bytes on one rank at the peak of a step.
 
     ``kept``: activations from the end of the forward pass. ``working``: the most that the loss, or the backward pass
-    of one layer (or one recomputed run of layers), needs besides. ``untold``: see ``Costs``.
+    of one layer (or one recomputed run of layers), needs besides. ``uncounted``: see ``Costs``.
     """
 
     weights: int
@@ -52,7 +52,7 @@ class MemoryEstimate:
     moments: int
     kept: int
     working: int
-    untold: frozenset[str] = frozenset()
+    uncounted: frozenset[str] = frozenset()
 
     @property
     def states(self) -> int:
@@ -152,7 +152,7 @@ def _rank_memory(
         moments=owned * 4 * _states(run),
         kept=0 if run.train_spec.only_reads else kept,
         working=max(costs.working for costs in mine),
-        untold=frozenset().union(*(costs.untold for costs in mine)),
+        uncounted=frozenset().union(*(costs.uncounted for costs in mine)),
     )
 
 

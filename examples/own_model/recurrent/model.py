@@ -46,7 +46,7 @@ class Recurrence(nn.Module):
 
     def costs(self, workload: Workload) -> Costs:
         """Matmuls, and seven tensors of the rank's channels that the backward pass needs; ``--dry-run`` adds it up."""
-        kept = 7 * workload.tokens * self.linear_out.weight.shape[1] * workload.width
+        kept = 7 * workload.tokens * self.linear_out.weight.shape[1] * workload.itemsize
         return total_of((self.linear_in, self.linear_out), workload) + Costs(kept=kept)
 
 

@@ -40,7 +40,7 @@ def workload_of(
         context=context,
         batch=run.training.micro_batch_size * sequences,
         length=run.data.seq_length,
-        stream_width=4 if wide else context.dtype.itemsize,
+        stream_itemsize=4 if wide else context.dtype.itemsize,
         has_padding=has_padding,
         predicted=predicted,
     )

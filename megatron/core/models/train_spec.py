@@ -70,6 +70,9 @@ class TrainSpec(Hashable, Protocol):
     ) -> nn.Module:
         """The part of the model that ``stage`` names, all of it for None. ``groups``: settings, its family's own among
         them. ``seed``: of the initial weights; without it they are whatever memory holds.
+
+        Planning builds every stage on torch's meta device, in a context without other processes: a constructor may
+        neither read a tensor's values nor communicate.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""What a module costs: told beside its ``forward``, and summed by walking the modules of a model without values."""
+"""What a module costs: a method beside its ``forward``, added up over the modules of a model without values."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Workload:
 
     ``batch``: sequences, of ``length`` tokens before ranks divide them. ``encoder_length``: tokens that cross-attention
     sees. ``has_padding``: an attention mask says which tokens are real. ``predicted``: the share of the tokens whose
-    loss is computed. ``stream_width``: bytes of an element of the residual stream.
+    loss is computed. ``stream_itemsize``: bytes of an element of the residual stream.
     """
 
     context: ParallelContext
     batch: int
     length: int
-    stream_width: int
+    stream_itemsize: int
     encoder_length: int = 0
     has_padding: bool = False
     predicted: float = 1.0
@@ -44,7 +44,7 @@ class Workload:
         return self.tokens // (self.context.mesh.size("tp") if self.context.sequence_parallel else 1)
 
     @property
-    def width(self) -> int:
+    def itemsize(self) -> int:
         """Bytes of an element of the model's type."""
         return self.context.dtype.itemsize
 
@@ -59,13 +59,13 @@ class Costs:
 
     ``flops``: of the matrix products of a forward pass over all tensor- and context-parallel ranks, 2 for each
     multiply-add. ``kept``: bytes that this rank keeps from the forward to the backward pass. ``working``: bytes that
-    this rank needs besides, at most, while it computes. ``untold``: classes of modules that don't say what they cost.
+    this rank needs besides, at most, while it computes. ``uncounted``: classes of modules without a method ``costs``.
     """
 
     flops: float = 0.0
     kept: int = 0
     working: int = 0
-    untold: frozenset[str] = frozenset()
+    uncounted: frozenset[str] = frozenset()
 
     def __add__(self, other: Costs) -> Costs:
         """Of both, one after the other."""
@@ -73,23 +73,23 @@ class Costs:
             self.flops + other.flops,
             self.kept + other.kept,
             max(self.working, other.working),
-            self.untold | other.untold,
+            self.uncounted | other.uncounted,
         )
 
 
 def costs_of(module: nn.Module | None, workload: Workload) -> Costs:
-    """What a training step's forward pass over ``workload`` costs in a module and those inside it: what its own method
-    ``costs(workload)`` says, else what its children say. Parameters of which nobody speaks make its class ``untold``,
-    and so does a ``forward`` of its own with the ``costs`` of a base class.
+    """Costs of a training step's forward pass over ``workload`` in a module and those inside it: what its method
+    ``costs(workload)`` returns, else the total of its children. The class of a module is ``uncounted`` when it has
+    parameters of its own and no ``costs``, or when it overrides ``forward`` and inherits ``costs``.
     """
     if module is None:
         return Costs()
-    told: Callable[[Workload], Costs] | None = getattr(module, "costs", None)
-    if told is not None:
-        found, is_untold = told(workload), _costs_are_inherited(module)
+    costs: Callable[[Workload], Costs] | None = getattr(module, "costs", None)
+    if costs is not None:
+        found, is_uncounted = costs(workload), _costs_are_inherited(module)
     else:
-        found, is_untold = total_of(module.children(), workload), any(True for _ in module.parameters(recurse=False))
-    return found + Costs(untold=frozenset({type(module).__name__} if is_untold else ()))
+        found, is_uncounted = total_of(module.children(), workload), any(True for _ in module.parameters(recurse=False))
+    return found + Costs(uncounted=frozenset({type(module).__name__} if is_uncounted else ()))
 
 
 def _costs_are_inherited(module: nn.Module) -> bool:

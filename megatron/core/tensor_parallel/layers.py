@@ -121,7 +121,7 @@ class ReplicatedLinear(nn.Module):
 def _product(weight: nn.Parameter, workload: Workload, *, kept: int) -> Costs:
     """Of a product with ``weight`` that keeps ``kept`` rows; its gradient is made while the layer's are."""
     outputs, inputs = sharding_of(weight).shape
-    held = weight.shape[1] * workload.width
+    held = weight.shape[1] * workload.itemsize
     return Costs(2.0 * outputs * inputs * workload.all_tokens, kept=kept * held, working=weight.shape[0] * held)
 
 

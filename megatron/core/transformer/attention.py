@@ -138,23 +138,23 @@ class Attention(nn.Module):
         else:
             keeps_result = is_padded and self._config.attention_dropout == 0 and kind == "a2a"
             inside = workload.tokens * (
-                4 * self._queries // self._head_dim + self._queries * workload.width * keeps_result
+                4 * self._queries // self._head_dim + self._queries * workload.itemsize * keeps_result
             )
         kept, again = (projected, inside) if self._recompute_core else (projected + inside, 0)
         # Gradients of queries, keys and values, and the keys of other ranks with theirs.
         exchanged = 0 if kind == "a2a" else 2 * ranks if kind == "all_gather" else 4
         key_rows = workload.batch * keys // ranks
-        gradients = 2 * (workload.tokens * self._queries + key_rows * (2 + exchanged) * self._keys) * workload.width
+        gradients = 2 * (workload.tokens * self._queries + key_rows * (2 + exchanged) * self._keys) * workload.itemsize
         flops = 4.0 * self._width * workload.all_tokens * keys / (2 if self._causal else 1)
         return Costs(
-            matmuls.flops + flops, matmuls.kept + kept, matmuls.working + gradients + again, untold=matmuls.untold
+            matmuls.flops + flops, matmuls.kept + kept, matmuls.working + gradients + again, uncounted=matmuls.uncounted
         )
 
     def _scores(self, workload: Workload, *, keys: int) -> int:
         """Bytes of explicit scores: every pair's, with dropout also what it leaves and where."""
-        wide = 4 if self._config.attention_softmax_in_fp32 else workload.width
-        rounded = workload.width if wide != workload.width else 0
-        after_softmax = 1 + workload.width if self._config.attention_dropout > 0 else rounded
+        wide = 4 if self._config.attention_softmax_in_fp32 else workload.itemsize
+        rounded = workload.itemsize if wide != workload.itemsize else 0
+        after_softmax = 1 + workload.itemsize if self._config.attention_dropout > 0 else rounded
         return workload.tokens * keys * (self._queries // self._head_dim) * (wide + after_softmax)
 
     @property
@@ -226,15 +226,15 @@ class SelfAttention(Attention):
 
     def _scores(self, workload: Workload, *, keys: int) -> int:
         """With what products of explicit scores are given (keys repeated for each head), and which pairs are causal."""
-        wide = 4 if self._config.attention_softmax_in_fp32 else workload.width
-        given = workload.tokens * self._queries * (2 * wide + workload.width)
+        wide = 4 if self._config.attention_softmax_in_fp32 else workload.itemsize
+        given = workload.tokens * self._queries * (2 * wide + workload.itemsize)
         return super()._scores(workload, keys=keys) + given + keys**2
 
     def _projected(self, workload: Workload) -> int:
         """Bytes of query, key and value: the fused projection, and those that rotation, norm or grouping make anew."""
         queries, keys, config = self._queries, self._keys, self._config
         if self._keeps_scores and not self._recompute_core and self._comm_type == "a2a":
-            return workload.tokens * (queries + 2 * keys) * workload.width * config.qk_layernorm
+            return workload.tokens * (queries + 2 * keys) * workload.itemsize * config.qk_layernorm
         moved = config.position_embedding_type == "rope" or config.qk_layernorm
         grouped = config.num_query_groups != config.num_attention_heads
         one_group = self._groups == 1  # its queries lie side by side
@@ -243,8 +243,8 @@ class SelfAttention(Attention):
         if heads_split_over(self._comm_type, self._context) > 1:
             # What arrives, and the result that is sent back; norms keep what they were given.
             given = queries + 2 * keys + again if config.qk_layernorm else 0
-            return workload.tokens * (2 * queries + 2 * keys + given) * workload.width
-        return workload.tokens * (queries + 2 * keys + anew + again) * workload.width
+            return workload.tokens * (2 * queries + 2 * keys + given) * workload.itemsize
+        return workload.tokens * (queries + 2 * keys + anew + again) * workload.itemsize
 
 
 class CrossAttention(Attention):
@@ -275,8 +275,8 @@ class CrossAttention(Attention):
         """Its matmuls, and attention of every token to the encoder's; all layers share what the encoder made."""
         encoded, config = workload.of_encoder(), self._config
         shared = dataclasses.replace(costs_of(self.linear_kv, encoded), kept=0)
-        projected = (workload.tokens * self._queries + encoded.tokens * 2 * self._keys) * workload.width
+        projected = (workload.tokens * self._queries + encoded.tokens * 2 * self._keys) * workload.itemsize
         if config.qk_layernorm:
-            projected += (workload.tokens * self._queries + encoded.tokens * self._keys) * workload.width
+            projected += (workload.tokens * self._queries + encoded.tokens * self._keys) * workload.itemsize
         matmuls = total_of((self.linear_q, self.linear_proj), workload) + shared
         return self._with_scores(matmuls, workload, keys=workload.encoder_length, projected=projected, is_padded=True)

@@ -92,7 +92,7 @@ class TransformerBlock(nn.Module):
         for start, stop, recompute in self._recompute.runs(len(layers)):
             run = sum(layers[start:stop], start=Costs())
             if recompute:
-                given = workload.rows * self._hidden_size * workload.stream_width
+                given = workload.rows * self._hidden_size * workload.stream_itemsize
                 run = dataclasses.replace(run, kept=given, working=run.working + run.kept)
             found += run
         return found

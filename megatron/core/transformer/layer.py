@@ -50,7 +50,7 @@ class TransformerLayer(nn.Module):
         branches = total_of(self.children(), workload)
         elements = workload.rows * self._hidden_size
         masks = len(self._branches) * elements * (self._dropout > 0)
-        gradients = 2 * elements * workload.stream_width
+        gradients = 2 * elements * workload.stream_itemsize
         return dataclasses.replace(branches, kept=branches.kept + masks, working=branches.working + gradients)
 
     def _drop(self, branch: Tensor, inputs: LayerInputs, stream: str) -> Tensor:

@@ -39,7 +39,7 @@ class MLP(nn.Module):
     def costs(self, workload: Workload) -> Costs:
         """Keeps what the activation is given; a plain ReLU keeps what it gives, which is the second matmul's input."""
         given, given_on = (linear.weight.shape[dim] for linear, dim in ((self.linear_fc1, 0), (self.linear_fc2, 1)))
-        kept = 0 if self._kind == "relu" and not self._gated else workload.tokens * given * workload.width
+        kept = 0 if self._kind == "relu" and not self._gated else workload.tokens * given * workload.itemsize
         matmuls = total_of((self.linear_fc1, self.linear_fc2), workload)
-        gradients = workload.tokens * (given + given_on) * workload.width
+        gradients = workload.tokens * (given + given_on) * workload.itemsize
         return dataclasses.replace(matmuls, kept=matmuls.kept + kept, working=matmuls.working + gradients)

@@ -41,4 +41,4 @@ class Norm(nn.Module):
 
     def costs(self, workload: Workload) -> Costs:
         """On the residual stream: keeps its input."""
-        return Costs(kept=workload.rows * self.weight.shape[0] * workload.stream_width)
+        return Costs(kept=workload.rows * self.weight.shape[0] * workload.stream_itemsize)

@@ -159,11 +159,11 @@ def vocabulary_costs(weight: Tensor, workload: Workload) -> Costs:
     exist together, and logits by chunks.
     """
     rows, hidden = weight.shape
-    logits = min(DEVICE_CHUNK // workload.width, rows * workload.tokens) * (
-        workload.width if workload.width >= 4 else workload.width + 4
+    logits = min(DEVICE_CHUNK // workload.itemsize, rows * workload.tokens) * (
+        workload.itemsize if workload.itemsize >= 4 else workload.itemsize + 4
     )
     flops = 2.0 * rows * workload.context.mesh.size("tp") * hidden * workload.predicted * workload.all_tokens
-    return Costs(flops, working=(2 * workload.tokens + rows) * hidden * workload.width + logits)
+    return Costs(flops, working=(2 * workload.tokens + rows) * hidden * workload.itemsize + logits)
 
 
 def vocabulary_output(

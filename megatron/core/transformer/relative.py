@@ -59,4 +59,4 @@ class RelativeBias(nn.Module):
     def costs(self, workload: Workload) -> Costs:
         """Keeps the bias of every pair and head, and the bucket of every pair, eight bytes each."""
         pairs = workload.length**2 // self._context.mesh.size("cp")
-        return Costs(kept=pairs * (8 + self.weight.shape[1] * workload.width))
+        return Costs(kept=pairs * (8 + self.weight.shape[1] * workload.itemsize))

@@ -12,8 +12,8 @@ from megatron.config.run import RunConfig
 class StartupFacts:
     """What the settings alone don't tell. ``parameters``: of the whole model; ``parameters_here``: of this rank.
 
-    ``frozen``: parameters of the whole model that are not trained. ``untold``: classes of modules whose FLOPs are not
-    counted. ``attention``: the backend that computes it, and why others don't.
+    ``frozen``: parameters of the whole model that are not trained. ``uncounted``: classes of modules whose FLOPs are
+    missing. ``attention``: the backend that computes it, and why others don't.
     """
 
     model_name: str
@@ -22,7 +22,7 @@ class StartupFacts:
     parameters_here: int
     frozen: int = 0
     flops_per_sample: float
-    untold: frozenset[str] = frozenset()
+    uncounted: frozenset[str] = frozenset()
     start_iteration: int = 0
     loaded_from: str | None = None
     attention: str = "auto"
@@ -108,7 +108,7 @@ def _sequences(run: RunConfig) -> str:
 def _length(run: RunConfig, facts: StartupFacts) -> str:
     tokens = run.train_samples * run.tokens_per_sample
     flops = run.train_samples * facts.flops_per_sample
-    but = f" without those of {', '.join(sorted(facts.untold))}" if facts.untold else ""
+    but = f" without those of {', '.join(sorted(facts.uncounted))}" if facts.uncounted else ""
     start = f", from iteration {facts.start_iteration:,}" if facts.start_iteration else ""
     return (
         f"{run.train_iters:,} iterations{start}, {run.train_samples:,} samples, {count(tokens)} tokens, "

@@ -239,7 +239,7 @@ def startup_facts(run: Run, *, parameters: int) -> StartupFacts:
         parameters_here=sum(entry.sharding.local_elements(run.context.mesh) for entry in run.model_state()),
         frozen=frozen_parameters(run.config, run.train_spec),
         flops_per_sample=flops_per_sample(run.config, run.train_spec),
-        untold=whole_costs(run.config, run.train_spec).untold,
+        uncounted=whole_costs(run.config, run.train_spec).uncounted,
         start_iteration=run.progress.iteration,
         loaded_from=run.loaded_from,
         attention=attention_choices(run.config, run.train_spec, run.context),

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload, costs_of
 
-WORKLOAD = Workload(context=ParallelContext.single(), batch=1, length=8, stream_width=4)
+WORKLOAD = Workload(context=ParallelContext.single(), batch=1, length=8, stream_itemsize=4)
 
 
 class Told(nn.Module):
@@ -43,5 +43,5 @@ def test_modules_that_say_nothing_are_named() -> None:
     """A subclass with weights of its own was counted as its base class, and the dry run named nobody."""
     found = costs_of(nn.Sequential(Told(), Renamed(), nn.GELU()), WORKLOAD)
     assert found == Costs(16.0, kept=6, working=5)
-    assert costs_of(nn.Sequential(Adapted(), nn.Linear(2, 2)), WORKLOAD).untold == {"Adapted", "Linear"}
+    assert costs_of(nn.Sequential(Adapted(), nn.Linear(2, 2)), WORKLOAD).uncounted == {"Adapted", "Linear"}
     assert costs_of(Adapted(), WORKLOAD).flops == 8.0, "what the base class says is better than nothing"

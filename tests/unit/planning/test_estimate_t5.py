@@ -137,7 +137,8 @@ def test_stages_keep_what_is_theirs() -> None:
 def test_gradients_of_keys_are_as_many_as_the_encoders_tokens() -> None:
     """A short decoder was said to work with gradients of as few keys as it has queries."""
     short = dataclasses.replace(t5_run(QUIET), extra=(T5Config(decoder_seq_length=8, decoder_num_layers=4),))
-    cross, encoded = T5Model(short.model, short.group(T5Config), context(torch.float32)).decoder, 2 * 128
-    assert cross is not None
-    found = costs_of(cross.layers["0"].cross_attention, T5Spec().workload(short, planned_context(short)))
+    model, encoded = T5Model(short.model, short.group(T5Config), context(torch.float32)), 2 * 128
+    found = costs_of(
+        model.get_submodule("decoder.layers.0.cross_attention"), T5Spec().workload(short, planned_context(short))
+    )
     assert found.working > 2 * encoded * 2 * 128 * 4

@@ -78,7 +78,7 @@ class BertBody(nn.Module):
 
     def costs(self, workload: Workload) -> Costs:
         """Of the body: embeddings and layers, and on the last stage hidden states with their gradient."""
-        working = 2 * workload.rows * self._config.hidden_size * workload.width * self._is_last
+        working = 2 * workload.rows * self._config.hidden_size * workload.itemsize * self._is_last
         return total_of((self.embedding, self.encoder), workload) + Costs(working=working)
 
 

@@ -167,7 +167,7 @@ class T5Model(nn.Module):
         for begins, stack in ((self._stage.is_first, encoding), (self._opens_decoder, decoding)):
             found += costs_of(self.embedding, stack) if begins else Costs()
         if self.decoder is not None:
-            found += Costs(kept=encoding.rows * self._config.hidden_size * workload.width)
+            found += Costs(kept=encoding.rows * self._config.hidden_size * workload.itemsize)
         return found + vocabulary_costs(self._output_weight(), decoding) if self._stage.is_last else found
 
     def _output_weight(self) -> Tensor:

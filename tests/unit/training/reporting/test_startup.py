@@ -47,7 +47,7 @@ def test_lists_every_setting_that_is_not_a_default() -> None:
 
 def test_says_whose_flops_are_missing() -> None:
     """MFU of a model with a module of one's own was too low, and nothing said so."""
-    assert report(untold=frozenset({"Router", "Gate"})).count("model FLOPs without those of Gate, Router\n") == 1
+    assert report(uncounted=frozenset({"Router", "Gate"})).count("model FLOPs without those of Gate, Router\n") == 1
     assert "without those" not in report()
 
 
