@@ -212,6 +212,22 @@ def test_recomputed_scores_exist_only_where_a_backend_makes_them() -> None:
     assert fused < scores / 8 < scores < eager
 
 
+def test_working_memory_by_hand() -> None:
+    """Nothing noticed when a layer's gradients, what it recomputes, or the loss's gradients were left out."""
+    fused, tokens, hidden, inner = QUIET | {"attention_backend": "sdpa"}, 2 * 4096, 64, 256
+    plain = run_of(length=4096, model=fused)
+    layer = hidden * inner + tokens * (2 * inner + 2 * hidden)  # a weight's gradient, the MLP's, two residual streams
+    assert memory_estimate(plain).working == 4 * layer
+    one_less = run_of(length=4096, model=fused | {"num_layers": 3})
+    recomputed = run_of(length=4096, model=fused, training=RECOMPUTATION["full"])
+    kept = memory_estimate(plain).kept - memory_estimate(one_less).kept
+    assert memory_estimate(recomputed).working == 4 * layer + kept
+    words = run_of(length=4096, model=fused | {"vocab_size": 50000})
+    rows = words.padded_vocab_size
+    chunk = 1 << 27  # bytes of logits at a time
+    assert memory_estimate(words).working == 4 * hidden * (2 * tokens + rows) + chunk
+
+
 def big(ranks: int = 8, **parallel: Any) -> RunConfig:
     """A model of seven billion parameters on some ranks, in bf16."""
     model = {**LLAMA, "num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 8}
