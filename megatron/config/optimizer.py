@@ -29,11 +29,11 @@ class OptimizerConfig:
         default=None,
         at_least=0,
     )
-    decoupled_min_lr: float = flag(
+    decoupled_min_lr: float | None = flag(
         "Learning rate at the end of the decay of --decoupled-lr.",
         default=None,
         derived="--min-lr",
-        follows=("min_lr",),
+        follows=("min_lr", "decoupled_lr"),
         at_least=0,
     )
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = flag(
@@ -103,6 +103,7 @@ class OptimizerConfig:
     )
 
     def __post_init__(self) -> None:
-        derive(self, "decoupled_min_lr", self.min_lr)
+        if self.decoupled_lr is not None:
+            derive(self, "decoupled_min_lr", self.min_lr)
         derive(self, "start_weight_decay", self.weight_decay)
         derive(self, "end_weight_decay", self.weight_decay)

@@ -24,7 +24,7 @@ def learning_rates_are_ordered(run: RunConfig) -> str | None:
             (f"--{name.replace('lr', 'min-lr')}", least),
             ("--lr-warmup-init", optimizer.lr_warmup_init),
         ):
-            if highest is not None and value > highest:
+            if highest is not None and value is not None and value > highest:
                 return f"{flag} {value:g} is more than --{name} {highest:g}; use at most {highest:g}"
     return None
 

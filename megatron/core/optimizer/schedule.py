@@ -82,7 +82,7 @@ class Schedule:
             wd_incr_style=config.weight_decay_incr_style,
             wd_incr_steps=train_samples,
             decoupled_lr=config.decoupled_lr,
-            decoupled_min_lr=config.decoupled_min_lr,
+            decoupled_min_lr=config.decoupled_min_lr or 0.0,
         )
 
     def decoupled_learning_rate(self, samples: int) -> float | None:
