@@ -5,11 +5,16 @@ from __future__ import annotations
 import pytest
 
 from megatron.core.datasets.mock import MockDocuments
+from tests import mock_data
 
 
 def test_documents_count_up_to_their_end() -> None:
     """Lengths as megatron-core 0.12 draws them; 1, 2, 3 … and EOD last."""
-    mock = MockDocuments(eod=50256, vocab_size=50257)
+    mock_data.keep(mock_data.WHOLE)
+    try:
+        mock = MockDocuments(eod=50256, vocab_size=50257)
+    finally:
+        mock_data.keep(mock_data.FEW)
     assert len(mock.lengths) == 100_000
     assert mock.lengths[:5].tolist() == [3484, 2609, 2094, 1105, 1261]
     assert mock.get(0)[:3].tolist() == [1, 2, 3]

@@ -91,7 +91,7 @@ def test_data_are_read_as_from_a_disk(server: S3Server, tmp_path: Path, monkeypa
     assert list(faults) == []
     sizes = [path.stat().st_size for path in tmp_path.glob("cache/data-*.bin")]
     assert sizes == [(tmp_path / "data.bin").stat().st_size]
-    with pytest.raises(DataError, match="s3://bucket/nothing.idx does not exist"):
+    with pytest.raises(DataError, match="s3://bucket/nothing.idx or its .bin does not exist"):
         IndexedDataset("s3://bucket/nothing", cache=tmp_path)
     fresh = IndexedDataset("s3://bucket/data", cache=tmp_path / "other")
     for kind, reason in {"denied": "Access Denied; the credentials must", "expired": "token has expired"}.items():

@@ -55,7 +55,7 @@ def test_waiting_in_a_ring_shows_every_place() -> None:
     same = "receive over pp"
     reports = {0: report(0, same, (0, 1)), 1: report(1, same, (0, 1), phase="iteration 4")}
     text = describe_stall(0, reports, world_size=2)
-    assert "all ranks wait" in text
+    assert "all ranks are waiting" in text
     assert "stack of rank 0" in text
     assert "stack of rank 1" in text
 

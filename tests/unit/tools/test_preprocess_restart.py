@@ -122,7 +122,7 @@ def test_a_part_that_lost_its_end_is_an_error(
     """A crash of the machine can shorten a file; it was filled up with zeros, which trained as tokens."""
     interrupt(monkeypatch, inputs, tmp_path / "out", after=3)
     os.truncate(tmp_path / "out_text_document.bin.part", 100)
-    with pytest.raises(DataError, match=r"out_text_document.bin.part is shorter than the \d+ bytes .* remove it"):
+    with pytest.raises(DataError, match=r"out_text_document.bin.part is shorter than the \d+ bytes .* delete it"):
         preprocess(inputs, tmp_path / "out")
     os.unlink(tmp_path / "out_text_document.bin.part")
     assert preprocess(inputs, tmp_path / "out") == preprocess(inputs, tmp_path / "whole")
