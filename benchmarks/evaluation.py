@@ -3,7 +3,7 @@
     python benchmarks/evaluation.py
 
 A random GPT-2 with the usual vocabulary scores a text in WikiText's overlapping windows, and predicts the last tokens
-of passages of LAMBADA's lengths. Transformers enters twice: as one would write it (batches as they come, all logits),
+of samples of LAMBADA's lengths. Transformers enters twice: as one would write it (batches as they come, all logits),
 and at its best (batches sorted by length, logits of the asked positions alone). Contenders take turns; printed are
 medians of tokens read a second, and of the ratios of turns that followed each other.
 """
@@ -48,7 +48,7 @@ def models(shape: Shape, folder: Path) -> tuple[Any, Any]:
     from megatron.core.models.gpt.train_spec import GPTSpec
     from megatron.core.parallel.context import ParallelContext
     from megatron.training.checkpoints.loading import saved_config
-    from megatron.training.evaluation.reading import load_model
+    from megatron.training.evaluation.metrics import load_model
     from tasks.settings import TaskConfig
 
     transformers.utils.logging.set_verbosity_error()
@@ -67,26 +67,26 @@ def models(shape: Shape, folder: Path) -> tuple[Any, Any]:
     return theirs, load_model(config, GPTSpec(), ParallelContext.single())
 
 
-def passages_of_work(kind: str, shape: Shape, count: int) -> list[Any]:
-    """``count`` windows of WikiText's rule over one text, or as many passages of LAMBADA's lengths; ids at random."""
+def samples_of_work(kind: str, shape: Shape, count: int) -> list[Any]:
+    """``count`` windows of WikiText's rule over one text, or as many samples of LAMBADA's lengths; ids at random."""
     import numpy as np
 
-    from megatron.core.inference.scoring import Passage, passages_of
+    from megatron.core.inference.scoring import Sample, samples_of
 
     random = np.random.RandomState(1)
     if kind == "wikitext":
         ids = random.randint(50_000, size=shape.length + 32 * (count - 1) + 1).tolist()
-        return list(passages_of(ids, length=shape.length, stride=32))
+        return list(samples_of(ids, length=shape.length, stride=32))
     # A log-normal with LAMBADA's mean of 86 tokens and tail up to 200 and more.
     lengths = np.clip(random.lognormal(4.4, 0.3, size=count).astype(int), 24, shape.length)
-    return [Passage(random.randint(50_000, size=length + 1), first_scored=length - 1) for length in lengths.tolist()]
+    return [Sample(random.randint(50_000, size=length + 1), first_scored=length - 1) for length in lengths.tolist()]
 
 
 def by_us(model: Any, *, compare: bool) -> Score:
-    """``LoadedModel.read``."""
-    from megatron.training.evaluation.reading import Likelihoods
+    """``LoadedModel.evaluate``."""
+    from megatron.training.evaluation.metrics import Likelihoods
 
-    return lambda passages: float(model.read(passages, Likelihoods(compare))[:, 0].sum())
+    return lambda samples: float(model.evaluate(samples, Likelihoods(compare))[:, 0].sum())
 
 
 def by_transformers(model: Any, shape: Shape, *, at_its_best: bool, compare: bool) -> Score:
@@ -94,17 +94,17 @@ def by_transformers(model: Any, shape: Shape, *, at_its_best: bool, compare: boo
     import torch
 
     @torch.inference_mode()
-    def score(passages: Sequence[Any]) -> float:
+    def score(samples: Sequence[Any]) -> float:
         total = 0.0
-        order = sorted(passages, key=lambda passage: -passage.length) if at_its_best else passages
+        order = sorted(samples, key=lambda sample: -sample.length) if at_its_best else samples
         for start in range(0, len(order), shape.batch):
             batch = order[start : start + shape.batch]
-            longest = max(passage.length for passage in batch)
+            longest = max(sample.length for sample in batch)
             tokens = torch.zeros(len(batch), longest + 1, dtype=torch.int64)
             wanted = torch.zeros(len(batch), longest, dtype=torch.bool)
-            for row, passage in enumerate(batch):
-                tokens[row, : passage.length + 1] = torch.from_numpy(passage.tokens)
-                wanted[row, passage.first_scored : passage.length] = True
+            for row, sample in enumerate(batch):
+                tokens[row, : sample.length + 1] = torch.from_numpy(sample.tokens)
+                wanted[row, sample.first_scored : sample.length] = True
             first = int(wanted.any(dim=0).nonzero()[0]) if at_its_best else 0
             keep = torch.arange(first, longest)
             logits = model(tokens[:, :-1], logits_to_keep=keep, use_cache=False).logits[wanted[:, first:]]
@@ -117,14 +117,14 @@ def by_transformers(model: Any, shape: Shape, *, at_its_best: bool, compare: boo
     return score
 
 
-def race(contenders: dict[str, Score], passages: Sequence[Any], rounds: int) -> dict[str, list[float]]:
+def race(contenders: dict[str, Score], samples: Sequence[Any], rounds: int) -> dict[str, list[float]]:
     """Seconds of each turn; raises when two contenders find another sum."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     found: dict[str, float] = {}
     for turn in range(rounds + 1):
         for name, score in contenders.items():
             began = time.perf_counter()
-            found[name] = score(passages)
+            found[name] = score(samples)
             if turn:  # the first warms up
                 seconds[name].append(time.perf_counter() - began)
     first = next(iter(found.values()))
@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--passages", type=int, default=64)
+    parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     asked = parser.parse_args()
@@ -162,13 +162,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         theirs, ours = models(shape, Path(folder))
     for kind, compare in (("wikitext", False), ("lambada", True)):
-        passages = passages_of_work(kind, shape, asked.passages)
+        samples = samples_of_work(kind, shape, asked.samples)
         contenders = {
             "megatron": by_us(ours, compare=compare),
             "transformers": by_transformers(theirs, shape, at_its_best=False, compare=compare),
             "transformers at its best": by_transformers(theirs, shape, at_its_best=True, compare=compare),
         }
-        report(kind, sum(passage.length for passage in passages), race(contenders, passages, asked.rounds))
+        report(kind, sum(sample.length for sample in samples), race(contenders, samples, asked.rounds))
 
 
 if __name__ == "__main__":

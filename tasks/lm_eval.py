@@ -22,12 +22,12 @@ from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.parallel.environment import launch_environment
 from megatron.core.parallel.launch import parallel_context
 from megatron.errors import RESTART_CANNOT_HELP, run_command
-from megatron.training.evaluation.reading import LoadedModel, load_model
+from megatron.training.evaluation.metrics import LoadedModel, load_model
 from megatron.training.run.agreement import check_ranks_agree
 from tasks.model_args import run_of
 from tasks.result import checkpoint_facts
 from tasks.settings import HarnessConfig
-from tasks.zero_shot.questions import Asked, Questions, passage_of
+from tasks.zero_shot.questions import Asked, Questions, sample_of
 
 try:
     from lm_eval.__main__ import cli_evaluate
@@ -105,7 +105,7 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
         """Log-likelihood of each continuation, and whether it is what greedy generation would give."""
         length = self._questions.length
         answers = self._questions.likelihoods(
-            [passage_of(context, continuation, length=length) for _, context, continuation in requests]
+            [sample_of(context, continuation, length=length) for _, context, continuation in requests]
         )
         for request, answer in zip(requests, answers):
             self.cache_hook.add_partial("loglikelihood", request[0], answer)

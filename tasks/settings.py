@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from megatron.config.family import FamilyConfig
 from megatron.config.flags import check_flags, flag
-from megatron.config.train_spec import TrainSpecConfig
 
 if TYPE_CHECKING:
-    from megatron.config.train_spec import Rule
+    from megatron.config.family import Rule
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def fine_tuned_name(task: str) -> str:
     return f"bert-{task.lower()}"
 
 
-class OwnDataConfig(TrainSpecConfig):
+class OwnDataConfig(FamilyConfig):
     """What the groups of commands have in common whose samples don't come from ``--data-path``."""
 
     @property

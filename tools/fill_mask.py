@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 from megatron.config.flags import check_flags, flag
 from megatron.config.parse import parse_groups
 from megatron.config.trained_model import TrainedModelConfig
-from megatron.core.inference.masks import MASK, around_gaps, check_gaps, check_length
+from megatron.core.inference.masks import MASK, around_masks, check_length, check_masks
 from megatron.core.parallel.environment import launch_environment, told_once_a_node
 from megatron.errors import ConfigError, run_command
 
@@ -36,7 +36,7 @@ class FillConfig:
 
 
 @dataclass(frozen=True)
-class Gaps:
+class MaskedText:
     """A text as the model reads it, and the places of its missing words."""
 
     tokens: list[int]
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     """Load the model and fill every text."""
     with told_once_a_node():
         config, choice = parse_groups(argv, FillConfig, TrainedModelConfig, prog="fill_mask.py", about=__doc__ or "")
-        check_gaps(config.text)
+        check_masks(config.text)
     from megatron.core.models.bert.train_spec import TRAIN_SPEC
     from megatron.training.checkpoints.trained_model import trained_model
 
@@ -64,14 +64,14 @@ def filled(text: str, trained: TrainedModel, *, count: int) -> Iterator[str]:
     from megatron.core.models.bert.filling import likeliest
 
     tokenizer = masking(trained)
-    gaps = with_gaps(text, tokenizer)
-    check_length(text, gaps.tokens, trained.config.model)
+    masked = with_masks(text, tokenizer)
+    check_length(text, masked.tokens, trained.config.model)
     model, device = cast("BertModel", trained.model), trained.context.device
-    found = likeliest(model, gaps.tokens, gaps.places, count=count, device=device)
+    found = likeliest(model, masked.tokens, masked.places, count=count, device=device)
     for number, candidates in enumerate(found, start=1):
         yield f"  {number}  {', '.join(shown(candidate, tokenizer) for candidate in candidates)}"
-    tokens = list(gaps.tokens)
-    for place, candidates in zip(gaps.places, found):
+    tokens = list(masked.tokens)
+    for place, candidates in zip(masked.places, found):
         tokens[place] = candidates[0].token
     yield f"  => {tokenizer.detokenize(tokens[1:-1])}"
 
@@ -86,14 +86,14 @@ def masking(trained: TrainedModel) -> MaskingTokenizer:
     return cast("MaskingTokenizer", trained.tokenizer)
 
 
-def with_gaps(text: str, tokenizer: MaskingTokenizer) -> Gaps:
+def with_masks(text: str, tokenizer: MaskingTokenizer) -> MaskedText:
     """``[CLS]``, the text's tokens with a mask for each missing word, ``[SEP]``."""
-    first, *rest = around_gaps(text, tokenizer)
+    first, *rest = around_masks(text, tokenizer)
     tokens, places = [tokenizer.cls, *first], []
     for part in rest:
         places.append(len(tokens))
         tokens += [tokenizer.mask, *part]
-    return Gaps([*tokens, tokenizer.sep], places)
+    return MaskedText([*tokens, tokenizer.sep], places)
 
 
 def shown(candidate: Candidate, tokenizer: MaskingTokenizer) -> str:

@@ -22,7 +22,7 @@ import numpy as np
 from megatron.config.flags import check_flags, flag
 from megatron.config.parse import parse_groups
 from megatron.config.trained_model import TrainedModelConfig
-from megatron.core.inference.masks import MASK, around_gaps, check_gaps, check_length
+from megatron.core.inference.masks import MASK, around_masks, check_length, check_masks
 from megatron.core.models.t5.config import T5Config
 from megatron.core.parallel.environment import launch_environment, told_once_a_node
 from megatron.errors import ConfigError, run_command
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     """Load the model, fill every text, and guess the spans of every sample."""
     with told_once_a_node():
         config, choice = parse_groups(argv, SpanConfig, TrainedModelConfig, prog="fill_spans.py", about=__doc__ or "")
-        check_gaps(config.text)
+        check_masks(config.text)
         if not config.text and not config.samples:
             raise ConfigError("nothing to fill in: give --text, or --samples of the run's validation data")
     from megatron.core.models.t5.train_spec import TRAIN_SPEC
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
 def filled(text: str, trained: TrainedModel) -> Iterator[str]:
     """The words for each missing span, and the text with them."""
     tokenizer = naming(trained)
-    first, *rest = around_gaps(text, tokenizer)
+    first, *rest = around_masks(text, tokenizer)
     names = tokenizer.sentinels
     if len(rest) > len(names):
         raise ConfigError(

@@ -15,6 +15,7 @@ from megatron.config.batch_ramp import BatchRamp, read_batch_steps
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.command import CommandConfig
 from megatron.config.data import DataConfig
+from megatron.config.family import FamilyConfig
 from megatron.config.flags import FlagSpec, flags_of, group_name
 from megatron.config.inference import InferenceConfig
 from megatron.config.model import ModelConfig
@@ -24,7 +25,6 @@ from megatron.config.precision import PrecisionConfig
 from megatron.config.profiling import ProfilingConfig
 from megatron.config.reporting import ReportingConfig
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.config.train_spec import TrainSpecConfig
 from megatron.config.training import TrainingConfig
 from megatron.errors import ConfigError
 from megatron.small_files import as_kind, check_kinds
@@ -81,7 +81,7 @@ class RunConfig:
     notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        extra = (g.resolved(self.model, self.data) if isinstance(g, TrainSpecConfig) else g for g in self.extra)
+        extra = (g.resolved(self.model, self.data) if isinstance(g, FamilyConfig) else g for g in self.extra)
         object.__setattr__(self, "extra", tuple(extra))
         for name, changes in self._resolved().items():
             if changes:
@@ -92,19 +92,19 @@ class RunConfig:
         model, training, tokenizer, precision = self.model, self.training, self.tokenizer, self.precision
         found: dict[str, dict[str, Any]] = {"model": {}, "training": {}, "tokenizer": {}, "parallel": {}}
         if model.max_position_embeddings is None:
-            found["model"]["max_position_embeddings"] = self.train_spec.longest_sequence(self.data)
+            found["model"]["max_position_embeddings"] = self.family.longest_sequence(self.data)
         if training.global_batch_size is None:
             usual = training.micro_batch_size * self.data_parallel_size
             found["training"]["global_batch_size"] = self._schedule[-1][1] if self._schedule else usual
         if precision.fp16 and precision.loss_scale is None:
             found["training"]["check_for_nan_in_loss_and_grad"] = False  # the dynamic loss scale works by overflows
-        if self.train_spec.only_evaluates:
+        if self.family.only_evaluates:
             found["training"]["skip_train"] = True
         kind = tokenizer.tokenizer_type
         if kind is None:
             files = tokenizer.vocab_file or tokenizer.merge_file or tokenizer.tokenizer_model
             null = self.data.mock_data and tokenizer.vocab_size is not None and not files
-            kind = found["tokenizer"]["tokenizer_type"] = "NullTokenizer" if null else self.train_spec.usual_tokenizer
+            kind = found["tokenizer"]["tokenizer_type"] = "NullTokenizer" if null else self.family.usual_tokenizer
         if model.vocab_size is None and tokenizer.vocab_size is not None:
             found["model"]["vocab_size"] = tokenizer.vocab_size + (kind == "NullTokenizer")
         if self.parallel.tensor_model_parallel_size == 1:
@@ -160,24 +160,24 @@ class RunConfig:
         return (*(getattr(self, group_name(kind)) for kind in CORE_GROUPS), *self.extra)
 
     @property
-    def train_spec(self) -> TrainSpecConfig:
-        """The settings of this run's train spec alone."""
-        return self.find(TrainSpecConfig) or TrainSpecConfig()
+    def family(self) -> FamilyConfig:
+        """The settings that this run's family adds to those of every model."""
+        return self.find(FamilyConfig) or FamilyConfig()
 
     @property
     def num_layers(self) -> int:
         """Layers of the whole model, those of an encoder and then of its decoder."""
-        return self.train_spec.num_layers(self.model)
+        return self.family.num_layers(self.model)
 
     @property
     def layers_asked(self) -> str:
         """The flags that say how many layers the model has, with their values."""
-        return self.train_spec.layers_asked(self.model)
+        return self.family.layers_asked(self.model)
 
     @property
     def tokens_per_sample(self) -> int:
         """Of ``--seq-length``, for each of a sample's sequences."""
-        return self.data.seq_length * self.train_spec.sequences_per_sample
+        return self.data.seq_length * self.family.sequences_per_sample
 
     @property
     def model_parallel_size(self) -> int:

@@ -41,7 +41,7 @@ def dry_run_report(run: RunConfig, train_spec: TrainSpec, *, files: Sequence[str
         "batch and length": _batch(run),
         "parameters": _parameters(run, train_spec),
         "pipeline": _pipeline(run),
-        title: [*_memory(memory, only_reads=run.train_spec.only_reads), *_verdict(run, train_spec, memory)],
+        title: [*_memory(memory, only_reads=run.family.only_reads), *_verdict(run, train_spec, memory)],
     }
     return "\n\n".join(_section(title, lines) for title, lines in sections.items() if lines)
 
@@ -66,8 +66,8 @@ def _batch(run: RunConfig) -> list[str]:
     ]
     if training.skip_train:
         return lines
-    if run.train_spec.epochs is not None:
-        lines.append(f"{run.train_spec.epochs} epochs of --train-data, whose length in steps depends on the data")
+    if run.family.epochs is not None:
+        lines.append(f"{run.family.epochs} epochs of --train-data, whose length in steps depends on the data")
     else:
         lines.append(
             f"{run.train_iters:,} steps, {run.train_samples:,} samples, {count(run.train_samples * length)} tokens"

@@ -140,7 +140,7 @@ def _rank_memory(
 ) -> MemoryEstimate:
     held = _held(run, train_spec, pipeline_rank)
     parameters = sum(held.values())
-    trained = 0 if run.train_spec.only_reads else parameters - _frozen(held, run)
+    trained = 0 if run.family.only_reads else parameters - _frozen(held, run)
     mine = [costs for costs, shape in zip(by_stage, stage_shapes(run)) if shape.rank == pipeline_rank]
     width = planned_context(run).dtype.itemsize
     shards = run.data_parallel_size * run.parallel.context_parallel_size
@@ -150,7 +150,7 @@ def _rank_memory(
         gradients=trained * (2 if run.precision.grad_reduce_in_bf16 else 4),
         main_params=owned * 4 if width < 4 else 0,
         moments=owned * 4 * _states(run),
-        kept=0 if run.train_spec.only_reads else kept,
+        kept=0 if run.family.only_reads else kept,
         working=max(costs.working for costs in mine),
         uncounted=frozenset().union(*(costs.uncounted for costs in mine)),
     )

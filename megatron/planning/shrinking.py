@@ -7,6 +7,7 @@ import math
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
+from megatron.config.family import FamilyConfig
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
@@ -16,7 +17,6 @@ from megatron.config.profiling import ProfilingConfig
 from megatron.config.reporting import ReportingConfig
 from megatron.config.run import RunConfig
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.config.train_spec import TrainSpecConfig
 from megatron.config.training import TrainingConfig
 
 SMALL_VOCABULARY = 211  # prime: it divides at no layout
@@ -69,8 +69,8 @@ def shrunk(run: RunConfig) -> RunConfig:
     replicas = min(run.data_parallel_size, 2)
     depth, multiple = _small_depth(run), _multiple_of_lengths(run)
     length = multiple * -(-_LENGTH // multiple)
-    layers, own = run.train_spec.shrunk(run.model, num_layers=depth, seq_length=length, multiple=multiple)
-    extra = tuple(own if isinstance(group, TrainSpecConfig) else group for group in run.extra)
+    layers, own = run.family.shrunk(run.model, num_layers=depth, seq_length=length, multiple=multiple)
+    extra = tuple(own if isinstance(group, FamilyConfig) else group for group in run.extra)
     return dataclasses.replace(
         run,
         world_size=replicas * run.model_parallel_size,

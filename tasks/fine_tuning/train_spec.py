@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
 from megatron.config.pipeline import stage_sizes
 from megatron.config.run import RunConfig
-from megatron.config.train_spec import group_among
 from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.bert.data import check_marks_texts

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.config.run import RunConfig
-from megatron.core.inference.scoring import passages_of
+from megatron.core.inference.scoring import samples_of
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import DataError
 from tasks.result import TaskResult, framed
 from tasks.settings import TaskConfig
-from tasks.zero_shot.reading import load_gpt, read_documents, score
+from tasks.zero_shot.evaluation import load_gpt, read_documents, score
 
 
 def run(config: RunConfig, context: ParallelContext) -> TaskResult:
@@ -24,7 +24,7 @@ def run(config: RunConfig, context: ParallelContext) -> TaskResult:
     stride = task.overlapping_eval or max(1, length // 2)
     tokenizer = model.tokenizer
     texts = [[tokenizer.eod, *ids] for ids in tokenizer.tokenize_batch(documents)]
-    found = score(model, [each for text in texts for each in passages_of(text, length=length, stride=stride)])
+    found = score(model, [each for text in texts for each in samples_of(text, length=length, stride=stride)])
 
     num_bytes = sum(len(text.encode()) for text in documents)
     bits = found.bits_per_byte(num_bytes)

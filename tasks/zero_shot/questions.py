@@ -14,9 +14,9 @@ import numpy as np
 
 from megatron.core.inference.engine import Engine, GenerationLimits
 from megatron.core.inference.sampling import Sampling
-from megatron.core.inference.scoring import Passage
+from megatron.core.inference.scoring import Sample
 from megatron.errors import ConfigError
-from megatron.training.evaluation.reading import Likelihoods, LoadedModel, LogitsAtAnyLayout
+from megatron.training.evaluation.metrics import Likelihoods, LoadedModel, LogitsAtAnyLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,21 +49,21 @@ class Questions:
         self.model, self.tokenizer, self.length = model, model.tokenizer, model.config.data.seq_length
         self._engine = Engine(LogitsAtAnyLayout(model), GenerationLimits(self.tokenizer.eod, self.length))
 
-    def likelihoods(self, passages: Sequence[Passage]) -> list[tuple[float, bool]]:
+    def likelihoods(self, samples: Sequence[Sample]) -> list[tuple[float, bool]]:
         """Log-likelihood of what is asked about in each, and whether greedy generation would give it. A collective."""
-        rows = self.model.read(passages, Likelihoods(compare=True)).tolist()
+        rows = self.model.evaluate(samples, Likelihoods(compare=True)).tolist()
         return [(-nats, missed == 0) for nats, missed, _ in rows]
 
     def of_whole_texts(self, texts: Sequence[list[int]], *, prefix: int) -> list[float]:
         """Log-likelihood of all tokens of each text, the first one given ``prefix``. A collective."""
-        passages: list[Passage] = []
+        samples: list[Sample] = []
         owners: list[int] = []
         for owner, ids in enumerate(texts):
             cut = list(disjoint_windows(ids, prefix=prefix, length=self.length))
-            passages += cut
+            samples += cut
             owners += [owner] * len(cut)
         totals = [0.0] * len(texts)
-        for owner, (likelihood, _) in zip(owners, self.likelihoods(passages)):
+        for owner, (likelihood, _) in zip(owners, self.likelihoods(samples)):
             totals[owner] += likelihood
         return totals
 
@@ -96,7 +96,7 @@ class Questions:
         return texts
 
 
-def passage_of(context: list[int], continuation: list[int], *, length: int) -> Passage:
+def sample_of(context: list[int], continuation: list[int], *, length: int) -> Sample:
     """A continuation to score after as much of its context as fits into ``length`` tokens."""
     if len(continuation) > length:
         raise ConfigError(
@@ -104,11 +104,11 @@ def passage_of(context: list[int], continuation: list[int], *, length: int) -> P
             "leave the task out"
         )
     ids = (context + continuation)[-(length + 1) :]
-    return Passage(np.array(ids), first_scored=len(ids) - 1 - len(continuation))
+    return Sample(np.array(ids), first_scored=len(ids) - 1 - len(continuation))
 
 
-def disjoint_windows(ids: list[int], *, prefix: int, length: int) -> Iterator[Passage]:
-    """Passages that score each token of a text once, ``length`` at a time; the last one reaches back to be as long.
+def disjoint_windows(ids: list[int], *, prefix: int, length: int) -> Iterator[Sample]:
+    """Samples that score each token of a text once, ``length`` at a time; the last one reaches back to be as long.
 
     lm-evaluation-harness's windows of texts: the second and later ones have one token of context, the last has more.
     """
@@ -116,7 +116,7 @@ def disjoint_windows(ids: list[int], *, prefix: int, length: int) -> Iterator[Pa
     for scored in range(0, len(ids), length):
         stop = min(scored + length, len(ids))
         start = max(0, stop - length)
-        yield Passage(tokens[start : stop + 1], first_scored=scored - start)
+        yield Sample(tokens[start : stop + 1], first_scored=scored - start)
 
 
 def cut_at(text: str, ends: Sequence[str]) -> str:

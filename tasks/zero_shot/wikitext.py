@@ -6,13 +6,13 @@ import math
 from pathlib import Path
 
 from megatron.config.run import RunConfig
-from megatron.core.inference.scoring import passages_of
+from megatron.core.inference.scoring import samples_of
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import DataError
 from tasks.result import TaskResult, framed
 from tasks.settings import TaskConfig
 from tasks.zero_shot.detokenize import detokenizer_for
-from tasks.zero_shot.reading import load_gpt, read_text, score
+from tasks.zero_shot.evaluation import load_gpt, read_text, score
 
 _OVERLAP = 32
 
@@ -27,9 +27,7 @@ def run(config: RunConfig, context: ParallelContext) -> TaskResult:
         raise DataError(f"--valid-data {path} holds {words} word; perplexity needs at least two")
     model, length = load_gpt(config, context), config.data.seq_length
     stride = task.overlapping_eval or min(_OVERLAP, length)
-    found = score(
-        model, list(passages_of(model.tokenizer.tokenize(detokenize(original)), length=length, stride=stride))
-    )
+    found = score(model, list(samples_of(model.tokenizer.tokenize(detokenize(original)), length=length, stride=stride)))
 
     ratio = found.tokens / (words - 1)
     adjusted = math.exp(min(20.0, found.loss * ratio))

@@ -44,8 +44,8 @@ TASKS = (
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> SmallGPT2:
     pytest.importorskip("transformers", reason="converts a model of transformers")
     folder = tmp_path_factory.mktemp("tasks")
-    passages = [" ".join(opening.split()[: 2 + cut]) for opening in OPENINGS for cut in range(len(opening.split()) - 1)]
-    (folder / "passages.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in passages))
+    samples = [" ".join(opening.split()[: 2 + cut]) for opening in OPENINGS for cut in range(len(opening.split()) - 1)]
+    (folder / "passages.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in samples))
     (folder / "wiki.tokens").write_text(WIKITEXT)
     return small_gpt2(folder)
 
@@ -72,6 +72,6 @@ def test_every_layout_gives_the_same_scores(layout: str, gpt2: SmallGPT2, alone:
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_no_batch_size_changes_them(size: int, gpt2: SmallGPT2, alone: list[dict[str, float]]) -> None:
-    """Neighbours in a batch, and padding, mean nothing to a passage."""
+    """Neighbours in a batch, and padding, mean nothing to a sample."""
     found = all_metrics(ParallelContext.single(), gpt2.native.parent, gpt2.native, f"--micro-batch-size {size}")
     assert found == [pytest.approx(metrics, rel=1e-6) for metrics in alone]

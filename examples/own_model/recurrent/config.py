@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from megatron.config.family import FamilyConfig, Rule
 from megatron.config.flags import check_flags, flag
 from megatron.config.run import RunConfig
-from megatron.config.train_spec import Rule, TrainSpecConfig
 
 
 @check_flags
 @dataclass(frozen=True, kw_only=True)
-class RecurrentConfig(TrainSpecConfig):
+class RecurrentConfig(FamilyConfig):
     """Flags of pretrain_own.py alone."""
 
-    family: ClassVar[str] = "recurrent"
+    name: ClassVar[str] = "recurrent"
     title: ClassVar[str] = "Recurrent"
     position_embedding_types: ClassVar[tuple[str, ...]] = ("learned_absolute", "none")
 

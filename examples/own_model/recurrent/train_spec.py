@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
-from megatron.config.train_spec import group_among
 from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Sequence
 
+from megatron.config.family import Rule
 from megatron.config.rules import (
     context,
     inputs,
@@ -23,7 +24,6 @@ from megatron.config.rules import (
 )
 from megatron.config.rules.known import UnknownSettingError, without
 from megatron.config.run import RunConfig
-from megatron.config.train_spec import Rule
 from megatron.errors import ConfigError
 
 RULES: tuple[Rule, ...] = (
@@ -40,7 +40,7 @@ RULES: tuple[Rule, ...] = (
 
 def rules_of(run: RunConfig) -> tuple[Rule, ...]:
     """The rules of every run, and those of its model family's settings."""
-    return (*RULES, *run.train_spec.rules())
+    return (*RULES, *run.family.rules())
 
 
 def check(run: RunConfig) -> None:
@@ -83,7 +83,7 @@ def _unknown_fields(run: RunConfig, wrong: Collection[str]) -> set[str]:
 def remarks(run: RunConfig) -> list[str]:
     """Remarks about valid settings that have no effect or an unexpected one."""
     unused = [f"{', '.join(flags)}: no effect{reason}" for flags, reason in no_effect.without_effect(run)]
-    return unused + [sentence for rule in (*remarking.RULES, *run.train_spec.remarks()) if (sentence := rule(run))]
+    return unused + [sentence for rule in (*remarking.RULES, *run.family.remarks()) if (sentence := rule(run))]
 
 
 def listed(problems: Sequence[str], *, of: str = "settings") -> str:

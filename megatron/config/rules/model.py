@@ -164,10 +164,10 @@ def loss_scales_are_ordered(run: RunConfig) -> str | None:
 
 def positions_are_of_the_family(run: RunConfig) -> str | None:
     """Not every family has every type of position embedding."""
-    kind, known = run.model.position_embedding_type, run.train_spec.position_embedding_types
+    kind, known = run.model.position_embedding_type, run.family.position_embedding_types
     if kind in known:
         return None
-    return f"--position-embedding-type {kind} is not available for {run.train_spec.title}; use {one_of(known)}"
+    return f"--position-embedding-type {kind} is not available for {run.family.title}; use {one_of(known)}"
 
 
 RULES = (

@@ -41,7 +41,7 @@ def ramp_of_a_run_in_iterations(run: RunConfig) -> str | None:
 def saving_without_an_interval(run: RunConfig) -> str | None:
     """--save without --save-interval writes one checkpoint, at the end."""
     checkpoint = run.checkpoint
-    if checkpoint.save is None or checkpoint.save_interval is not None or run.train_spec.trains_in_epochs:
+    if checkpoint.save is None or checkpoint.save_interval is not None or run.family.trains_in_epochs:
         return None
     if run.training.skip_train:
         return None
@@ -81,7 +81,7 @@ def mean_of_a_step(run: RunConfig) -> str | None:
         "--sft": run.data.sft,
         f"--packing {run.data.packing}": run.data.packing != "stream",
     }
-    named = [flag for flag, differs in why.items() if differs] + list(filter(None, [run.train_spec.varying_counts]))
+    named = [flag for flag, differs in why.items() if differs] + list(filter(None, [run.family.varying_counts]))
     if not named:
         return None
     return (
@@ -94,7 +94,7 @@ def mean_of_a_step(run: RunConfig) -> str | None:
 def profiled_iterations_are_reached(run: RunConfig) -> str | None:
     """The run reaches --profile-step-start."""
     start = run.profiling.profile_step_start
-    if not run.profiling.profile or run.train_spec.trains_in_epochs or start < run.train_iters:
+    if not run.profiling.profile or run.family.trains_in_epochs or start < run.train_iters:
         return None
     return (
         f"--profile: no iteration is profiled, because --profile-step-start is {start} and the run ends at iteration "

@@ -98,7 +98,7 @@ def length_is_given(run: RunConfig) -> str | None:
     iters, samples = run.training.train_iters, run.training.train_samples
     if iters is not None and samples is not None:
         return f"--train-iters {iters} and --train-samples {samples} are mutually exclusive; keep one"
-    if iters is None and samples is None and not run.training.skip_train and not run.train_spec.trains_in_epochs:
+    if iters is None and samples is None and not run.training.skip_train and not run.family.trains_in_epochs:
         return "the run has no length: give --train-iters or --train-samples"
     return None
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from megatron.config.family import FamilyConfig
 from megatron.config.model import ModelConfig
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.config.train_spec import TrainSpecConfig
 from megatron.core.files.remote_path import AnyPath
 from megatron.core.models.registry import family_of
 from megatron.core.parallel.context import ParallelContext
@@ -72,7 +72,7 @@ class PortableModel:
 
 def num_layers_of(model: ModelConfig, groups: Sequence[object]) -> int:
     """Layers of all stacks."""
-    own = next((group for group in groups if isinstance(group, TrainSpecConfig)), TrainSpecConfig())
+    own = next((group for group in groups if isinstance(group, FamilyConfig)), FamilyConfig())
     return own.num_layers(model)
 
 

@@ -1,4 +1,4 @@
-"""Texts with gaps: ``[MASK]`` stands where a model is to put words."""
+"""Texts in which ``[MASK]`` stands where the model fills in words."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:  # texts are checked before anything heavy is imported
 MASK = "[MASK]"
 
 
-def check_gaps(texts: Iterable[str]) -> None:
+def check_masks(texts: Iterable[str]) -> None:
     """Raise ConfigError for a text of ``--text`` in which nothing is missing."""
     for text in texts:
         if MASK not in text:
             raise ConfigError(f"--text {text!r} has no {MASK}: write it where words are missing")
 
 
-def around_gaps(text: str, tokenizer: Tokenizer) -> list[list[int]]:
-    """Tokens of what stands before, between and behind the gaps: a list more than there are gaps."""
+def around_masks(text: str, tokenizer: Tokenizer) -> list[list[int]]:
+    """Token ids before, between and after the masks: one list more than there are masks."""
     return tokenizer.tokenize_parts(text.split(MASK))
 
 

@@ -37,7 +37,7 @@ def windows(num_predictions: int, *, length: int, stride: int) -> Iterator[Windo
 
 
 @dataclass(frozen=True, eq=False)
-class Passage:
+class Sample:
     """A text that a model reads at once, and the predictions in it that are asked about.
 
     ``tokens`` ``[length + 1]``: all but the last are read, all but the first are predicted. ``first_scored``: the first
@@ -58,11 +58,11 @@ class Passage:
         return self.length - self.first_scored
 
 
-def passages_of(ids: list[int], *, length: int, stride: int) -> Iterator[Passage]:
-    """A text's tokens as passages that score each token but the first once."""
+def samples_of(ids: list[int], *, length: int, stride: int) -> Iterator[Sample]:
+    """A text's tokens as samples that score each token but the first once."""
     tokens = np.array(ids, dtype=np.int64)
     for window in windows(len(ids) - 1, length=length, stride=stride):
-        yield Passage(tokens[window.start : window.stop + 1], window.first_scored - window.start)
+        yield Sample(tokens[window.start : window.stop + 1], window.first_scored - window.start)
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from megatron.config.family import FamilyConfig
 from megatron.config.flags import flags_of
 from megatron.config.run import RunConfig
 from megatron.config.suggestions import did_you_mean
-from megatron.config.train_spec import TrainSpecConfig
 from megatron.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ ENTRY_POINTS = "megatron.families"
 class Family:
     """A family of models.
 
-    ``name``: what checkpoints call it, and ``family`` of its settings. ``title``: what people and ``--model-type``
-    call it. ``package``: the folder of its modules. ``config`` has its ``GROUPS`` of settings, ``train_spec`` its
+    ``name``: in checkpoints, and in its settings (``FamilyConfig.name``). ``title``: in messages and ``--model-type``,
+    ``package``: the folder of its modules. ``config`` has its ``GROUPS`` of settings, ``train_spec`` its
     ``TRAIN_SPEC``; neither torch nor numpy is imported for the first.
     """
 
@@ -42,21 +42,21 @@ class Family:
 
     @property
     def groups(self) -> tuple[type, ...]:
-        """Settings that no other family has, among them the ``TrainSpecConfig`` that names the family."""
+        """Settings that no other family has, among them the ``FamilyConfig`` that names the family."""
         found: tuple[type, ...] = self.module("config").GROUPS
-        named = [kind.family for kind in _own(found)]
+        named = [kind.name for kind in _own(found)]
         if named != [self.name] and self != _GPT:
             raise ConfigError(
-                f"{self.package}.config: one class of GROUPS must be a TrainSpecConfig with family = {self.name!r}, "
+                f"{self.package}.config: one class of GROUPS must be a FamilyConfig with name = {self.name!r}, "
                 f"as its runs are told by that name; there {'is' if len(named) == 1 else 'are'} "
                 f"{' and '.join(map(repr, named)) or 'none'}"
             )
         return found
 
     @property
-    def settings(self) -> type[TrainSpecConfig]:
+    def settings(self) -> type[FamilyConfig]:
         """The group that names the family."""
-        return next(_own(self.groups), TrainSpecConfig)
+        return next(_own(self.groups), FamilyConfig)
 
     @property
     def train_spec(self) -> TrainSpec:
@@ -73,8 +73,8 @@ class Family:
         return import_module(f"{self.package}.{part}")
 
 
-def _own(groups: Iterable[type]) -> Iterator[type[TrainSpecConfig]]:
-    return (kind for kind in groups if issubclass(kind, TrainSpecConfig))
+def _own(groups: Iterable[type]) -> Iterator[type[FamilyConfig]]:
+    return (kind for kind in groups if issubclass(kind, FamilyConfig))
 
 
 _GPT = Family("gpt", "GPT", "megatron.core.models.gpt")
@@ -172,7 +172,7 @@ def family_of(groups: Iterable[object]) -> Family:
 
     Raises ConfigError for one that isn't known.
     """
-    name = next((group.family for group in groups if isinstance(group, TrainSpecConfig)), _GPT.name)
+    name = next((group.name for group in groups if isinstance(group, FamilyConfig)), _GPT.name)
     found = find_family(name)
     if found is None:
         raise ConfigError(f"the family {name!r} is not installed: install its package, or register it")

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.config.family import FamilyConfig, Rule
 from megatron.config.flags import flag
 from megatron.config.run import RunConfig
-from megatron.config.train_spec import Rule, TrainSpecConfig
 
 _MASKING = ("BertWordPieceLowerCase", "BertWordPieceCase", "SentencePieceTokenizer", "HuggingFaceTokenizer")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SentenceConfig(TrainSpecConfig):
+class SentenceConfig(FamilyConfig):
     """Fields of the families that learn from sentences."""
 
     usual_tokenizer = "BertWordPieceLowerCase"  # whole texts need tokens that begin and end them
@@ -36,7 +36,7 @@ def no_flags_of_document_streams(run: RunConfig) -> str | None:
         return None
     verb = "has" if len(named) == 1 else "have"
     return (
-        f"{' and '.join(named)} {verb} no meaning for {run.train_spec.title}, whose samples are single texts with "
+        f"{' and '.join(named)} {verb} no meaning for {run.family.title}, whose samples are single texts with "
         "padding; leave it out"
     )
 
@@ -47,6 +47,6 @@ def tokenizer_can_mask(run: RunConfig) -> str | None:
     if kind in _MASKING or (kind == "NullTokenizer" and run.data.mock_data):
         return None
     return (
-        f"--tokenizer-type {kind} has no tokens to mask with; for {run.train_spec.title} use "
+        f"--tokenizer-type {kind} has no tokens to mask with; for {run.family.title} use "
         f"{', '.join(_MASKING[:-1])} or {_MASKING[-1]}"
     )

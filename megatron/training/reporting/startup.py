@@ -101,7 +101,7 @@ def _batch(run: RunConfig) -> str:
 
 
 def _sequences(run: RunConfig) -> str:
-    sequences = run.train_spec.sequences_per_sample
+    sequences = run.family.sequences_per_sample
     return f"{sequences} x " if sequences > 1 else ""
 
 

@@ -97,7 +97,7 @@ def test_every_rule_has_a_bad_configuration(monkeypatch: pytest.MonkeyPatch) -> 
             run = parsed(changes, without, ranks)
         except ConfigError:
             continue
-        met |= {rule for rule in (*RULES, *run.train_spec.rules()) if (sentence := rule(run)) and sentence in message}
+        met |= {rule for rule in (*RULES, *run.family.rules()) if (sentence := rule(run)) and sentence in message}
     assert [rule.__name__ for rule in known - met] == []
 
 

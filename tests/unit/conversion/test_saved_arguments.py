@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from megatron.config.family import FamilyConfig
 from megatron.config.model import ModelConfig
-from megatron.config.train_spec import TrainSpecConfig
 from megatron.core.conversion.convert import Conversion, convert
 from megatron.core.conversion.megatron_lm.arguments import Arguments, check_is_known
 from megatron.core.conversion.megatron_lm.known_arguments import LIMITED, READ, WITHOUT_EFFECT, limits, unknown
@@ -44,7 +44,7 @@ CHANGES: dict[str, Any] = {
 def check(**values: Any) -> None:
     """What a conversion says about saved arguments, in milliseconds."""
     saved = Arguments(arguments({**CLASSIC, **values}), "x/model_optim_rng.pt")
-    check_is_known(saved, "GPT", TrainSpecConfig.position_embedding_types)
+    check_is_known(saved, "GPT", FamilyConfig.position_embedding_types)
 
 
 def test_arguments_that_change_the_function_are_refused_together() -> None:

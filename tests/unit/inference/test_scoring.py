@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from megatron.core.inference.scoring import TextScore, Window, passages_of, windows
+from megatron.core.inference.scoring import TextScore, Window, samples_of, windows
 
 
 def test_every_prediction_is_scored_once_with_the_promised_context() -> None:
@@ -50,11 +50,11 @@ def test_windows_are_those_of_megatron_lm_that_score_something() -> None:
             assert list(windows(targets, length=length, stride=stride)) == theirs
 
 
-def test_passages_hold_each_token_but_the_first_once_as_a_target() -> None:
-    for passage, scored in zip(passages_of([9, 1, 2, 3, 4, 5, 6], length=4, stride=2), ([1, 2, 3, 4], [5, 6])):
-        assert passage.tokens[1:][passage.first_scored :].tolist() == scored
-        assert passage.num_scored == len(scored)
-    assert list(passages_of([9], length=4, stride=2)) == []
+def test_samples_hold_each_token_but_the_first_once_as_a_target() -> None:
+    for sample, scored in zip(samples_of([9, 1, 2, 3, 4, 5, 6], length=4, stride=2), ([1, 2, 3, 4], [5, 6])):
+        assert sample.tokens[1:][sample.first_scored :].tolist() == scored
+        assert sample.num_scored == len(scored)
+    assert list(samples_of([9], length=4, stride=2)) == []
 
 
 def test_figures_by_hand() -> None:

@@ -20,11 +20,11 @@ FAMILY = 'from megatron.core.models.registry import Family\nFAMILY = Family("toy
 CONFIG = """
 from dataclasses import dataclass
 from megatron.config.flags import flag
-from megatron.config.train_spec import TrainSpecConfig
+from megatron.config.family import FamilyConfig
 
 @dataclass(frozen=True, kw_only=True)
-class ToyConfig(TrainSpecConfig):
-    family = "toy"
+class ToyConfig(FamilyConfig):
+    name = "toy"
     toy_width: int = flag("Width.", default=7, architecture=True)
 
 GROUPS = (ToyConfig,)
@@ -79,10 +79,10 @@ def test_a_registered_family_is_known_to_the_process(folder: Path) -> None:
 def test_settings_must_name_their_family(folder: Path) -> None:
     """A family without settings of its own was silently taken for a GPT, and its checkpoints were, too."""
     toy = Family("toy", "Toy", "toy_package")
-    for text, found in (("GROUPS = ()", "none"), (CONFIG.replace("family =", "kind ="), "'gpt'")):
+    for text, found in (("GROUPS = ()", "none"), (CONFIG.replace("name =", "kind ="), "'gpt'")):
         sys.modules.pop("toy_package.config", None)
         (folder / "toy_package/config.py").write_text(text + f"# {found}")
-        with pytest.raises(ConfigError, match=rf"a TrainSpecConfig with family = 'toy'.*; there (is|are) {found}"):
+        with pytest.raises(ConfigError, match=rf"a FamilyConfig with name = 'toy'.*; there (is|are) {found}"):
             assert toy.groups
 
 

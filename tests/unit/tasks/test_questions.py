@@ -14,11 +14,11 @@ from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import ConfigError
 from megatron.training.checkpoints.loading import saved_config
-from megatron.training.evaluation.reading import LoadedModel, load_model
+from megatron.training.evaluation.metrics import LoadedModel, load_model
 from tasks.model_args import words_of
 from tasks.registry import DEFAULTS
 from tasks.settings import HarnessConfig
-from tasks.zero_shot.questions import Asked, Questions, cut_at, disjoint_windows, passage_of
+from tasks.zero_shot.questions import Asked, Questions, cut_at, disjoint_windows, sample_of
 from tests.harness.evaluation import OPENINGS, WIKITEXT_AS_TEXT, SmallGPT2
 from tests.harness.ranks import run_ranks
 
@@ -48,7 +48,7 @@ def answers(context: ParallelContext, native: str, arguments: dict[str, Any]) ->
     texts = [*OPENINGS, WIKITEXT_AS_TEXT, "", "One"]
     prompts, numbers = [ids(opening) for opening in (*OPENINGS, WIKITEXT_AS_TEXT)], range(len(OPENINGS) + 1)
     return {
-        "pairs": asked.likelihoods([passage_of(*pair, length=asked.length) for pair in pairs]),
+        "pairs": asked.likelihoods([sample_of(*pair, length=asked.length) for pair in pairs]),
         "whole": asked.of_whole_texts([ids(text) for text in texts], prefix=asked.tokenizer.eod),
         "greedy": asked.continuations(prompts, numbers, Asked(tokens=12, until=(), sampling=GREEDY)),
         "until": asked.continuations(prompts, numbers, Asked(tokens=12, until=("a", "\n"), sampling=GREEDY)),
@@ -101,8 +101,8 @@ def test_what_greedy_generation_gives_is_called_greedy(gpt2: SmallGPT2) -> None:
         with torch.no_grad():
             ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
     other = [*ids[:-1], (ids[-1] + 1) % 400]
-    passages = [passage_of(context, each[len(context) :], length=LENGTH) for each in (ids, other)]
-    assert [greedy for _, greedy in asked.likelihoods(passages)] == [True, False]
+    samples = [sample_of(context, each[len(context) :], length=LENGTH) for each in (ids, other)]
+    assert [greedy for _, greedy in asked.likelihoods(samples)] == [True, False]
 
 
 def test_whole_texts_are_as_likely_as_transformers_finds_them(gpt2: SmallGPT2, alone: dict[str, Any]) -> None:
@@ -163,24 +163,24 @@ def test_windows_are_the_harness_s() -> None:
     for count in range(20):
         ids = list(range(count))
         theirs = utils.get_rolling_token_windows(ids, 99, max_seq_len=6, context_len=1)
-        expected = [passage_of(*utils.make_disjoint_window(each), length=6) for each in theirs]
+        expected = [sample_of(*utils.make_disjoint_window(each), length=6) for each in theirs]
         found = list(disjoint_windows(ids, prefix=99, length=6))
         assert [each.tokens.tolist() for each in found] == [each.tokens.tolist() for each in expected]
         assert [each.first_scored for each in found] == [each.first_scored for each in expected]
 
 
-def test_passages_are_read_with_others_of_their_length(gpt2: SmallGPT2, monkeypatch: pytest.MonkeyPatch) -> None:
-    """LAMBADA's time would be that of its longest passages, most of it spent on padding."""
+def test_samples_are_batched_with_others_of_their_length(gpt2: SmallGPT2, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LAMBADA's time would be that of its longest samples, most of it spent on padding."""
     asked = questions(ParallelContext.single(), str(gpt2.native), micro_batch_size=4)
     read, step = list[int](), LoadedModel._step
 
-    def counted(model: LoadedModel, batches: Any, longest: int, size: int, readout: Any) -> Any:
+    def counted(model: LoadedModel, batches: Any, longest: int, size: int, metric: Any) -> Any:
         read.append(longest * size * len(batches))
-        return step(model, batches, longest, size, readout)
+        return step(model, batches, longest, size, metric)
 
     monkeypatch.setattr(LoadedModel, "_step", counted)
     lengths = [3, 60] * 16
-    asked.likelihoods([passage_of([1] * length, [2], length=LENGTH) for length in lengths])
+    asked.likelihoods([sample_of([1] * length, [2], length=LENGTH) for length in lengths])
     assert sum(read) == sum(lengths)
 
 
@@ -188,7 +188,7 @@ def test_mistakes_are_one_sentence(gpt2: SmallGPT2) -> None:
     with pytest.raises(ConfigError, match="num_beams: only until, max_gen_toks"):
         Asked.of({"until": ["."], "max_gen_toks": 16, "num_beams": 4})
     with pytest.raises(ConfigError, match="a continuation of 5 tokens is longer than the 4"):
-        passage_of([1], [1, 2, 3, 4, 5], length=4)
+        sample_of([1], [1, 2, 3, 4, 5], length=4)
     asked = questions(ParallelContext.single(), str(gpt2.native))
     with pytest.raises(ConfigError, match="64 tokens to generate leave no room for a text in the model's 64"):
         asked.continuations([[1]], [0], Asked(tokens=64, until=(), sampling=GREEDY))

@@ -84,7 +84,7 @@ def lambada_passages(gpt2: SmallGPT2) -> list[str]:
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_lambada(strict: bool, gpt2: SmallGPT2, tmp_path: Path) -> None:
-    """A passage counts when every token of what is asked for is the likeliest."""
+    """A sample counts when every token of what is asked for is the likeliest."""
     model, tokenizer = gpt2.transformers_model(), gpt2.transformers_tokenizer()
     texts = lambada_passages(gpt2)
     path = write(tmp_path / "passages.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -142,7 +142,7 @@ def test_wikitext_of_the_real_file(real_gpt2: SmallGPT2, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_lambada_of_the_real_file(real_gpt2: SmallGPT2, tmp_path: Path) -> None:
-    """Some of LAMBADA's passages; all 5,153 with TEST_WHOLE_FILES=1. Longer ones are cut to what the model sees."""
+    """Some of LAMBADA's samples; all 5,153 with TEST_WHOLE_FILES=1. Longer ones are cut to what the model sees."""
     lines = shared_data("data", "lambada", "lambada_test.jsonl").read_text(encoding="utf-8").splitlines()
     lines = lines if whole_files() else lines[:60]
     path = write(tmp_path / "passages.jsonl", "".join(f"{line}\n" for line in lines))

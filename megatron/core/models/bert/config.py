@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from megatron.config.family import Rule
 from megatron.config.flags import check_flags, flag
-from megatron.config.train_spec import Rule
 from megatron.core.models.sentences import SentenceConfig
 
 TOKEN_TYPES = 2
@@ -19,7 +19,7 @@ TOKEN_TYPES = 2
 class BertConfig(SentenceConfig):
     """Flags of pretrain_bert.py alone."""
 
-    family: ClassVar[str] = "bert"
+    name: ClassVar[str] = "bert"
     title: ClassVar[str] = "BERT"
 
     bert_binary_head: bool = flag(

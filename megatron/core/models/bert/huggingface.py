@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
-from megatron.config.train_spec import group_among
 from megatron.core.conversion.bounds import Count, Rate, Small
 from megatron.core.conversion.huggingface.format import HuggingFaceFormat
 from megatron.core.conversion.huggingface.known import Json, Known, not_original

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
-from megatron.config.train_spec import group_among
 from megatron.core.conversion.megatron_lm.arguments import Arguments
 from megatron.core.conversion.megatron_lm.format import MegatronLMFormat
 from megatron.core.conversion.megatron_lm.names import OUTPUT, POSITIONS, WORDS, Names, both, same, stack

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
-from megatron.config.train_spec import group_among
 from megatron.core.conversion.megatron_lm.forward import MegatronLMModel, padding
 from megatron.core.conversion.questions import Answer, real_tokens, tokens_for
 from megatron.core.models.bert.config import TOKEN_TYPES, BertConfig

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from megatron.config.data import DataConfig
+from megatron.config.family import Rule
 from megatron.config.flags import check_flags, flag
 from megatron.config.model import ModelConfig
-from megatron.config.train_spec import Rule
 from megatron.core.models.sentences import SentenceConfig
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class T5Config(SentenceConfig):
     """Flags of pretrain_t5.py alone. ``--num-layers`` and ``--seq-length`` are the encoder's."""
 
-    family: ClassVar[str] = "t5"
+    name: ClassVar[str] = "t5"
     title: ClassVar[str] = "T5"
     position_embedding_types: ClassVar[tuple[str, ...]] = ("learned_absolute", "rope", "none", "relative")
 

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
-from megatron.config.train_spec import group_among
 from megatron.core.conversion.bounds import Count, Layers, Width
 from megatron.core.conversion.megatron_lm.arguments import Arguments
 from megatron.core.conversion.megatron_lm.format import MegatronLMFormat

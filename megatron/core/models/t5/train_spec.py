@@ -8,10 +8,10 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
 from megatron.config.pipeline import EncoderDecoderLayers, stage_sizes
 from megatron.config.run import RunConfig
-from megatron.config.train_spec import group_among
 from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.stage import Stage, stages_of

@@ -11,7 +11,7 @@ import torch
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RngStreams
-from tasks.zero_shot import reading
+from tasks.zero_shot import evaluation
 
 
 class Terminal(io.StringIO):
@@ -28,11 +28,11 @@ def test_time_remaining(watched: bool, monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr("tqdm.std.time", lambda: now[0])
     if watched:
         monkeypatch.setattr(sys, "stderr", terminal)
-    tell = reading._teller(context, 40)
+    tell = evaluation._teller(context, 40)
     for done in (10, 20, 30, 40):
         now[0] += 10.0
         tell(done)
     if watched:
-        assert "10/40 (25%)  passages  00:30 left" in terminal.getvalue()
+        assert "10/40 (25%)  samples  00:30 left" in terminal.getvalue()
         assert terminal.getvalue().endswith(" \r")
-    assert capsys.readouterr().out == ("" if watched else "  20 of 40 passages, 00:20 left\n")
+    assert capsys.readouterr().out == ("" if watched else "  20 of 40 samples, 00:20 left\n")

@@ -1,6 +1,6 @@
-"""What a trained model says of given sequences, at any layout: some numbers a sequence, the same on every rank.
+"""Metrics of a trained model on given samples, at any layout: a row of numbers for each, the same on every rank.
 
-Sequences go through the pipeline's runner like any evaluation. The last stage turns its output into a row of numbers
+Samples go through the pipeline's runner like any evaluation. The last stage turns its output into a row of numbers
 for each; rows are zero elsewhere, so one sum over the ranks gives all of them to all.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megatron.config.run import RunConfig
 from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint
 from megatron.core.checkpointing.load import load_checkpoint, read_run_state
-from megatron.core.inference.scoring import Passage
+from megatron.core.inference.scoring import Sample
 from megatron.core.models.stage import Stage
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.collectives import all_reduce
@@ -38,8 +38,8 @@ from megatron.training.run.pipeline import Plans, routes
 from megatron.training.run.stages import build_stage, stages_here
 
 
-class Readout(Protocol):
-    """Numbers of interest in a model's output."""
+class Metric(Protocol):
+    """Computes a row of numbers for each sample from a model's output."""
 
     def width(self, config: RunConfig) -> int:
         """How many a sequence."""
@@ -90,14 +90,14 @@ class Logits:
 
 
 @dataclass
-class _ReadingChunk:
+class _MetricChunk:
     """A rank's part of the model; the last one notes rows down by the microbatch's number."""
 
     train_spec: TrainSpec
     model: nn.Module
     is_last: bool
     incoming: Mapping[str, TensorSpec]
-    readout: Readout
+    metric: Metric
     config: RunConfig
     found: dict[int, Tensor] = field(default_factory=dict)
 
@@ -106,8 +106,8 @@ class _ReadingChunk:
         if not self.is_last:
             return dict(output)
         labels, wanted = microbatch.tensors["labels"], microbatch.tensors["loss_mask"]
-        rows = torch.zeros(labels.shape[0], self.readout.width(self.config), dtype=torch.float64, device=labels.device)
-        self.readout(output, labels, wanted, rows)
+        rows = torch.zeros(labels.shape[0], self.metric.width(self.config), dtype=torch.float64, device=labels.device)
+        self.metric(output, labels, wanted, rows)
         self.found[microbatch.rng_key.sample] = rows
         nothing = rows.new_zeros(())
         return LossSum(nothing, nothing)
@@ -128,24 +128,24 @@ class LoadedModel:
     transport: Transport
 
     @torch.inference_mode()
-    def read(
+    def evaluate(
         self,
-        passages: Sequence[Passage],
-        readout: Readout,
+        samples: Sequence[Sample],
+        metric: Metric,
         *,
-        progress: Callable[[int], None] = lambda passages_read: None,
+        progress: Callable[[int], None] = lambda samples_done: None,
     ) -> Tensor:
-        """Rows ``[passages, width]`` in fp64, on the CPU of every rank. A collective.
+        """Rows ``[samples, width]`` in fp64, on the CPU of every rank. A collective.
 
-        Passages are read with others of about their length, so that little is padding; each once, by one data-parallel
+        Samples are read with others of about their length, so that little is padding; each once, by one data-parallel
         replica. ``progress`` is told how many have been read.
         """
         mesh = self.context.mesh
-        order = sorted(range(len(passages)), key=lambda number: -passages[number].length)
+        order = sorted(range(len(samples)), key=lambda number: -samples[number].length)
         # Several microbatches keep a pipeline busy; without one, short steps need the least padding.
         replicas, count = mesh.size("dp"), 1 if mesh.size("pp") == 1 else 2 * mesh.size("pp")
         portion = count * replicas * self.config.training.micro_batch_size
-        table = torch.zeros(len(passages), readout.width(self.config), dtype=torch.float64)
+        table = torch.zeros(len(samples), metric.width(self.config), dtype=torch.float64)
         for first in range(0, len(order), portion):
             step = order[first : first + portion]
             size = -(-len(step) // (count * replicas))  # a rest is shared out, too
@@ -153,15 +153,13 @@ class LoadedModel:
                 step[start : start + size]
                 for start in range(mesh.rank("dp") * size, count * replicas * size, replicas * size)
             ]
-            batches = [[passages[number] for number in numbers] for numbers in mine]
-            for number, rows in self._step(batches, passages[step[0]].length, size, readout).items():
+            batches = [[samples[number] for number in numbers] for numbers in mine]
+            for number, rows in self._step(batches, samples[step[0]].length, size, metric).items():
                 table[mine[number]] = rows[: len(mine[number])].cpu()
             progress(first + len(step))
         return all_reduce(table.to(self.context.device), mesh, "pp", "dp", "cp").cpu()
 
-    def _step(
-        self, batches: Sequence[Sequence[Passage]], longest: int, size: int, readout: Readout
-    ) -> dict[int, Tensor]:
+    def _step(self, batches: Sequence[Sequence[Sample]], longest: int, size: int, metric: Metric) -> dict[int, Tensor]:
         """Rows ``[size, width]`` by number of the microbatch; none on ranks without the last stage."""
         context = self.context
         config = replace(
@@ -170,20 +168,20 @@ class LoadedModel:
             training=replace(self.config.training, micro_batch_size=size),
         )
         chunks = [
-            _ReadingChunk(
+            _MetricChunk(
                 self.train_spec,
                 model,
                 stage.is_last,
                 self.train_spec.stage_inputs(config, stage, context),
-                readout,
+                metric,
                 config,
             )
             for model, stage in zip(self.models, self.stages)
         ]
         runner = Runner(chunks, transport=self.transport, device=context.device, activity=context.mesh.activity)
         microbatches = [
-            Microbatch(self._held(_tensors(passages, config)), StreamKey(number))
-            for number, passages in enumerate(batches)
+            Microbatch(self._held(_tensors(samples, config)), StreamKey(number))
+            for number, samples in enumerate(batches)
         ]
         runner.step(self.plans.evaluation(len(microbatches)), microbatches)
         return {number: rows for chunk in chunks for number, rows in chunk.found.items()}
@@ -214,19 +212,19 @@ class LogitsAtAnyLayout:
         ids = tokens.cpu().numpy()
         ends = lengths.tolist()
         # What is predicted is not known: any token will do in its place.
-        passages = [Passage(np.append(ids[row, :end], 0), first_scored=end - 1) for row, end in enumerate(ends)]
-        return self.model.read(passages, Logits())
+        samples = [Sample(np.append(ids[row, :end], 0), first_scored=end - 1) for row, end in enumerate(ends)]
+        return self.model.evaluate(samples, Logits())
 
 
-def _tensors(passages: Sequence[Passage], config: RunConfig) -> dict[str, Tensor]:
+def _tensors(samples: Sequence[Sample], config: RunConfig) -> dict[str, Tensor]:
     """A microbatch of the size and length of ``config``, padded on the right, where a causal model never looks."""
     tokens = torch.zeros(config.training.micro_batch_size, config.data.seq_length, dtype=torch.int64)
     labels, wanted = torch.zeros_like(tokens), torch.zeros_like(tokens, dtype=torch.bool)
-    for row, passage in enumerate(passages):
-        end = passage.length
-        ids = torch.as_tensor(passage.tokens)
+    for row, sample in enumerate(samples):
+        end = sample.length
+        ids = torch.as_tensor(sample.tokens)
         tokens[row, :end], labels[row, :end] = ids[:-1], ids[1:]
-        wanted[row, passage.first_scored : end] = True
+        wanted[row, sample.first_scored : end] = True
     return {"tokens": tokens, "labels": labels, "loss_mask": wanted}
 
 

@@ -1,4 +1,4 @@
-"""What the settings of one train spec alone tell the rest of a run; by default, what is true of GPT."""
+"""What the settings of one family tell the rest of a run; the defaults are those of GPT."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def group_among(groups: Iterable[object], kind: type[Group]) -> Group:
     return next(group for group in groups if isinstance(group, kind))
 
 
-class TrainSpecConfig:
-    """Base of the groups of flags that one train spec adds to those of every model.
+class FamilyConfig:
+    """Base of the groups of flags that one family adds to those of every model.
 
-    ``family``: name of the family whose model it is, as the registry has it; ``title``: in messages.
+    ``name``: of the family, as in the registry; ``title``: in messages.
     ``position_embedding_types``: values of ``--position-embedding-type`` that such a model has. ``usual_tokenizer``:
     ``--tokenizer-type`` unless given. ``varying_counts``: what makes microbatches differ in the number of tokens that
     have a loss, if anything does.
     """
 
-    family: ClassVar[str] = "gpt"
+    name: ClassVar[str] = "gpt"
     position_embedding_types: ClassVar[tuple[str, ...]] = ("learned_absolute", "rope", "none")
     title: ClassVar[str] = "GPT"
     usual_tokenizer: ClassVar[str] = "GPT2BPETokenizer"

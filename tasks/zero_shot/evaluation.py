@@ -1,4 +1,4 @@
-"""What zero-shot tasks share: reading their files, loading the model, and asking it about passages."""
+"""What zero-shot tasks share: they read files, load the model, and evaluate samples."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron.config.run import RunConfig
-from megatron.core.inference.scoring import Passage, TextScore
+from megatron.core.inference.scoring import Sample, TextScore
 from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.tokenizers.text_files import parse_line
 from megatron.errors import DataError
-from megatron.training.evaluation.reading import Likelihoods, LoadedModel, load_model
+from megatron.training.evaluation.metrics import Likelihoods, LoadedModel, load_model
 from megatron.training.reporting.progress import ProgressBar
 
 _SECONDS_BETWEEN_WORDS = 15.0
@@ -61,17 +61,17 @@ def load_gpt(config: RunConfig, context: ParallelContext) -> LoadedModel:
     return load_model(config, GPTSpec(), context)
 
 
-def likelihoods(model: LoadedModel, passages: Sequence[Passage], *, compare: bool) -> Tensor:
-    """Of each passage: nats, predictions that another token beats (with ``compare``), predictions. A collective."""
-    table = model.read(passages, Likelihoods(compare), progress=_teller(model.context, len(passages)))
-    wanted = [passage.num_scored for passage in passages]
+def likelihoods(model: LoadedModel, samples: Sequence[Sample], *, compare: bool) -> Tensor:
+    """Of each sample: nats, predictions that another token beats (with ``compare``), predictions. A collective."""
+    table = model.evaluate(samples, Likelihoods(compare), progress=_teller(model.context, len(samples)))
+    wanted = [sample.num_scored for sample in samples]
     assert table[:, 2].tolist() == wanted, "every prediction is scored once"
     return table
 
 
-def score(model: LoadedModel, passages: Sequence[Passage]) -> TextScore:
-    """The passages' scores added up. A collective."""
-    nats, _, count = likelihoods(model, passages, compare=False).sum(dim=0).tolist()
+def score(model: LoadedModel, samples: Sequence[Sample]) -> TextScore:
+    """The samples' scores added up. A collective."""
+    nats, _, count = likelihoods(model, samples, compare=False).sum(dim=0).tolist()
     return TextScore(nats, int(count))
 
 
@@ -84,13 +84,13 @@ def _teller(context: ParallelContext, total: int) -> Callable[[int], None]:
     def tell(done: int) -> None:
         nonlocal said
         now = time.monotonic()
-        bar.show(done, "passages")
+        bar.show(done, "samples")
         if done == total:
             bar.clear()
         elif is_last and not bar.enabled and now - said > _SECONDS_BETWEEN_WORDS:
             said = now
             print(
-                f"  {done:,} of {total:,} passages, {tqdm.format_interval((now - start) * (total - done) / done)} left",
+                f"  {done:,} of {total:,} samples, {tqdm.format_interval((now - start) * (total - done) / done)} left",
                 flush=True,
             )
 
