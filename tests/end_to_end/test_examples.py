@@ -7,12 +7,13 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from megatron.planning.estimate import flops_per_sample
+from tests.end_to_end.commands import run
 from tests.golden.regenerate_examples import FLAG_FILES, GOLDEN, example, family_of_example, resolved
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +45,36 @@ def run_bash(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash", *words], cwd="/", env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The examples beside a Python that only prints the words it is started with."""
+    folder = tmp_path_factory.mktemp("checkout")
+    (folder / "examples").symlink_to(ROOT / "examples")
+    python = folder / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
+    python.chmod(0o755)
+    return folder
+
+
+DryRun = Callable[..., str]
+
+
+@pytest.fixture
+def dry_run(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> DryRun:
+    """What an example's dry run prints. Bash runs the script; the command that it ends in runs in a forked process."""
+    monkeypatch.chdir(ROOT)  # where launch.sh goes
+
+    def printed(script: Path, *words: str, **variables: str) -> str:
+        path = checkout / script.relative_to(ROOT)
+        typed = run_bash(str(path), *words, "--dry-run", "--no-check-files", **variables)
+        assert typed.returncode == 0, typed.stderr
+        program, *flags = typed.stdout.split("\0")[:-1]
+        return run(program, "", *flags)
+
+    return printed
+
+
 @pytest.mark.parametrize("flag_file", FLAG_FILES, ids=lambda path: path.stem)
 def test_flags_resolve_to_what_was_reviewed(flag_file: Path) -> None:
     """A changed default changes every example: it should be seen. See tests/golden/regenerate_examples.py."""
@@ -51,18 +82,17 @@ def test_flags_resolve_to_what_was_reviewed(flag_file: Path) -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_script_checks_without_gpu_or_data_and_its_head_is_true(script: Path) -> None:
+def test_script_checks_without_gpu_or_data_and_its_head_is_true(script: Path, dry_run: DryRun) -> None:
     """The first thing to do with an example, on whatever machine one has; and its head promises what that prints."""
-    done = run_bash(str(script), "--dry-run", "--no-check-files")
-    assert done.returncode == 0, done.stderr
-    assert PARAMETERS[script.name] in done.stdout
-    head, size = script.read_text(encoding="utf-8"), memory(done.stdout)
+    printed = dry_run(script)
+    assert PARAMETERS[script.name] in printed
+    head, size = script.read_text(encoding="utf-8"), memory(printed)
     assert f"Memory    {size['together']}" in head
     assert f"of which {size['activations kept for the backward pass']} are activations" in head
-    ranks = re.search(r"== layout\n   (\S+) ranks?", done.stdout)
+    ranks = re.search(r"== layout\n   (\S+) ranks?", printed)
     assert ranks is not None
     assert f"Hardware  {ranks[1].replace(',', '')} GPU" in head
-    waiting = re.search(r"ranks wait for (\S+ %)", done.stdout)
+    waiting = re.search(r"ranks wait for (\S+ %)", printed)
     assert waiting is None or waiting[1] in head, waiting
 
 
@@ -75,12 +105,12 @@ def less_hardware() -> Iterator[tuple[Path, str, str, str]]:
 
 
 @pytest.mark.parametrize(("script", "variables", "flags", "promised"), list(less_hardware()))
-def test_advice_for_less_hardware_is_true(script: Path, variables: str, flags: str, promised: str) -> None:
+def test_advice_for_less_hardware_is_true(
+    script: Path, variables: str, flags: str, promised: str, dry_run: DryRun
+) -> None:
     """Whoever has fewer GPUs follows it word for word."""
     settings = dict(each.split("=") for each in variables.split())
-    done = run_bash(str(script), "--dry-run", "--no-check-files", *flags.split(), **settings)
-    assert done.returncode == 0, done.stderr
-    assert memory(done.stdout)["together"] == promised
+    assert memory(dry_run(script, *flags.split(), **settings))["together"] == promised
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -95,6 +125,15 @@ def test_time_in_the_head_follows_from_the_settings(script: Path) -> None:
     assert said == f"{flops:.1e}".replace("+", "")
     assert int(gpus) == run.world_size
     assert days == f"{flops / (int(gpus) * int(tflops) * 1e12) / 86400:.1f}"
+
+
+@pytest.mark.parametrize("script", ["gpt3/train_gpt_345m.sh", "bert/train_bert_340m_distributed.sh"])
+def test_script_starts_the_python_of_the_checkout(script: str, dry_run: DryRun) -> None:
+    """Started as a user does, a script prints what it prints to the tests here, which start no Python."""
+    path = ROOT / "examples" / script
+    done = run_bash(str(path), "--dry-run", "--no-check-files")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == dry_run(path)
 
 
 def test_script_hands_on_a_users_mistake() -> None:
@@ -112,14 +151,13 @@ def paths_of(script: Path) -> list[str]:
     return found[1].split()
 
 
-def test_scripts_take_paths_where_megatron_lm_does() -> None:
+def test_scripts_take_paths_where_megatron_lm_does(dry_run: DryRun) -> None:
     """Megatron-LM's documented lines name no flag: bash examples/NAME/train_NAME.sh CHECKPOINT_PATH … DATA_PATH."""
     for script in SCRIPTS:
         names = paths_of(script)
-        done = run_bash(str(script), *(f"/my/{name}" for name in names), "--dry-run", "--no-check-files")
-        assert done.returncode == 0, done.stderr
-        assert "given twice" not in done.stdout + done.stderr
-        used = dict(re.findall(r"^ +(--\S+) +(/my/\S+) +flag$", done.stdout, re.MULTILINE))
+        printed = dry_run(script, *(f"/my/{name}" for name in names))
+        assert "given twice" not in printed
+        used = dict(re.findall(r"^ +(--\S+) +(/my/\S+) +flag$", printed, re.MULTILINE))
         assert used.pop("--save") == used.pop("--load") == "/my/CHECKPOINT_PATH"
         assert used.pop("--tensorboard-dir") == "/my/TENSORBOARD_LOGS_PATH"
         assert used == {"--" + name.lower().replace("_", "-"): f"/my/{name}" for name in names[2:]}
@@ -141,15 +179,12 @@ def test_script_refuses_paths_that_would_be_taken_for_others(words: str, message
     assert done.stderr.count("\n") == 1
 
 
-def test_a_blend_is_one_path_and_paths_may_be_variables() -> None:
+def test_a_blend_is_one_path_and_paths_may_be_variables(dry_run: DryRun) -> None:
     """ "0.3 A 0.7 B" in DATA_PATH is two data sets, as it is where the shell splits it."""
-    script, check = (
-        str(ROOT / "examples" / "bert" / "train_bert_340m_distributed.sh"),
-        ["--dry-run", "--no-check-files"],
-    )
-    paths = dict(zip(paths_of(Path(script)), ("c", "t", "v", "0.3 A 0.7 B")))
-    settings = run_bash(script, *paths.values(), *check).stdout
-    assert settings == run_bash(script, *check, **paths).stdout
+    script = ROOT / "examples" / "bert" / "train_bert_340m_distributed.sh"
+    paths = dict(zip(paths_of(script), ("c", "t", "v", "0.3 A 0.7 B")))
+    settings = dry_run(script, *paths.values())
+    assert settings == dry_run(script, **paths)
     assert "data-path 0.3 A 0.7 B" in " ".join(settings.split())
 
 
