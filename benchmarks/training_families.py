@@ -241,7 +241,7 @@ def transformers_t5(shape: Shape, attention: str = "sdpa") -> tuple[Any, Loss]:
 
 ORIGINAL_T5 = {
     "position_embedding_type": "relative", "softmax_scale": 1.0, "normalization": "RMSNorm", "norm_epsilon": 1e-6,
-    "add_bias_linear": False, "relu": True,
+    "add_bias_linear": False, "activation": "relu",
 }  # fmt: skip
 
 CASES = {

@@ -36,6 +36,8 @@ class FlagOptions:
     choices: tuple[Any, ...] = ()
     renamed_values: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     refused_values: Mapping[str, str] = field(default_factory=dict)
+    switches: Mapping[str, str] = field(default_factory=dict)
+    together: Mapping[frozenset[str], str] = field(default_factory=dict)
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
@@ -55,6 +57,7 @@ def flag(help: str, *, default: Any = dataclasses.MISSING, **options: Any) -> An
     ``choices``: the only values, where the annotation can't list them.
     ``renamed_values``: values of Megatron-LM with another name here, each with the remark that is printed.
     ``refused_values``: values of Megatron-LM's that cannot be had, each with advice.
+    ``switches``: flags without a value that stand for a choice. ``together``: what two choices mean at once.
     ``at_least``, ``above``, ``at_most``, ``below``: bounds of each number.
     ``architecture``: the field is part of what a checkpoint's weights mean, so it must be the same on load.
     ``from_checkpoint``: it may differ, but ``--use-checkpoint-args`` takes it, too.
@@ -107,12 +110,13 @@ class FlagSpec:
             return noun
         return f"{self.count or 'one or more'} values, each {noun}"
 
-    def spellings(self) -> dict[str, bool | None]:
+    def spellings(self) -> dict[str, bool | str | None]:
         """Every accepted spelling, with the value a switch sets (None for a flag that takes values)."""
         if self.options.internal:
             return {}
         value = True if self.is_switch else None
-        found: dict[str, bool | None] = dict.fromkeys((self.positive, *self.options.aliases), value)
+        found: dict[str, bool | str | None] = dict.fromkeys((self.positive, *self.options.aliases), value)
+        found |= self.options.switches
         if self.is_switch:
             found[self.options.off or "--no-" + self.positive[2:]] = False
         return found

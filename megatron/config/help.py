@@ -44,9 +44,12 @@ def _entry(spec: FlagSpec, width: int, defaults: Mapping[str, Any]) -> list[str]
     choices = f"One of {one_of(spec.choices)}." if spec.choices and not _listed(spec) else ""
     text = " ".join(part for part in (spec.options.help, choices, _default_here(spec, defaults)) if part)
     body = textwrap.wrap(text, width - _COLUMN, break_on_hyphens=False)
+    short = [
+        f"  {switch}".ljust(_COLUMN) + f"{spec.positive} {value}" for switch, value in spec.options.switches.items()
+    ]
     if len(head) > _COLUMN - 2:
-        return [head, *(" " * _COLUMN + line for line in body)]
-    return [head.ljust(_COLUMN) + body[0], *(" " * _COLUMN + line for line in body[1:])]
+        return [head, *(" " * _COLUMN + line for line in body), *short]
+    return [head.ljust(_COLUMN) + body[0], *(" " * _COLUMN + line for line in body[1:]), *short]
 
 
 def usage(spec: FlagSpec) -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from megatron.config.flags import check_flags, derive, flag
 
-Activation = Literal["gelu_tanh", "gelu", "silu", "relu", "squared_relu"]
+Activation = Literal["gelu_tanh", "gelu", "relu", "squared_relu", "swiglu", "geglu_tanh", "geglu"]
+NonLinearity = Literal["gelu_tanh", "gelu", "silu", "relu", "squared_relu"]
+
+_GATES: dict[str, NonLinearity] = {"swiglu": "silu", "geglu_tanh": "gelu_tanh", "geglu": "gelu"}
 
 _FLASH = "auto takes sdpa, PyTorch's fused and flash kernels, wherever they support the request"
 
@@ -23,7 +26,7 @@ class ModelConfig:
         "Inner width of the MLP.",
         default=None,
         derived="4 x hidden size; gated: 8/3 x hidden size, rounded down to a multiple of 64",
-        follows=("hidden_size", "swiglu", "geglu"),
+        follows=("hidden_size", "activation"),
         at_least=1,
         architecture=True,
     )
@@ -101,12 +104,19 @@ class ModelConfig:
         default=False,
         architecture=True,
     )
-    swiglu: bool = flag("MLP gated by SiLU.", default=False, architecture=True)
-    geglu: bool = flag("MLP gated by GELU.", default=False, architecture=True)
-    relu: bool = flag("ReLU in the MLP.", default=False, architecture=True)
-    squared_relu: bool = flag("Squared ReLU in the MLP.", default=False, architecture=True)
-    exact_gelu: bool = flag(
-        "GELU by the error function instead of its tanh approximation.", default=False, architecture=True
+    activation: Activation = flag(  # noqa: RUF009
+        "Activation of the MLP. gelu uses the error function, gelu_tanh its tanh approximation; swiglu, geglu and "
+        "geglu_tanh have a gate.",
+        default="gelu_tanh",
+        switches={
+            "--swiglu": "swiglu",
+            "--geglu": "geglu_tanh",
+            "--relu": "relu",
+            "--squared-relu": "squared_relu",
+            "--exact-gelu": "gelu",
+        },
+        together={frozenset({"geglu_tanh", "gelu"}): "geglu"},
+        architecture=True,
     )
     softmax_scale: float | None = flag(
         "Scale of attention scores; 1 / sqrt(width of a head) unless given.",
@@ -168,18 +178,14 @@ class ModelConfig:
             object.__setattr__(self, "add_qkv_bias", True)
 
     @property
-    def activation(self) -> Activation:
-        """Non-linearity of the MLP; of its gate when ``gated``."""
-        if self.swiglu:
-            return "silu"
-        if self.relu or self.squared_relu:
-            return "relu" if self.relu else "squared_relu"
-        return "gelu" if self.exact_gelu else "gelu_tanh"
+    def non_linearity(self) -> NonLinearity:
+        """What ``activation`` applies to each element; to the gate when ``gated``."""
+        return _GATES.get(self.activation) or cast(NonLinearity, self.activation)
 
     @property
     def gated(self) -> bool:
         """Whether the MLP has a gate: its first matmul is then twice as wide."""
-        return self.swiglu or self.geglu
+        return self.activation in _GATES
 
     def padded_vocab_size(self, tensor_model_parallel_size: int) -> int:
         """Rows of the word embeddings over all ranks; ``vocab_size`` must be known."""

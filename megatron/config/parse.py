@@ -63,7 +63,7 @@ class Intake:
         self.renamed: dict[str, str] = {}  # by spelling: the note about it
         self._said: dict[tuple[str, str], tuple[int, list[str]]] = {}  # by reason: the sentence's place, and its flags
         self._by_field: dict[str, FlagSpec] = {}
-        self._by_spelling: dict[str, tuple[FlagSpec, bool | None]] = {}
+        self._by_spelling: dict[str, tuple[FlagSpec, bool | str | None]] = {}
         self._yielding: list[tuple[FlagSpec, Given]] = []
         self._underscored: list[str] = []
         self._deepspeed: list[tuple[str, str]] = []
@@ -220,7 +220,9 @@ class Intake:
             spelling = with_dashes
         if spelling in self._by_spelling:
             spec, switch = self._by_spelling[spelling]
-            if switch is not None and values == [False]:
+            if isinstance(switch, str):
+                self._take_switch(spec, spelling, switch, values, source=source, rank=rank)
+            elif switch is not None and values == [False]:
                 self._take(spec, not switch, source=source, rank=rank)
             else:
                 self._take(spec, values if switch is None or values else switch, source=source, rank=rank)
@@ -239,6 +241,28 @@ class Intake:
             self._wrong(f"{where}there is no flag {spelling}{f' (did you mean {meant}?)' if meant else ''}")
             if meant and self._by_spelling[meant][0].field not in self.given:
                 self.faulted.add(self._by_spelling[meant][0].positive)
+
+    def _take_switch(
+        self, spec: FlagSpec, spelling: str, value: str, values: list[Any], *, source: str, rank: int
+    ) -> None:
+        """A flag without a value that stands for a choice of another flag; two that differ contradict each other."""
+        if values == [False]:
+            return
+        known = self.given.get(spec.field)
+        if values:
+            self._wrong(
+                f"{spelling} is on or off and takes no value, so {' '.join(map(str, values))!r} cannot follow it"
+            )
+            self.faulted.add(spec.positive)
+        elif known is None or known.rank != rank or known.value == value:
+            self._take(spec, value, source=source, rank=rank)
+        elif both := spec.options.together.get(frozenset({known.value, value})):
+            self.given[spec.field] = Given(both, source, rank)
+        else:
+            other = next((flag for flag, each in spec.options.switches.items() if each == known.value), None)
+            named = other or _flag_text(spec, known.value)
+            self._wrong(f"{named} and {spelling} are mutually exclusive; keep one")
+            self.faulted.add(spec.positive)
 
     def _is_known(self, spelling: str) -> bool:
         if spelling in self._by_spelling or self._legacy(spelling) is not None:

@@ -141,6 +141,7 @@ REFUSED: dict[str, str] = {
         "scale-emb scale-depth dim-model-base"
     ),
     "a gate on the output of attention is not available yet; leave it out": "attention-output-gate",
+    "choose with --activation": "no-swiglu no-geglu no-relu no-squared-relu no-exact-gelu",
     "it is not available yet; the gated MLPs are --swiglu and --geglu": (
         "quick-geglu activation-func-clamp-value glu-linear-offset"
     ),

@@ -99,7 +99,8 @@ BY_VALUE: Mapping[str, ByValue] = {
         harmless=("multihead",),
     ),
     "glu-activation": ByValue(
-        {"swiglu": {"swiglu": True}, "geglu": {"geglu": True}}, "the gated MLPs are --swiglu and --geglu"
+        {"swiglu": {"activation": "swiglu"}, "geglu": {"activation": "geglu_tanh"}},
+        "the gated MLPs are --swiglu and --geglu",
     ),
     "pp-partition-method": ByValue(
         {

@@ -99,7 +99,7 @@ def test_checkpoint_of_another_architecture(tmp_path: Path) -> None:
         CheckpointError, match=r"--hidden-size is 32 in the checkpoint and 64 here.*--use-checkpoint-args"
     ):
         train(TINY.replace("--hidden-size 32", "--hidden-size 64") + " --train-iters 2", f"--load={tmp_path}")
-    with pytest.raises(CheckpointError, match="--squared-relu is False in the checkpoint and True here"):
+    with pytest.raises(CheckpointError, match="--activation is gelu_tanh in the checkpoint and squared_relu here"):
         train(f"{TINY} --train-iters 2 --finetune --squared-relu", f"--load={tmp_path}")
     with pytest.raises(CheckpointError, match="Leave those settings out: --use-checkpoint-args takes"):
         train(f"{TINY} --train-iters 2 --use-checkpoint-args --num-layers 3", f"--load={tmp_path}")

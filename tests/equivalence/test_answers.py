@@ -14,7 +14,7 @@ from tests.equivalence.test_equivalence import FULL, HALVES, SMALL, STILL, check
 from tests.equivalence.training import Layout, train
 from tests.tiers import pairs
 
-ORIGINAL: dict[str, Any] = {"apply_residual_connection_post_layernorm": True, "exact_gelu": True}
+ORIGINAL: dict[str, Any] = {"apply_residual_connection_post_layernorm": True, "activation": "gelu"}
 DEEP: dict[str, Any] = SMALL | {"num_layers": 3}
 
 HEADS = ("classification_head", "multichoice_head")

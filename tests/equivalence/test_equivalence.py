@@ -22,7 +22,7 @@ SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_head
 LLAMA: dict[str, Any] = SMALL | {
     "position_embedding_type": "rope",
     "normalization": "RMSNorm",
-    "swiglu": True,
+    "activation": "swiglu",
     "add_bias_linear": False,
     "group_query_attention": True,
     "num_query_groups": 4,
@@ -42,7 +42,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "geglu, rotary half interleaved, layernorm 1p": SMALL
     | STILL
     | {
-        "geglu": True,
+        "activation": "geglu_tanh",
         "position_embedding_type": "rope",
         "rotary_percent": 0.5,
         "rotary_interleaved": True,
@@ -53,13 +53,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | STILL
     | {
         "apply_residual_connection_post_layernorm": True,
-        "exact_gelu": True,
+        "activation": "gelu",
         "position_embedding_type": "rope",
         "untie_embeddings_and_output_weights": True,
     },
     "squared relu, no positions, qkv bias": SMALL
     | STILL
-    | {"squared_relu": True, "position_embedding_type": "none", "add_bias_linear": False, "add_qkv_bias": True},
+    | {"activation": "squared_relu", "position_embedding_type": "none", "add_bias_linear": False, "add_qkv_bias": True},
 }
 TWELVE_HEADS: dict[str, Any] = SMALL | STILL | {"hidden_size": 48, "num_attention_heads": 12}
 THREES: dict[str, dict[str, Any]] = {

@@ -28,8 +28,8 @@ T5: dict[str, Any] = SMALL | {
     "softmax_scale": 1.0,
 }
 VARIANTS: dict[str, dict[str, Any]] = {
-    "original": T5 | STILL | {"relu": True},
-    "v1.1": T5 | STILL | {"geglu": True, "untie_embeddings_and_output_weights": True},
+    "original": T5 | STILL | {"activation": "relu"},
+    "v1.1": T5 | STILL | {"activation": "geglu_tanh", "untie_embeddings_and_output_weights": True},
     "megatron": SMALL | STILL | {"family": "t5"},
 }
 OTHERS: dict[str, dict[str, Any]] = {
@@ -43,7 +43,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "rotary, few groups, qk norm": LLAMA
     | STILL
     | {"family": "t5", "num_query_groups": 2, "qk_layernorm": True, "untie_embeddings_and_output_weights": False},
-    "relative with dropout": T5 | {"relu": True, "attention_dropout": 0.2, "hidden_dropout": 0.2},
+    "relative with dropout": T5 | {"activation": "relu", "attention_dropout": 0.2, "hidden_dropout": 0.2},
     "megatron with dropout": SMALL | {"family": "t5", "attention_dropout": 0.2, "hidden_dropout": 0.2},
 }
 FULL, SELECTIVE = RecomputePlan("full"), RecomputePlan("selective")

@@ -20,7 +20,7 @@ from tests.unit.planning.test_estimate import kept_activations
 QUIET: dict[str, Any] = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "hidden_size": 128}
 LLAMA = QUIET | {
     "position_embedding_type": "rope",
-    "swiglu": True,
+    "activation": "swiglu",
     "normalization": "RMSNorm",
     "add_bias_linear": False,
     "group_query_attention": True,

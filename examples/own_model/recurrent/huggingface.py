@@ -91,7 +91,7 @@ class RecurrentFormat(HuggingFaceFormat):
 
 _PUBLISHED: dict[str, Any] = {
     "normalization": "RMSNorm",
-    "swiglu": True,
+    "activation": "swiglu",
     "add_bias_linear": False,
     "position_embedding_type": "none",
     "untie_embeddings_and_output_weights": False,

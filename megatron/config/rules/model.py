@@ -51,23 +51,6 @@ def sequence_fits_positions(run: RunConfig) -> str | None:
     )
 
 
-def one_activation(run: RunConfig) -> str | None:
-    """The MLP has one non-linearity."""
-    model = run.model
-    asked = {
-        "--swiglu": model.swiglu,
-        "--geglu": model.geglu,
-        "--relu": model.relu,
-        "--squared-relu": model.squared_relu,
-    }
-    named = [flag for flag, given in asked.items() if given]
-    if len(named) > 1:
-        return f"{' and '.join(named)} are mutually exclusive; keep one"
-    if model.exact_gelu and (model.swiglu or model.relu or model.squared_relu):
-        return f"--exact-gelu has no effect with {named[0]}; keep one"
-    return None
-
-
 def rotated_width_is_even(run: RunConfig) -> str | None:
     """Rotary positions turn pairs of channels."""
     model = run.model
@@ -176,7 +159,6 @@ RULES = (
     query_groups_divide_heads,
     query_groups_need_grouped_attention,
     sequence_fits_positions,
-    one_activation,
     rotated_width_is_even,
     rotary_settings_need_rope,
     one_rotary_scaling,

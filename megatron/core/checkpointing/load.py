@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from megatron.config.saved_settings import in_current_names
 from megatron.core.checkpointing.agreement import gather_from_all, run_on_all
 from megatron.core.checkpointing.find import CheckpointFolder
 from megatron.core.checkpointing.save import RUN_FILE, RUN_FORMAT
@@ -63,6 +64,8 @@ def read_run_document(folder: CheckpointFolder | AnyPath) -> dict[str, Any]:
             raise CheckpointError(f"{path} lacks {name}")
     check_kinds(document, _OF_THE_FILE, where=str(path), error=CheckpointError)
     check_kinds(document["state"], _OF_THE_STATE, where=f"{path}: state", error=CheckpointError)
+    if "config" in document["state"]:
+        document["state"]["config"] = in_current_names(document["state"]["config"])
     if document["format"] > RUN_FORMAT:
         raise CheckpointError(f"{path} is of format {document['format']}; this version reads up to {RUN_FORMAT}")
     return document

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-Activation = Literal["gelu_tanh", "gelu", "silu", "relu", "squared_relu"]
+from megatron.config.model import NonLinearity
 
 _APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
-def activation(x: Tensor, kind: Activation) -> Tensor:
+def activation(x: Tensor, kind: NonLinearity) -> Tensor:
     """``kind`` applied to every element: tanh-approximated or exact GELU, SiLU, ReLU, or ReLU squared."""
     if kind == "silu":
         return functional.silu(x)
@@ -24,13 +24,13 @@ def activation(x: Tensor, kind: Activation) -> Tensor:
     return functional.gelu(x, approximate=_APPROXIMATE[kind])
 
 
-def gated_activation(x: Tensor, kind: Activation) -> Tensor:
+def gated_activation(x: Tensor, kind: NonLinearity) -> Tensor:
     """``act(gate) * value`` [..., f] of ``x`` [..., 2f] = (gate half, value half): SwiGLU, GEGLU. Shazeer 2020."""
     result: Tensor = _GatedActivation.apply(x, kind)  # type: ignore[no-untyped-call]
     return result
 
 
-def _activation_gradient(grad: Tensor, x: Tensor, kind: Activation) -> Tensor:
+def _activation_gradient(grad: Tensor, x: Tensor, kind: NonLinearity) -> Tensor:
     if kind == "silu":
         return torch.ops.aten.silu_backward(grad, x)  # type: ignore[no-any-return]
     if kind == "relu":
@@ -47,7 +47,7 @@ class _GatedActivation(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: Activation) -> Tensor:
+    def forward(ctx: Any, x: Tensor, kind: NonLinearity) -> Tensor:
         ctx.save_for_backward(x)
         ctx.kind = kind
         gate, value = x.chunk(2, dim=-1)

@@ -56,13 +56,13 @@ def describe_model(run: RunConfig) -> str:
     heads = f"{model.num_attention_heads} heads of {model.kv_channels}"
     if model.num_query_groups != model.num_attention_heads:
         heads += f" ({model.num_query_groups} for keys and values)"
-    gate = {"silu": "SwiGLU", "gelu_tanh": "GEGLU", "gelu": "GEGLU"}.get(model.activation, model.activation)
+    mlp = {"swiglu": "SwiGLU", "geglu": "GEGLU", "geglu_tanh": "GEGLU"}.get(model.activation, model.activation)
     decoder = run.num_layers - model.num_layers
     layers = f"{model.num_layers} encoder and {decoder} decoder" if decoder else f"{model.num_layers}"
     parts = [
         f"{layers} layers of {model.hidden_size}",
         heads,
-        f"{gate if model.gated else model.activation} MLP of {model.ffn_hidden_size}",
+        f"{mlp} MLP of {model.ffn_hidden_size}",
         model.normalization,
         f"{model.position_embedding_type} positions",
         f"vocabulary {model.vocab_size:,}, padded to {run.padded_vocab_size:,}",

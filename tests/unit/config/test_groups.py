@@ -17,11 +17,11 @@ def model(**changes: Any) -> ModelConfig:
     ("changes", "width"),
     [
         ({}, 384),
-        ({"swiglu": True}, 256),
-        ({"geglu": True}, 256),
-        ({"swiglu": True, "hidden_size": 4096}, 10880),
-        ({"swiglu": True, "hidden_size": 8}, 64),
-        ({"swiglu": True, "ffn_hidden_size": 100}, 100),
+        ({"activation": "swiglu"}, 256),
+        ({"activation": "geglu_tanh"}, 256),
+        ({"activation": "swiglu", "hidden_size": 4096}, 10880),
+        ({"activation": "swiglu", "hidden_size": 8}, 64),
+        ({"activation": "swiglu", "ffn_hidden_size": 100}, 100),
     ],
 )
 def test_ffn_width(changes: dict[str, Any], width: int) -> None:
@@ -55,16 +55,16 @@ def test_biases() -> None:
     ("changes", "activation", "gated"),
     [
         ({}, "gelu_tanh", False),
-        ({"exact_gelu": True}, "gelu", False),
-        ({"squared_relu": True}, "squared_relu", False),
-        ({"swiglu": True}, "silu", True),
-        ({"geglu": True}, "gelu_tanh", True),
-        ({"geglu": True, "exact_gelu": True}, "gelu", True),
+        ({"activation": "gelu"}, "gelu", False),
+        ({"activation": "squared_relu"}, "squared_relu", False),
+        ({"activation": "swiglu"}, "silu", True),
+        ({"activation": "geglu_tanh"}, "gelu_tanh", True),
+        ({"activation": "geglu"}, "gelu", True),
     ],
 )
 def test_activation(changes: dict[str, Any], activation: str, gated: bool) -> None:
-    """The flags of the MLP come to one non-linearity, with or without a gate."""
-    assert (model(**changes).activation, model(**changes).gated) == (activation, gated)
+    """An activation is a non-linearity with or without a gate."""
+    assert (model(**changes).non_linearity, model(**changes).gated) == (activation, gated)
 
 
 @pytest.mark.parametrize(

@@ -198,8 +198,8 @@ def test_values_that_ask_for_what_happens_anyway() -> None:
         ),
         (
             "--glu-activation swiglu",
-            {"swiglu": True},
-            "--glu-activation swiglu: taken as --swiglu",
+            {"activation": "swiglu"},
+            "--glu-activation swiglu: taken as --activation swiglu",
         ),
         (
             "--zero-stage 1",

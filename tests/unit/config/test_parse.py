@@ -195,7 +195,7 @@ def reader(saved: Mapping[str, Any] | None, calls: list[tuple[str, int | None]])
 def test_checkpoint_gives_architecture_only() -> None:
     """--use-checkpoint-args takes what the weights mean, not how they were trained."""
     saved = run_of(
-        model={"swiglu": True, "init_method_std": 0.5}, training={"seed": 99, "micro_batch_size": 4}
+        model={"activation": "swiglu", "init_method_std": 0.5}, training={"seed": 99, "micro_batch_size": 4}
     ).to_json()
     saved["parallel"]["tensor_model_parallel_size"] = 4
     calls: list[tuple[str, int | None]] = []
@@ -203,7 +203,7 @@ def test_checkpoint_gives_architecture_only() -> None:
     sizes = "--num-layers --hidden-size --num-attention-heads --seq-length"
     run = parse(changes, without=sizes, checkpoint_config=reader(saved, calls))
     assert calls == [("runs/a", 5)]
-    assert (run.model.num_layers, run.model.swiglu, run.data.seq_length) == (4, True, 32)
+    assert (run.model.num_layers, run.model.activation, run.data.seq_length) == (4, "swiglu", 32)
     assert (run.training.seed, run.model.init_method_std, run.training.micro_batch_size) == (1234, 0.02, 1)
     assert run.parallel.tensor_model_parallel_size == 1
 
@@ -293,6 +293,34 @@ def test_a_faulty_flag_is_reported_once() -> None:
     """Rules say nothing more about a flag whose value is already known to be wrong."""
     assert message_of("--hidden-size x") == "--hidden-size is a whole number, not 'x'"
     assert message_of("--seq-length 0") == "--seq-length is 0; it must be at least 1"
+
+
+def test_short_forms_of_a_choice(tmp_path: Path) -> None:
+    """``--swiglu`` and its like stand for a value of ``--activation``, on the command line and in files."""
+    file = write(tmp_path / "x.yaml", "model: {swiglu: true, geglu: false}")
+    for given, activation in (
+        ("", "gelu_tanh"),
+        ("--swiglu", "swiglu"),
+        ("--activation geglu", "geglu"),
+        ("--geglu", "geglu_tanh"),
+        ("--geglu --exact-gelu", "geglu"),
+        ("--exact-gelu --geglu", "geglu"),
+        ("--relu --relu", "relu"),
+        ("--activation relu --relu", "relu"),
+        (f"--config {file}", "swiglu"),
+        (f"--squared-relu --config {file}", "squared_relu"),
+    ):
+        run = parse(given)
+        assert (run.model.activation, run.notes) == (activation, ()), given
+    for given, message in (
+        ("--swiglu --relu", "--swiglu and --relu are mutually exclusive; keep one"),
+        ("--activation geglu --relu", "--activation geglu and --relu are mutually exclusive; keep one"),
+        ("--swiglu 1", "--swiglu is on or off and takes no value, so '1' cannot follow it"),
+        ("--no-swiglu", "--no-swiglu: choose with --activation"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            parse(given)
+        assert str(caught.value) == message
 
 
 def test_a_flag_given_twice_is_noted() -> None:

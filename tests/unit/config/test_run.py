@@ -10,6 +10,7 @@ import pytest
 
 from megatron.config import ParallelConfig, PrecisionConfig, RunConfig, TokenizerConfig
 from megatron.config.batch_ramp import BatchRamp
+from megatron.config.saved_settings import in_current_names
 from megatron.core.models.bert.config import BertConfig
 from megatron.core.models.registry import saved_run
 from megatron.errors import ConfigError
@@ -142,10 +143,31 @@ def test_foreign_json(change: tuple[str, str, object], message: str) -> None:
     assert str(caught.value) == message
 
 
+def test_activations_saved_as_five_switches() -> None:
+    """Checkpoints of earlier versions have a switch for each; none is lost, and what else they say stays."""
+    off = dict.fromkeys(("swiglu", "geglu", "relu", "squared_relu", "exact_gelu"), False)
+    for on, activation in (
+        ((), "gelu_tanh"),
+        (("exact_gelu",), "gelu"),
+        (("swiglu",), "swiglu"),
+        (("geglu",), "geglu_tanh"),
+        (("geglu", "exact_gelu"), "geglu"),
+        (("relu",), "relu"),
+        (("squared_relu",), "squared_relu"),
+    ):
+        run = run_of()
+        saved = run.to_json()
+        del saved["model"]["activation"]
+        saved["model"] |= off | dict.fromkeys(on, True)
+        found = RunConfig.from_json(in_current_names(saved))
+        assert (found.model.activation, found.model.num_layers) == (activation, run.model.num_layers)
+    assert in_current_names(run.to_json()) == run.to_json()
+
+
 def test_older_json() -> None:
     """A setting that did not exist when the run was saved takes its default; one that was needed is missed."""
     saved = run_of().to_json()
-    del saved["model"]["geglu"], saved["inference"]
+    del saved["model"]["qk_layernorm"], saved["inference"]
     assert RunConfig.from_json(saved) == run_of()
     del saved["model"]["num_layers"]
     with pytest.raises(ConfigError, match=r"the saved settings lack model\.num_layers"):

@@ -31,7 +31,7 @@ MODERN: dict[str, Any] = {
     "kv_channels": 12,
     "position_embedding_type": "rope",
     "normalization": "RMSNorm",
-    "swiglu": True,
+    "activation": "swiglu",
     "add_bias_linear": False,
     "untie_embeddings_and_output_weights": True,
 }
@@ -65,7 +65,9 @@ def portable(model: ModelConfig, values: Mapping[str, Tensor], groups: tuple[obj
 
 def arguments(settings: Mapping[str, Any], **more: Any) -> argparse.Namespace:
     """The flags of a training run that are saved."""
-    known = {key: value for key, value in settings.items() if key != "vocab_size"}
+    known = {key: value for key, value in settings.items() if key not in ("vocab_size", "activation")}
+    if settings.get("activation") in ("swiglu", "squared_relu"):
+        known[settings["activation"]] = True
     defaults = {"tokenizer_type": "NullTokenizer", "vocab_size": settings["vocab_size"] - 1, "seq_length": 32}
     return argparse.Namespace(**{**defaults, "padded_vocab_size": PADDED, **known, **more})
 
@@ -80,7 +82,7 @@ def shards_of(
     for matrix, kinds in {".linear_qkv.": 3, ".linear_kv.": 2}.items():
         if matrix in name:
             return [fused(part, kinds, settings["num_attention_heads"] // tp, version) for part in value.chunk(tp)]
-    if ".linear_fc1." in name and settings.get("swiglu"):
+    if ".linear_fc1." in name and settings.get("activation") == "swiglu":
         gate, up = value.chunk(2)
         return [torch.cat(pair) for pair in zip(gate.chunk(tp), up.chunk(tp))]
     if ".linear_fc1." in name or ".linear_q." in name:

@@ -53,7 +53,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 def build(settings, family, binary_head):
-    modern = settings.get("swiglu", False)
+    modern = settings.get("activation") == "swiglu"
     config = TransformerConfig(
         num_layers=settings["num_layers"], hidden_size=settings["hidden_size"],
         num_attention_heads=settings["num_attention_heads"], num_query_groups=settings.get("num_query_groups"),

@@ -109,7 +109,7 @@ def test_the_proof_sees_what_the_mapping_gets_wrong(tmp_path: Path, monkeypatch:
         ({"bias_gelu_fusion": False, "openai_gelu": True}, True, "gelu_tanh"),
         ({"bias_gelu_fusion": False, "openai_gelu": True}, False, "gelu"),
         ({"squared_relu": True}, False, "squared_relu"),
-        ({"swiglu": True}, False, "silu"),
+        ({"swiglu": True}, False, "swiglu"),
     ],
 )
 def test_the_activation_that_was_trained_with(flags: dict[str, Any], legacy: bool, activation: str) -> None:
@@ -222,7 +222,7 @@ def test_torch_dist(
 @pytest.mark.parametrize("dist", [True, False], ids=["torch_dist", "torch"])
 @pytest.mark.parametrize(
     "settings",
-    [CLASSIC, MODERN, {**CLASSIC, "squared_relu": True, "position_embedding_type": "none"}],
+    [CLASSIC, MODERN, {**CLASSIC, "activation": "squared_relu", "position_embedding_type": "none"}],
     ids=["classic", "modern", "relu"],
 )
 def test_ours_goes_to_megatron_lm_and_back(settings: dict[str, Any], dist: bool, tmp_path: Path) -> None:

@@ -64,7 +64,9 @@ def test_every_bert_at_every_layout(
 
 @pytest.mark.parametrize("dist", [True, False], ids=["torch_dist", "torch"])
 @pytest.mark.parametrize("heads", BERTS)
-@pytest.mark.parametrize("settings", [{}, {"swiglu": True, "normalization": "RMSNorm"}], ids=["classic", "modern"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"activation": "swiglu", "normalization": "RMSNorm"}], ids=["classic", "modern"]
+)
 def test_our_bert_goes_to_megatron_lm_and_back(
     settings: dict[str, Any], heads: str, dist: bool, tmp_path: Path
 ) -> None:
@@ -91,20 +93,20 @@ def test_the_proof_sees_a_wrong_head(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("style", "flags", "exact_gelu", "head"),
+    ("style", "flags", "activation", "head"),
     [
-        ("legacy", {}, False, True),
-        ("legacy", {"openai_gelu": True, "bias_gelu_fusion": False}, False, False),
-        ("core", {"openai_gelu": True, "bias_gelu_fusion": False}, True, False),
-        ("core", {"bias_gelu_fusion": False}, True, False),
+        ("legacy", {}, "gelu_tanh", True),
+        ("legacy", {"openai_gelu": True, "bias_gelu_fusion": False}, "gelu_tanh", False),
+        ("core", {"openai_gelu": True, "bias_gelu_fusion": False}, "gelu", False),
+        ("core", {"bias_gelu_fusion": False}, "gelu", False),
     ],
 )
-def test_the_gelu_of_the_head(style: str, flags: dict[str, Any], exact_gelu: bool, head: bool, tmp_path: Path) -> None:
+def test_the_gelu_of_the_head(style: str, flags: dict[str, Any], activation: str, head: bool, tmp_path: Path) -> None:
     """Exact in core whatever the layers have; where those have it, too, nothing needs to be said."""
     write_torch(tmp_path / "theirs", CLASSIC, bert(BERTS["bert"])[2], style=style, **flags)
     do("megatron-lm", tmp_path / "theirs", "megatron", tmp_path / "ours")
     found = read_native(tmp_path / "ours")
-    assert (found.model.exact_gelu, found.groups) == (exact_gelu, (BertConfig(exact_gelu_head=head),))
+    assert (found.model.activation, found.groups) == (activation, (BertConfig(exact_gelu_head=head),))
 
 
 def test_a_run_goes_on_from_it(tmp_path: Path) -> None:
@@ -138,11 +140,15 @@ BERT_THAT_MEGATRON_LM_LACKS: list[tuple[dict[str, Any], BertConfig, str]] = [
         "Megatron-LM has no BERT with positions of type rope, so this model can't be written for it",
     ),
     (
-        {"exact_gelu": True, "apply_residual_connection_post_layernorm": True},
+        {"activation": "gelu", "apply_residual_connection_post_layernorm": True},
         BertConfig(),
         "core ignores --apply-residual-connection-post-layernorm, so such a model can't be written",
     ),
-    ({"exact_gelu": True}, BertConfig(bert_binary_head=False), "and those of this model are not zero, so it can't be"),
+    (
+        {"activation": "gelu"},
+        BertConfig(bert_binary_head=False),
+        "and those of this model are not zero, so it can't be",
+    ),
 ]
 
 

@@ -33,14 +33,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **CLASSIC,
         "kv_channels": 12,
         "normalization": "RMSNorm",
-        "swiglu": True,
+        "activation": "swiglu",
         "ffn_hidden_size": 48,
         "add_bias_linear": False,
         "position_embedding_type": "rope",
         "untie_embeddings_and_output_weights": True,
     },
     "relative": {**CLASSIC, "position_embedding_type": "relative"},
-    "no positions": {**CLASSIC, "position_embedding_type": "none", "squared_relu": True},
+    "no positions": {**CLASSIC, "position_embedding_type": "none", "activation": "squared_relu"},
 }
 
 
@@ -217,7 +217,7 @@ THAT_THEY_LACK: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"scale_output": True}, "Megatron-LM has no scale of a T5's output (--scale-output)"),
     ({"group_query_attention": True, "num_query_groups": 2}, {}, "has no T5 whose heads share keys and values"),
     (
-        {"add_bias_linear": False, "exact_gelu": True},
+        {"add_bias_linear": False, "activation": "gelu"},
         {},
         "has a bias in a T5's tied output layer even with --disable-bias-linear, so",
     ),

@@ -204,10 +204,13 @@ def test_a_malicious_checkpoint_of_ours(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"geglu": True}, "it is not a GPT-2 (the MLP is not plain GELU) and not a Llama, Mistral or Qwen"),
+        (
+            {"activation": "geglu_tanh"},
+            "it is not a GPT-2 (the MLP is not plain GELU) and not a Llama, Mistral or Qwen",
+        ),
         ({"normalization": "RMSNorm"}, "it is not a GPT-2 (norms are not LayerNorm)"),
         ({"apply_layernorm_1p": True}, "norm weights are stored with one subtracted"),
-        ({"relu": True}, "it is not a GPT-2 (the MLP is not plain GELU)"),
+        ({"activation": "relu"}, "it is not a GPT-2 (the MLP is not plain GELU)"),
         ({**MODERN, "softmax_scale": 1.0}, "attention scores have another scale"),
         ({**MODERN, "rotary_percent": 0.5}, "only a part of each head is rotated"),
         (
@@ -223,7 +226,7 @@ def test_architectures_that_no_family_has(settings: dict[str, Any], words: str) 
 
 
 def test_megatron_lm_has_no_geglu(tmp_path: Path) -> None:
-    model = ModelConfig(**CLASSIC, geglu=True)
+    model = ModelConfig(**CLASSIC, activation="geglu_tanh")
     write_native(portable(model, random_tensors(model)), tmp_path / "ours", final=tmp_path / "ours")
     with pytest.raises(CheckpointError, match="Megatron-LM has no flag for an MLP gated by GELU"):
         convert(Conversion("megatron", tmp_path / "ours", "megatron-lm", tmp_path / "theirs"), print)

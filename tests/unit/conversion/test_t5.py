@@ -157,7 +157,7 @@ def test_settings_of_v1_1_in_transformers_4_and_5(model_folder: Folder, tmp_path
         do("hf", folder, "megatron", tmp_path / f"ours{number}")
         found = read_native(tmp_path / f"ours{number}")
         assert found.model.untie_embeddings_and_output_weights
-        assert found.model.geglu and not found.model.exact_gelu
+        assert found.model.activation == "geglu_tanh"
         do("megatron", tmp_path / f"ours{number}", "hf", tmp_path / f"back{number}")
         written = json.loads((tmp_path / f"back{number}/config.json").read_text())
         assert (written["tie_word_embeddings"], written["scale_decoder_outputs"]) == (False, False)
@@ -214,7 +214,7 @@ ORIGINAL: dict[str, Any] = {
     "softmax_scale": 1.0,
     "normalization": "RMSNorm",
     "add_bias_linear": False,
-    "relu": True,
+    "activation": "relu",
 }
 
 
@@ -227,7 +227,7 @@ ORIGINAL: dict[str, Any] = {
         ({"apply_residual_connection_post_layernorm": True}, "the residuals branch off after the norms"),
         ({"add_bias_linear": True}, "linear layers have biases"),
         ({"add_qkv_bias": True}, "linear layers have biases"),
-        ({"relu": False, "squared_relu": True}, "the MLP is squared ReLU"),
+        ({"activation": "squared_relu"}, "the MLP is squared ReLU"),
         ({"group_query_attention": True}, "keys and values are shared by heads"),
         ({"qk_layernorm": True}, "queries and keys are normalized"),
         ({"softmax_scale": None}, "scores are scaled (--softmax-scale 1 is not given)"),
@@ -245,16 +245,15 @@ def test_t5s_that_hugging_face_does_not_have(flags: dict[str, Any], words: str) 
     assert str(caught.value) == f"Hugging Face has no T5 of this architecture: {words}"
 
 
-@pytest.mark.parametrize("gate", [{}, {"geglu": True}])
-@pytest.mark.parametrize("exact", [True, False])
-def test_activations_of_models_that_were_trained_here(gate: dict[str, Any], exact: bool) -> None:
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "geglu", "geglu_tanh"])
+def test_activations_of_models_that_were_trained_here(activation: str) -> None:
     """There is no file that says them already; "gated-gelu" alone is the tanh approximation."""
-    model = ModelConfig(**{**ORIGINAL, "relu": False, "exact_gelu": exact, **gate})
+    model = ModelConfig(**{**ORIGINAL, "activation": activation})
     group = T5Config(decoder_num_layers=2)
     written = config_from_model(model, (group,), dtype="float32", source={}, tokens={})
     again = model_from_config(written, where="x")
-    assert (again.activation, again.gated) == (model.activation, model.gated)
-    assert transformers.T5Config(**written).dense_act_fn == ("gelu" if exact else "gelu_new")
+    assert again.activation == activation
+    assert transformers.T5Config(**written).dense_act_fn == ("gelu_new" if "tanh" in activation else "gelu")
 
 
 def test_an_encoder_alone_is_said_in_a_sentence(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def config_of_the_original(*, dropout: float = 0.0, **settings: Any) -> ModelCon
         attention_dropout=0.0,
         hidden_dropout=dropout,
         norm_epsilon=1e-12,
-        exact_gelu=True,
+        activation="gelu",
         apply_residual_connection_post_layernorm=True,
         **settings,
     )

@@ -163,7 +163,7 @@ def test_llama(groups: int, scaling: str | None) -> None:
     model = ours(
         position_embedding_type="rope",
         normalization="RMSNorm",
-        swiglu=True,
+        activation="swiglu",
         ffn_hidden_size=64,
         add_bias_linear=False,
         group_query_attention=True,

@@ -24,8 +24,8 @@ HIDDEN, HEADS, HEAD_WIDTH, INNER, VOCABULARY = 48, 4, 10, 80, 101
 LAYERS, DECODER_LAYERS, LENGTH, DECODER_LENGTH = 2, 3, 40, 24
 BUCKETS, DISTANCE = 8, 20
 
-ORIGINAL: dict[str, Any] = {"relu": True}
-VERSION_1_1: dict[str, Any] = {"geglu": True, "untie_embeddings_and_output_weights": True}
+ORIGINAL: dict[str, Any] = {"activation": "relu"}
+VERSION_1_1: dict[str, Any] = {"activation": "geglu_tanh", "untie_embeddings_and_output_weights": True}
 THEIRS: dict[str, dict[str, Any]] = {
     "original": {"feed_forward_proj": "relu", "tie_word_embeddings": True},
     "v1.1": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},

@@ -30,7 +30,7 @@ QUIET = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 LLAMA = {
     **QUIET,
     "position_embedding_type": "rope",
-    "swiglu": True,
+    "activation": "swiglu",
     "normalization": "RMSNorm",
     "add_bias_linear": False,
     "group_query_attention": True,
@@ -49,8 +49,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "head norms, one group": {**QUIET, "group_query_attention": True, "qk_layernorm": True},
     "head norms, scores": {"qk_layernorm": True},
     "wide heads": {**QUIET, "kv_channels": 32},
-    "squared relu": {**QUIET, "squared_relu": True},
-    "geglu": {**QUIET, "geglu": True},
+    "squared relu": {**QUIET, "activation": "squared_relu"},
+    "geglu": {**QUIET, "activation": "geglu_tanh"},
     "qkv bias": {**LLAMA, "add_qkv_bias": True},
     "no positions": {**QUIET, "position_embedding_type": "none"},
 }

@@ -31,8 +31,8 @@ from tests.unit.planning.test_estimate import (
 QUIET: dict[str, Any] = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 RELATIVE: dict[str, Any] = {"position_embedding_type": "relative", "normalization": "RMSNorm", "add_bias_linear": False}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "original": {**QUIET, **RELATIVE, "relu": True},
-    "v1.1": {**QUIET, **RELATIVE, "geglu": True, "untie_embeddings_and_output_weights": True},
+    "original": {**QUIET, **RELATIVE, "activation": "relu"},
+    "v1.1": {**QUIET, **RELATIVE, "activation": "geglu_tanh", "untie_embeddings_and_output_weights": True},
     "megatron": QUIET,
     "dropout": {},
     "relative, dropout": RELATIVE,

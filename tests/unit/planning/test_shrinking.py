@@ -47,7 +47,7 @@ def test_layout_and_kinds_of_layers_stay(example: Path, layout: str) -> None:
     assert little.model_parallel_size == run.model_parallel_size
     assert num_stages(little) == num_stages(run)
     assert little.data_parallel_size == min(run.data_parallel_size, 2)
-    for same in ("normalization", "swiglu", "position_embedding_type", "untie_embeddings_and_output_weights"):
+    for same in ("normalization", "activation", "position_embedding_type", "untie_embeddings_and_output_weights"):
         assert getattr(little.model, same) == getattr(run.model, same)
     assert (little.model.num_query_groups < little.model.num_attention_heads) == (
         run.model.num_query_groups < run.model.num_attention_heads

@@ -64,7 +64,7 @@ def test_the_page(root: Path, said: Said) -> None:
         "saved by 1 rank (nothing split); loads at any layout",
         f"torch {torch.__version__}",
         "hidden_size                        16",
-        "swiglu                             True",
+        "activation                         swiglu",
         "embedding.word_embeddings.weight                    fp32  51 x 16  (816)",
     ):
         assert words in text, words
@@ -93,7 +93,7 @@ def test_json(root: Path, said: Said) -> None:
     found = json.loads(said(root, "--json")[1])
     assert (found["iteration"], found["parameters"], found["dtypes"]) == (2, 9840, {"fp32": 9840})
     assert found["tensors"]["decoder.final_layernorm.bias"] == {"shape": [16], "dtype": "fp32"}
-    assert found["state"]["config"]["model"]["swiglu"] is True
+    assert found["state"]["config"]["model"]["activation"] == "swiglu"
     assert found["layout"]["tp"] == 1
 
 
@@ -168,7 +168,7 @@ def test_what_can_load(more: str, root: Path, said: Said) -> None:
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        ("", "is of another architecture: --swiglu is True in the checkpoint and False here"),
+        ("", "is of another architecture: --activation is swiglu in the checkpoint and gelu_tanh here"),
         ("--swiglu --num-layers 4", "--num-layers is 2 in the checkpoint and 4 here"),
         ("--swiglu --hidden-size 32", "--hidden-size is 16 in the checkpoint and 32 here"),
         ("--swiglu --vocab-size 77", "is 51 in the checkpoint and 78 here"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.bounds import Count, Heads, Layers, Small, Width
@@ -11,8 +11,14 @@ from megatron.errors import CheckpointError
 from megatron.small_files import check_kinds
 
 Json = Mapping[str, Any]
-ACTIVATIONS = {"gelu_new": False, "gelu_pytorch_tanh": False, "gelu_fast": False, "gelu": True}
-"""Their names of GELU, and whether each is the exact one."""
+Gelu = Literal["gelu", "gelu_tanh"]
+GELUS: dict[str, Gelu] = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu": "gelu",
+}
+"""Their names of GELU, and ours."""
 
 KINDS: dict[str, Any] = {
     "model_type": str,
@@ -64,11 +70,11 @@ class Known:
             if self.get(name, value) not in (value, None):
                 raise self.refuse(name, f"this project supports only {value!r}")
 
-    def exact_gelu(self, name: str) -> bool:
-        """Whether the activation ``name`` is the exact GELU; CheckpointError when it is none."""
-        if self(name) not in ACTIVATIONS:
-            raise self.refuse(name, f"this project has {' and '.join(ACTIVATIONS)}")
-        return ACTIVATIONS[self(name)]
+    def gelu(self, name: str) -> Gelu:
+        """Which GELU the activation ``name`` is; CheckpointError when it is none."""
+        if self(name) not in GELUS:
+            raise self.refuse(name, f"this project has {' and '.join(GELUS)}")
+        return GELUS[self(name)]
 
 
 def not_original(model: ModelConfig) -> list[str]:
@@ -77,7 +83,7 @@ def not_original(model: ModelConfig) -> list[str]:
         "positions are not learned": model.position_embedding_type != "learned_absolute",
         "norms are not LayerNorm": model.normalization != "LayerNorm",
         "norm weights are stored with one subtracted": model.apply_layernorm_1p,
-        "the MLP is not plain GELU": model.gated or model.relu or model.squared_relu,
+        "the MLP is not plain GELU": model.activation not in ("gelu", "gelu_tanh"),
         "linear layers have no biases": not model.add_bias_linear,
         "keys and values are shared by heads": model.num_query_groups != model.num_attention_heads,
         "queries and keys are normalized": model.qk_layernorm,

@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any
 
-from megatron.config.model import ModelConfig
+from megatron.config.model import Activation, ModelConfig
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.conversion.bounds import Count, Factor, Heads, Layers, Rate, Small, Width
 from megatron.core.conversion.megatron_lm.known_arguments import limits, refuse, without
@@ -114,9 +114,7 @@ def model_from_arguments(args: Arguments, *, vocab_size: int, num_layers: int, l
         apply_residual_connection_post_layernorm=has_residual_behind_norm(args, legacy=legacy),
         add_bias_linear=bool(args("add_bias_linear", True)),
         add_qkv_bias=bool(args("add_qkv_bias", False)),
-        swiglu=bool(args("swiglu", False)),
-        squared_relu=bool(args("squared_relu", False)),
-        exact_gelu=is_exact_gelu(args, legacy=legacy),
+        activation=_activation(args, legacy=legacy),
         qk_layernorm=bool(args("qk_layernorm", False)),
         untie_embeddings_and_output_weights=bool(args("untie_embeddings_and_output_weights", False)),
         attention_dropout=args("attention_dropout", 0.1),
@@ -132,13 +130,19 @@ def has_residual_behind_norm(args: Arguments, *, legacy: bool) -> bool:
     return legacy and bool(args("apply_residual_connection_post_layernorm", False))
 
 
+def _activation(args: Arguments, *, legacy: bool) -> Activation:
+    if args("swiglu", False):
+        return "swiglu"
+    if args("squared_relu", False):
+        return "squared_relu"
+    return "gelu" if is_exact_gelu(args, legacy=legacy) else "gelu_tanh"
+
+
 def is_exact_gelu(args: Arguments, *, legacy: bool) -> bool:
     """Megatron-LM's GELU is the tanh approximation inside the kernel that also adds the bias, and exact outside it.
 
     Core ignores openai_gelu.
     """
-    if args("swiglu", False) or args("squared_relu", False):
-        return False
     fused = args("bias_gelu_fusion", True) and args("add_bias_linear", True)
     return not (fused or (legacy and args("openai_gelu", False)))
 
@@ -185,7 +189,7 @@ def arguments_of(
         "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels group_query_attention num_query_groups "
         "max_position_embeddings position_embedding_type rotary_percent rotary_interleaved "
         "rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor normalization norm_epsilon "
-        "apply_layernorm_1p add_bias_linear add_qkv_bias swiglu squared_relu qk_layernorm "
+        "apply_layernorm_1p add_bias_linear add_qkv_bias qk_layernorm "
         "untie_embeddings_and_output_weights attention_dropout hidden_dropout init_method_std "
         "make_vocab_size_divisible_by"
     )
@@ -195,6 +199,8 @@ def arguments_of(
         rotary_base=int(model.rotary_base) if model.rotary_base.is_integer() else model.rotary_base,
         use_rotary_position_embeddings=rope,
         add_position_embedding=not rope,
+        swiglu=model.activation == "swiglu",
+        squared_relu=model.activation == "squared_relu",
         bias_gelu_fusion=model.activation == "gelu_tanh",
         openai_gelu=False,
         seq_length=portable.seq_length,
@@ -220,8 +226,8 @@ def arguments_of(
 def _unknown_there(model: ModelConfig) -> dict[str, bool]:
     """What no model of Megatron-LM's has, and whether this one has it."""
     return {
-        "no flag for an MLP gated by GELU (--geglu)": model.geglu,
-        "no flag for ReLU (--relu)": model.relu,
+        "no flag for an MLP gated by GELU (--geglu)": model.activation in ("geglu", "geglu_tanh"),
+        "no flag for ReLU (--relu)": model.activation == "relu",
         "no flag for the scale of attention scores (--softmax-scale)": model.softmax_scale is not None,
         "no tanh approximation of GELU in layers without biases (--exact-gelu is not given)": (
             model.activation == "gelu_tanh" and not model.add_bias_linear

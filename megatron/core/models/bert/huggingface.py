@@ -119,7 +119,7 @@ class BertFormat(HuggingFaceFormat):
             max_position_embeddings=known("max_position_embeddings"),
             vocab_size=known("vocab_size"),
             norm_epsilon=known("layer_norm_eps"),
-            exact_gelu=known.exact_gelu("hidden_act"),
+            activation=known.gelu("hidden_act"),
             apply_residual_connection_post_layernorm=model_type == ORIGINAL,
             attention_dropout=known("attention_probs_dropout_prob"),
             hidden_dropout=known("hidden_dropout_prob"),
@@ -149,7 +149,7 @@ class BertFormat(HuggingFaceFormat):
             "intermediate_size": model.ffn_hidden_size,
             "max_position_embeddings": model.max_position_embeddings,
             "type_vocab_size": TOKEN_TYPES,
-            "hidden_act": "gelu" if model.exact_gelu else "gelu_new",
+            "hidden_act": "gelu" if model.activation == "gelu" else "gelu_new",
             "layer_norm_eps": model.norm_epsilon,
             "hidden_dropout_prob": model.hidden_dropout,
             "attention_probs_dropout_prob": model.attention_dropout,
@@ -175,7 +175,7 @@ FORMAT = BertFormat()
 def _type_of(model: ModelConfig, group: BertConfig) -> str:
     """The model type of a BERT; CheckpointError for an architecture that transformers lacks."""
     untied = ["the output weights are not the word embeddings'"] if model.untie_embeddings_and_output_weights else []
-    unlike = group.exact_gelu_head and not model.exact_gelu
+    unlike = group.exact_gelu_head and model.activation != "gelu"
     reasons = not_original(model) + untied + ["the GELU is exact in the head only (--exact-gelu-head)"] * unlike
     if reasons:
         raise CheckpointError(f"Hugging Face has no BERT of this architecture: {'; '.join(reasons)}")

@@ -41,7 +41,7 @@ class BertFormat(MegatronLMFormat):
         self, args: Arguments, model: ModelConfig, stored: Collection[str], *, legacy: bool
     ) -> tuple[object, ...]:
         """With the second head where there are tensors of one."""
-        exact = has_exact_head(args, legacy=legacy) and not model.exact_gelu
+        exact = has_exact_head(args, legacy=legacy) and model.activation != "gelu"
         return (BertConfig(bert_binary_head="binary_head.weight" in stored, exact_gelu_head=exact),)
 
     def default_tensors(self, stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
@@ -55,7 +55,7 @@ class BertFormat(MegatronLMFormat):
     def unsupported(self, portable: PortableModel) -> dict[str, bool]:
         """Other positions than learned ones, and the tanh approximation in the head."""
         model, group = portable.model, group_among(portable.groups, BertConfig)
-        positions, is_exact = model.position_embedding_type, model.exact_gelu or group.exact_gelu_head
+        positions, is_exact = model.position_embedding_type, model.activation == "gelu" or group.exact_gelu_head
         return {
             f"no BERT with positions of type {positions}": positions != "learned_absolute",
             "the exact GELU in a BERT's head for hidden words (--exact-gelu-head)": not is_exact,

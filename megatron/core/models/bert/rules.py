@@ -20,7 +20,7 @@ def samples_have_room(run: RunConfig) -> str | None:
 
 def gelu_of_the_word_head(run: RunConfig) -> str | None:
     """A BERT of Megatron-LM has the exact GELU in its head for hidden words, whatever its layers have."""
-    if run.group(BertConfig).exact_gelu_head or run.model.exact_gelu or run.given("exact_gelu_head"):
+    if run.group(BertConfig).exact_gelu_head or run.model.non_linearity == "gelu" or run.given("exact_gelu_head"):
         return None
     if not run.provenance or run.training.skip_train:
         return None

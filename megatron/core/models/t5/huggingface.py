@@ -12,10 +12,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from megatron.config.family import group_among
-from megatron.config.model import ModelConfig
+from megatron.config.model import Activation, ModelConfig
 from megatron.core.conversion.bounds import Count, Heads, Layers, Rate, Small, Width
 from megatron.core.conversion.huggingface.format import HuggingFaceFormat
-from megatron.core.conversion.huggingface.known import ACTIVATIONS, Json, Known
+from megatron.core.conversion.huggingface.known import GELUS, Json, Known
 from megatron.core.conversion.portable import LazyTensor
 from megatron.core.conversion.tables import Row
 from megatron.core.conversion.transforms import KeyValue, QueryKeyValue, Same, Stacked
@@ -113,7 +113,7 @@ class T5Format(HuggingFaceFormat):
             untie_embeddings_and_output_weights=not _is_scaled(known),
             attention_dropout=known("dropout_rate"),
             hidden_dropout=known("dropout_rate"),
-            **_activation(known),
+            activation=_activation(known),
         )
 
     def groups_from_config(self, known: Known, tensors: Collection[str], *, where: str) -> tuple[object, ...]:
@@ -137,9 +137,9 @@ class T5Format(HuggingFaceFormat):
         wrong = _not_t5(model, group)
         if wrong:
             raise CheckpointError(f"Hugging Face has no T5 of this architecture: {'; '.join(wrong)}")
-        gelu = "gelu" if model.exact_gelu else "gelu_new"
-        activation = {"silu": "silu", "relu": "relu"}.get(model.activation, gelu)
-        plain = "gelu" if model.geglu else activation  # "gated-gelu" is what all files of v1.1 say
+        activation = {"gelu_tanh": "gelu_new"}.get(model.non_linearity, model.non_linearity)
+        # "gated-gelu" is what all files of v1.1 say
+        plain = "gelu" if model.activation in ("geglu", "geglu_tanh") else activation
         return {
             "architectures": ["T5ForConditionalGeneration"],
             "model_type": "t5",
@@ -192,16 +192,19 @@ def _is_scaled(known: Known) -> bool:
     return bool(known.get("scale_decoder_outputs", known.get("tie_word_embeddings") is not False))
 
 
-def _activation(known: Known) -> dict[str, Any]:
-    """Flags of the MLP; ``dense_act_fn`` and ``is_gated_act`` go before ``feed_forward_proj``, as in transformers."""
+def _activation(known: Known) -> Activation:
+    """As transformers reads it: ``dense_act_fn`` and ``is_gated_act`` go before ``feed_forward_proj``."""
     words = str(known("feed_forward_proj")).split("-")
     gated = bool(known.get("is_gated_act", words[0] == "gated"))
     usual = "gelu_new" if words == ["gated", "gelu"] else words[-1]
     name = known.get("dense_act_fn", usual)
-    if name in ACTIVATIONS:
-        return {"geglu": gated, "exact_gelu": ACTIVATIONS[name]}
-    if (name, gated) in (("relu", False), ("silu", True)):
-        return {"relu": not gated, "swiglu": gated}
+    if name in GELUS:
+        exact = GELUS[name] == "gelu"
+        return ("geglu" if exact else "geglu_tanh") if gated else GELUS[name]
+    if (name, gated) == ("silu", True):
+        return "swiglu"
+    if (name, gated) == ("relu", False):
+        return "relu"
     raise known.refuse("feed_forward_proj", "this project has relu, gated-silu, and gelu and gelu_new, gated or not")
 
 
@@ -212,7 +215,7 @@ def _not_t5(model: ModelConfig, group: T5Config) -> list[str]:
         "norm weights are stored with one subtracted": model.apply_layernorm_1p,
         "the residuals branch off after the norms": model.apply_residual_connection_post_layernorm,
         "linear layers have biases": model.add_bias_linear or model.add_qkv_bias,
-        "the MLP is squared ReLU": model.squared_relu,
+        "the MLP is squared ReLU": model.activation == "squared_relu",
         "keys and values are shared by heads": model.num_query_groups != model.num_attention_heads,
         "queries and keys are normalized": model.qk_layernorm,
         "scores are scaled (--softmax-scale 1 is not given)": model.softmax_scale != 1.0,

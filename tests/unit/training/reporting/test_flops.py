@@ -97,10 +97,16 @@ class Reference(nn.Module):
     "changes",
     [
         {},
-        {"swiglu": True, "ffn_hidden_size": 176},
+        {"activation": "swiglu", "ffn_hidden_size": 176},
         {"group_query_attention": True, "num_query_groups": 2},
         {"kv_channels": 32},
-        {"group_query_attention": True, "num_query_groups": 1, "swiglu": True, "kv_channels": 8, "num_layers": 1},
+        {
+            "group_query_attention": True,
+            "num_query_groups": 1,
+            "activation": "swiglu",
+            "kv_channels": 8,
+            "num_layers": 1,
+        },
     ],
     ids=["plain", "swiglu", "gqa", "wide heads", "all"],
 )
@@ -189,7 +195,7 @@ def test_line_without_a_peak_invents_none() -> None:
     assert line.endswith("| MFU: unknown, no peak on file for this device |")
 
 
-LLAMA = {"swiglu": True, "group_query_attention": True, "num_query_groups": 2, "kv_channels": 32}
+LLAMA = {"activation": "swiglu", "group_query_attention": True, "num_query_groups": 2, "kv_channels": 32}
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

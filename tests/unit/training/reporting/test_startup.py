@@ -41,7 +41,7 @@ def test_says_where_a_resumed_run_goes_on() -> None:
 def test_lists_every_setting_that_is_not_a_default() -> None:
     table = report().split("== settings that are not the defaults\n")[1]
     names = {line.split()[0] for line in table.splitlines()}
-    assert {"--num-layers", "--lr", "--bf16", "--swiglu", "--tensor-model-parallel-size"} <= names
+    assert {"--num-layers", "--lr", "--bf16", "--activation", "--tensor-model-parallel-size"} <= names
     assert "--weight-decay" not in names
 
 
