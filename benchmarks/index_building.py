@@ -62,7 +62,7 @@ def ours(prefix: str, epochs: int) -> dict[str, float]:
     from megatron.core.datasets.index_cache import IndexCache
     from megatron.core.datasets.indexed_dataset import IndexedDataset
     from megatron.core.datasets.sample_order import EpochOrder
-    from megatron.core.models.gpt.samples import GPTDataset, SampleLayout
+    from megatron.core.models.gpt.data import GPTDataset, SampleLayout
 
     np.random.RandomState(0)
     before, start = peak_mb(), time.perf_counter()

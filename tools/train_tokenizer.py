@@ -24,7 +24,7 @@ from tokenizers import models, pre_tokenizers, trainers
 from megatron.config.flags import check_flags, flag
 from megatron.config.parse import parse_groups
 from megatron.core.datasets.files import replaced_file, write_errors
-from megatron.core.tokenizers.base import check_encodable
+from megatron.core.tokenizers.base import encoded_texts
 from megatron.core.tokenizers.gpt2_bpe import END_OF_TEXT, byte_level
 from megatron.core.tokenizers.text_files import (
     JSON_ENDINGS,
@@ -150,9 +150,9 @@ class Texts:
             documents = read_plain_lines(batch) if plain else read_documents(batch, [self._config.json_key])
             (texts,) = documents.texts.values()
             try:
-                check_encodable(texts)
+                encoded_texts(texts)  # refuses lone surrogates
             except DataError:
-                documents.drop_unless(lambda text: check_encodable([text]))
+                documents.drop_unless(lambda text: encoded_texts([text]))
             if documents.bad and self._config.on_bad_line == "error":
                 raise DataError(f"{documents.bad[0]}; fix the line, or skip such lines with --on-bad-line skip.")
             self.first_bad = self.first_bad or "".join(map(str, documents.bad[:1]))

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -19,12 +19,15 @@ from megatron.core.datasets.blended_dataset import BlendedDataset, MixedDataset
 from megatron.core.datasets.index_cache import IndexCache, digest_of
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.indexed_format import idx_path
-from megatron.core.datasets.metadata import ContentDigests, DatasetMetadata, DescribesTokenizer, TokenizerStamp
+from megatron.core.datasets.metadata import ContentDigests, DatasetMetadata, TokenizerStamp
 from megatron.core.datasets.samples import Documents, SourceDataset
 from megatron.core.datasets.sources import SplitSources, read_sources
 from megatron.core.datasets.splits import MOCK_SPLIT, WHOLE, Share, SplitName, SplitSizes, parse_split
 from megatron.core.files.remote_path import is_url
 from megatron.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from megatron.core.tokenizers.base import Tokenizer
 
 _MEGATRON_SURPLUS = 1.005  # Megatron-LM builds each source of a blend a little larger than it should be needed
 
@@ -110,7 +113,7 @@ class SampleFamily(Protocol):
 
 
 def build_splits(
-    data: DataConfig, family: SampleFamily, *, sizes: SplitSizes, tokenizer: DescribesTokenizer, vocab_size: int
+    data: DataConfig, family: SampleFamily, *, sizes: SplitSizes, tokenizer: Tokenizer, vocab_size: int
 ) -> DatasetSplits:
     """Data sets of a run.
 

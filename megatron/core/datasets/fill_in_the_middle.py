@@ -1,4 +1,4 @@
-"""Documents rearranged so that a model learns to fill in what is missing (Bavarian et al. 2022, arXiv:2207.14255).
+"""Rearranges documents so that a model learns to fill in a missing middle (Bavarian et al. 2022, arXiv:2207.14255).
 
 A document is cut at two random characters into prefix, middle and suffix. It becomes ``<prefix> prefix <suffix> suffix
 <middle> middle``, or, with the prefix last, ``<prefix> <suffix> suffix <middle> prefix middle``.
@@ -7,7 +7,7 @@ A document is cut at two random characters into prefix, middle and suffix. It be
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,28 +15,22 @@ from numpy.typing import NDArray
 from megatron.core.datasets.index_build import random_state
 from megatron.errors import ConfigError
 
-_UNREADABLE = "\ufffd"  # how bytes that are no character come back as text
+if TYPE_CHECKING:
+    from megatron.core.tokenizers.base import Tokenizer
+
+_UNREADABLE = "\ufffd"  # the text of bytes that are no character
 _STREAM = 0xF111
-
-
-class TextTokenizer(Protocol):
-    """The part of a tokenizer that goes from ids to text and back."""
-
-    def tokenize(self, text: str) -> list[int]:
-        """Ids of one text."""
-
-    def detokenize(self, ids: list[int]) -> str:
-        """Text of the ids."""
+_NUM_MARKS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class FillInTheMiddle:
-    """Rearranges the documents of a sample, each with probability ``rate``, of these ``spm_rate`` with the prefix last.
+    """Rearranges each document of a sample with probability ``rate``, and a share ``spm_rate`` of these prefix last.
 
     ``prefix``, ``middle``, ``suffix``: ids of the marks. ``eod`` ends documents.
     """
 
-    tokenizer: TextTokenizer
+    tokenizer: Tokenizer
     eod: int
     seed: int
     rate: float
@@ -45,15 +39,10 @@ class FillInTheMiddle:
     middle: int
     suffix: int
 
-    @property
-    def marks(self) -> tuple[int, int, int]:
-        """Ids of the three marks."""
-        return self.prefix, self.middle, self.suffix
-
     def __call__(self, tokens: NDArray[np.int64], *, index: int, copy: int = 0) -> NDArray[np.int64]:
-        """The sample's tokens, rearranged; as many, or fewer where the parts take fewer tokens than the whole.
+        """The sample's tokens, rearranged: as many, or fewer where the parts take fewer tokens than the whole.
 
-        Depends on the seed, ``index`` (and ``copy``: which of several uses of the data) and the tokens alone.
+        Depends on the seed, ``index``, ``copy`` (which of several uses of the data) and the tokens alone.
         """
         random = random_state(self.seed, _STREAM, copy, index & 0xFFFFFFFF, index >> 32)
         ends = np.flatnonzero(tokens == self.eod)
@@ -66,12 +55,12 @@ class FillInTheMiddle:
         return np.concatenate(parts)
 
     def _rearranged(self, tokens: NDArray[np.int64], cuts: list[float], *, prefix_last: bool) -> NDArray[np.int64]:
-        """A document, or a part of one, in at most as many tokens: its last ones make room for the marks."""
-        text = self.tokenizer.detokenize(tokens[: -len(self.marks)].tolist())
+        """A document, or a part of one, in at most as many tokens: the marks take the place of its last ones."""
+        text = self.tokenizer.detokenize(tokens[:-_NUM_MARKS].tolist())
         first, second = sorted(int(cut * (len(text) + 1)) for cut in cuts)
         pieces = (text[:first], text[first:second], text[second:])
         prefix, middle, suffix = (self.tokenizer.tokenize(piece) for piece in pieces)
-        too_many = len(prefix) + len(middle) + len(suffix) + len(self.marks) - len(tokens)  # words cut take more tokens
+        too_many = len(prefix) + len(middle) + len(suffix) + _NUM_MARKS - len(tokens)  # cut words take more tokens
         if not text or _UNREADABLE in text or too_many > len(suffix):
             return tokens
         suffix = suffix[: len(suffix) - max(too_many, 0)]
@@ -82,8 +71,8 @@ class FillInTheMiddle:
         return np.array(arranged, np.int64)
 
 
-def mark_id(tokenizer: TextTokenizer, token: str, *, flag: str) -> int:
-    """Id of a mark; raises ConfigError when it isn't one token, or when the tokenizer adds tokens to every text."""
+def mark_id(tokenizer: Tokenizer, token: str, *, flag: str) -> int:
+    """Id of a mark; raises ConfigError when it isn't one token, or the tokenizer adds tokens to every text."""
     added = tokenizer.tokenize("")
     if added:
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""Which tokenizer made a data set: stored as ``PREFIX.meta.json`` and compared with the tokenizer of a run.
+"""The tokenizer that made a data set, stored in ``PREFIX.meta.json`` and compared with the tokenizer of a run.
 
-Ids mean nothing without their vocabulary, and a wrong one trains without an error. Megatron-LM's files don't name
-theirs, so data that it wrote has no such file, and only single ids can be checked as they are read.
+Training with the wrong vocabulary raises no error. Megatron-LM's files don't name theirs: data that it wrote has no
+such file, and ids can only be checked one by one as they are read.
 """
 
 from __future__ import annotations
@@ -9,32 +9,15 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from megatron.errors import DataError, exit_code_of
 from megatron.small_files import read_json
 
-_ANY_IDS = "NullTokenizer"  # its ids are numbers that the data brings along, so it fits whatever made them
+if TYPE_CHECKING:
+    from megatron.core.tokenizers.base import Tokenizer
 
-
-class DescribesTokenizer(Protocol):
-    """The part of a tokenizer that data sets need to know."""
-
-    @property
-    def name(self) -> str:
-        """Kind of tokenizer, as ``--tokenizer-type`` names it."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids."""
-
-    @property
-    def eod(self) -> int | None:
-        """Id that ends a document; None when the tokenizer has none."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Hex digest of everything that decides which ids a text becomes."""
+_ANY_IDS = "NullTokenizer"  # its ids are the numbers in the data, so it fits data of any tokenizer
 
 
 @dataclass(frozen=True)
@@ -47,7 +30,7 @@ class TokenizerStamp:
     fingerprint: str
 
     @classmethod
-    def of(cls, tokenizer: DescribesTokenizer) -> TokenizerStamp:
+    def of(cls, tokenizer: Tokenizer) -> TokenizerStamp:
         """Identity of a tokenizer."""
         return cls(tokenizer.name, tokenizer.vocab_size, tokenizer.eod, tokenizer.fingerprint)
 

@@ -2,86 +2,77 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.index_build import (
-    Lengths,
-    SampleIndex,
-    build_epoch,
-    build_megatron,
-    num_samples_in,
-)
+from megatron.core.datasets.index_build import Lengths, SampleIndex, build_epoch, build_megatron, num_samples_in
 from megatron.core.datasets.index_cache import IndexCache, digest_of
-from megatron.core.datasets.samples import EndlessOrder, Order
+from megatron.core.datasets.samples import Order
 
 _KEPT_EPOCHS = 2  # shuffled reading crosses one border at a time
+T = TypeVar("T")
 
 
 class SampleStart(NamedTuple):
-    """A sample begins ``offset`` tokens into document ``documents[position]`` and goes on through those after it."""
+    """A sample begins ``offset`` tokens into document ``documents[position]`` and continues in those after it."""
 
     documents: NDArray[Any]
     position: int
     offset: int
 
 
-class SampleOrder(Order, Protocol):
-    """Says where each sample of a stream starts."""
+class RecentEpochs(dict[int, T]):
+    """``build(epoch)`` by epoch, kept for the two epochs that were built last."""
 
-    def find(self, index: int) -> SampleStart:
-        """Start of sample ``index``."""
+    def __init__(self, build: Callable[[int], T]) -> None:
+        self._build = build
+
+    def __missing__(self, epoch: int) -> T:
+        while len(self) >= _KEPT_EPOCHS:
+            del self[next(iter(self))]
+        self[epoch] = self._build(epoch)
+        return self[epoch]
 
 
-class Epochs:
-    """An endless sequence of epochs, each with its own index, built or read from the cache when it is first needed.
+class IndexedOrder(Order):
+    """An endless sequence of epochs, each with its own index, which is built or read from the cache at first use.
 
-    ``build(epoch=…)`` makes the index of an epoch. ``digest``: of all that it follows from but the epoch. ``rows``:
-    about how large it is.
+    ``build(epoch=…)`` makes the index of an epoch. ``digest``: of everything else that it depends on. ``rows``: about
+    how large it is.
     """
 
     def __init__(
         self,
         build: Callable[..., SampleIndex],
         *,
-        samples_per_epoch: int,
-        rows: int,
         digest: str,
+        samples_per_epoch: int,
+        num_samples: int | None,
+        rows: int,
         cache: IndexCache,
     ) -> None:
-        self.samples_per_epoch, self.digest = samples_per_epoch, digest
+        super().__init__(digest=digest, samples_per_epoch=samples_per_epoch, num_samples=num_samples)
         self._build, self._rows, self._cache = build, rows, cache
-        self._loaded: OrderedDict[int, SampleIndex] = OrderedDict()
-
-    def find(self, index: int) -> tuple[SampleIndex, int]:
-        """Index of the epoch in which sample ``index`` lies, and the sample's row there."""
-        epoch, number = divmod(index, self.samples_per_epoch)
-        return self._loaded.get(epoch) or self._load(epoch), number
-
-    def prepare(self, num_samples: int) -> None:
-        """Put the indices of the first ``num_samples`` samples into the cache."""
-        for epoch in range(-(-num_samples // self.samples_per_epoch)):
-            self._load(epoch)
+        self._epochs = RecentEpochs(self._load)
 
     def _load(self, epoch: int) -> SampleIndex:
-        while len(self._loaded) >= _KEPT_EPOCHS:
-            self._loaded.popitem(last=False)
-        self._loaded[epoch] = self._cache.get(
-            lambda: self._build(epoch=epoch), rows=self._rows, inputs=(self.digest, epoch)
-        )
-        return self._loaded[epoch]
+        return self._cache.get(lambda: self._build(epoch=epoch), rows=self._rows, inputs=(self.digest, epoch))
+
+    def prepare(self) -> None:
+        """Store all indices that the samples need in the cache."""
+        for epoch in range(-(-len(self) // self.samples_per_epoch)):
+            self._load(epoch)
 
 
-class EpochOrder(EndlessOrder):
+class EpochOrder(IndexedOrder):
     """Our order: sample i depends on the lengths of the documents, the seed and i, not on how many are asked for.
 
-    ``num_samples`` None: one epoch. ``copy`` tells apart several uses of the same data in one blend. ``shared``: tokens
-    that neighbouring samples share, see ``build_epoch``.
+    ``copy`` distinguishes several uses of the same data in one blend. ``shared``: tokens that neighbouring samples
+    share, see ``build_epoch``.
     """
 
     def __init__(
@@ -98,27 +89,24 @@ class EpochOrder(EndlessOrder):
     ) -> None:
         settings: dict[str, Any] = {"seq_length": seq_length, "drop_last_partial": drop_last_partial, "shared": shared}
         per_epoch = num_samples_in(int(lengths.sum(dtype=np.int64)), **settings)
-        self._epochs = Epochs(
+        super().__init__(
             partial(build_epoch, lengths, seed=seed, copy=copy, **settings),
-            samples_per_epoch=per_epoch,
-            rows=len(lengths) + per_epoch,
             digest=digest_of("epoch", lengths, seed, copy, *settings.values()),
+            samples_per_epoch=per_epoch,
+            num_samples=num_samples,
+            rows=len(lengths) + per_epoch,
             cache=cache,
         )
-        super().__init__(digest=self._epochs.digest, samples_per_epoch=per_epoch, num_samples=num_samples)
 
     def find(self, index: int) -> SampleStart:
         """Start of sample ``index``."""
-        found, number = self._epochs.find(index)
+        epoch, number = divmod(index, self.samples_per_epoch)
+        found = self._epochs[epoch]
         return SampleStart(found.documents, found.samples.item(number, 0), found.samples.item(number, 1))
 
-    def prepare(self) -> None:
-        """Put all indices that the samples need into the cache."""
-        self._epochs.prepare(self._num_samples)
 
-
-class MegatronOrder:
-    """Megatron-LM's order for a run of ``num_samples``; ``num_samples`` None: one epoch.
+class MegatronOrder(Order):
+    """Megatron-LM's order for a run of ``num_samples``.
 
     It may hold more samples than asked for: the rest of its last epoch.
     """
@@ -133,32 +121,17 @@ class MegatronOrder:
         cache: IndexCache,
         drop_last_partial: bool = True,
     ) -> None:
-        self.samples_per_epoch = _samples_in(lengths, seq_length=seq_length, drop_last_partial=drop_last_partial)
-        self.digest = digest_of("megatron", lengths, seed, seq_length, num_samples, drop_last_partial)
+        settings: dict[str, Any] = {"seq_length": seq_length, "drop_last_partial": drop_last_partial}
+        digest = digest_of("megatron", lengths, seed, seq_length, num_samples, drop_last_partial)
         self._index = cache.get(
-            lambda: build_megatron(
-                lengths,
-                seed=seed,
-                num_samples=num_samples,
-                seq_length=seq_length,
-                drop_last_partial=drop_last_partial,
-            ).in_training_order(),
+            lambda: build_megatron(lengths, seed=seed, num_samples=num_samples, **settings).in_training_order(),
             rows=len(lengths) + (num_samples or 0),
-            inputs=(self.digest,),
+            inputs=(digest,),
         )
-
-    def __len__(self) -> int:
-        return len(self._index.samples)
-
-    def prepare(self) -> None:
-        """The whole index is built, and in the cache, from the beginning."""
+        per_epoch = num_samples_in(int(lengths.sum(dtype=np.int64)), **settings)
+        super().__init__(digest=digest, samples_per_epoch=per_epoch, num_samples=len(self._index.samples))
 
     def find(self, index: int) -> SampleStart:
         """Start of sample ``index``."""
         samples = self._index.samples
         return SampleStart(self._index.documents, samples.item(index, 0), samples.item(index, 1))
-
-
-def _samples_in(lengths: Lengths, *, seq_length: int, drop_last_partial: bool) -> int:
-    tokens = int(lengths.sum(dtype=np.int64))
-    return num_samples_in(tokens, seq_length=seq_length, drop_last_partial=drop_last_partial)

@@ -1,10 +1,10 @@
-"""What data sets of samples have in common, whatever a sample is: documents, an order, and a name for messages."""
+"""What all data sets of samples have in common: documents, an order, and a name for messages."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from copy import copy
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,19 +19,17 @@ Sample = dict[str, NDArray[Any]]
 
 
 class Documents(Protocol):
-    """Token sequences by number: an IndexedDataset, or made-up ones."""
+    """Token sequences by number: an IndexedDataset, or mock data.
 
-    @property
-    def prefix(self) -> str:
-        """Name for messages."""
+    ``prefix``: name for messages. ``lengths`` [documents] in tokens.
+    """
 
-    @property
-    def lengths(self) -> NDArray[np.int32]:
-        """Tokens of each document, [documents]."""
+    prefix: str
+    lengths: NDArray[np.int32]
 
     @property
     def fingerprint(self) -> str:
-        """Digest of a part of the tokens, which tells apart data whose documents have the same lengths."""
+        """Digest of a part of the tokens, which distinguishes data whose documents have the same lengths."""
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
         """Tokens ``[offset, offset + length)`` of a document."""
@@ -42,16 +40,16 @@ class SampleDataset(Protocol):
 
     @property
     def digest(self) -> str:
-        """Hex digest of document lengths, seed and settings, which decide all samples' places; ranks compare it."""
+        """Hex digest of document lengths, seed and settings, which determine every sample; ranks compare it."""
 
     def __len__(self) -> int:
         """Number of samples."""
 
     def __getitem__(self, index: int | None) -> Sample:
-        """Sample ``index``; None gives one that counts for nothing, to fill a batch."""
+        """Sample ``index``; None gives one without loss, to fill a batch."""
 
     def origin(self, index: int) -> str:
-        """Where a sample's tokens lie, for messages."""
+        """Where a sample's tokens are stored, for messages."""
 
     def describe(self) -> list[str]:
         """What the samples come from, a line per source."""
@@ -68,56 +66,38 @@ class SourceDataset(SampleDataset, Protocol):
         """The same samples, and more or fewer of them."""
 
     def prepare(self) -> None:
-        """Put all indices that the samples need into the cache."""
+        """Store all indices that the samples need in the cache."""
 
 
-class Order(Protocol):
-    """Says where each sample lies, and how many there are."""
+class Order:
+    """Where each sample begins, and how many there are; ``num_samples`` None: one epoch.
 
-    @property
-    def digest(self) -> str:
-        """Hex digest of all that the order follows from."""
-
-    @property
-    def samples_per_epoch(self) -> int:
-        """Samples that the documents give when each is read once."""
-
-    def __len__(self) -> int:
-        """Number of samples."""
-
-    def prepare(self) -> None:
-        """Put all indices that the samples need into the cache."""
-
-
-class EndlessOrder(ABC):
-    """An order that doesn't depend on the number of samples, as ours and unlike Megatron-LM's.
-
-    ``num_samples`` None: one epoch.
+    ``digest``: hex digest of everything that the order depends on. ``samples_per_epoch``: samples when each document is
+    read once.
     """
 
     def __init__(self, *, digest: str, samples_per_epoch: int, num_samples: int | None) -> None:
         self.digest, self.samples_per_epoch = digest, samples_per_epoch
-        self._num_samples = samples_per_epoch if num_samples is None else num_samples
+        self.num_samples = samples_per_epoch if num_samples is None else num_samples
 
     def __len__(self) -> int:
-        return self._num_samples
+        return self.num_samples
 
     def with_samples(self, num_samples: int) -> Self:
-        """The same order, of more samples or fewer."""
+        """The same order, of more samples or fewer; not for Megatron-LM's orders, which depend on their number."""
         other = copy(self)
-        other._num_samples = num_samples
+        other.num_samples = num_samples
         return other
 
-    @abstractmethod
     def prepare(self) -> None:
-        """Put all indices that the samples need into the cache."""
+        """Store all indices that the samples need in the cache; here, they were built with the order."""
 
 
 class OrderedDataset(ABC):
-    """Samples of ``documents`` in ``order``; what a sample is, a subclass says.
+    """Samples of ``documents`` in ``order``; a subclass defines what a sample is.
 
     ``first``: number of the document (or sentence) that the order calls 0, since it counts within a split.
-    ``vocab_size``: check ids against it while reading, for data whose largest id isn't known; None: don't.
+    ``vocab_size``: check ids against it while reading, for data whose largest id is unknown; None: don't.
     """
 
     order: Order
@@ -127,7 +107,7 @@ class OrderedDataset(ABC):
 
     @property
     def digest(self) -> str:
-        """Hex digest of what decides which samples are read."""
+        """Hex digest of what determines the samples."""
         return digest_of(self.order.digest, self.documents.fingerprint)
 
     @property
@@ -150,12 +130,12 @@ class OrderedDataset(ABC):
         """Sample ``index``, which exists."""
 
     def without_loss(self, sample: Sample) -> Sample:
-        """The sample, counting for nothing."""
+        """The sample with a loss mask of zeros."""
         return {**sample, "loss_mask": np.zeros_like(sample["loss_mask"])}
 
     @abstractmethod
     def origin(self, index: int) -> str:
-        """Where a sample's tokens lie, for messages."""
+        """Where a sample's tokens are stored, for messages."""
 
     def describe(self) -> list[str]:
         """The source, in a line."""
@@ -163,20 +143,20 @@ class OrderedDataset(ABC):
         return [f"{self.prefix}: {len(self):,} samples, {epochs:.2f} epochs"]
 
     def with_samples(self, num_samples: int) -> Self:
-        """The same samples, and more or fewer of them; only in an ``EndlessOrder``."""
+        """The same samples, and more or fewer of them."""
         other = copy(self)
-        other.order = cast("EndlessOrder", self.order).with_samples(num_samples)
+        other.order = self.order.with_samples(num_samples)
         return other
 
     def prepare(self) -> None:
-        """Put all indices that the samples need into the cache."""
+        """Store all indices that the samples need in the cache."""
         self.order.prepare()
 
 
 def check_vocabulary(
     tokens: NDArray[np.int64], vocab_size: int, *, documents: Documents, document: int, offset: int
 ) -> None:
-    """Raise DataError that names the first id outside the vocabulary and where it lies.
+    """Raise DataError that names the first id outside the vocabulary and its place.
 
     ``tokens`` begin ``offset`` tokens into a document.
     """

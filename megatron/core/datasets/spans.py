@@ -10,9 +10,10 @@ order is one shuffled list for the whole run.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,10 +21,10 @@ from numpy.typing import NDArray
 
 from megatron.core.datasets.index_build import SampleIndex, random_state, seed_words
 from megatron.core.datasets.index_cache import IndexCache, digest_of
-from megatron.core.datasets.samples import EndlessOrder
+from megatron.core.datasets.sample_order import RecentEpochs
+from megatron.core.datasets.samples import Order
 
 _LONGEST_SENTENCE = 512  # tokens; Megatron-LM leaves out documents of several sentences with a longer one
-_KEPT_EPOCHS = 2
 
 
 class Span(NamedTuple):
@@ -81,35 +82,30 @@ def build_spans(sentences: Sentences, rules: SpanRules, *, seed: int, copy: int 
 
 def build_megatron_spans(sentences: Sentences, rules: SpanRules, *, seed: int, num_samples: int | None) -> NDArray[Any]:
     """Samples of a whole run in Megatron-LM's order; it makes whole epochs, so there may be more than asked for."""
-    starts, found = sentences.starts.tolist(), list[Span]()
-    targets = _megatron_targets(rules, seed=seed)
-    usable = list(_megatron_documents(sentences, rules))
+    starts, targets = sentences.starts.tolist(), _megatron_targets(rules, seed=seed)
+    long_before = np.concatenate([[0], np.cumsum(sentences.lengths > _LONGEST_SENTENCE)])
+    usable = [
+        (first, end)
+        for first, end in pairwise(sentences.boundaries.tolist())
+        if end - first >= max(rules.min_sentences, 1) and (end - first == 1 or long_before[first] == long_before[end])
+    ]
+    found = list[Span]()
     while usable and (num_samples is None or len(found) < num_samples):
         for first, end in usable:
             target = next(targets)
             while first < end:
-                stop = (
-                    int(np.searchsorted(starts, starts[first] + target))
-                    if starts[first] + target <= starts[-1]
-                    else end
-                )
-                stop = max(stop, first + rules.min_sentences)
+                stop = max(bisect_left(starts, starts[first] + target), first + rules.min_sentences)
                 stop = stop if end - stop > 1 else end
                 found.append(Span(first, stop, target))
                 first, target = stop, next(targets)
         if num_samples is None:
             break
-    spans = np.array(found, np.uint32 if len(sentences.lengths) <= np.iinfo(np.uint32).max else np.uint64)
-    _shuffle_from_the_end(spans.reshape(-1, 3), seed=seed + 1)
-    return spans.reshape(-1, 3)
-
-
-def _megatron_documents(sentences: Sentences, rules: SpanRules) -> Iterator[tuple[int, int]]:
-    """First sentence and end of the documents that Megatron-LM uses."""
-    long = np.concatenate([[0], np.cumsum(sentences.lengths > _LONGEST_SENTENCE)])
-    for first, end in zip(sentences.boundaries[:-1].tolist(), sentences.boundaries[1:].tolist()):
-        if end - first >= max(rules.min_sentences, 1) and (end - first == 1 or long[first] == long[end]):
-            yield first, end
+    rows = np.array(found, np.uint32 if len(sentences.lengths) <= np.iinfo(np.uint32).max else np.uint64).reshape(-1, 3)
+    draws = mersenne_twister_64(seed + 1)
+    for last in range(len(rows) - 1, 0, -1):  # Fisher and Yates' shuffle from the end
+        other = next(draws) % (last + 1)
+        rows[[last, other]] = rows[[other, last]]
+    return rows
 
 
 def _megatron_targets(rules: SpanRules, *, seed: int) -> Iterator[int]:
@@ -120,14 +116,6 @@ def _megatron_targets(rules: SpanRules, *, seed: int) -> Iterator[int]:
         for draw in random.randint(0, 1 << 32, 1024, np.uint32).tolist():
             is_short = every > 0 and draw % every == 0
             yield 2 + draw % (rules.max_tokens - 1) if is_short else rules.max_tokens
-
-
-def _shuffle_from_the_end(rows: NDArray[Any], *, seed: int) -> None:
-    """Fisher and Yates' shuffle in place, with the 64-bit Mersenne Twister, as Megatron-LM does it."""
-    draws = mersenne_twister_64(seed)
-    for last in range(len(rows) - 1, 0, -1):
-        other = next(draws) % (last + 1)
-        rows[[last, other]] = rows[[other, last]]
 
 
 def mersenne_twister_64(seed: int) -> Iterator[int]:
@@ -149,8 +137,8 @@ def mersenne_twister_64(seed: int) -> Iterator[int]:
             yield (word ^ (word >> 43)) & everything
 
 
-class SpanOrder(EndlessOrder):
-    """Sample i of a masked data set in our order; ``num_samples`` None: one epoch."""
+class SpanOrder(Order):
+    """Sample i of a masked data set in our order."""
 
     def __init__(
         self,
@@ -170,30 +158,24 @@ class SpanOrder(EndlessOrder):
             rows=len(sentences.lengths),
             inputs=(digest,),
         ).samples
-        self._shuffled: OrderedDict[int, NDArray[Any]] = OrderedDict()
         super().__init__(digest=digest, samples_per_epoch=len(self._spans), num_samples=num_samples)
+        self._shuffled = RecentEpochs(self._shuffle)
+
+    def _shuffle(self, epoch: int) -> NDArray[np.int64]:
+        return random_state(self._seed, self._copy, epoch).permutation(self.samples_per_epoch)
 
     def find(self, index: int) -> Span:
         """Sentences of sample ``index``."""
         epoch, number = divmod(index, self.samples_per_epoch)
-        order = self._shuffled.get(epoch)
-        if order is None:
-            while len(self._shuffled) >= _KEPT_EPOCHS:
-                self._shuffled.popitem(last=False)
-            order = random_state(self._seed, self._copy, epoch).permutation(self.samples_per_epoch)
-            self._shuffled[epoch] = order
-        return Span(*self._spans[order.item(number)].tolist())
-
-    def prepare(self) -> None:
-        """The index is built, and in the cache, from the beginning."""
+        return Span(*self._spans[self._shuffled[epoch].item(number)].tolist())
 
     def random(self, index: int) -> np.random.RandomState:
-        """Random numbers of sample ``index``, until the next call."""
+        """Random numbers of sample ``index``, valid until the next call."""
         self._generator.seed(seed_words(self._seed, self._copy, index & 0xFFFFFFFF, index >> 32))
         return self._generator
 
 
-class MegatronSpanOrder:
+class MegatronSpanOrder(Order):
     """Megatron-LM's samples and their random numbers."""
 
     def __init__(
@@ -201,27 +183,21 @@ class MegatronSpanOrder:
     ) -> None:
         self._seed, self._generator = seed, np.random.RandomState(0)
         inputs = (sentences.lengths, sentences.boundaries, seed, num_samples, sorted(asdict(rules).items()))
-        self.digest = digest_of("megatron-spans", *inputs)
+        digest = digest_of("megatron-spans", *inputs)
         self._spans = cache.get(
             lambda: SampleIndex(
                 np.empty(0, np.int32), build_megatron_spans(sentences, rules, seed=seed, num_samples=num_samples)
             ),
             rows=len(sentences.lengths),
-            inputs=(self.digest,),
+            inputs=(digest,),
         ).samples
-        self.samples_per_epoch = len(self._spans)
-
-    def __len__(self) -> int:
-        return len(self._spans)
+        super().__init__(digest=digest, samples_per_epoch=len(self._spans), num_samples=None)
 
     def find(self, index: int) -> Span:
         """Sentences of sample ``index``."""
         return Span(*self._spans[index].tolist())
 
-    def prepare(self) -> None:
-        """The index is built, and in the cache, from the beginning."""
-
     def random(self, index: int) -> np.random.RandomState:
-        """Random numbers of sample ``index``, until the next call."""
+        """Random numbers of sample ``index``, valid until the next call."""
         self._generator.seed((self._seed + index) % 2**32)
         return self._generator

@@ -1,9 +1,10 @@
-"""What the rest of the program knows about a tokenizer, and what the kinds of tokenizer share."""
+"""The interface of a tokenizer, and what the kinds of tokenizer share."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,39 +13,30 @@ from megatron.errors import ConfigError, DataError
 
 
 class Tokenizer(Protocol):
-    """Turns text into token ids and back; ids lie in ``[0, vocab_size)``."""
+    """Turns text into token ids in ``[0, vocab_size)`` and back.
+
+    ``name``: Megatron's name of the kind, as given to ``--tokenizer-type``. ``vocab_size``: number of ids, added tokens
+    included, before padding. ``eod``: id that ends a document; ``pad``: id that fills short samples; ``bos``, ``eos``:
+    ids that begin and end a sequence; None where the vocabulary has none.
+    """
+
+    name: str
+    vocab_size: int
+    eod: int
+    pad: int | None
+    bos: int | None
+    eos: int | None
 
     @property
-    def name(self) -> str:
-        """Megatron's name of the kind, as given to ``--tokenizer-type``."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids, added tokens included, before padding."""
-
-    @property
-    def eod(self) -> int:
-        """The id that ends a document."""
-
-    @property
-    def pad(self) -> int | None:
-        """The id that fills short samples, None when the vocabulary has none."""
-
-    @property
-    def bos(self) -> int | None:
-        """The id that begins a sequence, None when the vocabulary has none."""
-
-    @property
-    def eos(self) -> int | None:
-        """The id that ends a sequence, None when the vocabulary has none."""
-
-    @property
+    @abstractmethod
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of what decides which id stands for what: equal fingerprints mean interchangeable data."""
+        """SHA-256 (hex) of what determines which id stands for what: equal fingerprints mean interchangeable data."""
 
     def tokenize(self, text: str) -> list[int]:
         """Ids of one text; raises DataError for text that has none (see ``tokenize_batch``)."""
+        return self.tokenize_batch([text])[0]
 
+    @abstractmethod
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of many texts, faster than one by one.
 
@@ -53,49 +45,38 @@ class Tokenizer(Protocol):
 
     def tokenize_parts(self, texts: Sequence[str]) -> list[list[int]]:
         """As ``tokenize_batch``, without ids that some kinds put before or behind a whole text."""
+        return self.tokenize_batch(texts)
 
+    @abstractmethod
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of the ids, special tokens included."""
 
 
 class SpanTokenizer(Tokenizer, Protocol):
-    """A tokenizer with sentinels, which stand for masked spans."""
+    """A tokenizer with sentinels, which stand for masked spans.
 
-    @property
-    def sentinels(self) -> tuple[int, ...]:
-        """The ids that stand for hidden spans, ``--vocab-extra-ids`` of them or the vocabulary's own."""
+    ``sentinels``: ids of ``--vocab-extra-ids`` or of the vocabulary itself. ``decoder_start``: id that a decoder begins
+    with, if there is one.
+    """
 
-    @property
-    def decoder_start(self) -> int | None:
-        """The id that a decoder begins with."""
+    sentinels: tuple[int, ...]
+    decoder_start: int | None
 
+    @abstractmethod
     def continuations(self) -> Sequence[bool]:
-        """For each id whether it goes on with the word before."""
+        """For each id whether it continues the previous word."""
 
 
 class MaskingTokenizer(SpanTokenizer, Protocol):
-    """A tokenizer with tokens that begin, separate and mask texts."""
+    """A tokenizer with the ids that begin a sample (``cls``), end each part of it (``sep``) and mask a token."""
 
-    @property
-    def cls(self) -> int:
-        """The id that begins a sample."""
-
-    @property
-    def sep(self) -> int:
-        """The id that ends each part of a sample."""
-
-    @property
-    def mask(self) -> int:
-        """The id that hides another."""
-
-
-def check_encodable(texts: Iterable[str]) -> None:
-    """Raise DataError when a text holds half of a surrogate pair, which JSON can spell but no vocabulary knows."""
-    encoded_texts(texts)
+    cls: int
+    sep: int
+    mask: int
 
 
 def encoded_texts(texts: Iterable[str]) -> list[bytes]:
-    """Each text as UTF-8; raises DataError for half of a surrogate pair."""
+    """Each text as UTF-8; raises DataError for a lone surrogate, which JSON can spell but no vocabulary has."""
     try:
         return [text.encode() for text in texts]
     except UnicodeEncodeError as error:
@@ -128,15 +109,6 @@ def refuse_url(value: str, *, flag: str) -> None:
     """Raise DataError for a tokenizer in object storage."""
     if "://" in value:
         raise DataError(f"{flag} {value} is a URL; tokenizers are read from a disk: copy its files and name the copy")
-
-
-def no_extra_ids(extra_ids: int, *, kind: str) -> None:
-    """Refuse ``--vocab-extra-ids`` for a tokenizer that cannot add tokens; raises ConfigError."""
-    if extra_ids:
-        raise ConfigError(
-            f"--vocab-extra-ids {extra_ids} has no effect with {kind}; leave it out, or use GPT2BPETokenizer, "
-            "HuggingFaceTokenizer or SentencePieceTokenizer."
-        )
 
 
 def extra_id_tokens(count: int) -> list[str]:

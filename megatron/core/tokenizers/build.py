@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.tokenizers import gpt2_bpe, huggingface
-from megatron.core.tokenizers.base import Tokenizer, no_extra_ids
+from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.null import NullTokenizer
 from megatron.core.tokenizers.sentencepiece import PlainSentencePiece, SentencePieceTokenizer
 from megatron.core.tokenizers.tiktoken import TikTokenizer
 from megatron.core.tokenizers.wordpiece import WordPieceTokenizer
 from megatron.errors import ConfigError, read_errors
+
+_FIXED_VOCABULARIES = ("GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer", "NullTokenizer")
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
@@ -23,22 +25,23 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 def _build(config: TokenizerConfig) -> Tokenizer:
     kind, model, extra_ids = config.tokenizer_type, config.tokenizer_model, config.vocab_extra_ids
+    if extra_ids and kind in _FIXED_VOCABULARIES:
+        raise ConfigError(
+            f"--vocab-extra-ids {extra_ids} has no effect with {kind}; leave it out, or use GPT2BPETokenizer, "
+            "HuggingFaceTokenizer or SentencePieceTokenizer."
+        )
     match kind:
         case "GPT2BPETokenizer":
             return gpt2_bpe.load(config.vocab_file, config.merge_file, extra_ids=extra_ids)
         case "BertWordPieceLowerCase" | "BertWordPieceCase":
-            lower = kind == "BertWordPieceLowerCase"
-            return WordPieceTokenizer(
-                config.vocab_file, name=kind, lower_case=lower, extra_ids=extra_ids, vocab_size=config.vocab_size
-            )
+            return WordPieceTokenizer(config.vocab_file, name=kind, extra_ids=extra_ids, vocab_size=config.vocab_size)
         case "HuggingFaceTokenizer":
             return huggingface.load(model, extra_ids=extra_ids)
         case "SentencePieceTokenizer":
             return SentencePieceTokenizer(model, extra_ids=extra_ids)
         case "GPTSentencePieceTokenizer" | "Llama2Tokenizer":
-            return PlainSentencePiece(model, name=kind, begin=kind == "Llama2Tokenizer", extra_ids=extra_ids)
+            return PlainSentencePiece(model, name=kind, begin=kind == "Llama2Tokenizer")
         case "TikTokenizer":
-            no_extra_ids(extra_ids, kind=kind)
             return TikTokenizer(
                 model,
                 pattern=config.tiktoken_pattern or "v2",
@@ -47,5 +50,5 @@ def _build(config: TokenizerConfig) -> Tokenizer:
                 special=config.tiktoken_special_tokens,
             )
         case "NullTokenizer":
-            return NullTokenizer(config.vocab_size, extra_ids=extra_ids)
+            return NullTokenizer(config.vocab_size)
     raise ConfigError(f"--tokenizer-type {kind} is not a tokenizer of this project; --help lists them.")

@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.core.tokenizers.base import check_encodable
+from megatron.core.tokenizers.base import encoded_texts
 from megatron.core.tokenizers.huggingface import special_tokens
 from megatron.core.tokenizers.rust import RustTokenizer
 from megatron.errors import ConfigError, DataError
@@ -183,7 +183,7 @@ def encode_spans(text: str, spans: Sequence[Span], tokenizer: RustTokenizer) -> 
     Learned are the tokens of which any character is in a span. Raises DataError when there are none, and for half of
     a surrogate pair.
     """
-    check_encodable([text])
+    encoded_texts([text])  # refuses lone surrogates
     encoding = tokenizer.pipeline.encode(text, add_special_tokens=False)
     learned = [False] * len(encoding.ids)
     spans = [span for span in spans if span.start < span.stop]

@@ -45,14 +45,10 @@ def _read(vocab: Path, merges: Path) -> models.BPE:
         raise DataError(
             f"--vocab-file {vocab} and --merge-file {merges} are not a vocab.json and merges.txt of one BPE: {error}."
         ) from None
-    _check_vocabulary(vocab)  # of which the library reads what it understands
-    return model
-
-
-def _check_vocabulary(path: Path) -> None:
-    """DataError for entries whose ids are no numbers or those of other entries."""
-    where, tokens = f"--vocab-file {path}", dict[int, str]()
-    ids = read_json(path, dict[str, int], where=where, error=DataError, most_bytes=VOCABULARY_BYTES)
+    # The library ignores entries whose ids are no numbers or those of other entries.
+    where, tokens = f"--vocab-file {vocab}", dict[int, str]()
+    ids = read_json(vocab, dict[str, int], where=where, error=DataError, most_bytes=VOCABULARY_BYTES)
     for token, number in ids.items():
         if (other := tokens.setdefault(number, token)) != token:
             raise DataError(f"{where}: {other!r} and {token!r} both have the id {number}, so it cannot be decoded.")
+    return model

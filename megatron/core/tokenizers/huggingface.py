@@ -16,15 +16,15 @@ from megatron.errors import ConfigError, DataError
 from megatron.small_files import read_json
 
 KIND = "HuggingFaceTokenizer"
-_SPACES = ("\u2581", "\u0120")  # how a space before a word is spelled by SentencePiece's models and by byte-level BPE
+_SPACES = ("\u2581", "\u0120")  # the space before a word, in SentencePiece's models and in byte-level BPE
 KNOWN_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 
 
 class HuggingFaceTokenizer(RustTokenizer):
-    """The pipeline of a tokenizer.json, and what its vocabulary has for masked samples.
+    """The pipeline of a tokenizer.json, and the ids of its vocabulary for masked samples.
 
-    ``cls``, ``sep`` and ``mask`` are there where all three are named. ``<extra_id_N>`` of its own are sentinels as
-    those of ``--vocab-extra-ids`` are; a decoder begins with padding where nothing begins a sequence.
+    ``cls``, ``sep`` and ``mask`` exist where all three are named. Its own ``<extra_id_N>`` are sentinels as well as
+    those of ``--vocab-extra-ids``. A decoder begins with ``bos``, or with padding where there is none.
     """
 
     cls: int
@@ -44,7 +44,7 @@ class HuggingFaceTokenizer(RustTokenizer):
         self.sentinels = tuple(self._vocabulary[name] for name in names)
 
     def continuations(self) -> Sequence[bool]:
-        """For each id whether it goes on with the word before: as its spelling says; added tokens never do."""
+        """For each id whether it continues the previous word, judged by its spelling; added tokens never do."""
         own = self.pipeline.get_vocab(with_added_tokens=False)
         added = self.pipeline.get_added_tokens_decoder()
         prefix = json.loads(self.pipeline.to_str())["model"].get("continuing_subword_prefix")
@@ -89,7 +89,7 @@ def load(tokenizer_model: str | None, *, extra_ids: int) -> HuggingFaceTokenizer
 
 
 def _find(tokenizer_model: str | None) -> Path:
-    """The tokenizer.json that the flag means."""
+    """The tokenizer.json that the flag names."""
     if tokenizer_model is None:
         raise ConfigError(f"{KIND} needs --tokenizer-model: the path of a tokenizer.json or of its folder.")
     refuse_url(tokenizer_model, flag="--tokenizer-model")
@@ -113,18 +113,14 @@ def _find(tokenizer_model: str | None) -> Path:
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """Role -> spelling, e.g. ``eos_token`` -> ``</s>``; tokenizer_config.json has the last word."""
+    """Role -> spelling, e.g. ``eos_token`` -> ``</s>``; tokenizer_config.json takes precedence."""
     roles: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         path = folder / name
         if not path.is_file():
             continue
-        settings = read_json(path, dict[str, Any], error=DataError)
-        roles.update({role: word for role, value in settings.items() if (word := _spelling(value)) is not None})
+        for role, value in read_json(path, dict[str, Any], error=DataError).items():
+            word = value.get("content") if isinstance(value, dict) else value
+            if isinstance(word, str):
+                roles[role] = word
     return roles
-
-
-def _spelling(value: Any) -> str | None:
-    """A token is written as its text, or as an object with the text under ``content``."""
-    word = value.get("content") if isinstance(value, dict) else value
-    return word if isinstance(word, str) else None

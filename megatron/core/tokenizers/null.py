@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.core.tokenizers.base import fingerprint_of, no_extra_ids
+from megatron.core.tokenizers.base import Tokenizer, fingerprint_of
 from megatron.errors import ConfigError, DataError
 
 
-class NullTokenizer:
+class NullTokenizer(Tokenizer):
     """Ids 0 to ``vocab_size - 1`` as ``--vocab-size`` says, and one more that ends documents."""
 
     name = "NullTokenizer"
-    pad: int | None = None
-    bos: int | None = None
-    eos: int | None = None
+    pad = bos = eos = None
 
-    def __init__(self, vocab_size: int | None, *, extra_ids: int) -> None:
-        no_extra_ids(extra_ids, kind=self.name)
+    def __init__(self, vocab_size: int | None) -> None:
         if vocab_size is None:
             raise ConfigError(f"{self.name} needs --vocab-size: the number of ids in the data.")
         self.eod = vocab_size
@@ -49,10 +46,6 @@ class NullTokenizer:
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The numbers in each text."""
         return [self.tokenize(text) for text in texts]
-
-    def tokenize_parts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of many texts, to which nothing is ever added."""
-        return self.tokenize_batch(texts)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The numbers, separated by spaces."""

@@ -9,13 +9,13 @@ from typing import Any
 
 import tokenizers
 
-from megatron.core.tokenizers.base import check_encodable, extra_id_tokens, fingerprint_of
+from megatron.core.tokenizers.base import Tokenizer, encoded_texts, extra_id_tokens, fingerprint_of
 from megatron.errors import DataError
 
 _MOST_HOLES = 100_000  # ids without a token; real vocabularies have a few
 
 
-class RustTokenizer:
+class RustTokenizer(Tokenizer):
     """Normalizer, pre-tokenizer, model and post-processor as one pipeline.
 
     ``--vocab-extra-ids`` appends ``<extra_id_0>``, ... to the vocabulary.
@@ -46,9 +46,9 @@ class RustTokenizer:
     def fingerprint(self) -> str:
         """SHA-256 of the vocabulary, the merges and how text is cut.
 
-        Whether a special token that is spelled out in the text is recognised does not enter: it changes the meaning of
-        no id, and so vocab.json with merges.txt and the tokenizer.json of the same training have one fingerprint. Nor
-        do sentinels that ``--vocab-extra-ids`` appends, so that data preprocessed without them can be read.
+        It doesn't depend on whether special tokens that a text spells out are recognised, which changes the meaning of
+        no id: vocab.json with merges.txt and the tokenizer.json of the same training have one fingerprint. Nor does it
+        depend on sentinels that ``--vocab-extra-ids`` appends: data preprocessed without them can be read.
         """
         spec = json.loads(self.pipeline.to_str())
         parts = {part: _essence(spec[part]) for part in ("normalizer", "pre_tokenizer", "post_processor", "model")}
@@ -58,10 +58,6 @@ class RustTokenizer:
         for token in self._appended:
             del vocabulary[token]
         return fingerprint_of({**parts, "vocab": vocabulary})
-
-    def tokenize(self, text: str) -> list[int]:
-        """Ids of one text."""
-        return self.tokenize_batch([text])[0]
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of many texts; the library runs threads when ``TOKENIZERS_PARALLELISM`` allows."""
@@ -75,8 +71,8 @@ class RustTokenizer:
         try:
             found = self.pipeline.encode_batch_fast(list(texts), add_special_tokens=whole)
             return [encoding.ids for encoding in found]
-        except TypeError:  # the library's word for a str that has no UTF-8 form
-            check_encodable(texts)
+        except TypeError:  # the library's error for a lone surrogate
+            encoded_texts(texts)
             raise
 
     def detokenize(self, ids: Sequence[int]) -> str:
@@ -85,7 +81,7 @@ class RustTokenizer:
 
 
 def _check_ids(vocabulary: Mapping[str, int], *, kind: str) -> None:
-    """DataError for ids so far apart that lists by id, the library's own among them, would take all memory."""
+    """Raise DataError for ids so far apart that lists by id, the library's own among them, would take all memory."""
     token = max(vocabulary, key=vocabulary.__getitem__, default="")
     if vocabulary and vocabulary[token] > _MOST_HOLES + 10 * len(vocabulary):
         raise DataError(
@@ -95,7 +91,7 @@ def _check_ids(vocabulary: Mapping[str, int], *, kind: str) -> None:
 
 
 def _essence(value: Any) -> Any:
-    """A part of the library's description without what does not decide ids.
+    """A part of the library's description without settings that don't affect ids.
 
     Settings that are off are dropped, so that a release of the library that describes new ones changes no fingerprint.
     """

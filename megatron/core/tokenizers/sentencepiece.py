@@ -8,46 +8,33 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from megatron.core.tokenizers.base import (
-    check_encodable,
-    extra_id_tokens,
-    fingerprint_of,
-    no_extra_ids,
-    required_file,
-)
+from megatron.core.tokenizers.base import Tokenizer, encoded_texts, extra_id_tokens, fingerprint_of, required_file
 from megatron.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
 
-
 _SPACE = "\u2581"  # how the library spells a space inside pieces
 
 
-class PlainSentencePiece:
-    """The model's own vocabulary and nothing else: GPTSentencePieceTokenizer; Llama2Tokenizer begins texts with BOS."""
+class PlainSentencePiece(Tokenizer):
+    """The model's own vocabulary: GPTSentencePieceTokenizer, and Llama2Tokenizer, which begins texts with BOS."""
 
-    def __init__(self, tokenizer_model: str | None, *, name: str, begin: bool, extra_ids: int) -> None:
-        no_extra_ids(extra_ids, kind=name)
-        self.name = name
-        self._begin = begin
+    def __init__(self, tokenizer_model: str | None, *, name: str, begin: bool) -> None:
+        self.name, self._begin = name, begin
         self._model = _load(tokenizer_model, name)
         self.vocab_size = self._model.get_piece_size()
-        self.pad, self.bos, self.eos = (_id(each) for each in _own_ids(self._model))
-        if self.eos is None:
+        self.pad, self.bos, eos = _own_ids(self._model)
+        if eos is None:
             raise DataError(f"--tokenizer-model {tokenizer_model} has no end-of-sentence piece, which {name} needs.")
         if begin and self.bos is None:
             raise DataError(f"--tokenizer-model {tokenizer_model} has no begin-of-sentence piece, which {name} needs.")
-        self.eod = self.eos
+        self.eod = self.eos = eos
 
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the model and of whether texts begin with BOS."""
         return fingerprint_of([_digest(self._model), self._begin])
-
-    def tokenize(self, text: str) -> list[int]:
-        """Ids of one text."""
-        return self.tokenize_batch([text])[0]
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of many texts."""
@@ -62,7 +49,7 @@ class PlainSentencePiece:
         return str(self._model.decode(list(ids)))
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """The model's vocabulary and special tokens appended to it, which are recognised when a text spells them out.
 
     Appended in this order unless the model has them: ``<CLS> <SEP> <EOD> <MASK>``, pad, begin and end of sentence, then
@@ -73,21 +60,21 @@ class SentencePieceTokenizer:
 
     def __init__(self, tokenizer_model: str | None, *, extra_ids: int) -> None:
         self._model = _load(tokenizer_model, self.name)
-        pieces = self._model.get_piece_size()
-        own = {role: _id(found) for role, found in zip(("<PAD>", "<BOS>", "<EOS>"), _own_ids(self._model))}
-        roles = {role: role if found is None else self._model.id_to_piece(found) for role, found in own.items()}
-        known = {self._model.id_to_piece(each): each for each in range(pieces)}
-        special = ["<CLS>", "<SEP>", "<EOD>", "<MASK>", *roles.values(), *extra_id_tokens(extra_ids)]
+        known = {self._model.id_to_piece(each): each for each in range(self._model.get_piece_size())}
+        roles = [
+            role if found is None else self._model.id_to_piece(found)
+            for role, found in zip(("<PAD>", "<BOS>", "<EOS>"), _own_ids(self._model))
+        ]
+        special = ["<CLS>", "<SEP>", "<EOD>", "<MASK>", *roles, *extra_id_tokens(extra_ids)]
         for token in special:
             known.setdefault(token, len(known))
         self._special = {token: known[token] for token in special}
         self._spelled = {number: token for token, number in self._special.items()}
         self._cut = re.compile("(" + "|".join(map(re.escape, self._special)) + ")")
         self.vocab_size = len(known)
-        self.eod = self._special["<EOD>"]
-        self.cls, self.sep, self.mask = (self._special[token] for token in ("<CLS>", "<SEP>", "<MASK>"))
-        self.sentinels = tuple(self._special[token] for token in extra_id_tokens(extra_ids))
-        self.pad, self.bos, self.eos = (self._special[roles[role]] for role in ("<PAD>", "<BOS>", "<EOS>"))
+        self.cls, self.sep, self.eod, self.mask = (known[token] for token in special[:4])
+        self.pad, self.bos, self.eos = (known[role] for role in roles)
+        self.sentinels = tuple(known[token] for token in extra_id_tokens(extra_ids))
         self.decoder_start = self.bos
 
     @cached_property
@@ -97,7 +84,7 @@ class SentencePieceTokenizer:
         return fingerprint_of([_digest(self._model), special])
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids of one text; what lies between special tokens is encoded by itself."""
+        """Ids of one text; the parts between special tokens are encoded separately."""
         ids: list[int] = []
         for number, part in enumerate(self._cut.split(text)):  # odd parts are the separators
             ids += [self._special[part]] if number % 2 else _encode(self._model, [part])[0]
@@ -109,18 +96,14 @@ class SentencePieceTokenizer:
         encoded = iter(_encode(self._model, plain))
         return [self.tokenize(text) if self._cut.search(text) else next(encoded) for text in texts]
 
-    def tokenize_parts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of many texts, to which nothing is ever added."""
-        return self.tokenize_batch(texts)
-
     def continuations(self) -> Sequence[bool]:
-        """For each id whether it goes on with the word before: pieces that begin a word begin with a space."""
+        """For each id whether it continues the previous word: pieces that begin a word begin with a space."""
         pieces = [self._model.id_to_piece(number) for number in range(self._model.get_piece_size())]
         own = [not piece.startswith(_SPACE) and not self._model.is_control(n) for n, piece in enumerate(pieces)]
         return [*own, *[False] * (self.vocab_size - len(own))]
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Text of the ids; a special token comes back as it is spelled."""
+        """Text of the ids; special tokens are spelled out."""
         text, run = "", list[int]()
         for number in ids:
             if number in self._spelled:
@@ -144,17 +127,13 @@ def _load(tokenizer_model: str | None, name: str) -> SentencePieceProcessor:
 
 
 def _encode(model: SentencePieceProcessor, texts: Sequence[str], *, begin: bool = False) -> list[list[int]]:
-    check_encodable(texts)
+    encoded_texts(texts)  # refuses lone surrogates
     return list(model.encode(list(texts), out_type=int, add_bos=begin, num_threads=1))
 
 
-def _own_ids(model: SentencePieceProcessor) -> tuple[int, int, int]:
-    """Pad, begin and end of sentence in the model itself; -1 where it has none."""
-    return model.pad_id(), model.bos_id(), model.eos_id()
-
-
-def _id(found: int) -> int | None:
-    return found if found >= 0 else None
+def _own_ids(model: SentencePieceProcessor) -> list[int | None]:
+    """Pad, begin and end of sentence in the model itself, which says -1 for those that it lacks."""
+    return [found if found >= 0 else None for found in (model.pad_id(), model.bos_id(), model.eos_id())]
 
 
 def _digest(model: SentencePieceProcessor) -> str:

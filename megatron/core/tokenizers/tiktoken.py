@@ -7,20 +7,17 @@ import binascii
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megatron.core.tokenizers.base import check_encodable, fingerprint_of, required_file
+from megatron.core.tokenizers.base import Tokenizer, encoded_texts, fingerprint_of, required_file
 from megatron.errors import ConfigError, DataError
 from megatron.small_files import VOCABULARY_BYTES, read_json
-
-if TYPE_CHECKING:
-    from tiktoken import Encoding
 
 KIND = "TikTokenizer"
 DEFAULT_VOCAB_SIZE = 2**17
 REQUIRED_SPECIAL = ("<unk>", "<s>", "</s>")
 
-# How a text is cut into words before BPE. These decide ids and are part of the format.
+# How a text is cut into words before BPE; ids depend on these, so they are part of the format.
 _LOWER, _UPPER = r"\p{Ll}\p{Lm}\p{Lo}\p{M}", r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}"
 PATTERNS = {
     "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
@@ -29,7 +26,7 @@ PATTERNS = {
 }
 
 
-class TikTokenizer:
+class TikTokenizer(Tokenizer):
     """Byte-level BPE by rank; ``num_special`` special tokens come first, then as many ranks as the vocabulary holds.
 
     ``special`` spells the first special tokens (``<unk> <s> </s>`` among them); the others are ``<SPECIAL_3>`` and so
@@ -37,7 +34,7 @@ class TikTokenizer:
     """
 
     name = KIND
-    pad: int | None = None
+    pad = None
 
     def __init__(
         self,
@@ -68,7 +65,13 @@ class TikTokenizer:
         self.vocab_size = num_special + len(tokens)
         self.bos, self.eos = self._special["<s>"], self._special["</s>"]
         self.eod = self.eos
-        self._encoding = _encoding(self._pattern, self._ranks, self._special)
+        try:
+            import tiktoken
+        except ImportError:
+            raise ConfigError(f"{KIND} needs the tiktoken library: pip install tiktoken.") from None
+        self._encoding = tiktoken.Encoding(
+            KIND, pat_str=self._pattern, mergeable_ranks=self._ranks, special_tokens=self._special
+        )
 
     @cached_property
     def fingerprint(self) -> str:
@@ -76,30 +79,14 @@ class TikTokenizer:
         ranks = {token.hex(): number for token, number in self._ranks.items()}
         return fingerprint_of([self._pattern, ranks, self._special])
 
-    def tokenize(self, text: str) -> list[int]:
-        """Ids of one text."""
-        return self.tokenize_batch([text])[0]
-
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of many texts."""
-        check_encodable(texts)  # the library would replace what has no UTF-8 form without a word
+        encoded_texts(texts)  # refuses lone surrogates, which the library would replace silently
         return [self._encoding.encode_ordinary(text) for text in texts]
-
-    def tokenize_parts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of many texts, to which nothing is ever added."""
-        return self.tokenize_batch(texts)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of the ids; bytes that end inside a character come back as U+FFFD."""
         return self._encoding.decode(list(ids))
-
-
-def _encoding(pattern: str, ranks: dict[bytes, int], special: dict[str, int]) -> Encoding:
-    try:
-        import tiktoken
-    except ImportError:
-        raise ConfigError(f"{KIND} needs the tiktoken library: pip install tiktoken.") from None
-    return tiktoken.Encoding(KIND, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
 
 
 def _special_tokens(spelled: Sequence[str], count: int) -> list[str]:
@@ -122,19 +109,17 @@ def _read_ranks(path: Path) -> list[bytes]:
     """The tokens in the order of their rank."""
     where = f"--tokenizer-model {path}"
     entries = read_json(path, list[Any], where=where, error=DataError, most_bytes=VOCABULARY_BYTES)
-    tokens = [_token(path, rank, entry) for rank, entry in enumerate(entries)]
+    tokens = []
+    for rank, entry in enumerate(entries):
+        if not isinstance(entry, dict) or entry.get("rank") != rank or not isinstance(entry.get("token_bytes"), str):
+            wanted = f'an object {{"rank": {rank}, "token_bytes": base64, "token_str": text}}'
+            raise DataError(f"{where}: entry {rank} must be {wanted}.")
+        try:
+            tokens.append(base64.b64decode(entry["token_bytes"], validate=True))
+        except binascii.Error as error:
+            raise DataError(f"{where}: token_bytes of entry {rank} is not base64: {error}.") from None
     if tokens[:256] != [bytes([value]) for value in range(256)]:
-        raise DataError(f"--tokenizer-model {path}: ranks 0 to 255 must be the 256 single bytes in order.")
+        raise DataError(f"{where}: ranks 0 to 255 must be the 256 single bytes in order.")
     if len(set(tokens)) != len(tokens):
-        raise DataError(f"--tokenizer-model {path} holds the same token_bytes under two ranks.")
+        raise DataError(f"{where} holds the same token_bytes under two ranks.")
     return tokens
-
-
-def _token(path: Path, rank: int, entry: Any) -> bytes:
-    wanted = f'an object {{"rank": {rank}, "token_bytes": base64, "token_str": text}}'
-    if not isinstance(entry, dict) or entry.get("rank") != rank or not isinstance(entry.get("token_bytes"), str):
-        raise DataError(f"--tokenizer-model {path}: entry {rank} must be {wanted}.")
-    try:
-        return base64.b64decode(entry["token_bytes"], validate=True)
-    except binascii.Error as error:
-        raise DataError(f"--tokenizer-model {path}: token_bytes of entry {rank} is not base64: {error}.") from None

@@ -25,15 +25,13 @@ class WordPieceTokenizer(RustTokenizer):
     """BertWordPieceCase, or BertWordPieceLowerCase, which also strips accents.
 
     The vocabulary grows by ``[BOS]``, ``[EOS]`` and the ``<extra_id_N>`` of ``--vocab-extra-ids``, as Megatron-LM's
-    does; with a ``vocab_size`` of just the file's pieces, as Hugging Face's models have it, by the latter alone. The
-    pieces are read from a vocab.txt or from Hugging Face's tokenizer.json. ``[CLS]`` and its like are ordinary
-    characters inside a text. Documents end with ``[SEP]``.
+    does; with a ``vocab_size`` of just the file's pieces, as in Hugging Face's models, by the latter alone. The pieces
+    are read from a vocab.txt or from Hugging Face's tokenizer.json. Inside a text special tokens such as ``[CLS]`` are
+    ordinary characters. Documents end with ``[SEP]``.
     Raises ConfigError when the flag is missing, DataError when the file is missing or lacks a special token.
     """
 
-    def __init__(
-        self, vocab_file: str | None, *, name: str, lower_case: bool, extra_ids: int, vocab_size: int | None = None
-    ) -> None:
+    def __init__(self, vocab_file: str | None, *, name: str, extra_ids: int, vocab_size: int | None = None) -> None:
         path = required_file(vocab_file, flag="--vocab-file", kind=name, holds="a vocab.txt")
         pieces = read_pieces(path)
         lacking = [token for token in SPECIAL_TOKENS if token not in pieces]
@@ -41,7 +39,7 @@ class WordPieceTokenizer(RustTokenizer):
             raise DataError(f"--vocab-file {path} has no {lacking[0]}: a WordPiece vocab.txt has one piece a line.")
         pipeline = words_pipeline(
             models.WordPiece(pieces, unk_token=UNKNOWN, max_input_chars_per_word=_LONGEST_WORD),
-            lower_case=lower_case,
+            lower_case=name == "BertWordPieceLowerCase",
         )
         if vocab_size != len(pieces):
             pipeline.add_special_tokens(["[BOS]", "[EOS]"])
@@ -61,7 +59,7 @@ class WordPieceTokenizer(RustTokenizer):
         self.decoder_start = self.bos
 
     def continuations(self) -> Sequence[bool]:
-        """For each id whether it goes on with the word before."""
+        """For each id whether it continues the previous word."""
         found = [False] * self.vocab_size
         for piece, number in self._vocabulary.items():
             found[number] = piece.startswith(_PREFIX)
@@ -87,7 +85,7 @@ def read_pieces(path: Path) -> dict[str, int]:
 
 
 def words_pipeline(model: models.WordPiece, *, lower_case: bool) -> tokenizers.Tokenizer:
-    """From text to pieces: words and signs apart; in lower case also without accents."""
+    """Cuts text into words and signs, then pieces; in lower case also strips accents."""
     pipeline = tokenizers.Tokenizer(model)
     pipeline.normalizer = normalizers.BertNormalizer(lowercase=lower_case, strip_accents=lower_case)
     pipeline.pre_tokenizer = pre_tokenizers.BertPreTokenizer()

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from megatron.config.run import RunConfig
 from megatron.core.context_parallel.slicing import take
-from megatron.core.datasets.blended_dataset import continue_phases, mix_of
+from megatron.core.datasets.blended_dataset import Phase, continue_phases, mix_of, next_phases
 from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.loader import Batch, build_loader
 from megatron.core.datasets.metadata import ContentDigests
-from megatron.core.datasets.phases import Phase, next_phases
 from megatron.core.datasets.sampler import MicrobatchSampler
 from megatron.core.datasets.splits import SPLITS, SplitName
 from megatron.core.models.train_spec import TrainSpec

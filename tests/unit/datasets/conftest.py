@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +11,22 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
-from megatron.core.datasets.metadata import DescribesTokenizer, TokenizerStamp
+from megatron.core.datasets.metadata import TokenizerStamp
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.tokenizers.null import NullTokenizer
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "datasets_v012.json"
 
 WriteDocuments = Callable[..., str]
 
 
-@dataclass(frozen=True)
-class FakeTokenizer:
-    """As much of a tokenizer as data sets look at."""
+class FakeTokenizer(NullTokenizer):
+    """The properties of a tokenizer that data sets look at."""
 
-    name: str = "GPT2BPETokenizer"
-    vocab_size: int = 51
-    eod: int = 50
-    fingerprint: str = "f1" * 32
+    fingerprint = ""
+
+    def __init__(self, *, vocab_size: int = 51, fingerprint: str = "f1" * 32) -> None:
+        self.name, self.vocab_size, self.eod, self.fingerprint = "GPT2BPETokenizer", vocab_size, 50, fingerprint
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +51,7 @@ def write_documents(tmp_path: Path) -> WriteDocuments:
         name: str = "data",
         *,
         dtype: Any = np.uint16,
-        tokenizer: DescribesTokenizer | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> str:
         prefix = str(tmp_path / name)
         stamp = None if tokenizer is None else TokenizerStamp.of(tokenizer)

@@ -11,12 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.datasets.blend import interleave, normalized
-from megatron.core.datasets.blended_dataset import BlendedDataset, MixedDataset, SourceShare, continue_phases, mix_of
+from megatron.core.datasets.blended_dataset import (
+    BlendedDataset,
+    MixedDataset,
+    MixedSource,
+    Phase,
+    SourceShare,
+    continue_phases,
+    mix_of,
+    next_phases,
+    samples_taken,
+)
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.phases import MixedSource, Phase, next_phases, samples_taken
 from megatron.core.datasets.sample_order import EpochOrder
-from megatron.core.models.gpt.samples import GPTDataset, SampleLayout
+from megatron.core.models.gpt.data import GPTDataset, SampleLayout
 from megatron.errors import CheckpointError
 from megatron.small_files import as_kind
 from tests.unit.datasets.conftest import WriteDocuments

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -23,7 +25,7 @@ class Letters(FakeTokenizer):
     def tokenize(self, text: str) -> list[int]:
         return [MARKS[text]] if text in MARKS else [ord(character) - 65 for character in text]
 
-    def detokenize(self, ids: list[int]) -> str:
+    def detokenize(self, ids: Sequence[int]) -> str:
         return "".join("\ufffd" if each == 49 else chr(65 + each) for each in ids)
 
 
@@ -120,7 +122,7 @@ def test_training_data_only(write_documents: WriteDocuments) -> None:
         fim_suffix_token="<s>",
     )
     splits = build_gpt_splits(
-        config, seed=1, sizes=SplitSizes(20, 20, 0), tokenizer=Letters(vocab_size=54, eod=EOD), vocab_size=54
+        config, seed=1, sizes=SplitSizes(20, 20, 0), tokenizer=Letters(vocab_size=54), vocab_size=54
     )
     assert splits.train is not None
     assert splits.valid is not None

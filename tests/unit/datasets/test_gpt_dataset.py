@@ -19,8 +19,7 @@ from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.metadata import ContentDigests
 from megatron.core.datasets.samples import SampleDataset
 from megatron.core.datasets.splits import SplitSizes
-from megatron.core.models.gpt.data import build_gpt_splits
-from megatron.core.models.gpt.samples import GPTDataset
+from megatron.core.models.gpt.data import GPTDataset, build_gpt_splits
 from megatron.errors import ConfigError, DataError
 from tests.unit.datasets.conftest import FakeTokenizer, WriteDocuments
 

@@ -10,7 +10,7 @@ import pytest
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.sample_order import EpochOrder, MegatronOrder
-from megatron.core.models.gpt.samples import GPTDataset, SampleLayout
+from megatron.core.models.gpt.data import GPTDataset, SampleLayout
 from megatron.errors import DataError
 from tests.unit.datasets.conftest import WriteDocuments
 

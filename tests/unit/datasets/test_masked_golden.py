@@ -12,7 +12,7 @@ import pytest
 
 from megatron.config.data import DataConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
-from megatron.core.datasets.masked_samples import MaskedDataset
+from megatron.core.datasets.masked_dataset import MaskedDataset
 from megatron.core.datasets.masking import MaskingRules, MaskingVocabulary
 from megatron.core.datasets.spans import Sentences, SpanRules, build_megatron_spans, mersenne_twister_64
 from megatron.core.datasets.splits import SplitSizes
@@ -23,7 +23,7 @@ from tests.unit.datasets.conftest import GOLDEN
 RECORDED: dict[str, Any] = json.loads((GOLDEN.parent / "masked_datasets_v012.json").read_text())
 
 
-@dataclass(frozen=True)
+@dataclass
 class RecordedTokenizer:
     """The tokenizer of the recorded samples."""
 
@@ -32,10 +32,10 @@ class RecordedTokenizer:
     cls: int = RECORDED["cls"]
     sep: int = RECORDED["sep"]
     mask: int = RECORDED["mask"]
-    pad: int = RECORDED["pad"]
-    bos: int = RECORDED["bos"]
-    eos: int = RECORDED["eos"]
-    decoder_start: int = RECORDED["bos"]
+    pad: int | None = RECORDED["pad"]
+    bos: int | None = RECORDED["bos"]
+    eos: int | None = RECORDED["eos"]
+    decoder_start: int | None = RECORDED["bos"]
     eod: int = RECORDED["sep"]
     fingerprint: str = "f1" * 32
     sentinels: tuple[int, ...] = tuple(RECORDED["extra"])

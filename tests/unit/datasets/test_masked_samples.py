@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron.config.data import DataConfig
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megatron.core.datasets.masked_samples import MaskedDataset
+from megatron.core.datasets.masked_dataset import MaskedDataset
 from megatron.core.datasets.masking import MaskingRules, MaskingVocabulary, choose_stretches
 from megatron.core.datasets.spans import Sentences, SpanOrder, SpanRules, build_spans
 from megatron.core.datasets.splits import SplitSizes

@@ -10,7 +10,7 @@ import pytest
 from megatron.core.datasets import sample_order
 from megatron.core.datasets.index_build import SampleIndex, build_epoch, build_megatron
 from megatron.core.datasets.index_cache import IndexCache
-from megatron.core.datasets.sample_order import EpochOrder, MegatronOrder, SampleOrder
+from megatron.core.datasets.sample_order import EpochOrder, MegatronOrder
 
 LENGTHS = np.random.RandomState(0).randint(1, 20, 30).astype(np.int32)
 NO_CACHE = IndexCache(None)
@@ -20,7 +20,7 @@ def epoch_order(num_samples: int | None, *, seed: int = 1, copy: int = 0) -> Epo
     return EpochOrder(LENGTHS, seed=seed, seq_length=8, num_samples=num_samples, cache=NO_CACHE, copy=copy)
 
 
-def place(order: SampleOrder, index: int) -> tuple[int, int, list[int]]:
+def place(order: EpochOrder | MegatronOrder, index: int) -> tuple[int, int, list[int]]:
     """First document, offset in it, and the documents after it."""
     start = order.find(index)
     after = start.documents[start.position : start.position + 10].tolist()
@@ -70,7 +70,7 @@ def test_epochs_are_built_when_needed_and_few_are_kept(monkeypatch: pytest.Monke
         order.find(index)
     order.find(3 * per_epoch - 1)
     assert built == [0, 1, 2, 3]
-    assert len(order._epochs._loaded) == 2
+    assert len(order._epochs) == 2
 
 
 @pytest.mark.parametrize("other", [{"seed": 2}, {"copy": 1}])

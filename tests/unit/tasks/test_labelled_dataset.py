@@ -23,7 +23,7 @@ VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> WordPieceTokenizer:
     path = tmp_path_factory.mktemp("vocabulary") / "vocab.txt"
     path.write_text("\n".join(VOCABULARY) + "\n")
-    return WordPieceTokenizer(str(path), name="BertWordPieceLowerCase", lower_case=True, extra_ids=0)
+    return WordPieceTokenizer(str(path), name="BertWordPieceLowerCase", extra_ids=0)
 
 
 def ids(*pieces: str) -> list[int]:

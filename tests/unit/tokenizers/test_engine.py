@@ -69,7 +69,7 @@ def test_a_library_that_fails_is_not_used(tokenizer: RustTokenizer, monkeypatch:
 def test_without_the_library(tokenizer: RustTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gigatoken", None)
     assert choose_engine(tokenizer, TEXTS, "uint16").reason == "gigatoken is not installed"
-    assert choose_engine(NullTokenizer(9, extra_ids=0), ["1"], "uint16").name == OWN
+    assert choose_engine(NullTokenizer(9), ["1"], "uint16").name == OWN
 
 
 def test_lone_surrogates_are_refused_by_both(tokenizer: RustTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,7 +241,7 @@ def test_vocabulary_of_a_bert(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     theirs = cast("MaskingTokenizer", build(tmp_path))
     ours = WordPieceTokenizer(
-        str(tmp_path / "vocab.txt"), name="", lower_case=True, extra_ids=0, vocab_size=len(pieces)
+        str(tmp_path / "vocab.txt"), name="BertWordPieceLowerCase", extra_ids=0, vocab_size=len(pieces)
     )
     for name in ("vocab_size", "eod", "pad", "cls", "sep", "mask"):
         assert getattr(theirs, name) == getattr(ours, name), name

@@ -12,7 +12,7 @@ from megatron.errors import ConfigError, DataError
 
 @pytest.fixture
 def null() -> NullTokenizer:
-    return NullTokenizer(100, extra_ids=0)
+    return NullTokenizer(100)
 
 
 def test_ids_pass_through(null: NullTokenizer) -> None:
@@ -57,4 +57,4 @@ def test_extra_ids_are_refused() -> None:
 
 
 def test_fingerprint_depends_on_the_size() -> None:
-    assert NullTokenizer(100, extra_ids=0).fingerprint != NullTokenizer(101, extra_ids=0).fingerprint
+    assert NullTokenizer(100).fingerprint != NullTokenizer(101).fingerprint

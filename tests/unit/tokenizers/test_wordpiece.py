@@ -37,13 +37,13 @@ def test_ids_are_those_of_transformers(vocabulary: str, kind: str, lower: bool) 
 
 def test_special_tokens_in_a_text_are_characters(vocabulary: str) -> None:
     """A web page about BERT must not hide words from the model."""
-    tokenizer = WordPieceTokenizer(vocabulary, name="BertWordPieceLowerCase", lower_case=True, extra_ids=0)
+    tokenizer = WordPieceTokenizer(vocabulary, name="BertWordPieceLowerCase", extra_ids=0)
     assert tokenizer.mask not in tokenizer.tokenize("the [MASK]")
 
 
 def test_vocabulary_grows_as_megatrons(vocabulary: str) -> None:
     """The number of rows of the embeddings, and which of them are sentinels, follow from it."""
-    tokenizer = WordPieceTokenizer(vocabulary, name="BertWordPieceCase", lower_case=False, extra_ids=3)
+    tokenizer = WordPieceTokenizer(vocabulary, name="BertWordPieceCase", extra_ids=3)
     size = len(SPECIAL + WORDS)
     assert (tokenizer.bos, tokenizer.eos, tokenizer.sentinels) == (size, size + 1, (size + 2, size + 3, size + 4))
     assert tokenizer.vocab_size == size + 5
@@ -58,14 +58,14 @@ def test_a_t5_reads_data_made_without_sentinels(vocabulary: str) -> None:
     """Megatron-LM preprocesses without them, whatever the flags say; [BOS] and [EOS] do move ids of a run."""
     kinds = [(0, None), (100, None), (0, len(SPECIAL + WORDS))]
     without, sentinels, bare = (
-        WordPieceTokenizer(vocabulary, name="BertWordPieceCase", lower_case=False, extra_ids=extra, vocab_size=size)
+        WordPieceTokenizer(vocabulary, name="BertWordPieceCase", extra_ids=extra, vocab_size=size)
         for extra, size in kinds
     )
     assert sentinels.fingerprint == without.fingerprint != bare.fingerprint
 
 
 def test_text_comes_back(vocabulary: str) -> None:
-    tokenizer = WordPieceTokenizer(vocabulary, name="BertWordPieceLowerCase", lower_case=True, extra_ids=0)
+    tokenizer = WordPieceTokenizer(vocabulary, name="BertWordPieceLowerCase", extra_ids=0)
     assert tokenizer.detokenize(tokenizer.tokenize("The cats, unaffable!")) == "the cats, unaffable!"
 
 
@@ -73,10 +73,10 @@ def test_wrong_files(tmp_path: Path, vocabulary: str) -> None:
     lacking = tmp_path / "lacking.txt"
     lacking.write_text("the\n[PAD]\n[UNK]\n")
     with pytest.raises(DataError, match=r"has no \[CLS\]: a WordPiece vocab.txt has one piece a line"):
-        WordPieceTokenizer(str(lacking), name="x", lower_case=True, extra_ids=0)
+        WordPieceTokenizer(str(lacking), name="x", extra_ids=0)
     gpt = tmp_path / "vocab.json"
     gpt.write_text('{"a": 0}')
     with pytest.raises(DataError, match=r"vocab.json is not a tokenizer.json of WordPiece; give a vocab.txt"):
-        WordPieceTokenizer(str(gpt), name="x", lower_case=True, extra_ids=0)
+        WordPieceTokenizer(str(gpt), name="x", extra_ids=0)
     with pytest.raises(ConfigError, match="x needs --vocab-file"):
-        WordPieceTokenizer(None, name="x", lower_case=True, extra_ids=0)
+        WordPieceTokenizer(None, name="x", extra_ids=0)

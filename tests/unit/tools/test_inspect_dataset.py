@@ -30,9 +30,7 @@ RUN = [
 @pytest.fixture
 def prefix(tmp_path: Path) -> str:
     """Twenty documents of two sequences that say where they are; document 3 is empty."""
-    with IndexedDatasetWriter(
-        tmp_path / "data", np.uint16, tokenizer=TokenizerStamp.of(NullTokenizer(50, extra_ids=0))
-    ) as writer:
+    with IndexedDatasetWriter(tmp_path / "data", np.uint16, tokenizer=TokenizerStamp.of(NullTokenizer(50))) as writer:
         for document in range(20):
             if document != 3:
                 writer.add_sequence([document] * (document + 1))
@@ -58,7 +56,7 @@ def test_counts_and_document(prefix: str, capsys: pytest.CaptureFixture[str]) ->
         "sequences    38\n"
         "tokens       244 of type uint16\n"
         "per document 0% 0, 10% 3, 50% 12, 90% 20, 99% 22, 100% 22; mean 12.2\n"
-        f"tokenizer    {TokenizerStamp.of(NullTokenizer(50, extra_ids=0))}\n"
+        f"tokenizer    {TokenizerStamp.of(NullTokenizer(50))}\n"
         "document 2: 2 sequences\n"
         "2 2 2\n"
         "32 50\n"
@@ -155,7 +153,7 @@ def test_a_sample_is_what_training_reads(prefix: str, loader: str, capsys: pytes
     """Shown from another epoch, split or order it would explain a loss spike with the wrong text."""
     flags = [*RUN, "--data-path", prefix, "--split", "1,0,0", "--eval-iters", "0", "--dataloader-type", loader]
     config = RunConfig.parse(flags)
-    tokenizer = NullTokenizer(50, extra_ids=0)
+    tokenizer = NullTokenizer(50)
     train = build_gpt_splits(config.data, seed=1234, sizes=split_sizes(config), tokenizer=tokenizer).train
     assert train is not None
     capsys.readouterr()
@@ -203,7 +201,7 @@ def test_what_bears_no_loss_stands_in_brackets() -> None:
         "loss_mask": np.array([0, 1, 1, 0]),
         "position_ids": np.arange(4),
     }
-    text, *_ = inspect_dataset.sample_lines(sample, NullTokenizer(50, extra_ids=0))
+    text, *_ = inspect_dataset.sample_lines(sample, NullTokenizer(50))
     assert text == "⟦1 2⟧ 3 4⟦ 5⟧"
 
 
@@ -240,5 +238,5 @@ def test_masked_samples_are_shown_as_they_are_read() -> None:
         "is_random": np.array(1),
         "truncated": np.array(0),
     }
-    lines = list(inspect_dataset.sample_lines(sample, NullTokenizer(50, extra_ids=0)))
+    lines = list(inspect_dataset.sample_lines(sample, NullTokenizer(50)))
     assert lines == ["text         2 5 4 3", "answers      7", "is_random    1", "truncated    0"]

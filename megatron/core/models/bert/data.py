@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from megatron.config.data import DataConfig
 from megatron.core.datasets.build import DatasetSplits, build_splits
-from megatron.core.datasets.masked_dataset import MaskedDatasets
-from megatron.core.datasets.masked_samples import NO_LABEL
+from megatron.core.datasets.masked_dataset import NO_LABEL, MaskedDatasets
 from megatron.core.datasets.masking import MaskingRules, MaskingVocabulary, choose_stretches
 from megatron.core.datasets.samples import Sample
 from megatron.core.datasets.spans import SpanRules

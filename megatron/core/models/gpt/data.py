@@ -1,34 +1,141 @@
-"""Training, validation and test data of a GPT run."""
+"""Data of a GPT run: samples for next-token prediction, cut from documents that follow each other in shuffled order."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron.config.data import DataConfig
 from megatron.core.datasets.build import DatasetSplits, Part, ShortSplitError, Source, build_splits
-from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle, TextTokenizer, mark_id
-from megatron.core.datasets.index_build import Lengths
+from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle, mark_id
 from megatron.core.datasets.index_cache import IndexCache
-from megatron.core.datasets.metadata import DescribesTokenizer
 from megatron.core.datasets.mock import MockDocuments
-from megatron.core.datasets.packed_samples import BestFitOrder, PackedDataset, PaddingFreeOrder
-from megatron.core.datasets.packing import num_pairs
-from megatron.core.datasets.sample_order import EpochOrder, MegatronOrder, SampleOrder
-from megatron.core.datasets.samples import Documents
+from megatron.core.datasets.packing import BestFitOrder, PackedDataset, PaddingFreeOrder, num_pairs
+from megatron.core.datasets.sample_order import EpochOrder, MegatronOrder
+from megatron.core.datasets.samples import Documents, OrderedDataset, Sample, check_vocabulary
 from megatron.core.datasets.splits import SplitSizes
-from megatron.core.models.gpt.samples import GPTDataset, SampleLayout
+
+if TYPE_CHECKING:
+    from megatron.core.tokenizers.base import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleLayout:
+    """What a sample holds: S tokens, the S labels after them, and what the flags ask for besides.
+
+    ``eod``: id that ends a document.
+    """
+
+    seq_length: int
+    eod: int | None
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
+
+    def sample(self, tokens: NDArray[np.int64], *, num_tokens: int) -> Sample:
+        """Sample of S + 1 ``tokens``, of which the first ``num_tokens`` are real.
+
+        ``tokens``, ``labels``, ``position_ids`` int64 [S]; ``loss_mask`` float32 [S], 0 for labels that aren't real;
+        with ``reset_attention_mask`` also ``document_ids`` int32 [S]: number of the document within the sample, for
+        attention within documents. A document ends with its EOD token: positions and document_ids change after it.
+        """
+        length = self.seq_length
+        inputs = tokens[:-1]
+        loss_mask = np.ones(length, np.float32)
+        loss_mask[max(num_tokens - 1, 0) :] = 0
+        position_ids = np.arange(length, dtype=np.int64)
+        sample: Sample = {"tokens": inputs, "labels": tokens[1:], "loss_mask": loss_mask, "position_ids": position_ids}
+        if self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss:
+            is_eod = inputs == self.eod
+            if self.eod_mask_loss:
+                loss_mask[is_eod] = 0
+            document_ids = np.cumsum(is_eod, dtype=np.int32) - is_eod.astype(np.int32)
+            if self.reset_position_ids:
+                starts = np.concatenate([[0], np.flatnonzero(is_eod) + 1])
+                position_ids -= starts[document_ids]
+            if self.reset_attention_mask:
+                sample["document_ids"] = document_ids
+        return sample
+
+
+class GPTDataset(OrderedDataset):
+    """Samples of ``layout.seq_length`` tokens, cut from the stream of documents.
+
+    ``rearrange(tokens, index=…)`` turns a sample's tokens into other ones, at most as many. ``targets``: for each token
+    whether it is trained on (1) or only read (0). The rest as in OrderedDataset.
+    """
+
+    order: EpochOrder | MegatronOrder
+
+    def __init__(
+        self,
+        documents: Documents,
+        order: EpochOrder | MegatronOrder,
+        *,
+        layout: SampleLayout,
+        first: int = 0,
+        vocab_size: int | None = None,
+        rearrange: Callable[..., NDArray[np.int64]] | None = None,
+        targets: Documents | None = None,
+    ) -> None:
+        super().__init__(documents, first=first, vocab_size=vocab_size)
+        self.order, self.layout, self._rearrange, self._targets = order, layout, rearrange, targets
+
+    def sample(self, index: int) -> Sample:
+        """What ``layout`` makes of the tokens."""
+        tokens, num_tokens = self._read(index, self.documents)
+        if self._vocab_size is not None and tokens.view(np.uint64).max() >= self._vocab_size:
+            self._refuse(index, tokens, vocab_size=self._vocab_size)
+        if self._rearrange is not None:
+            rearranged = self._rearrange(tokens[:num_tokens], index=index)
+            tokens[: len(rearranged)], tokens[len(rearranged) :] = rearranged, 0
+            num_tokens = len(rearranged)
+        sample = self.layout.sample(tokens, num_tokens=num_tokens)
+        if self._targets is not None:
+            sample["loss_mask"] *= self._read(index, self._targets)[0][1:]
+        return sample
+
+    def origin(self, index: int) -> str:
+        """Document and token at which sample ``index`` starts."""
+        start = self.order.find(index)
+        document = self._first + start.documents.item(start.position)
+        return f"{self.documents.prefix}, document {document} from token {start.offset}"
+
+    def _read(self, index: int, documents: Documents) -> tuple[NDArray[np.int64], int]:
+        """The tokens of a sample, S + 1 of them with zeros after the last real one, and how many are real."""
+        order, position, offset = self.order.find(index)
+        needed = self.layout.seq_length + 1
+        tokens = np.empty(needed, np.int64)
+        filled = 0
+        while filled < needed and position < len(order):
+            document = self._first + order.item(position)
+            count = min(self.documents.lengths.item(document) - offset, needed - filled)
+            tokens[filled : filled + count] = documents.get(document, offset, count)
+            filled += count
+            position, offset = position + 1, 0
+        tokens[filled:] = 0
+        return tokens, filled
+
+    def _refuse(self, index: int, tokens: NDArray[np.int64], *, vocab_size: int) -> None:
+        """Raise the DataError of the first id outside the vocabulary."""
+        at = int(np.argmax(tokens.view(np.uint64) >= vocab_size))
+        order, position, offset = self.order.find(index)
+        left = at + offset
+        while left >= self.documents.lengths.item(self._first + order.item(position)):
+            left -= self.documents.lengths.item(self._first + order.item(position))
+            position += 1
+        check_vocabulary(
+            tokens[at:], vocab_size, documents=self.documents, document=self._first + order.item(position), offset=left
+        )
 
 
 def build_gpt_splits(
-    data: DataConfig,
-    *,
-    seed: int,
-    sizes: SplitSizes,
-    tokenizer: DescribesTokenizer,
-    vocab_size: int | None = None,
+    data: DataConfig, *, seed: int, sizes: SplitSizes, tokenizer: Tokenizer, vocab_size: int | None = None
 ) -> DatasetSplits:
     """Data sets of a GPT run; see ``build_splits``. ``vocab_size``: the tokenizer's when not given."""
     known = tokenizer.vocab_size if vocab_size is None else vocab_size
@@ -39,9 +146,8 @@ def build_gpt_splits(
 class GPTDatasets:
     """Samples for next-token prediction; ``--split`` counts sequences."""
 
-    def __init__(self, data: DataConfig, *, seed: int, tokenizer: DescribesTokenizer, vocab_size: int) -> None:
+    def __init__(self, data: DataConfig, *, seed: int, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._data, self._seed, self._eod, self._vocab_size = data, seed, tokenizer.eod, vocab_size
-        self._fim = _fill_in_the_middle(data, tokenizer, seed=seed)
         self._layout = SampleLayout(
             seq_length=data.seq_length,
             eod=tokenizer.eod,
@@ -49,79 +155,58 @@ class GPTDatasets:
             reset_attention_mask=data.reset_attention_mask,
             eod_mask_loss=data.eod_mask_loss,
         )
+        self._fim: FillInTheMiddle | None = None
+        if data.fim_rate:
+            self._fim = FillInTheMiddle(
+                tokenizer=tokenizer,
+                eod=tokenizer.eod,
+                seed=seed,
+                rate=data.fim_rate,
+                spm_rate=data.fim_spm_rate,
+                prefix=mark_id(tokenizer, data.fim_prefix_token, flag="--fim-prefix-token"),
+                middle=mark_id(tokenizer, data.fim_middle_token, flag="--fim-middle-token"),
+                suffix=mark_id(tokenizer, data.fim_suffix_token, flag="--fim-suffix-token"),
+            )
 
     def mock(self) -> Source:
-        """Documents that count."""
-        assert self._eod is not None
+        """Documents that count 1, 2, 3 …"""
         return Source(MockDocuments(eod=self._eod, vocab_size=self._vocab_size), IndexCache(None), ids_known=True)
 
     def count_units(self, documents: Documents) -> int:
-        """Sequences."""
+        """Number of sequences."""
         return len(documents.lengths)
 
     def dataset(self, part: Part, num_samples: int | None, *, remedy: str) -> GPTDataset | PackedDataset:
         """Samples of a part; raises ShortSplitError when it has too few tokens for one."""
-        data, documents, first = self._data, part.source.documents, part.units.start
-        lengths = documents.lengths[first : part.units.stop]
-        self._check_size(part, lengths, remedy=remedy)
-        vocab_size = None if part.source.ids_known else self._vocab_size
-        where: dict[str, Any] = {
-            "seed": self._seed,
-            "seq_length": data.seq_length,
-            "num_samples": num_samples,
-            "cache": part.source.cache,
-        }
-        if data.packing != "stream":
-            kind = BestFitOrder if data.packing == "best-fit" else PaddingFreeOrder
-            return PackedDataset(
-                documents,
-                kind(lengths, copy=part.copy, **where),
-                seq_length=data.seq_length,
-                first=first,
-                vocab_size=vocab_size,
-                targets=part.source.targets,
-            )
-        samples: SampleOrder = (
-            MegatronOrder(lengths, **where)
-            if data.data_order == "megatron"
-            else EpochOrder(lengths, copy=part.copy, **where)
-        )
-        fim = self._fim if part.split == "train" else None
-        return GPTDataset(
-            documents,
-            samples,
-            layout=self._layout,
-            first=first,
-            vocab_size=vocab_size,
-            rearrange=None if fim is None else partial(fim, copy=part.copy),
-            targets=part.source.targets,
-        )
-
-    def _check_size(self, part: Part, lengths: Lengths, *, remedy: str) -> None:
-        """Raise DataError when there is too little for a sample: one pair where samples are padded, else a full one."""
-        packed, seq_length = self._data.packing != "stream", self._data.seq_length
+        data, source, first = self._data, part.source, part.units.start
+        lengths, seq_length = source.documents.lengths[first : part.units.stop], data.seq_length
         tokens, pairs = int(lengths.sum(dtype=np.int64)), int(num_pairs(lengths).sum(dtype=np.int64))
-        needed = 2 if self._data.packing == "best-fit" else seq_length + 1
-        if (pairs + 1 if packed else tokens) < needed:
+        needed = 2 if data.packing == "best-fit" else seq_length + 1  # one pair where samples are padded
+        if (tokens if data.packing == "stream" else pairs + 1) < needed:
             raise ShortSplitError(
-                f"{part.source.documents.prefix}: the {part.split} split has {tokens} tokens in {len(lengths)} "
+                f"{source.documents.prefix}: the {part.split} split has {tokens} tokens in {len(lengths)} "
                 f"documents, but a sample takes {needed} (--seq-length and one label): give {remedy}, or a smaller "
                 "--seq-length"
             )
-
-
-def _fill_in_the_middle(data: DataConfig, tokenizer: DescribesTokenizer, *, seed: int) -> FillInTheMiddle | None:
-    if not data.fim_rate:
-        return None
-    texts, eod = cast("TextTokenizer", tokenizer), tokenizer.eod
-    assert eod is not None
-    return FillInTheMiddle(
-        tokenizer=texts,
-        eod=eod,
-        seed=seed,
-        rate=data.fim_rate,
-        spm_rate=data.fim_spm_rate,
-        prefix=mark_id(texts, data.fim_prefix_token, flag="--fim-prefix-token"),
-        middle=mark_id(texts, data.fim_middle_token, flag="--fim-middle-token"),
-        suffix=mark_id(texts, data.fim_suffix_token, flag="--fim-suffix-token"),
-    )
+        order: dict[str, Any] = {
+            "seed": self._seed,
+            "seq_length": seq_length,
+            "num_samples": num_samples,
+            "cache": source.cache,
+        }
+        where: dict[str, Any] = {
+            "first": first,
+            "vocab_size": None if source.ids_known else self._vocab_size,
+            "targets": source.targets,
+        }
+        if data.packing != "stream":
+            kind = BestFitOrder if data.packing == "best-fit" else PaddingFreeOrder
+            packed = kind(lengths, copy=part.copy, **order)
+            return PackedDataset(source.documents, packed, seq_length=seq_length, **where)
+        samples: EpochOrder | MegatronOrder
+        if data.data_order == "megatron":
+            samples = MegatronOrder(lengths, **order)
+        else:
+            samples = EpochOrder(lengths, copy=part.copy, **order)
+        rearrange = partial(self._fim, copy=part.copy) if self._fim and part.split == "train" else None
+        return GPTDataset(source.documents, samples, layout=self._layout, rearrange=rearrange, **where)
