@@ -102,11 +102,11 @@ class TaskConfig(OwnDataConfig):
 
     def rules(self) -> Sequence[Rule]:
         """Which flags each task uses; for fine-tuning also those about BERT's samples."""
-        from megatron.core.models.bert.rules import samples_have_room
+        from megatron.core.models.bert.rules import RULES as BERT_RULES
         from megatron.core.models.sentences import tokenizer_can_mask
         from tasks.rules import RULES
 
-        return RULES if self.answers is None else (*RULES, samples_have_room, tokenizer_can_mask)
+        return RULES if self.answers is None else (*RULES, *BERT_RULES, tokenizer_can_mask)
 
     def remarks(self) -> Sequence[Rule]:
         """About flags of training that fine-tuning doesn't read."""

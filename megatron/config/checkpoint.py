@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from megatron.config.flags import check_flags, flag
+from megatron.config.flags import check_flags, flag, switch
 
 
 @check_flags
@@ -24,31 +24,26 @@ class CheckpointConfig:
         aliases=("--keep-every",),
         at_least=1,
     )
-    save_optim: bool = flag("Leave optimizer state out of checkpoints.", default=True, off="--no-save-optim")
-    save_rng: bool = flag("Leave random-number state out of checkpoints.", default=True, off="--no-save-rng")
+    save_optim: bool = switch("Leave optimizer state out of checkpoints.", off="--no-save-optim")
+    save_rng: bool = switch("Leave random-number state out of checkpoints.", off="--no-save-rng")
     load: str | None = flag("Folder of checkpoints to resume from; may be a URL.", default=None)
-    load_optim: bool = flag("Do not load optimizer state.", default=True, off="--no-load-optim")
-    load_rng: bool = flag("Do not load random-number state.", default=True, off="--no-load-rng")
+    load_optim: bool = switch("Do not load optimizer state.", off="--no-load-optim")
+    load_rng: bool = switch("Do not load random-number state.", off="--no-load-rng")
     ckpt_step: int | None = flag("Iteration to load instead of the newest.", default=None, at_least=0)
-    finetune: bool = flag("Load weights only and start at iteration 0.", default=False)
+    finetune: bool = switch("Load weights only and start at iteration 0.")
     pretrained_checkpoint: str | None = flag(
         "Folder to take weights from when --load has no checkpoint yet.", default=None
     )
-    exit_on_missing_checkpoint: bool = flag(
-        "Fail when --load has no checkpoint, even if --load and --save name the same new folder.", default=False
+    exit_on_missing_checkpoint: bool = switch(
+        "Fail when --load has no checkpoint, even if --load and --save name the same new folder."
     )
-    use_checkpoint_args: bool = flag("Take the architecture from the checkpoint's settings.", default=False)
-    use_mp_args_from_checkpoint_args: bool = flag(
-        "With --use-checkpoint-args: also take the model-parallel sizes.", default=False
-    )
-    use_tokenizer_model_from_checkpoint_args: bool = flag(
+    use_checkpoint_args: bool = switch("Take the architecture from the checkpoint's settings.")
+    use_mp_args_from_checkpoint_args: bool = switch("With --use-checkpoint-args: also take the model-parallel sizes.")
+    use_tokenizer_model_from_checkpoint_args: bool = switch(
         "With --use-checkpoint-args: do not take --tokenizer-model from the checkpoint.",
-        default=True,
         off="--no-use-tokenizer-model-from-checkpoint-args",
     )
-    async_save: bool = flag(
-        "Write checkpoints in the background from a copy in main memory, one at a time.", default=False
-    )
+    async_save: bool = switch("Write checkpoints in the background from a copy in main memory, one at a time.")
 
     @property
     def may_be_new(self) -> bool:

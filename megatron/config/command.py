@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.flags import check_flags, flag
+from megatron.config.flags import check_flags, flag, switch
 
 
 @check_flags
@@ -15,14 +15,12 @@ class CommandConfig:
     config: tuple[str, ...] = flag(
         "YAML or JSON files of settings, flat or nested by group; flags take precedence.", default=()
     )
-    dry_run: bool = flag(
+    dry_run: bool = switch(
         "Check every rule and every file that the run reads or writes, print settings, layout, parameters and memory, "
-        "then exit. Uses no device and writes nothing.",
-        default=False,
+        "then exit. Uses no device and writes nothing."
     )
-    check_files: bool = flag(
+    check_files: bool = switch(
         "With --dry-run: do not check data, tokenizer, checkpoints and folders, which may be on another machine.",
-        default=True,
         off="--no-check-files",
     )
     world_size: int | None = flag(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.flags import check_flags, derive, flag, flags_of
+from megatron.config.flags import check_flags, derive, flag, flags_of, switch
 
 DEFAULT_SPLIT = "969, 30, 1"
 
@@ -21,7 +21,7 @@ class DataConfig:
         "or WEIGHT PREFIX WEIGHT PREFIX ...",
         default=(),
     )
-    split: str = flag("Shares of --data-path for training, validation and test.", default=None, derived=DEFAULT_SPLIT)
+    split: str = flag("Shares of --data-path for training, validation and test.", derived=DEFAULT_SPLIT)
     train_data_path: tuple[str, ...] = flag("As --data-path, for training only.", default=())
     valid_data_path: tuple[str, ...] = flag("As --data-path, for validation only.", default=())
     test_data_path: tuple[str, ...] = flag("As --data-path, for test only.", default=())
@@ -30,14 +30,11 @@ class DataConfig:
         'JSON file {"train": [...], "valid": [...], "test": [...]} with the data paths of each split.',
         default=None,
     )
-    multiple_validation_sets: bool = flag(
-        "Evaluate each validation data set separately, under its name: PREFIX PREFIX ... or NAME=PREFIX ...",
-        default=False,
+    multiple_validation_sets: bool = switch(
+        "Evaluate each validation data set separately, under its name: PREFIX PREFIX ... or NAME=PREFIX ..."
     )
-    full_validation: bool = flag(
-        "Each evaluation reads the validation data once, instead of --eval-iters batches.", default=False
-    )
-    mock_data: bool = flag("Synthetic data, no files.", default=False)
+    full_validation: bool = switch("Each evaluation reads the validation data once, instead of --eval-iters batches.")
+    mock_data: bool = switch("Synthetic data, no files.")
     data_cache_path: str | None = flag(
         "Folder for index caches and for data fetched from URLs; unless given, caches are stored beside the data.",
         default=None,
@@ -53,17 +50,16 @@ class DataConfig:
     num_workers: int = flag(
         "Data loading processes per rank; 0: load in the training process.", default=2, at_least=0, at_most=1024
     )
-    mmap_bin_files: bool = flag(
-        "Read .bin files with ordinary reads instead of mapping them.", default=True, off="--no-mmap-bin-files"
+    mmap_bin_files: bool = switch(
+        "Read .bin files with ordinary reads instead of mapping them.", off="--no-mmap-bin-files"
     )
-    verify_data: bool = flag(
+    verify_data: bool = switch(
         "At the start, read all bytes of the data and compare them with their digests in PREFIX.meta.json and with "
-        "those of other ranks (about a second a GB, on each rank).",
-        default=False,
+        "those of other ranks (about a second a GB, on each rank)."
     )
-    reset_position_ids: bool = flag("Restart positions after each end of document.", default=False)
-    reset_attention_mask: bool = flag("Attend only within a document.", default=False)
-    eod_mask_loss: bool = flag("No loss where the input token is the end of a document.", default=False)
+    reset_position_ids: bool = switch("Restart positions after each end of document.")
+    reset_attention_mask: bool = switch("Attend only within a document.")
+    eod_mask_loss: bool = switch("No loss where the input token is the end of a document.")
 
     packing: Literal["stream", "padding-free", "best-fit"] = flag(
         "stream: concatenate documents and cut them at the ends of samples; padding-free: the same, with separate "
@@ -71,7 +67,7 @@ class DataConfig:
         "where they fit, and pad samples.",
         default="stream",
     )
-    sft: bool = flag("Loss on the targets only, in data made by tools/preprocess_sft.py.", default=False)
+    sft: bool = switch("Loss on the targets only, in data made by tools/preprocess_sft.py.")
     fim_rate: float = flag(
         "Share of training documents rearranged so that the model learns to fill in the middle.",
         default=0.0,

@@ -6,23 +6,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from megatron.config.renamed_flags import ZERO
+from megatron.config.refused_flags import ZERO
 from megatron.errors import ConfigError
 from megatron.small_files import Between, check_kinds
 
 DEEPSPEED_CONFIG = ("--deepspeed-config", "--deepspeed_config")
 
-# keys of the file, and the fields they set
-_SAME_VALUE = {
-    "train_batch_size": "global_batch_size",
-    "train_micro_batch_size_per_gpu": "micro_batch_size",
-    "gradient_clipping": "clip_grad",
-    "fp16.enabled": "fp16",
-    "fp16.loss_scale": "loss_scale",
-    "fp16.loss_scale_window": "loss_scale_window",
-    "fp16.hysteresis": "hysteresis",
-    "fp16.min_loss_scale": "min_loss_scale",
-    "bf16.enabled": "bf16",
+# keys of the file, the fields they set, and the type of their values
+_SAME_VALUE: Mapping[str, tuple[str, Any]] = {
+    "train_batch_size": ("global_batch_size", int),
+    "train_micro_batch_size_per_gpu": ("micro_batch_size", int),
+    "gradient_clipping": ("clip_grad", float),
+    "fp16.enabled": ("fp16", bool),
+    "fp16.loss_scale": ("loss_scale", float),
+    "fp16.loss_scale_window": ("loss_scale_window", int),
+    "fp16.hysteresis": ("hysteresis", int),
+    "fp16.min_loss_scale": ("min_loss_scale", float),
+    "bf16.enabled": ("bf16", bool),
 }
 # sections that change training in ways that are not available
 _REFUSED = (
@@ -34,6 +34,14 @@ _REFUSED = (
     "eigenvalue",
     "quantize_training",
 )
+_KINDS: Mapping[str, Any] = {
+    **{key: kind for key, (_, kind) in _SAME_VALUE.items()},
+    "fp16.initial_scale_power": Annotated[float, Between(0, 127)],
+    "zero_optimization.stage": Literal[0, 1, 2, 3],
+    "zero_optimization.offload_optimizer.device": str,
+    "zero_optimization.offload_param.device": str,
+    **{f"{name}.enabled": bool for name in _REFUSED},
+}
 
 
 @dataclass(frozen=True)
@@ -45,25 +53,6 @@ class DeepSpeedSettings:
     asked: tuple[tuple[str, str, Any], ...]
     refused: tuple[str, ...]
     without_effect: tuple[str, ...]
-
-
-# types of those keys and of the others that are read
-_KINDS: Mapping[str, Any] = {
-    "train_batch_size": int,
-    "train_micro_batch_size_per_gpu": int,
-    "gradient_clipping": float,
-    "fp16.enabled": bool,
-    "fp16.loss_scale": float,
-    "fp16.loss_scale_window": int,
-    "fp16.hysteresis": int,
-    "fp16.min_loss_scale": float,
-    "fp16.initial_scale_power": Annotated[float, Between(0, 127)],
-    "bf16.enabled": bool,
-    "zero_optimization.stage": Literal[0, 1, 2, 3],
-    "zero_optimization.offload_optimizer.device": str,
-    "zero_optimization.offload_param.device": str,
-    **{f"{name}.enabled": bool for name in _REFUSED},
-}
 
 
 def deepspeed_settings(config: Mapping[str, Any], *, where: str) -> DeepSpeedSettings:
@@ -78,7 +67,7 @@ def deepspeed_settings(config: Mapping[str, Any], *, where: str) -> DeepSpeedSet
             entries = {key: value for key, value in entries.items() if not key.startswith(f"{half}.")}
     if entries.get("fp16.loss_scale") == 0:
         entries["fp16.loss_scale"] = None  # 0 means dynamic
-    asked = [(key, field, entries.pop(key)) for key, field in _SAME_VALUE.items() if key in entries]
+    asked = [(key, field, entries.pop(key)) for key, (field, _) in _SAME_VALUE.items() if key in entries]
     if "fp16.initial_scale_power" in entries:
         power = entries.pop("fp16.initial_scale_power")
         asked.append(("fp16.initial_scale_power", "initial_loss_scale", 2.0**power))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 if TYPE_CHECKING:
@@ -14,6 +15,16 @@ if TYPE_CHECKING:
 
 Rule = Callable[["RunConfig"], "str | None"]
 """A check of a run: what is wrong in one sentence, or None."""
+
+
+def rule(sentence: str, when: Callable[[RunConfig], object]) -> Rule:
+    """The rule that returns ``sentence`` where ``when(run)`` holds; ``{run.optimizer.lr}`` stands for that setting."""
+    return partial(_sentence_when, sentence, when)
+
+
+def _sentence_when(sentence: str, when: Callable[[RunConfig], object], run: RunConfig) -> str | None:
+    return sentence.format(run=run) if when(run) else None
+
 
 Group = TypeVar("Group")
 

@@ -48,11 +48,11 @@ class FlagOptions:
 
 
 def flag(help: str, *, default: Any = dataclasses.MISSING, **options: Any) -> Any:
-    """Declare a dataclass field that is a flag; without ``default`` the flag is required.
+    """Declare a dataclass field that is a flag; without ``default`` and ``derived`` the flag is required.
 
     ``name``: spelling when it is not ``--kebab-case`` of the field. ``aliases``: further spellings that are accepted.
-    ``off``: the flag that turns a boolean off whose default is True; ``help`` then describes that flag.
-    ``derived``: says what the value becomes when it is not given (``default`` is then None and the annotation plain).
+    ``off``: see ``switch``.
+    ``derived``: says what the value becomes when it is not given; the default is None, and the annotation plain.
     ``follows``: the fields that this derived value depends on.
     ``choices``: the only values, where the annotation can't list them.
     ``renamed_values``: values of Megatron-LM with another name here, each with the remark that is printed.
@@ -63,7 +63,17 @@ def flag(help: str, *, default: Any = dataclasses.MISSING, **options: Any) -> An
     ``from_checkpoint``: it may differ, but ``--use-checkpoint-args`` takes it, too.
     ``internal``: no flag after all, but a value that the run resolves and that is saved with the others.
     """
+    if "derived" in options and default is dataclasses.MISSING:
+        default = None
     return dataclasses.field(default=default, metadata={_KEY: FlagOptions(help, **options)})
+
+
+def switch(help: str, *, off: str | None = None, **options: Any) -> Any:
+    """Declare a boolean field, which is off by default; see ``flag``.
+
+    ``off``: the field is on by default, and this flag, which ``help`` describes, turns it off.
+    """
+    return flag(help, default=off is not None, off=off, **options)
 
 
 @dataclass(frozen=True)

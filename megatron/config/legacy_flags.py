@@ -1,72 +1,205 @@
 """Flags of Megatron-LM and its forks that are not settings here: renamed, ignored with a remark, or refused.
 
-None is ignored silently: a flag that cannot have its effect says so, or stops the run when the effect would be missed.
+None is ignored silently: a flag without its effect is reported, and refused where the effect would be missed.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from megatron.config.ignored_flags import IGNORED
-from megatron.config.refused_flags import REFUSED
-from megatron.config.renamed_flags import BY_VALUE, HARMLESS, RENAMED, SAME_VALUE
+from megatron.config.refused_flags import REFUSED, ZERO
 from megatron.config.suggestions import parts_of
-
-Verdict = Literal["renamed", "ignored", "refused"]
 
 
 @dataclass(frozen=True)
 class LegacyFlag:
     """How a flag is treated.
 
-    ``word``: why it has no effect, or what to do instead. ``harmless``: values that ask for the behaviour of this
-    program, accepted without a remark. ``sets``: with ``renamed``, the fields that are meant and their values; None
-    stands for the words that follow the flag. ``yields``: it applies only if the field itself is not given. ``values``:
+    ``word``: why it has no effect, or what to do instead. ``sets``: with ``renamed``, the fields that are meant and
+    their values; None stands for the words that follow the flag. ``harmless``: values that ask for the behaviour of
+    this program, accepted without a remark. ``yields``: it applies only if the field itself is not given. ``values``:
     verdicts on single values; they take precedence over the flag's own.
     """
 
-    verdict: Verdict
+    verdict: Literal["renamed", "ignored", "refused"]
     word: str = ""
-    harmless: tuple[str, ...] = ()
     sets: Mapping[str, Any] = field(default_factory=dict)
+    harmless: tuple[str, ...] = ()
     yields: bool = False
     values: Mapping[str, LegacyFlag] = field(default_factory=dict)
+
+
+def taken_as(word: str = "", *, yields: bool = False, **sets: Any) -> LegacyFlag:
+    """A flag that sets other fields."""
+    return LegacyFlag("renamed", word, sets, yields=yields)
+
+
+def legacy_table(
+    same_value: Mapping[str, str],
+    others: Mapping[str, LegacyFlag],
+    *,
+    ignored: str,
+    refused: str,
+    harmless: Mapping[str, str] | None = None,
+) -> dict[str, LegacyFlag]:
+    """Flags by spelling; in the arguments they are without dashes, and ``NAME*`` is any flag that starts with NAME.
+
+    ``same_value``: fields, and the flags that take the same values. ``harmless``: flags, and their harmless values.
+    """
+    rows = [(LegacyFlag("renamed", sets={to: None}), names) for to, names in same_value.items()]
+    rows += [(legacy, names) for names, legacy in others.items()]
+    rows += [(LegacyFlag("ignored", reason), names) for reason, names in _by_reason(ignored)]
+    rows += [(LegacyFlag("refused", reason), names) for reason, names in _by_reason(refused)]
+    table: dict[str, LegacyFlag] = {}
+    for legacy, names in rows:
+        for name in names.split():
+            assert f"--{name}" not in table, f"two verdicts on --{name}"
+            table[f"--{name}"] = replace(legacy, harmless=tuple((harmless or {}).get(name, "").split()))
+    return table
+
+
+def _by_reason(text: str) -> Iterator[tuple[str, str]]:
+    """Reasons and flags: unindented lines are a reason, the indented ones below it are its flags."""
+    for reason, names in re.findall(r"((?:^\S.*\n)+)((?:^ .*\n)+)", text, re.MULTILINE):
+        yield " ".join(reason.split()), names
+
+
+_MULTI_QUERY = taken_as(group_query_attention=True, num_query_groups=1)
+_SHARDED_OPTIMIZER = taken_as(use_distributed_optimizer=True)
+
+_SAME_VALUE = {
+    "micro_batch_size": "batch-size",
+    "tensor_model_parallel_size": "model-parallel-size tensor-parallel-size",
+    "norm_epsilon": "layernorm-epsilon",
+    "num_layers": "encoder-num-layers",
+    "seq_length": "encoder-seq-length",
+    "override_opt_param_scheduler": "override-lr-scheduler",
+    "use_checkpoint_opt_param_scheduler": "use-checkpoint-lr-scheduler",
+    "recompute_num_layers": "checkpoint-num-layers activations-checkpoint-num-layers",
+    "recompute_granularity": "activations-checkpoint-granularity",
+    "lr": "learning-rate",
+    "num_virtual_stages_per_pipeline_rank": "virtual-pipeline-model-parallel-size",
+    "deterministic_mode": "use-deter-comp",
+    "wandb_exp_name": "wandb-name",
+    "wandb_entity": "wandb-entity-name",
+    "wandb_project": "wandb-project-name",
+    "tokenizer_model": "tokenizer-file tokenizer-name-or-path",
+    "rotary_base": "rope-theta rotary-theta rotary-emb-base rotary-position-embeddings-theta",
+    "pipeline_model_parallel_size": "pipeline-parallel-size",
+    "untie_embeddings_and_output_weights": "no-tie-embed-logits",
+    "accumulate_allreduce_grads_in_fp32": "fp32-allreduce",
+}
+
+_OTHERS = {
+    "use-rotary-position-embeddings use-llama2-rotary-position-embeddings": taken_as(position_embedding_type="rope"),
+    "use-rms-norm": taken_as(normalization="RMSNorm"),
+    "apply-query-key-layer-scaling": taken_as(
+        "dividing scores by the layer number and multiplying them back in the softmax cancels out",
+        attention_softmax_in_fp32=True,
+    ),
+    "checkpoint-activations": taken_as(recompute_granularity="full"),
+    "activations-checkpoint-method": taken_as(recompute_granularity="full", recompute_method=None),
+    "num-key-value-heads num-attention-heads-kv": taken_as(group_query_attention=True, num_query_groups=None),
+    "use-multiquery-attn": _MULTI_QUERY,
+    "ds-sequence-parallel-size": taken_as(context_parallel_size=None, cp_comm_type="a2a"),
+    "no-position-embedding": taken_as(position_embedding_type="none", yields=True),
+    "fim-data": taken_as(fim_rate=0.5, yields=True),
+    "object-storage-cache-path s3-cache-path": taken_as(data_cache_path=None, yields=True),
+    "use-flash-attn use-flash-attn-v1 use-flash-attn-v2 use-flash-attn-triton use-flash-attn-builder": taken_as(
+        attention_backend="flash", yields=True
+    ),
+    "warmup": taken_as("it is a fraction of the decay", lr_warmup_fraction=None),
+    "zero-stage": LegacyFlag("refused", ZERO, values={"1": _SHARDED_OPTIMIZER}),
+    "data-parallel-sharding-strategy": LegacyFlag("refused", ZERO, values={"optim": _SHARDED_OPTIMIZER}),
+    "attention-head-type": LegacyFlag(
+        "refused",
+        "choose multihead or multiquery, or give --group-query-attention and --num-query-groups",
+        values={"multiquery": _MULTI_QUERY},
+    ),
+    "glu-activation": LegacyFlag(
+        "refused",
+        "the gated MLPs are --swiglu and --geglu",
+        values={"swiglu": taken_as(activation="swiglu"), "geglu": taken_as(activation="geglu_tanh")},
+    ),
+    "pp-partition-method": LegacyFlag(
+        "refused",
+        "say what each stage holds with --pipeline-model-parallel-layout",
+        values={
+            "type:transformer|embedding": taken_as(
+                account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True
+            )
+        },
+    ),
+    "context-parallel-algo": LegacyFlag(
+        "refused",
+        "give --cp-comm-type a2a+p2p with --hierarchical-context-parallel-sizes",
+        values={"megatron_cp_algo": taken_as(cp_comm_type="p2p"), "ulysses_cp_algo": taken_as(cp_comm_type="a2a")},
+    ),
+    "recompute-modules": LegacyFlag(
+        "refused",
+        "selective recomputation is that of the attention core only; --recompute-granularity full recomputes layers",
+    ),
+}
+
+_HARMLESS = {
+    "zero-stage": "0",
+    "data-parallel-sharding-strategy": "no_shard",
+    "attention-head-type": "multihead",
+    "pp-partition-method": "type:transformer",
+    "recompute-modules": "core_attn",
+    "transformer-impl": "local",
+    "DDP-impl": "local",
+    "cross-entropy-fusion-impl": "native",
+    "dist-ckpt-strictness": "raise_all",
+    "rerun-mode": "disabled",
+    "tp-comm-bootstrap-backend": "nccl",
+    "wgrad-deferral-limit": "0",
+    "num-dataset-builder-threads": "1",
+    "ckpt-format": "torch_dist",
+    "data-impl": "mmap infer",
+    "sample-rate": "1.0 1",
+    "dist-ckpt-format": "torch_dist",
+    "num-distributed-optimizer-instances": "1",
+    "ds-sequence-parallel-size": "1",
+    "remote-device": "none",
+    "softmax-type": "vanilla",
+    "rope-type": "rope",
+    "glu-linear-offset": "0 0.0",
+    "most-recent-k": "-1",
+    "exit-signal": "SIGTERM SIGINT SIGUSR1 SIGUSR2",
+    "mlp-type": "standard",
+    "extra-vocab-size": "0",
+    "stage": "pt",
+    "train-mode": "pretrain",
+    "tile-factor": "1",
+    "error-injection-rate": "0",
+    "encoder-tensor-model-parallel-size": "0",
+    "encoder-pipeline-model-parallel-size": "0",
+    "num-experts": "0 1",
+    "expert-model-parallel-size": "1",
+    "expert-tensor-parallel-size": "1",
+    "moe-layer-freq": "1",
+    "mtp-num-layers": "0",
+    "cuda-graph-impl": "none",
+    "main-grads-dtype": "fp32",
+    "main-params-dtype": "fp32",
+    "exp-avg-dtype": "fp32",
+    "exp-avg-sq-dtype": "fp32",
+    "replication-factor": "2",
+    "attention-mask-type": "causal",
+    "cp-window-size": "1",
+}
+
+LEGACY_FLAGS = legacy_table(_SAME_VALUE, _OTHERS, ignored=IGNORED, refused=REFUSED, harmless=_HARMLESS)
+# words that occur in flag names: none of them is treated as a misspelling of another
+LEGACY_WORDS = frozenset(part for spelling in LEGACY_FLAGS for part in parts_of(spelling))
 
 
 def legacy_flag(spelling: str) -> LegacyFlag | None:
     """How ``spelling`` is treated, if it is or was a flag of Megatron-LM or of a fork."""
     families = (legacy for name, legacy in LEGACY_FLAGS.items() if name[-1] == "*" and spelling.startswith(name[:-1]))
     return LEGACY_FLAGS.get(spelling) or next(families, None)
-
-
-def _tables() -> Iterator[tuple[str, LegacyFlag]]:
-    """Every flag name without dashes, with its verdict; ``NAME*`` stands for all flags that start with NAME."""
-    for name, field_name in SAME_VALUE.items():
-        yield name, LegacyFlag("renamed", sets={field_name: None})
-    for name, renamed in RENAMED.items():
-        yield name, LegacyFlag("renamed", renamed.word, sets=renamed.sets, yields=renamed.yields)
-    for name, by_value in BY_VALUE.items():
-        values = {value: LegacyFlag("renamed", sets=sets) for value, sets in by_value.meanings.items()}
-        yield name, LegacyFlag("refused", by_value.refused, by_value.harmless, values=values)
-    verdicts: Mapping[Verdict, Mapping[str, str]] = {"ignored": IGNORED, "refused": REFUSED}
-    for verdict, rows in verdicts.items():
-        for word, names in rows.items():
-            for name in names.split():
-                yield name, LegacyFlag(verdict, word)
-
-
-def _table() -> dict[str, LegacyFlag]:
-    table: dict[str, LegacyFlag] = {}
-    for name, legacy in _tables():
-        spelling = f"--{name}"
-        assert spelling not in table, f"two verdicts on {spelling}"
-        harmless = legacy.harmless or HARMLESS.get(spelling, ())
-        table[spelling] = replace(legacy, harmless=harmless)
-    return table
-
-
-LEGACY_FLAGS: dict[str, LegacyFlag] = _table()
-# words that occur in flag names: none of them is treated as a misspelling of another
-LEGACY_WORDS = frozenset(part for spelling in LEGACY_FLAGS for part in parts_of(spelling))

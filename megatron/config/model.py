@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from megatron.config.flags import check_flags, derive, flag
+from megatron.config.flags import check_flags, derive, flag, switch
 
 Activation = Literal["gelu_tanh", "gelu", "relu", "squared_relu", "swiglu", "geglu_tanh", "geglu"]
 NonLinearity = Literal["gelu_tanh", "gelu", "silu", "relu", "squared_relu"]
@@ -24,7 +24,6 @@ class ModelConfig:
     hidden_size: int = flag("Width of the hidden states.", at_least=1, architecture=True)
     ffn_hidden_size: int = flag(
         "Inner width of the MLP.",
-        default=None,
         derived="4 x hidden size; gated: 8/3 x hidden size, rounded down to a multiple of 64",
         follows=("hidden_size", "activation"),
         at_least=1,
@@ -33,18 +32,14 @@ class ModelConfig:
     num_attention_heads: int = flag("Query heads of each attention layer.", at_least=1, architecture=True)
     kv_channels: int = flag(
         "Width of one attention head.",
-        default=None,
         derived="hidden size / heads",
         follows=("hidden_size", "num_attention_heads"),
         at_least=1,
         architecture=True,
     )
-    group_query_attention: bool = flag(
-        "Let several query heads share one key/value head.", default=False, architecture=True
-    )
+    group_query_attention: bool = switch("Let several query heads share one key/value head.", architecture=True)
     num_query_groups: int = flag(
         "Key/value heads with --group-query-attention.",
-        default=None,
         derived="1 with --group-query-attention, else one per query head",
         follows=("group_query_attention", "num_attention_heads"),
         at_least=1,
@@ -52,7 +47,6 @@ class ModelConfig:
     )
     max_position_embeddings: int = flag(
         "Longest sequence the model may see; rows of the learned position table.",
-        default=None,
         derived="--seq-length",
         follows=("seq_length", "decoder_seq_length"),
         at_least=1,
@@ -73,13 +67,13 @@ class ModelConfig:
         "Fraction of each head's width that is rotated.", default=1.0, above=0, at_most=1, architecture=True
     )
     rotary_base: float = flag("Base of the rotary frequencies (theta).", default=10000.0, above=1, architecture=True)
-    rotary_interleaved: bool = flag(
-        "Rotate neighbouring pairs instead of the two halves of a head.", default=False, architecture=True
+    rotary_interleaved: bool = switch(
+        "Rotate neighbouring pairs instead of the two halves of a head.", architecture=True
     )
     rotary_seq_len_interpolation_factor: float | None = flag(
         "Divide rotary positions by this factor (linear interpolation).", default=None, above=0, architecture=True
     )
-    use_rope_scaling: bool = flag("Scale rotary frequencies as Llama 3 does.", default=False, architecture=True)
+    use_rope_scaling: bool = switch("Scale rotary frequencies as Llama 3 does.", architecture=True)
     rope_scaling_factor: float = flag("Factor of --use-rope-scaling.", default=8.0, at_least=1, architecture=True)
     normalization: Literal["LayerNorm", "RMSNorm"] = flag(
         "Kind of norm.",
@@ -88,21 +82,15 @@ class ModelConfig:
         architecture=True,
     )
     norm_epsilon: float = flag("Epsilon of the norms.", default=1e-5, above=0, architecture=True)
-    apply_layernorm_1p: bool = flag(
-        "Store norm weights minus one, so that a weight of zero scales by one.", default=False, architecture=True
+    apply_layernorm_1p: bool = switch(
+        "Store norm weights minus one, so that a weight of zero scales by one.", architecture=True
     )
-    apply_residual_connection_post_layernorm: bool = flag(
-        "Post-LN: the residual branches off after the norm.",
-        default=False,
-        architecture=True,
+    apply_residual_connection_post_layernorm: bool = switch(
+        "Post-LN: the residual branches off after the norm.", architecture=True
     )
-    add_bias_linear: bool = flag(
-        "No biases in linear layers.", default=True, off="--disable-bias-linear", architecture=True
-    )
-    add_qkv_bias: bool = flag(
-        "Add biases to the query/key/value layer; always on without --disable-bias-linear.",
-        default=False,
-        architecture=True,
+    add_bias_linear: bool = switch("No biases in linear layers.", off="--disable-bias-linear", architecture=True)
+    add_qkv_bias: bool = switch(
+        "Add biases to the query/key/value layer; always on without --disable-bias-linear.", architecture=True
     )
     activation: Activation = flag(  # noqa: RUF009
         "Activation of the MLP. gelu uses the error function, gelu_tanh its tanh approximation; swiglu, geglu and "
@@ -124,9 +112,9 @@ class ModelConfig:
         above=0,
         architecture=True,
     )
-    qk_layernorm: bool = flag("Apply the norm to the queries and keys of each head.", default=False, architecture=True)
-    untie_embeddings_and_output_weights: bool = flag(
-        "Use separate weights for the output layer, not those of the word embeddings.", default=False, architecture=True
+    qk_layernorm: bool = switch("Apply the norm to the queries and keys of each head.", architecture=True)
+    untie_embeddings_and_output_weights: bool = switch(
+        "Use separate weights for the output layer, not those of the word embeddings.", architecture=True
     )
     attention_dropout: float = flag(
         "Dropout on attention probabilities.", default=0.1, at_least=0, below=1, from_checkpoint=True
@@ -163,10 +151,8 @@ class ModelConfig:
             "blocked": ("chunked", "its former name"),
         },
     )
-    attention_softmax_in_fp32: bool = flag(
-        "Compute the attention softmax in fp32, whatever the model's precision.", default=False
-    )
-    fp32_residual_connection: bool = flag("Keep the residual stream in fp32.", default=False)
+    attention_softmax_in_fp32: bool = switch("Compute the attention softmax in fp32, whatever the model's precision.")
+    fp32_residual_connection: bool = switch("Keep the residual stream in fp32.")
 
     def __post_init__(self) -> None:
         heads = max(self.num_attention_heads, 1)

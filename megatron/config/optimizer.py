@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.flags import check_flags, derive, flag
+from megatron.config.flags import check_flags, derive, flag, switch
 
 
 @check_flags
@@ -31,7 +31,6 @@ class OptimizerConfig:
     )
     decoupled_min_lr: float | None = flag(
         "Learning rate at the end of the decay of --decoupled-lr.",
-        default=None,
         derived="--min-lr",
         follows=("min_lr", "decoupled_lr"),
         at_least=0,
@@ -59,14 +58,12 @@ class OptimizerConfig:
     weight_decay: float = flag("Decoupled weight decay of matrices.", default=0.01, at_least=0)
     start_weight_decay: float = flag(
         "Weight decay at the start of training, with --weight-decay-incr-style linear or cosine.",
-        default=None,
         derived="--weight-decay",
         follows=("weight_decay",),
         at_least=0,
     )
     end_weight_decay: float = flag(
         "Weight decay at the end of training, with --weight-decay-incr-style linear or cosine.",
-        default=None,
         derived="--weight-decay",
         follows=("weight_decay",),
         at_least=0,
@@ -89,15 +86,13 @@ class OptimizerConfig:
     adam_beta2: float = flag("Adam's decay of the second moment.", default=0.999, at_least=0, below=1)
     adam_eps: float = flag("Adam's epsilon.", default=1e-8, at_least=0)
     sgd_momentum: float = flag("Momentum of sgd.", default=0.9, at_least=0, below=1)
-    override_opt_param_scheduler: bool = flag(
+    override_opt_param_scheduler: bool = switch(
         "On resume, take the schedules from the flags where they differ from the checkpoint's.",
-        default=False,
         name="--override-opt_param-scheduler",
         aliases=("--override-opt-param-scheduler",),
     )
-    use_checkpoint_opt_param_scheduler: bool = flag(
+    use_checkpoint_opt_param_scheduler: bool = switch(
         "On resume, take the schedules from the checkpoint where they differ from the flags'.",
-        default=False,
         name="--use-checkpoint-opt_param-scheduler",
         aliases=("--use-checkpoint-opt-param-scheduler",),
     )

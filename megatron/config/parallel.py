@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.flags import check_flags, flag
+from megatron.config.flags import check_flags, flag, switch
 
 CpCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 
@@ -42,11 +42,11 @@ class ParallelConfig:
     decoder_last_pipeline_num_layers: int | None = flag(
         "Layers of the last pipeline rank; the others share the rest.", default=None, at_least=1
     )
-    account_for_embedding_in_pipeline_split: bool = flag(
-        "Count the embedding as a layer when layers are divided over stages.", default=False
+    account_for_embedding_in_pipeline_split: bool = switch(
+        "Count the embedding as a layer when layers are divided over stages."
     )
-    account_for_loss_in_pipeline_split: bool = flag(
-        "Count output and loss as a layer when layers are divided over stages.", default=False
+    account_for_loss_in_pipeline_split: bool = switch(
+        "Count output and loss as a layer when layers are divided over stages."
     )
     pipeline_model_parallel_layout: str | None = flag(
         "Contents of the stages, in order: E is the embedding, t a layer, L the loss; a bar separates stages; *N "
@@ -58,8 +58,8 @@ class ParallelConfig:
         "given: interleaved with virtual stages, else 1f1b.",
         default=None,
     )
-    overlap_p2p_communication: bool = flag(
-        "Do not overlap pipeline communication with computation.", default=True, off="--no-overlap-p2p-communication"
+    overlap_p2p_communication: bool = switch(
+        "Do not overlap pipeline communication with computation.", off="--no-overlap-p2p-communication"
     )
     context_parallel_size: int = flag("Ranks that split the sequence in attention.", default=1, at_least=1)
     cp_comm_type: tuple[CpCommType, ...] = flag(
@@ -72,21 +72,14 @@ class ParallelConfig:
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = flag(
         "With --cp-comm-type a2a+p2p: number of ranks of an a2a group, and of a ring.", default=None, at_least=1
     )
-    sequence_parallel: bool = flag(
-        "Also split activations along the sequence between the tensor-parallel matmuls.", default=False
-    )
-    use_tp_pp_dp_mapping: bool = flag(
+    sequence_parallel: bool = switch("Also split activations along the sequence between the tensor-parallel matmuls.")
+    use_tp_pp_dp_mapping: bool = switch(
         "Number ranks in the order tensor, context, pipeline, data (fastest first) instead of tensor, context, "
-        "data, pipeline.",
-        default=False,
+        "data, pipeline."
     )
-    use_distributed_optimizer: bool = flag(
-        "Shard optimizer state over the data-parallel ranks (ZeRO 1).", default=False
-    )
-    overlap_grad_reduce: bool = flag("Reduce gradients bucket by bucket during the backward pass.", default=False)
-    overlap_param_gather: bool = flag(
-        "Gather updated parameters bucket by bucket during the next forward pass.", default=False
-    )
+    use_distributed_optimizer: bool = switch("Shard optimizer state over the data-parallel ranks (ZeRO 1).")
+    overlap_grad_reduce: bool = switch("Reduce gradients bucket by bucket during the backward pass.")
+    overlap_param_gather: bool = switch("Gather updated parameters bucket by bucket during the next forward pass.")
     ddp_bucket_size: int | None = flag(
         "Parameters of one gradient bucket; unless given: max(40 million, 1 million x ranks that reduce together).",
         default=None,

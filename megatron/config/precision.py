@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.flags import check_flags, flag
+from megatron.config.flags import check_flags, flag, switch
 
 ParamsDtype = Literal["fp32", "bf16", "fp16"]
 
@@ -15,8 +15,8 @@ ParamsDtype = Literal["fp32", "bf16", "fp16"]
 class PrecisionConfig:
     """Number formats of weights, gradients and losses, and the loss scale of fp16."""
 
-    fp16: bool = flag("Train in fp16 with a loss scale and fp32 master weights.", default=False)
-    bf16: bool = flag("Train in bf16 with fp32 master weights.", default=False)
+    fp16: bool = switch("Train in fp16 with a loss scale and fp32 master weights.")
+    bf16: bool = switch("Train in bf16 with fp32 master weights.")
     loss_scale: float | None = flag("Constant loss scale of fp16 instead of the dynamic one.", default=None, above=0)
     initial_loss_scale: float = flag("First dynamic loss scale.", default=2.0**32, above=0)
     min_loss_scale: float = flag("Smallest dynamic loss scale.", default=1.0, above=0)
@@ -24,11 +24,10 @@ class PrecisionConfig:
         "Consecutive steps without overflow after which the loss scale doubles.", default=1000.0, at_least=1
     )
     hysteresis: int = flag("Overflows before the loss scale is halved.", default=2, at_least=1)
-    accumulate_allreduce_grads_in_fp32: bool = flag(
-        "Accumulate and reduce gradients in fp32; always on with --bf16 or --fp16 unless --grad-reduce-in-bf16.",
-        default=False,
+    accumulate_allreduce_grads_in_fp32: bool = switch(
+        "Accumulate and reduce gradients in fp32; always on with --bf16 or --fp16 unless --grad-reduce-in-bf16."
     )
-    grad_reduce_in_bf16: bool = flag("Accumulate and reduce gradients in bf16.", default=False)
+    grad_reduce_in_bf16: bool = switch("Accumulate and reduce gradients in bf16.")
 
     def __post_init__(self) -> None:
         if (self.bf16 or self.fp16) and not self.grad_reduce_in_bf16:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.flags import check_flags, flag
+from megatron.config.flags import check_flags, flag, switch
 
 
 @check_flags
@@ -12,23 +12,21 @@ from megatron.config.flags import check_flags, flag
 class ProfilingConfig:
     """Profiles of time and of GPU memory."""
 
-    profile: bool = flag(
+    profile: bool = switch(
         "Profile the iterations after --profile-step-start, up to --profile-step-end: with CUDA's profiler under "
-        "nsys, or with --use-pytorch-profiler.",
-        default=False,
+        "nsys, or with --use-pytorch-profiler."
     )
     profile_step_start: int = flag("Iterations before the first profiled one.", default=10, at_least=0)
     profile_step_end: int = flag("The last profiled iteration.", default=12, at_least=1)
     profile_ranks: tuple[int, ...] = flag("Ranks that are profiled.", default=(0,), at_least=0)
-    use_pytorch_profiler: bool = flag(
-        "Profile with torch's profiler: a trace per rank in --tensorboard-dir, and a summary in the log.", default=False
+    use_pytorch_profiler: bool = switch(
+        "Profile with torch's profiler: a trace per rank in --tensorboard-dir, and a summary in the log."
     )
-    pytorch_profiler_collect_shapes: bool = flag("Keep the shapes of operators' inputs.", default=False)
-    pytorch_profiler_collect_callstack: bool = flag("Keep the Python stack of each operator.", default=False)
-    nvtx_ranges: bool = flag("Mark the parts of an iteration as NVTX ranges, for nsys.", default=False)
-    record_memory_history: bool = flag(
-        "Record GPU allocations of --profile-ranks; write them at the end or when memory runs out.",
-        default=False,
+    pytorch_profiler_collect_shapes: bool = switch("Keep the shapes of operators' inputs.")
+    pytorch_profiler_collect_callstack: bool = switch("Keep the Python stack of each operator.")
+    nvtx_ranges: bool = switch("Mark the parts of an iteration as NVTX ranges, for nsys.")
+    record_memory_history: bool = switch(
+        "Record GPU allocations of --profile-ranks; write them at the end or when memory runs out."
     )
     memory_snapshot_path: str = flag(
         "File for --record-memory-history, to open at pytorch.org/memory_viz.", default="snapshot.pickle"

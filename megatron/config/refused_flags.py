@@ -1,248 +1,230 @@
-"""Flags of Megatron-LM and its forks that stop the run, by the reason that is printed.
+"""Flags of Megatron-LM and its forks that stop the run, by the reason that is printed; written as the ignored ones.
 
 When a feature lands, its flags become fields of a group and its entry here is deleted.
 """
 
-from __future__ import annotations
+ZERO = (
+    "ZeRO 2 and 3 are not available yet: gradients and weights are not sharded over data-parallel ranks; "
+    "--use-distributed-optimizer shards optimizer state (ZeRO 1), --tensor-model-parallel-size divides weights"
+)
 
-from megatron.config.renamed_flags import ZERO
-
-# reason -> flags without dashes; * matches any ending
-REFUSED: dict[str, str] = {
-    "weights are initialized from a normal distribution; --init-method-std sets its standard deviation": (
-        "init-method-xavier-uniform"
-    ),
-    "there is no ONNX export; leave it out": "onnx-safe",
-    "process groups are always initialized at startup; leave it out": "lazy-mpu-init",
-    "give a --global-batch-size that is divisible; the error message lists sizes that fit": (
-        "decrease-batch-size-if-needed"
-    ),
-    "matmuls use torch's default accumulation; leave it out": "disable-bf16-reduced-precision-matmul",
-    "use --exit-signal-handler or --exit-duration-in-mins, and restart the job": (
-        "adlr-autoresume adlr-autoresume-interval"
-    ),
-    "give --config FILE; settings are named like flags, flat or nested by group": "yaml-cfg",
-    "--dataloader-type cyclic always shuffles the whole data set; leave it out": "no-data-sharding",
-    "every sample is used; make a smaller data set, or give --train-samples": "sample-rate",
-    "only memory-mapped data (PREFIX.bin and PREFIX.idx, written by tools/preprocess_data.py) is read": "data-impl",
-    "give the size of a bucket instead: --ddp-bucket-size": "ddp-num-buckets",
-    "optimizer state is always sharded over all data-parallel ranks; leave it out": (
-        "num-distributed-optimizer-instances"
-    ),
-    "there is no rerun engine; leave it out": (
-        "error-injection-rate error-injection-type result-rejected-tracker-filename"
-    ),
-    "only a loss that is not finite stops a run; leave it out": "check-for-spiky-loss",
-    "only gradients that are not finite stop a run; --clip-grad limits their norm": "check-for-large-grads",
-    "energy is not measured; leave it out": "log-energy",
-    "there is no test mode; leave it out, or use --mock-data": "test-mode",
-    "convert checkpoints with tools/checkpoint/convert.py": (
-        "ckpt-convert-format ckpt-convert-save ckpt-convert-update-legacy-dist-opt-format"
-    ),
-    "only torch_dist is written; leave it out": "dist-ckpt-format",
-    "layers are chosen by model flags, not by a Python object; leave it out": "spec",
-    "there is no workload inspector; leave it out": "use-workload-inspector-server run-workload-inspector-server",
-    "encoder and decoder layers form one pipeline; --pipeline-model-parallel-layout divides it": (
-        "pipeline-model-parallel-split-rank"
-    ),
-    (
-        "the data-parallel size is the number of ranks divided by the other sizes: start more ranks (with "
-        "--dry-run: --world-size)"
-    ): ("data-parallel-size"),
-    "fp32 master weights are loaded with the optimizer state; leave out --no-load-optim": (
-        "load-main-params-from-ckpt"
-    ),
-    "single tensors are not written; --save-interval writes checkpoints": (
-        "save-params-interval save-activations-interval save-tokens-per-expert-interval save-wgrads-interval "
-        "save-dgrads-interval"
-    ),
-    "tools/checkpoint/inspect_checkpoint.py verifies checkpoints; leave it out": "verify-integrity",
-    "give --keep-last-checkpoints": "most-recent-k keep-last",
-    "give --make-vocab-size-divisible-by: this size divided by --tensor-model-parallel-size": (
-        "padded-vocab-size pad-vocab-size-to"
-    ),
-    "give --make-vocab-size-divisible-by 1": "no-pad-vocab-size",
-    "give --data-args-path FILE, with weights and prefixes as --data-path takes them": "data-file-list",
-    "give --cp-comm-type a2a+p2p with --hierarchical-context-parallel-sizes": "ulysses-degree-in-cp",
-    "GLM's rotary positions are those of --rotary-interleaved --rotary-percent 0.5; leave it out": "use-glm-rope",
-    "attention is causal, and within documents with --reset-attention-mask; leave it out": "attention-mask-type",
-    "give --tiktoken-special-tokens": "tokenizer-special-tokens",
-    "--exit-signal-handler reacts to SIGTERM, SIGINT, SIGUSR1 and SIGUSR2; send one of these": "exit-signal",
-    "evaluation starts at the first --eval-interval and uses --global-batch-size; leave it out": (
-        "start-eval-at-iter eval-global-batch-size"
-    ),
-    "give the names with the paths: --multiple-validation-sets --valid-data-path NAME=PREFIX": ("validation-set-names"),
-    "torchrun or Slurm restarts ranks, and --load resumes the run; leave it out": (
-        "inprocess-* gpu-sniff-test-interval"
-    ),
-    "DeepSpeed's checkpoints cannot be read; checkpoints of this program load at any layout": "universal-checkpoint",
-    "add tokens to the tokenizer's files; --make-vocab-size-divisible-by pads the vocabulary": (
-        "vocab-extra-ids-list extra-vocab-size"
-    ),
-    "give --tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER, with the model's tokenizer.json": (
-        "patch-tokenizer-type"
-    ),
-    (
-        "give the blend of each split with --train-data-path, --valid-data-path and --test-data-path, or all in one "
-        "JSON file with --per-split-data-args-path"
-    ): (
-        "train-weighted-split-paths train-weighted-split-paths-path valid-weighted-split-paths "
-        "valid-weighted-split-paths-path test-weighted-split-paths test-weighted-split-paths-path"
-    ),
-    "layers are pre-norm, with attention before the MLP; leave it out to train that model": (
-        "parallel-attn parallel-layernorm use-post-ln post-norm"
-    ),
-    "give --softmax-scale: 1 divided by the square root of this number": "query-pre-attn-scalar",
-    "for instruction data use tools/preprocess_sft.py and --sft; for pretraining leave it out": (
-        "loss-on-targets-only norm-target-loss prompt-type is-instruction-dataset stage data-type train-mode "
-        "dataset max-padding-length fix-sub-seq-length variable-seq-lengths neat-pack no-pad-to-seq-lengths"
-    ),
-    "convert the model first: tools/checkpoint/convert.py": "enable-hf2mg-convert load-hf-checkpoint",
-    "recomputation is --recompute-granularity full (layers) or --recompute-granularity selective (attention core)": (
-        "recompute-activation-function recompute-activation-function-num-layers recompute-norm "
-        "recompute-norm-num-layers enable-recompute-layers-per-pp-rank recompute-in-advance recompute-in-bubble"
-    ),
-    "convert text with tools/preprocess_data.py, and give --data-path PREFIX": (
-        "dataset-path train-data valid-data-file lazy-loader loose-json text-key presplit-sentences cache-dir "
-        "use-tfrecords"
-    ),
-    "tokenizers are read from files: --vocab-file and --merge-file, or --tokenizer-model": (
-        "tokenizer-model-type tokenizer-path"
-    ),
-    "the number of masked words follows from their share; leave it out": "max-preds-per-seq",
-    "all weights have one format, and master weights are fp32; leave it out": (
-        "fp32-embedding fp32-tokentypes fp32-layernorm"
-    ),
-    "use --pipeline-model-parallel-size for a pipeline; leave it out": "varuna",
-    "give --pipeline-schedule zb-h1 or --pipeline-schedule zb-v": "enable-zero-bubble zero-bubble-v-schedule",
-    "give --load FOLDER: the run resumes from the newest checkpoint there": (
-        "resume resume-from resume-from-checkpoint"
-    ),
-    "encoder and decoder share the model-parallel sizes; leave it out": (
-        "encoder-tensor-model-parallel-size encoder-pipeline-model-parallel-size"
-    ),
-    ZERO: (
-        "fsdp-* use-torch-fsdp2 use-custom-fsdp use-megatron-fsdp keep-fp8-transpose-cache-when-using-custom-fsdp "
-        "keep-fp8-transpose-cache outer-dp-sharding-strategy enable-full-sharding-in-hsdp fsdp2-config-path "
-        "torch-fsdp2-no-reshard-after-forward"
-    ),
-    "skipping iterations is not available yet; leave it out": "iterations-to-skip skip-train-iteration-range",
-    "attention with another softmax is not available yet; leave it out": "softmax-type",
-    "attention within a window is not available yet; leave it out for full attention": (
-        "cp-window-size window-attn-skip-freq window-size sliding-window-size interleave-sliding-window"
-    ),
-    "an L2 norm of queries and keys is not available yet; --qk-layernorm has learned weights": "qk-l2-norm",
-    "layers without rotary positions are not available yet; leave it out": "no-rope-freq",
-    "YaRN is not available yet; leave it out, or use --use-rope-scaling as Llama 3 does": (
-        "rope-type rope-scaling-* beta-fast beta-slow dynamic-factor rotary-scale-factor"
-    ),
-    "LoRA is not available yet; leave it out to train all weights": "lora-*",
-    "MiniCPM's scaled embeddings and layers are not available yet; leave it out": (
-        "scale-emb scale-depth dim-model-base"
-    ),
-    "a gate on the output of attention is not available yet; leave it out": "attention-output-gate",
-    "choose with --activation": "no-swiglu no-geglu no-relu no-squared-relu no-exact-gelu",
-    "it is not available yet; the gated MLPs are --swiglu and --geglu": (
-        "quick-geglu activation-func-clamp-value glu-linear-offset"
-    ),
-    "a separate standard deviation for embeddings is not available yet; use --init-method-std": (
-        "embedding-init-method-std"
-    ),
-    "fp8 is not available yet; train with --bf16": (
-        "fp8-* reuse-grad-buf-for-mxfp8-param-ag kitchen-config-file kitchen-recipe-number te-precision-config-file "
-        "no-fp8-wgrad first-last-layers-bf16 num-layers-at-start-in-bf16 num-layers-at-end-in-bf16"
-    ),
-    "mixture of experts is not available yet; leave it out for a dense model": (
-        "moe-* fix-router first-k-dense-replace overlap-moe-expert-parallel-comm num-experts-teacher "
-        "expert-interval mlp-type topk noisy-gate-policy "
-        "create-moe-param-group disable-moe-token-dropping expert-model-parallel-size expert-tensor-parallel-size "
-        "num-experts moe-layer-freq"
-    ),
-    "reinforcement learning is not available: this project pretrains; leave it out": (
-        "rl-* rollout-* sglang-* vllm-* advantage-estimator kl-loss-coef kl-loss-type kl-coef use-kl-loss "
-        "entropy-coef eps-clip eps-clip-high use-dynamic-batch-size max-tokens-per-gpu langrl-* grpo-* "
-        "perform-rl-step"
-    ),
-    "Mamba and hybrid models are not available yet; leave it out for a transformer": (
-        "hybrid-* mamba-* disable-mamba-mem-eff-path is-hybrid-model"
-    ),
-    "a norm after the embedding is not available yet; leave it out to train without it": (
-        "embed-layernorm embedding-norm input-embeds-norm"
-    ),
-    "ALiBi is not available yet; use --position-embedding-type rope": "use-alibi-position-embeddings",
-    (
-        "offloading to CPU memory is not available yet; --recompute-granularity full, --use-distributed-optimizer "
-        "and more model-parallel ranks save GPU memory"
-    ): (
-        "cpu-optimizer cpu_torch_adam swap-optimizer fine-grained-activation-offloading offload-modules "
-        "optimizer-offload-policy optimizer-offload cpu-offloading "
-        "cpu-offloading-num-layers checkpoint-in-cpu ds-sequence-parallel-fpdt ds-sequence-parallel-fpdt-chunk-size "
-        "ds-sequence-parallel-fpdt-offloading"
-    ),
-    "offloading weights is not available yet; --tensor-model-parallel-size divides them": "remote-device",
-    (
-        "lengths in tokens are not available: give --train-samples, --lr-decay-samples and --lr-warmup-samples "
-        "(tokens divided by --seq-length)"
-    ): ("train-tokens lr-decay-tokens lr-warmup-tokens"),
-    "curriculum learning and token dropping are not available; leave it out": (
-        "curriculum-learning curriculum-learning-legacy warmup-seq-length data-efficiency-curriculum-learning "
-        "random-ltd "
-        "train-data-exact-num-epochs"
-    ),
-    "distillation is not available yet; leave it out": "kd load-teacher compression-training mos",
-    "Gemma's layers are not available yet; --apply-layernorm-1p stores norm weights minus one": (
-        "output-logit-softcapping attn-logit-softcapping add-rmsnorm-offset"
-    ),
-    "multi-latent attention is not available yet; --group-query-attention reduces the size of keys and values": (
-        "multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim "
-        "rotary-scaling-factor mscale mscale-all-dim"
-    ),
-    "multi-token prediction is not available yet; leave it out": "mtp-* mtp-num-layers",
-    (
-        "an optimizer with reduced precision or on the CPU is not available yet; --use-distributed-optimizer shards "
-        "its state over data-parallel ranks"
-    ): (
-        "use-precision-aware-optimizer main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype "
-        "optimizer-cpu-offload optimizer-offload-fraction use-torch-optimizer-for-cpu-offload "
-        "overlap-cpu-optimizer-d2h-h2d no-pin-cpu-grads no-pin-cpu-params"
-    ),
-    "CUDA graphs are not available yet; leave it out": (
-        "cuda-graph-* enable-cuda-graph external-cuda-graph cuda-graph-impl"
-    ),
-    "a non-persistent checkpoint is not available yet; use --save and --save-interval": (
-        "non-persistent-save-interval non-persistent-ckpt-type non-persistent-global-ckpt-dir "
-        "non-persistent-local-ckpt-dir non-persistent-local-ckpt-algo replication replication-jump "
-        "replication-factor"
-    ),
-    "multi-modal positions are not available yet; use --position-embedding-type rope": "mrope-section",
-    "a model with layers of different sizes is not available yet; leave it out": (
-        "heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json"
-    ),
-    "writing BERT's embeddings is not available yet; leave it out": "output-bert-embeddings bert-embedder-type",
-    "a vision model is not available: only language models are trained here": (
-        "dino-* num-classes img-h img-w img-dim num-channels patch-dim classes-fraction data-per-class-fraction "
-        "head-lr-mult vision-pretraining vision-pretraining-type vision-backbone-type swin-backbone-type mask-type "
-        "mask-factor iter-per-epoch"
-    ),
-    (
-        "straggler detection is not available yet; --timing-log-level 1 --timing-log-option all shows the times of "
-        "every rank"
-    ): ("log-straggler disable-straggler-on-startup straggler-ctrlr-port straggler-minmax-count"),
-    (
-        "NVIDIA's fault-tolerance package is not available: torchrun or Slurm restarts ranks, and --load resumes "
-        "the run"
-    ): ("enable-ft-package calc-ft-timeouts"),
-    "the batching inference engine is not available yet; leave it out": (
-        "inference-dynamic-batching-* inference-dynamic-batching"
-    ),
-    "fp4 is not available yet; train with --bf16": "fp4-*",
-    "the Muon optimizer is not available yet; use --optimizer adam": "muon-*",
-    "retrieval models are not available: they are outside this project": (
-        "qa-data-dev qa-data-test faiss-use-gpu faiss-match faiss-topk-retrievals eval-micro-batch-size "
-        "train-with-neg train-hard-neg val-av-rank-hard-neg val-av-rank-other-neg ict-head-size "
-        "biencoder-projection-dim biencoder-shared-query-context-model ict-load bert-load titles-data-path "
-        "query-in-block-prob use-one-sent-docs evidence-data-path retriever-seq-length "
-        "retriever-report-topk-accuracies retriever-score-scaling block-data-path embedding-path indexer-batch-size "
-        "indexer-log-interval retro-*"
-    ),
-}
+REFUSED = f"""
+weights are initialized from a normal distribution; --init-method-std sets its standard deviation
+    init-method-xavier-uniform
+there is no ONNX export; leave it out
+    onnx-safe
+process groups are always initialized at startup; leave it out
+    lazy-mpu-init
+give a --global-batch-size that is divisible; the error message lists sizes that fit
+    decrease-batch-size-if-needed
+matmuls use torch's default accumulation; leave it out
+    disable-bf16-reduced-precision-matmul
+use --exit-signal-handler or --exit-duration-in-mins, and restart the job
+    adlr-autoresume adlr-autoresume-interval
+give --config FILE; settings are named like flags, flat or nested by group
+    yaml-cfg
+--dataloader-type cyclic always shuffles the whole data set; leave it out
+    no-data-sharding
+every sample is used; make a smaller data set, or give --train-samples
+    sample-rate
+only memory-mapped data (PREFIX.bin and PREFIX.idx, written by tools/preprocess_data.py) is read
+    data-impl
+give the size of a bucket instead: --ddp-bucket-size
+    ddp-num-buckets
+optimizer state is always sharded over all data-parallel ranks; leave it out
+    num-distributed-optimizer-instances
+there is no rerun engine; leave it out
+    error-injection-rate error-injection-type result-rejected-tracker-filename
+only a loss that is not finite stops a run; leave it out
+    check-for-spiky-loss
+only gradients that are not finite stop a run; --clip-grad limits their norm
+    check-for-large-grads
+energy is not measured; leave it out
+    log-energy
+there is no test mode; leave it out, or use --mock-data
+    test-mode
+convert checkpoints with tools/checkpoint/convert.py
+    ckpt-convert-format ckpt-convert-save ckpt-convert-update-legacy-dist-opt-format
+only torch_dist is written; leave it out
+    dist-ckpt-format
+layers are chosen by model flags, not by a Python object; leave it out
+    spec
+there is no workload inspector; leave it out
+    use-workload-inspector-server run-workload-inspector-server
+encoder and decoder layers form one pipeline; --pipeline-model-parallel-layout divides it
+    pipeline-model-parallel-split-rank
+the data-parallel size is the number of ranks divided by the other sizes: start more ranks (with --dry-run:
+--world-size)
+    data-parallel-size
+fp32 master weights are loaded with the optimizer state; leave out --no-load-optim
+    load-main-params-from-ckpt
+single tensors are not written; --save-interval writes checkpoints
+    save-params-interval save-activations-interval save-tokens-per-expert-interval save-wgrads-interval
+    save-dgrads-interval
+tools/checkpoint/inspect_checkpoint.py verifies checkpoints; leave it out
+    verify-integrity
+give --keep-last-checkpoints
+    most-recent-k keep-last
+give --make-vocab-size-divisible-by: this size divided by --tensor-model-parallel-size
+    padded-vocab-size pad-vocab-size-to
+give --make-vocab-size-divisible-by 1
+    no-pad-vocab-size
+give --data-args-path FILE, with weights and prefixes as --data-path takes them
+    data-file-list
+give --cp-comm-type a2a+p2p with --hierarchical-context-parallel-sizes
+    ulysses-degree-in-cp
+GLM's rotary positions are those of --rotary-interleaved --rotary-percent 0.5; leave it out
+    use-glm-rope
+attention is causal, and within documents with --reset-attention-mask; leave it out
+    attention-mask-type
+give --tiktoken-special-tokens
+    tokenizer-special-tokens
+--exit-signal-handler reacts to SIGTERM, SIGINT, SIGUSR1 and SIGUSR2; send one of these
+    exit-signal
+evaluation starts at the first --eval-interval and uses --global-batch-size; leave it out
+    start-eval-at-iter eval-global-batch-size
+give the names with the paths: --multiple-validation-sets --valid-data-path NAME=PREFIX
+    validation-set-names
+torchrun or Slurm restarts ranks, and --load resumes the run; leave it out
+    inprocess-* gpu-sniff-test-interval
+DeepSpeed's checkpoints cannot be read; checkpoints of this program load at any layout
+    universal-checkpoint
+add tokens to the tokenizer's files; --make-vocab-size-divisible-by pads the vocabulary
+    vocab-extra-ids-list extra-vocab-size
+give --tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER, with the model's tokenizer.json
+    patch-tokenizer-type
+give the blend of each split with --train-data-path, --valid-data-path and --test-data-path, or all in one JSON file
+with --per-split-data-args-path
+    train-weighted-split-paths train-weighted-split-paths-path valid-weighted-split-paths
+    valid-weighted-split-paths-path test-weighted-split-paths test-weighted-split-paths-path
+layers are pre-norm, with attention before the MLP; leave it out to train that model
+    parallel-attn parallel-layernorm use-post-ln post-norm
+give --softmax-scale: 1 divided by the square root of this number
+    query-pre-attn-scalar
+for instruction data use tools/preprocess_sft.py and --sft; for pretraining leave it out
+    loss-on-targets-only norm-target-loss prompt-type is-instruction-dataset stage data-type train-mode dataset
+    max-padding-length fix-sub-seq-length variable-seq-lengths neat-pack no-pad-to-seq-lengths
+convert the model first: tools/checkpoint/convert.py
+    enable-hf2mg-convert load-hf-checkpoint
+recomputation is --recompute-granularity full (layers) or --recompute-granularity selective (attention core)
+    recompute-activation-function recompute-activation-function-num-layers recompute-norm recompute-norm-num-layers
+    enable-recompute-layers-per-pp-rank recompute-in-advance recompute-in-bubble
+convert text with tools/preprocess_data.py, and give --data-path PREFIX
+    dataset-path train-data valid-data-file lazy-loader loose-json text-key presplit-sentences cache-dir use-tfrecords
+tokenizers are read from files: --vocab-file and --merge-file, or --tokenizer-model
+    tokenizer-model-type tokenizer-path
+the number of masked words follows from their share; leave it out
+    max-preds-per-seq
+all weights have one format, and master weights are fp32; leave it out
+    fp32-embedding fp32-tokentypes fp32-layernorm
+use --pipeline-model-parallel-size for a pipeline; leave it out
+    varuna
+give --pipeline-schedule zb-h1 or --pipeline-schedule zb-v
+    enable-zero-bubble zero-bubble-v-schedule
+give --load FOLDER: the run resumes from the newest checkpoint there
+    resume resume-from resume-from-checkpoint
+encoder and decoder share the model-parallel sizes; leave it out
+    encoder-tensor-model-parallel-size encoder-pipeline-model-parallel-size
+{ZERO}
+    fsdp-* use-torch-fsdp2 use-custom-fsdp use-megatron-fsdp keep-fp8-transpose-cache-when-using-custom-fsdp
+    keep-fp8-transpose-cache outer-dp-sharding-strategy enable-full-sharding-in-hsdp fsdp2-config-path
+    torch-fsdp2-no-reshard-after-forward
+skipping iterations is not available yet; leave it out
+    iterations-to-skip skip-train-iteration-range
+attention with another softmax is not available yet; leave it out
+    softmax-type
+attention within a window is not available yet; leave it out for full attention
+    cp-window-size window-attn-skip-freq window-size sliding-window-size interleave-sliding-window
+an L2 norm of queries and keys is not available yet; --qk-layernorm has learned weights
+    qk-l2-norm
+layers without rotary positions are not available yet; leave it out
+    no-rope-freq
+YaRN is not available yet; leave it out, or use --use-rope-scaling as Llama 3 does
+    rope-type rope-scaling-* beta-fast beta-slow dynamic-factor rotary-scale-factor
+LoRA is not available yet; leave it out to train all weights
+    lora-*
+MiniCPM's scaled embeddings and layers are not available yet; leave it out
+    scale-emb scale-depth dim-model-base
+a gate on the output of attention is not available yet; leave it out
+    attention-output-gate
+choose with --activation
+    no-swiglu no-geglu no-relu no-squared-relu no-exact-gelu
+it is not available yet; the gated MLPs are --swiglu and --geglu
+    quick-geglu activation-func-clamp-value glu-linear-offset
+a separate standard deviation for embeddings is not available yet; use --init-method-std
+    embedding-init-method-std
+fp8 is not available yet; train with --bf16
+    fp8-* reuse-grad-buf-for-mxfp8-param-ag kitchen-config-file kitchen-recipe-number te-precision-config-file
+    no-fp8-wgrad first-last-layers-bf16 num-layers-at-start-in-bf16 num-layers-at-end-in-bf16
+mixture of experts is not available yet; leave it out for a dense model
+    moe-* fix-router first-k-dense-replace overlap-moe-expert-parallel-comm num-experts-teacher expert-interval mlp-type
+    topk noisy-gate-policy create-moe-param-group disable-moe-token-dropping expert-model-parallel-size
+    expert-tensor-parallel-size num-experts moe-layer-freq
+reinforcement learning is not available: this project pretrains; leave it out
+    rl-* rollout-* sglang-* vllm-* advantage-estimator kl-loss-coef kl-loss-type kl-coef use-kl-loss entropy-coef
+    eps-clip eps-clip-high use-dynamic-batch-size max-tokens-per-gpu langrl-* grpo-* perform-rl-step
+Mamba and hybrid models are not available yet; leave it out for a transformer
+    hybrid-* mamba-* disable-mamba-mem-eff-path is-hybrid-model
+a norm after the embedding is not available yet; leave it out to train without it
+    embed-layernorm embedding-norm input-embeds-norm
+ALiBi is not available yet; use --position-embedding-type rope
+    use-alibi-position-embeddings
+offloading to CPU memory is not available yet; --recompute-granularity full, --use-distributed-optimizer and more
+model-parallel ranks save GPU memory
+    cpu-optimizer cpu_torch_adam swap-optimizer fine-grained-activation-offloading offload-modules
+    optimizer-offload-policy optimizer-offload cpu-offloading cpu-offloading-num-layers checkpoint-in-cpu
+    ds-sequence-parallel-fpdt ds-sequence-parallel-fpdt-chunk-size ds-sequence-parallel-fpdt-offloading
+offloading weights is not available yet; --tensor-model-parallel-size divides them
+    remote-device
+lengths in tokens are not available: give --train-samples, --lr-decay-samples and --lr-warmup-samples (tokens divided by
+--seq-length)
+    train-tokens lr-decay-tokens lr-warmup-tokens
+curriculum learning and token dropping are not available; leave it out
+    curriculum-learning curriculum-learning-legacy warmup-seq-length data-efficiency-curriculum-learning random-ltd
+    train-data-exact-num-epochs
+distillation is not available yet; leave it out
+    kd load-teacher compression-training mos
+Gemma's layers are not available yet; --apply-layernorm-1p stores norm weights minus one
+    output-logit-softcapping attn-logit-softcapping add-rmsnorm-offset
+multi-latent attention is not available yet; --group-query-attention reduces the size of keys and values
+    multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim rotary-scaling-factor
+    mscale mscale-all-dim
+multi-token prediction is not available yet; leave it out
+    mtp-* mtp-num-layers
+an optimizer with reduced precision or on the CPU is not available yet; --use-distributed-optimizer shards its state
+over data-parallel ranks
+    use-precision-aware-optimizer main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype
+    optimizer-cpu-offload optimizer-offload-fraction use-torch-optimizer-for-cpu-offload overlap-cpu-optimizer-d2h-h2d
+    no-pin-cpu-grads no-pin-cpu-params
+CUDA graphs are not available yet; leave it out
+    cuda-graph-* enable-cuda-graph external-cuda-graph cuda-graph-impl
+a non-persistent checkpoint is not available yet; use --save and --save-interval
+    non-persistent-save-interval non-persistent-ckpt-type non-persistent-global-ckpt-dir non-persistent-local-ckpt-dir
+    non-persistent-local-ckpt-algo replication replication-jump replication-factor
+multi-modal positions are not available yet; use --position-embedding-type rope
+    mrope-section
+a model with layers of different sizes is not available yet; leave it out
+    heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json
+writing BERT's embeddings is not available yet; leave it out
+    output-bert-embeddings bert-embedder-type
+a vision model is not available: only language models are trained here
+    dino-* num-classes img-h img-w img-dim num-channels patch-dim classes-fraction data-per-class-fraction head-lr-mult
+    vision-pretraining vision-pretraining-type vision-backbone-type swin-backbone-type mask-type mask-factor
+    iter-per-epoch
+straggler detection is not available yet; --timing-log-level 1 --timing-log-option all shows the times of every rank
+    log-straggler disable-straggler-on-startup straggler-ctrlr-port straggler-minmax-count
+NVIDIA's fault-tolerance package is not available: torchrun or Slurm restarts ranks, and --load resumes the run
+    enable-ft-package calc-ft-timeouts
+the batching inference engine is not available yet; leave it out
+    inference-dynamic-batching-* inference-dynamic-batching
+fp4 is not available yet; train with --bf16
+    fp4-*
+the Muon optimizer is not available yet; use --optimizer adam
+    muon-*
+retrieval models are not available: they are outside this project
+    qa-data-dev qa-data-test faiss-use-gpu faiss-match faiss-topk-retrievals eval-micro-batch-size train-with-neg
+    train-hard-neg val-av-rank-hard-neg val-av-rank-other-neg ict-head-size biencoder-projection-dim
+    biencoder-shared-query-context-model ict-load bert-load titles-data-path query-in-block-prob use-one-sent-docs
+    evidence-data-path retriever-seq-length retriever-report-topk-accuracies retriever-score-scaling block-data-path
+    embedding-path indexer-batch-size indexer-log-interval retro-*
+"""

@@ -39,7 +39,6 @@ class TokenizerConfig:
 
     tokenizer_type: TokenizerType = flag(  # noqa: RUF009
         "Kind of tokenizer.",
-        default=None,
         renamed_values=RENAMED_TOKENIZERS,
         refused_values=REFUSED_TOKENIZERS,
         derived="NullTokenizer with --mock-data and --vocab-size and no tokenizer files, else GPT2BPETokenizer, or "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.flags import check_flags, flag
+from megatron.config.flags import check_flags, flag, switch
 
 
 @check_flags
@@ -16,7 +16,6 @@ class TrainingConfig:
     micro_batch_size: int = flag("Samples of one forward pass on one rank.", at_least=1)
     global_batch_size: int = flag(
         "Samples of one optimizer step over all ranks.",
-        default=None,
         derived="the last size of --step-batch-size-schedule, or micro batch size x data-parallel size",
         follows=(
             *("step_batch_size_schedule", "micro_batch_size", "world_size", "tensor_model_parallel_size"),
@@ -34,7 +33,7 @@ class TrainingConfig:
     )
     train_iters: int | None = flag("Optimizer steps of the whole run.", default=None, at_least=0)
     train_samples: int | None = flag("Samples of the whole run, instead of --train-iters.", default=None, at_least=0)
-    skip_train: bool = flag("Only evaluate.", default=False)
+    skip_train: bool = switch("Only evaluate.")
     eval_interval: int = flag("Iterations between evaluations.", default=1000, at_least=1)
     eval_iters: int = flag(
         "Batches of one evaluation; 0 turns evaluation off.",
@@ -46,35 +45,33 @@ class TrainingConfig:
         "Save and exit when the iteration is a multiple of this; 0: never.", default=None, at_least=0
     )
     exit_duration_in_mins: int | None = flag("Save and exit after this many minutes.", default=None, at_least=1)
-    exit_signal_handler: bool = flag(
-        "Save and exit on SIGTERM, SIGINT, SIGUSR1 and SIGUSR2, after the step in progress.", default=False
+    exit_signal_handler: bool = switch(
+        "Save and exit on SIGTERM, SIGINT, SIGUSR1 and SIGUSR2, after the step in progress."
     )
     seed: int = flag("Seed of initial weights, dropout and data order.", default=1234, at_least=1)
     recompute_granularity: Literal["full", "selective"] | None = flag(
         "What is recomputed in the backward pass instead of kept: full layers, or (selective) the attention core.",
         default=None,
     )
-    recompute_activations: bool = flag("Short for --recompute-granularity selective.", default=False)
+    recompute_activations: bool = switch("Short for --recompute-granularity selective.")
     recompute_method: Literal["uniform", "block"] | None = flag(
         "With full recomputation: uniform recomputes every group of --recompute-num-layers layers, "
         "block only the first --recompute-num-layers layers.",
         default=None,
     )
     recompute_num_layers: int | None = flag("Layers of --recompute-method.", default=None, at_least=1)
-    check_for_nan_in_loss_and_grad: bool = flag(
-        "Do not stop when a loss or gradient is not finite.", default=True, off="--no-check-for-nan-in-loss-and-grad"
+    check_for_nan_in_loss_and_grad: bool = switch(
+        "Do not stop when a loss or gradient is not finite.", off="--no-check-for-nan-in-loss-and-grad"
     )
     check_weight_hash_across_dp_replicas_interval: int | None = flag(
         "Iterations between comparisons of the weights of data-parallel replicas.", default=None, at_least=1
     )
-    deterministic_mode: bool = flag("Use deterministic kernels only.", default=False)
-    manual_gc: bool = flag("Run Python's garbage collector on a schedule, not automatically.", default=False)
+    deterministic_mode: bool = switch("Use deterministic kernels only.")
+    manual_gc: bool = switch("Run Python's garbage collector on a schedule, not automatically.")
     manual_gc_interval: int = flag(
         "Iterations between collections with --manual-gc; 0: never during training.", default=0, at_least=0
     )
-    manual_gc_eval: bool = flag(
-        "With --manual-gc, do not collect around evaluations.", default=True, off="--no-manual-gc-eval"
-    )
+    manual_gc_eval: bool = switch("With --manual-gc, do not collect around evaluations.", off="--no-manual-gc-eval")
     empty_unused_memory_level: Literal[0, 1, 2] = flag(
         "Empty the GPU allocator's cache: 0 never, 1 after each iteration, 2 also before the optimizer.", default=0
     )

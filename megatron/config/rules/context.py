@@ -35,36 +35,20 @@ def exchanges_are_one_or_one_per_layer(run: RunConfig) -> str | None:
     return f"--cp-comm-type has {given} values for {run.layers_asked}; give one for all layers, or {layers}"
 
 
-def two_levels_have_sizes(run: RunConfig) -> str | None:
-    """The two-level exchange needs the sizes of its levels."""
-    parallel = run.parallel
-    if "a2a+p2p" not in parallel.cp_comm_type or parallel.hierarchical_context_parallel_sizes is not None:
+def levels_suit_the_exchange(run: RunConfig) -> str | None:
+    """The two-level exchange needs the sizes of its levels, and only it; their product is the context-parallel size."""
+    sizes, has_levels = run.parallel.hierarchical_context_parallel_sizes, "a2a+p2p" in run.parallel.cp_comm_type
+    asked = f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes or ()))}"
+    if sizes is None and has_levels:
+        return (
+            "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes, the ranks that exchange heads and "
+            f"those of a ring; use {_levels(run)}"
+        )
+    if sizes is not None and not has_levels:
+        return f"{asked} has no effect without --cp-comm-type a2a+p2p; give both or neither"
+    ranks = run.parallel.context_parallel_size
+    if sizes is None or (len(sizes) == 2 and sizes[0] * sizes[1] == ranks):
         return None
-    return (
-        "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes, the ranks that exchange heads and those "
-        f"of a ring; use {_levels(run)}"
-    )
-
-
-def levels_need_two_level_exchange(run: RunConfig) -> str | None:
-    """Level sizes need the two-level exchange."""
-    sizes = run.parallel.hierarchical_context_parallel_sizes
-    if sizes is None or "a2a+p2p" in run.parallel.cp_comm_type:
-        return None
-    return (
-        f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))} has no effect without --cp-comm-type "
-        "a2a+p2p; give both or neither"
-    )
-
-
-def levels_make_up_the_context_ranks(run: RunConfig) -> str | None:
-    """The product of the two level sizes is the context-parallel size."""
-    sizes, ranks = run.parallel.hierarchical_context_parallel_sizes, run.parallel.context_parallel_size
-    if sizes is None or "a2a+p2p" not in run.parallel.cp_comm_type:
-        return None
-    if len(sizes) == 2 and sizes[0] * sizes[1] == ranks:
-        return None
-    asked = f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))}"
     wrong = f"means {sizes[0] * sizes[1]} ranks" if len(sizes) == 2 else f"has {len(sizes)} sizes instead of two"
     return f"{asked} {wrong}, but --context-parallel-size is {ranks}; use {_levels(run)}"
 
@@ -114,9 +98,7 @@ def _levels(run: RunConfig) -> str:
 RULES = (
     sequence_divides_over_context_ranks,
     exchanges_are_one_or_one_per_layer,
-    two_levels_have_sizes,
-    levels_need_two_level_exchange,
-    levels_make_up_the_context_ranks,
+    levels_suit_the_exchange,
     heads_divide_over_exchanging_ranks,
     query_groups_fit_exchanging_ranks,
 )

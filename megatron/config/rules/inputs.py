@@ -6,8 +6,17 @@ import math
 import re
 
 from megatron.config.data import DEFAULT_SPLIT
+from megatron.config.family import Rule, rule
 from megatron.config.rules.sizes import multiples_near
 from megatron.config.run import RunConfig
+
+# fields that a kind of tokenizer needs; the others need tokenizer_model
+_TOKENIZER_FILES = {
+    "NullTokenizer": ("vocab_size",),
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "BertWordPieceLowerCase": ("vocab_file",),
+    "BertWordPieceCase": ("vocab_file",),
+}
 
 
 def one_data_source(run: RunConfig) -> str | None:
@@ -60,14 +69,6 @@ def split_is_sound(run: RunConfig) -> str | None:
     return None
 
 
-def cache_is_a_folder(run: RunConfig) -> str | None:
-    """The index cache is memory-mapped, so it must be on a file system."""
-    path = run.data.data_cache_path
-    if path is None or "://" not in path:
-        return None
-    return f"--data-cache-path {path} is a URL; give a folder of this machine or a shared one"
-
-
 def blends_are_sound(run: RunConfig) -> str | None:
     """A blend is prefixes, or weights each followed by a prefix."""
     for flag, words in {"--data-path": run.data.data_path, **_per_split(run)}.items():
@@ -85,71 +86,16 @@ def blends_are_sound(run: RunConfig) -> str | None:
     return None
 
 
-def validation_sets_exist(run: RunConfig) -> str | None:
-    """--multiple-validation-sets needs data files."""
-    if run.data.multiple_validation_sets and run.data.mock_data:
-        return "--multiple-validation-sets needs data files; leave it out with --mock-data, or give --valid-data-path"
-    return None
-
-
-def validation_ends(run: RunConfig) -> str | None:
-    """--full-validation needs data files: mock data has millions of samples."""
-    if run.data.full_validation and run.data.mock_data:
-        return "--full-validation reads all validation data, and --mock-data generates millions of samples; keep one"
-    return None
-
-
-def verified_data_are_files(run: RunConfig) -> str | None:
-    """--verify-data needs data files."""
-    if run.data.verify_data and run.data.mock_data:
-        return "--verify-data compares files with their digests; leave it out with --mock-data"
-    return None
-
-
-def packing_is_possible(run: RunConfig) -> str | None:
-    """Combinations of --packing, --sft, --fim-rate and --data-order that are not supported."""
-    data = run.data
-    if data.packing != "stream" and data.data_order == "megatron":
-        return f"--packing {data.packing} and --data-order megatron are mutually exclusive: Megatron-LM packs a stream"
-    if data.packing != "stream" and data.fim_rate:
-        return f"--fim-rate {data.fim_rate} rearranges a stream of documents; leave --packing {data.packing} out"
-    if data.sft and data.fim_rate:
-        return f"--fim-rate {data.fim_rate} and --sft are mutually exclusive: answers are not rearranged; keep one"
-    if data.sft and data.mock_data:
-        return "--sft needs data made by tools/preprocess_sft.py; leave it out with --mock-data"
-    return None
-
-
 def tokenizer_has_files(run: RunConfig) -> str | None:
     """The files and sizes that a kind of tokenizer reads are given."""
     tokenizer = run.tokenizer
     kind = tokenizer.tokenizer_type
-    needed: dict[str, object]
-    if kind == "NullTokenizer":
-        needed = {"--vocab-size": tokenizer.vocab_size}
-    elif kind == "GPT2BPETokenizer":
-        needed = {"--vocab-file": tokenizer.vocab_file, "--merge-file": tokenizer.merge_file}
-    elif kind in ("BertWordPieceLowerCase", "BertWordPieceCase"):
-        needed = {"--vocab-file": tokenizer.vocab_file}
-    else:
-        needed = {"--tokenizer-model": tokenizer.tokenizer_model}
-    lacking = [flag for flag, value in needed.items() if value is None]
+    needed = _TOKENIZER_FILES.get(kind, ("tokenizer_model",))
+    lacking = [f"--{field.replace('_', '-')}" for field in needed if getattr(tokenizer, field) is None]
     if not lacking:
         return None
     chosen = "" if run.given("tokenizer_type") else " (the default)"
     return f"--tokenizer-type {kind}{chosen} needs {' and '.join(lacking)}, or choose another --tokenizer-type"
-
-
-def saving_needs_a_folder(run: RunConfig) -> str | None:
-    """Settings about saving need --save."""
-    checkpoint = run.checkpoint
-    if checkpoint.save is None and checkpoint.keep_last_checkpoints is not None:
-        return f"--keep-last-checkpoints {checkpoint.keep_last_checkpoints} needs --save"
-    if checkpoint.save is None and checkpoint.save_retain_interval is not None:
-        return f"--save-retain-interval {checkpoint.save_retain_interval} needs --save"
-    if checkpoint.save is None and checkpoint.async_save:
-        return "--async-save needs --save: the folder to write checkpoints into"
-    return None
 
 
 def retained_checkpoints_exist(run: RunConfig) -> str | None:
@@ -161,27 +107,6 @@ def retained_checkpoints_exist(run: RunConfig) -> str | None:
         f"--save-retain-interval {kept} is not divisible by --save-interval {written}; use "
         f"{multiples_near(kept, written)}"
     )
-
-
-def loading_needs_a_checkpoint(run: RunConfig) -> str | None:
-    """Settings about loading need --load or --pretrained-checkpoint."""
-    checkpoint = run.checkpoint
-    if checkpoint.load is not None:
-        return None
-    if checkpoint.ckpt_step is not None:
-        return f"--ckpt-step {checkpoint.ckpt_step} needs --load: the folder of the checkpoint"
-    if checkpoint.exit_on_missing_checkpoint:
-        return "--exit-on-missing-checkpoint needs --load: the folder of the checkpoint"
-    if checkpoint.finetune and checkpoint.pretrained_checkpoint is None:
-        return "--finetune has no weights to start from; give --load or --pretrained-checkpoint"
-    return None
-
-
-def model_parallel_sizes_come_with_the_architecture(run: RunConfig) -> str | None:
-    """--use-mp-args-from-checkpoint-args needs --use-checkpoint-args."""
-    if run.checkpoint.use_mp_args_from_checkpoint_args and not run.checkpoint.use_checkpoint_args:
-        return "--use-mp-args-from-checkpoint-args needs --use-checkpoint-args"
-    return None
 
 
 def _per_split(run: RunConfig) -> dict[str, tuple[str, ...]]:
@@ -200,20 +125,72 @@ def _number(word: str) -> float | None:
         return None
 
 
-RULES = (
+RULES: tuple[Rule, ...] = (
     one_data_source,
     training_data_is_given,
     split_needs_one_data_set,
     split_is_sound,
-    cache_is_a_folder,
+    rule(
+        "--data-cache-path {run.data.data_cache_path} is a URL; give a folder of this machine or a shared one",
+        lambda run: "://" in (run.data.data_cache_path or ""),  # caches are memory-mapped
+    ),
     blends_are_sound,
-    validation_sets_exist,
-    validation_ends,
-    verified_data_are_files,
-    packing_is_possible,
+    rule(
+        "--multiple-validation-sets needs data files; leave it out with --mock-data, or give --valid-data-path",
+        lambda run: run.data.multiple_validation_sets and run.data.mock_data,
+    ),
+    rule(
+        "--full-validation reads all validation data, and --mock-data generates millions of samples; keep one",
+        lambda run: run.data.full_validation and run.data.mock_data,
+    ),
+    rule(
+        "--verify-data compares files with their digests; leave it out with --mock-data",
+        lambda run: run.data.verify_data and run.data.mock_data,
+    ),
+    rule(
+        "--packing {run.data.packing} and --data-order megatron are mutually exclusive: Megatron-LM packs a stream",
+        lambda run: run.data.packing != "stream" and run.data.data_order == "megatron",
+    ),
+    rule(
+        "--fim-rate {run.data.fim_rate} rearranges a stream of documents; leave --packing {run.data.packing} out",
+        lambda run: run.data.packing != "stream" and run.data.fim_rate,
+    ),
+    rule(
+        "--fim-rate {run.data.fim_rate} and --sft are mutually exclusive: answers are not rearranged; keep one",
+        lambda run: run.data.sft and run.data.fim_rate,
+    ),
+    rule(
+        "--sft needs data made by tools/preprocess_sft.py; leave it out with --mock-data",
+        lambda run: run.data.sft and run.data.mock_data,
+    ),
     tokenizer_has_files,
-    saving_needs_a_folder,
+    rule(
+        "--keep-last-checkpoints {run.checkpoint.keep_last_checkpoints} needs --save",
+        lambda run: run.checkpoint.keep_last_checkpoints and run.checkpoint.save is None,
+    ),
+    rule(
+        "--save-retain-interval {run.checkpoint.save_retain_interval} needs --save",
+        lambda run: run.checkpoint.save_retain_interval and run.checkpoint.save is None,
+    ),
+    rule(
+        "--async-save needs --save: the folder to write checkpoints into",
+        lambda run: run.checkpoint.async_save and run.checkpoint.save is None,
+    ),
     retained_checkpoints_exist,
-    loading_needs_a_checkpoint,
-    model_parallel_sizes_come_with_the_architecture,
+    rule(
+        "--ckpt-step {run.checkpoint.ckpt_step} needs --load: the folder of the checkpoint",
+        lambda run: run.checkpoint.ckpt_step is not None and run.checkpoint.load is None,
+    ),
+    rule(
+        "--exit-on-missing-checkpoint needs --load: the folder of the checkpoint",
+        lambda run: run.checkpoint.exit_on_missing_checkpoint and run.checkpoint.load is None,
+    ),
+    rule(
+        "--finetune has no weights to start from; give --load or --pretrained-checkpoint",
+        lambda run: run.checkpoint.finetune and not (run.checkpoint.load or run.checkpoint.pretrained_checkpoint),
+    ),
+    rule(
+        "--use-mp-args-from-checkpoint-args needs --use-checkpoint-args",
+        lambda run: run.checkpoint.use_mp_args_from_checkpoint_args and not run.checkpoint.use_checkpoint_args,
+    ),
 )

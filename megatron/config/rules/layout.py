@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.config.family import Rule, rule
 from megatron.config.rules.sizes import divide, divisors, multiples_near, some, tensor_parallel_sizes
 from megatron.config.run import RunConfig
 
@@ -83,38 +84,24 @@ def param_gather_overlap_needs_sharding(run: RunConfig) -> str | None:
     return f"--overlap-param-gather needs {' and '.join(lacking)}, too"
 
 
-def world_size_is_for_dry_runs(run: RunConfig) -> str | None:
-    """A real run has as many ranks as the launcher started."""
-    if run.command.world_size is None or run.command.dry_run:
-        return None
-    return (
-        f"--world-size {run.command.world_size} is for --dry-run; a run has as many ranks as "
-        "torchrun --nproc_per_node=N starts"
-    )
-
-
-def device_memory_is_for_dry_runs(run: RunConfig) -> str | None:
-    """Memory is estimated by dry runs only."""
-    if run.command.device_memory_gb is None or run.command.dry_run:
-        return None
-    return "--device-memory-gb is for --dry-run, which estimates whether the run fits; leave it out"
-
-
-def file_checks_are_for_dry_runs(run: RunConfig) -> str | None:
-    """A run reads its files; only a dry run may skip checking them."""
-    if run.command.check_files or run.command.dry_run:
-        return None
-    return "--no-check-files is for --dry-run; a run reads its files: leave it out"
-
-
-RULES = (
+RULES: tuple[Rule, ...] = (
     world_divides,
     heads_divide_over_ranks,
     query_groups_divide_over_ranks,
     ffn_divides_over_ranks,
     sequence_divides_over_tensor_ranks,
     param_gather_overlap_needs_sharding,
-    world_size_is_for_dry_runs,
-    device_memory_is_for_dry_runs,
-    file_checks_are_for_dry_runs,
+    rule(
+        "--world-size {run.command.world_size} is for --dry-run; a run has as many ranks as "
+        "torchrun --nproc_per_node=N starts",
+        lambda run: run.command.world_size is not None and not run.command.dry_run,
+    ),
+    rule(
+        "--device-memory-gb is for --dry-run, which estimates whether the run fits; leave it out",
+        lambda run: run.command.device_memory_gb is not None and not run.command.dry_run,
+    ),
+    rule(
+        "--no-check-files is for --dry-run; a run reads its files: leave it out",
+        lambda run: not run.command.check_files and not run.command.dry_run,
+    ),
 )

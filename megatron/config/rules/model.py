@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.config.family import Rule, rule
 from megatron.config.flags import one_of
 from megatron.config.rules.sizes import divisors, divisors_near, multiples_near, some
 from megatron.config.run import RunConfig
@@ -26,28 +27,6 @@ def query_groups_divide_heads(run: RunConfig) -> str | None:
     return (
         f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}; groups that fit: "
         f"{some(divisors(heads), near=groups)}"
-    )
-
-
-def query_groups_need_grouped_attention(run: RunConfig) -> str | None:
-    """--num-query-groups needs --group-query-attention."""
-    model = run.model
-    if model.group_query_attention or model.num_query_groups == model.num_attention_heads:
-        return None
-    return (
-        f"--num-query-groups {model.num_query_groups} has no effect without --group-query-attention; "
-        "give both or neither"
-    )
-
-
-def sequence_fits_positions(run: RunConfig) -> str | None:
-    """--seq-length is at most --max-position-embeddings."""
-    length, most = run.data.seq_length, run.model.max_position_embeddings
-    if length <= most:
-        return None
-    return (
-        f"--seq-length {length} is longer than --max-position-embeddings {most}; "
-        f"use --max-position-embeddings {length} or a --seq-length of at most {most}"
     )
 
 
@@ -82,69 +61,6 @@ def rotary_settings_need_rope(run: RunConfig) -> str | None:
     )
 
 
-def one_rotary_scaling(run: RunConfig) -> str | None:
-    """Rotary positions are scaled in one way."""
-    if run.model.use_rope_scaling and run.model.rotary_seq_len_interpolation_factor is not None:
-        return "--use-rope-scaling and --rotary-seq-len-interpolation-factor are mutually exclusive; keep one"
-    return None
-
-
-def scaling_factor_needs_scaling(run: RunConfig) -> str | None:
-    """--rope-scaling-factor needs --use-rope-scaling."""
-    if run.model.use_rope_scaling or run.model.rope_scaling_factor == 8.0:
-        return None
-    return (
-        f"--rope-scaling-factor {run.model.rope_scaling_factor:g} has no effect without --use-rope-scaling; give both"
-    )
-
-
-def attention_kernel_draws_no_dropout(run: RunConfig) -> str | None:
-    """The fused kernels draw dropout from a generator that cannot be replayed, so they are not used with it."""
-    drop = run.model.attention_dropout
-    if run.model.attention_backend != "sdpa" or drop == 0:
-        return None
-    return (
-        f"--attention-backend sdpa cannot be combined with --attention-dropout {drop:g}; "
-        "use --attention-dropout 0, or --attention-backend auto"
-    )
-
-
-def one_precision(run: RunConfig) -> str | None:
-    """Weights have one format."""
-    if run.precision.fp16 and run.precision.bf16:
-        return "--fp16 and --bf16 are mutually exclusive; keep one"
-    return None
-
-
-def bf16_reduction_needs_bf16(run: RunConfig) -> str | None:
-    """Gradients in bf16 come from weights in bf16."""
-    if run.precision.grad_reduce_in_bf16 and not run.precision.bf16:
-        return "--grad-reduce-in-bf16 needs --bf16"
-    return None
-
-
-def one_gradient_format(run: RunConfig) -> str | None:
-    """Gradients are accumulated in one format."""
-    if run.precision.grad_reduce_in_bf16 and run.precision.accumulate_allreduce_grads_in_fp32:
-        return "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 are mutually exclusive; keep one"
-    return None
-
-
-def fp32_residual_needs_half_precision(run: RunConfig) -> str | None:
-    """--fp32-residual-connection needs a model in 16 bits."""
-    if run.model.fp32_residual_connection and run.precision.params_dtype == "fp32":
-        return "--fp32-residual-connection needs --bf16 or --fp16; without them everything is in fp32"
-    return None
-
-
-def loss_scales_are_ordered(run: RunConfig) -> str | None:
-    """--initial-loss-scale is at least --min-loss-scale."""
-    first, least = run.precision.initial_loss_scale, run.precision.min_loss_scale
-    if first >= least:
-        return None
-    return f"--initial-loss-scale {first:g} is less than --min-loss-scale {least:g}; start at {least:g} or more"
-
-
 def positions_are_of_the_family(run: RunConfig) -> str | None:
     """Not every family has every type of position embedding."""
     kind, known = run.model.position_embedding_type, run.family.position_embedding_types
@@ -153,20 +69,55 @@ def positions_are_of_the_family(run: RunConfig) -> str | None:
     return f"--position-embedding-type {kind} is not available for {run.family.title}; use {one_of(known)}"
 
 
-RULES = (
+RULES: tuple[Rule, ...] = (
     positions_are_of_the_family,
     heads_divide_hidden_size,
     query_groups_divide_heads,
-    query_groups_need_grouped_attention,
-    sequence_fits_positions,
+    rule(
+        "--num-query-groups {run.model.num_query_groups} has no effect without --group-query-attention; "
+        "give both or neither",
+        lambda run: run.model.num_query_groups != run.model.num_attention_heads and not run.model.group_query_attention,
+    ),
+    rule(
+        "--seq-length {run.data.seq_length} is longer than --max-position-embeddings "
+        "{run.model.max_position_embeddings}; use --max-position-embeddings {run.data.seq_length} or a --seq-length "
+        "of at most {run.model.max_position_embeddings}",
+        lambda run: run.data.seq_length > run.model.max_position_embeddings,
+    ),
     rotated_width_is_even,
     rotary_settings_need_rope,
-    one_rotary_scaling,
-    scaling_factor_needs_scaling,
-    attention_kernel_draws_no_dropout,
-    one_precision,
-    bf16_reduction_needs_bf16,
-    one_gradient_format,
-    fp32_residual_needs_half_precision,
-    loss_scales_are_ordered,
+    rule(
+        "--use-rope-scaling and --rotary-seq-len-interpolation-factor are mutually exclusive; keep one",
+        lambda run: run.model.use_rope_scaling and run.model.rotary_seq_len_interpolation_factor is not None,
+    ),
+    rule(
+        "--rope-scaling-factor {run.model.rope_scaling_factor:g} has no effect without --use-rope-scaling; give both",
+        lambda run: run.model.rope_scaling_factor != 8.0 and not run.model.use_rope_scaling,
+    ),
+    rule(  # its kernels draw dropout from a generator that cannot be replayed
+        "--attention-backend sdpa cannot be combined with --attention-dropout {run.model.attention_dropout:g}; "
+        "use --attention-dropout 0, or --attention-backend auto",
+        lambda run: run.model.attention_backend == "sdpa" and run.model.attention_dropout,
+    ),
+    rule(
+        "--fp16 and --bf16 are mutually exclusive; keep one",
+        lambda run: run.precision.fp16 and run.precision.bf16,
+    ),
+    rule(
+        "--grad-reduce-in-bf16 needs --bf16",
+        lambda run: run.precision.grad_reduce_in_bf16 and not run.precision.bf16,
+    ),
+    rule(
+        "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 are mutually exclusive; keep one",
+        lambda run: run.precision.grad_reduce_in_bf16 and run.precision.accumulate_allreduce_grads_in_fp32,
+    ),
+    rule(
+        "--fp32-residual-connection needs --bf16 or --fp16; without them everything is in fp32",
+        lambda run: run.model.fp32_residual_connection and run.precision.params_dtype == "fp32",
+    ),
+    rule(
+        "--initial-loss-scale {run.precision.initial_loss_scale:g} is less than --min-loss-scale "
+        "{run.precision.min_loss_scale:g}; start at {run.precision.min_loss_scale:g} or more",
+        lambda run: run.precision.initial_loss_scale < run.precision.min_loss_scale,
+    ),
 )

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
+from megatron.config.family import Rule, rule
 from megatron.config.run import RunConfig
-
-
-def profiled_iterations_exist(run: RunConfig) -> str | None:
-    """At least one iteration is profiled."""
-    start, end = run.profiling.profile_step_start, run.profiling.profile_step_end
-    if not run.profiling.profile or start < end:
-        return None
-    return f"--profile-step-start {start} is not before --profile-step-end {end}: no iteration would be profiled"
 
 
 def profiled_ranks_exist(run: RunConfig) -> str | None:
@@ -20,13 +13,6 @@ def profiled_ranks_exist(run: RunConfig) -> str | None:
     if not wrong or not (profiling.profile or profiling.record_memory_history):
         return None
     return f"--profile-ranks {' '.join(map(str, wrong))}: the run has ranks 0 to {last}"
-
-
-def trace_has_a_folder(run: RunConfig) -> str | None:
-    """Traces of torch's profiler need --tensorboard-dir."""
-    if not run.profiling.with_torch or run.reporting.tensorboard_dir:
-        return None
-    return "--use-pytorch-profiler writes its traces into --tensorboard-dir, which is not given"
 
 
 def needs_a_gpu(run: RunConfig) -> str | None:
@@ -41,9 +27,16 @@ def needs_a_gpu(run: RunConfig) -> str | None:
     return "; ".join(said) or None
 
 
-def gloo_profiles_a_cpu(run: RunConfig) -> str | None:
-    """gloo means a run on CPUs, which have nothing to record for some profiling flags."""
-    return needs_a_gpu(run) if run.parallel.distributed_backend == "gloo" else None
-
-
-RULES = (gloo_profiles_a_cpu, profiled_iterations_exist, profiled_ranks_exist, trace_has_a_folder)
+RULES: tuple[Rule, ...] = (
+    lambda run: needs_a_gpu(run) if run.parallel.distributed_backend == "gloo" else None,  # which is for CPUs
+    rule(
+        "--profile-step-start {run.profiling.profile_step_start} is not before --profile-step-end "
+        "{run.profiling.profile_step_end}: no iteration would be profiled",
+        lambda run: run.profiling.profile and run.profiling.profile_step_start >= run.profiling.profile_step_end,
+    ),
+    profiled_ranks_exist,
+    rule(
+        "--use-pytorch-profiler writes its traces into --tensorboard-dir, which is not given",
+        lambda run: run.profiling.with_torch and not run.reporting.tensorboard_dir,
+    ),
+)

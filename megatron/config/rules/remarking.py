@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
+from megatron.config.family import Rule, rule
 from megatron.config.rules.profiling import needs_a_gpu
 from megatron.config.rules.sizes import LENGTHS, length_in
 from megatron.config.run import RunConfig
-
-
-def sequence_parallel_needs_tensor_ranks(run: RunConfig) -> str | None:
-    """Sequence parallelism splits over tensor-parallel ranks."""
-    if run.given("sequence_parallel") and not run.parallel.sequence_parallel:
-        return "--sequence-parallel: off, because --tensor-model-parallel-size is 1"
-    return None
 
 
 def lengths_in_the_other_unit(run: RunConfig) -> str | None:
@@ -38,37 +32,6 @@ def ramp_of_a_run_in_iterations(run: RunConfig) -> str | None:
     )
 
 
-def saving_without_an_interval(run: RunConfig) -> str | None:
-    """--save without --save-interval writes one checkpoint, at the end."""
-    checkpoint = run.checkpoint
-    if checkpoint.save is None or checkpoint.save_interval is not None or run.family.trains_in_epochs:
-        return None
-    if run.training.skip_train:
-        return None
-    return f"--save {checkpoint.save} without --save-interval: the only checkpoint is saved when the run ends"
-
-
-def default_split(run: RunConfig) -> str | None:
-    """The default --split divides --data-path."""
-    if run.data.data_path and run.provenance and not run.given("split"):
-        return f"--split: {run.data.split!r} of --data-path for training, validation and test, because it is not given"
-    return None
-
-
-def nan_check_is_off(run: RunConfig) -> str | None:
-    """The dynamic loss scale of fp16 works by overflows."""
-    if run.precision.fp16 and run.precision.loss_scale is None:
-        return "the check for losses that are not finite is off: with --fp16 and a dynamic loss scale they are skipped"
-    return None
-
-
-def gelu_without_biases(run: RunConfig) -> str | None:
-    """Megatron-LM approximates GELU only in the kernel that adds the bias."""
-    if not run.given("add_bias_linear") or run.model.add_bias_linear or run.model.activation != "gelu_tanh":
-        return None
-    return "--disable-bias-linear: GELU is the tanh approximation; Megatron-LM's is exact then, as with --exact-gelu"
-
-
 def mean_of_a_step(run: RunConfig) -> str | None:
     """Megatron-LM averages the means of microbatches, which differs where their token counts differ."""
     batch, micro = run.training.global_batch_size, run.training.micro_batch_size
@@ -91,31 +54,44 @@ def mean_of_a_step(run: RunConfig) -> str | None:
     )
 
 
-def profiled_iterations_are_reached(run: RunConfig) -> str | None:
-    """The run reaches --profile-step-start."""
-    start = run.profiling.profile_step_start
-    if not run.profiling.profile or run.family.trains_in_epochs or start < run.train_iters:
-        return None
-    return (
-        f"--profile: no iteration is profiled, because --profile-step-start is {start} and the run ends at iteration "
-        f"{run.train_iters}"
-    )
-
-
-def profiles_of_a_gpu(run: RunConfig) -> str | None:
-    """A dry run does not know the device of the run."""
-    return needs_a_gpu(run) if run.command.dry_run else None
-
-
-RULES = (
-    sequence_parallel_needs_tensor_ranks,
+RULES: tuple[Rule, ...] = (
+    rule(
+        "--sequence-parallel: off, because --tensor-model-parallel-size is 1",
+        lambda run: run.given("sequence_parallel") and not run.parallel.sequence_parallel,
+    ),
     lengths_in_the_other_unit,
     ramp_of_a_run_in_iterations,
-    saving_without_an_interval,
-    default_split,
-    nan_check_is_off,
-    gelu_without_biases,
+    rule(
+        "--save {run.checkpoint.save} without --save-interval: the only checkpoint is saved when the run ends",
+        lambda run: (
+            run.checkpoint.save is not None
+            and run.checkpoint.save_interval is None
+            and not (run.family.trains_in_epochs or run.training.skip_train)
+        ),
+    ),
+    rule(
+        "--split: {run.data.split!r} of --data-path for training, validation and test, because it is not given",
+        lambda run: run.data.data_path and run.provenance and not run.given("split"),
+    ),
+    rule(  # the dynamic loss scale works by overflows
+        "the check for losses that are not finite is off: with --fp16 and a dynamic loss scale they are skipped",
+        lambda run: run.precision.fp16 and run.precision.loss_scale is None,
+    ),
+    rule(  # Megatron-LM approximates GELU only in the kernel that adds the bias
+        "--disable-bias-linear: GELU is the tanh approximation; Megatron-LM's is exact then, as with --exact-gelu",
+        lambda run: (
+            run.given("add_bias_linear") and not run.model.add_bias_linear and run.model.activation == "gelu_tanh"
+        ),
+    ),
     mean_of_a_step,
-    profiled_iterations_are_reached,
-    profiles_of_a_gpu,
+    rule(
+        "--profile: no iteration is profiled, because --profile-step-start is {run.profiling.profile_step_start} and "
+        "the run ends at iteration {run.train_iters}",
+        lambda run: (
+            run.profiling.profile
+            and not run.family.trains_in_epochs
+            and run.profiling.profile_step_start >= run.train_iters
+        ),
+    ),
+    lambda run: needs_a_gpu(run) if run.command.dry_run else None,  # which has no device
 )

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
+from megatron.config.family import Rule, rule
 from megatron.config.rules.sizes import LENGTHS, length_in
 from megatron.config.run import RunConfig
-
-
-def learning_rate_is_given(run: RunConfig) -> str | None:
-    """Training needs a learning rate."""
-    if run.optimizer.lr is None and not run.training.skip_train:
-        return "training needs a learning rate: give --lr"
-    return None
 
 
 def learning_rates_are_ordered(run: RunConfig) -> str | None:
@@ -106,15 +100,6 @@ def weight_decay_is_given_once(run: RunConfig) -> str | None:
     return None
 
 
-def one_schedule_source(run: RunConfig) -> str | None:
-    """On resume the schedule comes from the flags or from the checkpoint."""
-    if run.optimizer.override_opt_param_scheduler and run.optimizer.use_checkpoint_opt_param_scheduler:
-        return (
-            "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler are mutually exclusive; keep one"
-        )
-    return None
-
-
 def _decay(run: RunConfig) -> tuple[str, int]:
     """Unit (``iters``, ``samples``, or empty for a run without length) and length of the decay."""
     if run.training.train_iters is not None:
@@ -124,13 +109,19 @@ def _decay(run: RunConfig) -> tuple[str, int]:
     return "", 0
 
 
-RULES = (
-    learning_rate_is_given,
+RULES: tuple[Rule, ...] = (
+    rule(
+        "training needs a learning rate: give --lr",
+        lambda run: run.optimizer.lr is None and not run.training.skip_train,
+    ),
     learning_rates_are_ordered,
     one_unit_each,
     one_warmup,
     warmup_ends_before_decay,
     wsd_decay_is_sound,
     weight_decay_is_given_once,
-    one_schedule_source,
+    rule(
+        "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler are mutually exclusive; keep one",
+        lambda run: run.optimizer.override_opt_param_scheduler and run.optimizer.use_checkpoint_opt_param_scheduler,
+    ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from megatron.config.batch_ramp import read_batch_steps
+from megatron.config.family import Rule, rule
 from megatron.config.rules.sizes import divisors, multiples_near, some
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
@@ -93,65 +94,52 @@ def step_schedule_is_sound(run: RunConfig) -> str | None:
     )
 
 
-def length_is_given(run: RunConfig) -> str | None:
-    """The run has exactly one length."""
-    iters, samples = run.training.train_iters, run.training.train_samples
-    if iters is not None and samples is not None:
-        return f"--train-iters {iters} and --train-samples {samples} are mutually exclusive; keep one"
-    if iters is None and samples is None and not run.training.skip_train and not run.family.trains_in_epochs:
-        return "the run has no length: give --train-iters or --train-samples"
-    return None
-
-
-def length_makes_a_step(run: RunConfig) -> str | None:
-    """The run makes at least one step."""
-    if run.training.train_iters == 0 and not run.training.skip_train:
-        return "--train-iters 0 trains nothing; give at least 1, or --skip-train to evaluate alone"
+def samples_make_a_step(run: RunConfig) -> str | None:
+    """--train-samples are at least one global batch."""
     samples, full = run.training.train_samples, run.batch_ramp.size_at(0)
     if samples is None or run.training.skip_train or samples >= full:
         return None
     return f"--train-samples {samples} is less than one global batch of {full}; give at least {full}"
 
 
-def recompute_method_needs_full(run: RunConfig) -> str | None:
-    """--recompute-method needs full recomputation."""
-    training = run.training
-    if training.recompute_granularity == "full" or training.recompute_method is None:
-        return None
-    return f"--recompute-method {training.recompute_method} needs --recompute-granularity full"
-
-
-def one_recompute_granularity(run: RunConfig) -> str | None:
-    """--recompute-activations means selective recomputation."""
-    if run.training.recompute_activations and run.training.recompute_granularity == "full":
-        return "--recompute-activations means --recompute-granularity selective, which excludes full; keep one"
-    return None
-
-
-def recompute_layers_exist(run: RunConfig) -> str | None:
-    """--recompute-num-layers is at most --num-layers."""
-    asked, layers = run.training.recompute_num_layers, run.model.num_layers
-    if asked is None or asked <= layers:
-        return None
-    return f"--recompute-num-layers {asked} is more than --num-layers {layers}; use at most {layers}"
-
-
-def something_to_do(run: RunConfig) -> str | None:
-    """A run trains or evaluates."""
-    if run.training.skip_train and run.training.eval_iters == 0:
-        return "--skip-train with --eval-iters 0 leaves nothing to do; give --eval-iters"
-    return None
-
-
-RULES = (
+RULES: tuple[Rule, ...] = (
     batch_divides,
     batch_is_countable,
     ramp_is_sound,
     step_schedule_is_sound,
-    length_is_given,
-    length_makes_a_step,
-    recompute_method_needs_full,
-    one_recompute_granularity,
-    recompute_layers_exist,
-    something_to_do,
+    rule(
+        "--train-iters {run.training.train_iters} and --train-samples {run.training.train_samples} are mutually "
+        "exclusive; keep one",
+        lambda run: run.training.train_iters is not None and run.training.train_samples is not None,
+    ),
+    rule(
+        "the run has no length: give --train-iters or --train-samples",
+        lambda run: (
+            run.training.train_iters is None
+            and run.training.train_samples is None
+            and not (run.training.skip_train or run.family.trains_in_epochs)
+        ),
+    ),
+    rule(
+        "--train-iters 0 trains nothing; give at least 1, or --skip-train to evaluate alone",
+        lambda run: run.training.train_iters == 0 and not run.training.skip_train,
+    ),
+    samples_make_a_step,
+    rule(
+        "--recompute-method {run.training.recompute_method} needs --recompute-granularity full",
+        lambda run: run.training.recompute_method is not None and run.training.recompute_granularity != "full",
+    ),
+    rule(
+        "--recompute-activations means --recompute-granularity selective, which excludes full; keep one",
+        lambda run: run.training.recompute_activations and run.training.recompute_granularity == "full",
+    ),
+    rule(
+        "--recompute-num-layers {run.training.recompute_num_layers} is more than --num-layers "
+        "{run.model.num_layers}; use at most {run.model.num_layers}",
+        lambda run: (run.training.recompute_num_layers or 0) > run.model.num_layers,
+    ),
+    rule(
+        "--skip-train with --eval-iters 0 leaves nothing to do; give --eval-iters",
+        lambda run: run.training.skip_train and run.training.eval_iters == 0,
+    ),
 )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.config import RunConfig
-from megatron.config.renamed_flags import ZERO
+from megatron.config.refused_flags import ZERO
 from megatron.errors import ConfigError
 from tests.unit.config.command_lines import parse
 

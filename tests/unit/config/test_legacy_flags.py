@@ -9,7 +9,7 @@ import pytest
 from megatron.config.command import CommandConfig
 from megatron.config.flags import flags_of
 from megatron.config.legacy_flags import LEGACY_FLAGS, legacy_flag
-from megatron.config.renamed_flags import ZERO
+from megatron.config.refused_flags import ZERO
 from megatron.config.run import CORE_GROUPS
 from megatron.config.typed_spellings import as_typed, errors_as_typed
 from megatron.core.models.registry import owner_of

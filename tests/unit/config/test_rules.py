@@ -98,7 +98,7 @@ def test_every_rule_has_a_bad_configuration(monkeypatch: pytest.MonkeyPatch) -> 
         except ConfigError:
             continue
         met |= {rule for rule in (*RULES, *run.family.rules()) if (sentence := rule(run)) and sentence in message}
-    assert [rule.__name__ for rule in known - met] == []
+    assert known - met == set()
 
 
 MODULES = [layout, pipeline, context, model, training, schedule, inputs]
@@ -112,7 +112,7 @@ def test_every_rule_is_listed(module: ModuleType) -> None:
         for name, function in inspect.getmembers(module, inspect.isfunction)
         if function.__module__ == module.__name__ and not name.startswith("_")
     }
-    assert written == set(module.RULES)
+    assert written <= set(module.RULES)
 
 
 @pytest.mark.parametrize("module", [task_rules, bert_rules, t5_rules])
@@ -121,7 +121,7 @@ def test_every_rule_of_a_kind_of_run_is_listed(module: ModuleType) -> None:
     written = {
         function for _, function in inspect.getmembers(module, inspect.isfunction) if "run" in function.__annotations__
     }
-    assert written == {*module.RULES, *getattr(module, "REMARKS", ())}
+    assert written <= {*module.RULES, *getattr(module, "REMARKS", ())}
 
 
 GOOD = [

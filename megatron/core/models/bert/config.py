@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.config.family import Rule
-from megatron.config.flags import check_flags, flag
+from megatron.config.flags import check_flags, switch
 from megatron.core.models.sentences import SentenceConfig
 
 TOKEN_TYPES = 2
@@ -22,16 +22,13 @@ class BertConfig(SentenceConfig):
     name: ClassVar[str] = "bert"
     title: ClassVar[str] = "BERT"
 
-    bert_binary_head: bool = flag(
+    bert_binary_head: bool = switch(
         "Train on masked words only: a sample is one text, without the sentence-order head.",
-        default=True,
         off="--bert-no-binary-head",
         architecture=True,
     )
-    exact_gelu_head: bool = flag(
-        "Use exact GELU in the head for masked words, as Megatron-LM does, whatever the layers use.",
-        default=False,
-        architecture=True,
+    exact_gelu_head: bool = switch(
+        "Use exact GELU in the head for masked words, as Megatron-LM does, whatever the layers use.", architecture=True
     )
 
     def rules(self) -> Sequence[Rule]:

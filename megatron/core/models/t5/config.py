@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from megatron.config.data import DataConfig
 from megatron.config.family import Rule
-from megatron.config.flags import check_flags, flag
+from megatron.config.flags import check_flags, flag, switch
 from megatron.config.model import ModelConfig
 from megatron.core.models.sentences import SentenceConfig
 
@@ -29,7 +29,6 @@ class T5Config(SentenceConfig):
 
     decoder_seq_length: int = flag(
         "Tokens of one decoder sample.",
-        default=None,
         derived="a quarter of --seq-length",
         follows=("seq_length",),
         at_least=1,
@@ -37,7 +36,6 @@ class T5Config(SentenceConfig):
     )
     decoder_num_layers: int = flag(
         "Layers of the decoder.",
-        default=None,
         derived="as many as the encoder's",
         follows=("num_layers",),
         at_least=1,
@@ -50,10 +48,9 @@ class T5Config(SentenceConfig):
     relative_attention_max_distance: int = flag(
         "Distance beyond which all relative positions share one bucket.", default=128, at_least=2, architecture=True
     )
-    scale_output: bool = flag(
+    scale_output: bool = switch(
         "Multiply the input of the output layer by 1 / sqrt(hidden size), as the original T5 does with tied "
         "embeddings.",
-        default=False,
         architecture=True,
     )
 

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from math import lcm
 
+from megatron.config.family import Rule, rule
 from megatron.config.flags import flags_of
 from megatron.config.rules.sizes import multiples_near
 from megatron.config.run import RunConfig
 from megatron.core.models.t5.config import T5Config
-
-_SHORTEST = 3  # a token beside the two that samples leave free
-
-
-def texts_have_room(run: RunConfig) -> str | None:
-    """A token at least."""
-    if run.data.seq_length >= _SHORTEST:
-        return None
-    return f"--seq-length {run.data.seq_length} leaves no room for a text; use {_SHORTEST} at least"
 
 
 def decoder_fits_positions(run: RunConfig) -> str | None:
@@ -49,15 +41,6 @@ def decoder_divides_over_ranks(run: RunConfig) -> str | None:
         f"--decoder-seq-length {length} is not divisible by {' and by '.join(asked)}; use a length of "
         f"{multiples_near(length, lcm(pieces, parts))}"
     )
-
-
-def spans_have_sentinels(run: RunConfig) -> str | None:
-    """Hidden spans leave a token of their own in the text."""
-    if run.tokenizer.vocab_extra_ids > 0 or run.data.mock_data:
-        return None
-    if run.tokenizer.tokenizer_type == "HuggingFaceTokenizer":  # which may have its own
-        return None
-    return "T5 replaces masked spans by sentinel tokens, but the tokenizer has none: give --vocab-extra-ids 100"
 
 
 def relative_settings_need_relative_positions(run: RunConfig) -> str | None:
@@ -111,23 +94,27 @@ def relative_positions_exchange_keys(run: RunConfig) -> str | None:
     )
 
 
-def fused_kernels_have_no_relative_positions(run: RunConfig) -> str | None:
-    """They add no bias that learns."""
-    if run.model.position_embedding_type != "relative" or run.model.attention_backend != "sdpa":
-        return None
-    return (
-        "--attention-backend sdpa cannot be combined with --position-embedding-type relative; use --attention-backend "
-        "auto"
-    )
-
-
-RULES = (
-    texts_have_room,
+RULES: tuple[Rule, ...] = (
+    rule(  # a token beside the two that samples leave free
+        "--seq-length {run.data.seq_length} leaves no room for a text; use 3 at least",
+        lambda run: run.data.seq_length < 3,
+    ),
     decoder_fits_positions,
     decoder_divides_over_ranks,
-    spans_have_sentinels,
+    rule(
+        "T5 replaces masked spans by sentinel tokens, but the tokenizer has none: give --vocab-extra-ids 100",
+        lambda run: (
+            run.tokenizer.vocab_extra_ids == 0
+            and not run.data.mock_data
+            and run.tokenizer.tokenizer_type != "HuggingFaceTokenizer"  # which may have its own
+        ),
+    ),
     relative_settings_need_relative_positions,
     distances_fill_buckets,
     relative_positions_exchange_keys,
-    fused_kernels_have_no_relative_positions,
+    rule(
+        "--attention-backend sdpa cannot be combined with --position-embedding-type relative; use --attention-backend "
+        "auto",
+        lambda run: run.model.position_embedding_type == "relative" and run.model.attention_backend == "sdpa",
+    ),
 )
