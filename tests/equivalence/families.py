@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -203,7 +203,21 @@ def gated_model(config: ModelConfig, context: ParallelContext, **options: Any) -
     return GPTModel(config, context, stack=stack, **options)
 
 
+def arranged_model(config: ModelConfig, context: ParallelContext, **options: Any) -> GPTModel:
+    """Layers with norms before and after, only after, and in parallel behind one norm or two, with a scale."""
+    attention, mlp = functools.partial(replace, SELF_ATTENTION), functools.partial(replace, FEED_FORWARD)
+    after_attention, after_mlp = "post_self_attn_layernorm", "post_mlp_layernorm"
+    pattern = (
+        (attention(norm_after=after_attention), mlp(norm_after=after_mlp)),
+        (attention(norm=None, norm_after=after_attention), mlp(norm=None, norm_after=after_mlp)),
+        (attention(scale=0.5), mlp(norm="input_layernorm", parallel=True, scale=0.5)),
+        (SELF_ATTENTION, mlp(parallel=True)),
+    )
+    return GPTModel(config, context, stack=StackConfig(config, causal=True, pattern=pattern), **options)
+
+
 FAMILIES = {
+    "arranged": Family(GPTSpec(), arranged_model, causal_batch, ("lm loss",), optional=("document_ids",)),
     "gated": Family(GatedSpec(), gated_model, causal_batch, ("lm loss", GATE), optional=("document_ids",)),
     "gpt": Family(GPTSpec(), GPTModel, causal_batch, ("lm loss",), optional=("document_ids",)),
     "bert": Family(BertSpec(), BertModel, masked_batch, (WORDS, ORDER)),

@@ -1,4 +1,4 @@
-"""Stacks with layers of two kinds, one of which has a loss of its own, at every kind of layout against one rank."""
+"""Layers of several kinds, and branches arranged in several ways, at every kind of layout against one rank."""
 
 from __future__ import annotations
 
@@ -37,16 +37,25 @@ LAYOUTS = {
 }
 
 
+STACKS = {"gated": GATED, "arranged": LLAMA | STILL | {"family": "arranged", "num_layers": 4}}
+
+
 @functools.cache
-def reference() -> Observed:
+def reference(stack: str = "gated") -> Observed:
     """Three steps on one rank."""
-    return train(ParallelContext.single(dtype=torch.float64), GATED, Layout())
+    return train(ParallelContext.single(dtype=torch.float64), STACKS[stack], Layout())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_side_losses_and_their_gradients(layout: Layout) -> None:
     """A side loss that recomputation counts twice, or a schedule drops, trains another router."""
     check(train_at(GATED, layout), [reference()])
+
+
+@pytest.mark.parametrize("name", ["tp2 sp recompute", "tp2 sp pp2 dp2 zero, zb-h1"])
+def test_arrangements_of_branches(name: str) -> None:
+    """A norm after a branch works on a part of the sequence under sequence parallelism; its gradient is a sum, too."""
+    check(train_at(STACKS["arranged"], LAYOUTS[name]), [reference("arranged")])
 
 
 def test_side_losses_matter() -> None:

@@ -1,4 +1,4 @@
-"""One transformer layer: residual branches one after the other, each behind a norm."""
+"""One transformer layer: residual branches, one after the other or in parallel."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megatron.core.transformer.stack import BranchPlace, StackConfig
 
 
 class TransformerLayer(nn.Module):
-    """Pre-norm layer: ``x + branch(norm(x))`` for each of its branches, such as attention and MLP, with dropout on what
-    is added. ``number``: of the layer in its stack.
+    """Adds each of its branches, such as attention and MLP, to the residual stream (see ``Branch``). ``number``: of the
+    layer in its stack.
 
-    With ``--apply-residual-connection-post-layernorm`` each branch is added to ``norm(x)``. The norm at the start of
+    With ``--apply-residual-connection-post-layernorm`` a branch is added to ``norm(x)``. The norm at the start of
     such a layer is as well the norm at the end of the one before, so a stack of them and a final norm are the original
     post-norm transformer (arXiv:1706.03762, arXiv:1810.04805), weight for weight.
     """
@@ -33,16 +33,31 @@ class TransformerLayer(nn.Module):
         self._residual_behind_norm = model.apply_residual_connection_post_layernorm
         place = BranchPlace(stack, context, self._number, recompute_core)
         for branch in self._branches:
-            self.add_module(branch.norm, Norm(model.hidden_size, model, context))
+            for name in (branch.norm, branch.norm_after):
+                if name is not None and name not in self._modules:
+                    self.add_module(name, Norm(model.hidden_size, model, context))
             self.add_module(branch.name, branch.build(place))
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """``[s, b, h] -> [s, b, h]``."""
+        given, normed = x, dict[str, Tensor]()
         for branch in self._branches:
-            normed = getattr(self, branch.norm)(x)
-            added = self._drop(getattr(self, branch.name)(normed, inputs), inputs, branch.stream)
-            # In the type of the residual stream.
-            x = (normed.to(x.dtype) if self._residual_behind_norm else x) + added
+            if not branch.parallel:
+                given, normed = x, {}
+            if branch.norm is None:
+                read = given.to(self._context.dtype)
+            else:
+                if branch.norm not in normed:
+                    normed[branch.norm] = getattr(self, branch.norm)(given)
+                read = normed[branch.norm]
+                if self._residual_behind_norm and not branch.parallel:
+                    x = read.to(x.dtype)  # the type of the residual stream
+            added = getattr(self, branch.name)(read, inputs)
+            if branch.norm_after is not None:
+                added = getattr(self, branch.norm_after)(added)
+            if branch.scale != 1.0:
+                added = added * branch.scale
+            x = x + self._drop(added, inputs, branch.stream)
         return x
 
     def costs(self, workload: Workload) -> Costs:

@@ -45,16 +45,21 @@ class BranchModule(Protocol):
 
 @dataclass(frozen=True)
 class Branch:
-    """A kind of residual branch, ``x + module(norm(x))`` with dropout on what is added.
+    """A kind of residual branch, ``x + scale * norm_after(module(norm(x)))`` with dropout on what is added.
 
-    ``name``, ``norm``: of its module and its norm, in the names of parameters. ``stream``: of its dropout's random
-    numbers.
+    ``name``, ``norm``, ``norm_after``: of its module and its norms, in the names of parameters; a norm that is None is
+    left out (norms after only: OLMo 2, arXiv:2501.00656; before and after: Gemma 2, arXiv:2408.00118). ``stream``: of
+    its dropout's random numbers. ``parallel``: it reads what the branch before it read, not its result (GPT-NeoX,
+    arXiv:2204.06745), and shares that branch's norm if it names the same. ``scale``: as Granite's residual multiplier.
     """
 
     name: str
-    norm: str
+    norm: str | None
     stream: str
     build: BranchBuilder
+    norm_after: str | None = None
+    parallel: bool = False
+    scale: float = 1.0
 
 
 SELF_ATTENTION = Branch(
@@ -80,7 +85,7 @@ CROSS_ATTENTION = Branch(
 FEED_FORWARD = Branch("mlp", "pre_mlp_layernorm", "mlp", lambda place: MLP(place.stack.model, place.context))
 
 Layer = tuple[Branch, ...]
-"""The residual branches of a layer, one after the other."""
+"""The residual branches of a layer, in order."""
 
 
 @dataclass(frozen=True)
