@@ -105,9 +105,10 @@ def _frozen(sizes: Mapping[str, int], run: RunConfig) -> int:
 
 def flops_per_sample(run: RunConfig, train_spec: TrainSpec) -> float:
     """Model FLOPs of one sample, forward and backward, without recomputation: what TFLOP/s and MFU are stated with.
-    Frozen parameters count as trained ones do.
+
+    Gradients of frozen weights don't count. Gradients of hidden states do, even where all layers before are frozen.
     """
-    return 3.0 * whole_costs(run, train_spec).flops / run.training.micro_batch_size
+    return whole_costs(run, train_spec).training_flops / run.training.micro_batch_size
 
 
 def whole_costs(run: RunConfig, train_spec: TrainSpec) -> Costs:

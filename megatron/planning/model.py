@@ -1,4 +1,4 @@
-"""A run's model without values: every parameter with its layout, and what each part says that it costs."""
+"""A run's model without values: every parameter with its layout, and whether it is trained."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import CpCommType
 from megatron.config.pipeline import stage_shapes
 from megatron.config.run import RunConfig
+from megatron.core.distributed.parameter_policy import matches
 from megatron.core.models.stage import Stage
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.launch import DTYPES
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RngStreams
+from megatron.core.parallel.sharding import sharded_parameters
 from megatron.core.transformer.block import RecomputePlan
 
 
@@ -78,7 +80,8 @@ def stage_models(run: RunConfig, train_spec: TrainSpec, *, pipeline_rank: int | 
 
 
 def _built(run: RunConfig, train_spec: TrainSpec, stage: Stage) -> nn.Module:
-    return _build(train_spec, run.model, run.extra, _Layout.of(run), stage, RecomputePlan.of(run.training))
+    recompute = RecomputePlan.of(run.training)
+    return _build(train_spec, run.model, run.extra, _Layout.of(run), stage, recompute, run.optimizer.freeze)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -89,5 +92,9 @@ def _build(
     layout: _Layout,
     stage: Stage,
     recompute: RecomputePlan,
+    freeze: tuple[str, ...],
 ) -> nn.Module:
-    return train_spec.build_model(model, groups, _context(layout), stage=stage, recompute=recompute)
+    built = train_spec.build_model(model, groups, _context(layout), stage=stage, recompute=recompute)
+    for name, parameter, sharding in sharded_parameters(built):
+        parameter.requires_grad_(not matches(sharding.tied or name, freeze))
+    return built

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core.parallel.context import ParallelContext
 
@@ -60,12 +60,14 @@ class Costs:
     ``flops``: of the matrix products of a forward pass over all tensor- and context-parallel ranks, 2 for each
     multiply-add. ``kept``: bytes that this rank keeps from the forward to the backward pass. ``working``: bytes that
     this rank needs besides, at most, while it computes. ``uncounted``: classes of modules without a method ``costs``.
+    ``frozen_flops``: those of ``flops`` whose weight is frozen.
     """
 
     flops: float = 0.0
     kept: int = 0
     working: int = 0
     uncounted: frozenset[str] = frozenset()
+    frozen_flops: float = 0.0
 
     def __add__(self, other: Costs) -> Costs:
         """Of both, one after the other."""
@@ -74,7 +76,22 @@ class Costs:
             self.kept + other.kept,
             max(self.working, other.working),
             self.uncounted | other.uncounted,
+            self.frozen_flops + other.frozen_flops,
         )
+
+    @classmethod
+    def of_product(cls, weight: Tensor, flops: float, *, kept: int = 0, working: int = 0) -> Costs:
+        """Of a product with ``weight``."""
+        return cls(flops, kept, working, frozen_flops=0.0 if weight.requires_grad else flops)
+
+    @property
+    def training_flops(self) -> float:
+        """Of a forward and a backward pass, without recomputation.
+
+        Each product of the forward pass has two in the backward pass, for the gradients of its two factors; one of
+        them is missing where a factor is a frozen weight.
+        """
+        return 3 * self.flops - self.frozen_flops
 
 
 def costs_of(module: nn.Module | None, workload: Workload) -> Costs:

@@ -122,7 +122,8 @@ def _product(weight: nn.Parameter, workload: Workload, *, kept: int) -> Costs:
     """Of a product with ``weight`` that keeps ``kept`` rows; its gradient is made while the layer's are."""
     outputs, inputs = sharding_of(weight).shape
     held = weight.shape[1] * workload.itemsize
-    return Costs(2.0 * outputs * inputs * workload.all_tokens, kept=kept * held, working=weight.shape[0] * held)
+    flops = 2.0 * outputs * inputs * workload.all_tokens
+    return Costs.of_product(weight, flops, kept=kept * held, working=weight.shape[0] * held)
 
 
 class VocabParallelEmbedding(nn.Module):

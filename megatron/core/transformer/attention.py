@@ -146,9 +146,8 @@ class Attention(nn.Module):
         key_rows = workload.batch * keys // ranks
         gradients = 2 * (workload.tokens * self._queries + key_rows * (2 + exchanged) * self._keys) * workload.itemsize
         flops = 4.0 * self._width * workload.all_tokens * keys / (2 if self._causal else 1)
-        return Costs(
-            matmuls.flops + flops, matmuls.kept + kept, matmuls.working + gradients + again, uncounted=matmuls.uncounted
-        )
+        working = matmuls.working + gradients + again
+        return dataclasses.replace(matmuls, flops=matmuls.flops + flops, kept=matmuls.kept + kept, working=working)
 
     def _scores(self, workload: Workload, *, keys: int) -> int:
         """Bytes of explicit scores: every pair's, with dropout also what it leaves and where."""

@@ -163,7 +163,8 @@ def vocabulary_costs(weight: Tensor, workload: Workload) -> Costs:
         workload.itemsize if workload.itemsize >= 4 else workload.itemsize + 4
     )
     flops = 2.0 * rows * workload.context.mesh.size("tp") * hidden * workload.predicted * workload.all_tokens
-    return Costs(flops, working=(2 * workload.tokens + rows) * hidden * workload.itemsize + logits)
+    working = (2 * workload.tokens + rows) * hidden * workload.itemsize + logits
+    return Costs.of_product(weight, flops, working=working)
 
 
 def vocabulary_output(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, cast
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.config import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainingConfig
+from megatron.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
 from megatron.core.models.bert.config import BertConfig
 from megatron.core.models.registry import FAMILIES
 from megatron.core.models.t5.config import T5Config
@@ -120,6 +121,27 @@ def test_within_one_percent_of_a_counter(changes: dict[str, object]) -> None:
     query_width = config.num_attention_heads * config.kv_channels
     other_half = 6 * s * s * query_width * config.num_layers
     assert gpt_flops_per_sample(config, s) + other_half == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_frozen_weights_have_no_gradient_product() -> None:
+    """TFLOP/s and MFU of a run with --freeze counted weight gradients that nobody computes."""
+    config, s = model(activation="swiglu"), 128
+    reference, counter = Reference(config), FlopCounterMode(display=False)
+    for part in (reference.up[1], reference.down[1], reference.attention[2], reference.output):
+        part.requires_grad_(False)
+    with counter:
+        reference(torch.randn(1, s, config.hidden_size, requires_grad=True)).sum().backward()
+    patterns = ("decoder.layers.1.mlp.*", "decoder.layers.2.self_attention.*", "output_layer.weight")
+    run = RunConfig(
+        model=dataclasses.replace(config, untie_embeddings_and_output_weights=True),
+        data=DataConfig(seq_length=s),
+        training=TrainingConfig(micro_batch_size=2, train_iters=1),
+    )
+    other_half = 6 * s * s * config.num_attention_heads * config.kv_channels * config.num_layers
+    frozen = dataclasses.replace(run, optimizer=OptimizerConfig(freeze=patterns))
+    spec = FAMILIES["gpt"].train_spec
+    assert flops_per_sample(frozen, spec) + other_half == pytest.approx(counter.get_total_flops(), rel=1e-3)
+    assert flops_per_sample(run, spec) + other_half > 1.1 * counter.get_total_flops()
 
 
 def test_answers_are_layers_for_each_choice_and_a_head_on_one_token() -> None:
