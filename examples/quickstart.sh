@@ -13,7 +13,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 out=${QUICKSTART_DIR:-runs/quickstart}
 iterations=${QUICKSTART_ITERATIONS:-1600}
-half=$((iterations / 2))
+half=$((iterations / 2)) eval_iters=$((iterations < 640 ? iterations / 40 : 16))
 source examples/quickstart_steps.sh
 
 environment
@@ -48,7 +48,7 @@ pretrain=(
     --micro-batch-size 4 --global-batch-size 8 --train-iters "$iterations"
     --lr 4e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05
     --init-method-std 0.05 --weight-decay 0.1 --adam-beta2 0.95
-    --eval-interval "$((iterations / 8))" --eval-iters 16
+    --eval-interval "$((iterations / 8))" --eval-iters "$eval_iters"
     --save "$out/checkpoints" --load "$out/checkpoints" --save-interval "$half"
     --log-interval "$((iterations / 40))" --log-throughput --tensorboard-dir "$out/tensorboard"
 )

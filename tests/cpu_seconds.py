@@ -9,6 +9,7 @@ import os
 import resource
 from collections import Counter
 from collections.abc import Generator
+from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -22,8 +23,16 @@ def spent() -> float:
     """Of this process, of those that it waited for, and of the server that ranks are forked from, with all ranks."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     server = getattr(forkserver, "_forkserver")._forkserver_pid  # noqa: B009
-    ticks = Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[11:15] if server else []
-    return sum(each.ru_utime + each.ru_stime for each in usages) + sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+    ranks = Path(f"/proc/{server}/task/{server}/children").read_text().split() if server else []
+    ticks = sum(_ticks(each) for each in (server, *ranks) if each)
+    return sum(each.ru_utime + each.ru_stime for each in usages) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _ticks(process: int | str) -> int:
+    """Of a process and of those that it waited for; none of one that has just ended."""
+    with suppress(OSError):
+        return sum(map(int, Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:15]))
+    return 0
 
 
 @pytest.hookimpl(tryfirst=True)

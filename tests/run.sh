@@ -25,5 +25,5 @@ if [[ " $* " != *" --slow"* ]]; then
     step "types (mypy --strict)" $bin/mypy --no-error-summary
     step "import layers (import-linter)" $bin/lint-imports --no-logo
 fi
-step "tests (pytest)" $bin/python -m pytest -q -n "${TEST_WORKERS:-2}" --durations=10 --durations-min=5 "$@"
+step "tests (pytest)" $bin/python -m pytest -q -n "${TEST_WORKERS:-2}" --dist worksteal --durations=10 --durations-min=5 "$@"
 echo "tests/run.sh: everything passed in $((SECONDS - started)) s"

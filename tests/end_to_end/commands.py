@@ -72,6 +72,29 @@ def launch(script: str, flags: str, *more: str, ranks: int = 1, expect: int = 0)
     return done.stdout
 
 
+def words_for_python(script: str, *words: str, checkout: Path, **variables: str) -> list[str]:
+    """What a bash script of the repository starts Python with, in the folder ``checkout``.
+
+    Its Python only prints the words; a test can run them in a forked process, as ``run`` does.
+    """
+    python = checkout / ".venv/bin/python"
+    if not python.exists():
+        python.parent.mkdir(parents=True)
+        python.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
+        python.chmod(0o755)
+        (checkout / "examples").symlink_to(ROOT / "examples")
+    done = subprocess.run(
+        ["bash", str(checkout / script), *words],
+        cwd="/",  # a script finds its checkout from wherever it is started
+        env=environment() | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split("\0")[:-1]
+
+
 def quickstart(script: str, folder: Path, *, iterations: int) -> str:
     """What a script of examples/ prints that runs in ``folder``, without a home, and leaves all in ``folder/run``."""
     if not (ROOT / ".venv/bin/python").exists():

@@ -13,6 +13,7 @@ from megatron.core.models.registry import FAMILIES
 from megatron.errors import CheckpointError, ConfigError, DataError, MegatronError
 from megatron.training.pretrain import pretrain
 from tests.end_to_end.commands import TINY, launch, run
+from tests.harness.scripts import run_script
 
 NO_DATA = TINY.replace("--mock-data ", "")
 
@@ -145,17 +146,22 @@ def test_flags_are_checked_all_at_once() -> None:
 
 
 def test_message_and_exit_code_of_the_real_command(tmp_path: Path) -> None:
-    """No traceback; 2 for wrong settings and files alike; on two ranks the sentence is printed once.
-
-    torchrun itself ends with 1 whatever its processes end with, and prints their code.
-    """
+    """No traceback; 2 for wrong settings and files alike; on two ranks the sentence is printed once."""
     log = launch("pretrain_gpt.py", TINY + " --train-iters 1 --micro-batch-size 3", expect=2)
     assert log.startswith("error: ") and "Traceback" not in log
-    log = run("pretrain_gpt.py", f"{TINY} --train-iters 1", f"--load={tmp_path}", expect=2)
+    missing = f"--load={tmp_path}"
+    log = run("pretrain_gpt.py", f"{TINY} --train-iters 1", missing, expect=2)
     assert log.count("error: ") == 1 and "Traceback" not in log
+    for number, when in enumerate(("", "--use-checkpoint-args")):  # found when ranks have met, and before
+        words = [*TINY.split(), "--train-iters", "1", *when.split(), missing]
+        ended = run_script("pretrain_gpt.py", words, ranks=2, log=tmp_path.with_suffix(f".{number}"))
+        assert ended.codes == [2, 2], ended.output
+        assert ended.output.count("error: ") == 1 and "Traceback" not in ended.output
+
+
+@pytest.mark.slow  # the ranks' codes and words are those of the test above; a real torchrun is in test_failing_ranks.py
+def test_torchrun_prints_the_exit_code_of_a_mistake(tmp_path: Path) -> None:
+    """It ends with 1 whatever its processes end with, and shows their code."""
     log = launch("pretrain_gpt.py", f"{TINY} --train-iters 1", f"--load={tmp_path}", ranks=2, expect=1)
     assert log.count("error: ") == 1
     assert "exitcode  : 2" in log
-    for when in ("", " --use-checkpoint-args"):  # found when ranks have met, and before
-        log = run("pretrain_gpt.py", f"{TINY} --train-iters 1{when}", f"--load={tmp_path}", ranks=2, expect=1)
-        assert log.count("error: ") == 1 and "Traceback" not in log

@@ -7,8 +7,6 @@ import io
 import json
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.architecture.documents import commands
-from tests.end_to_end.commands import ROOT, environment
+from tests.end_to_end.commands import ROOT, run
 from tools.checkpoint import convert, inspect_checkpoint
 
 transformers = pytest.importorskip("transformers", reason="the proof of Hugging Face models needs it")
@@ -24,7 +22,7 @@ transformers = pytest.importorskip("transformers", reason="the proof of Hugging 
 TOOLS = {"tools/checkpoint/convert.py": convert.main, "tools/checkpoint/inspect_checkpoint.py": inspect_checkpoint.main}
 FEWER = {
     "--save-interval 500": "--save-interval 2",
-    "--train-iters 500": "--train-iters 2 --eval-iters 1",
+    "--train-iters 500": "--train-iters 2 --eval-iters 1 --num-workers 0",
     "2GB": "50KB",
 }
 
@@ -84,21 +82,18 @@ def said(folder: Path) -> dict[str, str]:
 
 
 def _run(typed: str) -> tuple[int, str]:
-    """Exit code and output. The tools of the document run in this process, which has loaded their libraries."""
-    program, script, *words = shlex.split(typed)
+    """Exit code and output. The tools of the document run in this process, which has loaded their libraries, what it
+    trains and generates with in forked ones.
+    """
+    program, *words = shlex.split(typed)
+    ranks = int(words.pop(0).removeprefix("--nproc_per_node=")) if program == "torchrun" else 1
+    script, *words = words
     if script in TOOLS:
         output = io.StringIO()
         with contextlib.redirect_stdout(output):
             code = TOOLS[script](words)
         return code, output.getvalue()
-    launcher = [sys.executable]
-    if program == "torchrun":
-        launcher += ["-m", "torch.distributed.run", "--standalone"]
-    environ = environment() | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*launcher, script, *words], env=environ, capture_output=True, text=True, timeout=180, check=False
-    )
-    return done.returncode, done.stdout + (done.stderr if done.returncode else "")
+    return 0, run(script, "", *words, ranks=ranks)
 
 
 def _of(said: dict[str, str], words: str) -> Iterator[str]:

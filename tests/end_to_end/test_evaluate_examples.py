@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tasks import main as tasks
-from tests.end_to_end.commands import ROOT, environment
+from tests.end_to_end.commands import run, words_for_python
 from tests.harness.evaluation import OPENINGS, WIKITEXT, small_gpt2
 
 
@@ -28,23 +26,13 @@ def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, s
     }
 
 
-def arguments(name: str, folder: Path, **variables: str) -> list[str]:
-    """What a script hands tasks/main.py: a launcher that prints its command stands in for Slurm's."""
-    srun = folder / "srun"
-    srun.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    srun.chmod(0o755)
-    said = script(name, LAUNCH="srun", PATH=f"{folder}:{os.environ['PATH']}", **variables)
-    words = said.splitlines()
-    return words[words.index("tasks/main.py") + 1 :]
-
-
-def script(name: str, *more: str, **variables: str) -> str:
-    """A script as a user starts it, from elsewhere."""
-    words = ["bash", str(ROOT / "examples/evaluate" / f"{name}.sh"), *more]
-    kept = environment() | variables
-    done = subprocess.run(words, cwd="/", env=kept, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def arguments(name: str, folder: Path, *, ranks: int, **variables: str) -> list[str]:
+    """What a script hands tasks/main.py, which it starts on as many ranks."""
+    launcher, words = f"-m torch.distributed.run --standalone --nproc-per-node {ranks} tasks/main.py".split(), []
+    script = f"examples/evaluate/{name}.sh"
+    words = words_for_python(script, "--distributed-backend", "gloo", checkout=folder, **variables)
+    assert words[: len(launcher)] == launcher
+    return words[len(launcher) :]
 
 
 @pytest.mark.parametrize(("tp", "pp"), [("1", "1"), ("2", "2")])
@@ -58,8 +46,8 @@ def test_checks_at_each_layout(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The first thing to do with an example, before a machine is reserved for it."""
-    flags = arguments(name, tmp_path, TP=tp, PP=pp, **variables[name])
     ranks = int(tp) * int(pp)
+    flags = arguments(name, tmp_path, ranks=ranks, TP=tp, PP=pp, **variables[name])
     assert tasks.main([*flags, "--dry-run", "--world-size", str(ranks)]) == 0
     said = capsys.readouterr().out
     assert f"{ranks} rank{'s' if ranks > 1 else ''}" in said
@@ -71,10 +59,10 @@ def test_the_score_is_the_same_on_two_ranks(
 ) -> None:
     """What the head of the script promises, from its first line to the file with the result."""
     path = Path(variables["lambada"]["RESULT"])
-    tasks.main(arguments("lambada", tmp_path, **variables["lambada"]))
+    tasks.main(arguments("lambada", tmp_path, ranks=1, **variables["lambada"]))
     alone = json.loads(path.read_text())
     line = next(line for line in capsys.readouterr().out.splitlines() if "validation results" in line)
-    said = script("lambada", "--distributed-backend", "gloo", TP="2", **variables["lambada"])
+    said = run("tasks/main.py", "", *arguments("lambada", tmp_path, ranks=2, TP="2", **variables["lambada"]), ranks=2)
     together = json.loads(path.read_text())
     assert said.count(line) == 1
     assert together["metrics"] == pytest.approx(alone["metrics"], rel=1e-6)

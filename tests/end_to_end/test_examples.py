@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.planning.estimate import flops_per_sample
-from tests.end_to_end.commands import run
+from tests.end_to_end.commands import run, words_for_python
 from tests.golden.regenerate_examples import FLAG_FILES, GOLDEN, example, family_of_example, resolved
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,31 +45,17 @@ def run_bash(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash", *words], cwd="/", env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The examples beside a Python that only prints the words it is started with."""
-    folder = tmp_path_factory.mktemp("checkout")
-    (folder / "examples").symlink_to(ROOT / "examples")
-    python = folder / ".venv/bin/python"
-    python.parent.mkdir(parents=True)
-    python.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
-    python.chmod(0o755)
-    return folder
-
-
 DryRun = Callable[..., str]
 
 
 @pytest.fixture
-def dry_run(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> DryRun:
+def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DryRun:
     """What an example's dry run prints. Bash runs the script; the command that it ends in runs in a forked process."""
     monkeypatch.chdir(ROOT)  # where launch.sh goes
 
     def printed(script: Path, *words: str, **variables: str) -> str:
-        path = checkout / script.relative_to(ROOT)
-        typed = run_bash(str(path), *words, "--dry-run", "--no-check-files", **variables)
-        assert typed.returncode == 0, typed.stderr
-        program, *flags = typed.stdout.split("\0")[:-1]
+        path, check = str(script.relative_to(ROOT)), ("--dry-run", "--no-check-files")
+        program, *flags = words_for_python(path, *words, *check, checkout=tmp_path, **variables)
         return run(program, "", *flags)
 
     return printed

@@ -198,6 +198,7 @@ def train_at(settings: Mapping[str, Any], layout: Layout) -> list[Observed]:
         pp_before_dp=layout.pp_before_dp,
         dtype=torch.float64,
         sequence_parallel=layout.sequence_parallel,
+        reuse=True,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -55,23 +56,30 @@ class Report:
 
 
 def rank_main(job: Job, rank: int, connection: Connection) -> None:
-    """Run one rank; it stays alive after reporting, so that its exit can't look like a failure to the others."""
-    with job.stack_file(rank).open("w") as stack_file:
-        faulthandler.enable(stack_file)
-        faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
-        connection.send(_report(job, rank))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        with suppress(EOFError):  # the test process is gone
-            connection.recv()
-        faulthandler.disable()
+    """Run one rank; it stays alive after reporting, so that its exit can't look like a failure to the others.
+
+    Each further job that it is sent has process groups of its own.
+    """
+    gc.freeze()  # what the server has loaded stays
+    with suppress(EOFError):  # the test process is gone
+        while True:
+            with job.stack_file(rank).open("w") as stack_file:
+                faulthandler.enable(stack_file)
+                faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
+                mesh = job.mesh(rank)
+                connection.send(_report(job, mesh))
+                sys.stdout.flush()
+                sys.stderr.flush()
+                job = connection.recv()
+                faulthandler.disable()
+            mesh.forget_groups()  # an optimizer that is never freed would keep their threads and sockets
+            dist.destroy_process_group()
     os._exit(0)  # destroying the process groups would take longer than the test
 
 
-def _report(job: Job, rank: int) -> Report:
+def _report(job: Job, mesh: Mesh) -> Report:
     try:
         warnings.simplefilter("error")
-        mesh = job.mesh(rank)
         context = _join(job, mesh)
         function, arguments = _load_call(job.call)
         return Report(result=pickle.dumps(function(context, *arguments)))

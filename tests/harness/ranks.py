@@ -12,8 +12,7 @@ import pickle
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -83,12 +82,15 @@ def run_ranks(
     sequence_parallel: bool = False,
     seed: int = 1234,
     timeout: float = DEFAULT_TIMEOUT,
+    reuse: bool = False,
 ) -> list[Result]:
     """Results of ``function(context, *arguments)`` on each of the tp·cp·dp·pp ranks, in rank order.
 
     ``function`` lives at the top level of a test module, since ranks import it by name; arguments and results travel
     pickled. Each rank gets a ``ParallelContext`` of the given ``dtype`` and a process group that is already there.
     Warnings are errors in ranks too. Environment variables set by the test don't reach the ranks: pass arguments.
+    ``reuse``: in the processes of an earlier such call on as many ranks. Their groups are new; whatever else the
+    earlier function left behind is still there. Forking and first uses of torch cost half of a short function's time.
 
     Raises RanksError when a rank fails, RanksTimeoutError after ``timeout`` seconds.
     """
@@ -103,10 +105,20 @@ def run_ranks(
             timeout=timeout,
             folder=Path(folder),
         )
-        world = _World(job)
-        with world.started():
+        size = job.mesh(0).world_size
+        world = _IDLE.pop(size, None) if reuse else None
+        world = world or _World()
+        try:
+            world.begin(job)
             world.collect(time.monotonic() + timeout)
-        return [pickle.loads(world.results[rank]) for rank in range(world.size)]
+        except BaseException:
+            world.end()
+            raise
+        if reuse:
+            _IDLE[size] = world
+        else:
+            world.end()
+        return [pickle.loads(world.results[rank]) for rank in range(size)]
 
 
 def _pickle_call(function: Callable[..., object], arguments: tuple[object, ...]) -> bytes:
@@ -126,9 +138,9 @@ def fork_server() -> ForkServerContext:
 
 @dataclass
 class _World:
-    """The rank processes of one call, and what they have reported so far."""
+    """The rank processes of one call, or of several in turn, and what they have reported so far."""
 
-    job: Job
+    job: Job = field(init=False)
     processes: list[ForkServerProcess] = field(default_factory=list)
     connections: list[Connection] = field(default_factory=list)
     results: dict[int, bytes] = field(default_factory=dict)
@@ -138,25 +150,28 @@ class _World:
     def size(self) -> int:
         return self.job.mesh(0).world_size
 
-    @contextmanager
-    def started(self) -> Iterator[None]:
-        """Ranks run inside this block; none is left after it."""
+    def begin(self, job: Job) -> None:
+        """Have every rank run ``job``; ranks are started by the first one."""
+        self.job = job
+        self.results.clear()
+        for connection in self.connections:
+            connection.send(job)
         context = fork_server()
-        try:
-            for rank in range(self.size):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=rank_main, args=(self.job, rank, theirs), daemon=True)
-                process.start()
-                theirs.close()
-                self.processes.append(process)
-                self.connections.append(ours)
-            yield
-        finally:
-            for process in self.processes:
-                process.kill()
-            for process, connection in zip(self.processes, self.connections):
-                process.join()
-                connection.close()
+        for rank in range(len(self.processes), self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=rank_main, args=(job, rank, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.connections.append(ours)
+
+    def end(self) -> None:
+        """No rank is left after it."""
+        for process in self.processes:
+            process.kill()
+        for process, connection in zip(self.processes, self.connections):
+            process.join()
+            connection.close()
 
     def collect(self, deadline: float) -> None:
         """Gather every rank's report; stop soon after the first failure, since its peers may now wait for ever."""
@@ -223,3 +238,7 @@ class _World:
                 break
             time.sleep(0.02)
         return {rank: self.job.stack_file(rank).read_text() for rank in ranks if self.job.stack_file(rank).exists()}
+
+
+_IDLE: dict[int, _World] = {}
+"""Worlds that wait for another call, by their size. Their processes end with this one."""

@@ -142,6 +142,31 @@ def test_a_finished_rank_keeps_its_sockets_open() -> None:
         run_ranks(leave_one_waiting, tp=2, timeout=1)
 
 
+def process(context: ParallelContext) -> tuple[int, float]:
+    """Its id, and a sum over a group of a part of the ranks."""
+    return os.getpid(), sum_over_tp(context).item()
+
+
+def test_processes_are_reused_only_where_both_calls_say_so() -> None:
+    """A call that reads module state would see another test's, and groups of other ranks must not be met again."""
+    first = run_ranks(process, tp=2, dp=2, reuse=True)
+    second = run_ranks(process, tp=4, reuse=True)
+    other = run_ranks(process, tp=2, reuse=True)
+    assert [number for number, _ in first] == [number for number, _ in second]
+    assert [[total for _, total in each] for each in (first, second, other)] == [[1, 1, 5, 5], [6] * 4, [1, 1]]
+    alone = run_ranks(process, tp=2, dp=2)
+    assert {number for number, _ in alone}.isdisjoint(number for number, _ in (*first, *other))
+
+
+def test_processes_are_not_reused_after_a_failure() -> None:
+    """A peer of the rank that failed may still wait for it; the next test would hang."""
+    before = run_ranks(process, tp=2, reuse=True)
+    with pytest.raises(RanksError, match="no luck"):
+        run_ranks(raise_on_rank, (0,), tp=2, reuse=True)
+    after = run_ranks(process, tp=2, reuse=True)
+    assert {number for number, _ in before}.isdisjoint(number for number, _ in after)
+
+
 def test_a_function_that_ranks_cannot_import_is_refused() -> None:
     """A lambda cannot travel by name; say so instead of failing in the child."""
     with pytest.raises(TypeError, match="by name"):
