@@ -31,7 +31,8 @@ import numpy as np
 
 from megatron.config.data import DataConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
-from megatron.core.datasets.loader import build_loader
+from megatron.core.datasets.loader import BatchLoader
+from megatron.core.datasets.sampler import MicrobatchSampler
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.bert.data import build_bert_splits
 from megatron.core.models.gpt.data import build_gpt_splits
@@ -99,7 +100,8 @@ def per_sample(dataset: Any, clock: Callable[[], float]) -> float:
 def waiting(dataset: Any, *, steps: int = 60) -> float:
     """Median milliseconds a step waits for its batch."""
     waits = []
-    batches = iter(build_loader(dataset, consumed=0, micro_batch_size=8, num_workers=2))
+    sampler = MicrobatchSampler(num_samples=len(dataset), consumed=0, micro_batch_size=8)
+    batches = iter(BatchLoader(dataset, sampler, num_workers=2))
     for _ in range(steps):
         began = time.perf_counter()
         next(batches)

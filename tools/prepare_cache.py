@@ -1,9 +1,10 @@
-"""Build the sample indices of a training run ahead of it, offline: give the flags of the run, and --model-type
-where it is not GPT.
+"""Build the sample indices of a training run before it starts: give the flags of the run, and --model-type if it is
+not GPT.
 
-The indices go where the run will look: --data-cache-path, or beside the data. They follow from the data, the seed and
---seq-length alone, so they serve any number of ranks, any batch size, and longer runs up to their further epochs; a
-folder prepared once can be read-only afterwards. Indices of small data sets are built faster than read, and not stored.
+The indices are stored where the run looks for them: in --data-cache-path, or beside the data. They depend only on the
+data, the seed and --seq-length, so they serve any number of ranks, any batch size and longer runs, which build only
+their further epochs; the folder can be read-only afterwards. Indices of small data sets are built faster than read,
+and not stored.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.config.run import RunConfig
-from megatron.core.datasets.sources import read_sources
 from megatron.core.datasets.splits import SPLITS
 from megatron.core.models.registry import family_of
 from megatron.errors import run_command
@@ -27,7 +27,7 @@ from megatron.training.pretrain import parse_any_family
 
 
 def main(argv: Sequence[str]) -> int:
-    """Build, and say what lies where."""
+    """Build the indices, and print where they are stored."""
     config = parse_any_family(argv, prog="prepare_cache.py")
     from megatron.training.run.data import offline_splits
 
@@ -49,16 +49,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def cache_folders(config: RunConfig) -> list[Path]:
-    """Where the run's indices lie."""
+    """Folders of the run's indices."""
+    from megatron.core.datasets.build import sources_read
+    from megatron.training.run.preflight import split_sizes
+
     data = config.data
     if data.data_cache_path:
         return [Path(data.data_cache_path)]
-    prefixes = list[str]()
-    for split, sources in read_sources(data).items():
-        by_name = split == "valid" and data.multiple_validation_sets
-        blends = sources.named().values() if by_name else [sources.blend()]
-        prefixes += [prefix for blend in blends for prefix in blend.prefixes]
-    return [Path(f"{prefix}_index_cache") for prefix in dict.fromkeys(prefixes)]
+    return [Path(f"{prefix}_index_cache") for prefix in sources_read(data, split_sizes(config))]
 
 
 if __name__ == "__main__":

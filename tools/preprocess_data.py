@@ -33,7 +33,8 @@ from megatron.config.parse import parse_groups
 from megatron.config.preprocessing_flags import PREPROCESSING_FLAGS
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.datasets.files import replaced_file, write_errors
-from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter, token_dtype
+from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
+from megatron.core.datasets.indexed_format import token_dtype
 from megatron.core.datasets.journal import Journal, Milestone
 from megatron.core.datasets.metadata import DatasetMetadata, TokenizerStamp
 from megatron.core.datasets.tally import Tally

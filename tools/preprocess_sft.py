@@ -27,7 +27,8 @@ from megatron.config.flags import check_flags, flag
 from megatron.config.parse import parse_groups
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.datasets.build import targets_prefix
-from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter, token_dtype
+from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
+from megatron.core.datasets.indexed_format import token_dtype
 from megatron.core.datasets.metadata import TokenizerStamp
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.core.tokenizers.chat_template import ChatTemplate, encode_spans, load_template

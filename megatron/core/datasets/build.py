@@ -1,6 +1,6 @@
-"""Training, validation and test data of a run, from what the data flags say: opened, cut, ordered and blended.
+"""Training, validation and test data of a run: opened, cut, ordered and blended as the data flags say.
 
-What a sample is, a family of models decides: it turns a part of a source into a data set.
+A family of models defines what a sample is: it turns a part of a source into a data set.
 """
 
 from __future__ import annotations
@@ -21,15 +21,23 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.indexed_format import idx_path
 from megatron.core.datasets.metadata import ContentDigests, DatasetMetadata, TokenizerStamp
 from megatron.core.datasets.samples import Documents, SourceDataset
-from megatron.core.datasets.sources import SplitSources, read_sources
-from megatron.core.datasets.splits import MOCK_SPLIT, WHOLE, Share, SplitName, SplitSizes, parse_split
+from megatron.core.datasets.splits import (
+    MOCK_SPLIT,
+    WHOLE,
+    Share,
+    SplitName,
+    SplitSizes,
+    SplitSources,
+    parse_split,
+    read_sources,
+)
 from megatron.core.files.remote_path import is_url
 from megatron.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from megatron.core.tokenizers.base import Tokenizer
 
-_MEGATRON_SURPLUS = 1.005  # Megatron-LM builds each source of a blend a little larger than it should be needed
+_MEGATRON_SURPLUS = 1.005  # Megatron-LM builds each source of a blend a little larger than the blend should need
 
 
 class ShortSplitError(DataError):
@@ -41,8 +49,7 @@ class DatasetSplits:
     """The data sets of a run; None for a split that isn't needed or has no share of the data.
 
     ``valid_sets``: with ``--multiple-validation-sets`` the sets by name, and ``valid`` is None.
-    ``contents``: digests of all bytes behind each prefix, as far as they are known. ``remarks``: what a user should
-    know about them.
+    ``contents``: digests of all bytes of each prefix's files, as far as they are known. ``remarks``: for the user.
     """
 
     train: MixedDataset | None
@@ -52,30 +59,26 @@ class DatasetSplits:
     contents: Mapping[str, ContentDigests] = field(default_factory=dict)
     remarks: Sequence[str] = ()
 
-    def of(self, split: SplitName) -> MixedDataset | None:
-        """Data set of one split."""
-        return {"train": self.train, "valid": self.valid, "test": self.test}[split]
-
     def named(self, split: SplitName) -> Mapping[str, MixedDataset]:
-        """Data sets of one split by name; one without a name has the name ``""``."""
-        data = self.of(split)
+        """Data sets of one split by name; a single one has the name ``""``."""
+        data = {"train": self.train, "valid": self.valid, "test": self.test}[split]
         if data is not None:
             return {"": data}
         return self.valid_sets if split == "valid" else {}
 
     @property
     def digest(self) -> str:
-        """Hex digest of what decides which samples are read: equal on all ranks of a sound run."""
+        """Hex digest of what determines the samples: equal on all ranks of a sound run."""
         each = (self.train, self.valid, self.test, *self.valid_sets.values())
         return digest_of(*(data.digest if data else None for data in each))
 
 
 @dataclass(frozen=True)
 class Source:
-    """An opened data set; ``ids_known`` when its largest id is known to lie in the vocabulary.
+    """An opened data set; ``ids_known``: its largest id is known to be in the vocabulary.
 
-    ``targets``: with ``--sft``, token for token whether it is to be learned. ``contents``: digests of all bytes behind
-    each prefix, as far as they are known; ``remarks``: on how they were compared.
+    ``targets``: with ``--sft``, for each token whether it is trained on. ``contents``: digests of all bytes of each
+    prefix's files, as far as they are known; ``remarks``: how they were compared.
     """
 
     documents: Documents
@@ -88,7 +91,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Part:
-    """The part of one source that belongs to a split; ``copy`` counts earlier uses of the source in the same blend.
+    """The part of one source that belongs to a split; ``copy``: number of earlier uses of the source in the blend.
 
     ``units``: what ``--split`` counts, sequences or documents.
     """
@@ -100,16 +103,16 @@ class Part:
 
 
 class SampleFamily(Protocol):
-    """What a family of models reads."""
+    """How a family of models reads data."""
 
     def mock(self) -> Source:
-        """Made-up data; raises ConfigError where there are none."""
+        """Mock data; raises ConfigError where there are none."""
 
     def count_units(self, documents: Documents) -> int:
-        """How much there is for ``--split`` to divide."""
+        """Number of the units that ``--split`` divides."""
 
     def dataset(self, part: Part, num_samples: int | None, *, remedy: str) -> SourceDataset:
-        """Samples of a part, None: each once; raises ShortSplitError with ``remedy`` when it is too short."""
+        """Samples of a part (None: each once); raises ShortSplitError with ``remedy`` when it is too short."""
 
 
 def build_splits(
@@ -117,36 +120,38 @@ def build_splits(
 ) -> DatasetSplits:
     """Data sets of a run.
 
-    ``sizes``: samples of each split; with ``--dataloader-type cyclic`` training data are one pass, whatever is asked.
-    ``tokenizer``: the run's; data made with another one are refused. ``vocab_size``: ids the model knows.
+    ``sizes``: samples of each split; with ``--dataloader-type cyclic`` training data are one pass, whatever is asked
+    for. ``tokenizer``: the run's; data made with another one are refused. ``vocab_size``: ids the model knows.
     Raises DataError for files that are missing, damaged, too short or of another tokenizer.
     """
     builder = _SplitBuilder(data, family, stamp=TokenizerStamp.of(tokenizer), vocab_size=vocab_size)
     train = builder.build("train", None if data.dataloader_type == "cyclic" and sizes.train else sizes.train)
-    valid_size = None if data.full_validation and sizes.valid else sizes.valid
-    if data.multiple_validation_sets:
-        valid, named = None, builder.build_named("valid", valid_size)
-    else:
-        valid, named = builder.build("valid", valid_size), {}
+    valid = builder.build("valid", None if data.full_validation and sizes.valid else sizes.valid)
     test = builder.build("test", sizes.test)
-    return DatasetSplits(train, valid, test, named, contents=builder.contents, remarks=builder.remarks)
+    only = None if data.multiple_validation_sets else valid.pop("", None)
+    return DatasetSplits(train.get(""), only, test.get(""), valid, contents=builder.contents, remarks=builder.remarks)
 
 
 def sources_read(data: DataConfig, sizes: SplitSizes) -> list[str]:
     """Prefixes of the data sets that a run of these sizes opens; raises as ``build_splits`` does for a wrong list."""
     given, found = read_sources(data), list[str]()
-    for split, sources in given.items():
-        if sizes.of(split) != 0 and _share_of_files(data, given, split) is not None:
-            by_name = split == "valid" and data.multiple_validation_sets
-            blends = sources.named().values() if by_name else [sources.blend()]
-            found += [prefix for blend in blends for prefix in blend.prefixes]
+    for split in given:
+        if sizes.of(split) != 0 and _share(data, given, split) is not None:
+            found += [prefix for blend in _blends(data, given, split).values() for prefix in blend.prefixes]
     return list(dict.fromkeys(found))
 
 
-def _share_of_files(data: DataConfig, given: Mapping[SplitName, SplitSources], split: SplitName) -> Share | None:
+def _share(data: DataConfig, given: Mapping[SplitName, SplitSources], split: SplitName) -> Share | None:
+    """The split's share of each of its sources; None when it has no sources or no share of them."""
+    if data.mock_data:
+        return parse_split(MOCK_SPLIT)[split]
     if split not in given:
         return None
     return parse_split(data.split)[split] if given[split].shared else WHOLE
+
+
+def _blends(data: DataConfig, given: Mapping[SplitName, SplitSources], split: SplitName) -> dict[str, BlendSpec]:
+    return given[split].blends(by_name=split == "valid" and data.multiple_validation_sets)
 
 
 def open_source(prefix: str, data: DataConfig, *, stamp: TokenizerStamp | None, vocab_size: int | None) -> Source:
@@ -167,27 +172,21 @@ def open_source(prefix: str, data: DataConfig, *, stamp: TokenizerStamp | None, 
         if vocab_size is not None:
             metadata.check_vocabulary(prefix, vocab_size=vocab_size)
     targets = _targets_of(documents, cache=cache) if data.sft else None
-    contents, remarks = _contents_of([documents] if targets is None else [documents, targets], verify=data.verify_data)
-    index_cache = IndexCache(cache or Path(f"{prefix}_index_cache"))
-    return Source(documents, index_cache, metadata is not None, targets, contents, remarks)
-
-
-def _contents_of(files: Sequence[IndexedDataset], *, verify: bool) -> tuple[dict[str, ContentDigests], list[str]]:
-    """The digests stored beside data sets, or with ``verify`` those that they have, and a remark on each comparison."""
     contents, remarks = dict[str, ContentDigests](), list[str]()
-    for each in files:
-        metadata = DatasetMetadata.read(each.local_prefix)
-        known = metadata.sha256 if metadata else None
-        if verify:
+    for each in [documents] if targets is None else [documents, targets]:
+        stored = DatasetMetadata.read(each.local_prefix)
+        known = stored.sha256 if stored else None
+        if data.verify_data:
             found = each.digests()
-            if metadata is not None:
-                metadata.check_content(each.local_prefix, found)
+            if stored is not None:
+                stored.check_content(each.local_prefix, found)
             compared = "as written" if known else "the same on every rank, and there is no digest to compare with"
             remarks.append(f"{each.prefix}: all bytes are {compared} (--verify-data)")
             known = found
         if known is not None:
             contents[each.prefix] = known
-    return contents, remarks
+    index_cache = IndexCache(cache or Path(f"{prefix}_index_cache"))
+    return Source(documents, index_cache, metadata is not None, targets, contents, remarks)
 
 
 class _SplitBuilder:
@@ -204,30 +203,21 @@ class _SplitBuilder:
         self.contents: dict[str, ContentDigests] = {}
         self.remarks: list[str] = []
 
-    def build(self, split: SplitName, num_samples: int | None) -> MixedDataset | None:
-        """Data set of a split; None when no samples are asked of it, or it has no share of the data."""
-        share = self._share(split)
-        if num_samples == 0 or share is None:
-            return None
-        if self._data.mock_data:
-            return self._dataset(self._part(self._family.mock(), split=split, share=share, copy=0), num_samples)
-        return self._build_blend(self._given[split].blend(), split, share, num_samples)
-
-    def build_named(self, split: SplitName, num_samples: int | None) -> dict[str, MixedDataset]:
-        """Every source of a split by itself."""
-        share = self._share(split)
+    def build(self, split: SplitName, num_samples: int | None) -> dict[str, MixedDataset]:
+        """Data sets of a split by name, a single one as ``""``; none where it has no share or nothing is asked for."""
+        share = _share(self._data, self._given, split)
         if num_samples == 0 or share is None:
             return {}
-        built = {
-            name: self._build_blend(spec, split, share, num_samples)
-            for name, spec in self._given[split].named().items()
-        }
+        if self._data.mock_data:
+            return {"": self._dataset(self._part(self._family.mock(), split, share), num_samples)}
+        specs = _blends(self._data, self._given, split)
+        built = {name: self._build_blend(spec, split, share, num_samples) for name, spec in specs.items()}
         return {name: dataset for name, dataset in built.items() if dataset is not None}
 
     def _build_blend(
         self, spec: BlendSpec, split: SplitName, share: Share, num_samples: int | None
     ) -> MixedDataset | None:
-        """The blend; where nobody asked for a split, evaluation leaves out sources that are too small for it."""
+        """The blend; under the default ``--split``, evaluation leaves out sources that are too small for it."""
         try:
             return self._mixed(spec, split, share, num_samples)
         except ShortSplitError:
@@ -243,26 +233,20 @@ class _SplitBuilder:
 
     def _is_short(self, prefix: str, split: SplitName, share: Share) -> bool:
         try:
-            self._dataset(self._part(self._open(prefix), split=split, share=share, copy=0), None)
+            self._dataset(self._part(self._open(prefix), split, share), None)
         except ShortSplitError:
             return True
         return False
 
     def _mixed(self, spec: BlendSpec, split: SplitName, share: Share, num_samples: int | None) -> MixedDataset:
         parts = [
-            self._part(self._open(prefix), split=split, share=share, copy=spec.prefixes[:i].count(prefix))
+            self._part(self._open(prefix), split, share, copy=spec.prefixes[:i].count(prefix))
             for i, prefix in enumerate(spec.prefixes)
         ]
         blended = spec.weights is not None and self._data.data_order == "megatron" and self._given[split].shared
         if len(parts) == 1 and not blended:
             return self._dataset(parts[0], num_samples)
         return self._blend(spec, parts, num_samples)
-
-    def _share(self, split: SplitName) -> Share | None:
-        """The split's share of each of its sources; None when it has no sources or no share of them."""
-        return (
-            parse_split(MOCK_SPLIT)[split] if self._data.mock_data else _share_of_files(self._data, self._given, split)
-        )
 
     def _open(self, prefix: str) -> Source:
         if prefix not in self._opened:
@@ -272,7 +256,7 @@ class _SplitBuilder:
             self._opened[prefix] = source
         return self._opened[prefix]
 
-    def _part(self, source: Source, *, split: SplitName, share: Share, copy: int) -> Part:
+    def _part(self, source: Source, split: SplitName, share: Share, *, copy: int = 0) -> Part:
         return Part(source, split, share.units(self._family.count_units(source.documents)), copy)
 
     def _dataset(self, part: Part, num_samples: int | None) -> SourceDataset:
@@ -300,9 +284,9 @@ class _SplitBuilder:
             return BlendedDataset(once, interleave(shares, size=num_samples), shares=shares)
         else:
             targets = [math.ceil(num_samples * share) for share in shares]
-            shares = normalized(shares)  # once more, as Megatron-LM's blended data set does: that may move the last bit
+            shares = normalized(shares)  # again, as Megatron-LM's blended data set does: that may change the last bit
             mixed = interleave(shares, size=sum(targets))
-            requests = [  # where Megatron-LM's is too small for its own blend (it then fails), the blend's need counts
+            requests = [  # where Megatron-LM's is too small for its own blend (and fails), as many as the blend needs
                 max(math.ceil(target * _MEGATRON_SURPLUS), int(count)) for target, count in zip(targets, mixed.counts)
             ]
         sources = [self._dataset(part, request) for part, request in zip(parts, requests)]
@@ -310,7 +294,7 @@ class _SplitBuilder:
 
 
 def _targets_of(documents: IndexedDataset, *, cache: Path | None) -> IndexedDataset:
-    """The mask beside a data set; raises DataError when there is none, or it is another data set's."""
+    """The loss mask stored beside a data set; DataError when there is none, or it belongs to another data set."""
     prefix = targets_prefix(documents.prefix)
     if not (is_url(prefix) or idx_path(prefix).is_file()):
         raise DataError(

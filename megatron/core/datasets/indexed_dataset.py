@@ -8,7 +8,7 @@ import shutil
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -27,7 +27,6 @@ from megatron.core.datasets.indexed_format import (
     check_tables,
     idx_path,
     read_header,
-    token_dtype,
 )
 from megatron.core.datasets.metadata import ContentDigests, DatasetMetadata, TokenizerStamp
 from megatron.core.datasets.remote import RemoteTokens
@@ -35,21 +34,18 @@ from megatron.core.files.locks import lock
 from megatron.core.files.remote_path import is_url
 from megatron.errors import RESTART_MAY_HELP, ConfigError, DataError, read_errors
 
-__all__ = ["IndexedDataset", "IndexedDatasetWriter", "token_dtype"]
-
 _BLOCK_BYTES = 1 << 23
 _TABLE_BYTES = 1 << 18
 _NUM_PROBES, _PROBE_TOKENS = 4, 1024
 
 
 class IndexedDataset:
-    """Sequences of tokens on disk, read as they are asked for; opening checks that the two files are whole and agree.
+    """Sequences of tokens on disk, read on demand; opening checks that the two files are whole and agree.
 
     ``prefix``: path of both files without their endings, or a URL whose data are fetched into ``cache`` as they are
-    read. ``mmap``: map the tokens into memory, else read them from the file. ``multimodal``: the index also holds a
-    mode per sequence. Raises DataError, one sentence on what is wrong.
-
-    ``local_prefix``: where the files lie on this machine.
+    read; ``local_prefix``: their path on this machine. ``mmap``: map the tokens into memory, else read them from the
+    file. ``multimodal``: the index also holds a mode per sequence. Raises DataError for files that are missing or
+    damaged.
 
     ``lengths`` [sequences] in tokens; ``offsets`` [sequences] in bytes; ``boundaries`` [documents + 1]: document d is
     sequences ``boundaries[d]`` to ``boundaries[d + 1]``; ``modes`` [sequences] or None.
@@ -60,42 +56,38 @@ class IndexedDataset:
     ) -> None:
         self.prefix = self.local_prefix = str(prefix)
         self.mmap, self._cache = mmap, cache
-        self._remote = self._open_remote() if is_url(self.prefix) else None
+        self._remote: RemoteTokens | None = None
+        if is_url(self.prefix):
+            if cache is None:
+                raise ConfigError(f"{self.prefix} is fetched into a local folder: give one with --data-cache-path")
+            self._remote = RemoteTokens(self.prefix, cache)
+            self.local_prefix = self._remote.local_prefix
+        tokens, index = bin_path(self.local_prefix), idx_path(self.local_prefix)
         with read_errors(self.prefix):
-            self._open_files(multimodal=multimodal)
-
-    def _open_files(self, *, multimodal: bool) -> None:
-        header = read_header(self.local_prefix, multimodal=multimodal)
-        self.dtype = header.dtype
-        self._map_index(header, multimodal=multimodal)
-        self.num_tokens = check_tables(
-            self.local_prefix, dtype=self.dtype, lengths=self.lengths, offsets=self.offsets, boundaries=self.boundaries
-        )
-        self._file = os.open(bin_path(self.local_prefix), os.O_RDONLY)
-        weakref.finalize(self, os.close, self._file)
-        if self.mmap:
-            self._tokens = _map_array(bin_path(self.local_prefix), self.dtype, count=self.num_tokens)
-
-    def _open_remote(self) -> RemoteTokens:
-        if self._cache is None:
-            raise ConfigError(f"{self.prefix} is fetched into a local folder: give one with --data-cache-path")
-        remote = RemoteTokens(self.prefix, self._cache)
-        self.local_prefix = remote.local_prefix
-        return remote
-
-    def _map_index(self, header: IndexHeader, *, multimodal: bool) -> None:
-        path, count = idx_path(self.local_prefix), header.num_sequences
-        end_of_lengths = header.size + LENGTH_DTYPE.itemsize * count
-        end_of_offsets = end_of_lengths + OFFSET_DTYPE.itemsize * count
-        end_of_boundaries = end_of_offsets + OFFSET_DTYPE.itemsize * header.num_boundaries
-        self.lengths: NDArray[np.int32] = _map_array(path, LENGTH_DTYPE, count=count, start=header.size)
-        self.offsets: NDArray[np.int64] = _map_array(path, OFFSET_DTYPE, count=count, start=end_of_lengths)
-        self.boundaries: NDArray[np.int64] = _map_array(
-            path, OFFSET_DTYPE, count=header.num_boundaries, start=end_of_offsets
-        )
-        self.modes: NDArray[np.int8] | None = None
-        if multimodal:
-            self.modes = _map_array(path, MODE_DTYPE, count=count, start=end_of_boundaries)
+            header = read_header(self.local_prefix, multimodal=multimodal)
+            self.dtype, count, start = header.dtype, header.num_sequences, header.size
+            self.lengths: NDArray[np.int32] = _map_array(index, LENGTH_DTYPE, count=count, start=start)
+            start += LENGTH_DTYPE.itemsize * count
+            self.offsets: NDArray[np.int64] = _map_array(index, OFFSET_DTYPE, count=count, start=start)
+            start += OFFSET_DTYPE.itemsize * count
+            self.boundaries: NDArray[np.int64] = _map_array(
+                index, OFFSET_DTYPE, count=header.num_boundaries, start=start
+            )
+            start += OFFSET_DTYPE.itemsize * header.num_boundaries
+            self.modes: NDArray[np.int8] | None = None
+            if multimodal:
+                self.modes = _map_array(index, MODE_DTYPE, count=count, start=start)
+            self.num_tokens = check_tables(
+                self.local_prefix,
+                dtype=self.dtype,
+                lengths=self.lengths,
+                offsets=self.offsets,
+                boundaries=self.boundaries,
+            )
+            self._file = os.open(tokens, os.O_RDONLY)
+            weakref.finalize(self, os.close, self._file)
+            if mmap:
+                self._tokens = _map_array(tokens, self.dtype, count=self.num_tokens)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -163,19 +155,20 @@ class IndexedDataset:
         return np.frombuffer(os.pread(self._file, count * size, start * size), self.dtype)
 
     def __reduce__(self) -> tuple[Any, ...]:  # worker processes open the files anew
-        return _open, (self.prefix, self.mmap, self.modes is not None, self._cache)
+        settings = {"mmap": self.mmap, "multimodal": self.modes is not None, "cache": self._cache}
+        return partial(IndexedDataset, self.prefix, **settings), ()
 
 
 class IndexedDatasetWriter:
-    """Writes ``PREFIX.bin``, ``PREFIX.idx`` and ``PREFIX.meta.json`` as documents come, in constant memory.
+    """Writes ``PREFIX.bin``, ``PREFIX.idx`` and ``PREFIX.meta.json``, document by document, in constant memory.
 
-    The files appear under their names only when ``finish`` is through (at the end of a ``with`` block without error);
-    until then everything is in ``.part`` files beside them. A failure removes those, unless ``sync`` has made some of
-    it lasting: then a writer that is given the counts of that time, ``resume``, goes on from there.
+    The files get their names in ``finish`` (at the end of a ``with`` block without error); until then everything is in
+    ``.part`` files beside them. A failure removes those, unless ``sync`` was called: then a writer with its result as
+    ``resume`` continues from there.
     Raises DataError for a full disk, for ids that don't fit ``dtype`` and while another writer has the same ``prefix``,
     ConfigError for a URL.
 
-    ``tokenizer``: whose ids they are, for the metadata. ``multimodal``: store a mode per sequence.
+    ``tokenizer``: the one that made the ids, for the metadata. ``multimodal``: store a mode per sequence.
     """
 
     def __init__(
@@ -196,7 +189,7 @@ class IndexedDatasetWriter:
             )
         self.num_tokens, self.num_sequences, self.num_documents = resume.counts if resume else (0, 0, 0)
         self.max_token_id = resume.max_token_id if resume else None
-        # In the order in which they get their names: the index last, so that it never describes other tokens.
+        # In the order in which they get their names: the index last, so that it always describes these tokens.
         finals = (bin_path(self.prefix), DatasetMetadata.path(self.prefix), idx_path(self.prefix))
         self._aside = {path: path.with_name(path.name + ".part") for path in finals}
         self._tables: list[Path] = []
@@ -214,7 +207,7 @@ class IndexedDatasetWriter:
             self._modes = self._table("modes", size=self.num_sequences) if multimodal else None
 
     def _lock(self, path: Path) -> None:
-        """Keep other writers off until the files have names, if locks are there; a killed writer keeps nobody off."""
+        """Exclude other writers until the files have names, where locks work; a killed writer's lock is released."""
         file = self._alone.enter_context(path.open("ab"))
         if lock(file) == "held elsewhere":
             raise DataError(
@@ -227,7 +220,7 @@ class IndexedDatasetWriter:
         return self._part(self._tables[-1], size=size)
 
     def _part(self, path: Path, *, size: int) -> IO[bytes]:
-        """The file, cut to the ``size`` bytes that count, open at its end."""
+        """The file, cut to its first ``size`` bytes, open at its end."""
         file = self._open.enter_context(path.open("rb+" if size else "wb+"))
         if os.fstat(file.fileno()).st_size < size:
             raise DataError(
@@ -247,35 +240,33 @@ class IndexedDatasetWriter:
             self.abort()
             raise
 
-    def add_documents(self, tokens: ArrayLike, lengths: ArrayLike, sequences: ArrayLike | None = None) -> None:
+    def add_documents(
+        self, tokens: ArrayLike, lengths: ArrayLike, sequences: ArrayLike | None = None, *, modes: ArrayLike = 0
+    ) -> None:
         """Append many documents: ``tokens`` end to end, ``lengths`` [sequences] to divide them.
 
-        ``sequences`` [documents]: how many sequences each document has, possibly none; None: one.
+        ``sequences`` [documents]: how many sequences each document has, possibly none; None: one. ``modes``
+        [sequences]: only for multimodal files.
         """
-        sizes = np.asarray(lengths, LENGTH_DTYPE)
+        values, sizes = np.asarray(tokens), np.asarray(lengths, LENGTH_DTYPE)
         counts = np.ones(len(sizes), OFFSET_DTYPE) if sequences is None else np.asarray(sequences, OFFSET_DTYPE)
         assert int(counts.sum()) == len(sizes), "documents don't add up to the number of sequences"
+        assert values.size == int(sizes.sum(dtype=np.int64)), "lengths don't add up to the number of tokens"
         ends = self.num_sequences + np.cumsum(counts)
-        self._add_sequences(tokens, sizes)
+        self._add_tokens(values)
         with self._writing():
+            self._lengths.write(sizes.data)
             self._boundaries.write(ends.data)
+            if self._modes is not None:
+                self._modes.write(np.broadcast_to(np.asarray(modes, MODE_DTYPE), sizes.shape).tobytes())
+        self.num_sequences += len(sizes)
         self.num_documents += len(counts)
 
-    def add_document(self, tokens: ArrayLike) -> None:
-        """Append a document of one sequence."""
-        self.add_sequence(tokens)
-        self.end_document()
-
-    def add_sequence(self, tokens: ArrayLike, *, mode: int = 0) -> None:
-        """Append a sequence to the document that ``end_document`` will close; ``mode`` only for multimodal files."""
-        values = np.asarray(tokens)
-        self._add_sequences(values, np.asarray([values.size], LENGTH_DTYPE), mode)
-
-    def end_document(self) -> None:
-        """Close a document: the sequences since the last one, possibly none."""
-        with self._writing():
-            self._boundaries.write(np.asarray([self.num_sequences], OFFSET_DTYPE).data)
-        self.num_documents += 1
+    def add_document(self, *sequences: ArrayLike, modes: ArrayLike = 0) -> None:
+        """Append a document of these sequences, usually one; ``modes`` as in ``add_documents``."""
+        arrays = [np.asarray(sequence).reshape(-1) for sequence in sequences]
+        tokens = np.concatenate([np.empty(0, self.dtype), *arrays])
+        self.add_documents(tokens, [len(array) for array in arrays], [len(arrays)], modes=modes)
 
     def add_dataset(self, dataset: IndexedDataset) -> None:
         """Append all documents of another data set of the same type."""
@@ -292,16 +283,6 @@ class IndexedDatasetWriter:
                 self._modes.write(np.ascontiguousarray(dataset.modes).data)
         self.num_sequences += len(dataset)
         self.num_documents += dataset.num_documents
-
-    def _add_sequences(self, tokens: ArrayLike, lengths: NDArray[np.int32], mode: int = 0) -> None:
-        values = np.asarray(tokens)
-        assert values.size == int(lengths.sum(dtype=np.int64)), "lengths don't add up to the number of tokens"
-        self._add_tokens(values)
-        with self._writing():
-            self._lengths.write(lengths.data)
-            if self._modes is not None:
-                self._modes.write(np.full(len(lengths), mode, MODE_DTYPE).data)
-        self.num_sequences += len(lengths)
 
     def _add_tokens(self, values: NDArray[Any]) -> None:
         if values.size and self.dtype.kind in "iu":
@@ -320,7 +301,7 @@ class IndexedDatasetWriter:
         self.num_tokens += values.size
 
     def metadata(self) -> DatasetMetadata:
-        """What has been written so far; digests when it is finished."""
+        """Metadata of what has been written so far; with digests once finished."""
         return DatasetMetadata(
             tokenizer=self.tokenizer,
             num_tokens=self.num_tokens,
@@ -331,23 +312,20 @@ class IndexedDatasetWriter:
         )
 
     def sync(self) -> DatasetMetadata:
-        """Make what is written so far survive a failure; what it returns lets another writer go on from here."""
+        """Keep what is written so far in case of a failure; another writer can ``resume`` from the result."""
         with self._writing():
-            for file in self._parts():
-                file.flush()
-                os.fsync(file.fileno())
+            for file in (self._bin, self._lengths, self._boundaries, self._modes):
+                if file is not None:
+                    file.flush()
+                    os.fsync(file.fileno())
         self._lasting = True
         return self.metadata()
-
-    def _parts(self) -> list[IO[bytes]]:
-        return [file for file in (self._bin, self._lengths, self._boundaries, self._modes) if file is not None]
 
     def finish(self) -> None:
         """Complete the files and give them their names."""
         index = idx_path(self.prefix)
         with self._writing():
-            with self._aside[index].open("wb") as file:
-                self._write_index(file)
+            self._write_index(self._aside[index])
             self._written = ContentDigests(self._digest.hexdigest(), _sha256(self._aside[index]).hexdigest())
             self._aside[DatasetMetadata.path(self.prefix)].write_text(self.metadata().to_json(), encoding="utf-8")
             self._open.close()
@@ -360,26 +338,26 @@ class IndexedDatasetWriter:
                 table.unlink()
         self._alone.close()
 
-    def _write_index(self, index: IO[bytes]) -> None:
-        header = IndexHeader(self.dtype, self.num_sequences, self.num_documents + 1)
-        index.write(header.pack())
-        self._lengths.seek(0)
-        shutil.copyfileobj(self._lengths, index)
-        self._lengths.seek(0)
-        end = 0
-        while block := self._lengths.read(_TABLE_BYTES):
-            sizes = np.frombuffer(block, LENGTH_DTYPE).astype(OFFSET_DTYPE) * self.dtype.itemsize
-            ends = end + np.cumsum(sizes)
-            index.write((ends - sizes).data)
-            end = int(ends[-1])
-        index.write(np.zeros(1, OFFSET_DTYPE).data)
-        for table in (self._boundaries, self._modes):
-            if table is not None:
-                table.seek(0)
-                shutil.copyfileobj(table, index)
+    def _write_index(self, path: Path) -> None:
+        with path.open("wb") as index:
+            index.write(IndexHeader(self.dtype, self.num_sequences, self.num_documents + 1).pack())
+            self._lengths.seek(0)
+            shutil.copyfileobj(self._lengths, index)
+            self._lengths.seek(0)
+            end = 0
+            while block := self._lengths.read(_TABLE_BYTES):
+                sizes = np.frombuffer(block, LENGTH_DTYPE).astype(OFFSET_DTYPE) * self.dtype.itemsize
+                ends = end + np.cumsum(sizes)
+                index.write((ends - sizes).data)
+                end = int(ends[-1])
+            index.write(np.zeros(1, OFFSET_DTYPE).data)
+            for table in (self._boundaries, self._modes):
+                if table is not None:
+                    table.seek(0)
+                    shutil.copyfileobj(table, index)
 
     def abort(self) -> None:
-        """Remove everything written so far unless some of it is to last; the files of an earlier run stay."""
+        """Remove everything written so far, unless ``sync`` was called; the files of an earlier run stay."""
         with suppress(OSError):  # what could not be flushed doesn't count
             self._open.close()
         for path in () if self._lasting else (*self._aside.values(), *self._tables):
@@ -397,10 +375,6 @@ class IndexedDatasetWriter:
             self.finish()
         else:
             self.abort()
-
-
-def _open(prefix: str, mmap: bool, multimodal: bool, cache: Path | None) -> IndexedDataset:
-    return IndexedDataset(prefix, mmap=mmap, multimodal=multimodal, cache=cache)
 
 
 def _sha256(path: Path) -> hashlib._Hash:

@@ -14,7 +14,7 @@ from megatron.config.run import RunConfig
 from megatron.core.context_parallel.slicing import take
 from megatron.core.datasets.blended_dataset import Phase, continue_phases, mix_of, next_phases
 from megatron.core.datasets.build import DatasetSplits
-from megatron.core.datasets.loader import Batch, build_loader
+from megatron.core.datasets.loader import Batch, BatchLoader
 from megatron.core.datasets.metadata import ContentDigests
 from megatron.core.datasets.sampler import MicrobatchSampler
 from megatron.core.datasets.splits import SPLITS, SplitName
@@ -154,18 +154,19 @@ class TrainingData:
         if dataset is None:
             raise DataError(f"the run needs {split} samples, but the data flags leave that split empty")
         cyclic = split == "train" and config.data.dataloader_type == "cyclic"
-        order: dict[str, Any] = {
-            "consumed": consumed,
-            "micro_batch_size": config.training.micro_batch_size,
-            "data_parallel_rank": mesh.rank("dp"),
-            "data_parallel_size": mesh.size("dp"),
-            "shuffle_seed": config.training.seed if cyclic else None,
-            "pad_to": pad_to,
-        }
-        if self._fields:
-            pin_memory = self._context.device.type != "cpu"
-            return build_loader(dataset, **order, num_workers=config.data.num_workers, pin_memory=pin_memory)
-        return _Counting(MicrobatchSampler(num_samples=len(dataset), **order))
+        sampler = MicrobatchSampler(
+            num_samples=len(dataset),
+            consumed=consumed,
+            micro_batch_size=config.training.micro_batch_size,
+            data_parallel_rank=mesh.rank("dp"),
+            data_parallel_size=mesh.size("dp"),
+            shuffle_seed=config.training.seed if cyclic else None,
+            pad_to=pad_to,
+        )
+        if not self._fields:
+            return _Counting(sampler)
+        pin_memory = self._context.device.type != "cpu"
+        return BatchLoader(dataset, sampler, num_workers=config.data.num_workers, pin_memory=pin_memory)
 
     def _microbatches(self, loader: Iterable[Batch], split: SplitName, consumed: int) -> Iterator[Microbatch]:
         mesh, size = self._context.mesh, self._config.training.micro_batch_size

@@ -21,8 +21,7 @@ from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.datasets.blend import interleave, normalized, parse_blend
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron.core.datasets.metadata import DatasetMetadata
-from megatron.core.datasets.sources import read_sources
-from megatron.core.datasets.splits import Share, parse_split
+from megatron.core.datasets.splits import Share, parse_split, read_sources
 from megatron.core.tokenizers.conversations import ChatFormat
 from megatron.core.tokenizers.encode import Encoding, encode_batch
 from megatron.core.tokenizers.text_files import LineBatch, read_record
@@ -217,5 +216,5 @@ def test_any_file_of_paths(folder: Path, content: str) -> None:
     path.write_bytes(content.encode("utf-8", "surrogatepass"))
     for options in ({"data_args_path": str(path)}, {"per_split_data_args_path": str(path)}):
         config = DataConfig(seq_length=8, **options)  # type: ignore[arg-type]
-        message = refusal(lambda config=config: [each.blend() for each in read_sources(config).values()])  # type: ignore[misc]
+        message = refusal(lambda config=config: [each.blends() for each in read_sources(config).values()])  # type: ignore[misc]
         assert message is None or str(path) in message

@@ -39,9 +39,7 @@ def test_bytes_equal_recorded_ones(tmp_path: Path, golden: dict[str, Any]) -> No
     recorded = golden["tiny_uint16"]
     with IndexedDatasetWriter(tmp_path / "tiny", np.uint16) as writer:
         for document in recorded["docs"]:
-            for sequence in document:
-                writer.add_sequence(sequence)
-            writer.end_document()
+            writer.add_document(*document)
     assert (tmp_path / "tiny.bin").read_bytes().hex() == recorded["bin_hex"]
     assert (tmp_path / "tiny.idx").read_bytes().hex() == recorded["idx_hex"]
 
@@ -50,11 +48,8 @@ def test_multimodal_bytes_equal_recorded_ones(tmp_path: Path, golden: dict[str, 
     """A mode per sequence follows the tables, and is read back."""
     recorded = golden["tiny_multimodal_int32"]
     with IndexedDatasetWriter(tmp_path / "tiny", np.int32, multimodal=True) as writer:
-        writer.add_sequence([1, 2])
-        writer.add_sequence([3], mode=1)
-        writer.end_document()
-        writer.add_sequence([70000], mode=1)
-        writer.end_document()
+        writer.add_document([1, 2], [3], modes=[0, 1])
+        writer.add_document([70000], modes=1)
     assert (tmp_path / "tiny.bin").read_bytes().hex() == recorded["bin_hex"]
     assert (tmp_path / "tiny.idx").read_bytes().hex() == recorded["idx_hex"]
     dataset = IndexedDataset(tmp_path / "tiny", multimodal=True)
@@ -141,10 +136,8 @@ def test_appended_data_sets_equal_one_written_at_once(tmp_path: Path) -> None:
 
 
 def _two_documents(writer: IndexedDatasetWriter) -> None:
-    writer.add_sequence([1, 70000])
-    writer.add_sequence([3])
-    writer.end_document()
-    writer.end_document()
+    writer.add_document([1, 70000], [3])
+    writer.add_document()
 
 
 def test_metadata_counts_what_was_written(tmp_path: Path) -> None:

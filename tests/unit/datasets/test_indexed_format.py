@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetWriter, token_dtype
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron.core.datasets.indexed_format import token_dtype
 from megatron.core.datasets.metadata import DatasetMetadata
 from megatron.core.tokenizers import build_tokenizer
 from megatron.errors import DataError
@@ -108,9 +109,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
 @pytest.fixture
 def prefix(tmp_path: Path) -> str:
     with IndexedDatasetWriter(tmp_path / "x", "uint16") as writer:
-        writer.add_sequence([1, 2, 3])
-        writer.add_sequence([4, 5])
-        writer.end_document()
+        writer.add_document([1, 2, 3], [4, 5])
         writer.add_document([6])
     return str(tmp_path / "x")
 

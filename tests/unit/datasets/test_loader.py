@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from megatron.core.datasets import loader as module
-from megatron.core.datasets.loader import Batch, build_loader
+from megatron.core.datasets.loader import Batch, BatchLoader
+from megatron.core.datasets.sampler import MicrobatchSampler
 from megatron.core.datasets.samples import Sample
 from megatron.core.parallel.environment import EXIT_SIGNALS
 from megatron.errors import DataError
@@ -50,6 +51,10 @@ class Numbers:
 
     def describe(self) -> list[str]:
         return []
+
+
+def build_loader(dataset: Numbers, *, num_workers: int = 0, **order: Any) -> BatchLoader:
+    return BatchLoader(dataset, MicrobatchSampler(num_samples=len(dataset), **order), num_workers=num_workers)
 
 
 def first_tokens(batches: Any) -> list[list[int]]:
@@ -114,7 +119,7 @@ def test_shuffled_loading_goes_on_for_ever() -> None:
 
 def test_workers_survive_signals_to_the_whole_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job is told to end while an evaluation starts its workers: torch's loop died of it, and the run with it."""
-    prepare = module._leave_signals_to_the_trainer
+    prepare = module._ignore_signals
 
     def told_to_end_at_once(trainer: int, number: int) -> None:
         for each in (*EXIT_SIGNALS, *EXIT_SIGNALS):
@@ -123,7 +128,7 @@ def test_workers_survive_signals_to_the_whole_job(monkeypatch: pytest.MonkeyPatc
         for each in EXIT_SIGNALS:
             os.kill(os.getpid(), each)
 
-    monkeypatch.setattr(module, "_leave_signals_to_the_trainer", told_to_end_at_once)
+    monkeypatch.setattr(module, "_ignore_signals", told_to_end_at_once)
     batches = build_loader(Numbers(8), consumed=0, micro_batch_size=4, num_workers=2)
     assert first_tokens(batches) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {*EXIT_SIGNALS}
@@ -135,7 +140,7 @@ def test_a_worker_that_begins_after_its_trainer_died_ends() -> None:
         "import os, time\nfrom megatron.core.datasets import loader\ntrainer, loader._LOOK_SECONDS = os.getpid(), 0.1\n"
         "if os.fork(): os._exit(0)\n"
         "while os.getppid() == trainer: time.sleep(0.01)\n"
-        "loader._leave_signals_to_the_trainer(trainer, 0); time.sleep(60)"
+        "loader._ignore_signals(trainer, 0); time.sleep(60)"
     )
     began = time.monotonic()
     subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, stdout=subprocess.PIPE, timeout=50, check=True)
@@ -145,13 +150,13 @@ def test_a_worker_that_begins_after_its_trainer_died_ends() -> None:
 def test_workers_do_not_tell_of_a_dead_trainer(capsys: pytest.CaptureFixture[str]) -> None:
     """A trainer that was told to end left a traceback of each worker that was handing a batch over."""
     for error in (EOFError(), ConnectionResetError(), ValueError("a defect")):
-        module._quiet_about_a_dead_trainer(type(error), error, None)
+        module._excepthook(type(error), error, None)
     assert capsys.readouterr().err == "ValueError: a defect\n"
 
 
 def hand_over_to_nobody(log: str) -> None:
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
-    module._leave_signals_to_the_trainer(os.getppid(), 0)
+    module._ignore_signals(os.getppid(), 0)
     queue: Any = multiprocessing.Queue()
     queue._reader.close()
     queue.put(bytes(1_000_000))
@@ -188,7 +193,7 @@ def test_a_worker_that_dies_is_explained() -> None:
 )
 def test_a_worker_that_dies_while_it_hands_a_batch_over(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a worker that was killed then, the run ended in a traceback, or without a word: at a broken pipe."""
-    monkeypatch.setattr(module, "_TOLD_SECONDS", 0.0)
+    monkeypatch.setattr(module, "_SIGNAL_SECONDS", 0.0)
 
     def handed_over() -> Iterator[None]:
         raise error

@@ -62,9 +62,7 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("masked") / "sentences"
     with IndexedDatasetWriter(path, np.uint16) as writer:
         for document in RECORDED["docs"]:
-            for sentence in document:
-                writer.add_sequence(sentence)
-            writer.end_document()
+            writer.add_document(*document)
     return str(path)
 
 

@@ -84,9 +84,8 @@ def prefix(tmp_path: Any) -> str:
     random = np.random.default_rng(0)
     with IndexedDatasetWriter(tmp_path / "sentences", np.uint16) as writer:
         for _ in range(60):
-            for _ in range(random.integers(1, 9)):
-                writer.add_sequence(random.integers(5, 65, random.integers(1, 20)))
-            writer.end_document()
+            sentences = [random.integers(5, 65, random.integers(1, 20)) for _ in range(random.integers(1, 9))]
+            writer.add_document(*sentences)
     return str(tmp_path / "sentences")
 
 

@@ -69,7 +69,7 @@ def test_blends_ask_and_choose_as_recorded(write_documents: WriteDocuments) -> N
         splits, family = build(case, prefix)
         assert [family.requests[split] for split in SPLITS] == case["requests"], case["weights"]
         for split, choices in zip(SPLITS, case["choices"]):
-            data = splits.of(split)
+            data = splits.named(split).get("")
             chosen = [data[i] for i in range(len(data))] if isinstance(data, BlendedDataset) else []
             assert "".join(map(str, chosen)) == choices, case["weights"]
 

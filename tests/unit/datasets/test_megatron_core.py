@@ -30,9 +30,7 @@ def test_reads_what_we_write(tmp_path: Path, dtype: str, multimodal: bool) -> No
     prefix = str(tmp_path / "ours")
     with IndexedDatasetWriter(prefix, dtype, multimodal=multimodal) as writer:
         for document in DOCUMENTS:
-            for mode, sequence in enumerate(document):
-                writer.add_sequence(sequence, mode=mode)
-            writer.end_document()
+            writer.add_document(*document, modes=range(len(document)))
     read = run_megatron_core(
         """
         from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -72,9 +70,7 @@ def test_writes_the_same_bytes(tmp_path: Path, dtype: str) -> None:
     )
     with IndexedDatasetWriter(ours, dtype) as writer:
         for document in DOCUMENTS:
-            for sequence in document:
-                writer.add_sequence(sequence)
-            writer.end_document()
+            writer.add_document(*document)
     for ending in (".bin", ".idx"):
         assert Path(theirs + ending).read_bytes() == Path(ours + ending).read_bytes()
     assert IndexedDataset(theirs).num_documents == len(DOCUMENTS)

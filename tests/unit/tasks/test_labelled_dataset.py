@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.datasets.loader import build_loader
+from megatron.core.datasets.loader import BatchLoader
+from megatron.core.datasets.sampler import MicrobatchSampler
 from megatron.core.tokenizers.wordpiece import WordPieceTokenizer
 from megatron.errors import DataError
 from tasks.fine_tuning.dataset import EpochsDataset, LabelledDataset, PairLayout, batches_of_an_epoch
@@ -111,15 +112,15 @@ def test_every_sample_is_scored_once_on_one_rank(count: int, micro: int, ranks: 
     batch = micro * ranks * accumulated
     found = []
     for rank in range(ranks):
-        loader = build_loader(
-            Numbers(count),
+        sampler = MicrobatchSampler(
+            num_samples=count,
             consumed=0,
             micro_batch_size=micro,
             data_parallel_rank=rank,
             data_parallel_size=ranks,
             pad_to=batch,
         )
-        found += [label for each in loader for label in each["label"].tolist()]
+        found += [label for each in BatchLoader(Numbers(count), sampler) for label in each["label"].tolist()]
     assert sorted(label for label in found if label >= 0) == list(range(count))
     assert len(found) == batches_of_an_epoch(count, batch) * batch
 

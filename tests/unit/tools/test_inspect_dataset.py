@@ -32,10 +32,8 @@ def prefix(tmp_path: Path) -> str:
     """Twenty documents of two sequences that say where they are; document 3 is empty."""
     with IndexedDatasetWriter(tmp_path / "data", np.uint16, tokenizer=TokenizerStamp.of(NullTokenizer(50))) as writer:
         for document in range(20):
-            if document != 3:
-                writer.add_sequence([document] * (document + 1))
-                writer.add_sequence([30 + document % 20, 50])
-            writer.end_document()
+            sequences = [[document] * (document + 1), [30 + document % 20, 50]] if document != 3 else []
+            writer.add_document(*sequences)
     return str(tmp_path / "data")
 
 

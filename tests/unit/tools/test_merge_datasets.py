@@ -36,9 +36,7 @@ def flip(path: Path, at: int) -> None:
 def write(prefix: Path, documents: list[list[list[int]]], *, dtype: Any = np.uint16, **options: Any) -> None:
     with IndexedDatasetWriter(prefix, dtype, **options) as writer:
         for document in documents:
-            for mode, sequence in enumerate(document):
-                writer.add_sequence(sequence, mode=mode)
-            writer.end_document()
+            writer.add_document(*document, modes=range(len(document)))
 
 
 def merge(folder: Path, *options: str) -> str:

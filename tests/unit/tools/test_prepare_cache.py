@@ -64,9 +64,7 @@ def test_of_bert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefgh"]) + "\n")
     with IndexedDatasetWriter(tmp_path / "sentences", np.uint16) as writer:
         for document in range(30):
-            for _ in range(3):
-                writer.add_sequence([document % 8 + 5] * 4)
-            writer.end_document()
+            writer.add_document(*[[document % 8 + 5] * 4] * 3)
     run = RUN.replace("--tokenizer-type NullTokenizer --vocab-size 50", f"--vocab-file {tmp_path}/vocab.txt")
     prepare_cache.main(f"{run} --model-type BERT --data-path {tmp_path}/sentences".split())
     assert "train: 60 samples, " in capsys.readouterr().out

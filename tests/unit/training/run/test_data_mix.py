@@ -13,6 +13,7 @@ import torch
 
 from megatron.core.datasets import loader
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
+from megatron.core.datasets.sampler import MicrobatchSampler
 from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.models.registry import FAMILIES
 from megatron.core.parallel.context import ParallelContext
@@ -116,13 +117,12 @@ def test_full_validation_reads_every_sample_once(prefixes: list[str]) -> None:
 def test_evaluations_keep_their_workers(flags: str, prefixes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """New processes at every evaluation cost more than many evaluations take."""
     loaders: list[int] = []
-    build = loader.build_loader
 
-    def counted(*arguments: Any, **options: Any) -> Any:
-        loaders.append(options["consumed"])
-        return build(*arguments, **options)
+    def counted(dataset: Any, sampler: MicrobatchSampler, **options: Any) -> Any:
+        loaders.append(sampler.consumed)
+        return loader.BatchLoader(dataset, sampler, **options)
 
-    monkeypatch.setattr("megatron.training.run.data.build_loader", counted)
+    monkeypatch.setattr("megatron.training.run.data.BatchLoader", counted)
     flags += f" --train-data-path {prefixes[0]} --valid-data-path {prefixes[1]} --eval-interval 1"
 
     def evaluated(number: int, data: TrainingData) -> list[tuple[int, list[list[int]]]]:
