@@ -35,9 +35,8 @@ from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.datasets.files import replaced_file, write_errors
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.core.datasets.indexed_format import token_dtype
-from megatron.core.datasets.journal import Journal, Milestone
+from megatron.core.datasets.journal import Journal, Milestone, Tally
 from megatron.core.datasets.metadata import DatasetMetadata, TokenizerStamp
-from megatron.core.datasets.tally import Tally
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.encode import EncodedBatch, Encoding, encode_in_order, shared_tokenizer
 from megatron.core.tokenizers.engine import GIGATOKEN, OWN, PROBE_BYTES, EngineChoice, choose_engine

@@ -1,9 +1,9 @@
-"""The bytes of ``PREFIX.idx``, as Megatron-LM defines them, and every way in which a pair of files can be wrong.
+"""The bytes of ``PREFIX.idx``, as Megatron-LM defines them, and the checks of a pair of files.
 
 All integers are little-endian. A header (magic, version, type code, number of sequences S, number of document
 boundaries D) is followed by S int32 lengths in tokens, S int64 byte offsets into ``PREFIX.bin``, D int64 document
-boundaries (first 0, last S), and, for multimodal files only, S int8 modes: no header bit says so. ``PREFIX.bin`` is the
-tokens, end to end.
+boundaries (first 0, last S), and, for multimodal files only, S int8 modes, which the header doesn't show.
+``PREFIX.bin`` holds the tokens, end to end.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def idx_path(prefix: str) -> Path:
 
 
 def token_dtype(vocab_size: int | None) -> np.dtype[Any]:
-    """Smallest type Megatron-LM stores ids of this vocabulary in: uint16 below 65,500 ids, else (or unknown) int32."""
+    """Type in which Megatron-LM stores ids of this vocabulary: uint16 below 65,500 ids, else (or unknown) int32."""
     return TOKEN_DTYPES[8] if vocab_size is not None and vocab_size < 65500 else TOKEN_DTYPES[4]
 
 
 @dataclass(frozen=True)
 class IndexHeader:
-    """What the first 34 bytes of ``PREFIX.idx`` say."""
+    """Content of the first 34 bytes of ``PREFIX.idx``."""
 
     dtype: np.dtype[Any]
     num_sequences: int
@@ -76,7 +76,7 @@ class IndexHeader:
 
 
 def read_header(prefix: str, *, multimodal: bool) -> IndexHeader:
-    """Header of ``PREFIX.idx``; DataError when a file is missing, something else, or not of the size it says."""
+    """Header of ``PREFIX.idx``; DataError when a file is missing, of another format, or not of the header's size."""
     _check_files_exist(prefix)
     path = idx_path(prefix)
     with path.open("rb") as file:
@@ -90,8 +90,17 @@ def read_header(prefix: str, *, multimodal: bool) -> IndexHeader:
     if code not in TOKEN_DTYPES:
         raise DataError(f"{path} has token type code {code}; codes are 1 to {max(TOKEN_DTYPES)}: the file is damaged")
     header = IndexHeader(TOKEN_DTYPES[code], num_sequences, num_boundaries)
-    _check_index_size(path, header, multimodal=multimodal)
-    return header
+    actual, needed = path.stat().st_size, header.file_size(multimodal=multimodal)
+    if actual == needed:
+        return header
+    if actual == header.file_size(multimodal=not multimodal):
+        hint = "it holds no modes: leave --multimodal out" if multimodal else "it holds modes: a multimodal data set"
+    else:
+        hint = "it is truncated: copy or write it again" if actual < needed else "the file is damaged"
+    raise DataError(
+        f"{path} has {_difference(actual, needed)} its {num_sequences} sequences and {num_boundaries} document "
+        f"boundaries take: {hint}"
+    )
 
 
 def check_tables(
@@ -119,7 +128,12 @@ def check_tables(
             )
         end = int(expected[-1] + sizes[-1])
     _check_boundaries(path, boundaries, num_sequences=len(lengths))
-    _check_token_file_size(prefix, described=end)
+    actual = bin_path(prefix).stat().st_size
+    if actual != end:
+        raise DataError(
+            f"{bin_path(prefix)} has {_difference(actual, end)} {path.name} describes: it is incomplete, or the two "
+            "files belong to different data sets"
+        )
     return end // dtype.itemsize
 
 
@@ -170,30 +184,6 @@ def _check_magic(prefix: str, first: bytes) -> None:
             "text again"
         )
     raise DataError(f"{path} is not an index of a data set: it starts with {first[: len(MAGIC)]!r}, not {MAGIC!r}")
-
-
-def _check_index_size(path: Path, header: IndexHeader, *, multimodal: bool) -> None:
-    actual, needed = path.stat().st_size, header.file_size(multimodal=multimodal)
-    if actual == needed:
-        return
-    if actual == header.file_size(multimodal=not multimodal):
-        hint = "it holds no modes: leave --multimodal out" if multimodal else "it holds modes: a multimodal data set"
-    else:
-        hint = "it is truncated: copy or write it again" if actual < needed else "the file is damaged"
-    raise DataError(
-        f"{path} has {_difference(actual, needed)} its {header.num_sequences} sequences and "
-        f"{header.num_boundaries} document boundaries take: {hint}"
-    )
-
-
-def _check_token_file_size(prefix: str, *, described: int) -> None:
-    path = bin_path(prefix)
-    actual = path.stat().st_size
-    if actual != described:
-        raise DataError(
-            f"{path} has {_difference(actual, described)} {idx_path(prefix).name} describes: "
-            "it is incomplete, or the two files belong to different data sets"
-        )
 
 
 def _check_boundaries(path: Path, boundaries: NDArray[np.int64], *, num_sequences: int) -> None:

@@ -1,6 +1,6 @@
-"""The finished part of a long conversion of text to data sets, so that an interrupted one goes on instead of anew.
+"""The finished part of a long conversion of text to data sets, so that an interrupted one continues from there.
 
-The journal says how far into the input the output reaches, and how long the output is there. It counts only for the
+The journal says how far into the input the output reaches, and how long the output is there. It is valid only for the
 same settings and for input files that are unchanged up to that place; what was written after it is written again.
 """
 
@@ -8,21 +8,78 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megatron.core.datasets.files import replaced_file, write_errors
 from megatron.core.datasets.metadata import DatasetMetadata
-from megatron.core.datasets.tally import Tally
 from megatron.core.tokenizers.text_files import STDIN, Position
 from megatron.errors import DataError
-from megatron.small_files import VOCABULARY_BYTES, as_kind, read_json
+from megatron.small_files import VOCABULARY_BYTES, read_json
+
+_EXACT_BITS = 12
+
+
+@dataclass
+class LengthHistogram:
+    """Number of documents by length in tokens: exact up to 4,095, longer ones to 12 binary digits.
+
+    ``longest`` is exact.
+    """
+
+    counts: dict[int, int] = field(default_factory=dict)
+    longest: int = 0
+
+    def __post_init__(self) -> None:
+        self.counts = {int(length): count for length, count in self.counts.items()}  # keys from JSON are text
+
+    def add(self, lengths: NDArray[np.int64]) -> None:
+        """Count documents."""
+        self.longest = max(self.longest, int(lengths.max(initial=0)))
+        digits = np.frexp(lengths.astype(np.float64))[1]
+        shift = np.maximum(digits - _EXACT_BITS, 0)
+        values, times = np.unique(lengths >> shift << shift, return_counts=True)
+        for value, count in zip(values.tolist(), times.tolist()):
+            self.counts[value] = self.counts.get(value, 0) + count
+
+    def percentiles(self, *shares: float) -> list[int]:
+        """For each ``share``, the least length that this percentage of documents don't exceed; [] without documents."""
+        values = np.array(sorted(self.counts), np.int64)
+        reached = np.cumsum([self.counts[value] for value in values.tolist()])
+        if not len(values):
+            return []
+        places = np.searchsorted(reached, np.array(shares) / 100 * reached[-1])
+        return [self.longest if share == 100 else int(values[place]) for share, place in zip(shares, places)]
+
+
+@dataclass
+class Tally:
+    """Counts of a conversion so far; ``tokens`` and ``lengths`` by key.
+
+    ``empty``: texts without a token. ``bad``: lines that hold no document.
+    """
+
+    documents: int = 0
+    empty: int = 0
+    bad: int = 0
+    text_bytes: int = 0
+    tokens: dict[str, int] = field(default_factory=dict)
+    lengths: dict[str, LengthHistogram] = field(default_factory=dict)
+
+    def add_documents(self, key: str, lengths: NDArray[np.int64]) -> None:
+        """Count the documents of one key by their lengths in tokens."""
+        self.empty += int(np.count_nonzero(lengths == 0))
+        self.tokens[key] = self.tokens.get(key, 0) + int(lengths.sum())
+        self.lengths.setdefault(key, LengthHistogram()).add(lengths)
 
 
 @dataclass(frozen=True)
 class Milestone:
-    """``position`` in the input, the output's counts there by prefix, and everything counted up to there."""
+    """``position`` in the input, the output's counts there by prefix, and all counts up to there."""
 
     position: Position
     bytes_read: int
@@ -30,10 +87,18 @@ class Milestone:
     tally: Tally
 
 
+@dataclass(frozen=True)
+class _Entry(Milestone):
+    """What the file holds: a milestone, the settings, and name, size and modification time of each input file."""
+
+    settings: Any
+    inputs: Any
+
+
 class Journal:
     """The last milestone of a run that turns ``inputs`` into data sets with ``settings``, in the file ``path``.
 
-    Input from a pipe can't be read again, so with it there is none.
+    Input from a pipe can't be read again; then there is no journal.
     """
 
     def __init__(self, path: Path, *, settings: Mapping[str, Any], inputs: Sequence[str]) -> None:
@@ -41,40 +106,33 @@ class Journal:
         self.possible = STDIN not in inputs and all(Path(each).is_file() for each in inputs)
 
     def read(self) -> Milestone | None:
-        """Where to go on; None when nothing is left of an earlier run, or it was another one."""
+        """Where to continue; None when there is no journal, or it belongs to another run."""
         try:
-            saved = read_json(self.path, dict[str, Any], error=DataError, most_bytes=VOCABULARY_BYTES)
-            position = as_kind(saved["position"], Position, where=str(self.path), error=DataError)
-            if not self.possible or saved["settings"] != self._settings or saved["inputs"] != self._files(position):
-                return None
-            outputs = {prefix: DatasetMetadata(tokenizer=None, **counts) for prefix, counts in saved["outputs"].items()}
-            return Milestone(position, saved["bytes_read"], outputs, Tally.from_json(saved["tally"]))
-        except (OSError, DataError, ValueError, KeyError, TypeError, AttributeError):
+            saved: _Entry = read_json(self.path, _Entry, error=DataError, most_bytes=VOCABULARY_BYTES)
+            same = saved.settings == self._settings and saved.inputs == self._files(saved.position)
+            return saved if same and self.possible else None
+        except (OSError, DataError, ValueError):
             return None
 
     def write(self, milestone: Milestone) -> None:
-        """Note a milestone; raises DataError when the disk is full."""
-        counts = {}
-        for prefix, metadata in milestone.outputs.items():
-            counts[prefix] = asdict(replace(metadata, tokenizer=None))
-            del counts[prefix]["tokenizer"]
-        content = {
-            "settings": self._settings,
-            "inputs": self._files(milestone.position),
-            "position": asdict(milestone.position),
-            "bytes_read": milestone.bytes_read,
-            "outputs": counts,
-            "tally": milestone.tally.to_json(),
-        }
+        """Record a milestone; raises DataError when the disk is full."""
+        entry = _Entry(
+            milestone.position,
+            milestone.bytes_read,
+            {prefix: replace(metadata, tokenizer=None) for prefix, metadata in milestone.outputs.items()},
+            milestone.tally,
+            settings=self._settings,
+            inputs=self._files(milestone.position),
+        )
         with write_errors(self.path), replaced_file(self.path) as aside:
-            aside.write_text(json.dumps(content), encoding="utf-8")
+            aside.write_text(json.dumps(asdict(entry)), encoding="utf-8")
 
     def remove(self) -> None:
-        """Forget everything: the output is complete, or it is begun anew."""
+        """Delete the journal: the output is complete, or the run starts again."""
         with write_errors(self.path):
             self.path.unlink(missing_ok=True)
 
     def _files(self, position: Position) -> list[list[Any]]:
-        """Name, size and time of change of the files up to ``position``."""
+        """Name, size and modification time of the files up to ``position``."""
         states = [(each, Path(each).stat()) for each in self._inputs[: position.file + 1]]
         return [[each, state.st_size, state.st_mtime_ns] for each, state in states]

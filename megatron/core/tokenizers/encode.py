@@ -7,10 +7,9 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing.connection import wait
@@ -24,7 +23,7 @@ from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.engine import OWN, Engine, build_engine
 from megatron.core.tokenizers.sentences import SentenceRules, split_all
-from megatron.core.tokenizers.text_files import BadLine, Documents, LineBatch, Position, read_documents
+from megatron.core.tokenizers.text_files import BadLine, LineBatch, Position, read_documents
 from megatron.errors import RESTART_MAY_HELP, DataError
 
 BATCHES_AHEAD = 2  # per worker: one being encoded and one waiting, so that no worker waits for the reader
@@ -32,7 +31,7 @@ BATCHES_AHEAD = 2  # per worker: one being encoded and one waiting, so that no w
 
 @dataclass(frozen=True)
 class Encoding:
-    """How lines become ids; small, because it travels to the workers with every batch.
+    """How lines become ids; small, because it is sent to the workers with every batch.
 
     ``sentences``: each sentence is a sequence of its own; None: each document is one.
     """
@@ -77,8 +76,8 @@ def encode_in_order(
 ) -> Generator[EncodedBatch, None, None]:
     """Encode with ``workers``, a thread of this process and further processes, in the order of ``batches``.
 
-    What is yielded does not depend on ``workers``. At most ``BATCHES_AHEAD`` batches per worker are in memory.
-    Raises DataError when a worker dies. No process outlives the generator: use it up or close it.
+    The result does not depend on ``workers``. At most ``BATCHES_AHEAD`` batches per worker are in memory. Raises
+    DataError when a worker dies. No process outlives the generator: exhaust it or close it.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker is one core
     running: deque[Future[EncodedBatch]] = deque()
@@ -101,10 +100,10 @@ def encode_in_order(
 
 
 class _Crew:
-    """A thread, which works at once, and ``workers`` - 1 processes, which join it when they have started.
+    """A thread, which encodes immediately, and ``workers`` - 1 processes, which are used once they have started.
 
-    The libraries encode without Python's lock, or so fast that the lock is no matter, so the thread is a worker while
-    this process reads and writes.
+    The libraries release Python's lock while they encode, or take so little time that it doesn't matter, so the thread
+    encodes while this process reads and writes.
     """
 
     def __init__(self, workers: int, encoding: Encoding) -> None:
@@ -119,16 +118,20 @@ class _Crew:
             # Not forked: a fork copies the locks of other threads, and the tokenizers library has threads.
             spawn = multiprocessing.get_context("spawn")
             self._processes = ProcessPoolExecutor(self._num_processes, spawn, initializer=_start_worker)
-            with _interrupts_held():  # they can't ignore Ctrl-C before they have imported anything
+            # New processes inherit the mask: they can't ignore Ctrl-C by themselves before they have imported anything.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
                 self._starting = [self._processes.submit(_get_ready, encoding) for _ in range(self._num_processes)]
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     @property
     def most_ahead(self) -> int:
-        """Batches that may be under way."""
+        """Batches that may be in progress."""
         return BATCHES_AHEAD * (1 + self._num_processes * self._have_started())
 
     def submit(self, batch: LineBatch) -> Future[EncodedBatch]:
-        """Give the batch to whoever has least to do."""
+        """Give the batch to the least loaded worker."""
         for queue in (self._in_thread, self._in_processes):
             while queue and queue[0].done():
                 queue.popleft()
@@ -147,7 +150,7 @@ class _Crew:
         return not self._starting
 
     def dismiss(self) -> None:
-        """End all workers; what has not begun is left undone."""
+        """End all workers and cancel what they have not begun."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         if self._processes is not None:
             self._processes.shutdown(wait=True, cancel_futures=True)
@@ -169,15 +172,11 @@ def encode_batch(batch: LineBatch, encoding: Encoding) -> EncodedBatch:
     tokenizer = shared_tokenizer(encoding.tokenizer)
     documents = read_documents(batch, encoding.keys)
     try:
-        encoded = _encode_keys(documents, encoding)
+        encoded = {key: _encode_texts(texts, encoding) for key, texts in documents.texts.items()}
     except DataError:
         documents.drop_unless(tokenizer.tokenize)
-        encoded = _encode_keys(documents, encoding)
+        encoded = {key: _encode_texts(texts, encoding) for key, texts in documents.texts.items()}
     return EncodedBatch(encoded, documents.bad, len(batch.data), batch.bytes_read, batch.end)
-
-
-def _encode_keys(documents: Documents, encoding: Encoding) -> dict[str, EncodedTexts]:
-    return {key: _encode_texts(texts, encoding) for key, texts in documents.texts.items()}
 
 
 def _encode_texts(texts: Sequence[str], encoding: Encoding) -> EncodedTexts:
@@ -195,18 +194,8 @@ def _encode_texts(texts: Sequence[str], encoding: Encoding) -> EncodedTexts:
     return EncodedTexts(tokens, lengths.astype(np.int32), sequences)
 
 
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Put off Ctrl-C; processes started meanwhile never see it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _get_ready(encoding: Encoding) -> None:
-    """In a worker: build what every batch needs."""
+    """In a worker: build the engine, which every batch needs."""
     _engine_of(encoding)
 
 
@@ -216,7 +205,7 @@ def _start_worker() -> None:
 
 
 def _leave_with_parent() -> None:
-    """A killed parent closes no queue, so its workers would wait forever."""
+    """End this worker with its parent: a killed parent closes no queue, so its workers would wait forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "workers are children"
     wait([parent.sentinel])

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from megatron.core.datasets.tally import Tally
+from megatron.core.datasets.journal import Tally
 from tools.preprocess_data import Progress
 
 
