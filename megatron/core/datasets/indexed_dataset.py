@@ -155,7 +155,7 @@ class IndexedDataset:
         return np.frombuffer(os.pread(self._file, count * size, start * size), self.dtype)
 
     def __reduce__(self) -> tuple[Any, ...]:  # worker processes open the files anew
-        settings = {"mmap": self.mmap, "multimodal": self.modes is not None, "cache": self._cache}
+        settings: dict[str, Any] = {"mmap": self.mmap, "multimodal": self.modes is not None, "cache": self._cache}
         return partial(IndexedDataset, self.prefix, **settings), ()
 
 

@@ -1,7 +1,7 @@
 """Compressed files of several streams, read to their last byte.
 
-``cat``, pbzip2, pigz, pixz and pzstd write streams end to end. The standard library's readers of bz2 and xz ignore
-whatever follows a stream and begins no other one, so a damaged header loses the rest of the file without an error.
+``cat``, pbzip2, pigz, pixz and pzstd write streams end to end. The standard library's readers of bz2 and xz ignore any
+bytes after a stream that don't begin another one, so with a damaged header they lose the rest without an error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import IO, Any, BinaryIO
 
 from megatron.errors import ConfigError, DataError
 
-# endings, and how such files begin
+# Endings, and the first bytes of such files.
 _SIGNATURES = {
     ".gz": rb"\x1f\x8b\x08",
     ".bz2": rb"BZh[1-9]1AY&SY",
@@ -30,12 +30,12 @@ _PIECE = 1 << 12  # bytes decompressed at a time; at the highest ratios they bec
 
 
 class DamagedStreamError(Exception):
-    """Bytes that are no stream of their kind, or only a part of one; the message says at which byte."""
+    """Bytes that are not a stream of their kind, or only a part of one; the message says at which byte."""
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """How to read one stream. ``padding``: whether zeros may follow it, as tapes leave them."""
+    """How to read one stream. ``padding``: whether zeros may follow it, as on tapes."""
 
     name: str
     new_stream: Callable[[], Any]
@@ -44,9 +44,9 @@ class _Kind:
 
 
 def decompressed(path: str, raw: io.BufferedReader) -> IO[bytes]:
-    """What the file holds, decompressed as its ending says; raises ConfigError when the library is missing.
+    """The file's content, decompressed as its ending says; raises ConfigError when the library is missing.
 
-    Raises DataError for a file that is packed otherwise than its ending says; reading raises DamagedStreamError.
+    Raises DataError for a file whose compression is not that of its ending; reading raises DamagedStreamError.
     """
     ending, start = Path(path).suffix, raw.peek(16)
     packed = next((each for each, signature in _SIGNATURES.items() if re.match(signature, start)), ending)
@@ -76,18 +76,18 @@ def _kind_of(path: str, ending: str) -> _Kind:
 
 
 class _Streams(io.RawIOBase):
-    """The content of streams that follow each other."""
+    """The content of consecutive streams."""
 
     def __init__(self, raw: BinaryIO, kind: _Kind) -> None:
         self._contents = _contents(raw, kind)
         self._content = b""
 
     def readable(self) -> bool:
-        """Yes; ``io.BufferedReader`` asks."""
+        """True, for ``io.BufferedReader``."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fill the buffer with what comes next; 0 at the end."""
+        """Fill the buffer with the next bytes; returns their number, 0 at the end."""
         while not self._content:
             content = next(self._contents, None)
             if content is None:

@@ -1,4 +1,4 @@
-"""Rows of a Parquet file as lines of JSON, so that whatever reads text files reads these, too."""
+"""Rows of a Parquet file as lines of JSON, so that they are read as text files are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron.core.tokenizers.text_files import LineBatch, Position
 from megatron.errors import ConfigError, DataError
 
-_ROWS = 256  # decoded at a time: a row of web text is a few KB
+_ROWS = 256  # decoded at a time; a row of web text is a few KB
 
 
 def read_rows(path: str, begin: Position, *, keys: Sequence[str], batch_bytes: int) -> Iterator[LineBatch]:
@@ -27,7 +27,9 @@ def read_rows(path: str, begin: Position, *, keys: Sequence[str], batch_bytes: i
     row = 0
     try:
         with parquet.ParquetFile(path) as file:
-            _check_columns(path, list(file.schema_arrow.names), keys)
+            names = list(file.schema_arrow.names)
+            if lacking := [key for key in keys if key not in names]:
+                raise DataError(f"--input {path} has no column {lacking[0]} (its columns are {', '.join(names[:8])}).")
             size, total = Path(path).stat().st_size, max(file.metadata.num_rows, 1)
             groups, row = _groups_from(
                 [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)], begin.line - 1
@@ -52,7 +54,7 @@ def read_rows(path: str, begin: Position, *, keys: Sequence[str], batch_bytes: i
 
 
 def _groups_from(sizes: Sequence[int], row: int) -> tuple[list[int], int]:
-    """Row groups that hold ``row`` and what follows, and the number of rows before them."""
+    """The row groups from the one that holds ``row`` on, and the number of rows before them."""
     before = 0
     for number, size in enumerate(sizes):
         if before + size > row:
@@ -64,9 +66,3 @@ def _groups_from(sizes: Sequence[int], row: int) -> tuple[list[int], int]:
 def _batch(path: str, file: int, row: int, lines: list[bytes], bytes_read: int) -> LineBatch:
     """Rows up to number ``row``."""
     return LineBatch(path, row - len(lines) + 1, b"\n".join(lines) + b"\n", bytes_read, Position(file, row + 1))
-
-
-def _check_columns(path: str, names: list[str], keys: Sequence[str]) -> None:
-    lacking = [key for key in keys if key not in names]
-    if lacking:
-        raise DataError(f"--input {path} has no column {lacking[0]} (its columns are {', '.join(names[:8])}).")

@@ -1,7 +1,7 @@
-"""Text cut into sentences by punkt (Kiss and Strunk 2006), as NLTK implements it.
+"""Text cut into sentences by punkt (Kiss and Strunk 2006), as implemented in NLTK.
 
 Its parameters (abbreviations, words that begin sentences, ...) come from NLTK's ``punkt_tab`` where NLTK_DATA holds
-it; otherwise punkt, which needs no labels, learns them from the first megabytes of the text itself.
+it; otherwise punkt, which needs no labels, learns them from the first megabytes of the text.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ LEARNED_FROM_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class SentenceRules:
-    """Where sentences end; small enough to travel to workers.
+    """Where sentences end; small enough to be sent to workers.
 
-    ``parameters``: punkt's, as JSON. ``origin``: where they come from, for people. ``keep_whitespace``: what lies
+    ``parameters``: punkt's, as JSON. ``origin``: where they come from, for messages. ``keep_whitespace``: whitespace
     between two sentences belongs to the first, so that a document's sentences together are its text.
     """
 
@@ -31,7 +31,7 @@ class SentenceRules:
     keep_whitespace: bool = False
 
     def split(self, text: str) -> list[str]:
-        """Sentences of one text; without ``keep_whitespace`` without the whitespace around them."""
+        """Sentences of one text, without the whitespace around them unless ``keep_whitespace``."""
         spans = list(_splitter(self.parameters).span_tokenize(text))
         if not self.keep_whitespace:
             return [text[start:end] for start, end in spans]
@@ -40,7 +40,7 @@ class SentenceRules:
 
 
 def installed_rules(language: str, *, keep_whitespace: bool = False) -> SentenceRules | None:
-    """NLTK's own rules of a language, or None when NLTK_DATA holds none; ConfigError for what is no language's name."""
+    """NLTK's own rules of a language, or None when NLTK_DATA holds none; ConfigError for an invalid name."""
     from nltk.tokenize.punkt import PunktTokenizer
 
     try:
@@ -53,7 +53,7 @@ def installed_rules(language: str, *, keep_whitespace: bool = False) -> Sentence
 
 
 def learned_rules(texts: Iterable[str], *, language: str, keep_whitespace: bool = False) -> SentenceRules:
-    """Rules that punkt learns from ``texts``, for want of those of ``language``; the same texts give the same rules."""
+    """Rules that punkt learns from ``texts``, where those of ``language`` are missing; deterministic."""
     from nltk.tokenize.punkt import PunktTrainer
 
     trainer, size = PunktTrainer(), 0

@@ -1,6 +1,6 @@
 """Files of text: found, decompressed, cut into batches of whole lines, and read line by line as JSON.
 
-Lines are numbered from 1 so that what is wrong with one can be said as ``FILE:LINE``.
+Lines are numbered from 1, and errors name them as ``FILE:LINE``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from megatron.core.tokenizers import compressed
 from megatron.core.tokenizers.compressed import DamagedStreamError, decompressed
@@ -63,7 +63,7 @@ class BadLine:
 
 @dataclass
 class Documents:
-    """The texts of a batch, ``texts[key][i]`` from line ``lines[i]``, and the lines that hold none, in order."""
+    """The texts of a batch, ``texts[key][i]`` from line ``lines[i]``, and its bad lines in order."""
 
     path: str
     texts: dict[str, list[str]]
@@ -75,7 +75,7 @@ class Documents:
         bisect.insort(self.bad, BadLine(self.path, line, reason), key=lambda bad: bad.line)
 
     def drop_unless(self, check: Callable[[str], object]) -> None:
-        """Turn the documents for one of whose texts ``check`` raises DataError into bad lines."""
+        """Reject each document of which ``check`` refuses a text with a DataError."""
         for index in reversed(range(len(self.lines))):
             try:
                 for texts in self.texts.values():
@@ -87,10 +87,10 @@ class Documents:
 
 
 def find_inputs(patterns: Sequence[str], *, endings: Sequence[str] = (*JSON_ENDINGS, PARQUET_ENDING)) -> list[str]:
-    """The files that paths, folders and globs mean, in the order given and sorted by name within each; ``-`` is stdin.
+    """The files that paths, folders and globs name, in the order given and sorted by name within each; ``-`` is stdin.
 
-    A folder means the files below it with one of ``endings``, compressed or not.
-    Raises DataError for what matches nothing, and for a file that is named twice.
+    A folder stands for the files below it with one of ``endings``, compressed or not.
+    Raises DataError for a pattern that matches nothing, and for a file that is named twice.
     """
     found: list[str] = []
     for pattern in patterns:
@@ -103,10 +103,10 @@ def find_inputs(patterns: Sequence[str], *, endings: Sequence[str] = (*JSON_ENDI
 
 
 def total_size(paths: Sequence[str]) -> int | None:
-    """Bytes on disk, None when some of it comes through a pipe."""
+    """Bytes on disk; None when a file is a pipe."""
     if any(path == STDIN or not Path(path).is_file() for path in paths):
         return None
-    return sum(Path(path).stat().st_size for path in paths)
+    return sum(map(_size, paths))
 
 
 def read_batches(
@@ -114,8 +114,8 @@ def read_batches(
 ) -> Iterator[LineBatch]:
     """Lines of all files from ``start`` on, in batches of about ``batch_bytes``, decompressed by the file's ending.
 
-    Endings are .gz, .bz2, .xz and .zst; of a .parquet file each row is a line of JSON that holds the columns ``keys``.
-    Holds one batch at a time; a line longer than that is a batch of its own. A byte order mark is left out.
+    Endings are .gz, .bz2, .xz and .zst; of a .parquet file each row is a line of JSON with the columns ``keys``. Keeps
+    one batch in memory; a line longer than that is a batch of its own. A byte order mark is left out.
     Raises DataError when a file cannot be read or its compression is damaged.
     """
     finished = sum(_size(path) for path in paths[: start.file])
@@ -135,9 +135,13 @@ def read_batches(
 def _read_lines(path: str, begin: Position, *, batch_bytes: int) -> Iterator[LineBatch]:
     next_line, offset = begin.line, begin.offset
     try:
-        with _open(path) as raw, decompressed(path, raw) as stream:
-            if offset:
-                _skip(stream, offset)
+        source = sys.stdin.fileno() if path == STDIN else path
+        with open(source, "rb", closefd=path != STDIN) as raw, decompressed(path, raw) as stream:
+            if offset and stream.seekable():
+                stream.seek(offset)
+            elif offset:  # compressed data must be read up to there
+                for start in range(0, offset, BATCH_BYTES):
+                    stream.read(min(offset - start, BATCH_BYTES))
             while data := stream.read(batch_bytes):
                 if not data.endswith(b"\n"):
                     data += stream.readline()
@@ -147,16 +151,11 @@ def _read_lines(path: str, begin: Position, *, batch_bytes: int) -> Iterator[Lin
                     data = data.removeprefix(codecs.BOM_UTF8)
                 yield LineBatch(path, first_line, data, raw.tell() if raw.seekable() else 0, end)
     except (OSError, DamagedStreamError) as error:
-        raise DataError(f"--input {path} cannot be read after line {next_line - 1}: {_reason(error)}.") from None
-
-
-def _skip(stream: IO[bytes], count: int) -> None:
-    """Move ``count`` bytes on; packed files are unpacked up to there."""
-    if stream.seekable():
-        stream.seek(count)
-        return
-    while count:
-        count -= len(stream.read(min(count, BATCH_BYTES)))
+        if isinstance(error, OSError):
+            reason = error.strerror or str(error)
+        else:
+            reason = f"{error}; the file is damaged or cut short, copy it again (or rename it, if it isn't compressed)"
+        raise DataError(f"--input {path} cannot be read after line {next_line - 1}: {reason}.") from None
 
 
 def _size(path: str) -> int:
@@ -169,7 +168,8 @@ def read_documents(batch: LineBatch, keys: Sequence[str]) -> Documents:
     lines = batch.data.removesuffix(b"\n").split(b"\n")
     for number, line in enumerate(lines, batch.first_line):
         try:
-            found = _texts_of(line, keys)
+            record = read_record(line)
+            found = [_text_of(record, key) for key in keys]
         except DataError as error:
             documents.reject(number, str(error))
             continue
@@ -218,31 +218,13 @@ def _matches(pattern: str, endings: Sequence[str]) -> list[str]:
     return matches
 
 
-def _open(path: str) -> io.BufferedReader:
-    if path == STDIN:
-        return open(sys.stdin.fileno(), "rb", closefd=False)
-    return open(path, "rb")
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError):
-        return error.strerror or str(error)
-    return f"{error}; the file is damaged or cut short, copy it again (or rename it, if it isn't compressed)"
-
-
-def _texts_of(line: bytes, keys: Sequence[str]) -> list[str]:
-    """The texts of one line; raises DataError with the reason."""
-    record = read_record(line)
-    return [_text_of(record, key) for key in keys]
-
-
 def read_record(line: bytes) -> dict[str, Any]:
     """The JSON object of one line; raises DataError with the reason."""
     text = _decode(line)
     try:
-        record, end = _scan(text, 0)  # what json.loads does for a text without space around it, in half the time
+        record, end = _scan(text, 0)  # as json.loads does for a text without space around it, in half the time
     except (ValueError, StopIteration, RecursionError):
-        record, end = None, -1  # the slower way below says what is wrong
+        record, end = None, -1  # the slower parse_line gives the reason
     if end == len(text) and isinstance(record, dict):
         return record
     record = parse_line(text)
@@ -252,7 +234,7 @@ def read_record(line: bytes) -> dict[str, Any]:
 
 
 def parse_line(line: str) -> Any:
-    """The value that a line spells in JSON; raises DataError with the reason."""
+    """The JSON value of a line; raises DataError with the reason."""
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
