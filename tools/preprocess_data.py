@@ -26,8 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from tqdm import tqdm
-
 from megatron.config.flags import check_flags, derive, flag
 from megatron.config.parse import parse_groups
 from megatron.config.preprocessing_flags import PREPROCESSING_FLAGS
@@ -110,12 +108,12 @@ class Progress:
     def __init__(
         self, size: int | None, *, log_interval: int, stream: TextIO, done: Tally | None = None, bytes_done: int = 0
     ) -> None:
-        self._size, self._interval, self._stream = size, log_interval, stream
+        self._interval, self._stream = log_interval, stream
         self._bar = ProgressBar(size, initial=bytes_done, counted=False, stream=stream)
         self._start = time.monotonic()
         before = done or Tally()
         self._documents, self._text_bytes, self._tokens = before.documents, before.text_bytes, _tokens(before)
-        self._bytes_done, self._logged = bytes_done, before.documents // log_interval
+        self._logged = before.documents // log_interval
 
     def update(self, tally: Tally, bytes_read: int) -> None:
         """Show where things stand, if it is time to."""
@@ -124,10 +122,8 @@ class Progress:
             self._bar.show(bytes_read, f"{tally.documents:,} documents", f"{rate:.1f} MB/s")
         elif tally.documents // self._interval > self._logged:
             self._logged = tally.documents // self._interval
-            read, until = bytes_read - self._bytes_done, ""
-            if self._size and read:
-                until = f", {tqdm.format_interval(self.seconds * (self._size - bytes_read) / read)} left"
-            print(f"Processed {tally.documents} documents ({self.rates(tally)}{until}).", file=self._stream, flush=True)
+            facts = ", ".join(filter(None, (self.rates(tally), self._bar.time_left(bytes_read))))
+            print(f"Processed {tally.documents} documents ({facts}).", file=self._stream, flush=True)
 
     def say(self, line: str) -> None:
         """Print a line without leaving half a bar before it."""

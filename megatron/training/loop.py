@@ -85,7 +85,7 @@ def train(run: Run, saver: Saver, profiled: Profiled) -> bool:
     batches = run.data.training_batches(progress.consumed_samples)
     reporter.restart_clock(progress.iteration)
     while progress.iteration < config.train_iters and reason is None:
-        run.context.mesh.activity.phase = f"iteration {progress.iteration + 1}"
+        run.context.mesh.activity.progress = f"iteration {progress.iteration + 1}"
         with profiled(progress.iteration + 1):
             with reporter.timers("batch-generator", level=1):
                 microbatches = next(batches)

@@ -21,9 +21,9 @@ from megatron.training.run.stop import check_finite, nonfinite_gradient_error
 
 @dataclass(frozen=True)
 class GlobalLoss:
-    """The loss of a global batch, the same on every rank, and the count that gradients are divided by.
+    """The loss of a global batch, the same on every rank.
 
-    ``totals``: the sum and the count of each of its parts, by name.
+    ``totals``: sum and count of each named loss. ``count``: what gradients are divided by.
     """
 
     totals: dict[str, tuple[float, float]]
@@ -31,15 +31,15 @@ class GlobalLoss:
 
     @property
     def means(self) -> dict[str, float]:
-        """Each part's sum over its count; 0 where nothing counts, never NaN."""
+        """Each loss's sum over its count; 0 where the count is 0, never NaN."""
         return {name: total / max(count, 1.0) for name, (total, count) in self.totals.items()}
 
 
 def global_loss(loss: LossSum | None, names: Sequence[str], context: ParallelContext) -> GlobalLoss:
-    """Add up a loss over all ranks that hold the last stage, for all ranks.
+    """Sum a loss over all ranks, for all ranks. A collective.
 
-    ``loss``: elsewhere the parts that layers reported, or None. ``names``: of its parts.
-    Raises ConfigError for a part that has none of these names.
+    ``loss``: on ranks without the last stage the losses that layers reported, or None. ``names``: of all losses.
+    Raises ConfigError for a loss with another name.
     """
     unknown = sorted(set(loss.parts) - set(names)) if loss is not None else []
     if unknown:
@@ -54,7 +54,7 @@ def global_loss(loss: LossSum | None, names: Sequence[str], context: ParallelCon
         for row, name in zip(pairs[1:], names):
             if name in loss.parts:
                 row.copy_(loss.parts[name])
-    # On a GPU everything queued so far, collectives of others too, is waited for here.
+    # On a GPU this waits for everything queued so far, collectives included.
     with context.mesh.activity.waiting("the device's work", range(context.mesh.world_size)):
         totals = all_reduce(pairs, context.mesh, "pp", "dp", "cp").tolist()
     return GlobalLoss({name: (total, count) for name, (total, count) in zip(names, totals[1:])}, max(totals[0][1], 1.0))
@@ -63,7 +63,7 @@ def global_loss(loss: LossSum | None, names: Sequence[str], context: ParallelCon
 def total_counts(
     counts: Sequence[Mapping[str, Tensor]], names: Sequence[str], context: ParallelContext
 ) -> dict[str, Tensor]:
-    """What each of several losses counts in a global batch, before its first forward pass; at least 1. A collective.
+    """The count of each named loss in a global batch, at least 1, known before its first forward pass. A collective.
 
     ``counts``: of this rank's microbatches.
     """
@@ -77,19 +77,26 @@ def total_counts(
 
 
 def loss_weights(totals: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What makes each of several losses a mean over its own count when all are divided by the first's."""
+    """Factors that make each of several losses a mean over its own count when all are divided by the first's count."""
     first, *_ = totals.values()
     return {name: first / total for name, total in totals.items()}
 
 
 def ready_to_learn(run: Run, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-    """A global batch with what the gradients of its losses are scaled by.
+    """This rank's microbatches of a global batch with the factors that scale the gradients of their losses.
 
-    A collective for several losses and for fp16; a single loss of another precision needs no counts beforehand.
+    A collective for several losses and for fp16; a single loss of another precision needs no counts beforehand. Raises
+    ConfigError for a loss that the train spec doesn't count.
     """
     names, weights = run.train_spec.loss_names(run.config), dict[str, Tensor]()
     if len(names) > 1 or run.config.precision.fp16:
-        totals = total_counts([run.train_spec.counts(each, run.context) for each in microbatches], names, run.context)
+        counts = [run.train_spec.counts(each, run.context) for each in microbatches]
+        if lacking := [name for name in names if any(each and name not in each for each in counts)]:
+            raise ConfigError(
+                f"counts() of the train spec {run.train_spec.name} lacks {', '.join(lacking)}, which its loss_names() "
+                "lists: return a count for every name, or remove it from loss_names()"
+            )
+        totals = total_counts(counts, names, run.context)
         weights = loss_weights(totals) if len(names) > 1 else {}
         if run.config.precision.fp16:
             sizes = run.context.mesh.size("dp") * run.context.mesh.size("cp")
@@ -100,7 +107,7 @@ def ready_to_learn(run: Run, microbatches: Sequence[Microbatch]) -> list[Microba
 def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepRecord:
     """Forward and backward over this rank's ``microbatches``, gradient sync, update; advances the run's progress.
 
-    Raises NonFiniteError for a loss or gradient that is not a number, before any weight changes.
+    Raises NonFiniteError for a loss or gradient that is not finite, before any weight changes.
     """
     progress, settings, timers = run.progress, run.config.training, run.reporter.timers
     assert run.schedule is not None, "a run that only evaluates takes no steps"
@@ -151,10 +158,3 @@ def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepRecord:
         params_norm=run.optimizer.parameter_norm() if run.config.reporting.log_params_norm else None,
         skipped=update.skipped,
     )
-
-
-def evaluation_step(run: Run, microbatches: Sequence[Microbatch]) -> LossSum | None:
-    """Forward over this rank's ``microbatches``; sums and counts of this rank alone, without the last stage None or the
-    parts that layers reported.
-    """
-    return run.runner.step(run.plans.evaluation(len(microbatches)), microbatches)

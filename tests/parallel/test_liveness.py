@@ -73,9 +73,9 @@ def test_failure_ends_all_ranks_and_only_the_first_is_told() -> None:
 def test_stall_is_told_once_with_the_missing_rank(capfd: pytest.CaptureFixture[str]) -> None:
     """A hung job tells nobody which of its ranks hangs, and where."""
     with ranks(3) as (_, meshes, left):
-        meshes[1].activity.phase = "iteration 12, batch-generator"
+        meshes[1].activity.progress = "iteration 12, batch-generator"
         for rank in (0, 2):
-            meshes[rank].activity.phase = "iteration 12, forward-backward"
+            meshes[rank].activity.progress = "iteration 12, forward-backward"
             meshes[rank].activity.waiting("all-reduce over dp, cp", (0, 1, 2)).__enter__()
         left.expect(3)
         assert set(left.codes.values()) == {1}

@@ -1,4 +1,4 @@
-"""What a rank is doing at this moment, so that a stall or a failure can be told as a place in the run."""
+"""What a rank is doing at this moment, so that a report of a stall or failure can name the place in the run."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from types import TracebackType
 class Activity:
     """Written by the rank's main thread, read by the thread that watches it.
 
-    ``phase``: e.g. ``iteration 12``. ``part``: of that phase, e.g. ``forward-backward``. ``action``: what the pipeline
-    runner does in it. ``collective``: what the rank waits for together with ``group``, world ranks; empty outside of
-    collectives. ``since``: monotonic time at which this one began. ``steps``: iterations done by this process.
+    ``progress``: e.g. ``iteration 12``. ``part``: of that iteration, e.g. ``forward-backward``. ``action``: of the
+    pipeline runner in it. ``collective``: what the rank waits for together with ``group``, world ranks; empty outside
+    of collectives. ``since``: monotonic time at which this one began. ``steps``: iterations done by this process.
     """
 
-    phase: str = "start"
+    progress: str = "start"
     part: str = ""
     action: str = ""
     collective: str = ""
@@ -28,7 +28,7 @@ class Activity:
 
     @contextmanager
     def during(self, part: str) -> Iterator[None]:
-        """The block's work is this part of the phase; one that ends by an exception stays on record."""
+        """The block's work is this part of the iteration; one that ends by an exception stays on record."""
         before, self.part = self.part, part
         yield
         self.part = before
@@ -48,7 +48,7 @@ class Activity:
     @property
     def place(self) -> str:
         """The place in the run in words, the collective left out."""
-        return ", ".join(filter(None, (self.phase, self.part, self.action)))
+        return ", ".join(filter(None, (self.progress, self.part, self.action)))
 
 
 class _Waiting:

@@ -22,10 +22,10 @@ def derive_seed(*parts: object) -> int:
 
 @dataclass(frozen=True)
 class StreamKey:
-    """Identifies a microbatch: the number of the first sample it holds, and the pass (``train``, ``valid`` …)."""
+    """Identifies a microbatch: the number of its first sample, and the split (``train``, ``valid``, ``test``)."""
 
     sample: int
-    phase: str = "train"
+    split: str = "train"
 
 
 class RngStreams:
@@ -48,6 +48,6 @@ class RngStreams:
 
     def enter(self, key: StreamKey, place: str) -> None:
         """Point both streams at ``place`` (a layer, the embedding) of a microbatch."""
-        base = (self.seed, key.phase, key.sample, place)
+        base = (self.seed, key.split, key.sample, place)
         self.replicated.manual_seed(derive_seed(*base, "replicated", self._context_rank))
         self.split.manual_seed(derive_seed(*base, "split", self._context_rank, self._tensor_rank))

@@ -1,4 +1,4 @@
-"""Loss on data that isn't trained on."""
+"""Loss on validation and test data."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterator
 
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch
 from megatron.training.run.run import Run
-from megatron.training.step import GlobalLoss, evaluation_step, global_loss
+from megatron.training.step import GlobalLoss, global_loss
 
 
 def evaluate(run: Run, batches: Iterator[list[Microbatch]]) -> GlobalLoss:
-    """Losses over ``batches`` of this rank's microbatches, dropout off. A collective."""
+    """The mean losses over ``batches`` of this rank's microbatches, without dropout. A collective."""
     for model in run.models:
         model.eval()
     total: LossSum | None = None
     for microbatches in batches:
-        loss = evaluation_step(run, microbatches)
+        loss = run.runner.step(run.plans.evaluation(len(microbatches)), microbatches)
         if loss is not None:
             total = loss if total is None else total.plus(loss)
     for model in run.models:

@@ -1,4 +1,4 @@
-"""How much arithmetic a model asks for, and how much a device can do: the two sides of TFLOP/s and MFU."""
+"""Throughput: tokens/s, TFLOP/s and MFU, and the peak of a device that MFU is a share of."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.core.ops.matmul import times_transposed
 
 @dataclass(frozen=True)
 class Peak:
-    """Arithmetic a device can do at most, and where that figure comes from."""
+    """The highest arithmetic throughput of a device, and the source of that figure."""
 
     tflops: float
     source: str
@@ -23,7 +23,7 @@ class Peak:
 
 
 # Dense matrix-product peaks in TFLOP/s from the makers' data sheets: (part of the device name, 16-bit, 32-bit).
-# The first row whose name occurs as a whole word counts, so "H100 PCIe" comes before "H100".
+# The first row whose name occurs as a whole word is used, so "H100 PCIe" comes before "H100".
 _DATA_SHEETS = (
     ("GB200", 2500.0, 80.0),
     ("B200", 2250.0, 75.0),
@@ -47,7 +47,7 @@ _DATA_SHEETS = (
 
 
 def data_sheet_peak(device_name: str, dtype: torch.dtype) -> Peak | None:
-    """Peak of a known accelerator for products of ``dtype``; None for one that is not in the table."""
+    """Peak of an accelerator for products of ``dtype``; None for one that is not in the table."""
     for name, half, single in _DATA_SHEETS:
         if re.search(rf"\b{name}\b", device_name):
             narrow = dtype in (torch.bfloat16, torch.float16)
@@ -56,10 +56,9 @@ def data_sheet_peak(device_name: str, dtype: torch.dtype) -> Peak | None:
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype, *, size: int = 512, repeats: int = 40) -> Peak:
-    """The fastest of many short square matrix products, timed here and now: a fair limit where no data sheet applies.
+    """Throughput of the fastest of many short square matrix products, timed here, for CPUs.
 
-    Short ones, so that on a shared machine some run undisturbed; a tenth of a second in all. For CPUs only: nothing
-    waits for a device.
+    They are short, so that some run undisturbed on a shared machine; a tenth of a second in all.
     """
     factor = torch.ones(size, size, dtype=dtype, device=device)
     seconds = []
@@ -74,7 +73,7 @@ def measured_peak(device: torch.device, dtype: torch.dtype, *, size: int = 512, 
 
 
 def device_peak(device: torch.device, dtype: torch.dtype) -> Peak | None:
-    """The peak that MFU is stated against: the data sheet's, or, on CPU, measured; None rather than a guess."""
+    """The peak for MFU: from the data sheet or, on a CPU, measured; None for an accelerator that isn't known."""
     if device.type == "cpu":
         return measured_peak(device, dtype)
     return data_sheet_peak(torch.get_device_module(device).get_device_name(device), dtype)
@@ -91,7 +90,7 @@ class Throughput:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedScale:
-    """What turns samples and seconds into tokens/s, TFLOP/s and MFU."""
+    """Converts samples and seconds into tokens/s, TFLOP/s and MFU."""
 
     flops_per_sample: float
     tokens_per_sample: int
@@ -106,7 +105,7 @@ class SpeedScale:
 
 
 def throughput_line(speed: Throughput, scale: SpeedScale) -> str:
-    """The line printed under the log line with ``--log-throughput``: tokens/s, and MFU with the peak it refers to."""
+    """The line after the log line with ``--log-throughput``: tokens/s, TFLOP/s, and MFU with its peak."""
     line = f" throughput | tokens/s: {speed.tokens_per_second:.1f} |"
     line += f" model TFLOP/s per device: {speed.tflops_per_device:.4g} |"
     if speed.utilization is None or scale.peak is None:

@@ -1,4 +1,4 @@
-"""Memory in use: the device's allocator on an accelerator, the resident set on CPU, each under its own name."""
+"""Memory in use: the allocator's figures on an accelerator, the resident set on a CPU, each under its own name."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ _MB = 1024 * 1024
 def memory_use(device: torch.device) -> dict[str, int]:
     """Bytes by kind, current and highest: allocator figures of the device, or the resident set of this process."""
     if device.type == "cpu":
-        resident = _resident_bytes()
-        return {"resident": resident, "max resident": max(resident, _max_resident_bytes())}
+        highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        statm = Path("/proc/self/statm")
+        # Without procfs (macOS) only the highest value is known.
+        resident = int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else highest
+        return {"resident": resident, "max resident": max(resident, highest)}
     accelerator = torch.get_device_module(device)
     return {
         "allocated": accelerator.memory_allocated(device),
@@ -37,7 +40,7 @@ def memory_use(device: torch.device) -> dict[str, int]:
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes of the device; on a CPU, of the machine, divided by the ranks that share it."""
+    """Bytes of the device's memory; on a CPU, of the machine's, divided by the ranks that share it."""
     if device.type == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // launch_environment().local_world_size
     free_and_total: tuple[int, int] = torch.get_device_module(device).mem_get_info(device)
@@ -45,9 +48,9 @@ def total_memory(device: torch.device) -> int:
 
 
 def check_memory(config: RunConfig, train_spec: TrainSpec, context: ParallelContext) -> None:
-    """Raise ConfigError, before anything is allocated, for a part of the model that the device can't hold.
+    """Raise ConfigError, before anything is allocated, when this rank's part of the model exceeds the device's memory.
 
-    Activations are an estimate, so one microbatch is refused only above twice the device's memory.
+    The size of activations is an estimate, so a microbatch is refused only above twice the device's memory.
     """
     needed = rank_memory(config, train_spec, context.mesh.rank("pp"))
     total = total_memory(context.device)
@@ -57,18 +60,19 @@ def check_memory(config: RunConfig, train_spec: TrainSpec, context: ParallelCont
 
 @contextmanager
 def sized_allocations(config: RunConfig, train_spec: TrainSpec, context: ParallelContext) -> Iterator[None]:
-    """Raise ConfigError where the block runs out of memory: what the allocator says, and what the rank needs and has.
+    """Raise ConfigError when the block runs out of memory: the allocator's reason, and what the rank needs and has.
 
-    Out of memory in a process's first iteration, the next start would fail alike; later, a restart may help.
+    In a process's first iteration a restart would fail in the same way; later, it may help.
     """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "allocate memory" not in str(error):
             raise
-        phase, (reason, *_) = context.mesh.activity.phase, str(error).splitlines() or [type(error).__name__]
+        reason, *_ = str(error).splitlines() or [type(error).__name__]
         code = RESTART_MAY_HELP if context.mesh.activity.steps else RESTART_CANNOT_HELP
-        message = f"out of memory at {phase} ({reason.rstrip('.')}): {_too_large(config, train_spec, context)}"
+        where = context.mesh.activity.progress
+        message = f"out of memory at {where} ({reason.rstrip('.')}): {_too_large(config, train_spec, context)}"
         raise ConfigError(message, exit_code=code) from error
 
 
@@ -85,13 +89,13 @@ def _too_large(config: RunConfig, train_spec: TrainSpec, context: ParallelContex
 
 
 def memory_line(use: Mapping[str, float], *, rank: int, iteration: int) -> str:
-    """Megatron's memory line; on CPU its fields say ``resident`` (all of the process) instead of ``allocated``."""
+    """Megatron's memory line; on a CPU its fields are ``resident`` (of the process) instead of ``allocated``."""
     fields = " | ".join(f"{kind}: {size / _MB:.1f}" for kind, size in use.items())
     return f"[Rank {rank}] (after {iteration} iterations) memory (MB) | {fields}"
 
 
 def memory_scalars(device: torch.device) -> dict[str, int]:
-    """TensorBoard values: Megatron's four names on an accelerator; on CPU others, as they mean something else."""
+    """Values for curves: Megatron's four names on an accelerator; other names on a CPU, for other figures."""
     use = memory_use(device)
     if device.type == "cpu":
         return {"mem-resident-bytes": use["resident"], "mem-max-resident-bytes": use["max resident"]}
@@ -102,15 +106,3 @@ def memory_scalars(device: torch.device) -> dict[str, int]:
         "mem-max-allocated-bytes": use["max allocated"],
         "mem-allocated-count": statistics.get("allocation.all.current", 0),
     }
-
-
-def _resident_bytes() -> int:
-    statm = Path("/proc/self/statm")
-    if not statm.exists():  # no procfs (macOS): the highest value is the only one at hand
-        return _max_resident_bytes()
-    return int(statm.read_text().split()[1]) * resource.getpagesize()
-
-
-def _max_resident_bytes() -> int:
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,4 +1,4 @@
-"""What a step produced, its averages, and the lines Megatron's log parsers expect: pure functions of numbers."""
+"""Results of a step, their averages, and the log lines that Megatron's log parsers expect: pure functions."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from datetime import datetime
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One optimizer step, complete: the same on every rank.
+    """Results of one optimizer step, the same on every rank.
 
-    ``losses`` are means over the global batch (one sum over one count). ``skipped`` means that the optimizer left the
-    weights alone (an overflow). ``learning_rate`` is the one set after the step, which the next step uses;
-    ``decoupled_learning_rate`` is that of word embeddings and output layer, where they have their own.
+    ``losses``: means over the global batch. ``learning_rate``: set after the step, which the next step uses.
+    ``decoupled_learning_rate``: of word embeddings and output layer, where they have their own. ``skipped``: the
+    optimizer left the weights unchanged (an overflow).
     """
 
     iteration: int
@@ -32,7 +32,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was found on one data set: sum and count of each loss, and of what else is counted, by name."""
+    """Results on one data set: sum and count of each loss and of each other mean, by name."""
 
     totals: Mapping[str, tuple[float, float]]
     seconds: float
@@ -42,8 +42,7 @@ class Evaluation:
 class IntervalTotals:
     """Losses and counts since the last log line.
 
-    A mean is taken over iterations that were not skipped. A non-finite loss counts as a nan iteration, whether the
-    optimizer skipped it or, with the check turned off, went on.
+    A non-finite loss counts as a nan iteration, whether or not the optimizer skipped the step.
     """
 
     iterations: int = 0
@@ -53,7 +52,7 @@ class IntervalTotals:
     _sums: dict[str, float] = field(default_factory=dict)
 
     def add(self, step: StepRecord) -> None:
-        """Take in one step."""
+        """Add one step."""
         self.iterations += 1
         self.samples += step.global_batch_size
         self.skipped_iterations += step.skipped
@@ -67,34 +66,29 @@ class IntervalTotals:
         return {name: total / taken for name, total in self._sums.items()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingLine:
-    """Everything on one log line. ``step`` is the last of the interval; ``seconds_per_iteration`` its mean duration."""
+def training_line(
+    step: StepRecord,
+    totals: IntervalTotals,
+    *,
+    time: datetime,
+    train_iters: int,
+    seconds_per_iteration: float,
+    tflops_per_device: float | None = None,
+) -> str:
+    """The log line of Megatron-LM 0.12: the same fields, order, widths and precisions.
 
-    time: datetime
-    step: StepRecord
-    train_iters: int
-    totals: IntervalTotals
-    seconds_per_iteration: float
-    tflops_per_device: float | None = None
-
-
-def training_line(line: TrainingLine) -> str:
-    """The log line of Megatron-LM 0.12 to the letter (its fields, order, widths and precisions).
-
-    A loss whose mean is not above zero is left out, as there; fields in brackets there appear when they have a value.
+    ``step``: the last of the interval of ``totals``. A loss whose mean is not above zero is left out, as there.
     """
-    step = line.step
-    parts = [f" [{line.time:%Y-%m-%d %H:%M:%S}] iteration {step.iteration:8d}/{line.train_iters:8d}"]
+    parts = [f" [{time:%Y-%m-%d %H:%M:%S}] iteration {step.iteration:8d}/{train_iters:8d}"]
     parts.append(f"consumed samples: {step.consumed_samples:12d}")
-    parts.append(f"elapsed time per iteration (ms): {line.seconds_per_iteration * 1000:.1f}")
-    if line.tflops_per_device is not None:
-        parts.append(f"throughput per GPU (TFLOP/s/GPU): {line.tflops_per_device:.1f}")
+    parts.append(f"elapsed time per iteration (ms): {seconds_per_iteration * 1000:.1f}")
+    if tflops_per_device is not None:
+        parts.append(f"throughput per GPU (TFLOP/s/GPU): {tflops_per_device:.1f}")
     parts.append(f"learning rate: {step.learning_rate:.6E}")
     if step.decoupled_learning_rate is not None:
         parts.append(f"decoupled learning rate: {step.decoupled_learning_rate:.6E}")
     parts.append(f"global batch size: {step.global_batch_size:5d}")
-    parts += [f"{name}: {loss:.6E}" for name, loss in line.totals.mean_losses().items() if loss > 0.0]
+    parts += [f"{name}: {loss:.6E}" for name, loss in totals.mean_losses().items() if loss > 0.0]
     parts.append(f"loss scale: {step.loss_scale:.1f}")
     if step.grad_norm is not None:
         parts.append(f"grad norm: {step.grad_norm:.3f}")
@@ -102,18 +96,18 @@ def training_line(line: TrainingLine) -> str:
         parts.append(f"num zeros: {step.num_zeros}")
     if step.params_norm is not None:
         parts.append(f"params norm: {step.params_norm:.3f}")
-    parts.append(f"number of skipped iterations: {line.totals.skipped_iterations:3d}")
-    parts.append(f"number of nan iterations: {line.totals.nan_iterations:3d}")
+    parts.append(f"number of skipped iterations: {totals.skipped_iterations:3d}")
+    parts.append(f"number of nan iterations: {totals.nan_iterations:3d}")
     return " | ".join(parts) + " |"
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), with the loss capped at 20 so that an untrained model prints a number."""
+    """exp(loss), with the loss capped at 20 as in Megatron-LM, so that an untrained model's is finite."""
     return math.exp(min(20.0, loss))
 
 
 def has_perplexity(name: str) -> bool:
-    """Whether a mean is a loss; an accuracy has no perplexity."""
+    """Whether the mean of this name is a loss; an accuracy has no perplexity."""
     return name.endswith("loss")
 
 

@@ -1,4 +1,4 @@
-"""How pictures look: one axes, few lines, values where they are read. Needs matplotlib, an optional library."""
+"""The common style of pictures. Needs matplotlib, an optional library."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def new_axes() -> Axes:
 
 
 def style(axes: Axes, *, x: str, y: str, title: str | None = None) -> None:
-    """Name the axes and leave out what says nothing."""
+    """Label the axes; no frame, a light grid."""
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(FAINT)
@@ -42,13 +42,13 @@ def style(axes: Axes, *, x: str, y: str, title: str | None = None) -> None:
 
 
 def legend(axes: Axes, *, columns: int = 1) -> None:
-    """What the colours mean, below the axes, where it covers nothing that is drawn."""
+    """The legend, below the axes, where it covers no curve."""
     figure: Figure = axes.get_figure()  # type: ignore[assignment]
     figure.legend(loc="outside lower left", ncols=columns, frameon=False, labelcolor=INK, fontsize=9)
 
 
 def save(axes: Axes, output: Path, *, flag: str = "--output") -> None:
-    """Write the picture; raises ConfigError when the file can't be written, or its ending is no picture's."""
+    """Write the picture; raises ConfigError when the file can't be written or its suffix is no picture format's."""
     figure: Figure = axes.get_figure()  # type: ignore[assignment]
     try:
         output.parent.mkdir(parents=True, exist_ok=True)

@@ -21,12 +21,12 @@ During = Callable[[str], AbstractContextManager[None]]
 Profiled = Callable[[int], AbstractContextManager[None]]
 """``with profiled(number): …`` around the work of an iteration; numbers start from 1."""
 
-_HISTORY = 100_000  # allocations that are kept
+_HISTORY = 100_000  # allocations
 _ROWS = 15
 
 
 def annotated(during: During, config: RunConfig, device: torch.device) -> During:
-    """``during`` that also names the parts of a step in profiles.
+    """``during`` that also marks the parts of a step in profiles.
 
     Raises ConfigError for flags that need a GPU where there is none.
     """
@@ -52,7 +52,7 @@ def annotated(during: During, config: RunConfig, device: torch.device) -> During
 
 @contextmanager
 def profiling(config: RunConfig, context: ParallelContext) -> Iterator[Profiled]:
-    """What profiles the iterations of a ``with`` block; what is open when it ends, also by an error, is written."""
+    """Profile chosen iterations of a ``with`` block; profiles still open at its end, even by an error, are written."""
     settings, rank = config.profiling, context.mesh.world_rank
     if rank not in settings.profile_ranks or not (settings.profile or settings.record_memory_history):
         yield lambda number: nullcontext()
@@ -79,7 +79,7 @@ def profiling(config: RunConfig, context: ParallelContext) -> Iterator[Profiled]
 
 @contextmanager
 def _torch_profile(config: RunConfig, context: ParallelContext) -> Iterator[None]:
-    """Write a trace that Chrome, Perfetto and TensorBoard show; the first profiled rank prints where time went."""
+    """Write a trace for Chrome, Perfetto and TensorBoard; the first profiled rank prints the longest operations."""
     settings, rank, on_cpu = config.profiling, context.mesh.world_rank, context.device.type == "cpu"
     folder = str(config.reporting.tensorboard_dir)
     with profiler.profile(
@@ -96,7 +96,7 @@ def _torch_profile(config: RunConfig, context: ParallelContext) -> Iterator[None
 
 @contextmanager
 def _cuda_profile(config: RunConfig, context: ParallelContext) -> Iterator[None]:
-    """Let CUDA's profiler record, for ``nsys profile --capture-range=cudaProfilerApi``. Not tried without a GPU."""
+    """Start CUDA's profiler for the block, for ``nsys profile --capture-range=cudaProfilerApi``."""
     device = torch.get_device_module(context.device)
     device.cudart().cudaProfilerStart()
     shapes = config.profiling.pytorch_profiler_collect_shapes
@@ -109,14 +109,10 @@ def _cuda_profile(config: RunConfig, context: ParallelContext) -> Iterator[None]
 
 @contextmanager
 def _memory_history(config: RunConfig, context: ParallelContext) -> Iterator[None]:
-    """Record allocations, and write them when the block ends, also by an error."""
-    memory, rank, ranks = (
-        torch.get_device_module(context.device).memory,
-        context.mesh.world_rank,
-        config.profiling.profile_ranks,
-    )
-    path = Path(config.profiling.memory_snapshot_path)
-    path = path if len(ranks) == 1 else path.with_stem(f"{path.stem}-rank{rank}")
+    """Record allocations, and write them when the block ends, even by an error."""
+    memory, path = torch.get_device_module(context.device).memory, Path(config.profiling.memory_snapshot_path)
+    if len(config.profiling.profile_ranks) > 1:
+        path = path.with_stem(f"{path.stem}-rank{context.mesh.world_rank}")
     memory._record_memory_history(max_entries=_HISTORY)
     try:
         yield
@@ -124,6 +120,6 @@ def _memory_history(config: RunConfig, context: ParallelContext) -> Iterator[Non
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             memory._dump_snapshot(str(path))
-        except OSError as error:  # the run's own error, if any, says more
+        except OSError as error:  # an error of the run itself is the one to raise
             logger.warning("--memory-snapshot-path %s cannot be written: %s", path, error.strerror)
         memory._record_memory_history(enabled=None)

@@ -1,4 +1,4 @@
-"""One line at the bottom of a terminal that shows how far a command is and when it will be done; silent elsewhere."""
+"""The progress bar of all commands: on a terminal only, with the time left."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SECONDS_BETWEEN_DRAWS = 0.1
 
 
 class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
-    """tqdm without its monitoring thread and its lock between processes, as processes fork."""
+    """tqdm without its monitoring thread and its lock between processes: data loaders fork."""
 
     monitor_interval = 0
 
@@ -22,10 +22,10 @@ _Bar.set_lock(threading.RLock())
 
 
 class ProgressBar:
-    """tqdm's bar on standard error if that is a terminal; standard output, which is parsed, never contains it.
+    """tqdm's bar on standard error where that is a terminal; it is never drawn on standard output, which is parsed.
 
-    ``total``: work to do, None where unknown. ``initial``: work done before, which does not count for the speed.
-    ``counted``: show numbers of the work, not only percent.
+    ``total``: amount of work, None when unknown. ``initial``: amount done before, which does not count for the speed.
+    ``counted``: show the amounts too, not only percent. ``stream``: instead of standard error.
     """
 
     def __init__(
@@ -53,7 +53,8 @@ class ProgressBar:
             position=0,
             leave=False,
         )
-        self._cleared_at = float("-inf")
+        self._total, self._initial = total, initial
+        self._start, self._cleared_at = time.monotonic(), float("-inf")
 
     @property
     def enabled(self) -> bool:
@@ -61,7 +62,7 @@ class ProgressBar:
         return not self._bar.disable
 
     def show(self, done: float, *facts: str) -> None:
-        """Draw how much work is done in all, with ``facts``, at most ten times a second."""
+        """Draw the bar with the amount ``done`` and ``facts``, at most ten times a second."""
         self._bar.set_description_str("  ".join(facts), refresh=False)
         if time.monotonic() - self._cleared_at < _SECONDS_BETWEEN_DRAWS:
             self._bar.n = done
@@ -69,16 +70,23 @@ class ProgressBar:
             self._bar.update(done - self._bar.n)
 
     def clear(self) -> None:
-        """Take the line off the screen, before something else is printed.
+        """Erase the bar before something else is printed.
 
-        It comes back a tenth of a second later at the earliest, when what is printed through a pipe has arrived too.
+        It is redrawn a tenth of a second later at the earliest, so that text printed through a pipe arrives before it.
         """
         if self.enabled:
             self._bar.clear()
             self._cleared_at = time.monotonic()
 
     def leave_out(self, seconds: float) -> None:
-        """Do not count the last ``seconds``, in which something else was done, for the speed."""
+        """Leave the last ``seconds``, spent on something else, out of the speed."""
         if self.enabled:
             self._bar.start_t += seconds
             self._bar.last_print_t += seconds
+
+    def time_left(self, done: float) -> str:
+        """The time left at the mean speed so far, for a log where no bar is drawn; empty when unknown."""
+        if not self._total or done <= self._initial:
+            return ""
+        rate = (done - self._initial) / (time.monotonic() - self._start)
+        return f"{tqdm.format_interval((self._total - done) / rate)} left"

@@ -1,4 +1,4 @@
-"""The run's voice: one method for each thing that happens, which decides who says it and where."""
+"""What a run prints and plots: one method for each event, which decides which rank reports it and where."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from typing import TYPE_CHECKING, TextIO, TypeVar
 
 import torch
 
-from megatron.training.reporting.flops import SpeedScale, Throughput, throughput_line
+from megatron.training.reporting.curves import Curves
+from megatron.training.reporting.flops import SpeedScale, throughput_line
 from megatron.training.reporting.memory import memory_line, memory_scalars, memory_use
 from megatron.training.reporting.metrics import (
     IntervalTotals,
     StepRecord,
-    TrainingLine,
     training_line,
     validation_block,
 )
 from megatron.training.reporting.progress import ProgressBar
-from megatron.training.reporting.tensorboard import TensorBoard
 from megatron.training.reporting.timers import Timers, longest, timer_report
 
 if TYPE_CHECKING:
@@ -40,10 +39,7 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Speaker:
-    """Who a rank is when something is to be said, and how it hears from the others.
-
-    ``gather`` is a collective that returns every rank's value in rank order.
-    """
+    """The rank's part in reporting. ``gather``: a collective that returns every rank's value in rank order."""
 
     rank: int = 0
     world_size: int = 1
@@ -53,14 +49,14 @@ class Speaker:
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank prints the log and writes TensorBoard, as in Megatron."""
+        """Whether this rank prints the log and writes the curves, as in Megatron."""
         return self.rank == self.world_size - 1
 
 
 class Reporter:
-    """Called by the loop on every rank; what a rank doesn't say, it doesn't compute.
+    """Called by the loop on every rank; only the last rank prints.
 
-    ``log_interval`` and timers make ``step`` and ``aside`` collectives at the same iterations on all ranks.
+    ``step`` and ``aside`` gather times and memory from all ranks, so they are collectives.
     """
 
     def __init__(
@@ -71,7 +67,7 @@ class Reporter:
         train_iters: int,
         scale: SpeedScale,
         timers: Timers,
-        curves: TensorBoard,
+        curves: Curves,
         terminal: TextIO | None = None,
         clock: Callable[[], float] = time.perf_counter,
         now: Callable[[], datetime] = datetime.now,
@@ -87,40 +83,48 @@ class Reporter:
         self._interval_start = clock()
         self._step_start = self._interval_start
         self._recent_seconds: float | None = None
-        self._memory_told = False
+        self._memory_reported = False
         self._log_failed = False
 
     def say(self, text: str) -> None:
-        """Print on the last rank, above the progress line."""
-        if self._speaker.is_last:
-            self._print(text)
+        """Print on the last rank, above the progress bar; nothing for an empty text."""
+        if not (self._speaker.is_last and text):
+            return
+        self._progress.clear()
+        stream = self._out or sys.stdout
+        try:
+            stream.write(text + "\n")
+            stream.flush()
+        except BrokenPipeError:  # the reader of the log has ended
+            raise
+        except OSError as error:  # a full disk under a log file
+            if not self._log_failed:
+                logger.warning("the log can't be written (%s): training continues", error.strerror)
+            self._log_failed = True
 
     def restart_clock(self, iteration: int = 0) -> None:
-        """Count time from now: called when setup is over and training begins after ``iteration``."""
+        """Measure time from now: called when setup is over and training begins after ``iteration``."""
         self._interval_start = self._step_start = self._clock()
         self._progress = self._bar(self._train_iters, initial=iteration)
 
     @contextmanager
     def aside(self, name: str) -> Iterator[None]:
-        """Do something that isn't training (``evaluate``, ``save-checkpoint``), timed by itself and kept out of the
-        time per iteration; the ranks' times are printed afterwards.
+        """Time work that isn't training (``evaluate-time``, ``save-checkpoint``) separately, leave it out of the time
+        per iteration, and print the ranks' times. A collective.
         """
         start = self._clock()
         self._progress.clear()
         with self.timers(name, level=0):
             yield
-        self.phase_times(name)
+        times = self._speaker.gather(self.timers.take(name))
+        self.say(timer_report(times, option=self._config.timing_log_option))
         spent = self._clock() - start
         self._interval_start += spent
         self._step_start += spent
         self._progress.leave_out(spent)
 
-    def phase_times(self, *names: str) -> None:
-        """Print the ranks' times of level-0 timers that have run, and forget them. A collective."""
-        self.say(timer_report(self._speaker.gather(self.timers.take(*names)), option=self._config.timing_log_option))
-
     def step(self, step: StepRecord) -> None:
-        """Take in a finished step; every ``--log-interval`` iterations print the log line and what goes with it."""
+        """Add a finished step to the curves; every ``--log-interval`` iterations print the log line. A collective."""
         self._totals.add(step)
         self._curves.step(step)
         if self._config.log_memory_to_tensorboard and self._curves.wants(step.iteration):
@@ -132,50 +136,47 @@ class Reporter:
     def _log_interval(self, step: StepRecord) -> None:
         totals, seconds = self._totals, self._clock() - self._interval_start
         speed = self._scale.throughput(samples=totals.samples, seconds=seconds)
-        shown = speed.tflops_per_device if self._config.log_throughput else None
-        line = TrainingLine(
+        line = training_line(
+            step,
+            totals,
             time=self._now(),
-            step=step,
             train_iters=self._train_iters,
-            totals=totals,
             seconds_per_iteration=seconds / totals.iterations,
-            tflops_per_device=shown,
+            tflops_per_device=speed.tflops_per_device if self._config.log_throughput else None,
         )
-        self.say(training_line(line))
+        self.say(line)
         if self._config.log_throughput:
             self.say(throughput_line(speed, self._scale))
-        if not self._memory_told:
-            self._tell_memory(step.iteration)
+        if not self._memory_reported:
+            self._report_memory(step.iteration)
         times = self._speaker.gather(self.timers.take()) if self.timers.level > 0 else []
         self.say(timer_report(times, option=self._config.timing_log_option, iterations=totals.iterations))
         if self._config.log_timers_to_tensorboard:
-            self._curve_times(
-                step.iteration, line.seconds_per_iteration, speed, longest(times, iterations=totals.iterations)
-            )
+            slowest = longest(times, iterations=totals.iterations)
+            values: dict[str, float | None] = {"iteration-time": seconds / totals.iterations}
+            values |= {f"{name}-time": value for name, value in slowest.items()}
+            if self._config.log_throughput:
+                values |= {
+                    "throughput": speed.tflops_per_device,
+                    "tokens-per-second": speed.tokens_per_second,
+                    "mfu": speed.utilization,
+                }
+            self._curves.scalars(values, iteration=step.iteration)
         self._totals = IntervalTotals()
         self._interval_start = self._clock()
 
-    def _tell_memory(self, iteration: int) -> None:
-        """Memory of the ranks of the first replica, by the rank that knows about the progress line. A collective."""
+    def _report_memory(self, iteration: int) -> None:
+        """Print the memory of the ranks of the first replica. A collective."""
         mine = memory_use(self._speaker.device) if self._speaker.is_first_replica else {}
         for rank, use in enumerate(self._speaker.gather({kind: float(size) for kind, size in mine.items()})):
             if use:
                 self.say(memory_line(use, rank=rank, iteration=iteration))
-        self._memory_told = True
-
-    def _curve_times(self, iteration: int, seconds: float, speed: Throughput, times: Mapping[str, float]) -> None:
-        values = {"iteration-time": seconds, **{f"{name}-time": value for name, value in times.items()}}
-        if self._config.log_throughput:
-            values["throughput"] = speed.tflops_per_device
-            values["tokens-per-second"] = speed.tokens_per_second
-            if speed.utilization is not None:
-                values["mfu"] = speed.utilization
-        self._curves.scalars(values, iteration=iteration)
+        self._memory_reported = True
 
     def _show_progress(self, step: StepRecord) -> None:
         now = self._clock()
         seconds, self._step_start = now - self._step_start, now
-        # The first step also builds caches, so it enters the average like any other but soon fades.
+        # A moving average: the first step, which also builds caches, soon loses its weight.
         previous = seconds if self._recent_seconds is None else self._recent_seconds
         self._recent_seconds = 0.9 * previous + 0.1 * seconds
         speed = step.global_batch_size * self._scale.tokens_per_sample / self._recent_seconds
@@ -186,7 +187,7 @@ class Reporter:
         return ProgressBar(total, initial=initial, stream=self._terminal, enabled=self._speaker.is_last)
 
     def evaluating(self, batches: Iterable[Batch], *, total: int | None) -> Iterator[Batch]:
-        """The batches of an evaluation, with a line on how far it is. ``total``: how many, None when unknown."""
+        """The batches of an evaluation, with a progress bar. ``total``: how many; None when unknown."""
         bar = self._bar(total)
         for done, batch in enumerate(batches, start=1):
             yield batch
@@ -196,32 +197,18 @@ class Reporter:
     def validation(
         self, where: str, losses: Mapping[str, float], *, iteration: int, consumed_samples: int, data_set: str = ""
     ) -> None:
-        """Print validation losses and add them to the curves (``where``: see :func:`metrics.validation_block`).
+        """Print validation losses and add them to the curves; a test set's losses are only printed.
 
-        ``data_set``: the name of one of several validation sets.
+        ``where``: see :func:`metrics.validation_block`. ``data_set``: the name of one of several validation sets.
         """
         self.say(validation_block(f"{where} ({data_set})" if data_set else where, losses))
         if not where.endswith("on test set"):
             self._curves.validation(losses, iteration=iteration, consumed_samples=consumed_samples, data_set=data_set)
 
     def close(self) -> None:
-        """Leave the terminal clean and end the event file."""
+        """Clear the progress bar and close the curves' writers."""
         self._progress.clear()
         self._curves.close()
-        if self._log_failed and self._out is None:  # Python's flush at exit would fail, and the exit code say so
+        if self._log_failed and self._out is None:  # Python's flush at exit would fail and change the exit code
             with Path(os.devnull).open("wb") as nowhere:
                 os.dup2(nowhere.fileno(), sys.stdout.fileno())
-
-    def _print(self, text: str) -> None:
-        if text:
-            self._progress.clear()
-            stream = self._out or sys.stdout
-            try:
-                stream.write(text + "\n")
-                stream.flush()
-            except BrokenPipeError:  # nobody listens any more
-                raise
-            except OSError as error:  # a full disk under a log file
-                if not self._log_failed:
-                    logger.warning("the log can't be written (%s): training goes on", error.strerror)
-                self._log_failed = True

@@ -1,4 +1,4 @@
-"""The report at the start of a run: what will be trained, on what, how, and every setting that isn't a default."""
+"""The report at the start of a run: model, layout, length, and every setting that isn't the default."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from megatron.config.run import RunConfig
 
 @dataclass(frozen=True, kw_only=True)
 class StartupFacts:
-    """What the settings alone don't tell. ``parameters``: of the whole model; ``parameters_here``: of this rank.
+    """Facts for the report that are not in the settings.
 
-    ``frozen``: parameters of the whole model that are not trained. ``uncounted``: classes of modules whose FLOPs are
-    missing. ``attention``: the backend that computes it, and why others don't.
+    ``parameters``: of the whole model; ``parameters_here``: of this rank; ``frozen``: of the whole model, not trained.
+    ``uncounted``: classes of modules whose FLOPs are missing. ``attention``: its backend, and why others were refused.
     """
 
     model_name: str
@@ -29,7 +29,7 @@ class StartupFacts:
 
 
 def startup_report(run: RunConfig, facts: StartupFacts) -> str:
-    """Aligned lines for people, then the settings that differ from defaults with where each came from."""
+    """An aligned table, then the settings that differ from their defaults with the source of each."""
     rows = {
         "model": describe_model(run),
         "parameters": _parameters(run, facts),
@@ -51,7 +51,7 @@ def startup_report(run: RunConfig, facts: StartupFacts) -> str:
 
 
 def describe_model(run: RunConfig) -> str:
-    """The architecture in a line."""
+    """The architecture in one line."""
     model = run.model
     heads = f"{model.num_attention_heads} heads of {model.kv_channels}"
     if model.num_query_groups != model.num_attention_heads:

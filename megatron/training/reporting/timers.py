@@ -13,10 +13,10 @@ TimingOption = Literal["minmax", "max", "all"]
 class Timers:
     """Accumulates seconds by name.
 
-    ``level`` is the finest one measured: 0 whole phases (setup, evaluate, save-checkpoint), 1 parts of a step,
-    2 single operations. Finer timers cost nothing. ``synchronize`` waits for the device, so that times mean work done;
-    ``barrier`` waits for all ranks before a level-1 timer starts, so that it doesn't measure waiting for others.
-    ``during`` is told every timer's name, measured or not: where in the run the rank is.
+    ``level``: the finest that is measured: 0 evaluation and saving, 1 parts of a step, 2 single operations.
+    ``synchronize``: waits for the device before the clock is read. ``barrier``: waits for all ranks before a level-1
+    timer starts, so that it doesn't include waiting for them. ``during``: entered with the name of every timer,
+    measured or not; it records the rank's activity.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Timers:
         self._seconds: dict[str, float] = {}
 
     def __call__(self, name: str, *, level: int) -> AbstractContextManager[None]:
-        """``with timers("forward-backward", level=1): …`` adds the time spent inside to ``name``."""
+        """``with timers("forward-backward", level=1): …`` adds the block's time to ``name``."""
         return self._measure(name, level) if level <= self.level else self._during(name)
 
     @contextmanager
@@ -56,15 +56,15 @@ class Timers:
         return self._clock()
 
     def take(self, *names: str) -> dict[str, float]:
-        """Seconds by name since they were last taken, of ``names`` or of all timers, and start again from zero."""
+        """Seconds by name, of ``names`` or of all timers; they restart from zero."""
         chosen = names or tuple(self._seconds)
         return {name: self._seconds.pop(name) for name in chosen if name in self._seconds}
 
 
 def timer_report(per_rank: Sequence[Mapping[str, float]], *, option: TimingOption, iterations: int = 1) -> str:
-    """Times of every rank as text, in milliseconds per iteration; empty when no timer ran anywhere.
+    """Times of every rank as text, in milliseconds per iteration; empty when no timer ran on any rank.
 
-    Ranks on which a timer did not run are left out of its minimum and maximum.
+    A timer's minimum and maximum are over the ranks on which it ran.
     """
     names = list(dict.fromkeys(name for seconds in per_rank for name in seconds))
     if not names:
@@ -89,7 +89,7 @@ def timer_report(per_rank: Sequence[Mapping[str, float]], *, option: TimingOptio
 
 
 def longest(per_rank: Sequence[Mapping[str, float]], *, iterations: int = 1) -> dict[str, float]:
-    """Seconds per iteration of the slowest rank, by timer: what TensorBoard shows."""
+    """Seconds per iteration of the slowest rank, by timer."""
     slowest: dict[str, float] = {}
     for seconds in per_rank:
         for name, value in seconds.items():

@@ -1,4 +1,4 @@
-"""The run's curves to Weights & Biases, for those who have it: the same names as in TensorBoard."""
+"""Curves in Weights & Biases, an optional package, under the same names as in TensorBoard."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _AGAINST_SAMPLES = " vs samples"
 
 
 class WandbWriter:
-    """A TensorBoard writer whose points go to a wandb run.
+    """Writes the points of a TensorBoard writer to a wandb run.
 
-    wandb draws against steps alone, so points against samples become one curve, ``samples vs steps``.
+    wandb draws against steps only, so points against samples become one curve, ``samples vs steps``.
     """
 
     def __init__(self, config: ReportingConfig, *, save: str | None) -> None:
@@ -58,7 +58,7 @@ class WandbWriter:
         self._run.config[tag] = text_string
 
     def flush(self) -> None:
-        """wandb writes by itself."""
+        """Nothing: wandb writes in the background."""
 
     def close(self) -> None:
         """End the wandb run."""

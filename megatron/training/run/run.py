@@ -32,15 +32,14 @@ from megatron.core.tokenizers.build import build_tokenizer
 from megatron.planning.estimate import flops_per_sample, frozen_parameters, whole_costs
 from megatron.planning.freezing import check_freezing
 from megatron.training.checkpoints.trained_model import model_state, named_parameters, share_tied_parameters
+from megatron.training.reporting.curves import Curves, open_writers
 from megatron.training.reporting.flops import SpeedScale, device_peak
 from megatron.training.reporting.memory import check_memory
 from megatron.training.reporting.metrics import Evaluation
 from megatron.training.reporting.profiling import annotated
 from megatron.training.reporting.reporter import Reporter, Speaker
 from megatron.training.reporting.startup import StartupFacts
-from megatron.training.reporting.tensorboard import TensorBoard, Writer, Writers, open_writer
 from megatron.training.reporting.timers import Timers
-from megatron.training.reporting.wandb import WandbWriter
 from megatron.training.run.agreement import check_stages
 from megatron.training.run.data import TrainingData
 from megatron.training.run.pipeline import Plans, routes
@@ -179,7 +178,7 @@ def gradient_dtype(config: RunConfig, context: ParallelContext) -> torch.dtype:
 
 
 def build_reporter(config: RunConfig, train_spec: TrainSpec, context: ParallelContext) -> Reporter:
-    """The run's voice on this rank."""
+    """The run's reporter on this rank."""
     mesh, reporting = context.mesh, config.reporting
     speaker = Speaker(
         rank=mesh.world_rank,
@@ -200,21 +199,10 @@ def build_reporter(config: RunConfig, train_spec: TrainSpec, context: ParallelCo
         world_size=mesh.world_size,
         peak=device_peak(context.device, context.dtype) if reporting.log_throughput else None,
     )
-    writers = open_writers(config) if speaker.is_last else []
-    curves = TensorBoard(reporting, Writers(writers) if writers else None, world_size=mesh.world_size)
-    if writers:
-        settings = {spec.positive.removeprefix("--"): config.value(spec) for spec in config.flags()}
-        curves.settings(settings, iteration=0)
+    writers = open_writers(reporting, save=config.checkpoint.save) if speaker.is_last else []
+    curves = Curves(reporting, writers, world_size=mesh.world_size)
+    curves.settings({spec.positive.removeprefix("--"): config.value(spec) for spec in config.flags()})
     return Reporter(reporting, speaker, train_iters=config.train_iters, scale=scale, timers=timers, curves=curves)
-
-
-def open_writers(config: RunConfig) -> list[Writer]:
-    """Where the curves go: TensorBoard, Weights & Biases, both, or nowhere."""
-    tensorboard = open_writer(config.reporting)
-    writers = [tensorboard] if tensorboard is not None else []
-    if config.reporting.wandb_project:
-        writers.append(WandbWriter(config.reporting, save=config.checkpoint.save))
-    return writers
 
 
 def build_exit_watch(config: RunConfig, context: ParallelContext, started: float) -> ExitWatch:

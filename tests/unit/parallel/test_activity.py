@@ -20,7 +20,7 @@ def test_waiting_inside_waiting_goes_back_to_the_outer_one() -> None:
 
 def test_place_of_a_failure_stays_on_record() -> None:
     """The report of an error would say where the rank is after it."""
-    activity = Activity(phase="iteration 3")
+    activity = Activity(progress="iteration 3")
 
     def fail() -> None:
         with activity.during("forward-backward"), activity.waiting("all-reduce over tp", (0, 1)):

@@ -1,4 +1,4 @@
-"""Random streams are functions of (seed, phase, sample, place): what may change the numbers, and what must not."""
+"""Random streams are functions of (seed, split, sample, place): what may change the numbers, and what must not."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ CPU = torch.device("cpu")
 
 
 def draw(
-    mesh: Mesh, *, seed: int = 1, sample: int = 40, phase: str = "train", place: str = "layer 3"
+    mesh: Mesh, *, seed: int = 1, sample: int = 40, split: str = "train", place: str = "layer 3"
 ) -> tuple[int, int]:
     """One number of each stream at a place."""
     streams = RngStreams(seed, mesh, CPU)
-    streams.enter(StreamKey(sample, phase), place)
+    streams.enter(StreamKey(sample, split), place)
     limit = 2**62
     return (
         int(torch.randint(limit, (), generator=streams.replicated)),
@@ -68,7 +68,7 @@ def test_everything_named_changes_the_numbers() -> None:
         draw(mesh),
         draw(mesh, seed=2),
         draw(mesh, sample=41),
-        draw(mesh, phase="valid"),
+        draw(mesh, split="valid"),
         draw(mesh, place="layer 4"),
     ]
     assert len({value for pair in draws for value in pair}) == 2 * len(draws)

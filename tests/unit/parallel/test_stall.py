@@ -7,11 +7,13 @@ import pytest
 from megatron.core.parallel.stall import RankReport, describe_stall, missing_ranks, ranges
 
 
-def report(rank: int, collective: str = "", group: tuple[int, ...] = (), *, phase: str = "iteration 3") -> RankReport:
+def report(
+    rank: int, collective: str = "", group: tuple[int, ...] = (), *, progress: str = "iteration 3"
+) -> RankReport:
     """What ``rank`` answers."""
     return RankReport(
         coordinates=f"dp={rank}",
-        place=phase,
+        place=progress,
         collective=collective,
         group=group,
         seconds_waited=61.0 if collective else 0.0,
@@ -24,7 +26,7 @@ ALL = (0, 1, 2, 3)
 
 def test_rank_in_no_collective_is_the_missing_one() -> None:
     """The ranks that wait would be named, not the one whose data loader hangs."""
-    reports = {rank: report(rank, "all-reduce over dp", ALL) for rank in (0, 1, 3)} | {2: report(2, phase="loading")}
+    reports = {rank: report(rank, "all-reduce over dp", ALL) for rank in (0, 1, 3)} | {2: report(2, progress="loading")}
     text = describe_stall(0, reports, world_size=4)
     assert text.startswith(
         "rank 0 (dp=0) has waited 61 s in all-reduce over dp of ranks 0-3 (iteration 3); missing: rank 2\n"
@@ -53,7 +55,7 @@ def test_ranks_that_wait_elsewhere_are_missing() -> None:
 def test_waiting_in_a_ring_shows_every_place() -> None:
     """No rank is at fault alone: pairs wait for each other crosswise."""
     same = "receive over pp"
-    reports = {0: report(0, same, (0, 1)), 1: report(1, same, (0, 1), phase="iteration 4")}
+    reports = {0: report(0, same, (0, 1)), 1: report(1, same, (0, 1), progress="iteration 4")}
     text = describe_stall(0, reports, world_size=2)
     assert "all ranks are waiting" in text
     assert "stack of rank 0" in text

@@ -11,14 +11,13 @@ import pytest
 
 from megatron.config.reporting import ReportingConfig
 from megatron.errors import ConfigError, DataError
+from megatron.training.reporting.curves import Curves, open_writers
 from megatron.training.reporting.metrics import (
     IntervalTotals,
     StepRecord,
-    TrainingLine,
     training_line,
     validation_block,
 )
-from megatron.training.reporting.tensorboard import TensorBoard, open_writer
 from tools.plot_loss import main, read_losses, trend
 
 TRAIN = {10: 8.5, 20: 7.25, 30: 6.5}
@@ -43,14 +42,8 @@ def log(tmp_path: Path) -> Path:
     for iteration, loss in [(10, 9.9), *TRAIN.items()]:
         totals = IntervalTotals()
         totals.add(step(iteration, loss))
-        line = TrainingLine(
-            time=datetime(2026, 8, 1),
-            step=step(iteration, loss),
-            train_iters=30,
-            totals=totals,
-            seconds_per_iteration=0.1,
-        )
-        lines.append(training_line(line))
+        now, last = datetime(2026, 8, 1), step(iteration, loss)
+        lines.append(training_line(last, totals, time=now, train_iters=30, seconds_per_iteration=0.1))
     lines.append(validation_block("iteration 20", {"lm loss": 7.5}))
     lines.append(validation_block("iteration 30 on test set", {"lm loss": 1.5}))
     path = tmp_path / "train.log"
@@ -63,7 +56,7 @@ def events(tmp_path: Path) -> Path:
     pytest.importorskip("tensorboard", reason="the tensorboard package is optional")
     folder = tmp_path / "tensorboard"
     config = ReportingConfig(tensorboard_dir=str(folder))
-    board = TensorBoard(config, open_writer(config), world_size=1)
+    board = Curves(config, open_writers(config, save=None), world_size=1)
     for iteration, loss in TRAIN.items():
         board.step(step(iteration, loss))
     board.validation({"lm loss": 7.5}, iteration=20, consumed_samples=160)

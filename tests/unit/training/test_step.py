@@ -10,6 +10,7 @@ import torch
 from megatron.config.run import RunConfig
 from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.parallel.context import ParallelContext
+from megatron.errors import ConfigError
 from megatron.training.run.run import Run, build_run
 from megatron.training.run.stop import NonFiniteError
 from megatron.training.step import ready_to_learn, train_step
@@ -84,6 +85,21 @@ def test_a_loss_scale_counts_what_is_learned() -> None:
     for each in batch:
         each.tensors["loss_mask"][:, 8:] = 0
     assert {each.backward_scale for each in ready_to_learn(run, batch)} == {1024 / 32}
+
+
+def test_a_loss_without_a_count_is_named() -> None:
+    """A family of one's own whose counts() lacked a name of its loss_names() ended in a bare KeyError."""
+
+    class Forgetful(GPTSpec):
+        name = "forgetful"
+
+        def loss_names(self, run: RunConfig) -> tuple[str, ...]:
+            return (*super().loss_names(run), "router loss")
+
+    run = build_run(RunConfig.parse(FLAGS.split()), Forgetful(), ParallelContext.single())
+    sentence = r"counts\(\) of the train spec forgetful lacks router loss, which its loss_names\(\) lists"
+    with pytest.raises(ConfigError, match=sentence):
+        train_step(run, next(run.data.training_batches(0)))
 
 
 @pytest.mark.parametrize(("level", "names"), [(0, set()), (1, STEP_TIMERS), (2, STEP_TIMERS | COMPUTE_TIMERS)])

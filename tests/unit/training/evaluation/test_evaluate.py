@@ -93,7 +93,7 @@ def test_an_evaluation_reads_on_where_the_one_before_ended() -> None:
         for microbatch, wanted in zip(batch, expected):
             assert torch.equal(microbatch.tensors["tokens"], wanted.tensors["tokens"])
             assert microbatch.rng_key == wanted.rng_key
-            assert microbatch.rng_key.phase == "valid"
+            assert microbatch.rng_key.split == "valid"
 
 
 @pytest.mark.parametrize("resumed_at", [0, 4])
@@ -103,7 +103,7 @@ def test_the_loop_numbers_evaluations_by_iteration(resumed_at: int, monkeypatch:
 
     def record(run: Run, batches: Iterator[list[Microbatch]]) -> GlobalLoss:
         keys = [microbatch.rng_key for batch in batches for microbatch in batch]
-        seen.append((keys[0].phase, keys[0].sample))
+        seen.append((keys[0].split, keys[0].sample))
         return GlobalLoss({"lm loss": (1.0, 1.0)}, 1.0)
 
     def load(run: Run) -> None:

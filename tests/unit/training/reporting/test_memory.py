@@ -89,10 +89,10 @@ def test_running_out_of_memory_is_one_sentence() -> None:
     """
     context = ParallelContext.single()
     sentence = r"out of memory at {} \(.*allocate memory.*\): this rank holds"
-    for phase, steps, code in (("start", 0, 2), ("iteration 7", 0, 2), ("iteration 7", 1, 1)):
-        context.mesh.activity.phase, context.mesh.activity.steps = phase, steps
+    for progress, steps, code in (("start", 0, 2), ("iteration 7", 0, 2), ("iteration 7", 1, 1)):
+        context.mesh.activity.progress, context.mesh.activity.steps = progress, steps
         with (
-            pytest.raises(ConfigError, match=sentence.format(phase)) as raised,
+            pytest.raises(ConfigError, match=sentence.format(progress)) as raised,
             sized_allocations(parse(), TRAIN_SPEC, context),
         ):
             torch.empty(10**15)

@@ -11,7 +11,6 @@ import pytest
 from megatron.training.reporting.metrics import (
     IntervalTotals,
     StepRecord,
-    TrainingLine,
     perplexity,
     training_line,
     validation_block,
@@ -33,14 +32,7 @@ def line(step: StepRecord, *others: StepRecord, tflops: float | None = None) -> 
     for each in (*others, step):
         totals.add(each)
     return training_line(
-        TrainingLine(
-            time=NOW,
-            step=step,
-            train_iters=5000,
-            totals=totals,
-            seconds_per_iteration=0.12345,
-            tflops_per_device=tflops,
-        )
+        step, totals, time=NOW, train_iters=5000, seconds_per_iteration=0.12345, tflops_per_device=tflops
     )
 
 

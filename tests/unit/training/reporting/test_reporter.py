@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from megatron.config.reporting import ReportingConfig
+from megatron.training.reporting.curves import Curves
 from megatron.training.reporting.flops import Peak, SpeedScale
 from megatron.training.reporting.metrics import StepRecord
 from megatron.training.reporting.reporter import Figures, Reporter, Speaker
-from megatron.training.reporting.tensorboard import TensorBoard
 from megatron.training.reporting.timers import Timers
 
 
@@ -52,7 +52,7 @@ class Stage:
             train_iters=10,
             scale=SpeedScale(flops_per_sample=1e12, tokens_per_sample=100, world_size=1, peak=Peak(8.0, "by hand")),
             timers=Timers(level=config.timing_log_level, clock=self.clock),
-            curves=TensorBoard(config, self.recorder, world_size=1),
+            curves=Curves(config, [self.recorder], world_size=1),
             terminal=terminal or io.StringIO(),
             clock=self.clock,
             now=lambda: datetime(2026, 8, 1),

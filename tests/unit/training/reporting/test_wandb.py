@@ -11,7 +11,7 @@ import pytest
 
 from megatron.config.reporting import ReportingConfig
 from megatron.errors import ConfigError
-from megatron.training.reporting.tensorboard import Writers
+from megatron.training.reporting.curves import Writer
 from megatron.training.reporting.wandb import WandbWriter
 
 
@@ -43,7 +43,7 @@ def test_names_and_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     run = FakeRun()
     asked = install(monkeypatch, run)
     config = ReportingConfig(wandb_project="p", wandb_exp_name="n", wandb_entity="e")
-    writer = Writers([WandbWriter(config, save=str(tmp_path))])
+    writer: Writer = WandbWriter(config, save=str(tmp_path))
     writer.add_text("lr", "0.1", 0)
     writer.add_scalar("lm loss", 2.5, 7)
     writer.add_scalar("lm loss vs samples", 2.5, 70)

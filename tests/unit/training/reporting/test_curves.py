@@ -13,8 +13,8 @@ import pytest
 
 from megatron.config.reporting import ReportingConfig
 from megatron.errors import ConfigError
+from megatron.training.reporting.curves import Curves, open_tensorboard, open_writers
 from megatron.training.reporting.metrics import StepRecord
-from megatron.training.reporting.tensorboard import TensorBoard, Writers, open_writer
 
 STEP = StepRecord(
     iteration=4,
@@ -45,9 +45,9 @@ class Recorder:
     def close(self) -> None: ...
 
 
-def curves(**settings: Any) -> tuple[Recorder, TensorBoard]:
+def curves(**settings: Any) -> tuple[Recorder, Curves]:
     recorder = Recorder()
-    return recorder, TensorBoard(ReportingConfig(**settings), recorder, world_size=8)
+    return recorder, Curves(ReportingConfig(**settings), [recorder], world_size=8)
 
 
 def test_every_name_of_a_step() -> None:
@@ -95,17 +95,17 @@ def test_validation_names(with_ppl: bool) -> None:
 
 def test_settings_are_texts() -> None:
     recorder, board = curves()
-    board.settings({"lr": 0.1, "save": None}, iteration=0)
+    board.settings({"lr": 0.1, "save": None})
     assert recorder.texts == {"lr": "0.1", "save": "None"}
 
 
 def test_without_a_writer_nothing_happens() -> None:
     """Every rank but the last, and every run without a folder, calls the same methods."""
-    board = TensorBoard(ReportingConfig(), open_writer(ReportingConfig()), world_size=1)
+    board = Curves(ReportingConfig(), open_writers(ReportingConfig(), save=None), world_size=1)
     board.step(STEP)
     board.validation({"lm loss": 1.0}, iteration=1, consumed_samples=1)
     board.scalars({"x": 1.0}, iteration=1)
-    board.settings({"x": 1}, iteration=0)
+    board.settings({"x": 1})
     board.close()
     assert not board.wants(1)
 
@@ -120,14 +120,14 @@ def test_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(ConfigError, match=r"--tensorboard-dir .* needs the tensorboard package"):
-        open_writer(ReportingConfig(tensorboard_dir=str(tmp_path)))
+        open_tensorboard(ReportingConfig(tensorboard_dir=str(tmp_path)))
 
 
 def test_unwritable_folder_is_one_sentence(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.raises(ConfigError, match=r"--tensorboard-dir .*file/sub cannot be written"):
-        open_writer(ReportingConfig(tensorboard_dir=str(blocked / "sub")))
+        open_tensorboard(ReportingConfig(tensorboard_dir=str(blocked / "sub")))
 
 
 def test_a_disk_that_is_full_at_the_start_does_not_end_the_run(
@@ -140,11 +140,11 @@ def test_a_disk_that_is_full_at_the_start_does_not_end_the_run(
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-        assert open_writer(ReportingConfig(tensorboard_dir=str(tmp_path))) is None
+        assert open_tensorboard(ReportingConfig(tensorboard_dir=str(tmp_path))) is None
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert caplog.messages == [
-        f"--tensorboard-dir {tmp_path} cannot be written (File too large): training goes on without its curves; they "
+        f"--tensorboard-dir {tmp_path} cannot be written (File too large): training continues without its curves; they "
         "resume when the run is restarted"
     ]
     assert tracebacks == []
@@ -155,7 +155,7 @@ def test_event_files_can_be_read_back(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config = ReportingConfig(tensorboard_dir=str(tmp_path))
-    board = TensorBoard(config, open_writer(config), world_size=1)
+    board = Curves(config, open_writers(config, save=None), world_size=1)
     board.step(STEP)
     board.close()
     events = EventAccumulator(str(tmp_path)).Reload()
@@ -170,10 +170,10 @@ def test_a_full_disk_does_not_end_the_run(
     monkeypatch.setattr(threading, "excepthook", tracebacks.append)
     pytest.importorskip("tensorboard", reason="the tensorboard package is optional")
     config = ReportingConfig(tensorboard_dir=str(tmp_path), tensorboard_queue_size=1)
-    writer = open_writer(config)
+    writer = open_tensorboard(config)
     assert writer is not None
     recorder = Recorder()
-    board = TensorBoard(config, Writers([writer, recorder]), world_size=1)
+    board = Curves(config, [writer, recorder], world_size=1)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(
