@@ -48,7 +48,8 @@ def models(shape: Shape, folder: Path) -> tuple[Any, Any]:
     from megatron.core.models.gpt.train_spec import GPTSpec
     from megatron.core.parallel.context import ParallelContext
     from megatron.training.checkpoints.loading import saved_config
-    from megatron.training.evaluation.metrics import load_model
+    from megatron.training.checkpoints.trained_model import load_model
+    from megatron.training.evaluation.evaluate import Evaluator
     from tasks.settings import TaskConfig
 
     transformers.utils.logging.set_verbosity_error()
@@ -64,7 +65,7 @@ def models(shape: Shape, folder: Path) -> tuple[Any, Any]:
         defaults={"use_checkpoint_args": True},
         world_size=1,
     )
-    return theirs, load_model(config, GPTSpec(), ParallelContext.single())
+    return theirs, Evaluator(load_model(config, GPTSpec(), ParallelContext.single()))
 
 
 def samples_of_work(kind: str, shape: Shape, count: int) -> list[Any]:
@@ -83,7 +84,7 @@ def samples_of_work(kind: str, shape: Shape, count: int) -> list[Any]:
 
 
 def by_us(model: Any, *, compare: bool) -> Score:
-    """``LoadedModel.evaluate``."""
+    """``Evaluator.evaluate``."""
     from megatron.training.evaluation.metrics import Likelihoods
 
     return lambda samples: float(model.evaluate(samples, Likelihoods(compare))[:, 0].sum())

@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from megatron.core.models.gpt.train_spec import GPTSpec
+from megatron.core.models.registry import family_of
 from megatron.core.parallel.environment import launch_environment
 from megatron.core.parallel.launch import parallel_context
 from megatron.errors import RESTART_CANNOT_HELP, run_command
-from megatron.training.evaluation.metrics import LoadedModel, load_model
+from megatron.training.checkpoints.trained_model import TrainedModel, load_model
 from megatron.training.run.agreement import check_ranks_agree
 from tasks.model_args import run_of
 from tasks.result import checkpoint_facts
@@ -55,7 +55,7 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
 
     opened = ExitStack()
 
-    def __init__(self, model: LoadedModel) -> None:
+    def __init__(self, model: TrainedModel) -> None:
         super().__init__()
         self._model, self._ours, self._questions = model, model.tokenizer, Questions(model)
         self._settings = model.config.group(HarnessConfig)
@@ -77,7 +77,7 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
             parallel_context(config.parallel, launch_environment(), params_dtype=precision, seed=seed)
         )
         check_ranks_agree(config, context)
-        return cls(load_model(config, GPTSpec(), context))
+        return cls(load_model(config, family_of(config.extra).train_spec, context))
 
     @property
     def eot_token_id(self) -> int:

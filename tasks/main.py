@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 from megatron.config.parse import value_given
 from megatron.config.run import RunConfig
 from megatron.config.typed_spellings import errors_as_typed
-from megatron.core.models.registry import FAMILIES
+from megatron.core.models.registry import family_of
 from megatron.core.parallel.environment import launch_environment, told_once_a_node
 from megatron.errors import kept_on_interrupt, run_command
 from megatron.training.pretrain import dry_run, parse
-from tasks.registry import DEFAULTS, TASKS, Task
+from tasks.registry import DEFAULTS, TASKS, Task, family_to_evaluate
 from tasks.result import check_predictions_dir, check_result_file
-from tasks.settings import FINE_TUNING, TaskConfig
+from tasks.settings import FINE_TUNING, ZERO_SHOT, TaskConfig
 
 if TYPE_CHECKING:
     from megatron.core.models.train_spec import TrainSpec
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         assert task is not None, "without a known task there are no settings"
         own = config.group(TaskConfig)
         if config.command.dry_run:
-            dry_run(config, train_spec(own), more=lambda found: check_own_files(own, found))
+            dry_run(config, train_spec(config), more=lambda found: check_own_files(own, found))
             return 0
         check_result_file(own.result_file)
         check_predictions_dir(own.predictions_dir)
@@ -54,15 +54,18 @@ def main(argv: Sequence[str]) -> int:
 def settings(argv: Sequence[str], task: Task | None) -> RunConfig:
     """The run that ``argv`` describes; raises ConfigError for an unknown task."""
     groups, defaults = (task.groups, task.defaults) if task is not None else ((), DEFAULTS)
+    if value_given(argv, TaskConfig, "task") in ZERO_SHOT:
+        groups = (*groups, *family_to_evaluate(argv, TaskConfig).groups)
     if value_given(argv, TaskConfig, "epochs") == 0:
         defaults = DEFAULTS
     return parse(argv, prog=PROG, groups=(TaskConfig, *groups), defaults=defaults)
 
 
-def train_spec(settings: TaskConfig) -> TrainSpec:
-    """Of the model that the task fine-tunes or asks."""
+def train_spec(config: RunConfig) -> TrainSpec:
+    """Of the model that the task fine-tunes or evaluates."""
+    settings = config.group(TaskConfig)
     if settings.task not in FINE_TUNING:
-        return FAMILIES["gpt"].train_spec
+        return family_of(config.extra).train_spec
     from tasks.fine_tuning.train_spec import ClassificationSpec, LabelledData
 
     return ClassificationSpec(settings.task, LabelledData())

@@ -7,7 +7,7 @@ from typing import Any
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.training.pretrain import parse
-from tasks.registry import DEFAULTS
+from tasks.registry import DEFAULTS, family_to_evaluate
 from tasks.settings import HarnessConfig
 
 
@@ -24,7 +24,9 @@ def run_of(flags: dict[str, Any], *, batch_size: int | str | None, device: str |
         raise ConfigError(f"--device {device}: ranks compute on the GPUs that are there, or on cpu; leave it out")
     if batch_size is not None and str(batch_size).partition(":")[0] != "auto":
         defaults["micro_batch_size"] = int(batch_size)
-    return parse(words_of(flags), prog="tasks/lm_eval.py", groups=(HarnessConfig,), defaults=defaults)
+    words = words_of(flags)
+    groups = (HarnessConfig, *family_to_evaluate(words, HarnessConfig).groups)
+    return parse(words, prog="tasks/lm_eval.py", groups=groups, defaults=defaults)
 
 
 def words_of(flags: dict[str, Any]) -> list[str]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
+
+from megatron.config.parse import value_given
+from megatron.core.models.registry import FAMILIES, Family
 
 if TYPE_CHECKING:  # torch is imported when flags are known to be right
     from megatron.config.run import RunConfig
@@ -41,6 +44,29 @@ class Task:
         """Import what runs it."""
         run: RunTask = importlib.import_module(self.module).run
         return run
+
+
+def family_to_evaluate(argv: Sequence[str], group: type) -> Family:
+    """The family of the model that the flags name, a user's own included; GPT where parsing will report them.
+
+    ``group``: the command's settings. Raises CheckpointError for a family that isn't known, or is no causal language
+    model.
+    """
+    load, pretrained, step = (
+        value_given(argv, group, field) for field in ("load", "pretrained_checkpoint", "ckpt_step")
+    )
+    gpt = FAMILIES["gpt"]
+    if not load and not pretrained:
+        return gpt
+    from megatron.core.checkpointing.find import find_checkpoint, is_unused
+    from megatron.training.checkpoints.trained_model import usable_family
+
+    named = [(load, step, "--load"), (pretrained, None, "--pretrained-checkpoint")]
+    for root, iteration, flag in named:
+        if root and not is_unused(root):
+            folder = find_checkpoint(root, step=iteration, verify=False, flag=flag)
+            return usable_family(folder, {gpt.name: gpt.train_spec})
+    return gpt
 
 
 TASKS: Mapping[str, Task] = {

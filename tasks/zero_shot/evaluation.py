@@ -7,18 +7,19 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from torch import Tensor
-from tqdm import tqdm
 
 from megatron.config.run import RunConfig
 from megatron.core.inference.scoring import Sample, TextScore
-from megatron.core.models.gpt.train_spec import GPTSpec
+from megatron.core.models.registry import family_of
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.tokenizers.text_files import parse_line
 from megatron.errors import DataError
-from megatron.training.evaluation.metrics import Likelihoods, LoadedModel, load_model
+from megatron.training.checkpoints.trained_model import load_model
+from megatron.training.evaluation.evaluate import Evaluator
+from megatron.training.evaluation.metrics import Likelihoods
 from megatron.training.reporting.progress import ProgressBar
 
-_SECONDS_BETWEEN_WORDS = 15.0
+_SECONDS_BETWEEN_LINES = 15.0
 
 
 def read_text(path: Path) -> str:
@@ -56,42 +57,37 @@ def read_documents(path: Path, *, key: str) -> Iterator[str]:
         yield read_text(path)
 
 
-def load_gpt(config: RunConfig, context: ParallelContext) -> LoadedModel:
-    """The causal language model that the settings name. A collective."""
-    return load_model(config, GPTSpec(), context)
+def load_evaluator(config: RunConfig, context: ParallelContext) -> Evaluator:
+    """An evaluator of the model that the settings name. A collective."""
+    return Evaluator(load_model(config, family_of(config.extra).train_spec, context))
 
 
-def likelihoods(model: LoadedModel, samples: Sequence[Sample], *, compare: bool) -> Tensor:
-    """Of each sample: nats, predictions that another token beats (with ``compare``), predictions. A collective."""
-    table = model.evaluate(samples, Likelihoods(compare), progress=_teller(model.context, len(samples)))
-    wanted = [sample.num_scored for sample in samples]
-    assert table[:, 2].tolist() == wanted, "every prediction is scored once"
+def likelihoods(evaluator: Evaluator, samples: Sequence[Sample], *, compare: bool) -> Tensor:
+    """A row for each sample: nats, wrong greedy predictions (with ``compare``), predictions. A collective."""
+    progress = report_progress(evaluator.trained.context, len(samples))
+    table = evaluator.evaluate(samples, Likelihoods(compare), progress=progress)
+    assert table[:, 2].tolist() == [sample.num_scored for sample in samples], "every prediction is scored once"
     return table
 
 
-def score(model: LoadedModel, samples: Sequence[Sample]) -> TextScore:
-    """The samples' scores added up. A collective."""
-    nats, _, count = likelihoods(model, samples, compare=False).sum(dim=0).tolist()
+def score(evaluator: Evaluator, samples: Sequence[Sample]) -> TextScore:
+    """The sum of the samples' scores. A collective."""
+    nats, _, count = likelihoods(evaluator, samples, compare=False).sum(dim=0).tolist()
     return TextScore(nats, int(count))
 
 
-def _teller(context: ParallelContext, total: int) -> Callable[[int], None]:
-    """Says on the last rank how far reading has come: in a line on a terminal, else now and then."""
-    start = said = time.monotonic()
+def report_progress(context: ParallelContext, total: int) -> Callable[[int], None]:
+    """Reports on the last rank how many of ``total`` samples are done: a bar on a terminal, else a line at times."""
     is_last = context.mesh.world_rank == context.mesh.world_size - 1
-    bar = ProgressBar(total, enabled=is_last)
+    bar, printed_at = ProgressBar(total, enabled=is_last), time.monotonic()
 
-    def tell(done: int) -> None:
-        nonlocal said
-        now = time.monotonic()
+    def report(done: int) -> None:
+        nonlocal printed_at
         bar.show(done, "samples")
         if done == total:
             bar.clear()
-        elif is_last and not bar.enabled and now - said > _SECONDS_BETWEEN_WORDS:
-            said = now
-            print(
-                f"  {done:,} of {total:,} samples, {tqdm.format_interval((now - start) * (total - done) / done)} left",
-                flush=True,
-            )
+        elif is_last and not bar.enabled and time.monotonic() - printed_at > _SECONDS_BETWEEN_LINES:
+            printed_at = time.monotonic()
+            print(f"  {done:,} of {total:,} samples, {bar.time_left(done)}", flush=True)
 
-    return tell
+    return report

@@ -16,7 +16,7 @@ from megatron.core.tokenizers.base import Tokenizer
 from megatron.errors import DataError
 from tasks.result import TaskResult, framed
 from tasks.settings import TaskConfig
-from tasks.zero_shot.evaluation import json_lines, likelihoods, load_gpt
+from tasks.zero_shot.evaluation import json_lines, likelihoods, load_evaluator
 
 
 def run(config: RunConfig, context: ParallelContext) -> TaskResult:
@@ -26,13 +26,15 @@ def run(config: RunConfig, context: ParallelContext) -> TaskResult:
     texts = list(json_lines(path, key="text"))
     if not texts:
         raise DataError(f"--valid-data {path} holds no passages")
-    model = load_gpt(config, context)
+    evaluator = load_evaluator(config, context)
     split = last_words if task.strict_lambada else last_tokens
     samples = [
         sample_of(context_ids, target, limit=config.data.seq_length, where=where)
-        for (where, _), (context_ids, target) in zip(texts, split([text for _, text in texts], model.tokenizer))
+        for (where, _), (context_ids, target) in zip(
+            texts, split([text for _, text in texts], evaluator.trained.tokenizer)
+        )
     ]
-    table = likelihoods(model, samples, compare=True)
+    table = likelihoods(evaluator, samples, compare=True)
     correct, total = int((table[:, 1] == 0).sum()), len(samples)
     line = (
         f" validation results on LAMBADA | number correct: {correct:.4E} | total examples: {total:.4E} | "
@@ -47,7 +49,7 @@ def run(config: RunConfig, context: ParallelContext) -> TaskResult:
             "loss": float(table[:, 0].sum()) / total,
         },
         data=(path,),
-        checkpoint=model.folder,
+        checkpoint=evaluator.trained.folder,
     )
 
 

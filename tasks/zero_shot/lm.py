@@ -10,7 +10,7 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.errors import DataError
 from tasks.result import TaskResult, framed
 from tasks.settings import TaskConfig
-from tasks.zero_shot.evaluation import load_gpt, read_documents, score
+from tasks.zero_shot.evaluation import load_evaluator, read_documents, score
 
 
 def run(config: RunConfig, context: ParallelContext) -> TaskResult:
@@ -20,11 +20,11 @@ def run(config: RunConfig, context: ParallelContext) -> TaskResult:
     documents = [text for path in paths for text in read_documents(path, key=task.json_key)]
     if not any(documents):
         raise DataError(f"--valid-data {' '.join(task.valid_data)} holds no text")
-    model, length = load_gpt(config, context), config.data.seq_length
+    evaluator, length = load_evaluator(config, context), config.data.seq_length
     stride = task.overlapping_eval or max(1, length // 2)
-    tokenizer = model.tokenizer
+    tokenizer = evaluator.trained.tokenizer
     texts = [[tokenizer.eod, *ids] for ids in tokenizer.tokenize_batch(documents)]
-    found = score(model, [each for text in texts for each in samples_of(text, length=length, stride=stride)])
+    found = score(evaluator, [each for text in texts for each in samples_of(text, length=length, stride=stride)])
 
     num_bytes = sum(len(text.encode()) for text in documents)
     bits = found.bits_per_byte(num_bytes)
@@ -43,5 +43,5 @@ def run(config: RunConfig, context: ParallelContext) -> TaskResult:
             "bytes": num_bytes,
         },
         data=paths,
-        checkpoint=model.folder,
+        checkpoint=evaluator.trained.folder,
     )

@@ -16,7 +16,9 @@ from megatron.core.inference.engine import Engine, GenerationLimits
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.scoring import Sample
 from megatron.errors import ConfigError
-from megatron.training.evaluation.metrics import Likelihoods, LoadedModel, LogitsAtAnyLayout
+from megatron.training.checkpoints.trained_model import TrainedModel
+from megatron.training.evaluation.evaluate import Evaluator
+from megatron.training.evaluation.metrics import Likelihoods
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +47,14 @@ class Asked:
 class Questions:
     """Answers of a loaded model; texts are ids when they come, and generated ones strings."""
 
-    def __init__(self, model: LoadedModel) -> None:
-        self.model, self.tokenizer, self.length = model, model.tokenizer, model.config.data.seq_length
-        self._engine = Engine(LogitsAtAnyLayout(model), GenerationLimits(self.tokenizer.eod, self.length))
+    def __init__(self, trained: TrainedModel) -> None:
+        self.tokenizer, self.length = trained.tokenizer, trained.config.data.seq_length
+        self._trained, self._evaluator = trained, Evaluator(trained)
+        self._engine = Engine(self._evaluator.next_logits, GenerationLimits(self.tokenizer.eod, self.length))
 
     def likelihoods(self, samples: Sequence[Sample]) -> list[tuple[float, bool]]:
         """Log-likelihood of what is asked about in each, and whether greedy generation would give it. A collective."""
-        rows = self.model.evaluate(samples, Likelihoods(compare=True)).tolist()
+        rows = self._evaluator.evaluate(samples, Likelihoods(compare=True)).tolist()
         return [(-nats, missed == 0) for nats, missed, _ in rows]
 
     def of_whole_texts(self, texts: Sequence[list[int]], *, prefix: int) -> list[float]:
@@ -79,8 +82,8 @@ class Questions:
                 f"{asked.tokens} tokens to generate leave no room for a text in the model's {self.length}: "
                 "give fewer with --gen_kwargs max_gen_toks=N"
             )
-        texts, training = [""] * len(prompts), self.model.config.training
-        size = training.micro_batch_size * self.model.context.mesh.size("dp")
+        texts, training = [""] * len(prompts), self._trained.config.training
+        size = training.micro_batch_size * self._trained.context.mesh.size("dp")
         order = sorted(range(len(prompts)), key=lambda which: -min(len(prompts[which]), room))
         for first in range(0, len(order), size):
             batch = order[first : first + size]

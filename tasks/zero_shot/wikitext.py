@@ -12,7 +12,7 @@ from megatron.errors import DataError
 from tasks.result import TaskResult, framed
 from tasks.settings import TaskConfig
 from tasks.zero_shot.detokenize import detokenizer_for
-from tasks.zero_shot.evaluation import load_gpt, read_text, score
+from tasks.zero_shot.evaluation import load_evaluator, read_text, score
 
 _OVERLAP = 32
 
@@ -25,9 +25,12 @@ def run(config: RunConfig, context: ParallelContext) -> TaskResult:
     words = len(original.strip().split(" "))
     if words < 2:
         raise DataError(f"--valid-data {path} holds {words} word; perplexity needs at least two")
-    model, length = load_gpt(config, context), config.data.seq_length
+    evaluator, length = load_evaluator(config, context), config.data.seq_length
     stride = task.overlapping_eval or min(_OVERLAP, length)
-    found = score(model, list(samples_of(model.tokenizer.tokenize(detokenize(original)), length=length, stride=stride)))
+    found = score(
+        evaluator,
+        list(samples_of(evaluator.trained.tokenizer.tokenize(detokenize(original)), length=length, stride=stride)),
+    )
 
     ratio = found.tokens / (words - 1)
     adjusted = math.exp(min(20.0, found.loss * ratio))
@@ -46,5 +49,5 @@ def run(config: RunConfig, context: ParallelContext) -> TaskResult:
             "words": words - 1,
         },
         data=(path,),
-        checkpoint=model.folder,
+        checkpoint=evaluator.trained.folder,
     )

@@ -29,10 +29,10 @@ from megatron.core.pipeline_parallel.chunk import Microbatch, TensorSpec
 from megatron.core.pipeline_parallel.runner import Runner
 from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.core.transformer.block import RecomputePlan
-from megatron.training.checkpoints.trained_model import model_state, named_parameters, share_tied_parameters
 from megatron.training.evaluation.parity import Observed, parts_of, whole_gradients
 from megatron.training.run.data import held_slices
 from megatron.training.run.pipeline import Plans, routes
+from megatron.training.run.stages import model_state, named_parameters, share_tied_parameters
 from megatron.training.step import global_loss, loss_weights, total_counts
 from tests.equivalence.families import FAMILIES, GLOBAL_BATCH, LENGTH, VOCABULARY, Family
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Sequence
 
-from megatron.config.family import Rule
+from megatron.config.family import FamilyConfig, Rule
 from megatron.config.rules import (
     context,
     inputs,
@@ -39,8 +39,8 @@ RULES: tuple[Rule, ...] = (
 
 
 def rules_of(run: RunConfig) -> tuple[Rule, ...]:
-    """The rules of every run, and those of its model family's settings."""
-    return (*RULES, *run.family.rules())
+    """The rules of every run, and those of its family's and its command's settings."""
+    return (*RULES, *(rule for group in run.groups() if isinstance(group, FamilyConfig) for rule in group.rules()))
 
 
 def check(run: RunConfig) -> None:

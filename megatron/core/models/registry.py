@@ -172,7 +172,8 @@ def family_of(groups: Iterable[object]) -> Family:
 
     Raises ConfigError for one that isn't known.
     """
-    name = next((group.name for group in groups if isinstance(group, FamilyConfig)), _GPT.name)
+    names = [group.name for group in groups if isinstance(group, FamilyConfig)]  # a task's own group has GPT's
+    name = next((name for name in names if name != _GPT.name), _GPT.name)
     found = find_family(name)
     if found is None:
         raise ConfigError(f"the family {name!r} is not installed: install its package, or register it")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -99,14 +99,15 @@ class TrainSpec(Hashable, Protocol):
 
 @dataclass(frozen=True)
 class ModelChunk:
-    """A part of a train spec's model as the pipeline runner sees it."""
+    """A part of a train spec's model as the pipeline runner sees it. ``loss``: in place of the train spec's."""
 
     train_spec: TrainSpec
     model: nn.Module
     is_last: bool
     incoming: Mapping[str, TensorSpec] = field(default_factory=dict)
+    loss: Callable[[Any, Microbatch], LossSum] | None = None
 
     def __call__(self, stage_inputs: StageInputs, microbatch: Microbatch) -> StageInputs | LossSum:
         """Forward, and the loss when this is the last part."""
         output = self.train_spec.forward(self.model, stage_inputs, microbatch)
-        return self.train_spec.loss(output, microbatch) if self.is_last else output
+        return (self.loss or self.train_spec.loss)(output, microbatch) if self.is_last else output

@@ -20,7 +20,6 @@ from megatron.core.parallel.sharding import ShardedState
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.errors import CheckpointError
 from megatron.planning.freezing import FreezingChange
-from megatron.training.checkpoints.trained_model import check_same_tokenizer
 from megatron.training.run.run import Progress, Run
 
 # What a fine-tuning may change in a model whose weights it takes over: no weight means something else by it.
@@ -186,6 +185,18 @@ def check_same_model(
         )
         raise CheckpointError(f"{folder.path} is of another architecture: {'; '.join(differences)}. {advice}")
     check_same_tokenizer(state, folder, tokenizer)
+
+
+def check_same_tokenizer(state: Mapping[str, Any], folder: CheckpointFolder, tokenizer: Tokenizer) -> None:
+    """Raise CheckpointError unless the checkpoint's run had this tokenizer, or doesn't say which one it had."""
+    saved = state["tokenizer"]
+    if saved["fingerprint"] in (tokenizer.fingerprint, None):  # None: converted without the files of its tokenizer
+        return
+    raise CheckpointError(
+        f"{folder.path} was trained with another tokenizer ({saved['name']}, fingerprint {saved['fingerprint'][:12]}) "
+        f"than the one given ({tokenizer.name}, {tokenizer.fingerprint[:12]}): name the files it was trained with "
+        "(--vocab-file and --merge-file, or --tokenizer-model)"
+    )
 
 
 def saved_config(load: str, step: int | None) -> Mapping[str, Any] | None:

@@ -1,16 +1,16 @@
-"""A trained model out of its checkpoint, for tools that use it: the checkpoint says what to build."""
+"""A trained model from its checkpoint, at any layout: for tasks, tools and the library."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.rules.sizes import divide
 from megatron.config.run import RunConfig
@@ -19,27 +19,77 @@ from megatron.config.trained_model import TrainedModelConfig
 from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint
 from megatron.core.checkpointing.load import MODEL_NAME, load_checkpoint, read_run_state
 from megatron.core.conversion.kept_tokenizer import with_kept_files
-from megatron.core.models.registry import family_named, saved_run
+from megatron.core.models.registry import Family, family_named, saved_run
+from megatron.core.models.stage import Stage
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.environment import LaunchEnvironment, told_once_a_node
 from megatron.core.parallel.launch import parallel_context
-from megatron.core.parallel.sharding import ShardedState, sharded_parameters, sharding_of
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.errors import CheckpointError, ConfigError, DataError
-from megatron.training.run.stages import build_stage
+from megatron.training.checkpoints.loading import check_same_model, check_same_tokenizer, where_to_find_weights
+from megatron.training.run.stages import build_stages, model_state
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainedModel:
-    """A whole model in evaluation mode, split over the ranks by tensor parallelism alone."""
+    """This rank's part of a trained model, in evaluation mode: a model for each of its pipeline ``stages``.
+
+    ``folder``: the checkpoint with its weights.
+    """
 
     config: RunConfig
-    model: nn.Module
-    tokenizer: Tokenizer
+    train_spec: TrainSpec
     context: ParallelContext
+    tokenizer: Tokenizer
     folder: CheckpointFolder
+    stages: list[Stage]
+    models: list[nn.Module]
+
+    @property
+    def model(self) -> nn.Module:
+        """The model of all layers, for a layout without pipeline parallelism, such as that of ``trained_model``."""
+        (whole,) = self.models
+        return whole
+
+
+def load_model(config: RunConfig, train_spec: TrainSpec, context: ParallelContext) -> TrainedModel:
+    """The model that ``--load`` or ``--pretrained-checkpoint`` names, at the layout of ``config``. A collective.
+
+    Raises CheckpointError when nothing usable is there or it is another model, ConfigError and DataError for a
+    tokenizer that can't be built.
+    """
+    settings, mesh = config.checkpoint, context.mesh
+    tokenizer = build_tokenizer(config.tokenizer)
+    if settings.load:
+        folder = find_checkpoint(settings.load, step=settings.ckpt_step, mesh=mesh)
+    else:
+        assert settings.pretrained_checkpoint is not None, "a rule requires a checkpoint"
+        folder = find_checkpoint(settings.pretrained_checkpoint, mesh=mesh, flag="--pretrained-checkpoint")
+    state, vocabulary = read_run_state(folder), config.model.vocab_size
+    check_same_tokenizer(state, folder, tokenizer)
+    if vocabulary is not None and tokenizer.vocab_size > vocabulary:
+        raise ConfigError(
+            f"{tokenizer.name} has {tokenizer.vocab_size} tokens, and the model in {folder.path} has {vocabulary}: "
+            "name the files of the tokenizer that it was trained with"
+        )
+    config = config.with_vocab_size(tokenizer.vocab_size)
+    check_same_model(state, folder, model_name=train_spec.name, config=config, tokenizer=tokenizer)
+    stages, models = build_stages(config, train_spec, context)
+    for model in models:
+        model.eval().requires_grad_(False)
+    weights = list(model_state(*models))
+    load_checkpoint(folder, weights, mesh, alternatives=where_to_find_weights(weights))
+    return TrainedModel(
+        config=config,
+        train_spec=train_spec,
+        context=context,
+        tokenizer=tokenizer,
+        folder=folder,
+        stages=stages,
+        models=models,
+    )
 
 
 @contextmanager
@@ -52,76 +102,28 @@ def trained_model(
     CheckpointError when nothing usable is there, ConfigError and DataError for a tokenizer that can't be built.
     """
     with told_once_a_node():
-        folder = find_checkpoint(choice.load, step=choice.ckpt_step)
+        folder = find_checkpoint(choice.load, step=choice.ckpt_step, verify=False)
         state = read_run_state(folder)
-        train_spec = _usable(state[MODEL_NAME], train_specs, where=str(folder.path))
-        if train_spec is None:
-            raise CheckpointError(
-                f"{folder.path} holds a {state[MODEL_NAME]} model; this tool works with {', '.join(train_specs)}"
-            )
-        saved = saved_run(state["config"], name=state[MODEL_NAME], where=str(folder.path))
+        family = usable_family(folder, train_specs)
+        saved = saved_run(state["config"], name=family.name, where=str(folder.path))
         saved = dataclasses.replace(saved, tokenizer=with_kept_files(saved.tokenizer, folder.path))
         config = _for_inference(saved, choice, launch.world_size)
-        tokenizer = build_tokenizer(config.tokenizer)
-        check_same_tokenizer(state, folder, tokenizer)
-        if config.model.vocab_size is not None and tokenizer.vocab_size > config.model.vocab_size:
-            raise ConfigError(
-                f"{tokenizer.name} has {tokenizer.vocab_size} tokens, and the model in {folder.path} knows "
-                f"{config.model.vocab_size}: name the files of the tokenizer that it was trained with"
-            )
+    train_spec = train_specs.get(family.name, family.train_spec)
     precision, seed = config.precision.params_dtype, config.training.seed
     with parallel_context(config.parallel, launch, params_dtype=precision, seed=seed) as context:
-        (whole,) = train_spec.stages(config)
-        model = build_stage(config, train_spec, whole, context).eval().requires_grad_(False)
-        load_checkpoint(folder, model_state(model), context.mesh)
-        yield TrainedModel(config, model, tokenizer, context, folder)
+        yield load_model(config, train_spec, context)
 
 
-def _usable(name: str, train_specs: Mapping[str, TrainSpec], *, where: str) -> TrainSpec | None:
-    """The train spec of this name, or of a family whose own inherits from one of them."""
-    if name in train_specs:
-        return train_specs[name]
-    own = family_named(name, where=where).train_spec
-    return own if isinstance(own, tuple(map(type, train_specs.values()))) else None
+def usable_family(folder: CheckpointFolder, train_specs: Mapping[str, TrainSpec]) -> Family:
+    """The family of the checkpoint's model: one of ``train_specs`` by name, or one whose train spec inherits from them.
 
-
-def check_same_tokenizer(state: Mapping[str, Any], folder: CheckpointFolder, tokenizer: Tokenizer) -> None:
-    """Raise CheckpointError unless the checkpoint's run had this tokenizer, or doesn't say which one it had."""
-    saved = state["tokenizer"]
-    if saved["fingerprint"] in (tokenizer.fingerprint, None):  # None: converted without the files of its tokenizer
-        return
-    raise CheckpointError(
-        f"{folder.path} was trained with another tokenizer ({saved['name']}, fingerprint {saved['fingerprint'][:12]}) "
-        f"than the one given ({tokenizer.name}, {tokenizer.fingerprint[:12]}): name the files it was trained with "
-        "(--vocab-file and --merge-file, or --tokenizer-model)"
-    )
-
-
-def model_state(*models: nn.Module) -> Iterator[ShardedState]:
-    """Every parameter of the parts of a model under its name in a checkpoint; tied copies share one."""
-    for name, parameter in named_parameters(models):
-        sharding = sharding_of(parameter)
-        yield ShardedState(f"model.{sharding.tied or name}", parameter.detach(), sharding)
-
-
-def named_parameters(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter of a rank's parts of the model with its global name; one that parts share, once."""
-    seen: set[nn.Parameter] = set()
-    for model in models:
-        for name, parameter in model.named_parameters():
-            if parameter not in seen:
-                seen.add(parameter)
-                yield name, parameter
-
-
-def share_tied_parameters(models: Iterable[nn.Module]) -> None:
-    """Where parts on one rank hold copies of a tied parameter, let them hold the same one."""
-    held: dict[str, nn.Parameter] = {}
-    for model in models:
-        for name, parameter, sharding in list(sharded_parameters(model)):
-            if sharding.tied is not None and held.setdefault(sharding.tied, parameter) is not parameter:
-                owner, _, attribute = name.rpartition(".")
-                setattr(model.get_submodule(owner), attribute, held[sharding.tied])
+    Raises CheckpointError for another family, and for one that isn't known.
+    """
+    name = read_run_state(folder)[MODEL_NAME]
+    family = family_named(name, where=str(folder.path))
+    if name not in train_specs and not isinstance(family.train_spec, tuple(map(type, train_specs.values()))):
+        raise CheckpointError(f"{folder.path} holds a {name} model; this tool works with {', '.join(train_specs)}")
+    return family
 
 
 def _for_inference(saved: RunConfig, choice: TrainedModelConfig, world_size: int) -> RunConfig:
@@ -135,6 +137,7 @@ def _for_inference(saved: RunConfig, choice: TrainedModelConfig, world_size: int
         saved,
         world_size=world_size,
         parallel=ParallelConfig(tensor_model_parallel_size=world_size),
+        checkpoint=CheckpointConfig(load=choice.load, ckpt_step=choice.ckpt_step),
         tokenizer=_chosen_tokenizer(saved, choice),
     )
 
@@ -146,14 +149,12 @@ def _chosen_tokenizer(saved: RunConfig, choice: TrainedModelConfig) -> Tokenizer
     if choice.tokenizer_type not in (None, own.tokenizer_type):
         return TokenizerConfig(tokenizer_type=choice.tokenizer_type, vocab_size=saved.model.vocab_size, **given)
     if own.tokenizer_type == "NullTokenizer" and given:
-        raise ConfigError(
-            f"the checkpoint in {choice.load} keeps no tokenizer: say its kind with --tokenizer-type, too"
-        )
+        raise ConfigError(f"the checkpoint in {choice.load} keeps no tokenizer: give its --tokenizer-type, too")
     for field in fields[:3]:
         path, flag = getattr(own, field), f"--{field.replace('_', '-')}"
         if path is not None and field not in given and not Path(path).exists():
             raise DataError(
-                f"the checkpoint in {choice.load} keeps no tokenizer, and says that its file was {path}, which is not "
-                f"there now: say where it is with {flag}"
+                f"the checkpoint in {choice.load} keeps no tokenizer, and its file {path} is missing: give its path "
+                f"with {flag}"
             )
     return dataclasses.replace(own, **given)

@@ -31,7 +31,6 @@ from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.planning.estimate import flops_per_sample, frozen_parameters, whole_costs
 from megatron.planning.freezing import check_freezing
-from megatron.training.checkpoints.trained_model import model_state, named_parameters, share_tied_parameters
 from megatron.training.reporting.curves import Curves, open_writers
 from megatron.training.reporting.flops import SpeedScale, device_peak
 from megatron.training.reporting.memory import check_memory
@@ -40,10 +39,9 @@ from megatron.training.reporting.profiling import annotated
 from megatron.training.reporting.reporter import Reporter, Speaker
 from megatron.training.reporting.startup import StartupFacts
 from megatron.training.reporting.timers import Timers
-from megatron.training.run.agreement import check_stages
 from megatron.training.run.data import TrainingData
 from megatron.training.run.pipeline import Plans, routes
-from megatron.training.run.stages import build_stage, stages_here
+from megatron.training.run.stages import build_stages, model_state, named_parameters
 from megatron.training.run.stop import ExitWatch
 
 
@@ -104,10 +102,7 @@ def build_run(
 
     plans = Plans(PipelineSettings.of(config), context.mesh.rank("pp"))
     context.weight_gradients.may_wait = plans.settings.splits_backward
-    stages = stages_here(config, train_spec, context)
-    check_stages(config, stages, context)
-    models = [build_stage(config, train_spec, stage, context) for stage in stages]
-    share_tied_parameters(models)
+    stages, models = build_stages(config, train_spec, context)
     sharded = config.parallel.use_distributed_optimizer
     policies = parameter_policies(named_parameters(models), config.optimizer)
     buffers = build_buffers(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 from torch import nn
 
 from megatron.config.run import RunConfig
 from megatron.core.models.stage import Stage
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.sharding import ShardedState, sharded_parameters, sharding_of
 from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.core.transformer.block import RecomputePlan
+from megatron.training.run.agreement import check_stages
 
 
 def stages_here(run: RunConfig, train_spec: TrainSpec, context: ParallelContext) -> list[Stage]:
@@ -19,8 +23,46 @@ def stages_here(run: RunConfig, train_spec: TrainSpec, context: ParallelContext)
     return [stages[number] for number in placement.stages_of(context.mesh.rank("pp"))]
 
 
-def build_stage(run: RunConfig, train_spec: TrainSpec, stage: Stage, context: ParallelContext) -> nn.Module:
-    """A stage of the run's model with its initial weights, recomputing what ``--recompute-…`` asks for."""
-    return train_spec.build_model(
-        run.model, run.extra, context, stage=stage, recompute=RecomputePlan.of(run.training), seed=run.training.seed
-    )
+def build_stages(
+    run: RunConfig, train_spec: TrainSpec, context: ParallelContext
+) -> tuple[list[Stage], list[nn.Module]]:
+    """This rank's stages and their models with initial weights, recomputing what ``--recompute-…`` asks for.
+
+    Models on one rank share tied parameters. A collective, which checks that the ranks hold the whole model.
+    """
+    stages = stages_here(run, train_spec, context)
+    check_stages(run, stages, context)
+    recompute, seed = RecomputePlan.of(run.training), run.training.seed
+    models = [
+        train_spec.build_model(run.model, run.extra, context, stage=stage, recompute=recompute, seed=seed)
+        for stage in stages
+    ]
+    share_tied_parameters(models)
+    return stages, models
+
+
+def model_state(*models: nn.Module) -> Iterator[ShardedState]:
+    """Every parameter of the parts of a model under its name in a checkpoint; tied copies share one."""
+    for name, parameter in named_parameters(models):
+        sharding = sharding_of(parameter)
+        yield ShardedState(f"model.{sharding.tied or name}", parameter.detach(), sharding)
+
+
+def named_parameters(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every parameter of a rank's parts of the model with its global name; one that parts share, once."""
+    seen: set[nn.Parameter] = set()
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if parameter not in seen:
+                seen.add(parameter)
+                yield name, parameter
+
+
+def share_tied_parameters(models: Iterable[nn.Module]) -> None:
+    """Replace copies of a tied parameter in the models of one rank by one parameter."""
+    held: dict[str, nn.Parameter] = {}
+    for model in models:
+        for name, parameter, sharding in list(sharded_parameters(model)):
+            if sharding.tied is not None and held.setdefault(sharding.tied, parameter) is not parameter:
+                owner, _, attribute = name.rpartition(".")
+                setattr(model.get_submodule(owner), attribute, held[sharding.tied])

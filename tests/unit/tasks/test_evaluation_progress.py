@@ -28,7 +28,7 @@ def test_time_remaining(watched: bool, monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr("tqdm.std.time", lambda: now[0])
     if watched:
         monkeypatch.setattr(sys, "stderr", terminal)
-    tell = evaluation._teller(context, 40)
+    tell = evaluation.report_progress(context, 40)
     for done in (10, 20, 30, 40):
         now[0] += 10.0
         tell(done)

@@ -14,7 +14,8 @@ from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import ConfigError
 from megatron.training.checkpoints.loading import saved_config
-from megatron.training.evaluation.metrics import LoadedModel, load_model
+from megatron.training.checkpoints.trained_model import load_model
+from megatron.training.evaluation.evaluate import Evaluator
 from tasks.model_args import words_of
 from tasks.registry import DEFAULTS
 from tasks.settings import HarnessConfig
@@ -172,13 +173,13 @@ def test_windows_are_the_harness_s() -> None:
 def test_samples_are_batched_with_others_of_their_length(gpt2: SmallGPT2, monkeypatch: pytest.MonkeyPatch) -> None:
     """LAMBADA's time would be that of its longest samples, most of it spent on padding."""
     asked = questions(ParallelContext.single(), str(gpt2.native), micro_batch_size=4)
-    read, step = list[int](), LoadedModel._step
+    read, step = list[int](), Evaluator._step
 
-    def counted(model: LoadedModel, batches: Any, longest: int, size: int, metric: Any) -> Any:
+    def counted(evaluator: Evaluator, batches: Any, longest: int, size: int, metric: Any) -> Any:
         read.append(longest * size * len(batches))
-        return step(model, batches, longest, size, metric)
+        return step(evaluator, batches, longest, size, metric)
 
-    monkeypatch.setattr(LoadedModel, "_step", counted)
+    monkeypatch.setattr(Evaluator, "_step", counted)
     lengths = [3, 60] * 16
     asked.likelihoods([sample_of([1] * length, [2], length=LENGTH) for length in lengths])
     assert sum(read) == sum(lengths)

@@ -93,13 +93,13 @@ def test_a_checkpoint_without_its_tokenizer_is_given_one(
     words = tmp_path / "words.txt"
     words.write_text("".join(f"{word}\n" for word in [*PIECES, *(f"w{number}" for number in range(37))]))
     flags = ["--load", str(tmp_path / "saved"), "--text", TEXT, "--vocab-file", str(words)]
-    with pytest.raises(ConfigError, match="keeps no tokenizer: say its kind with --tokenizer-type, too"):
+    with pytest.raises(ConfigError, match="keeps no tokenizer: give its --tokenizer-type, too"):
         fill_mask.main(flags)
     flags += ["--tokenizer-type", "BertWordPieceLowerCase"]
     assert fill_mask.main(flags) == 0
     assert "  => the " in capsys.readouterr().out
     words.write_text(words.read_text() + "more\n")
-    with pytest.raises(ConfigError, match="has 54 tokens, and the model in .* knows 51"):
+    with pytest.raises(ConfigError, match="has 54 tokens, and the model in .* has 51"):
         fill_mask.main(flags)
 
 
@@ -108,5 +108,5 @@ def test_the_place_of_a_tokenizer_that_is_gone_is_asked_for(tmp_path: Path, monk
     saved_model(tmp_path, "bert", WORDS)
     monkeypatch.setattr(trained_model, "with_kept_files", lambda config, folder: config)  # as checkpoints of before
     (tmp_path / "vocab.txt").unlink()
-    with pytest.raises(DataError, match=r"its file was .*vocab.txt, which is not there now: say .* with --vocab-file"):
+    with pytest.raises(DataError, match=r"its file .*vocab.txt is missing: give its path with --vocab-file"):
         fill_mask.main(["--load", str(tmp_path / "saved"), "--text", TEXT])

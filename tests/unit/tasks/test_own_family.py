@@ -1,0 +1,82 @@
+"""Tasks and lm-evaluation-harness measure a user's own family, and refuse what is no causal language model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.models import registry
+from megatron.core.models.registry import FAMILIES, Family
+from megatron.core.parallel.context import ParallelContext
+from megatron.errors import CheckpointError, ConfigError
+from megatron.training.checkpoints.saving import Saver
+from megatron.training.checkpoints.trained_model import load_model
+from megatron.training.run.run import Run
+from tasks import main as tasks
+from tasks.model_args import run_of
+from tasks.registry import TASKS
+from tasks.zero_shot.questions import Questions, sample_of
+from tests.architecture.source_tree import ROOT
+from tests.harness.runs import tiny_run
+
+TEXT = "5 6 7 8 9 10 11"
+
+
+@pytest.fixture
+def recurrent(monkeypatch: pytest.MonkeyPatch) -> Family:
+    """The family of examples/own_model, registered as a script of its own does."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples/own_model"))
+    from recurrent import FAMILY  # type: ignore[import-not-found]
+
+    monkeypatch.setitem(registry._REGISTERED, FAMILY.name, FAMILY)
+    return FAMILY
+
+
+def saved(family: Family, folder: Path) -> Run:
+    """A run of the family, saved in ``folder`` with its initial weights."""
+    own = "" if family in FAMILIES.values() else "--position-embedding-type none --forget-floor 0.25"
+    run = tiny_run(ParallelContext.single(), f"--mock-data {own} --save {folder}", family=family)
+    Saver(run).save()
+    return run
+
+
+def test_a_family_of_ones_own_is_measured(recurrent: Family, tmp_path: Path) -> None:
+    """It was refused: "holds a recurrent model, where a gpt model is wanted"."""
+    run = saved(recurrent, tmp_path / "saved")
+    (tmp_path / "text.txt").write_text(TEXT)
+    flags = ["--task", "LM", "--load", str(tmp_path / "saved"), "--valid-data", str(tmp_path / "text.txt")]
+    assert tasks.main([*flags, "--seq-length", "16", "--dry-run"]) == 0
+    config = tasks.settings(flags, TASKS["LM"])
+    result = TASKS["LM"].load()(config, ParallelContext.single())
+
+    ids = torch.tensor([[run.tokenizer.eod, *run.tokenizer.tokenize(TEXT)]])
+    with torch.no_grad():
+        (whole,) = run.models
+        logprobs = whole.eval()(ids[:, :-1]).logits()[0].log_softmax(-1)
+    expected = logprobs.gather(1, ids[0, 1:, None])
+    assert result.metrics["loss"] == pytest.approx(-expected.mean().item(), rel=1e-5)
+
+    harness = run_of({"load": str(tmp_path / "saved")}, batch_size=None, device="cpu")
+    asked = Questions(load_model(harness, recurrent.train_spec, ParallelContext.single()))
+    ((likelihood, _),) = asked.likelihoods([sample_of(ids[0, :3].tolist(), ids[0, 3:].tolist(), length=16)])
+    assert likelihood == pytest.approx(expected[2:].sum().item(), rel=1e-5)
+
+
+def test_what_no_task_can_measure_is_refused_in_one_sentence(
+    recurrent: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A family without its package, a family that predicts no next token, and a rule of the user's family."""
+    saved(recurrent, tmp_path / "own")
+    measured = ["--task", "LM", "--valid-data", "text.txt", "--dry-run", "--world-size", "2"]
+    with pytest.raises(
+        ConfigError, match=r"^a recurrent layer reads whole sequences.*leave --context-parallel-size out$"
+    ):
+        tasks.main([*measured, "--load", str(tmp_path / "own"), "--context-parallel-size", "2"])
+    monkeypatch.delitem(registry._REGISTERED, recurrent.name)
+    with pytest.raises(CheckpointError, match="holds a model of the family 'recurrent', which is neither built in"):
+        tasks.main([*measured, "--load", str(tmp_path / "own")])
+    saved(FAMILIES["bert"], tmp_path / "bert")
+    with pytest.raises(CheckpointError, match=r"holds a bert model; this tool works with gpt$"):
+        tasks.main([*measured, "--load", str(tmp_path / "bert")])
