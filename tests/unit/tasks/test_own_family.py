@@ -30,8 +30,9 @@ def recurrent(monkeypatch: pytest.MonkeyPatch) -> Family:
     monkeypatch.syspath_prepend(str(ROOT / "examples/own_model"))
     from recurrent import FAMILY  # type: ignore[import-not-found]
 
-    monkeypatch.setitem(registry._REGISTERED, FAMILY.name, FAMILY)
-    return FAMILY
+    family: Family = FAMILY
+    monkeypatch.setitem(registry._REGISTERED, family.name, family)
+    return family
 
 
 def saved(family: Family, folder: Path) -> Run:
