@@ -19,7 +19,7 @@ def pairs(
     """Every pair of variant and layout, for ``parametrize``.
 
     In the first tier is each variant at layouts of ``always`` and at those that ``more`` lists for it; the other pairs
-    are slow. No variant and no layout is in the slow tier alone, but layouts of ``slow``, which other tests have.
+    are slow. No variant and no layout is in the slow tier alone, but those of ``slow``, which other tests have.
     """
     variants, layouts, more = tuple(variants), tuple(layouts), more or {}
     assert {*always} <= {*layouts}
@@ -28,10 +28,13 @@ def pairs(
         (variant, layout)
         for variant in variants
         for layout in layouts
-        if layout in always or layout in more.get(variant, ())
+        if not {variant, layout} & {*slow} and (layout in always or layout in more.get(variant, ()))
     }
-    assert {variant for variant, _ in first} == {*variants}, "each variant is in the first tier"
-    assert {layout for _, layout in first} | {*slow} == {*layouts}, "each layout is in the first tier"
+    assert {variant for variant, _ in first} | ({*slow} & {*variants}) == {*variants}, (
+        "each variant is in the first tier"
+    )
+    assert {layout for _, layout in first} | ({*slow} & {*layouts}) == {*layouts}, "each layout is in the first tier"
+    assert {*slow} <= {*variants, *layouts}
     return [
         pytest.param(variant, layout, marks=[] if (variant, layout) in first else pytest.mark.slow)
         for variant in variants

@@ -228,7 +228,7 @@ def test_layout_computes_the_model_of_one_rank(variant: str, layout: str) -> Non
     pairs(
         FEW_GROUPS,
         FEW_GROUPS_LAYOUTS,
-        always=("tp4", "cp2 tp4 heads"),
+        always=("tp4",),
         more={"two groups, qk norm, documents": FEW_GROUPS_LAYOUTS},
     ),
 )
@@ -246,8 +246,15 @@ def test_a_prime_vocabulary_divides_over_any_ranks(variant: str, layout: str) ->
     check(ranks_of(variant, THREES_LAYOUTS[layout]), [reference(variant)])
 
 
-@pytest.mark.parametrize("layout", SAME_DROPOUT)
-@pytest.mark.parametrize("variant", DRAWING)
+@pytest.mark.parametrize(
+    ("variant", "layout"),
+    pairs(
+        DRAWING,
+        SAME_DROPOUT,
+        always=("one rank, recompute full", "dp2 zero"),
+        more={"gpt2 with dropout": SAME_DROPOUT},
+    ),
+)
 def test_dropout_is_a_function_of_sample_and_layer(variant: str, layout: str) -> None:
     """Recomputation would draw other masks than the forward pass, and data-parallel replicas the same ones."""
     check(ranks_of(variant, LAYOUTS[layout]), [reference(variant)])
