@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.config.parse import value_given
+from megatron.config.parse import read_given
 from megatron.config.run import RunConfig
 from megatron.config.typed_spellings import errors_as_typed
 from megatron.core.models.registry import family_of
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     """Check the settings, then measure; the process's exit code."""
     started = time.monotonic()
     with told_once_a_node():
-        task = TASKS.get(value_given(argv, TaskConfig, "task") or "")
+        task = TASKS.get(read_given(argv, TaskConfig).value("task"))
         config = settings(argv, task)
         assert task is not None, "without a known task there are no settings"
         own = config.group(TaskConfig)
@@ -54,9 +54,10 @@ def main(argv: Sequence[str]) -> int:
 def settings(argv: Sequence[str], task: Task | None) -> RunConfig:
     """The run that ``argv`` describes; raises ConfigError for an unknown task."""
     groups, defaults = (task.groups, task.defaults) if task is not None else ((), DEFAULTS)
-    if value_given(argv, TaskConfig, "task") in ZERO_SHOT:
+    given = read_given(argv, TaskConfig)
+    if given.value("task") in ZERO_SHOT:
         groups = (*groups, *family_to_evaluate(argv, TaskConfig).groups)
-    if value_given(argv, TaskConfig, "epochs") == 0:
+    if given.value("epochs") == 0:
         defaults = DEFAULTS
     return parse(argv, prog=PROG, groups=(TaskConfig, *groups), defaults=defaults)
 

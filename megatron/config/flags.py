@@ -128,21 +128,29 @@ class FlagSpec:
         found: dict[str, bool | str | None] = dict.fromkeys((self.positive, *self.options.aliases), value)
         found |= self.options.switches
         if self.is_switch:
-            found[self.options.off or "--no-" + self.positive[2:]] = False
+            found[self.typed(False)] = False
         return found
+
+    def typed(self, value: Any) -> str:
+        """The flag with ``value``, as on a command line."""
+        if isinstance(value, bool):
+            return self.positive if value else self.options.off or "--no-" + self.positive[2:]
+        return f"{self.positive} {words(value)}"
 
     def convert(self, raw: Any) -> Any:
         """The field's value from command-line words or from a file's value; raises ConfigError with the reason."""
         if self.is_switch:
             if isinstance(raw, bool):
                 return raw
-            words = " ".join(map(str, raw)) if isinstance(raw, list) else raw
-            raise ConfigError(f"{self.positive} is on or off and takes no value, so {words!r} cannot follow it")
+            given = words(raw) if isinstance(raw, list) else raw
+            raise ConfigError(f"{self.positive} is on or off and takes no value, so {given!r} cannot follow it")
         values = list(raw) if isinstance(raw, (list, tuple)) else [raw]
         expected = self.count if self.is_list else 1
         if not values or (expected is not None and len(values) != expected):
-            given = f"{len(values)}: {' '.join(map(str, values))}" if values else "none"
-            raise ConfigError(f"{self.positive} takes {expected or 'one or more'} value{_s(expected)}, not {given}")
+            given = f"{len(values)}: {words(values)}" if values else "none"
+            raise ConfigError(
+                f"{self.positive} takes {expected or 'one or more'} value{plural_s(expected)}, not {given}"
+            )
         converted = tuple(self._convert_one(value) for value in values)
         return converted if self.is_list else converted[0]
 
@@ -198,13 +206,19 @@ class FlagSpec:
         return (value,) * (self.count or 1) if self.is_list else value
 
 
+def words(value: Any) -> str:
+    """A setting's value as on a command line."""
+    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
 def one_of(values: Iterable[Any]) -> str:
     """``a, b or c``."""
     *most, last = [str(value) for value in values]
     return f"{', '.join(most)} or {last}" if most else last
 
 
-def _s(count: int | None) -> str:
+def plural_s(count: int | None) -> str:
+    """The ending of a noun after ``count``: nothing for one."""
     return "" if count == 1 else "s"
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
+from megatron.config.flags import plural_s
 from megatron.config.pipeline import schedule_name, stage_shapes
 from megatron.config.run import RunConfig
 
@@ -19,7 +19,7 @@ def settings_report(run: RunConfig) -> list[str]:
         value = run.value(spec)
         if spec.options.internal or value == spec.default:
             continue
-        rows.append((_flag_and_value(spec.positive, spec.spelling, value), run.provenance.get(spec.field, "")))
+        rows.append((spec.typed(value), run.provenance.get(spec.field, "")))
     width = min(max((len(text) for text, _ in rows), default=0), 60)
     return [f"{text:<{width}}  {source}".rstrip() for text, source in rows]
 
@@ -28,7 +28,7 @@ def layout_report(run: RunConfig, *, ranks_per_node: int) -> list[str]:
     """Each axis that more than one rank shares: its size, its groups, and whether they stay within a node."""
     nodes = -(-run.world_size // ranks_per_node)
     where = f"{nodes:,} nodes of {ranks_per_node}" if nodes > 1 else "one node"
-    lines = [f"{run.world_size:,} rank{_s(run.world_size)} on {where}"]
+    lines = [f"{run.world_size:,} rank{plural_s(run.world_size)} on {where}"]
     for name, size, stride in axes(run):
         if size == 1:
             continue
@@ -82,14 +82,3 @@ def count(number: float) -> str:
 def gigabytes(size: float) -> str:
     """``12.34 GB``, of 10^9 bytes; in megabytes below one."""
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
-
-
-def _flag_and_value(positive: str, spelling: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return positive if value else spelling
-    text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-    return f"{positive} {text}"
-
-
-def _s(number: int) -> str:
-    return "" if number == 1 else "s"

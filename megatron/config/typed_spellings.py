@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megatron.config.flags import FlagSpec
+from megatron.config.flags import FlagSpec, words
 from megatron.config.run import RunConfig
 from megatron.errors import MegatronError
 
@@ -21,8 +21,7 @@ def as_typed(run: RunConfig, message: str) -> str:
     """The message with ``--rope-theta (here --rotary-base)`` where a line names a flag that was typed so."""
     for spec in run.flags():
         if typed := typed_spelling(run, spec):
-            value = run.value(spec)
-            text = re.escape(" ".join(map(str, value)) if isinstance(value, tuple) else str(value))
+            text = re.escape(words(run.value(spec)))
             flag = re.compile(rf"(?<![\w-]){spec.positive}(?![\w-])( {text}(?![\w.]))?")
             lines = (
                 line if typed in line else flag.sub(lambda found: f"{typed} (here {found[0]})", line, count=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron.config.flags import plural_s
 from megatron.config.pipeline import num_stages, stage_shapes
 from megatron.config.report import count, gigabytes, layout_report, settings_report, stages_report
 from megatron.config.run import RunConfig
@@ -54,7 +55,7 @@ def _batch(run: RunConfig) -> list[str]:
     training, length = run.training, run.tokens_per_sample
     micro, replicas, full = training.micro_batch_size, run.data_parallel_size, training.global_batch_size
     lines = [
-        f"{full:,} samples a step: {replicas:,} data-parallel rank{_s(replicas)} x micro batch {micro} "
+        f"{full:,} samples a step: {replicas:,} data-parallel rank{plural_s(replicas)} x micro batch {micro} "
         f"x {full // (micro * replicas):,} accumulated; {count(full * length)} tokens"
     ]
     if training.rampup_batch_size:
@@ -141,7 +142,3 @@ def _verdict(run: RunConfig, train_spec: TrainSpec, memory: MemoryEstimate) -> l
     if not fits:
         return [f"does not fit into {gb:g} GB, and no change of layout, recomputation or micro batch makes it fit"]
     return [f"does not fit into {gb:g} GB; these would:", *(f"  {fit.flags}  ({gigabytes(fit.total)})" for fit in fits)]
-
-
-def _s(number: int) -> str:
-    return "" if number == 1 else "s"

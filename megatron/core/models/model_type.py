@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.config.command import CommandConfig
-from megatron.config.files import words_of
 from megatron.config.flags import check_flags, flag
-from megatron.config.parse import Intake
-from megatron.config.run import CORE_GROUPS
+from megatron.config.parse import read_given
 from megatron.core.models.registry import FAMILIES, Family, family_titled
 
 _TITLES = [family.title for family in FAMILIES.values()]
@@ -30,8 +27,4 @@ def family_asked(argv: Sequence[str]) -> Family:
 
     Raises ConfigError for one that isn't known.
     """
-    intake = Intake((*CORE_GROUPS, FamilyConfig, CommandConfig))
-    intake.read_words(list(words_of(argv)))
-    for path in intake.value("config"):
-        intake.read_file(path)
-    return family_titled(intake.value("model_type"))
+    return family_titled(read_given(argv, FamilyConfig).value("model_type"))

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.config.command import CommandConfig
-from megatron.config.files import words_of
-from megatron.config.parse import Intake
-from megatron.config.run import CORE_GROUPS, RunConfig
+from megatron.config.intake import Intake
+from megatron.config.parse import read_given
+from megatron.config.run import RunConfig
 from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint
 from megatron.core.checkpointing.load import MODEL_NAME, read_run_state
 from megatron.core.checkpointing.stored_tensors import StoredTensors
@@ -44,7 +43,7 @@ def check_loadable(
     asked = [*flags, *(["--load", str(path)] if path is not None and "--load" not in flags else [])]
     if step is not None and "--ckpt-step" not in flags:
         asked += ["--ckpt-step", str(step)]
-    intake = _read(asked)
+    intake = read_given(asked)
     if intake.value("load") is None:
         raise ConfigError(
             "name the checkpoint: inspect_checkpoint.py DIR --can-load FLAGS, or --load DIR among the flags"
@@ -107,15 +106,6 @@ def describe_start(config: RunConfig, tokenizer: Tokenizer | None, *, model_name
         if model == model_name and find_family(model_name) is not None:
             check_continues(state, folder, config, weights_only=weights_only, ranks_known=True)
     return f"{folder.path}, of iteration {folder.iteration}"
-
-
-def _read(flags: Sequence[str]) -> Intake:
-    """What every family's flags say; which are right is found out once the family is known."""
-    intake = Intake((*CORE_GROUPS, CommandConfig))
-    intake.read_words(list(words_of(flags)))
-    for file in intake.value("config"):
-        intake.read_file(file)
-    return intake
 
 
 def _ranks_of(intake: Intake) -> int:
