@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron.config.parse import value_given
+from megatron.config.parse import read_given
 from megatron.core.models.registry import FAMILIES, Family
 
 if TYPE_CHECKING:  # torch is imported when flags are known to be right
@@ -52,9 +52,8 @@ def family_to_evaluate(argv: Sequence[str], group: type) -> Family:
     ``group``: the command's settings. Raises CheckpointError for a family that isn't known, or is no causal language
     model.
     """
-    load, pretrained, step = (
-        value_given(argv, group, field) for field in ("load", "pretrained_checkpoint", "ckpt_step")
-    )
+    given = read_given(argv, group)
+    load, pretrained, step = map(given.value, ("load", "pretrained_checkpoint", "ckpt_step"))
     gpt = FAMILIES["gpt"]
     if not load and not pretrained:
         return gpt

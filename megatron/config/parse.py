@@ -12,7 +12,7 @@ from megatron.config.help import format_help
 from megatron.config.intake import Intake
 from megatron.config.legacy_flags import LegacyFlag
 from megatron.config.rules import failures, listed, remarks
-from megatron.config.rules.no_effect import without_effect
+from megatron.config.rules.remarking import without_effect
 from megatron.config.run import CORE_GROUPS, CheckpointReader, FlagOwner, RunConfig
 from megatron.config.typed_spellings import as_typed
 from megatron.errors import ConfigError

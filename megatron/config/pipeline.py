@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.config.flags import one_of
@@ -13,7 +12,7 @@ from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 
 _EMBEDDING, _LAYER, _LOSS = "E", "t", "L"
-_TOKEN = re.compile(r"\*\d+|.")
+_TOKEN = re.compile(r"(?:([EtL|()])(?:(?<!\()\*(\d+))?)|(\*\d*|.)")  # a letter and its repetitions, or what is wrong
 _LONGEST = 100_000  # letters of a layout
 _MOST_PASSES = 500_000  # largest schedule that is computed
 LAYOUT_EXAMPLE = "'Et*2|t*3|t*2L' for 7 layers in 3 stages"
@@ -185,8 +184,7 @@ def parse_layout(text: str) -> list[str]:
     ``E`` embedding, ``t`` layer, ``L`` final norm, output and loss, ``|`` between stages, ``x*3`` or ``(xy)*3`` three
     times, ``,`` nothing. Raises ConfigError for anything else, and when an end or a stage is missing.
     """
-    tokens = [match.group() for match in _TOKEN.finditer(text.replace(" ", ""))]
-    stages = "".join(_Layout(text, tokens).expand()).split("|")
+    stages = _expanded(text).split("|")
     whole = "".join(stages)
     for letter, what, place, index in (
         (_EMBEDDING, "the embedding", "first", 0),
@@ -205,57 +203,33 @@ def parse_layout(text: str) -> list[str]:
     return stages
 
 
-@dataclass
-class _Layout:
-    """Expands the repetitions of a layout string."""
+def _expanded(text: str) -> str:
+    """Every letter and bar of a layout string, in order, without repetitions."""
+    where = f"--pipeline-model-parallel-layout {text!r}"
+    groups = [""]  # what each open parenthesis holds so far, the outermost first
+    for letter, times, wrong in _TOKEN.findall(text.replace(" ", "")):
+        if letter == "(":
+            groups.append("")
+        if letter == "(" or wrong == ",":
+            continue
+        if wrong or (letter == ")" and len(groups) == 1):
+            raise _not_in_a_layout(where, wrong or letter)
+        part = groups.pop() if letter == ")" else letter
+        repeated = int(times or 1)
+        if len(part) * repeated > _LONGEST:
+            raise ConfigError(f"{where} repeats more layers than a model can have: *{times or 1}")
+        groups[-1] += part * repeated
+    if len(groups) > 1:
+        raise ConfigError(f"{where} lacks a )")
+    return groups[0]
 
-    text: str
-    tokens: list[str]
-    at: int = 0
 
-    def expand(self) -> Iterator[str]:
-        """Every letter and bar, in order."""
-        yield from self._sequence(closes=False)
-
-    def _sequence(self, *, closes: bool) -> Iterator[str]:
-        while self.at < len(self.tokens):
-            token = self.tokens[self.at]
-            self.at += 1
-            if token == ")" and closes:
-                return
-            if token == ",":
-                continue
-            if token == "(":
-                part = "".join(self._sequence(closes=True))
-            elif token in (_EMBEDDING, _LAYER, _LOSS, "|"):
-                part = token
-            else:
-                raise self._wrong(token)
-            times = self._times()
-            if len(part) * times > _LONGEST:
-                raise ConfigError(
-                    f"--pipeline-model-parallel-layout {self.text!r} repeats more layers than a model can have: "
-                    f"*{times}"
-                )
-            yield part * times
-        if closes:
-            raise ConfigError(f"--pipeline-model-parallel-layout {self.text!r} lacks a )")
-
-    def _times(self) -> int:
-        if self.at < len(self.tokens) and self.tokens[self.at].startswith("*") and len(self.tokens[self.at]) > 1:
-            self.at += 1
-            return int(self.tokens[self.at - 1][1:])
-        return 1
-
-    def _wrong(self, token: str) -> ConfigError:
-        where = f"--pipeline-model-parallel-layout {self.text!r}"
-        if token == "m":
-            return ConfigError(f"{where} has m, multi-token prediction, which is not available yet; leave it out")
-        if token.startswith("*"):
-            return ConfigError(f"{where}: {token} must follow E, t, L, | or a ) and have a number, as in t*3")
-        return ConfigError(
-            f"{where} has {token!r}; it consists of E, t, L, |, (, ), * and numbers, like {LAYOUT_EXAMPLE}"
-        )
+def _not_in_a_layout(where: str, token: str) -> ConfigError:
+    if token == "m":
+        return ConfigError(f"{where} has m, multi-token prediction, which is not available yet; leave it out")
+    if token.startswith("*"):
+        return ConfigError(f"{where}: {token} must follow E, t, L, | or a ) and have a number, as in t*3")
+    return ConfigError(f"{where} has {token!r}; it consists of E, t, L, |, (, ), * and numbers, like {LAYOUT_EXAMPLE}")
 
 
 @dataclass(frozen=True)

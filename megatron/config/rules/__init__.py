@@ -7,7 +7,9 @@ run, and all failures are listed at once, before any process group or device is 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
 from megatron.config.family import FamilyConfig, Rule
 from megatron.config.rules import (
@@ -15,14 +17,12 @@ from megatron.config.rules import (
     inputs,
     layout,
     model,
-    no_effect,
     pipeline,
     profiling,
     remarking,
     schedule,
     training,
 )
-from megatron.config.rules.known import UnknownSettingError, without
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 
@@ -36,6 +36,9 @@ RULES: tuple[Rule, ...] = (
     *inputs.RULES,
     *profiling.RULES,
 )
+
+
+_Settings = TypeVar("_Settings")
 
 
 def rules_of(run: RunConfig) -> tuple[Rule, ...]:
@@ -64,7 +67,7 @@ def failures(run: RunConfig, *, faulted: Collection[str] = ()) -> list[str]:
         if run.given(spec.field) or not (spec.options.derived and run.provenance):
             problems.append(sentence)
         wrong.add(spec.positive)
-    known = without(run, _unknown_fields(run, wrong)) if wrong else run
+    known = _without(run, _unknown_fields(run, wrong)) if wrong else run
     for rule in rules_of(run):
         with contextlib.suppress(UnknownSettingError):
             if sentence := rule(known):
@@ -80,9 +83,36 @@ def _unknown_fields(run: RunConfig, wrong: Collection[str]) -> set[str]:
     return fields | follow
 
 
+class UnknownSettingError(Exception):
+    """A rule read a setting that is not known, so its result is unknown."""
+
+
+def _without(run: RunConfig, fields: Collection[str]) -> RunConfig:
+    """``run``, in which reading one of ``fields``, directly or through a property, raises UnknownSettingError."""
+    hidden = {id(group): _hiding(group, fields, {}) for group in run.groups()}
+    changed: dict[str, Any] = {name: hidden[id(value)] for name, value in vars(run).items() if id(value) in hidden}
+    return _hiding(run, fields, changed | {"extra": tuple(hidden[id(each)] for each in run.extra)})
+
+
+def _hiding(settings: _Settings, fields: Collection[str], changed: Mapping[str, Any]) -> _Settings:
+    """``settings`` with ``changed`` values, nothing computed again, and ``fields`` hidden."""
+
+    def read(self: object, name: str) -> Any:
+        if name in fields:
+            raise UnknownSettingError(name)
+        return object.__getattribute__(self, name)
+
+    kind = type(settings)
+    hiding: _Settings = object.__new__(type(kind.__name__, (kind,), {"__getattribute__": read}))
+    stored = {each.name for each in dataclasses.fields(kind)}  # type: ignore[arg-type]  # and no cached properties
+    kept = {name: value for name, value in vars(settings).items() if name in stored}
+    object.__getattribute__(hiding, "__dict__").update({**kept, **changed})
+    return hiding
+
+
 def remarks(run: RunConfig) -> list[str]:
     """Remarks about valid settings that have no effect or an unexpected one."""
-    unused = [f"{', '.join(flags)}: no effect{reason}" for flags, reason in no_effect.without_effect(run)]
+    unused = [f"{', '.join(flags)}: no effect{reason}" for flags, reason in remarking.without_effect(run)]
     return unused + [sentence for rule in (*remarking.RULES, *run.family.remarks()) if (sentence := rule(run))]
 
 
