@@ -18,6 +18,7 @@ import argparse
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -29,7 +30,7 @@ from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.parallel import collectives
 from megatron.core.parallel.collectives import Handle, barrier
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.transport import Transfer, Transport
+from megatron.core.parallel.transport import Transport
 from megatron.training.run import run as run_module
 from megatron.training.run.run import build_run
 from megatron.training.step import train_step
@@ -76,13 +77,13 @@ def wait_until(moment: float) -> None:
     time.sleep(max(0.0, moment - time.monotonic()))
 
 
-def slow_handles(link: Link) -> type[Handle]:
+def slow_handles(link: Link) -> type[Handle[Tensor]]:
     """Handles of collectives that end when the link says so."""
 
-    class SlowHandle(Handle):
-        def __init__(self, result: Tensor, work: Any = None, waiting: Any = None) -> None:
-            super().__init__(result, work, waiting)
-            self._arrival = link.start(result.nbytes) if work is not None else 0.0
+    class SlowHandle(Handle[Tensor]):
+        def __init__(self, result: Tensor, works: Any = (), waiting: Any = None) -> None:
+            super().__init__(result, works, waiting)
+            self._arrival = link.start(result.nbytes) if works else 0.0
 
         def wait(self) -> Tensor:
             result = super().wait()
@@ -92,26 +93,27 @@ def slow_handles(link: Link) -> type[Handle]:
     return SlowHandle
 
 
-class _Late(Transfer):
+class _Late(Handle[Sequence[Tensor]]):
     """A message that carries the time of its arrival."""
 
-    def __init__(self, transfer: Transfer, arrival: Tensor) -> None:
+    def __init__(self, transfer: Handle[Sequence[Tensor]], arrival: Tensor) -> None:
         self._transfer, self._arrival = transfer, arrival
 
-    def wait(self) -> None:
-        self._transfer.wait()
+    def wait(self) -> Sequence[Tensor]:
+        tensors = self._transfer.wait()
         wait_until(self._arrival.item())
+        return tensors
 
 
 def slow_transports(link: Link) -> type[Transport]:
     """Pipeline messages that arrive when the sender's link says so, for both ends."""
 
     class SlowTransport(Transport):
-        def send(self, tensors: Any, target: int) -> Transfer:
+        def send(self, tensors: Any, target: int) -> _Late:
             arrival = torch.tensor([link.start(sum(each.nbytes for each in tensors))], dtype=torch.float64)
             return _Late(super().send([arrival, *tensors], target), arrival)
 
-        def receive(self, buffers: Any, source: int) -> Transfer:
+        def receive(self, buffers: Any, source: int) -> _Late:
             arrival = torch.zeros(1, dtype=torch.float64)
             return _Late(super().receive([arrival, *buffers], source), arrival)
 

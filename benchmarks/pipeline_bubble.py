@@ -29,10 +29,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
+from megatron.core.parallel.collectives import Handle
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RngStreams, StreamKey
-from megatron.core.parallel.transport import Transfer, Transport
+from megatron.core.parallel.transport import Transport
 from megatron.core.parallel.weight_gradients import WeightGradients
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs, TensorSpec
 from megatron.core.pipeline_parallel.runner import Runner
@@ -79,15 +80,16 @@ class _Sleep(torch.autograd.Function):
         return grad, None, None
 
 
-class _Late(Transfer):
+class _Late(Handle[Sequence[torch.Tensor]]):
     """A transfer that isn't over before ``delay`` seconds have passed since it was sent."""
 
-    def __init__(self, transfer: Transfer, sent: torch.Tensor, delay: float) -> None:
+    def __init__(self, transfer: Handle[Sequence[torch.Tensor]], sent: torch.Tensor, delay: float) -> None:
         self._transfer, self._sent, self._delay = transfer, sent, delay
 
-    def wait(self) -> None:
-        self._transfer.wait()
+    def wait(self) -> Sequence[torch.Tensor]:
+        tensors = self._transfer.wait()
         time.sleep(max(0.0, self._sent.item() + self._delay - time.monotonic()))
+        return tensors
 
 
 class SlowTransport(Transport):
@@ -95,11 +97,11 @@ class SlowTransport(Transport):
 
     delay = 0.0
 
-    def send(self, tensors: Sequence[torch.Tensor], target: int) -> Transfer:
+    def send(self, tensors: Sequence[torch.Tensor], target: int) -> _Late:
         sent = torch.tensor([time.monotonic()], dtype=torch.float64)
         return _Late(super().send([sent, *tensors], target), sent, self.delay)
 
-    def receive(self, buffers: Sequence[torch.Tensor], source: int) -> Transfer:
+    def receive(self, buffers: Sequence[torch.Tensor], source: int) -> _Late:
         sent = torch.zeros(1, dtype=torch.float64)
         return _Late(super().receive([sent, *buffers], source), sent, self.delay)
 

@@ -19,7 +19,7 @@ from megatron.core.ops.attention import attention as attention_of_one_rank
 from megatron.core.ops.attention.partial import partial_attention, partial_attention_gradients
 from megatron.core.parallel import exchange
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.exchange import Shift, Team, all_to_all, circulate
+from megatron.core.parallel.exchange import Team, all_to_all, circulate, shift
 from tests.harness import run_ranks
 
 LENGTH, BATCH, HEADS, WIDTH = 24, 2, 12, 4
@@ -144,13 +144,13 @@ def order_of_events(context: ParallelContext) -> list[str]:
 
     def start(*arguments: Any, **options: Any) -> Any:
         seen.append("send")
-        return mock.Mock(wait=noted("wait", Shift(*arguments, **options).wait))
+        return mock.Mock(wait=noted("wait", shift(*arguments, **options).wait))
 
     (q, k, v), upstream = inputs(groups=HEADS, keys=LENGTH)
     q, k, v = (take(x, context.mesh.rank("cp"), 3, dim=0).requires_grad_() for x in (q, k, v))
     with (
-        mock.patch.object(exchange, "Shift", start),
-        mock.patch.object(key_exchange, "Shift", start),
+        mock.patch.object(exchange, "shift", start),
+        mock.patch.object(key_exchange, "shift", start),
         mock.patch.object(merged_attention, "partial_attention", noted("compute", partial_attention)),
         mock.patch.object(
             merged_attention, "partial_attention_gradients", noted("compute", partial_attention_gradients)
@@ -192,7 +192,7 @@ def exchanges(context: ParallelContext) -> tuple[list[tuple[int, float]], list[f
     numbers = torch.arange(2.0) + 10 * team.rank
     pairs = all_to_all(numbers, team.neighbours(2)).tolist()
     across = all_to_all(numbers, team.counterparts(2)).tolist()
-    one, other = Shift(mine, team), Shift(mine + 100, team, tag=1)
+    one, other = shift(mine, team), shift(mine + 100, team, tag=1)
     return seen, pairs, across, other.wait()[0].item() - one.wait()[0].item()
 
 

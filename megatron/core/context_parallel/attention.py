@@ -14,18 +14,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron.config.parallel import CpCommType, head_exchange_size
-from megatron.core.context_parallel.head_exchange import with_heads_split
 from megatron.core.context_parallel.key_exchange import Gather, KeyExchange, Ring
 from megatron.core.context_parallel.merged_attention import merged_attention
+from megatron.core.context_parallel.slicing import by_rank, in_order
 from megatron.core.context_parallel.visible import Documents
 from megatron.core.ops.attention import AttentionOptions, AttentionRequest
 from megatron.core.ops.attention import attention as attention_of_one_rank
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.exchange import Team
+from megatron.core.parallel.exchange import Team, all_to_all
 
 
 def attention(
@@ -54,22 +57,17 @@ def attention(
     if everyone.size == 1:
         return plain(q, k, v)
     assert options.bias is None or "a2a" not in comm_type, "a bias has no rows for queries of other ranks"
-    if comm_type == "a2a":
-        return with_heads_split(plain, q, k, v, everyone)
-    neighbours = everyone.neighbours(heads_split_over(comm_type, context))
-    exchange = _key_exchange(comm_type, context)
+    size = heads_split_over(comm_type, context)
+    neighbours, counterparts = everyone.neighbours(size), everyone.counterparts(size)
+    if counterparts.size == 1:
+        return _with_heads_split(plain, q, k, v, neighbours)
+    exchange: KeyExchange = Gather(everyone) if comm_type == "all_gather" else Ring(counterparts)
     if options.document_ids is not None and documents is None:
         documents = Documents(options.document_ids)
     merged = functools.partial(
         merged_attention, exchange=exchange, options=options, backend=backend, documents=documents
     )
-    return with_heads_split(plain if exchange.team.size == 1 else merged, q, k, v, neighbours)
-
-
-def _key_exchange(comm_type: CpCommType, context: ParallelContext) -> KeyExchange:
-    if comm_type == "all_gather":
-        return Gather(context.mesh)
-    return Ring(Team.of(context.mesh, "cp").counterparts(heads_split_over(comm_type, context)))
+    return _with_heads_split(merged, q, k, v, neighbours)
 
 
 def heads_split_over(comm_type: CpCommType, context: ParallelContext) -> int:
@@ -89,3 +87,48 @@ def actual_request(request: AttentionRequest, comm_type: CpCommType, context: Pa
         document_ids=False,
         partial=True,
     )
+
+
+def _with_heads_split(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, team: Team
+) -> Tensor:
+    """``attend`` on all that the team holds of the sequence, for this rank's part of the heads (DeepSpeed-Ulysses,
+    arXiv:2309.14509).
+
+    ``q`` [s, b, n, d], ``k`` and ``v`` [s, b, g, d] -> [s, b, n·d]. n is divisible by the team's size. So is g, or the
+    size by g: then each key and value head goes to several ranks, and its owner sums their gradients.
+    """
+    size = team.size
+    if size == 1:
+        return attend(q, k, v)
+    copies = size // k.shape[2] if k.shape[2] < size else 1
+    parts = [_head_parts(x, size) for x in (q, k.repeat_interleave(copies, dim=2), v.repeat_interleave(copies, dim=2))]
+    arrived = _exchange(torch.cat([part.flatten(1) for part in parts], dim=1), team)
+    mine = torch.split(arrived, [part[0].numel() for part in parts], dim=1)
+    out = attend(*(in_order(x.reshape(part.shape)) for x, part in zip(mine, parts)))  # [size·s, b, n/size·d]
+    by_head = _exchange(by_rank(out, size), team)
+    return by_head.permute(1, 2, 0, 3).flatten(2)
+
+
+def _head_parts(x: Tensor, size: int) -> Tensor:
+    """[s, b, n, d] -> [size, s, b, n/size, d]."""
+    length, batch, heads, width = x.shape
+    return x.reshape(length, batch, size, heads // size, width).permute(2, 0, 1, 3, 4)
+
+
+def _exchange(x: Tensor, team: Team) -> Tensor:
+    out: Tensor = _Exchange.apply(x, team)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all, which is its own transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, team: Team) -> Tensor:
+        ctx.team = team
+        return all_to_all(x, team)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_to_all(grad, ctx.team), None

@@ -8,34 +8,24 @@ a rank attends to its own: one message instead of many, and memory for the keys 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from megatron.core.parallel.collectives import all_gather_into_async, reduce_scatter
-from megatron.core.parallel.exchange import Shift, Team, circulate
-from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.collectives import Handle, all_gather_into_async, reduce_scatter
+from megatron.core.parallel.exchange import Team, circulate, shift
 
-_GRADIENTS = 1  # tag of the ring that turns beside that of the keys
-
-
-class Returning(Protocol):
-    """Collects what a rank contributes to the gradients of each rank's keys."""
-
-    def add(self, owner: int, grads: Tensor) -> None:
-        """Take in the contribution to those of ``owner``, in the order in which keys came; ``grads`` is given away."""
-        ...
-
-    def own(self) -> Tensor:
-        """The sum of all ranks' contributions to this rank's keys."""
-        ...
+_GRADIENTS = 1  # tag of the ring of gradients, which runs beside that of the keys
 
 
 class KeyExchange(Protocol):
-    """Moves packed keys and values among the ranks of ``team``."""
+    """Moves packed keys and values among the ranks of ``team``, and their gradients back."""
 
-    team: Team
+    @property
+    def team(self) -> Team:
+        """The ranks that hold the sequence together."""
+        ...
 
     def visit(self, packed: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Every rank's packed keys and values with the rank's position in the team, this rank's own first.
@@ -44,52 +34,42 @@ class KeyExchange(Protocol):
         """
         ...
 
-    def returning(self, packed: Tensor) -> Returning:
-        """Where gradients shaped like ``packed`` are collected."""
+    def sum_at_owner(self, contributions: Iterator[tuple[int, Tensor]]) -> Tensor:
+        """The sum of all ranks' gradients of this rank's packed keys and values.
+
+        ``contributions``: what this rank adds to the gradients of each owner's, in the order of ``visit``; the tensors
+        may be overwritten.
+        """
         ...
 
 
+@dataclass(frozen=True)
 class Ring:
     """From each rank to the next."""
 
-    def __init__(self, team: Team) -> None:
-        self.team = team
+    team: Team
 
     def visit(self, packed: Tensor) -> Iterator[tuple[int, Tensor]]:
         """See ``KeyExchange``."""
         return circulate(packed, self.team)
 
-    def returning(self, packed: Tensor) -> Returning:
-        """See ``KeyExchange``."""
-        return _RingReturning(self.team)
+    def sum_at_owner(self, contributions: Iterator[tuple[int, Tensor]]) -> Tensor:
+        """Sums travel round the ring one step behind their keys and end at the owner, who adds its own part last."""
+        _, own = next(contributions)
+        coming: Handle[Tensor] | None = None
+        for _, grads in contributions:
+            if coming is not None:
+                grads += coming.wait()
+            coming = shift(grads, self.team, tag=_GRADIENTS)
+        assert coming is not None, "a ring has more than one rank"
+        return own.add_(coming.wait())
 
 
-class _RingReturning:
-    """A sum of gradients follows its keys round the ring, one step behind, to where it started without its owner's."""
-
-    def __init__(self, team: Team) -> None:
-        self._team = team
-        self._own: Tensor | None = None
-        self._shift: Shift | None = None
-
-    def add(self, owner: int, grads: Tensor) -> None:
-        if self._own is None:  # a rank visits its own keys first
-            self._own = grads
-            return
-        if self._shift is not None:
-            grads += self._shift.wait()
-        self._shift = Shift(grads, self._team, tag=_GRADIENTS)
-
-    def own(self) -> Tensor:
-        assert self._own is not None and self._shift is not None, "a ring has more than one rank"
-        return self._own.add_(self._shift.wait())
-
-
+@dataclass(frozen=True)
 class Gather:
-    """From all ranks of the axis ``cp`` at once."""
+    """From all ranks of the axis ``cp``, which are ``team``, at once."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.team = Team.of(mesh, "cp")
+    team: Team
 
     def visit(self, packed: Tensor) -> Iterator[tuple[int, Tensor]]:
         """See ``KeyExchange``."""
@@ -102,20 +82,13 @@ class Gather:
             owner = (rank - step) % ranks
             yield owner, parts[owner]
 
-    def returning(self, packed: Tensor) -> Returning:
-        """See ``KeyExchange``."""
-        return _GatherReturning(packed, self.team)
-
-
-class _GatherReturning:
-    """The transpose of a gather: sums, scattered."""
-
-    def __init__(self, packed: Tensor, team: Team) -> None:
-        self._team = team
-        self._sums = torch.zeros(team.size, *packed.shape, dtype=packed.dtype, device=packed.device)
-
-    def add(self, owner: int, grads: Tensor) -> None:
-        self._sums[owner].copy_(grads)
-
-    def own(self) -> Tensor:
-        return reduce_scatter(self._sums, self._team.mesh, "cp").squeeze(0)
+    def sum_at_owner(self, contributions: Iterator[tuple[int, Tensor]]) -> Tensor:
+        """The transpose of a gather: a reduce-scatter."""
+        rank, own = next(contributions)
+        by_owner = own.new_empty(self.team.size, *own.shape)
+        by_owner[rank] = own
+        del own
+        for owner, grads in contributions:
+            by_owner[owner] = grads
+            del grads  # before the next one is computed
+        return reduce_scatter(by_owner, self.team.mesh, "cp").squeeze(0)

@@ -1,7 +1,7 @@
 """Attention of this rank's queries to the keys of all ranks, one rank's keys after the other, in constant memory.
 
-Forward merges partial results by online softmax. Backward has every rank's keys visit again: each call needs only the
-merged result and the merged log-sum-exp, and dropout draws again what it drew.
+Forward merges partial results by online softmax. Backward visits every rank's keys again: each call needs only the
+merged result and the merged log-sum-exp, and dropout draws the same masks again.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from megatron.core.context_parallel.slicing import positions, take
 from megatron.core.context_parallel.visible import Documents, Visible, visible
 from megatron.core.ops.attention.partial import OnlineSoftmax, partial_attention, partial_attention_gradients
 from megatron.core.ops.attention.request import AttentionOptions, PartialResult
+from megatron.core.ops.dropout import generator_at, generator_state
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What all parts have in common. ``options`` speak of the whole sequence, but for a bias of the rank's queries."""
+    """What all parts have in common. ``options`` are for the whole sequence, except a bias, for the rank's queries."""
 
     exchange: KeyExchange
     options: AttentionOptions
@@ -47,12 +48,6 @@ class _Call:
             added = None if bias is None else bias[:, part.rows, part.keys]
             yield part, dataclasses.replace(self.options, causal=part.causal, attention_mask=mask, bias=added)
 
-    def add_bias_gradient(self, whole: Tensor, part: Visible, owner: int, grad: Tensor) -> None:
-        """Put what a part contributes at its place in the gradient [n, s, S] of the bias."""
-        team = self.exchange.team
-        columns = positions(whole.shape[2], owner, team.size, device=whole.device)[part.keys]
-        whole[:, part.rows].index_add_(2, columns, grad.to(whole.dtype))
-
 
 def merged_attention(
     q: Tensor,
@@ -74,12 +69,11 @@ def merged_attention(
 
 
 class _MergedAttention(torch.autograd.Function):
-    """Keeps q, k, v, the bias, the result, its log-sum-exp, and where the generator stood."""
+    """Keeps q, k, v, the bias, the result, its log-sum-exp, and the state of the generator."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
-        generator = call.options.generator
-        ctx.generator_state = generator.get_state() if generator is not None and call.options.dropout > 0.0 else None
+        ctx.generator_state = generator_state(call.options.dropout, call.options.generator)
         merged = OnlineSoftmax.over_nothing(q, v)
         for owner, packed in call.exchange.visit(_pack(k, v)):
             keys, values = _unpack(packed, k, v)
@@ -89,44 +83,38 @@ class _MergedAttention(torch.autograd.Function):
                 merged.add(found, *asked)
         whole = merged.result(q.dtype)
         ctx.save_for_backward(q, k, v, whole.out, whole.lse, bias)
-        ctx.call = call.with_options(bias=None)
+        ctx.call = call.with_options(bias=None, generator=None)
         return whole.out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
         q, k, v, out, lse, bias = ctx.saved_tensors
-        call = _replaying(ctx.call.with_options(bias=bias), ctx.generator_state, q.device)
+        call: _Call = ctx.call.with_options(bias=bias, generator=generator_at(ctx.generator_state, q.device))
         grad_q = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
         grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=lse.dtype, device=q.device)
-        packed_keys = _pack(k, v)
-        returning = call.exchange.returning(packed_keys)
-        for owner, packed in call.exchange.visit(packed_keys):
-            keys, values = _unpack(packed, k, v)
-            contribution = torch.zeros_like(packed)
-            grad_k, grad_v = _unpack(contribution, k, v)
-            for part, options in call.parts(owner, q, keys):
-                asked, at = (part.rows, part.samples), (part.keys, part.samples)
-                whole = PartialResult(out[asked], lse[asked])
-                found = partial_attention_gradients(
-                    grad[asked], q[asked], keys[at], values[at], whole, options, backend=call.backend
-                )
-                grad_q[asked] += found.q
-                grad_k[at] += found.k
-                grad_v[at] += found.v
-                if grad_bias is not None and found.bias is not None:
-                    call.add_bias_gradient(grad_bias, part, owner, found.bias)
-            returning.add(owner, contribution)
-        grad_k, grad_v = _unpack(returning.own(), k, v)
+
+        def contributions() -> Iterator[tuple[int, Tensor]]:
+            """Gradients of each rank's packed keys and values; those of the queries and the bias are added up here."""
+            for owner, packed in call.exchange.visit(_pack(k, v)):
+                keys, values = _unpack(packed, k, v)
+                contribution = torch.zeros_like(packed)
+                grad_keys, grad_values = _unpack(contribution, k, v)
+                for part, options in call.parts(owner, q, keys):
+                    asked, at = (part.rows, part.samples), (part.keys, part.samples)
+                    whole = PartialResult(out[asked], lse[asked])
+                    found = partial_attention_gradients(
+                        grad[asked], q[asked], keys[at], values[at], whole, options, backend=call.backend
+                    )
+                    grad_q[asked] += found.q
+                    grad_keys[at] += found.k
+                    grad_values[at] += found.v
+                    if grad_bias is not None and found.bias is not None:
+                        columns = positions(bias.shape[2], owner, call.exchange.team.size, device=q.device)[part.keys]
+                        grad_bias[:, part.rows].index_add_(2, columns, found.bias.to(grad_bias.dtype))
+                yield owner, contribution
+
+        grad_k, grad_v = _unpack(call.exchange.sum_at_owner(contributions()), k, v)
         return grad_q.to(q.dtype), grad_k, grad_v, None if grad_bias is None else grad_bias.to(q.dtype), None
-
-
-def _replaying(call: _Call, state: Tensor | None, device: torch.device) -> _Call:
-    """The call with a generator that draws what the forward pass drew."""
-    if state is None:
-        return call
-    generator = torch.Generator(device)
-    generator.set_state(state)
-    return call.with_options(generator=generator)
 
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:

@@ -5,22 +5,12 @@ AVX-512 kernels on Intel's processors only, and is half as fast on others.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 _ONEDNN_FROM = 1 << 20  # multiplications; below, the fixed cost of a call outweighs the speed
 _BLOCK_ELEMENTS = 1 << 22  # of a sum, computed before they are added: what stays in the caches
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x·weightᵀ + bias``: [..., in] -> [..., out] for ``weight`` [out, in]. The forward matmul of every layer."""
-    if not _onednn_serves(x, weight):
-        return F.linear(x, weight, bias)
-    result: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
-    return result
 
 
 def times_transposed(a: Tensor, b: Tensor, bias: Tensor | None = None, *, buffer: Tensor | None = None) -> Tensor:
@@ -71,23 +61,3 @@ def _onednn_serves(a: Tensor, b: Tensor) -> bool:
 def _has_onednn() -> bool:
     built = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
     return built and torch.backends.cpu.get_cpu_capability() == "AVX512"
-
-
-class _Linear(torch.autograd.Function):
-    """y = x·Wᵀ + b;  dx = dy·W,  dW = dyᵀ·x,  db = Σ dy."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return times_transposed(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], weight.shape[0])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        rows, grad_rows = x.flatten(0, -2), grad.flatten(0, -2)
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        return (
-            times_transposed(grad_rows, weight.t()).view_as(x) if needs_x else None,
-            transposed_times(grad_rows, rows) if needs_weight else None,
-            grad_rows.sum(0) if needs_bias else None,
-        )

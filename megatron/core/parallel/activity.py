@@ -1,4 +1,4 @@
-"""What a rank is doing at this moment, so that a report of a stall or failure can name the place in the run."""
+"""What a rank is doing at this moment, for reports of stalls and failures."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Activity:
     """Written by the rank's main thread, read by the thread that watches it.
 
     ``progress``: e.g. ``iteration 12``. ``part``: of that iteration, e.g. ``forward-backward``. ``action``: of the
-    pipeline runner in it. ``collective``: what the rank waits for together with ``group``, world ranks; empty outside
-    of collectives. ``since``: monotonic time at which this one began. ``steps``: iterations done by this process.
+    pipeline runner. ``collective``: in which the rank waits for the world ranks ``group``; empty outside of collectives.
+    ``since``: monotonic time at which it began. ``steps``: iterations done by this process.
     """
 
     progress: str = "start"
@@ -28,15 +28,15 @@ class Activity:
 
     @contextmanager
     def during(self, part: str) -> Iterator[None]:
-        """The block's work is this part of the iteration; one that ends by an exception stays on record."""
+        """Set ``part`` for a ``with`` block; it stays set after an exception."""
         before, self.part = self.part, part
         yield
         self.part = before
 
     def waiting(self, collective: str, group: Sequence[int]) -> _Waiting:
-        """For the length of a ``with`` block the rank waits in ``collective``, e.g. ``all-reduce over dp, cp``.
+        """Set ``collective``, e.g. ``all-reduce over dp, cp``, and ``group`` for a ``with`` block.
 
-        A block that ends by an exception stays on record: it says where the rank failed.
+        They stay set after an exception, for the report of where the rank failed.
         """
         return _Waiting(self, collective, group)
 
@@ -47,7 +47,7 @@ class Activity:
 
     @property
     def place(self) -> str:
-        """The place in the run in words, the collective left out."""
+        """The place in the run in words, without the collective."""
         return ", ".join(filter(None, (self.progress, self.part, self.action)))
 
 

@@ -1,9 +1,10 @@
-"""Collectives over mesh axes. Each returns its input when the axes hold one rank, so callers never ask how many."""
+"""Collectives over mesh axes. Each returns its input when the axes hold one rank, so callers needn't check the size."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,24 +27,28 @@ _gather_tensor = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _scatter_tensor = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-class Handle:
-    """A collective under way; ``wait`` returns its result."""
+class Handle(Generic[T]):
+    """Communication that has been started; ``wait`` returns its result."""
 
     def __init__(
         self,
-        result: Tensor,
-        work: dist.Work | None = None,
+        result: T,
+        works: Sequence[dist.Work | None] = (),
         waiting: AbstractContextManager[None] | None = None,
+        *,
+        sent: Tensor | None = None,
     ) -> None:
-        """``waiting``: entered while ``wait`` blocks."""
-        self._result, self._work, self._waiting = result, work, waiting or nullcontext()
+        """``waiting``: entered while ``wait`` blocks. ``sent``: a tensor to keep alive until then."""
+        self._result, self._works, self._waiting, self._sent = result, works, waiting or nullcontext(), sent
 
-    def wait(self) -> Tensor:
-        """Block until the result may be read (on a GPU: order it after the collective on the current stream)."""
-        if self._work is not None:
+    def wait(self) -> T:
+        """Block until the result may be read and what was sent overwritten (on a GPU: order that on the stream)."""
+        if self._works:
             with self._waiting:
-                self._work.wait()
-            self._work = None
+                for work in self._works:
+                    if work is not None:
+                        work.wait()
+            self._works, self._sent = (), None
         return self._result
 
 
@@ -80,30 +85,27 @@ def all_reduce_among(x: Tensor, mesh: Mesh, ranks: tuple[int, ...]) -> Tensor:
 def sum_between_stages(x: Tensor, mesh: Mesh, ranks: tuple[int, ...]) -> Tensor:
     """Sum contiguous ``x`` in place over some world ``ranks`` of this rank's pipeline; bitwise the same on each.
 
-    Each sends it to each other: two or three hold an embedding, and tables that more stages hold are small. A group of
-    their own would need stages to have made the same groups before (see ``Mesh.group_of``).
+    Every rank sends to every other one: two or three hold an embedding, and tables on more stages are small. A process
+    group for them would require all stages to have made the same groups before (see ``Mesh.group_of``).
     """
     group, here = mesh.group("pp"), mesh.world_rank
     parts = {rank: x if rank == here else torch.empty_like(x) for rank in sorted(ranks)}
     works: list[dist.Work | None] = []
     for other in parts:
-        if other < here:  # NCCL moves a pair's messages one after the other: the lower rank's first, at both ends
+        if other < here:  # NCCL moves a pair's messages in order: the lower rank's first, at both ends
             works += [dist.irecv(parts[other], other, group=group), dist.isend(x, other, group=group)]
         elif other > here:
             works += [dist.isend(x, other, group=group), dist.irecv(parts[other], other, group=group)]
-    with mesh.activity.waiting("sum of tied gradients", ranks):
-        for work in works:
-            assert work is not None
-            work.wait()
+    Handle(x, works, mesh.activity.waiting("sum of tied gradients", ranks)).wait()
     return x.copy_(torch.stack([*parts.values()]).sum(0))
 
 
-def all_reduce_async(x: Tensor, mesh: Mesh, *axes: Axis) -> Handle:
+def all_reduce_async(x: Tensor, mesh: Mesh, *axes: Axis) -> Handle[Tensor]:
     """Start summing contiguous ``x`` in place over the group."""
     group = mesh.group(*axes)
     if group is None:
         return Handle(x)
-    return Handle(x, dist.all_reduce(x, group=group, async_op=True), _waiting("all-reduce", mesh, axes))
+    return Handle(x, [dist.all_reduce(x, group=group, async_op=True)], _waiting("all-reduce", mesh, axes))
 
 
 def all_gather(x: Tensor, mesh: Mesh, *axes: Axis, dim: int = 0) -> Tensor:
@@ -118,12 +120,12 @@ def all_gather(x: Tensor, mesh: Mesh, *axes: Axis, dim: int = 0) -> Tensor:
     return out if dim == 0 else torch.cat(out.chunk(size), dim=dim)
 
 
-def all_gather_into_async(out: Tensor, x: Tensor, mesh: Mesh, *axes: Axis) -> Handle:
+def all_gather_into_async(out: Tensor, x: Tensor, mesh: Mesh, *axes: Axis) -> Handle[Tensor]:
     """Start gathering 1-D ``x`` of every rank into ``out``; ``x`` may be this rank's own slice of ``out``."""
     group = mesh.group(*axes)
     if group is None:
         return Handle(out)
-    return Handle(out, _gather_tensor(out, x, group=group, async_op=True), _waiting("all-gather", mesh, axes))
+    return Handle(out, [_gather_tensor(out, x, group=group, async_op=True)], _waiting("all-gather", mesh, axes))
 
 
 def reduce_scatter(x: Tensor, mesh: Mesh, *axes: Axis, dim: int = 0) -> Tensor:
@@ -140,14 +142,14 @@ def reduce_scatter(x: Tensor, mesh: Mesh, *axes: Axis, dim: int = 0) -> Tensor:
     return out
 
 
-def reduce_scatter_into_async(out: Tensor, x: Tensor, mesh: Mesh, *axes: Axis) -> Handle:
-    """Start summing 1-D ``x`` over the group, this rank's part arriving in ``out``."""
+def reduce_scatter_into_async(out: Tensor, x: Tensor, mesh: Mesh, *axes: Axis) -> Handle[Tensor]:
+    """Start summing 1-D ``x`` over the group; ``out`` receives this rank's part."""
     group = mesh.group(*axes)
     if group is None:
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
         return Handle(out)
-    return Handle(out, _scatter_tensor(out, x, group=group, async_op=True), _waiting("reduce-scatter", mesh, axes))
+    return Handle(out, [_scatter_tensor(out, x, group=group, async_op=True)], _waiting("reduce-scatter", mesh, axes))
 
 
 def broadcast(x: Tensor, mesh: Mesh, *axes: Axis, src: int = 0) -> Tensor:
@@ -170,7 +172,7 @@ def gather_objects(value: T, mesh: Mesh) -> list[T]:
 
 
 def barrier(mesh: Mesh) -> None:
-    """Wait until every rank of the run is here."""
+    """Wait until every rank of the run has called this."""
     if mesh.world_size > 1:
         with mesh.activity.waiting("barrier", range(mesh.world_size)):
             dist.barrier()

@@ -1,4 +1,4 @@
-"""Everything a layer may ask about the rank it runs on, passed by argument."""
+"""All that a layer knows of the rank it runs on, passed by argument."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megatron.core.parallel.weight_gradients import WeightGradients
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """A rank: its place, random streams, device and parameter type, and how ranks that split sequences do it.
+    """A rank: its coordinates, random streams, device and parameter type, and how ranks split sequences.
 
-    ``sequence_parallel``: tensor-parallel ranks split it between their matmuls. ``cp_comm_types``: how context-parallel
-    ranks attend to each other's keys, in all layers or one for each; ``cp_sizes``: of the two levels of "a2a+p2p".
-    ``weight_gradients``: when layers compute them.
+    ``sequence_parallel``: tensor-parallel ranks split the sequence between their matmuls. ``cp_comm_types``: how
+    context-parallel ranks exchange keys, for all layers or one for each; ``cp_sizes``: the two levels of "a2a+p2p".
+    ``weight_gradients``: whether layers compute them at once.
     """
 
     mesh: Mesh
@@ -36,13 +36,11 @@ class ParallelContext:
         return self.rng.split if self.sequence_parallel else self.rng.replicated
 
     def cp_comm_type(self, layer: int) -> CpCommType:
-        """That of layer number ``layer``."""
+        """The one of ``cp_comm_types`` for layer number ``layer``."""
         return self.cp_comm_types[layer] if len(self.cp_comm_types) > 1 else self.cp_comm_types[0]
 
     @classmethod
     def single(cls, *, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 1234) -> ParallelContext:
         """A world of one rank, for tests, tools and notebooks."""
-        mesh = Mesh.single()
-        return cls(
-            mesh=mesh, rng=RngStreams(seed, mesh, torch.device(device)), device=torch.device(device), dtype=dtype
-        )
+        mesh, on = Mesh.single(), torch.device(device)
+        return cls(mesh=mesh, rng=RngStreams(seed, mesh, on), device=on, dtype=dtype)

@@ -35,12 +35,12 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Tokens that this rank has inside the tensor-parallel regions."""
+        """Tokens of this rank inside the tensor-parallel regions."""
         return self.all_tokens // self.context.mesh.size("cp")
 
     @property
     def rows(self) -> int:
-        """Tokens that this rank has outside of them: fewer with sequence parallelism."""
+        """Tokens of this rank outside of them: fewer with sequence parallelism."""
         return self.tokens // (self.context.mesh.size("tp") if self.context.sequence_parallel else 1)
 
     @property
@@ -49,7 +49,7 @@ class Workload:
         return self.context.dtype.itemsize
 
     def of_encoder(self) -> Workload:
-        """The same microbatch where a decoder reads what its encoder made."""
+        """The same microbatch in modules that see the encoder's tokens."""
         return dataclasses.replace(self, length=self.encoder_length)
 
 
@@ -70,7 +70,7 @@ class Costs:
     frozen_flops: float = 0.0
 
     def __add__(self, other: Costs) -> Costs:
-        """Of both, one after the other."""
+        """Costs of both modules, computed one after the other."""
         return Costs(
             self.flops + other.flops,
             self.kept + other.kept,
@@ -102,22 +102,17 @@ def costs_of(module: nn.Module | None, workload: Workload) -> Costs:
     if module is None:
         return Costs()
     costs: Callable[[Workload], Costs] | None = getattr(module, "costs", None)
-    if costs is not None:
-        found, is_uncounted = costs(workload), _costs_are_inherited(module)
-    else:
+    if costs is None:
         found, is_uncounted = total_of(module.children(), workload), any(True for _ in module.parameters(recurse=False))
+    else:
+        forward_in, costs_in = (
+            next(place for place, each in enumerate(type(module).__mro__) if name in vars(each))
+            for name in ("forward", "costs")
+        )
+        found, is_uncounted = costs(workload), forward_in < costs_in
     return found + Costs(uncounted=frozenset({type(module).__name__} if is_uncounted else ()))
 
 
-def _costs_are_inherited(module: nn.Module) -> bool:
-    """Whether they are those of a base class whose ``forward`` has been overridden."""
-    classes = type(module).__mro__
-    forward, costs = (
-        next(place for place, each in enumerate(classes) if name in vars(each)) for name in ("forward", "costs")
-    )
-    return forward < costs
-
-
 def total_of(modules: Iterable[nn.Module | None], workload: Workload) -> Costs:
-    """Of several modules that see the same tokens, one after the other."""
+    """Costs of several modules that see the same tokens, computed one after the other."""
     return sum((costs_of(module, workload) for module in modules), start=Costs())

@@ -1,4 +1,4 @@
-"""Who started this process: torchrun, Open MPI's mpirun, Slurm's srun, or nobody. Reads environment variables only."""
+"""Ranks as torchrun, Open MPI's mpirun or Slurm's srun assign them, from environment variables alone."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _MPI = "OMPI_COMM_WORLD"
 class LaunchEnvironment:
     """This process among all: its rank, its rank on the node, and where rank 0 listens (None for a world of one).
 
-    ``may_see_own_device_alone``: the launcher can show each process one GPU, its own, as number 0; Slurm's
-    ``--gpus-per-task=1`` does. ``launcher``: the process without which this one has nothing to do. ``restarts``: the
-    launcher may start ranks again on the store of ranks that have died.
+    ``may_see_own_device_alone``: the launcher may show each process only its own GPU, as number 0, as Slurm's
+    ``--gpus-per-task=1`` does. ``launcher``: process id of a launcher whose end must end this process. ``restarts``:
+    the launcher may restart ranks on the store of ranks that have died.
     """
 
     rank: int = 0
@@ -45,12 +45,16 @@ def launch_environment(variables: Mapping[str, str] | None = None) -> LaunchEnvi
     """
     env = os.environ if variables is None else variables
     if "RANK" in env or "WORLD_SIZE" in env:
-        return _checked(_from_torchrun(env))
-    if _number(env, f"{_MPI}_SIZE", 1) > 1:
-        return _checked(_from_open_mpi(env))
-    if _number(env, "SLURM_STEP_NUM_TASKS", 1) > 1:
-        return _checked(_from_slurm(env))
-    return LaunchEnvironment()
+        found = _from_torchrun(env)
+    elif _number(env, f"{_MPI}_SIZE", 1) > 1:
+        found = _from_open_mpi(env)
+    elif _number(env, "SLURM_STEP_NUM_TASKS", 1) > 1:
+        found = _from_slurm(env)
+    else:
+        return LaunchEnvironment()
+    if not 0 <= found.rank < found.world_size:
+        raise ConfigError(f"rank {found.rank} does not exist among {found.world_size}: check RANK and WORLD_SIZE")
+    return found
 
 
 def launched_world_size(variables: Mapping[str, str] | None = None) -> int:
@@ -58,15 +62,15 @@ def launched_world_size(variables: Mapping[str, str] | None = None) -> int:
     env = os.environ if variables is None else variables
     if "WORLD_SIZE" in env:
         return _number(env, "WORLD_SIZE", 1, at_least=1)
-    mpi = _number(env, f"{_MPI}_SIZE", 1, at_least=1)  # of one process it may be what is left of another start
+    mpi = _number(env, f"{_MPI}_SIZE", 1, at_least=1)  # 1 may be left over from another start
     return mpi if mpi > 1 else _number(env, "SLURM_STEP_NUM_TASKS", 1, at_least=1)
 
 
 @contextmanager
 def told_once_a_node(variables: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Around what processes do before they meet, and do alike: of an error, a node's first one tells, others just end.
+    """For what all processes do before they connect: local rank 0 reports a MegatronError, other ranks exit silently.
 
-    Not one for all nodes: a file may be missing on some node only.
+    Each node reports, as a file may be missing on one of them.
     """
     env = os.environ if variables is None else variables
     try:
@@ -143,9 +147,3 @@ def first_host(nodes: str) -> str:
     if match is None:
         raise ConfigError(f"the Slurm node list {nodes!r} names no host: set MASTER_ADDR to the host of rank 0")
     return match.group(1) + (match.group(2) or "") + (match.group(3) or "")
-
-
-def _checked(found: LaunchEnvironment) -> LaunchEnvironment:
-    if not 0 <= found.rank < found.world_size:
-        raise ConfigError(f"rank {found.rank} does not exist among {found.world_size}: check RANK and WORLD_SIZE")
-    return found

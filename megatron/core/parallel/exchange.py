@@ -1,8 +1,8 @@
-"""Exchanges among an ordered list of ranks: parts to every one of them, or round a ring while something else runs."""
+"""Exchanges among an ordered list of ranks: all-to-all, and round a ring while something else is computed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.parallel.collectives import Handle
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Team:
-    """Ranks that work on something together, in order, this rank among them: those of some axes, or part of them."""
+    """An ordered list of ranks, this rank among them: those over some axes, or part of them."""
 
     mesh: Mesh
     members: tuple[int, ...]
@@ -59,49 +60,40 @@ class Team:
         return Team(self.mesh, self.members[self.rank % size :: size])
 
 
-class Shift:
-    """A tensor on its way to the next rank of a ring, and the previous rank's on its way here.
+def shift(x: Tensor, team: Team, *, tag: int = 0, into: Tensor | None = None) -> Handle[Tensor]:
+    """Start sending ``x`` to the next rank of a ring and receiving the previous rank's.
 
-    ``tag`` keeps rings apart that turn at the same time; both ends start their shifts in the same order. ``x`` stays
-    untouched until ``wait``. ``into``: where to receive, instead of in a new tensor.
+    ``tag`` keeps rings apart that run at the same time; both ends start their shifts in the same order. ``x`` must not
+    be changed until ``wait``. ``into``: where to receive, instead of in a new tensor.
     """
-
-    def __init__(self, x: Tensor, team: Team, *, tag: int = 0, into: Tensor | None = None) -> None:
-        assert x.is_contiguous(), "what is sent lies in one piece"
-        self._team, self._sent = team, x
-        self._received = torch.empty_like(x) if into is None else into
-        after, before = team.members[(team.rank + 1) % team.size], team.members[team.rank - 1]
-        self._works: Sequence[dist.Work] = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, self._sent, after, team.group, tag),
-                dist.P2POp(dist.irecv, self._received, before, team.group, tag),
-            ]
-        )
-
-    def wait(self) -> Tensor:
-        """What the previous rank sent."""
-        with self._team.waiting("ring exchange"):
-            for work in self._works:
-                work.wait()
-        return self._received
+    assert x.is_contiguous(), "what is sent must be contiguous"
+    received = torch.empty_like(x) if into is None else into
+    after, before = team.members[(team.rank + 1) % team.size], team.members[team.rank - 1]
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, x, after, team.group, tag),
+            dist.P2POp(dist.irecv, received, before, team.group, tag),
+        ]
+    )
+    return Handle(received, works, team.waiting("ring exchange"), sent=x)
 
 
 def circulate(x: Tensor, team: Team) -> Iterator[tuple[int, Tensor]]:
-    """Every rank's ``x`` with its position in the team: this rank's own, then from the one before it to the one after.
+    """Every rank's ``x`` with its position in the team: this rank's own first, then backwards round the ring.
 
-    The next one travels while the one that was yielded is used, so a rank holds two, and no more: each arrives where
-    the one before last was. That goes for the first one, too, which is given away.
+    The next one travels while the yielded one is used. A rank holds two at a time: each is received in the memory of
+    the one before last, so ``x`` itself is overwritten.
     """
     spare: Tensor | None = None
     for step in range(team.size):
-        shift = Shift(x, team, into=spare) if step + 1 < team.size else None
+        coming = shift(x, team, into=spare) if step + 1 < team.size else None
         yield (team.rank - step) % team.size, x
-        if shift is not None:
-            x, spare = shift.wait(), x
+        if coming is not None:
+            x, spare = coming.wait(), x
 
 
 def all_to_all(x: Tensor, team: Team) -> Tensor:
-    """Part *i* of ``x`` along dim 0 goes to rank *i*; what comes from rank *i* is part *i* of the result."""
+    """Send part *i* of ``x`` along dim 0 to rank *i*; part *i* of the result is from rank *i*."""
     group = team.group
     if group is None:
         return x

@@ -49,7 +49,3 @@ class RankGrid:
         here = self.coordinates(rank)
         spread = [range(size) if axis in axes else (here[axis],) for axis, size in self.axes.items()]
         return tuple(self.rank_at(dict(zip(self.axes, position))) for position in itertools.product(*spread))
-
-    def groups(self, *axes: Axis) -> list[tuple[int, ...]]:
-        """Every group over ``axes``: a partition of all ranks."""
-        return sorted({self.members(rank, *axes) for rank in range(self.size)})

@@ -1,11 +1,16 @@
-"""From environment to ParallelContext: process group, device, mesh. CPU and gloo or GPU and NCCL, by what is there."""
+"""From environment to ParallelContext: process group, device, mesh. NCCL on GPUs if there are any, else gloo on CPU."""
 
 from __future__ import annotations
 
-import datetime
 import os
+import sys
+import threading
+import time
+import uuid
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,11 +19,13 @@ from torch.distributed.rendezvous import rendezvous
 from megatron.config.parallel import ParallelConfig
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.environment import LaunchEnvironment
-from megatron.core.parallel.launcher import leaving_with_launcher, store_of_this_attempt
 from megatron.core.parallel.liveness import Patience, watched
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RngStreams
 from megatron.errors import ConfigError, ParallelError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -27,39 +34,35 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 def parallel_context(
     parallel: ParallelConfig, launch: LaunchEnvironment, *, params_dtype: str, seed: int
 ) -> Iterator[ParallelContext]:
-    """Join the other ranks for the length of a ``with`` block; whichever fails or stalls in it ends all of them.
+    """Join the other ranks for the length of a ``with`` block; if a rank fails or stalls in it, all ranks end.
 
-    Raises ConfigError when the asked backend has no device here, ParallelError when the ranks can't meet.
+    Raises ConfigError when the asked backend has no device here, ParallelError when the ranks can't connect.
     """
-    with leaving_with_launcher(launch), _joined(parallel, launch, params_dtype=params_dtype, seed=seed) as context:
-        yield context
-
-
-@contextmanager
-def _joined(
-    parallel: ParallelConfig, launch: LaunchEnvironment, *, params_dtype: str, seed: int
-) -> Iterator[ParallelContext]:
-    device = choose_device(parallel.distributed_backend, launch)
-    if launch.world_size > 1:
-        _join(parallel, launch, "nccl" if device.type == "cuda" else "gloo")
-    mesh = mesh_of(parallel, world_size=launch.world_size, rank=launch.rank)
-    context = ParallelContext(
-        mesh=mesh,
-        rng=RngStreams(seed, mesh, device),
-        device=device,
-        dtype=DTYPES[params_dtype],
-        sequence_parallel=parallel.sequence_parallel,
-        cp_comm_types=parallel.cp_comm_type,
-        cp_sizes=parallel.hierarchical_context_parallel_sizes or (),
-    )
-    # The goodbye is not said after an error: ranks that still wait for this one would make it hang.
-    with _watched(parallel, mesh):
-        yield context
+    with leaving_with_launcher(launch):
+        device = choose_device(parallel.distributed_backend, launch)
+        watch: AbstractContextManager[None] = nullcontext()
+        mesh = mesh_of(parallel, world_size=launch.world_size, rank=launch.rank)
+        if launch.world_size > 1:
+            _join(parallel, launch, "nccl" if device.type == "cuda" else "gloo")
         if dist.is_initialized():
-            dist.barrier()
-    if dist.is_initialized():
-        mesh.forget_groups()
-        dist.destroy_process_group()
+            # A connection of its own, for a thread of its own.
+            store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+            watch = watched(store, mesh, Patience(stall=60.0 * parallel.distributed_timeout_minutes))
+        with watch:
+            yield ParallelContext(
+                mesh=mesh,
+                rng=RngStreams(seed, mesh, device),
+                device=device,
+                dtype=DTYPES[params_dtype],
+                sequence_parallel=parallel.sequence_parallel,
+                cp_comm_types=parallel.cp_comm_type,
+                cp_sizes=parallel.hierarchical_context_parallel_sizes or (),
+            )
+            if dist.is_initialized():  # not after an error: ranks that still wait for this one would make it hang
+                dist.barrier()
+        if dist.is_initialized():
+            mesh.forget_groups()
+            dist.destroy_process_group()
 
 
 def mesh_of(parallel: ParallelConfig, *, world_size: int, rank: int) -> Mesh:
@@ -69,14 +72,6 @@ def mesh_of(parallel: ParallelConfig, *, world_size: int, rank: int) -> Mesh:
     return Mesh.of(
         tp=tp, cp=cp, pp=pp, dp=world_size // (tp * cp * pp), rank=rank, pp_before_dp=not parallel.use_tp_pp_dp_mapping
     )
-
-
-def _watched(parallel: ParallelConfig, mesh: Mesh) -> AbstractContextManager[None]:
-    if not dist.is_initialized():
-        return nullcontext()
-    # A connection of its own, for a thread of its own.
-    store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-    return watched(store, mesh, Patience(stall=60.0 * parallel.distributed_timeout_minutes))
 
 
 def choose_device(backend: str | None, launch: LaunchEnvironment) -> torch.device:
@@ -103,8 +98,8 @@ def choose_device(backend: str | None, launch: LaunchEnvironment) -> torch.devic
 def _join(parallel: ParallelConfig, launch: LaunchEnvironment, backend: str) -> None:
     os.environ.setdefault("MASTER_ADDR", launch.master_address or "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(launch.master_port))
-    # A minute more than a stall may last, so that it is explained before the backend gives up.
-    timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes + 1)
+    # A minute more than a stall may last, so that liveness reports it before the backend times out.
+    timeout = timedelta(minutes=parallel.distributed_timeout_minutes + 1)
     try:
         store, *_ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
         if launch.restarts:
@@ -115,6 +110,61 @@ def _join(parallel: ParallelConfig, launch: LaunchEnvironment, backend: str) -> 
             f"rank {launch.rank} could not join the {launch.world_size} ranks at {os.environ['MASTER_ADDR']}:"
             f"{os.environ['MASTER_PORT']} ({error}): check that every rank was started and that the port is free"
         ) from error
+
+
+def store_of_this_attempt(store: Store, launch: LaunchEnvironment, *, timeout: timedelta) -> Store:
+    """``store`` with a key prefix that only ranks of this attempt use. A collective of all ranks.
+
+    torchrun restarts ranks on the store of the attempt before, which still holds the addresses of dead ranks. The
+    prefix is not TORCHELASTIC_RESTART_COUNT: nodes whose own ranks didn't fail count differently. Rank 0 draws it; the
+    others accept it once rank 0 has answered with the number that they have just drawn, which a dead rank can't do.
+
+    Raises torch's DistStoreError when ranks don't come within ``timeout``.
+    """
+    store.set_timeout(timeout)
+    own = uuid.uuid4().hex
+    if launch.rank == 0:
+        store.set("attempt", own)
+        for rank in range(1, launch.world_size):
+            store.set(f"{own}/seen {rank}", store.get(f"{own}/joined {rank}").decode())
+        return dist.PrefixStore(own, store)  # type: ignore[attr-defined, no-any-return]
+    deadline, asked = time.monotonic() + timeout.total_seconds(), ""
+    while time.monotonic() < deadline:
+        name = store.get("attempt").decode()
+        if name != asked:
+            store.set(f"{name}/joined {launch.rank}", own)
+            asked = name
+        seen = f"{name}/seen {launch.rank}"
+        if store.check([seen]) and store.get(seen).decode() == own:
+            return dist.PrefixStore(name, store)  # type: ignore[attr-defined, no-any-return]
+        time.sleep(0.02)
+    raise dist.DistStoreError("rank 0 did not start")
+
+
+@contextmanager
+def leaving_with_launcher(launch: LaunchEnvironment, *, poll: float = 1.0) -> Iterator[None]:
+    """For a ``with`` block: end this process within ``poll`` seconds of its launcher's death. A killed launcher can't
+    end its ranks, and they would wait for each other until their time-outs.
+    """
+    if launch.launcher is None:
+        yield
+        return
+    done = threading.Event()
+
+    def watch() -> None:
+        while os.getppid() == launch.launcher:
+            if done.wait(poll):
+                return
+        if launch.local_rank == 0:
+            sys.stderr.write(f"error: the launcher, process {launch.launcher}, was killed; ending its ranks\n")
+            sys.stderr.flush()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="launcher", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 def describe_device(device: torch.device) -> str:

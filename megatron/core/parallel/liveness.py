@@ -1,8 +1,8 @@
-"""Failures explained: ranks tell each other, through the store that brought them together, who failed or stalls.
+"""Reports of failed and stalled ranks, which the ranks exchange through the store of their process group.
 
-A thread on each rank looks every second whether the run has been called off. A rank that raises calls it off, and is
-the one whose error is shown; a rank that has waited too long in a collective calls it off too, and every rank answers
-with its place and stack, from which one report is made. Everyone has left within seconds, whatever the launcher does.
+A thread on each rank checks every second whether the run has been called off. The first rank that raises calls it off,
+and only its error is shown. A rank that has waited too long in a collective calls it off, too; then every rank stores
+its place and stack, of which that rank makes one report. All ranks end within seconds, whatever the launcher does.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _STORE_ERRORS = (RuntimeError, dist.DistError)
 
 @dataclasses.dataclass(frozen=True)
 class Patience:
-    """Seconds. ``stall``: in one collective before the run is called off. ``poll``: between looks. ``leave``: given to
-    a main thread to end by itself. ``answer``: given to other ranks to say what they do.
+    """Seconds. ``stall``: in one collective before the run is called off. ``poll``: between checks. ``leave``: that a
+    main thread has to end by itself. ``answer``: that other ranks have to store their reports.
     """
 
     stall: float
@@ -45,7 +45,7 @@ class Patience:
 
 
 class Liveness:
-    """Watches this rank's main thread and the other ranks. ``store``: for this thread alone."""
+    """Watches this rank's main thread and the other ranks. ``store``: a connection that only this object uses."""
 
     def __init__(self, store: Store, mesh: Mesh, patience: Patience, *, leave: Callable[[int], Any] = os._exit) -> None:
         self._store, self._mesh, self._patience, self._leave_process = store, mesh, patience, leave
@@ -58,35 +58,35 @@ class Liveness:
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no longer: the run has ended well."""
+        """Stop watching: the run has ended without an error."""
         self._done.set()
         self._thread.join()
 
     def call_off(self, reason: str, *, exit_code: int) -> bool:
-        """Make every rank leave; whether this rank is the first to say so, and so the one whose reason is shown."""
+        """Make every rank end. Returns whether this rank is the first to do so, whose reason is shown."""
         try:
             if self._store.add(_FIRST, 1) > 1:
                 return False
             order = {"rank": self._mesh.world_rank, "reason": reason, "exit_code": exit_code}
             self._store.set(_CALLED_OFF, json.dumps(order))
-        except _STORE_ERRORS:  # the rank that kept the store has left, in silence unless it was after an order
+        except _STORE_ERRORS:  # rank 0, which serves the store, has ended: unreported, unless after an order
             return not self._order_seen.is_set()
         return True
 
     def linger(self) -> None:
-        """On the first rank, which may keep the store: stay until the others need it no more, or seem to be gone."""
+        """On rank 0, which may serve the store: stay until the others no longer need it, or seem to be gone."""
         everyone = self._mesh.world_size
         if self._mesh.world_rank == 0:
             with suppress(*_STORE_ERRORS):
                 self._until(lambda: self._store.add(_FINISHED, 0) == everyone, seconds=self._patience.leave)
 
     def follow(self, *, exit_code: int) -> NoReturn:
-        """Leave because another rank has called the run off; of a stall, the watching thread has to report first."""
+        """End because another rank has called the run off; after the watching thread, which may report a stall."""
         self._thread.join(3 * self._patience.answer)
         sys.exit(exit_code)
 
     def called_off_elsewhere(self, *, within: float) -> bool:
-        """Whether another rank has called the run off, or does so in the next seconds."""
+        """Whether another rank has called the run off, or does so within ``within`` seconds."""
         deadline = time.monotonic() + within
         while time.monotonic() < deadline:
             try:
@@ -114,7 +114,7 @@ class Liveness:
                 return
 
     def _obey(self, order: dict[str, Any]) -> None:
-        """The run is called off: leave, after answering what was asked."""
+        """The run is called off: end, after a stall with a report of this rank."""
         if order["reason"] != "stall":
             self._store.add(_FINISHED, 1)
             if not self._done.wait(self._patience.leave):
@@ -155,7 +155,7 @@ class Liveness:
             time.sleep(0.1)
 
     def _leave(self, *, exit_code: int) -> None:
-        """End the process from here: the main thread may be stuck where no exception reaches it."""
+        """End the process from this thread: the main thread may be stuck where no exception reaches it."""
         sys.stdout.flush()
         sys.stderr.flush()
         self._leave_process(exit_code)
@@ -168,8 +168,8 @@ def _tell(text: str) -> None:
 
 @contextmanager
 def watched(store: Store, mesh: Mesh, patience: Patience) -> Iterator[None]:
-    """Run the block's work under watch. The first error on any rank goes on from here, with its place in the run; on
-    other ranks, errors that follow from it end the process without a word.
+    """For a ``with`` block: watch the ranks. The first error on any rank propagates, with its place in the run; errors
+    of other ranks that follow from it end their processes silently.
     """
     liveness = Liveness(store, mesh, patience)
     liveness.start()
@@ -179,7 +179,7 @@ def watched(store: Store, mesh: Mesh, patience: Patience) -> Iterator[None]:
         place = ", ".join(filter(None, (mesh.activity.place, mesh.activity.collective)))
         is_user_error = isinstance(error, MegatronError)
         exit_code = error.exit_code if isinstance(error, MegatronError) else 1
-        # An error in a collective is usually another rank's death as seen from here; let that rank speak first.
+        # An error in a collective usually means that another rank has died; wait for that rank's report first.
         in_collective = bool(mesh.activity.collective) and not is_user_error
         if in_collective and liveness.called_off_elsewhere(within=patience.leave / 2):
             liveness.follow(exit_code=exit_code)

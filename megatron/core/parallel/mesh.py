@@ -24,8 +24,8 @@ SPANNING: tuple[tuple[Axis, ...], ...] = (("pp",), ("pp", "tp"), ("pp", "dp", "c
 class Mesh:
     """A rank's coordinates on two grids over the same ranks: dense ``pp dp cp tp`` and expert ``pp edp ep etp``.
 
-    Axes that belong to neither a dense-only nor an expert-only question (``pp``) may be combined with either side;
-    mixing dense and expert axes in one union is a programming error. ``activity``: what the rank is doing.
+    ``pp`` may be combined with axes of either grid; mixing dense and expert axes in one union is a programming error.
+    ``activity``: what the rank is doing.
     """
 
     dense: RankGrid
@@ -105,28 +105,24 @@ class Mesh:
     def group_of(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
         """Process group of these world ranks; None for one rank.
 
-        Created at first use, by its members alone, and shared by all that mean the same ranks. Torch names a group by
-        how many the rank has made before, and a stage may need groups that another doesn't (an embedding alone attends
-        to nothing): so those that reach over stages come first, while all ranks have made none.
+        Created at first use, by its members alone; axes with the same ranks share it. Torch names a group by the number
+        of groups that the rank has made before, and stages may need different groups (one with embeddings alone has no
+        attention). So groups that span stages are made first, while all ranks have made none.
         """
         if len(ranks) == 1:
             return None
-        if not self._groups and self.size("pp") > 1:
-            for axes in SPANNING:
-                self._make(self.members(*axes))
-        self._make(ranks)
+        first = [self.members(*axes) for axes in SPANNING] if not self._groups and self.size("pp") > 1 else []
+        for members in (*first, ranks):
+            if members in self._groups or len(members) == 1:
+                continue
+            if len(members) == self.world_size and dist.group.WORLD is not None:
+                self._groups[members] = dist.group.WORLD
+            else:
+                self._groups[members] = dist.new_group(list(members), use_local_synchronization=True)
         return self._groups[ranks]
 
-    def _make(self, ranks: tuple[int, ...]) -> None:
-        if ranks in self._groups or len(ranks) == 1:
-            return
-        if len(ranks) == self.world_size and dist.group.WORLD is not None:
-            self._groups[ranks] = dist.group.WORLD
-        else:
-            self._groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-
     def forget_groups(self) -> None:
-        """Let go of all process groups, before they are destroyed."""
+        """Drop all process groups, before they are destroyed."""
         self._groups.clear()
 
     def describe(self) -> str:

@@ -1,7 +1,7 @@
-"""Random streams as functions of (seed, samples, layer): nothing to save, nothing to restore, no layout in the numbers.
+"""Random streams as functions of (seed, samples, layer): no state to save or restore, the same numbers at any layout.
 
-A stream is re-seeded where it is used, at every layer of every microbatch. So recomputation replays a layer by seeding
-it again, a resumed run continues exactly, and dropout doesn't depend on how layers fall into stages.
+A stream is seeded again at every layer of every microbatch. So recomputation replays a layer, a resumed run continues
+exactly, and dropout doesn't depend on how layers are divided into stages.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class StreamKey:
 class RngStreams:
     """Two generators for dropout: ``replicated`` draws the same on tensor-parallel ranks, ``split`` doesn't.
 
-    Activations that every tensor-parallel rank holds whole use ``replicated``; those it holds a part of (heads, or the
-    sequence under sequence parallelism) use ``split``. Context-parallel ranks hold other tokens, so neither is the same
-    on two of them.
+    Activations that every tensor-parallel rank holds whole use ``replicated``; those of which it holds a part (heads,
+    or the sequence under sequence parallelism) use ``split``. Context-parallel ranks hold different tokens, so both
+    differ between them. ``seed`` may be set: to that of the run that a checkpoint continues.
     """
 
     def __init__(self, seed: int, mesh: Mesh, device: torch.device) -> None:
@@ -41,10 +41,6 @@ class RngStreams:
         self.replicated = torch.Generator(device)
         self.split = torch.Generator(device)
         self._context_rank, self._tensor_rank = mesh.rank("cp"), mesh.rank("tp")
-
-    def reseed(self, seed: int) -> None:
-        """Go on with the streams of another seed: those of the run that a checkpoint continues."""
-        self.seed = seed
 
     def enter(self, key: StreamKey, place: str) -> None:
         """Point both streams at ``place`` (a layer, the embedding) of a microbatch."""

@@ -1,4 +1,4 @@
-"""The one description of where a parameter's local tensor sits in its logical one, and how its gradient becomes whole.
+"""The one description of which part of a logical parameter a rank holds, and over which ranks its gradient is summed.
 
 Initialization, gradient sync, gradient norm, checkpoints and converters all read it here.
 """
@@ -34,10 +34,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class SharedRows:
-    """Dimension 0 is ``groups`` equal groups of rows, of which the last ``rows`` of a group cannot be divided.
+    """Dimension 0 consists of ``groups`` equal groups of rows; the last ``rows`` of a group cannot be divided.
 
-    With more ranks than groups, those that have a group in common divide its first rows and each hold the last ones: a
-    key/value head that serves query heads of several ranks. The gradient of shared rows is partial on each of them.
+    With more ranks than groups, the ranks of a group divide its first rows and each hold its last ones: a key/value
+    head that serves query heads of several ranks. The gradient of shared rows is partial on each of them.
     """
 
     groups: int
@@ -114,7 +114,14 @@ class Sharding:
             sizes[dim] = max(0, min(width, self.shape[dim] - starts[dim])) if self.blocks == 1 else width
         if 0 in sizes:
             return ()
-        return tuple(self._block_piece(block, starts, sizes) for block in range(self.blocks))
+        found = []
+        for block in range(self.blocks):
+            logical, local = list(starts), [0] * len(starts)
+            for dim in self.split:
+                logical[dim] += block * (self.shape[dim] // self.blocks)
+                local[dim] += block * sizes[dim]
+            found.append(Piece(tuple(logical), tuple(local), tuple(sizes)))
+        return tuple(found)
 
     def counted_pieces(self, mesh: Mesh) -> tuple[Piece, ...]:
         """Of ``pieces``, those that this rank counts in a sum over all model-parallel ranks: replicas count once."""
@@ -153,13 +160,6 @@ class Sharding:
             Piece((start + part * rows, *rest), (0, *rest), (rows, *self.shape[1:])),
             Piece((stop - shared.rows, *rest), (rows, *rest), (shared.rows, *self.shape[1:])),
         )
-
-    def _block_piece(self, block: int, starts: list[int], sizes: list[int]) -> Piece:
-        logical, local = list(starts), [0] * len(starts)
-        for dim in self.split:
-            logical[dim] += block * (self.shape[dim] // self.blocks)
-            local[dim] += block * sizes[dim]
-        return Piece(tuple(logical), tuple(local), tuple(sizes))
 
     def gradient_owner(self, mesh: Mesh) -> bool:
         """Whether this rank counts the parameter in a sum over all model-parallel ranks (replicas count once)."""

@@ -13,10 +13,10 @@ from megatron.core.parallel.context import ParallelContext
 
 
 class SideLosses:
-    """Those of one microbatch on one rank, whatever part of the model it holds.
+    """Side losses of one microbatch on one rank, whatever part of the model it holds.
 
-    ``backward_scale``: the scale from which the microbatch's backward pass starts. ``weights``: by name, what makes the
-    sum of a loss a mean over its own count when all gradients are divided by the main loss's count.
+    ``backward_scale``: the gradient from which the microbatch's backward pass starts. ``weights``: by name, the factor
+    that makes a loss a mean over its own count when all gradients are divided by the main loss's count.
     """
 
     def __init__(self, *, backward_scale: float = 1.0, weights: Mapping[str, Tensor] | None = None) -> None:
@@ -33,12 +33,11 @@ class SideLosses:
         context: ParallelContext,
         coefficient: float = 1.0,
     ) -> Tensor:
-        """``hidden``, whose backward pass also starts that of ``coefficient`` times the loss.
+        """Returns ``hidden``, whose backward pass also runs that of ``coefficient`` times the loss.
 
-        ``total``: sum of what the loss is a mean of, over the ``count`` tokens that this rank has outside the
-        tensor-parallel regions. Layers that share a name add up their gradients; the mean over them is reported.
-        A statistic is a loss without a gradient: a detached ``total``.
-        With sequence parallelism a small collective of the tensor-parallel ranks.
+        ``total``: the loss summed over the ``count`` tokens that this rank has outside the tensor-parallel regions.
+        Gradients of layers that share a name are added; the mean over them is reported. A detached ``total`` is a
+        statistic without a gradient. With sequence parallelism a small collective of the tensor-parallel ranks.
         """
         total = total.to(torch.promote_types(total.dtype, torch.float32))  # fp16 and bf16 can't count tokens
         value = torch.stack((total.detach(), torch.full_like(total, count, requires_grad=False)))

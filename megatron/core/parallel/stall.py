@@ -1,4 +1,4 @@
-"""Which ranks a stalled run waits for, from what each rank says it is doing. Pure: no threads, no clocks."""
+"""Which ranks a stalled run waits for, from the reports of all ranks. Pure: no threads, no clocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MOST_STACKS = 4
 
 @dataclass(frozen=True)
 class RankReport:
-    """A rank's answer when asked what it does: see ``Activity``; ``stack`` of its main thread, innermost call last."""
+    """What a rank is doing: see ``Activity``; ``stack`` of its main thread, innermost call last."""
 
     coordinates: str
     place: str
@@ -22,15 +22,13 @@ class RankReport:
     @property
     def doing(self) -> str:
         """In words."""
-        return (
-            f"{self.place}: waiting in {self.collective}" if self.collective else f"{self.place}: not in a collective"
-        )
+        return f"{self.place}: " + (f"waiting in {self.collective}" if self.collective else "not in a collective")
 
 
 def describe_stall(asker: int, reports: Mapping[int, RankReport], *, world_size: int) -> str:
-    """The story of a stall: who waits for whom and where everyone is, with the stacks of those that are waited for.
+    """The report of a stall: which ranks wait for which, where each is, and the stacks of those that others wait for.
 
-    ``asker``: the rank that has waited too long. Ranks without a report gave no answer.
+    ``asker``: the rank that has waited too long. Ranks without a report did not answer.
     """
     waiting = reports[asker]
     silent = [rank for rank in range(world_size) if rank not in reports]
@@ -53,8 +51,8 @@ def describe_stall(asker: int, reports: Mapping[int, RankReport], *, world_size:
 
 
 def missing_ranks(asker: int, reports: Mapping[int, RankReport], *, world_size: int) -> list[int]:
-    """The ranks that others wait for: those that give no answer, else those in no collective, else those of the
-    asker's group that wait elsewhere; empty when each waits with ranks that wait with others.
+    """The ranks that others wait for: those without a report, else those in no collective, else those of the asker's
+    group that wait in another collective; may be empty.
     """
     silent = [rank for rank in range(world_size) if rank not in reports]
     if silent:

@@ -1,51 +1,33 @@
-"""Messages from one rank to another: the only place that sends and receives point to point between pipeline stages."""
+"""Point-to-point messages between pipeline stages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.parallel.collectives import Handle
 from megatron.core.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class Transfer:
-    """Tensors under way. They stay alive, and untouched by others, until ``wait``."""
-
-    def __init__(
-        self, tensors: Sequence[Tensor], works: Sequence[dist.Work | None], waiting: AbstractContextManager[None]
-    ) -> None:
-        """``waiting``: entered while ``wait`` blocks."""
-        self._tensors, self._works, self._waiting = tensors, works, waiting
-
-    def wait(self) -> None:
-        """Block until the tensors have arrived, or may be overwritten (on a GPU: order that on the current stream)."""
-        with self._waiting:
-            for work in self._works:
-                if work is not None:
-                    work.wait()
-        self._tensors, self._works = (), ()
-
-
 class Transport:
-    """Point-to-point messages between the ranks of this rank's pipeline, numbered by their place on the axis ``pp``.
+    """Messages between the ranks of this rank's pipeline, numbered by their place on the axis ``pp``.
 
-    A pair of ranks has two channels, one each way. What goes through a channel arrives in the order in which it was
-    sent, so both ends name nothing but each other. NCCL runs what was started on one communicator one after the other:
-    with a single channel, a receive that is started early would hold up a send that its sender is waiting for.
+    A pair of ranks has two channels, one for each direction. Messages of a channel arrive in the order in which they
+    were sent, so they need no tags. NCCL runs the operations of a communicator one after the other: with a single
+    channel, a receive that is started early would block a send that the other rank is waiting for.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device, *, routes: Iterable[tuple[int, int]] = ()) -> None:
         """``routes``: the (source, target) pairs of the pipeline, the same on all of its ranks.
 
-        Each is used once now, in order: NCCL makes a connection at its first message, and waits for the other end.
+        Each is used once now, in order: NCCL connects at the first message, which waits for the other rank.
         """
         self._members, self._rank, self._activity = mesh.members("pp"), mesh.rank("pp"), mesh.activity
         ascending = mesh.group("pp")
@@ -59,18 +41,18 @@ class Transport:
             elif self._rank == target:
                 self.receive(greeting, source).wait()
 
-    def send(self, tensors: Sequence[Tensor], target: int) -> Transfer:
+    def send(self, tensors: Sequence[Tensor], target: int) -> Handle[Sequence[Tensor]]:
         """Start sending ``tensors``, one after the other."""
         channel, peer = self._channels[self._rank < target], self._members[target]
         whole = [tensor.contiguous() for tensor in tensors]
         waiting = self._activity.waiting(f"a send to pipeline rank {target}", self._pair(target))
-        return Transfer(whole, [dist.isend(tensor, peer, group=channel) for tensor in whole], waiting)
+        return Handle(whole, [dist.isend(tensor, peer, group=channel) for tensor in whole], waiting)
 
-    def receive(self, buffers: Sequence[Tensor], source: int) -> Transfer:
+    def receive(self, buffers: Sequence[Tensor], source: int) -> Handle[Sequence[Tensor]]:
         """Start receiving into ``buffers``, which have the shapes and types of what was sent."""
         channel, peer = self._channels[source < self._rank], self._members[source]
         waiting = self._activity.waiting(f"a receive from pipeline rank {source}", self._pair(source))
-        return Transfer(buffers, [dist.irecv(buffer, peer, group=channel) for buffer in buffers], waiting)
+        return Handle(buffers, [dist.irecv(buffer, peer, group=channel) for buffer in buffers], waiting)
 
     def _pair(self, other: int) -> tuple[int, ...]:
         return tuple(sorted((self._members[self._rank], self._members[other])))

@@ -1,4 +1,4 @@
-"""Gradients of weights that a backward pass leaves for later, so that zero-bubble schedules can fill waiting time."""
+"""Gradients of weights that a backward pass leaves for later: zero-bubble schedules compute them in waiting time."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ Work = Callable[[], None]
 
 
 class WeightGradients:
-    """Tells the linear layers of a rank whether to compute the gradient of their weight now or to note it down.
+    """Whether the linear layers of a rank compute the gradients of their weights now or note them down for later.
 
-    ``may_wait``: whether any backward pass of the run does that; layers then take the form that can. A noted gradient
-    needs what the layer was given and the gradient of what it returned, which are kept until it is computed.
+    ``may_wait``: whether any backward pass of the run leaves them for later, which needs another form of the layer.
+    Until a noted gradient is computed, the layer's input and the gradient of its output are kept.
     """
 
     def __init__(self) -> None:
@@ -21,13 +21,13 @@ class WeightGradients:
 
     @property
     def are_waiting(self) -> bool:
-        """Whether a backward pass is running that leaves them for later."""
+        """Whether the running backward pass leaves them for later."""
         return self._noted is not None
 
     @contextmanager
     def left_for_later(self) -> Iterator[list[Work]]:
-        """Backward passes inside this block note the gradients of weights down in the list that it gives."""
-        assert self.may_wait, "a run that splits backward passes says so before its first forward pass"
+        """Backward passes inside this block note the gradients of weights down in the list that it yields."""
+        assert self.may_wait, "may_wait must be set before the first forward pass"
         noted: list[Work] = []
         self._noted = noted
         try:

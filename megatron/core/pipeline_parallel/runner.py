@@ -1,7 +1,7 @@
 """The one runner: executes any plan, for training, accumulation and evaluation, with pipeline stages or without.
 
-What it keeps of a microbatch between its forward and backward pass is a graph and what autograd saved, not the output:
-that lives in the message that carries it, and goes when it has been sent.
+Of a microbatch it keeps the graph and what autograd saved between forward and backward pass, and not the output: the
+message that carries the output frees it when it has been sent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.parallel.activity import Activity
-from megatron.core.parallel.transport import Transfer, Transport
+from megatron.core.parallel.collectives import Handle
+from megatron.core.parallel.transport import Transport
 from megatron.core.parallel.weight_gradients import WeightGradients, Work
 from megatron.core.pipeline_parallel.actions import Action
 from megatron.core.pipeline_parallel.chunk import Chunk, LossSum, Microbatch, StageInputs, TensorSpec
@@ -30,8 +31,8 @@ Key = tuple[int, int]
 class _Kept:
     """A microbatch in a chunk between forward and backward pass.
 
-    ``inputs``: leaves of the graph. ``loss``: on the last stage. ``ends``: where the graph of each output begins,
-    without the output's data; ``outputs``: what outputs look like, those of floating type.
+    ``inputs``: leaves of the graph. ``loss``: on the last stage. ``ends``: the last node of each output's graph,
+    without the output's data; ``outputs``: shapes and types of the outputs of floating type.
     """
 
     inputs: StageInputs
@@ -42,7 +43,7 @@ class _Kept:
 
 @dataclass
 class _Step:
-    """What a step has in hand. ``stage_inputs`` and ``gradients`` are about to be used or sent."""
+    """The state of a step. ``stage_inputs`` and ``gradients`` are about to be used or sent."""
 
     microbatches: Sequence[Microbatch]
     trains: bool
@@ -50,7 +51,7 @@ class _Step:
     gradients: dict[Key, StageInputs] = field(default_factory=dict)
     kept: dict[Key, _Kept] = field(default_factory=dict)
     weight_work: dict[Key, list[Work]] = field(default_factory=dict)
-    transfers: dict[Message, Transfer] = field(default_factory=dict)
+    transfers: dict[Message, Handle[Sequence[Tensor]]] = field(default_factory=dict)
     loss: LossSum | None = None
 
     def report(self, loss: LossSum) -> None:
@@ -62,9 +63,9 @@ class Runner:
     """Runs a rank's plan over its chunks.
 
     ``transport``: to the ranks that hold other stages. ``last_backward``: entered with a chunk's number around each
-    backward pass that brings some parameters' last gradients of the step, so that their reduction may start.
-    ``weight_gradients``: those of the rank's context, for plans that split backward passes. ``activity``: what is told
-    which action runs. ``around``: entered with each action while it runs, to time it.
+    backward pass that computes some parameters' last gradients of the step, so that their reduction may start.
+    ``weight_gradients``: those of the rank's context, for plans that split backward passes. ``activity``: where the
+    running action is noted. ``around``: entered with each action while it runs, to time it.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Runner:
 
         Returns the loss of all microbatches together, without a graph: on ranks without the last stage only parts that
         their layers reported, or None.
-        Raises ParallelError, which names stages and microbatch, when a message doesn't come through.
+        Raises ParallelError, which names stages and microbatch, when a message is not transferred.
         """
         last = {(action.chunk, action.kind): action for action in plan if isinstance(action, Action)}
         step = _Step(microbatches, trains=any(kind != "F" for _, kind in last))
@@ -173,29 +174,23 @@ class Runner:
                 tensors = _in_order(on_the_way.pop(source))
                 step.transfers[message] = self._transport.send(tensors, message.target.rank)
                 return
-            expected = self._expected(step, message)
+            expected: Mapping[str, TensorSpec] = self._chunks[message.target.chunk].incoming
+            if message.content == "gradients":
+                expected = step.kept[target].outputs
             on_the_way[target] = {name: spec.empty(self._device) for name, spec in expected.items()}
             buffers = _in_order(on_the_way[target])
             step.transfers[message] = self._transport.receive(buffers, message.source.rank)
         except RuntimeError as error:
+            first_line = str(error).strip().partition("\n")[0]
             raise ParallelError(
                 f"{message} did not come through, from pipeline rank {message.source.rank} to {message.target.rank}: "
-                f"the other one failed or hangs ({_first_line(error)})"
+                f"the other one failed or hangs ({first_line})"
             ) from error
-
-    def _expected(self, step: _Step, message: Message) -> Mapping[str, TensorSpec]:
-        if message.content == "stage_inputs":
-            return self._chunks[message.target.chunk].incoming
-        return step.kept[message.target.chunk, message.microbatch].outputs
 
 
 def _in_order(stage_inputs: StageInputs) -> list[Tensor]:
     """The tensors in the order in which both ends move them."""
     return [stage_inputs[name] for name in sorted(stage_inputs)]
-
-
-def _first_line(error: RuntimeError) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def _end_of_graph(x: Tensor) -> Tensor:

@@ -1,12 +1,12 @@
-"""The vocabulary loss without the logits: rows in chunks, gradients made while a chunk's probabilities are at hand.
+"""The vocabulary loss without a tensor of all logits: rows in chunks, whose gradients the forward pass computes.
 
-Every rank holds some columns of the vocabulary and takes the softmax over those; from the logarithms of the ranks' sums
-follows one factor a row that makes it the softmax over all.
+Every rank holds some columns of the vocabulary and computes the softmax over those. The logarithms of the ranks' sums
+give one factor a row that makes it the softmax over all columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from megatron.core.ops.matmul import times_transposed, transposed_times
 from megatron.core.parallel.collectives import all_reduce
 from megatron.core.parallel.mesh import Mesh
 
-# Bytes of logits held at a time: on a CPU what its caches hold, elsewhere what keeps the device busy.
+# Bytes of logits at a time: on a CPU what fits its caches, elsewhere what keeps the device busy.
 _CPU_CHUNK, DEVICE_CHUNK = 1 << 24, 1 << 27
 
 
@@ -48,8 +48,9 @@ def linear_cross_entropy(
     whole vocabulary; ``loss_weights`` [N]. Rows of ``weight`` from ``vocab_valid`` on are padding: no probability, no
     gradient. The result is fp32 (fp64 for fp64 inputs) and the same on every tensor-parallel rank.
 
-    The forward pass computes the gradients as well, when any is needed; the backward pass scales them to what comes
-    in and can run once. The gradient of ``hidden`` is this rank's part of a sum over the tensor-parallel ranks.
+    The forward pass computes the gradients as well, when any is needed; the backward pass multiplies them by the
+    incoming gradient and can run once. The gradient of ``hidden`` is this rank's part of a sum over the
+    tensor-parallel ranks.
 
     ``backward_scale``: the gradient of the result from which the backward pass will start. Gradients are made at that
     scale, so that a loss scale keeps the small probabilities of an fp16 chunk from vanishing before they are summed.
@@ -117,7 +118,7 @@ class _Chunk:
 
 
 def _chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: _Vocabulary) -> Iterator[_Chunk]:
-    """Logits of some rows at a time, as low as can be for padding; each chunk overwrites the one before.
+    """Logits of some rows at a time, the lowest finite value for padding; each chunk overwrites the one before.
 
     Ranges of rows are the same on every rank, since padded parts of the vocabulary are equally large.
     """
@@ -130,7 +131,7 @@ def _chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: _Vo
     for start in range(0, total, size):
         rows = slice(start, min(start + size, total))
         logits = times_transposed(hidden[rows], weight, bias, buffer=buffer)
-        logits[:, vocabulary.valid :] = torch.finfo(logits.dtype).min  # not -inf: a rank may hold nothing but padding
+        logits[:, vocabulary.valid :] = torch.finfo(logits.dtype).min  # not -inf: a rank may hold only padding
         is_wide = logits.dtype == wide_buffer.dtype
         yield _Chunk(rows, logits, logits if is_wide else wide_buffer[: logits.shape[0]].copy_(logits))
 
@@ -184,48 +185,34 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         total = hidden.new_zeros((), dtype=_wide(hidden))
         loss_weights = loss_weights.to(total.dtype)
-        gradients = None if backward_scale is None else _Gradients(hidden, weight, bias, ctx.needs_input_grad[:3])
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_hidden = grad_weight = grad_bias = None
+        if backward_scale is not None:
+            grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+            grad_bias = torch.zeros_like(bias, dtype=_wide(bias)) if bias is not None and needs_bias else None
         for chunk in _chunks(hidden, weight, bias, vocabulary):
             weights = loss_weights[chunk.rows]
             softmax = _softmax_(chunk.wide, labels[chunk.rows], vocabulary)
             total += (softmax.losses * weights).sum()
-            if gradients is not None and backward_scale is not None:
-                gradients.add(chunk, softmax, weights * backward_scale)
-        ctx.gradients, ctx.backward_scale = gradients, backward_scale
+            if backward_scale is None:
+                continue
+            weights = (weights * backward_scale).unsqueeze(1)
+            wide = softmax.local.mul_(weights * softmax.factor)
+            wide.scatter_add_(1, softmax.columns, -weights.masked_fill(~softmax.here, 0.0))
+            grad_logits = wide if wide.dtype == chunk.logits.dtype else chunk.logits.copy_(wide)  # rounded once
+            if grad_hidden is not None:
+                grad_hidden[chunk.rows] = times_transposed(grad_logits, weight.t())
+            if needs_weight:
+                grad_weight = transposed_times(grad_logits, hidden[chunk.rows], add_to=grad_weight)
+            if grad_bias is not None:
+                grad_bias += wide.sum(dim=0)
+        ctx.gradients, ctx.backward_scale = (grad_hidden, grad_weight, grad_bias), backward_scale
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gradients: _Gradients | None = ctx.gradients
+        gradients: tuple[Tensor | None, ...] | None = ctx.gradients
         assert gradients is not None, "the backward pass of linear_cross_entropy can run once"
         ctx.gradients = None
         factor = grad / ctx.backward_scale
-        return *(part if part is None else part.mul_(factor) for part in gradients.finish()), None, None, None, None
-
-
-class _Gradients:
-    """Gradients of hidden states, weight and bias, those that are ``needed``, filled chunk by chunk."""
-
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]) -> None:
-        self._rows, self._weight = hidden.detach(), weight.detach()
-        self._needs_weight = needed[1]
-        self._grad_hidden = torch.empty_like(hidden) if needed[0] else None
-        self._grad_weight: Tensor | None = None
-        self._grad_bias = torch.zeros_like(bias, dtype=_wide(bias)) if bias is not None and needed[2] else None
-
-    def add(self, chunk: _Chunk, softmax: _Softmax, weights: Tensor) -> None:
-        """Gradients of a chunk, whose logits are overwritten; ``weights`` [rows] multiply them."""
-        weights = weights.unsqueeze(1)
-        wide = softmax.local.mul_(weights * softmax.factor)
-        wide.scatter_add_(1, softmax.columns, -weights.masked_fill(~softmax.here, 0.0))
-        grad_logits = wide if wide.dtype == chunk.logits.dtype else chunk.logits.copy_(wide)  # rounded once
-        if self._grad_hidden is not None:
-            self._grad_hidden[chunk.rows] = times_transposed(grad_logits, self._weight.t())
-        if self._needs_weight:
-            self._grad_weight = transposed_times(grad_logits, self._rows[chunk.rows], add_to=self._grad_weight)
-        if self._grad_bias is not None:
-            self._grad_bias += wide.sum(dim=0)
-
-    def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Gradients of hidden states, weight, bias."""
-        return self._grad_hidden, self._grad_weight, self._grad_bias
+        return *(part if part is None else part.mul_(factor) for part in gradients), None, None, None, None

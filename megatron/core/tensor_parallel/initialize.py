@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import derive_seed
-from megatron.core.parallel.sharding import Sharding, sharded_parameter, sharded_parameters
+from megatron.core.parallel.sharding import sharded_parameters
 
 _BLOCK_ELEMENTS = 1 << 20
 
@@ -33,15 +33,6 @@ class Normal:
 Initialization = Constant | Normal
 
 
-def parameter(
-    sharding: Sharding, initialization: Initialization, mesh: Mesh, *, dtype: torch.dtype, device: torch.device
-) -> nn.Parameter:
-    """A parameter that knows its layout and how its first values are made; ``initialize`` makes them."""
-    made = sharded_parameter(sharding, mesh, dtype=dtype, device=device)
-    made.initialization = initialization  # type: ignore[attr-defined]
-    return made
-
-
 @torch.no_grad()
 def initialize(module: nn.Module, mesh: Mesh, *, seed: int) -> None:
     """Fill every parameter of ``module``; vocabulary padding becomes zero.
@@ -54,30 +45,25 @@ def initialize(module: nn.Module, mesh: Mesh, *, seed: int) -> None:
             tensor.fill_(initialization.value)
             continue
         tensor.zero_()
-        rows = _RowBlocks(sharding.shape, initialization.std, derive_seed(seed, sharding.tied or name))
+        own_seed = derive_seed(seed, sharding.tied or name)
         for piece in sharding.pieces(mesh):
             first, count = piece.logical[0], piece.sizes[0]
             columns = piece.slices(of_local=False)[1:]
-            for start, block in rows.blocks(first, first + count):
+            blocks = _normal_rows(sharding.shape, first, first + count, std=initialization.std, seed=own_seed)
+            for start, block in blocks:
                 target = piece.local[0] + start - first
                 destination = tensor[(slice(target, target + len(block)), *piece.slices(of_local=True)[1:])]
                 destination.copy_(block[(slice(None), *columns)])
 
 
-class _RowBlocks:
-    """A logical normal tensor that can be drawn a few rows at a time."""
-
-    def __init__(self, shape: tuple[int, ...], std: float, seed: int) -> None:
-        self._shape, self._std, self._seed = shape, std, seed
-        self._rows = max(1, _BLOCK_ELEMENTS // max(1, math.prod(shape[1:])))
-
-    def blocks(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Rows ``[start, stop)`` as (first row, values) parts."""
-        for number in range(start // self._rows, -(-stop // self._rows)):
-            first = number * self._rows
-            yield max(start, first), self._draw(number)[max(0, start - first) : stop - first]
-
-    def _draw(self, number: int) -> Tensor:
-        rows = min(self._rows, self._shape[0] - number * self._rows)
-        generator = torch.Generator().manual_seed(derive_seed(self._seed, number))
-        return torch.empty(rows, *self._shape[1:], dtype=torch.float32).normal_(0.0, self._std, generator=generator)
+def _normal_rows(
+    shape: tuple[int, ...], start: int, stop: int, *, std: float, seed: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Rows ``[start, stop)`` of the normal tensor of ``shape``, as (first row, values) of each block of rows."""
+    rows = max(1, _BLOCK_ELEMENTS // max(1, math.prod(shape[1:])))
+    for number in range(start // rows, -(-stop // rows)):
+        first = number * rows
+        generator = torch.Generator().manual_seed(derive_seed(seed, number))
+        block = torch.empty(min(rows, shape[0] - first), *shape[1:], dtype=torch.float32)
+        block.normal_(0.0, std, generator=generator)
+        yield max(start, first), block[max(0, start - first) : stop - first]

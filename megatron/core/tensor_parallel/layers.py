@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload
 from megatron.core.parallel.grid import Axis
-from megatron.core.parallel.sharding import Sharding, SharedRows, sharding_of
-from megatron.core.tensor_parallel.initialize import Constant, Initialization, parameter
+from megatron.core.parallel.sharding import Sharding, SharedRows, sharded_parameter, sharding_of
+from megatron.core.tensor_parallel.initialize import Constant, Initialization
 from megatron.core.tensor_parallel.linear import linear
 from megatron.core.tensor_parallel.regions import enter, leave
 
@@ -20,15 +20,17 @@ def partial_under_sequence_parallel(context: ParallelContext) -> tuple[Axis, ...
 
 
 def make_parameter(sharding: Sharding, initialization: Initialization, context: ParallelContext) -> nn.Parameter:
-    """A parameter of the rank's type on the rank's device."""
-    return parameter(sharding, initialization, context.mesh, dtype=context.dtype, device=context.device)
+    """An uninitialized parameter of the rank's type on its device, with its layout and what ``initialize`` fills in."""
+    made = sharded_parameter(sharding, context.mesh, dtype=context.dtype, device=context.device)
+    made.initialization = initialization  # type: ignore[attr-defined]
+    return made
 
 
 class ColumnParallelLinear(nn.Module):
     """``[s, b, in] -> [S, b, out/tp]``: each rank holds some rows of the ``[out, in]`` weight, that is, some outputs.
 
     ``blocks`` matrices stacked along ``out`` (gate and up of a gated MLP) are each split over the ranks; ``shared``
-    outputs (a key/value head that serves several ranks) are computed by all that need them.
+    outputs (a key/value head that serves several ranks) are computed by each rank that needs them.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """``[S, b, in/tp] -> [s, b, out]``: each rank holds some columns of the ``[out, in]`` weight, that is, some inputs.
 
-    The bias rides on the first rank's matmul, before the partial sums meet; the others see none of its gradient.
+    The first rank adds the bias in its matmul, before the partial sums are reduced; other ranks' gradient of it is 0.
     """
 
     def __init__(
@@ -89,9 +91,9 @@ class RowParallelLinear(nn.Module):
 
 
 class ReplicatedLinear(nn.Module):
-    """``[…, in] -> […, out]`` outside the regions: every rank holds all of it. For layers too small to be split.
+    """``[…, in] -> […, out]`` outside the regions, for layers too small to be split: every rank holds the whole weight.
 
-    ``partial_grad``: axes on which ranks apply it to parts of the data; those of the sequence unless given.
+    ``partial_grad``: axes on which ranks apply it to parts of the data; default: those that split the sequence.
     """
 
     def __init__(
@@ -119,7 +121,7 @@ class ReplicatedLinear(nn.Module):
 
 
 def _product(weight: nn.Parameter, workload: Workload, *, kept: int) -> Costs:
-    """Of a product with ``weight`` that keeps ``kept`` rows; its gradient is made while the layer's are."""
+    """Of a product with ``weight`` that keeps ``kept`` rows, and needs memory for the weight's gradient."""
     outputs, inputs = sharding_of(weight).shape
     held = weight.shape[1] * workload.itemsize
     flops = 2.0 * outputs * inputs * workload.all_tokens
@@ -149,12 +151,12 @@ class VocabParallelEmbedding(nn.Module):
         self._first = self.weight.shape[0] * context.mesh.rank("tp")
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Look up the ids this rank holds, zero elsewhere, and leave the region: the parts sum to the whole."""
+        """Look up the ids this rank holds, zeros for others, and leave the region, which sums over the ranks."""
         local = tokens.t() - self._first
         elsewhere = (local < 0) | (local >= self.weight.shape[0])
         vectors = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
         return leave(vectors.masked_fill(elsewhere.unsqueeze(-1), 0.0), self._context)
 
     def costs(self, workload: Workload) -> Costs:
-        """Keeps the ids, and which of them other ranks look up."""
+        """Keeps the ids, and a mask of those that other ranks look up."""
         return Costs(kept=9 * workload.tokens)

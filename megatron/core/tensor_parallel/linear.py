@@ -1,5 +1,5 @@
-"""The matrix product of all layers. Its backward pass can be split: gradients of inputs now, of weights later; and what
-sequence parallelism gathers for it isn't kept, but gathered again.
+"""The matrix product of all layers. Its backward pass can be split: gradients of inputs now, of weights later. With
+sequence parallelism the gathered input isn't kept, but gathered again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch import Tensor
 from megatron.core.ops.matmul import transposed_times
 from megatron.core.parallel.collectives import Handle, all_gather, all_gather_into_async, reduce_scatter
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.mesh import Mesh
 from megatron.core.tensor_parallel.regions import enter
 
 
@@ -30,7 +29,7 @@ def linear(
     if not (splits or gathers) or not (torch.is_grad_enabled() and weight.requires_grad):
         return F.linear(enter(x, context) if gathers else x, weight, bias)
     if not x.requires_grad:
-        x = x.detach().requires_grad_()  # the weight, which autograd doesn't see, needs a backward pass all the same
+        x = x.detach().requires_grad_()  # else there is no backward pass, as autograd doesn't see the weight
     add_gradient = partial(_add_gradient, weight)
     result: Tensor = _Linear.apply(x, bias, weight.detach(), add_gradient, context, gathers)  # type: ignore[no-untyped-call]
     return result
@@ -42,10 +41,10 @@ class _Linear(torch.autograd.Function):
     With ``gathers``, x is this rank's part of the sequence: y = gather(x)·Wᵀ + b, dx = reduce_scatter(dy·W), and while
     that is computed x is gathered again for dW (arXiv:2205.05198).
 
-    Autograd would take a gradient that comes later for none and tell the hooks on the weight so; it isn't shown it.
-    Brought when it is computed, the gradient takes the way of any other: autograd adds it to ``weight.grad`` and calls
-    the hooks, so buffers, counts and overlapped reductions see no difference. Biases, norms, embeddings and the output
-    matrix have cheap gradients, or made theirs in the forward pass; they don't wait.
+    The weight is no input of the function, because autograd would call the weight's hooks before a later gradient is
+    computed. ``add_gradient`` hands the gradient to autograd once it is computed: autograd adds it to ``weight.grad``
+    and calls the hooks, as for any other parameter. Gradients of biases, norms, embeddings and the output matrix are
+    never left for later: they are cheap, or were computed in the forward pass.
     """
 
     @staticmethod
@@ -66,7 +65,10 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,), rows = ctx.saved_tensors, grad.flatten(0, -2)
         context: ParallelContext = ctx.context
-        whole = _gathering(x, context.mesh) if ctx.gathers else Handle(x)
+        whole = Handle(x)
+        if ctx.gathers:
+            flat = x.new_empty(context.mesh.size("tp") * x.numel())
+            whole = all_gather_into_async(flat, x.contiguous().view(-1), context.mesh, "tp")
         grad_x = grad @ ctx.weight
         if ctx.gathers:
             grad_x = reduce_scatter(grad_x, context.mesh, "tp")
@@ -78,12 +80,6 @@ class _Linear(torch.autograd.Function):
         return grad_x, rows.sum(0) if ctx.needs_input_grad[1] else None, None, None, None, None
 
 
-def _gathering(x: Tensor, mesh: Mesh) -> Handle:
-    """Start to gather the parts of the sequence, flat and end to end."""
-    whole = x.new_empty(mesh.size("tp") * x.numel())
-    return all_gather_into_async(whole, x.contiguous().view(-1), mesh, "tp")
-
-
 @torch.no_grad()
 def _add_gradient(weight: Tensor, grad_rows: Tensor, rows: Tensor) -> None:
     """Compute ``grad_rowsᵀ·rows`` and let autograd accumulate it."""
@@ -91,12 +87,12 @@ def _add_gradient(weight: Tensor, grad_rows: Tensor, rows: Tensor) -> None:
 
 
 def added_at_once(weight: Tensor) -> Tensor:
-    """A stand-in for a weight that has other uses; what backward passes bring to it is added to the weight's gradient
-    at once, where autograd would keep it until the last of the other uses brings its own.
+    """A copy without memory of a weight that is used several times: accumulates this use's gradient immediately, where
+    autograd would keep it until it has those of all uses.
     """
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return weight
-    anchor = torch.empty(0, requires_grad=True)  # gives the stand-in a backward pass, of which the weight isn't told
+    anchor = torch.empty(0, requires_grad=True)  # makes autograd call the backward pass without the weight as an input
     stand_in: Tensor = _AddedAtOnce.apply(anchor, weight.detach(), partial(torch.autograd.backward, weight))  # type: ignore[no-untyped-call]
     return stand_in
 

@@ -1,4 +1,4 @@
-"""The two autograd pairs that tensor and sequence parallelism consist of.
+"""The two pairs of collectives that tensor and sequence parallelism consist of.
 
 Between ``enter`` and ``leave`` every rank computes with its part of the weights on the whole sequence. Outside, with
 sequence parallelism each rank holds its part of the sequence; without, every rank holds all of it.
@@ -67,9 +67,9 @@ class _FirstToken(torch.autograd.Function):
 
 
 def first_token(x: Tensor, context: ParallelContext) -> Tensor:
-    """Position 0 of the sequence ``[s, b, h]``, as ``[b, h]``, for all tensor-parallel ranks to compute the same with.
+    """Position 0 of the sequence ``[s, b, h]``, as ``[b, h]``, the same on all tensor-parallel ranks.
 
-    With sequence parallelism the first rank holds it, and takes its gradient, which is whole on every rank.
+    With sequence parallelism the first rank holds it and gets its gradient, which is whole on every rank.
     """
     if not context.sequence_parallel or context.mesh.size("tp") == 1:
         return x[0]
@@ -80,7 +80,7 @@ def first_token(x: Tensor, context: ParallelContext) -> Tensor:
 def enter(x: Tensor, context: ParallelContext) -> Tensor:
     """Before a column-split matmul: ``[s, b, h]`` to ``[S, b, h]``; gradients are summed on the way back.
 
-    The sum overwrites the gradient that comes in, which a matmul made for nobody else.
+    The sum overwrites the incoming gradient, which a matmul has made and nothing else uses.
     """
     if context.mesh.size("tp") == 1:
         return x

@@ -94,7 +94,7 @@ def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> Non
     if not weights_only and run.schedule is not None and state["schedule"] is not None:
         run.schedule = schedule_to_follow(run.config, run.schedule, state["schedule"])
         if settings.load_rng and state["random_seed"] is not None:
-            run.context.rng.reseed(state["random_seed"])
+            run.context.rng.seed = state["random_seed"]
     run.loaded_from = str(folder.path)
     run.reporter.say(f"  successfully loaded checkpoint from {folder.path} at iteration {run.progress.iteration}")
 

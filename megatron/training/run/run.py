@@ -236,7 +236,7 @@ def attention_choices(config: RunConfig, train_spec: TrainSpec, context: Paralle
     backend, kinds, texts = config.model.attention_backend, config.parallel.cp_comm_types, list[str]()
     for name, asked in attention_requests(config, train_spec, context).items():
         for kind in kinds or ("p2p",):
-            served = choose(actual_request(asked, kind, context), backend).describe().removeprefix("attention: ")
+            served = choose(actual_request(asked, kind, context), backend).describe()
             texts.append(": ".join(filter(None, (name, kind if kinds else "", served))))
     return "; ".join(texts)
 

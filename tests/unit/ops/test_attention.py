@@ -225,11 +225,11 @@ def request(**changes: Any) -> AttentionRequest:
 
 def test_auto_takes_the_first_that_supports_the_request_and_says_why() -> None:
     """The start-up report tells which kernel runs, and why not a faster one."""
-    assert choose(request()).describe() == "attention: sdpa"
+    assert choose(request()).describe() == "sdpa"
     choice = choose(request(dropout=0.1, attention_mask=True, document_ids=True))
     assert choice.name == "eager"
     assert choice.describe() == (
-        "attention: eager (sdpa refused: it draws dropout (0.1) from torch's global generator, which cannot be "
+        "eager (sdpa refused: it draws dropout (0.1) from torch's global generator, which cannot be "
         "replayed; chunked refused: it has no padding mask within documents)"
     )
 

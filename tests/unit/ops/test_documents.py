@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch
 
-from megatron.core.ops.attention import AttentionOptions, attention, documents
+from megatron.core.ops.attention import AttentionOptions, attention, masks
 
 
 def within(document_ids: torch.Tensor) -> AttentionOptions:
@@ -17,7 +17,7 @@ def test_documents_are_located_once_for_all_layers() -> None:
     """A GPU would be waited for in every layer, since the lengths of documents must be known on the host."""
     document_ids = torch.tensor([[0, 0, 1, 1, 1, 2]])
     q, k, v = (torch.randn(6, 1, 2, 4) for _ in range(3))
-    with mock.patch.object(documents, "_lengths_of_runs", wraps=documents._lengths_of_runs) as read:
+    with mock.patch.object(masks, "groupby", wraps=masks.groupby) as read:
         layers = [attention(q, k, v, within(document_ids), backend="sdpa") for _ in range(3)]
     assert read.call_count == 1
     assert torch.equal(layers[0], layers[2])

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from megatron.core.ops import matmul
-from megatron.core.ops.matmul import linear, times_transposed, transposed_times
+from megatron.core.ops.matmul import times_transposed, transposed_times
 
 BIG = (96, 128, 160)  # enough work for oneDNN
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -29,23 +28,6 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
     if layout == "transposed":
         return x.t().contiguous().t()
     return torch.cat((x, x), dim=1)[:, : x.shape[1]] if layout == "sliced" else x
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize("rows", [(3, 32), (96,), (1, 1)])
-def test_linear_equals_torch(dtype: torch.dtype, with_bias: bool, rows: tuple[int, ...]) -> None:
-    """Forward and every gradient of the layer all models are made of."""
-    x, weight, bias = tensors((*rows, 128), (160, 128), (160,), dtype=dtype)
-    inputs = [x, weight, bias] if with_bias else [x, weight]
-    used_bias = bias if with_bias else None
-    actual, expected = linear(x, weight, used_bias), functional.linear(x, weight, used_bias)
-    assert_near(actual, expected, dtype)
-    upstream = torch.randn_like(expected) * 0.3
-    for mine, theirs in zip(
-        torch.autograd.grad(actual, inputs, upstream), torch.autograd.grad(expected, inputs, upstream)
-    ):
-        assert_near(mine, theirs, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -74,14 +56,6 @@ def test_transposed_times_adds_up(
     again = transposed_times(a, b, add_to=total)
     assert_near(again, 2 * product, dtype)
     assert again.data_ptr() == storage and again.shape == (m, n)
-
-
-def test_linear_needs_only_the_gradients_asked_for() -> None:
-    """A frozen weight costs no matmul."""
-    x, weight, bias = tensors((96, 128), (160, 128), (160,), dtype=torch.float32)
-    weight.requires_grad_(False)
-    torch.autograd.backward(linear(x, weight, bias).sum())
-    assert weight.grad is None and x.grad is not None and bias.grad is not None
 
 
 def test_fp64_and_small_products_stay_with_torch() -> None:

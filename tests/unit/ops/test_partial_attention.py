@@ -15,10 +15,9 @@ from megatron.core.ops.attention.partial import (
     OnlineSoftmax,
     partial_attention,
     partial_attention_gradients,
-    partial_request,
 )
 from megatron.core.ops.attention.registry import BACKENDS
-from megatron.core.ops.attention.request import AttentionOptions
+from megatron.core.ops.attention.request import AttentionOptions, AttentionRequest
 
 ALL = slice(None)
 DRAWING = ["chunked", "eager"]
@@ -199,16 +198,14 @@ def test_choice_says_what_refuses_a_part() -> None:
 
     def facts(device: str, dtype: torch.dtype, **changes: Any) -> str:
         q = torch.empty(8, 1, 2, 64, dtype=dtype, device=device)
-        request = partial_request(q, q, AttentionOptions(causal=True, scale=1.0, **changes))
+        request = AttentionRequest.of(q, q, AttentionOptions(causal=True, scale=1.0, **changes), partial=True)
         return choose(request).describe()
 
-    assert facts("cpu", torch.float64) == "attention: sdpa"
-    assert facts("meta", torch.bfloat16) == "attention: sdpa"
-    assert facts("meta", torch.float32) == (
-        "attention: chunked (sdpa refused: its flash kernel does not support float32)"
-    )
+    assert facts("cpu", torch.float64) == "sdpa"
+    assert facts("meta", torch.bfloat16) == "sdpa"
+    assert facts("meta", torch.float32) == ("chunked (sdpa refused: its flash kernel does not support float32)")
     assert facts("cpu", torch.float32, attention_mask=torch.ones(1, 8, dtype=torch.bool)) == (
-        "attention: chunked (sdpa refused: its flash kernel has no padding mask)"
+        "chunked (sdpa refused: its flash kernel has no padding mask)"
     )
 
 

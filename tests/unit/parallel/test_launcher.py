@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
 from megatron.core.parallel.environment import LaunchEnvironment
-from megatron.core.parallel.launcher import store_of_this_attempt
+from megatron.core.parallel.launch import store_of_this_attempt
 
 SECOND = timedelta(seconds=1)
 
@@ -67,7 +67,7 @@ launch = launch_environment()
 if sys.argv[1] == "early":
     print(launch.launcher, flush=True)
     time.sleep(5)
-from megatron.core.parallel.launcher import leaving_with_launcher
+from megatron.core.parallel.launch import leaving_with_launcher
 with leaving_with_launcher(launch, poll=0.1):
     if sys.argv[1] == "late":
         print(launch.launcher, flush=True)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import Sharding
-from megatron.core.tensor_parallel.initialize import Constant, Normal, initialize, parameter
+from megatron.core.tensor_parallel.initialize import Constant, Normal, initialize
+from megatron.core.tensor_parallel.layers import make_parameter
 
 SHARDINGS = {
     "columns": Sharding((48, 20), {0: "tp"}),
@@ -25,7 +29,7 @@ class One(nn.Module):
 
     def __init__(self, sharding: Sharding, mesh: Mesh, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.weight = parameter(sharding, Normal(0.5), mesh, dtype=dtype, device=torch.device("cpu"))
+        self.weight = make_parameter(sharding, Normal(0.5), replace(ParallelContext.single(dtype=dtype), mesh=mesh))
 
 
 def logical(sharding: Sharding, tp: int, seed: int = 3, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -78,6 +82,6 @@ def test_constant() -> None:
     """Norm weights start at one."""
     mesh = Mesh.single()
     module = nn.Module()
-    module.weight = parameter(Sharding((4,)), Constant(1.0), mesh, dtype=torch.float32, device=torch.device("cpu"))
+    module.weight = make_parameter(Sharding((4,)), Constant(1.0), ParallelContext.single())
     initialize(module, mesh, seed=1)
     assert module.weight.tolist() == [1.0] * 4

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.ops.attention.documents import each_document
+from megatron.core.ops.attention.masks import each_document
 from megatron.core.ops.attention.request import AttentionOptions, AttentionRequest, Gradients, PartialResult
-from megatron.core.ops.dropout import draw_kept, scale_kept
+from megatron.core.ops.dropout import draw_kept, dropout, generator_at, generator_state, scale_kept
 
-_BLOCK = 128  # queries at once, of causal attention, where blocks leave out keys; others take more of short sequences
+# Queries of a block of causal attention, whose later blocks see more keys. Other attention takes more if keys are few.
+_BLOCK = 128
 
 
 def supports(request: AttentionRequest) -> str | None:
@@ -34,13 +35,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor
     """See ``attention``."""
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = _Blocked.apply(q, k, v, options.bias, options)  # type: ignore[no-untyped-call]
+        out: Tensor = _Chunked.apply(q, k, v, options.bias, options)  # type: ignore[no-untyped-call]
         return out
 
     return call(q, k, v) if options.document_ids is None else each_document(call, q, k, v, options.document_ids)
 
 
-class _Blocked(torch.autograd.Function):
+class _Chunked(torch.autograd.Function):
     """P = softmax(q·kᵀ·scale + bias), out = drop(P)·v. Keeps q, k, v, bias and the state of the generator.
 
     dv = drop(P)ᵀ·dout;  dP = drop(dout·vᵀ);  dS = P∘(dP - rowsum(dP∘P));  dq = dS·k·scale;  dk = dSᵀ·q·scale;
@@ -51,22 +52,18 @@ class _Blocked(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: AttentionOptions) -> Tensor:
         ctx.save_for_backward(q, k, v, bias)
         ctx.options = dataclasses.replace(options, bias=None)
-        ctx.generator_state = _state(options)
+        ctx.generator_state = generator_state(options.dropout, options.generator)
         out = q.new_empty(*q.shape[:3], v.shape[3])
         for block in _blocks(q, k, v, options):
-            probabilities = block.probabilities()
-            if options.generator is not None and options.dropout > 0.0:
-                kept = draw_kept(probabilities, options.dropout, options.generator)
-                probabilities = scale_kept(probabilities, kept, options.dropout)
+            probabilities = dropout(block.probabilities(), options.dropout, options.generator)
             block.put(torch.bmm(probabilities, block.v), out, scale=1.0)
         return out.flatten(2)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
         q, k, v, bias = ctx.saved_tensors
-        options = dataclasses.replace(ctx.options, bias=bias)
-        generator = _restored(ctx.generator_state, q.device)
-        grads = _gradients(grad.view(*q.shape[:3], v.shape[3]), q, k, v, options, generator, whole=None)
+        options = dataclasses.replace(ctx.options, bias=bias, generator=generator_at(ctx.generator_state, q.device))
+        grads = gradients_of_part(grad.view(*q.shape[:3], v.shape[3]), q, k, v, None, options)
         return grads.q, grads.k, grads.v, grads.bias, None
 
 
@@ -77,79 +74,74 @@ def attend_partly(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) ->
     for block in _blocks(q, k, v, options):
         scores = block.scores().to(lse.dtype)
         sums = scores.logsumexp(dim=-1, keepdim=True)
-        probabilities = scores.sub_(_finite(sums)).exp_().to(q.dtype)
-        if options.generator is not None and options.dropout > 0.0:
-            kept = draw_kept(probabilities, options.dropout, options.generator)
-            probabilities = scale_kept(probabilities, kept, options.dropout)
+        probabilities = dropout(_exp_less(scores, sums).to(q.dtype), options.dropout, options.generator)
         block.put(torch.bmm(probabilities, block.v), out, scale=1.0)
         block.put(sums, lse.unsqueeze(-1), scale=1.0)
     return PartialResult(out, lse)
 
 
 def gradients_of_part(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: PartialResult, options: AttentionOptions
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: PartialResult | None, options: AttentionOptions
 ) -> Gradients:
-    """See ``partial_attention_gradients``."""
-    return _gradients(grad, q, k, v, options, options.generator if options.dropout > 0.0 else None, whole=whole)
+    """See ``partial_attention_gradients``. ``whole`` is None when these are all keys.
 
-
-def _gradients(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: AttentionOptions,
-    generator: torch.Generator | None,
-    *,
-    whole: PartialResult | None,
-) -> Gradients:
-    """``whole``: the result over all keys, of which these are a part; None when these are all."""
+    With it, the sums over all keys are known: the softmax's from ``whole.lse``, and rowsum(dP∘P) is dout·out.
+    """
     upstream = _fold_queries(grad, k)
-    softmax = _Softmax() if whole is None else _PartOfSoftmax(grad, whole, k)
+    if whole is not None:
+        wide = whole.lse.dtype
+        all_lse = _fold_queries(whole.lse.unsqueeze(-1), k)
+        all_means = _fold_queries((grad.to(wide) * whole.out.to(wide)).sum(-1, keepdim=True), k)
     grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
-    sums: tuple[Tensor, Tensor] | None = None
+    grad_k = grad_v = None
     grad_bias = None if options.bias is None else torch.zeros_like(options.bias)
     for block in _blocks(q, k, v, options):
         grad_out = upstream[:, :, block.rows].flatten(1, 2).contiguous()
-        used = probabilities = softmax.forward(block)
-        grad_probabilities = torch.bmm(grad_out, block.v.transpose(1, 2))
-        if generator is not None:
-            kept = draw_kept(probabilities, options.dropout, generator)
+        if whole is None:
+            probabilities = block.probabilities()
+        else:
+            probabilities = _exp_less(block.scores().to(wide), all_lse[:, :, block.rows].flatten(1, 2)).to(q.dtype)
+        used, grad_probabilities = probabilities, torch.bmm(grad_out, block.v.transpose(1, 2))
+        if options.dropout > 0.0:
+            kept = draw_kept(probabilities, options.dropout, options.generator)
             used = scale_kept(probabilities, kept, options.dropout)
             grad_probabilities = scale_kept(grad_probabilities, kept, options.dropout)
+        block_grad_v = torch.bmm(used.transpose(1, 2), grad_out)
+        if whole is None:
+            grad_scores = torch._softmax_backward_data(grad_probabilities, probabilities, -1, probabilities.dtype)
+        else:
+            means = all_means[:, :, block.rows].flatten(1, 2)
+            grad_scores = (grad_probabilities - means).mul_(probabilities).to(q.dtype)
         visible = slice(0, block.k.shape[1])
-        grad_v = torch.bmm(used.transpose(1, 2), grad_out)
-        grad_scores = softmax.backward(grad_probabilities, probabilities, block)
         if grad_bias is not None:
             by_head = grad_scores.view(q.shape[1], q.shape[2], -1, grad_scores.shape[2])
             grad_bias[:, block.rows, visible] = by_head.sum(0)
         block.put(torch.bmm(grad_scores, block.k), grad_q, scale=options.scale)
-        parts = torch.bmm(grad_scores.transpose(1, 2), block.q), grad_v
-        if block.rows == slice(0, q.shape[0]):  # the only one
-            sums = parts
-        else:
-            sums = sums or (_zeros(k), _zeros(v))
-            for total, part in zip(sums, parts):
-                total[:, visible] += part
-    assert sums is not None, "there are queries"
-    grad_k, grad_v = sums
+        block_grad_k = torch.bmm(grad_scores.transpose(1, 2), block.q)
+        if block.rows == slice(0, q.shape[0]):  # the only block
+            grad_k, grad_v = block_grad_k, block_grad_v
+            break
+        if grad_k is None or grad_v is None:
+            grad_k, grad_v = (_sum_of_blocks(x) for x in (k, v))
+        grad_k[:, visible] += block_grad_k
+        grad_v[:, visible] += block_grad_v
+    assert grad_k is not None and grad_v is not None, "there are queries"
     return Gradients(grad_q, _unfold(grad_k.mul_(options.scale), k), _unfold(grad_v, v), grad_bias)
 
 
-def _zeros(x: Tensor) -> Tensor:
-    """For keys or values, [B, sk, d], wide enough to add up blocks."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return torch.zeros_like(_fold(x), dtype=wide, memory_format=torch.contiguous_format)
+def _exp_less(scores: Tensor, lse: Tensor) -> Tensor:
+    """exp(``scores`` - ``lse``), overwriting ``scores``; 0 for a query that sees no key, whose ``lse`` is -inf."""
+    return scores.sub_(lse.clamp(min=torch.finfo(lse.dtype).min)).exp_()
 
 
 @dataclass(frozen=True)
 class _Block:
     """Some queries and the keys they see, as matrices: ``B`` samples times key heads, each serving ``r`` query heads.
 
-    ``q`` [B, r·rows, d]; ``k`` and ``v`` [B, keys, d]; contiguous. ``later`` [rows, rows]: what to add to the scores of
-    the last keys so that no query sees beyond itself; None when all see all. ``padding`` [B, 1, keys]: what to add so
-    that none sees padding; None where there is none. ``blind`` [B, 1 or r·rows, 1]: True for queries that see no key;
-    None where there are none. ``bias`` [g, r·rows, keys]: added to the scores of every sample.
+    ``q`` [B, r·rows, d]; ``k`` and ``v`` [B, keys, d]; contiguous. ``later`` [rows, rows]: added to the scores of the
+    last keys so that no query sees later ones; None when all see all. ``padding`` [B, 1, keys]: added so that none sees
+    padding; None without padding. ``blind`` [B, 1 or r·rows, 1]: True for queries that see no key; None without such.
+    ``bias`` [g, r·rows, keys]: added to the scores of every sample.
     """
 
     rows: slice
@@ -165,8 +157,13 @@ class _Block:
     def scores(self) -> Tensor:
         """q·kᵀ·scale + bias, [B, r·rows, keys], minus infinity where a key is later than the query, or padding."""
         keys = self.k.transpose(1, 2)
-        if self.bias is not None:  # the product is added where bias and padding lie already, which saves two passes
-            scores = self._masked_bias(self.bias).baddbmm_(self.q, keys, alpha=self.scale)
+        if self.bias is not None:  # the product is added to bias and padding in place, which saves two passes
+            samples = self.q.shape[0] // self.bias.shape[0]
+            if self.padding is None:
+                masked_bias = self.bias.repeat(samples, 1, 1)
+            else:
+                masked_bias = (self.bias + self.padding.view(samples, -1, 1, self.bias.shape[2])).flatten(0, 1)
+            scores = masked_bias.baddbmm_(self.q, keys, alpha=self.scale)
         elif self.padding is not None:  # added, not filled in: that takes a third of the time
             scores = torch.baddbmm(self.padding, self.q, keys, alpha=self.scale)
         else:
@@ -175,12 +172,6 @@ class _Block:
             length = self.later.shape[0]
             scores.view(scores.shape[0], -1, length, scores.shape[2])[..., -length:].add_(self.later)
         return scores
-
-    def _masked_bias(self, bias: Tensor) -> Tensor:
-        samples = self.q.shape[0] // bias.shape[0]
-        if self.padding is None:
-            return bias.repeat(samples, 1, 1)
-        return (bias + self.padding.view(samples, -1, 1, bias.shape[2])).flatten(0, 1)
 
     def probabilities(self) -> Tensor:
         """Softmax of the scores over these keys, [B, r·rows, keys]; zeros for a query that sees none of them."""
@@ -195,45 +186,17 @@ class _Block:
         torch.mul(by_head.permute(2, 0, 1, 3), scale, out=target)
 
 
-class _Softmax:
-    """Of scores over all keys."""
-
-    def forward(self, block: _Block) -> Tensor:
-        """Probabilities, [B, r·rows, keys]."""
-        return block.probabilities()
-
-    def backward(self, grad: Tensor, probabilities: Tensor, block: _Block) -> Tensor:
-        """Gradient of the scores."""
-        return torch._softmax_backward_data(grad, probabilities, -1, probabilities.dtype)
-
-
-class _PartOfSoftmax(_Softmax):
-    """Of scores over some of the keys: what the sums over all keys are is known, for rowsum(dP∘P) it is dout·out."""
-
-    def __init__(self, grad: Tensor, whole: PartialResult, k: Tensor) -> None:
-        wide = whole.lse.dtype
-        self._lse = _fold_queries(whole.lse.unsqueeze(-1), k)
-        self._means = _fold_queries((grad.to(wide) * whole.out.to(wide)).sum(-1, keepdim=True), k)
-
-    def forward(self, block: _Block) -> Tensor:
-        """Probabilities, [B, r·rows, keys]."""
-        lse = self._lse[:, :, block.rows].flatten(1, 2)
-        return block.scores().to(lse.dtype).sub_(_finite(lse)).exp_().to(block.q.dtype)
-
-    def backward(self, grad: Tensor, probabilities: Tensor, block: _Block) -> Tensor:
-        """Gradient of the scores."""
-        means = self._means[:, :, block.rows].flatten(1, 2)
-        return (grad - means).mul_(probabilities).to(block.q.dtype)
-
-
 def _blocks(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Iterator[_Block]:
     queries, keys, values = _fold_queries(q, k), _fold(k).contiguous(), _fold(v).contiguous()
     sq, sk = q.shape[0], k.shape[0]
     padding = blind = None
     if options.attention_mask is not None:
-        hidden = ~options.attention_mask.repeat_interleave(k.shape[2], dim=0).unsqueeze(1)
-        padding = q.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
-        blind = _blind(hidden, sq if options.causal else 1)
+        real = options.attention_mask.repeat_interleave(k.shape[2], dim=0).unsqueeze(1)  # [B, 1, keys]
+        padding = q.new_zeros(real.shape).masked_fill_(~real, -torch.inf)
+        last_queries = sq if options.causal else 1  # without causality all queries see the same keys
+        blind = (real.cumsum(dim=-1) == 0)[:, :, -last_queries:].transpose(1, 2)
+        if q.device.type == "cpu" and not bool(blind.any()):  # elsewhere the question would wait for the device
+            blind = None
     size = _BLOCK if options.causal else max(_BLOCK, 16 * _BLOCK**2 // sk)
     for start in range(0, sq, size):
         rows = slice(start, min(start + size, sq))
@@ -241,6 +204,7 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Itera
         if options.causal:
             visible = rows.stop + sk - sq
             later = q.new_full((rows.stop - start, rows.stop - start), -torch.inf).triu_(1)
+        bias = None if options.bias is None else options.bias[:, rows, :visible]  # [n, rows, keys]
         yield _Block(
             rows=rows,
             q=queries[:, :, rows].flatten(1, 2).contiguous(),
@@ -250,16 +214,8 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Itera
             later=later,
             padding=None if padding is None else padding[:, :, :visible],
             blind=blind[:, rows].repeat(1, queries.shape[1], 1) if blind is not None and options.causal else blind,
-            bias=None if options.bias is None else _bias_of(options.bias[:, rows, :visible], k),
+            bias=None if bias is None else bias.reshape(k.shape[2], -1, visible),
         )
-
-
-def _blind(hidden: Tensor, queries: int) -> Tensor | None:
-    """Which of the last ``queries`` positions have padding alone up to themselves, [B, queries, 1]; of one query, which
-    sees all keys, whether they all are padding. None where there are none, as far as a look costs no waiting.
-    """
-    blind = ((~hidden).cumsum(dim=-1) == 0)[:, :, -queries:].transpose(1, 2)
-    return None if hidden.device.type == "cpu" and not bool(blind.any()) else blind
 
 
 def _fold(x: Tensor) -> Tensor:
@@ -273,29 +229,12 @@ def _fold_queries(x: Tensor, k: Tensor) -> Tensor:
     return x.reshape(x.shape[0], groups, -1, x.shape[3]).permute(1, 2, 0, 3).contiguous()
 
 
-def _bias_of(bias: Tensor, k: Tensor) -> Tensor:
-    """[n, rows, keys] -> [g, r·rows, keys], for the g key heads of ``k``."""
-    return bias.reshape(k.shape[2], -1, bias.shape[2])
+def _sum_of_blocks(x: Tensor) -> Tensor:
+    """Zeros [B, sk, d] for the gradient of keys or values, in fp32 or fp64, in which blocks are added up."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return torch.zeros_like(_fold(x), dtype=wide, memory_format=torch.contiguous_format)
 
 
 def _unfold(grad: Tensor, x: Tensor) -> Tensor:
     """[B, sk, d] -> [sk, b, g, d], in the type of ``x``."""
     return grad.to(x.dtype).transpose(0, 1).view(x.shape)
-
-
-def _finite(lse: Tensor) -> Tensor:
-    """Minus infinity, of a query that sees no key, as a number: scores of minus infinity less it are themselves."""
-    return lse.clamp(min=torch.finfo(lse.dtype).min)
-
-
-def _state(options: AttentionOptions) -> Tensor | None:
-    return options.generator.get_state() if options.generator is not None and options.dropout > 0.0 else None
-
-
-def _restored(state: Tensor | None, device: torch.device) -> torch.Generator | None:
-    """A generator that draws what the forward pass drew."""
-    if state is None:
-        return None
-    generator = torch.Generator(device)
-    generator.set_state(state)
-    return generator

@@ -11,7 +11,7 @@ from megatron.core.ops.dropout import draw_kept, dropout, scale_kept
 
 
 def supports(request: AttentionRequest) -> str | None:
-    """Every request."""
+    """None: it serves every request."""
     return None
 
 
@@ -25,9 +25,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor
     probabilities = scores.softmax(dim=-1).to(v.dtype)
     if options.attention_mask is not None and allowed is not None:
         probabilities = probabilities.masked_fill(~allowed, 0.0)  # a query that sees no key gets zeros, not an average
-    if options.dropout > 0.0:
-        assert options.generator is not None, "attention dropout needs a generator"
-        probabilities = dropout(probabilities, options.dropout, options.generator)
+    probabilities = dropout(probabilities, options.dropout, options.generator)
     return _by_position(torch.matmul(probabilities, _repeated(v, q))).flatten(2)
 
 
@@ -36,9 +34,7 @@ def attend_partly(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) ->
     scores = _visible_scores(q, k, options)
     lse = scores.logsumexp(dim=-1)
     probabilities = _probabilities(scores, lse)
-    if options.dropout > 0.0:
-        assert options.generator is not None, "attention dropout needs a generator"
-        probabilities = dropout(probabilities, options.dropout, options.generator)
+    probabilities = dropout(probabilities, options.dropout, options.generator)
     out = torch.matmul(probabilities, _repeated(v, q).to(scores.dtype))
     return PartialResult(_by_position(out).to(v.dtype), lse.permute(2, 0, 1))
 
@@ -53,7 +49,6 @@ def gradients_of_part(
     used = probabilities = _probabilities(scores, whole.lse.permute(1, 2, 0))
     grad_probabilities = torch.matmul(upstream, value.transpose(2, 3))
     if options.dropout > 0.0:
-        assert options.generator is not None, "attention dropout needs a generator"
         kept = draw_kept(probabilities, options.dropout, options.generator)
         used = scale_kept(probabilities, kept, options.dropout)
         grad_probabilities = scale_kept(grad_probabilities, kept, options.dropout)
@@ -76,12 +71,12 @@ def _by_position(x: Tensor) -> Tensor:
 
 
 def _repeated(x: Tensor, q: Tensor) -> Tensor:
-    """Keys or values [sk, b, g, d] -> [b, n, sk, d], once for every query head of ``q``."""
+    """Keys or values [sk, b, g, d] -> [b, n, sk, d], each head repeated for the query heads of ``q`` that it serves."""
     return _by_head(x.repeat_interleave(q.shape[2] // x.shape[2], dim=2))
 
 
 def _summed(grad: Tensor, x: Tensor) -> Tensor:
-    """[b, n, sk, d] -> [sk, b, g, d]: over the query heads that each head of ``x`` serves."""
+    """Gradient [b, n, sk, d] -> [sk, b, g, d]: summed over the query heads that each head of ``x`` serves."""
     length, batch, groups, width = x.shape
     return _by_position(grad).reshape(length, batch, groups, -1, width).sum(3).to(x.dtype)
 

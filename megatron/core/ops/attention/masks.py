@@ -1,18 +1,30 @@
-"""Which keys a query may attend to, as a boolean tensor, for backends that need it spelled out."""
+"""Which keys a query may attend to: as a boolean tensor, or, for packed documents, as one call for each document."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import groupby
+
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron.core.ops.attention.request import AttentionOptions
 
+# Document lengths by the tensor of document numbers. All layers of a microbatch share that tensor, so on a GPU only
+# the first layer waits for the device.
+_known_lengths = WeakIdKeyDictionary()
+
 
 def allowed_keys(q: Tensor, k: Tensor, options: AttentionOptions) -> Tensor | None:
-    """True where a query may see a key, broadcastable to [b, n, sq, sk]; None when every query sees every key."""
+    """True where a query may see a key, broadcastable to [b, n, sq, sk]; None when every query sees every key.
+
+    Causal: the last query sees every key, as when earlier keys come from a cache.
+    """
     allowed: Tensor | None = None
     if options.causal and q.shape[0] > 1:
-        allowed = lower_right(q.shape[0], k.shape[0], q.device)
+        ones = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool, device=q.device)
+        allowed = ones.tril_(k.shape[0] - q.shape[0])
     if options.document_ids is not None:
         same = (options.document_ids.unsqueeze(2) == options.document_ids.unsqueeze(1)).unsqueeze(1)  # [b, 1, s, s]
         allowed = same if allowed is None else allowed & same
@@ -22,7 +34,23 @@ def allowed_keys(q: Tensor, k: Tensor, options: AttentionOptions) -> Tensor | No
     return allowed
 
 
-def lower_right(query_length: int, key_length: int, device: torch.device) -> Tensor:
-    """Causal mask [sq, sk] whose last query sees every key, as when earlier keys come from a cache."""
-    ones = torch.ones(query_length, key_length, dtype=torch.bool, device=device)
-    return ones.tril_(key_length - query_length)
+def each_document(
+    call: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor
+) -> Tensor:
+    """``call`` on q, k, v of each document, results concatenated: cheaper than one masked call. A document is a run of
+    equal numbers in ``document_ids`` [b, s].
+    """
+    assert q.shape[0] == k.shape[0], "documents need equally long queries and keys"
+    samples = []
+    for sample, lengths in enumerate(_document_lengths(document_ids)):
+        parts = (torch.split(x[:, sample : sample + 1], lengths) for x in (q, k, v))
+        samples.append(torch.cat([call(*part) for part in zip(*parts)]))
+    return torch.cat(samples, dim=1)
+
+
+def _document_lengths(document_ids: Tensor) -> list[list[int]]:
+    known: list[list[int]] | None = _known_lengths.get(document_ids)  # type: ignore[no-untyped-call]
+    if known is None:
+        known = [[len(list(run)) for _, run in groupby(row)] for row in document_ids.tolist()]
+        _known_lengths[document_ids] = known
+    return known

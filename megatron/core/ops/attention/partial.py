@@ -21,9 +21,10 @@ def partial_attention(
 ) -> PartialResult:
     """softmax(q·kᵀ·scale)·v over just these keys, without autograd; shapes as in ``attention``.
 
-    Causal calls have as many queries as keys. Documents are the caller's business: ``options.document_ids`` is None.
+    Causal calls have as many queries as keys. The caller splits documents: ``options.document_ids`` is None.
     """
-    return choose(partial_request(q, k, options), backend).backend.attend_partly(q, k, v, options)
+    request = AttentionRequest.of(q, k, options, partial=True)
+    return choose(request, backend).backend.attend_partly(q, k, v, options)
 
 
 def partial_attention_gradients(
@@ -38,15 +39,10 @@ def partial_attention_gradients(
 ) -> Gradients:
     """What these keys contribute to the gradients, for ``grad`` [sq, b, n, d] of the result over *all* keys, ``whole``.
 
-    ``options.generator`` must stand where it stood at the call of ``partial_attention`` that is differentiated.
+    ``options.generator`` must have the state that it had at the call of ``partial_attention`` that is differentiated.
     """
-    return choose(partial_request(q, k, options), backend).backend.gradients_of_part(grad, q, k, v, whole, options)
-
-
-def partial_request(q: Tensor, k: Tensor, options: AttentionOptions) -> AttentionRequest:
-    """The facts of a partial call."""
-    assert options.document_ids is None, "documents are cut into calls of their own"
-    return AttentionRequest.of(q, k, options, partial=True)
+    request = AttentionRequest.of(q, k, options, partial=True)
+    return choose(request, backend).backend.gradients_of_part(grad, q, k, v, whole, options)
 
 
 @dataclass(frozen=True)

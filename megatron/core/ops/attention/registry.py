@@ -41,16 +41,16 @@ BACKENDS: dict[str, Backend] = {"sdpa": sdpa, "chunked": chunked, "eager": eager
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend that serves a request, and why those preferred to it don't."""
+    """The backend that serves a request, and why the preferred ones refused it."""
 
     name: str
     backend: Backend
     refused: dict[str, str] = field(default_factory=dict)
 
     def describe(self) -> str:
-        """One line for the start-up report, e.g. ``attention: reference (sdpa refused: …)``."""
+        """For the start-up report, e.g. ``chunked (sdpa refused: …)``."""
         reasons = "; ".join(f"{name} refused: {reason}" for name, reason in self.refused.items())
-        return f"attention: {self.name}" + (f" ({reasons})" if reasons else "")
+        return f"{self.name} ({reasons})" if reasons else self.name
 
 
 def choose(request: AttentionRequest, backend: str = "auto") -> Choice:
@@ -59,8 +59,10 @@ def choose(request: AttentionRequest, backend: str = "auto") -> Choice:
     Raises ConfigError when the backend named explicitly doesn't exist or refuses the request.
     """
     if backend == "auto":
+        # In bf16 on a CPU torch's kernel takes twice the time of blocks of matrix products.
+        first = ["chunked"] if request.device.type == "cpu" and request.dtype == torch.bfloat16 else []
         refused: dict[str, str] = {}
-        for name in _preference(request):
+        for name in dict.fromkeys([*first, *BACKENDS]):
             reason = BACKENDS[name].supports(request)
             if reason is None:
                 return Choice(name, BACKENDS[name], refused)
@@ -71,9 +73,3 @@ def choose(request: AttentionRequest, backend: str = "auto") -> Choice:
     if reason is not None:
         raise ConfigError(f"--attention-backend {backend} cannot be used: {reason}; use --attention-backend auto")
     return Choice(backend, BACKENDS[backend])
-
-
-def _preference(request: AttentionRequest) -> list[str]:
-    """Backends, best first. In bf16 on a CPU torch's kernel takes twice the time of blocks of matrix products."""
-    first = ["chunked"] if request.device.type == "cpu" and request.dtype == torch.bfloat16 else []
-    return [*first, *(name for name in BACKENDS if name not in first)]

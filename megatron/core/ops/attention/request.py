@@ -1,4 +1,4 @@
-"""What an attention call asks for: as facts a backend decides by, and as the options it computes with."""
+"""An attention call: the facts by which a backend accepts it, and the options with which it is computed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 class AttentionOptions:
     """Everything about a call but its three tensors.
 
-    ``causal``: a query sees keys up to its own position; the last query stands at the last key, so a cache may precede.
+    ``causal``: a query sees keys up to its own position; the last query is at the last key, so cached keys may precede.
     ``scale``: of the scores; usually 1 / sqrt(d).  ``dropout``: on the probabilities, drawn from ``generator``.
     ``document_ids`` [b, s] int: document of each position; a query sees keys of its own document only. A document is
     one run of positions; queries and keys are the same positions.
     ``attention_mask`` [b, sk] bool: True for real keys; a query that sees no key gets zeros.
-    ``bias`` [n, sq, sk]: added to the scores of every sample, in the type of the queries; it may want a gradient.
+    ``bias`` [n, sq, sk]: added to the scores of every sample, in the type of the queries; it may need a gradient.
     ``softmax_in_fp32``: for backends that would otherwise compute it in the type of the queries.
     """
 
@@ -33,9 +33,9 @@ class AttentionOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionRequest:
-    """What a backend needs to accept or refuse a call; can be made before any tensor, to report the choice.
+    """What a backend needs to accept or refuse a call. Needs no tensors, so that start-up can report the choice.
 
-    ``partial``: the call is for some of the keys only, so that results of several are merged (``partial.py``).
+    ``partial``: the call is for some of the keys, and its result will be merged with others (``partial.py``).
     """
 
     device: torch.device
@@ -54,7 +54,8 @@ class AttentionRequest:
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, options: AttentionOptions, *, partial: bool = False) -> AttentionRequest:
-        """The facts of a call. Parts are computed without autograd, but their gradients are asked for later."""
+        """The facts of a call. Parts are computed without autograd, but their gradients are computed later."""
+        assert not (partial and options.document_ids is not None), "the caller of a partial call splits documents"
         return cls(
             device=q.device,
             dtype=q.dtype,
@@ -74,7 +75,7 @@ class AttentionRequest:
 
 @dataclass(frozen=True)
 class PartialResult:
-    """Attention over some of the keys, and what merging it with attention over others takes.
+    """Attention over some of the keys, with what is needed to merge it with attention over others.
 
     ``out`` [sq, b, n, d]. ``lse`` [sq, b, n]: logarithm of the sum of the exponentials of a query's scores, in fp32 or
     fp64; minus infinity for a query that saw no key, whose ``out`` is zero.

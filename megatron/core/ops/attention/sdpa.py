@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.ops.attention.documents import each_document
-from megatron.core.ops.attention.masks import allowed_keys
+from megatron.core.ops.attention.masks import allowed_keys, each_document
 from megatron.core.ops.attention.request import AttentionOptions, AttentionRequest, Gradients, PartialResult
 
 
 def supports(request: AttentionRequest) -> str | None:
-    """Everything but a bias, which the fast kernels don't learn, and dropout, which torch would draw from its global
-    generator, so that no layer could be replayed.
+    """Everything but a bias, whose gradient the fast kernels don't compute, and dropout, which torch draws from its
+    global generator, so that no layer could be replayed.
     """
     if request.bias:
         return "its flash kernel has no bias"
@@ -33,13 +30,18 @@ def supports(request: AttentionRequest) -> str | None:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
     """See ``attention``. Without masks no tensor is copied: batch and heads are folded into one dim of heads."""
-    if options.attention_mask is None and (q.shape[0] == k.shape[0] or not options.causal or q.shape[0] == 1):
-        call = functools.partial(_folded, causal=options.causal and q.shape[0] > 1, scale=options.scale)
-        return call(q, k, v) if options.document_ids is None else each_document(call, q, k, v, options.document_ids)
+    causal, scale, grouped = options.causal and q.shape[0] > 1, options.scale, q.shape[2] != k.shape[2]
+
+    def folded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        query, key, value = (_fold(x) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scale, enable_gqa=grouped)
+        return _unfold(out, q).flatten(2)
+
+    if options.attention_mask is None and (q.shape[0] == k.shape[0] or not causal):
+        return folded(q, k, v) if options.document_ids is None else each_document(folded, q, k, v, options.document_ids)
     query, key, value = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [b, n, s, d]
     allowed = allowed_keys(q, k, options)
-    grouped = q.shape[2] != k.shape[2]
-    out = F.scaled_dot_product_attention(query, key, value, allowed, scale=options.scale, enable_gqa=grouped)
+    out = F.scaled_dot_product_attention(query, key, value, allowed, scale=scale, enable_gqa=grouped)
     if options.attention_mask is not None and allowed is not None:
         out = out.masked_fill(~allowed.any(dim=-1, keepdim=True), 0.0)  # a query that sees no key gets zeros
     return out.permute(2, 0, 1, 3).flatten(2)
@@ -79,21 +81,10 @@ def gradients_of_part(
 
 
 def _fold(x: Tensor) -> Tensor:
-    """[s, b, n, d] -> [1, b·n, s, d], a view: samples don't interact, so their heads may be those of one sample."""
+    """[s, b, n, d] -> [1, b·n, s, d], a view: samples don't interact, so their heads count as heads of one sample."""
     return x.flatten(1, 2).transpose(0, 1).unsqueeze(0)
 
 
 def _unfold(x: Tensor, like: Tensor) -> Tensor:
     """[1, b·n, s, d] -> [s, b, n, d] for the b and n of ``like``."""
     return x.squeeze(0).transpose(0, 1).reshape(-1, *like.shape[1:3], x.shape[3])
-
-
-def _folded(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
-    """Samples don't interact and need no mask, so ``b`` samples of ``n`` heads are one sample of ``b·n`` heads.
-
-    That keeps [s, b, n, d] as it lies in memory, on the way in and out.
-    """
-    query, key, value = (_fold(x) for x in (q, k, v))
-    grouped = q.shape[2] != k.shape[2]
-    out = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scale, enable_gqa=grouped)
-    return out.squeeze(0).transpose(0, 1).reshape(q.shape[0], q.shape[1], -1)  # [s, b, n·d]
