@@ -1,13 +1,15 @@
-"""Parameters and gradients as views into flat tensors, cut into buckets that data parallelism reduces and shards.
+"""Parameters and gradients as views into flat tensors, divided into buckets that data parallelism reduces and shards.
 
-A buffer is buckets end to end; a bucket is whole parameters end to end, in the order in which backward completes them;
-shard *r* is the *r*-th equal part of every bucket. The layout is the same whether or not optimizer state is sharded.
+A buffer is a sequence of buckets; a bucket is a sequence of whole parameters, in the order in which backward completes
+them; shard *r* is the *r*-th equal part of every bucket. The layout doesn't depend on whether the optimizer is sharded.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,11 +40,11 @@ class Span:
         return self.stop - self.start
 
     def of(self, flat: Tensor) -> Tensor:
-        """The view of ``flat`` that this span names."""
+        """The view of ``flat``."""
         return flat[self.start : self.stop]
 
     def overlap(self, other: Span) -> Span | None:
-        """What both spans hold; None when they don't meet."""
+        """What both spans hold; None when that is nothing."""
         start, stop = max(self.start, other.start), min(self.stop, other.stop)
         return Span(start, stop) if start < stop else None
 
@@ -58,6 +60,7 @@ class ParamEntry:
     ``name``: its global name; tied copies share one. ``order``: its number in registration order.
     ``counted``: the spans of the buffer that this rank counts for the parameter in sums over all model-parallel ranks:
     without vocabulary padding, replicas and tied copies once.
+    ``holders``: world ranks of this rank's pipeline that hold a copy, by stage; several for a tied parameter.
     ``main_grad``: the view of the gradient buffer, shaped like the parameter.
     """
 
@@ -67,6 +70,7 @@ class ParamEntry:
     sharding: Sharding
     span: Span
     counted: tuple[Span, ...]
+    holders: tuple[int, ...]
     main_grad: Tensor
 
     @property
@@ -77,7 +81,7 @@ class ParamEntry:
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Parameters that are reduced together, and the padding that makes them divide into shards."""
+    """Parameters that are reduced together, with padding that makes the bucket divisible into shards."""
 
     span: Span
     entries: tuple[ParamEntry, ...]
@@ -87,7 +91,8 @@ class Bucket:
 class FlatBuffer:
     """All trained parameters of one class end to end: same dtype, same axes to reduce over, same policy.
 
-    ``params``, ``grads``: 1-D, equally long. ``num_shards``: ranks on the ``reduce`` axes.
+    ``params``, ``grads``: 1-D, equally long. ``num_shards``: ranks on the ``reduce`` axes; ``own_shard``: this rank's
+    number among them.
     """
 
     params: Tensor
@@ -95,6 +100,7 @@ class FlatBuffer:
     reduce: tuple[Axis, ...]
     policy: ParameterPolicy
     num_shards: int
+    own_shard: int
     buckets: list[Bucket] = field(default_factory=list)
     _scratch: Tensor | None = None
 
@@ -103,10 +109,10 @@ class FlatBuffer:
         """Every parameter, in buffer order."""
         return (entry for bucket in self.buckets for entry in bucket.entries)
 
-    def shard(self, bucket: Bucket, index: int) -> Span:
-        """Part ``index`` of ``num_shards`` of a bucket."""
+    def shard(self, bucket: Bucket, index: int | None = None) -> Span:
+        """Part ``index`` of ``num_shards`` of a bucket; this rank's by default."""
         size = bucket.span.size // self.num_shards
-        return Span(0, size).moved(bucket.span.start + index * size)
+        return Span(0, size).moved(bucket.span.start + (self.own_shard if index is None else index) * size)
 
     def accumulate(self, entry: ParamEntry, grad: Tensor) -> None:
         """Add a gradient of the parameter, of any dtype, into the gradient buffer."""
@@ -114,7 +120,7 @@ class FlatBuffer:
         if grad.dtype == target.dtype or grad.device.type != "cpu":
             target.add_(grad)
             return
-        # On CPU torch adds a tensor of another dtype one by one: 65 ms for 35 million elements, 6 ms through a scratch.
+        # On CPU torch adds a tensor of another dtype slowly: 65 ms for 35 million elements, 6 ms through a scratch.
         if self._scratch is None:
             self._scratch = torch.empty(_SCRATCH_ELEMENTS, dtype=target.dtype)
         flat_target, flat_grad = target.view(-1), grad.reshape(-1)
@@ -124,21 +130,17 @@ class FlatBuffer:
             flat_target[start : start + _SCRATCH_ELEMENTS].add_(converted)
 
 
-@dataclass(frozen=True)
-class _Class:
-    """What parameters of one buffer have in common."""
-
-    dtype: torch.dtype
-    reduce: tuple[Axis, ...]
-    policy: ParameterPolicy
-
-
-@dataclass(frozen=True)
-class _Member:
-    name: str
-    order: int
-    parameter: nn.Parameter
-    sharding: Sharding
+def owned_parts(buffers: Iterable[FlatBuffer], *, sharded: bool) -> Iterator[tuple[FlatBuffer, ParamEntry, Span]]:
+    """Every parameter with the span of its buffer that this rank owns: all of it, or, ``sharded``, what lies in its
+    shard of the bucket. Parameters of which it owns nothing are left out.
+    """
+    for buffer in buffers:
+        for bucket in buffer.buckets:
+            owned = buffer.shard(bucket) if sharded else bucket.span
+            for entry in bucket.entries:
+                part = entry.span.overlap(owned)
+                if part is not None:
+                    yield buffer, entry, part
 
 
 def build_buffers(
@@ -154,23 +156,78 @@ def build_buffers(
     Where dtypes agree, ``parameter.grad`` is that view too and autograd accumulates into it. Frozen parameters stay
     where they are and no longer require a gradient. ``bucket_size``: elements of a bucket; None means Megatron's
     max(40 million, 1 million times the ranks that reduce together). ``policies``: None trains everything.
-    With pipeline stages all ranks must call this together: they tell each other which tied parameters they hold.
+    With pipeline stages all ranks must call this together: they exchange which tied parameters they hold.
     """
     named_parameters = list(named_parameters)
     policies = parameter_policies(named_parameters) if policies is None else policies
-    members: dict[_Class, list[_Member]] = {}
+    groups: dict[tuple[torch.dtype, tuple[Axis, ...], ParameterPolicy], list[_Member]] = {}
     for order, (name, parameter) in enumerate(named_parameters):
         sharding = sharding_of(parameter)
-        member = _Member(sharding.tied or name, order, parameter, sharding)
-        policy = policies[member.name]
+        name = sharding.tied or name
+        policy = policies[name]
         parameter.requires_grad_(policy.is_trained)
         if policy.is_trained:
-            members.setdefault(_Class(parameter.dtype, sharding.reduce, policy), []).append(member)
-    tied = tied_stages((member.sharding for group in members.values() for member in group), context.mesh)
-    return [
-        _build_buffer(key, list(reversed(group)), context, grad_dtype, bucket_size, tied)
-        for key, group in members.items()
-    ]
+            member = _Member(name, order, parameter, sharding, policy)
+            groups.setdefault((parameter.dtype, sharding.reduce, policy), []).append(member)
+    holders = tied_holders((member.sharding for group in groups.values() for member in group), context.mesh)
+    return [_build_buffer(group[::-1], context, grad_dtype, bucket_size, holders) for group in groups.values()]
+
+
+class _Member(NamedTuple):
+    """A trained parameter before it is placed."""
+
+    name: str
+    order: int
+    parameter: nn.Parameter
+    sharding: Sharding
+    policy: ParameterPolicy
+
+
+def _build_buffer(
+    members: Sequence[_Member],
+    context: ParallelContext,
+    grad_dtype: torch.dtype,
+    bucket_size: int | None,
+    holders: Mapping[str, tuple[int, ...]],
+) -> FlatBuffer:
+    dtype, reduce = members[0].parameter.dtype, members[0].sharding.reduce
+    num_shards = context.mesh.size(*reduce)
+    layout = lay_out(
+        [(member.parameter.numel(), member.sharding.tied is not None) for member in members],
+        bucket_size=bucket_size or max(40_000_000, 1_000_000 * num_shards),
+        multiple=num_shards * ALIGNMENT,
+    )
+    size = layout[-1].span.stop
+    buffer = FlatBuffer(
+        params=torch.zeros(size, dtype=dtype, device=context.device),
+        grads=torch.zeros(size, dtype=torch.promote_types(grad_dtype, dtype), device=context.device),
+        reduce=reduce,
+        policy=members[0].policy,
+        num_shards=num_shards,
+        own_shard=context.mesh.rank(*reduce),
+    )
+    remaining = iter(members)
+    for bucket_span, spans in layout:
+        entries = tuple(_adopt(next(remaining), span, buffer, context.mesh, holders) for span in spans)
+        buffer.buckets.append(Bucket(bucket_span, entries))
+    return buffer
+
+
+def _adopt(
+    member: _Member, span: Span, buffer: FlatBuffer, mesh: Mesh, holders: Mapping[str, tuple[int, ...]]
+) -> ParamEntry:
+    """Move a parameter's values into the buffer and its storage with them."""
+    parameter, sharding = member.parameter, member.sharding
+    view = span.of(buffer.params).view(parameter.shape)
+    view.copy_(parameter.detach())
+    parameter.data = view
+    main_grad = span.of(buffer.grads).view(parameter.shape)
+    parameter.main_grad = main_grad  # type: ignore[attr-defined]
+    counted = tuple(part.moved(span.start) for part in _counted_spans(sharding, mesh, holders))
+    held_by = holders[sharding.tied] if sharding.tied is not None else (mesh.world_rank,)
+    entry = ParamEntry(member.name, member.order, parameter, sharding, span, counted, held_by, main_grad)
+    parameter.grad = entry.resting_grad
+    return entry
 
 
 def frozen_parts(
@@ -182,59 +239,24 @@ def frozen_parts(
     """
     named = [(parameter, sharding_of(parameter), name) for name, parameter in named_parameters]
     frozen = [(p, sharding) for p, sharding, name in named if not policies[sharding.tied or name].is_trained]
-    mesh, tied = context.mesh, tied_stages((sharding for _, sharding in frozen), context.mesh)
+    mesh, holders = context.mesh, tied_holders((sharding for _, sharding in frozen), context.mesh)
     return [
         span.of(parameter.detach().view(-1))
         for parameter, sharding in frozen
         if mesh.rank(*sharding.reduce) == 0
-        for span in _counted_spans(sharding, mesh, tied)
+        for span in _counted_spans(sharding, mesh, holders)
     ]
 
 
-def tied_stages(shardings: Iterable[Sharding], mesh: Mesh) -> dict[str, tuple[int, ...]]:
-    """For each tied name on this rank's pipeline: the stages that hold a copy, ascending."""
+def tied_holders(shardings: Iterable[Sharding], mesh: Mesh) -> dict[str, tuple[int, ...]]:
+    """For each tied name on this rank's pipeline: the world ranks that hold a copy, by stage. All ranks call this."""
     names = {sharding.tied for sharding in shardings if sharding.tied is not None}
-    if mesh.size("pp") == 1:
-        return dict.fromkeys(sorted(names), (0,))
-    everywhere = gather_objects(names, mesh)
-    by_stage = [everywhere[rank] for rank in mesh.members("pp")]
-    return {
-        name: tuple(stage for stage, held in enumerate(by_stage) if name in held)
-        for name in sorted(set().union(*by_stage))
-    }
+    everywhere = gather_objects(names, mesh) if mesh.size("pp") > 1 else {mesh.world_rank: names}
+    here = {rank: everywhere[rank] for rank in mesh.members("pp")}
+    return {name: tuple(rank for rank in here if name in here[rank]) for name in sorted(set().union(*here.values()))}
 
 
-def _build_buffer(
-    key: _Class,
-    members: Sequence[_Member],
-    context: ParallelContext,
-    grad_dtype: torch.dtype,
-    bucket_size: int | None,
-    tied: dict[str, tuple[int, ...]],
-) -> FlatBuffer:
-    num_shards = context.mesh.size(*key.reduce)
-    layout = lay_out(
-        [(member.parameter.numel(), member.sharding.tied is not None) for member in members],
-        bucket_size=bucket_size or max(40_000_000, 1_000_000 * num_shards),
-        multiple=num_shards * ALIGNMENT,
-    )
-    size = layout[-1].span.stop
-    buffer = FlatBuffer(
-        params=torch.zeros(size, dtype=key.dtype, device=context.device),
-        grads=torch.zeros(size, dtype=torch.promote_types(grad_dtype, key.dtype), device=context.device),
-        reduce=key.reduce,
-        policy=key.policy,
-        num_shards=num_shards,
-    )
-    remaining = iter(members)
-    for planned in layout:
-        entries = tuple(_adopt(next(remaining), span, buffer, context.mesh, tied) for span in planned.members)
-        buffer.buckets.append(Bucket(planned.span, entries))
-    return buffer
-
-
-@dataclass(frozen=True)
-class PlannedBucket:
+class PlannedBucket(NamedTuple):
     """Where a bucket and its members will lie."""
 
     span: Span
@@ -272,28 +294,14 @@ def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _adopt(member: _Member, span: Span, buffer: FlatBuffer, mesh: Mesh, tied: dict[str, tuple[int, ...]]) -> ParamEntry:
-    """Move a parameter's values into the buffer and its storage with them."""
-    parameter = member.parameter
-    view = span.of(buffer.params).view(parameter.shape)
-    view.copy_(parameter.detach())
-    parameter.data = view
-    main_grad = span.of(buffer.grads).view(parameter.shape)
-    parameter.main_grad = main_grad  # type: ignore[attr-defined]
-    counted = tuple(part.moved(span.start) for part in _counted_spans(member.sharding, mesh, tied))
-    entry = ParamEntry(member.name, member.order, parameter, member.sharding, span, counted, main_grad)
-    parameter.grad = entry.resting_grad
-    return entry
-
-
-def _counted_spans(sharding: Sharding, mesh: Mesh, tied: Mapping[str, tuple[int, ...]]) -> list[Span]:
+def _counted_spans(sharding: Sharding, mesh: Mesh, holders: Mapping[str, tuple[int, ...]]) -> list[Span]:
     """The flat parts of a local tensor that this rank counts: without vocabulary padding and what others count."""
-    if sharding.tied is not None and tied[sharding.tied][0] != mesh.rank("pp"):
+    if sharding.tied is not None and holders[sharding.tied][0] != mesh.world_rank:
         return []
     local = sharding.local_shape(mesh)
-    elements = torch.Size(local).numel()
+    elements = math.prod(local)
     pieces = sharding.counted_pieces(mesh)
-    if sum(torch.Size(piece.sizes).numel() for piece in pieces) == elements:
+    if sum(math.prod(piece.sizes) for piece in pieces) == elements:
         return [Span(0, elements)]
     row = elements // local[0]
     assert all(piece.sizes[1:] == local[1:] for piece in pieces), f"{sharding} is not counted by whole rows"

@@ -13,13 +13,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.buffers import Bucket, FlatBuffer, ParamEntry, Span
+from megatron.core.distributed.buffers import Bucket, FlatBuffer, ParamEntry, Span, owned_parts
 from megatron.core.parallel.collectives import (
     Handle,
     all_reduce,
     all_reduce_among,
     all_reduce_async,
-    gather_objects,
     reduce_scatter_into_async,
     sum_between_stages,
 )
@@ -36,33 +35,21 @@ _TIED_CHUNK = 1 << 20
 class _Reduction:
     """The data-parallel reduction of one bucket.
 
-    ``expected``: gradients that a backward pass brings, learned from the first one (a parameter whose gradient is
-    added by hand, or that is unused, brings none). ``arrived``: those that this one has brought.
+    ``expected``: number of gradients that backward passes accumulate, learned from the first step (a parameter whose
+    gradient is added by hand, or that is unused, has none). ``arrived``: those of this step so far.
     """
 
     buffer: FlatBuffer
     bucket: Bucket
     expected: int | None = None
     arrived: int = 0
-    handle: Handle | None = None
-
-    @property
-    def is_complete(self) -> bool:
-        return self.expected is not None and self.arrived >= self.expected
-
-
-@dataclass(frozen=True, eq=False)
-class _Tied:
-    """Gradients of a parameter with copies on several pipeline stages, and the ranks that hold those."""
-
-    grads: Tensor
-    holders: tuple[int, ...]
+    handle: Handle[Tensor] | None = None
 
 
 class GradSync:
     """Collects gradients in their buffers during backward passes and makes them whole at the end of a step.
 
-    Several model chunks of a rank share it. With pipeline stages all ranks must construct it together.
+    Several model chunks of a rank share it.
 
     ``sharded``: this rank's gradients become whole only in its own shard of every bucket (ZeRO 1).
     ``overlap``: each bucket's reduction starts as soon as it has its last gradients, see ``last_backward``.
@@ -85,7 +72,7 @@ class GradSync:
         # Backward completes parameters from the last registered to the first; every rank launches in this same order.
         reductions.sort(key=lambda reduction: -min(entry.order for entry in reduction.bucket.entries))
         self._reductions = [each for each in reductions if each.buffer.num_shards > 1]
-        self._tied = self._find_tied()
+        self._owned = list(owned_parts(buffers, sharded=sharded))
 
     def zero(self) -> None:
         """Forget all gradients, before the first backward pass of a step."""
@@ -94,10 +81,10 @@ class GradSync:
 
     @contextmanager
     def last_backward(self) -> Iterator[None]:
-        """Inside this block gradients arrive that are the last of the step for their parameters.
+        """Gradients that arrive inside this block are the last of the step for their parameters.
 
-        One block a step, or with pipeline schedules one for each chunk, and two where weights get theirs later than the
-        rest. Others that arrive between two blocks are added and not counted.
+        One block a step, or with pipeline schedules one for each chunk, and two where weight gradients come later than
+        the rest. Gradients that arrive between two blocks are added and not counted.
         """
         self._counting = self._counted = self._overlap
         yield
@@ -108,7 +95,17 @@ class GradSync:
 
         Afterwards this rank's shards (all of the buffers, when not sharded) hold sums over the global batch.
         """
-        self._finish_data_parallel()
+        while self._launched < len(self._reductions):
+            self._launch_next()
+        for reduction in self._reductions:
+            assert reduction.handle is not None
+            reduction.handle.wait()
+            reduction.handle = None
+            if self._counted:
+                reduction.expected = max(reduction.arrived, reduction.expected or 0)
+            reduction.arrived = 0
+        self._launched = 0
+        self._counted = False
         self._sum_partial()
         self._sum_shared()
         self._sum_tied()
@@ -129,7 +126,10 @@ class GradSync:
         if not self._counting:
             return
         reduction.arrived += 1
-        while self._launched < len(self._reductions) and self._reductions[self._launched].is_complete:
+        while self._launched < len(self._reductions):
+            following = self._reductions[self._launched]
+            if following.expected is None or following.arrived < following.expected:
+                break
             self._launch_next()
 
     def _launch_next(self) -> None:
@@ -138,42 +138,22 @@ class GradSync:
         buffer, span = reduction.buffer, reduction.bucket.span
         grads = span.of(buffer.grads)
         if self._sharded:
-            own = buffer.shard(reduction.bucket, self._mesh.rank(*buffer.reduce))
-            reduction.handle = reduce_scatter_into_async(own.of(buffer.grads), grads, self._mesh, *buffer.reduce)
+            own = buffer.shard(reduction.bucket).of(buffer.grads)
+            reduction.handle = reduce_scatter_into_async(own, grads, self._mesh, *buffer.reduce)
         else:
             reduction.handle = all_reduce_async(grads, self._mesh, *buffer.reduce)
-
-    def _finish_data_parallel(self) -> None:
-        while self._launched < len(self._reductions):
-            self._launch_next()
-        for reduction in self._reductions:
-            assert reduction.handle is not None
-            reduction.handle.wait()
-            reduction.handle = None
-            if self._counted:
-                reduction.expected = max(reduction.arrived, reduction.expected or 0)
-            reduction.arrived = 0
-        self._launched = 0
-        self._counted = False
-
-    def _owned(self, buffer: FlatBuffer, bucket: Bucket) -> Span:
-        return buffer.shard(bucket, self._mesh.rank(*buffer.reduce)) if self._sharded else bucket.span
 
     def _sum_partial(self) -> None:
         """Sum gradients over ``partial_grad`` axes: large ones in place, all small ones as one message per group."""
         small: dict[tuple[Axis, ...], list[Tensor]] = {}
-        for buffer in self._buffers:
-            for bucket in buffer.buckets:
-                owned = self._owned(buffer, bucket)
-                for entry in bucket.entries:
-                    axes = entry.sharding.partial_grad
-                    part = entry.span.overlap(owned)
-                    if part is None or self._mesh.size(*axes) == 1:
-                        continue
-                    if part.size < _COALESCE_BELOW:
-                        small.setdefault(axes, []).append(part.of(buffer.grads))
-                    else:
-                        all_reduce(part.of(buffer.grads), self._mesh, *axes)
+        for buffer, entry, part in self._owned:
+            axes, grads = entry.sharding.partial_grad, part.of(buffer.grads)
+            if self._mesh.size(*axes) == 1:
+                continue
+            if part.size < _COALESCE_BELOW:
+                small.setdefault(axes, []).append(grads)
+            else:
+                all_reduce(grads, self._mesh, *axes)
         for axes, parts in small.items():
             sums = all_reduce(torch.cat(parts), self._mesh, *axes)
             for part_grads, part_sums in zip(parts, torch.split(sums, [part.numel() for part in parts])):
@@ -181,39 +161,16 @@ class GradSync:
 
     def _sum_shared(self) -> None:
         """Sum gradients of rows that neighbouring ranks share because there are fewer groups of them than ranks."""
-        for buffer in self._buffers:
-            for bucket in buffer.buckets:
-                owned = self._owned(buffer, bucket)
-                for entry in bucket.entries:
-                    shared = entry.sharding.shared_range(self._mesh)
-                    part = shared and Span(*shared).moved(entry.span.start).overlap(owned)
-                    if part:
-                        team = Team.of(self._mesh, entry.sharding.split[0]).neighbours(
-                            entry.sharding.sharers(self._mesh)
-                        )
-                        all_reduce_among(part.of(buffer.grads), self._mesh, team.members)
+        for buffer, entry, part in self._owned:
+            shared = entry.sharding.shared_range(self._mesh)
+            mine = shared and Span(*shared).moved(entry.span.start).overlap(part)
+            if mine:
+                everyone, sharers = Team.of(self._mesh, entry.sharding.split[0]), entry.sharding.sharers(self._mesh)
+                all_reduce_among(mine.of(buffer.grads), self._mesh, everyone.neighbours(sharers).members)
 
     def _sum_tied(self) -> None:
-        """Sum gradients of tied copies over the stages that hold one, a part at a time."""
-        for tied in self._tied:
-            for part in torch.split(tied.grads, _TIED_CHUNK):
-                sum_between_stages(part, self._mesh, tied.holders)
-
-    def _find_tied(self) -> list[_Tied]:
-        """Parameters of this rank with copies on others of its pipeline; all ranks call this together."""
-        if self._mesh.size("pp") == 1:
-            return []
-        held = {
-            entry.sharding.tied: self._owned(buffer, bucket).of(buffer.grads)
-            for buffer in self._buffers
-            for bucket in buffer.buckets
-            for entry in bucket.entries
-            if entry.sharding.tied is not None
-        }
-        everywhere = gather_objects(set(held), self._mesh)
-        found = []
-        for name in sorted(held):
-            holders = tuple(rank for rank in self._mesh.members("pp") if name in everywhere[rank])
-            if len(holders) > 1:
-                found.append(_Tied(held[name], holders))
-        return found
+        """Sum gradients of tied copies over the stages that hold one, in order of names, a part at a time."""
+        tied = [(entry, part.of(buffer.grads)) for buffer, entry, part in self._owned if len(entry.holders) > 1]
+        for entry, grads in sorted(tied, key=lambda each: each[0].name):
+            for part in torch.split(grads, _TIED_CHUNK):
+                sum_between_stages(part, self._mesh, entry.holders)

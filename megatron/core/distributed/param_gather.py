@@ -1,11 +1,11 @@
-"""After a sharded update: every rank's shards to every rank, at once or while the next forward pass runs."""
+"""After a sharded update, gather the parameters from all ranks' shards: at once, or during the next forward pass."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core.distributed.buffers import Bucket, FlatBuffer
 from megatron.core.parallel.collectives import Handle, all_gather_into_async
@@ -16,15 +16,15 @@ class ParamGather:
     """All-gathers the parameters of every bucket, in the order in which a forward pass needs them.
 
     ``start`` after the update, ``finish`` before anyone reads a parameter. ``overlap_forward`` lets the modules of a
-    model wait for just their own parameters instead; whoever reads parameters outside of a forward pass (a checkpoint,
-    a norm) still calls ``finish``.
+    model wait for their own parameters only; code that reads parameters outside of a forward pass (a checkpoint, a
+    norm) still calls ``finish``.
     """
 
     def __init__(self, buffers: Sequence[FlatBuffer], context: ParallelContext) -> None:
         self._mesh = context.mesh
         entries = [(buffer, bucket) for buffer in buffers if buffer.num_shards > 1 for bucket in buffer.buckets]
         self._order = sorted(entries, key=lambda entry: min(entry.order for entry in entry[1].entries))
-        self._pending: dict[Bucket, Handle] = {}
+        self._pending: dict[Bucket, Handle[Tensor]] = {}
         self._hooked: dict[nn.Module, tuple[Bucket, ...]] = {}
         self._called: set[nn.Module] = set()
         self._needed_first: set[Bucket] | None = None
@@ -37,8 +37,7 @@ class ParamGather:
             self._order.sort(key=lambda entry: entry[1] not in first)
             self._needed_first = first
         for buffer, bucket in self._order:
-            own = buffer.shard(bucket, self._mesh.rank(*buffer.reduce)).of(buffer.params)
-            whole = bucket.span.of(buffer.params)
+            own, whole = buffer.shard(bucket).of(buffer.params), bucket.span.of(buffer.params)
             self._pending[bucket] = all_gather_into_async(whole, own, self._mesh, *buffer.reduce)
         if not self._hooked:
             self.finish()

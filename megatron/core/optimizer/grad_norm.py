@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.buffers import FlatBuffer, Span
+from megatron.core.distributed.buffers import FlatBuffer, Span, owned_parts
 from megatron.core.parallel.collectives import all_reduce, gather_objects
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
@@ -41,15 +41,23 @@ class ModelStatistics:
         self, buffers: Sequence[FlatBuffer], context: ParallelContext, *, frozen: Sequence[Tensor] = ()
     ) -> None:
         self._context, self._frozen = context, frozen
-        shards = [(buffer, context.mesh.rank(*buffer.reduce)) for buffer in buffers]
-        self._counted = [(buffer, _counted_spans(buffer, shard)) for buffer, shard in shards]
-        self._replicas = [(buffer, _replica_spans(buffer, shard)) for buffer, shard in shards]
+        self._counted: list[tuple[FlatBuffer, list[Span]]] = [(buffer, []) for buffer in buffers]
+        self._replicas: list[tuple[FlatBuffer, list[Span]]] = [(buffer, []) for buffer in buffers]
+        for (buffer, counted), (_, replicas) in zip(self._counted, self._replicas):
+            for _, entry, part in owned_parts([buffer], sharded=True):
+                here = [span for each in entry.counted if (span := each.overlap(part)) is not None]
+                for span in here:
+                    if counted and counted[-1].stop == span.start:  # one span for neighbours
+                        span = Span(counted.pop().start, span.stop)
+                    counted.append(span)
+                if not entry.counted:
+                    replicas.append(part)
 
     def gradients(self, *, count_zeros: bool = False) -> GradientStatistics:
         """Statistics of the gradient buffers. The norm is infinite or NaN exactly when some rank's gradient is."""
         parts = [[span.of(buffer.grads) for span in spans] for buffer, spans in self._counted]
         replicas = [[span.of(buffer.grads) for span in spans] for buffer, spans in self._replicas]
-        # Replicas add nothing, unless one isn't finite: 0 · inf is NaN, and every rank will know.
+        # Replicas add nothing unless one isn't finite: 0 · inf is NaN, on every rank after the sum.
         sums = [self._sum_of_squares(parts) + 0.0 * self._sum_of_squares(replicas)]
         if count_zeros:
             sums.append(self._sum(part.numel() - torch.count_nonzero(part) for each in parts for part in each))
@@ -84,44 +92,12 @@ def _norms(parts: list[Tensor]) -> Tensor:
     return torch.stack([torch.linalg.vector_norm(chunk.float()) for chunk in chunks])
 
 
-def _counted_spans(buffer: FlatBuffer, shard: int) -> list[Span]:
-    """What a shard counts, neighbours joined where nothing lies between them."""
-    spans: list[Span] = []
-    for bucket in buffer.buckets:
-        owned = buffer.shard(bucket, shard)
-        for entry in bucket.entries:
-            for counted in entry.counted:
-                span = counted.overlap(owned)
-                if span is None:
-                    continue
-                if spans and spans[-1].stop == span.start:
-                    spans[-1] = Span(spans[-1].start, span.stop)
-                else:
-                    spans.append(span)
-    return spans
-
-
-def _replica_spans(buffer: FlatBuffer, shard: int) -> list[Span]:
-    """Parameters in a shard that another model-parallel rank counts."""
-    pairs = [
-        (entry.span, buffer.shard(bucket, shard))
-        for bucket in buffer.buckets
-        for entry in bucket.entries
-        if not entry.counted
-    ]
-    return [part for span, owned in pairs if (part := span.overlap(owned)) is not None]
-
-
 def nonfinite_gradients(buffers: Sequence[FlatBuffer], mesh: Mesh, *, limit: int = 5) -> list[str]:
-    """Names of parameters whose gradient is infinite or NaN on some rank, those first that backward reaches first.
+    """Names of parameters whose gradient is infinite or NaN on some rank, in the order of the backward pass.
 
     For an error message, after ``GradSync.finish``; all ranks call it together.
     """
-    here = [entry.name for buffer in buffers for entry in buffer.entries if not _is_finite(entry.main_grad)]
+    extremes = {entry.name: torch.aminmax(entry.main_grad) for buffer in buffers for entry in buffer.entries}
+    here = [name for name, each in extremes.items() if not all(math.isfinite(end.item()) for end in each)]
     last_stages_first = reversed(gather_objects(here, mesh))
     return list(dict.fromkeys(name for names in last_stages_first for name in names))[:limit]
-
-
-def _is_finite(x: Tensor) -> bool:
-    smallest, largest = torch.aminmax(x)
-    return math.isfinite(smallest.item()) and math.isfinite(largest.item())

@@ -1,61 +1,38 @@
-"""The factor that keeps fp16 gradients inside fp16's range: constant, or found by trial and kept in the checkpoint."""
+"""The factor that keeps fp16 gradients inside fp16's range: constant, or adjusted during training."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Protocol
 
 from megatron.config.precision import PrecisionConfig
 
 
-class LossScaler(Protocol):
-    """What the optimizer asks of a loss scale."""
-
-    @property
-    def scale(self) -> float:
-        """What losses are multiplied by before the backward pass."""
-        ...
-
-    def update(self, *, overflow: bool) -> None:
-        """Take note of how a step ended."""
-        ...
-
-    def state_dict(self) -> dict[str, float]:
-        """Numbers to store in a checkpoint."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue from stored numbers."""
-        ...
-
-
-@dataclass(frozen=True)
-class ConstantLossScaler:
-    """The same scale for ever: 1 for fp32 and bf16, ``--loss-scale`` for fp16."""
+@dataclass
+class LossScaler:
+    """A constant scale, by which losses are multiplied before the backward pass: 1 for fp32 and bf16."""
 
     scale: float = 1.0
 
     def update(self, *, overflow: bool) -> None:
-        """Nothing changes."""
+        """Take note of how a step ended: whether a gradient was infinite or NaN."""
 
     def state_dict(self) -> dict[str, float]:
-        """Nothing to store: the flag says it."""
+        """Numbers to store in a checkpoint: none, the scale is a flag."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Nothing to take over: the flag counts, also where the checkpoint had a dynamic scale."""
+        """Continue from stored numbers. A constant scale ignores them, as its flag overrides the checkpoint."""
 
 
-@dataclass
-class DynamicLossScaler:
+@dataclass(kw_only=True)
+class DynamicLossScaler(LossScaler):
     """Doubles after ``window`` good steps in a row, halves when overflows go on.
 
     ``hysteresis_tracker`` is refilled only when the scale grows: the first ``hysteresis - 1`` overflows since then are
     forgiven, every further one halves the scale. Field names are those of Megatron's checkpoints.
     """
 
-    scale: float
     min_scale: float
     window: float
     hysteresis: int
@@ -66,7 +43,7 @@ class DynamicLossScaler:
         self.hysteresis_tracker = self.hysteresis
 
     def update(self, *, overflow: bool) -> None:
-        """Take note of how a step ended."""
+        """See ``LossScaler``."""
         if overflow:
             self.growth_tracker = 0
             self.hysteresis_tracker -= 1
@@ -95,9 +72,9 @@ class DynamicLossScaler:
 def build_loss_scaler(precision: PrecisionConfig) -> LossScaler:
     """The loss scale that the flags ask for: only fp16 has one."""
     if not precision.fp16:
-        return ConstantLossScaler()
+        return LossScaler()
     if precision.loss_scale is not None:
-        return ConstantLossScaler(precision.loss_scale)
+        return LossScaler(precision.loss_scale)
     return DynamicLossScaler(
         scale=precision.initial_loss_scale,
         min_scale=precision.min_loss_scale,

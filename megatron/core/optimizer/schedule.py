@@ -154,7 +154,7 @@ def _falling(style: str, progress: float) -> float:
     return 1.0 - math.sqrt(progress)
 
 
-# Field -> the flags that set it, and the names it had in older checkpoints.
+# Field -> the flags that set it.
 _FLAGS = {
     "max_lr": "--lr",
     "min_lr": "--min-lr",
@@ -171,20 +171,6 @@ _FLAGS = {
     "wd_incr_style": "--weight-decay-incr-style",
     "wd_incr_steps": "the length of training",
 }
-_OLD_NAMES = {
-    "start_lr": "max_lr",
-    "warmup_iter": "lr_warmup_steps",
-    "warmup_steps": "lr_warmup_steps",
-    "end_iter": "lr_decay_steps",
-    "decay_steps": "lr_decay_steps",
-    "decay_style": "lr_decay_style",
-    "num_iters": "num_steps",
-}
-
-
-def saved_samples(saved: Mapping[str, Any]) -> int:
-    """Samples of all successful steps, as a checkpoint's ``state_dict`` counts them."""
-    return int(_renamed(saved)["num_steps"])
 
 
 def resumed_schedule(
@@ -198,7 +184,7 @@ def resumed_schedule(
     """
     if override:
         return schedule
-    stored = {"decoupled_lr": None} | {name: value for name, value in _renamed(saved).items() if name in _FLAGS}
+    stored = {"decoupled_lr": None} | {name: value for name, value in saved.items() if name in _FLAGS}
     if use_checkpoint:
         return dataclasses.replace(schedule, **stored)
     unread = schedule.unread_fields()
@@ -215,7 +201,3 @@ def resumed_schedule(
             "--override-opt_param-scheduler"
         )
     return schedule
-
-
-def _renamed(saved: Mapping[str, Any]) -> dict[str, Any]:
-    return {_OLD_NAMES.get(name, name): value for name, value in saved.items()}

@@ -1,9 +1,8 @@
-"""How a flat range of weights moves: AdamW and SGD, by torch's fused kernels, one pass over memory each."""
+"""Updates of a flat range of weights: AdamW and SGD, by torch's fused kernels, one pass over memory each."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,25 +14,12 @@ from megatron.config.optimizer import OptimizerConfig
 
 @dataclass(frozen=True)
 class Step:
-    """What one step is taken with; ``number`` counts from 1. ``grad_scale``, an fp32 scalar, divides the gradients."""
+    """Parameters of one step; ``number`` counts from 1. ``grad_scale``, an fp32 scalar, divides the gradients."""
 
     number: int
     lr: float
     weight_decay: float
     grad_scale: Tensor | None
-
-
-class UpdateRule(Protocol):
-    """Moves weights, given gradients and the tensors it keeps for every weight."""
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """Those tensors, as checkpoints name them; they start as zeros."""
-        ...
-
-    def apply(self, weights: Tensor, grads: Tensor, state: list[Tensor], step: Step) -> None:
-        """Move 1-D ``weights`` in place; all tensors are of one dtype and equally long."""
-        ...
 
 
 class AdamW:
@@ -44,11 +30,11 @@ class AdamW:
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Running means of the gradient and of its square."""
+        """The rule's tensors for every weight, as checkpoints name them; they start as zeros."""
         return ("exp_avg", "exp_avg_sq")
 
     def apply(self, weights: Tensor, grads: Tensor, state: list[Tensor], step: Step) -> None:
-        """Move 1-D ``weights`` in place."""
+        """Move 1-D ``weights`` in place; all tensors are of one dtype and equally long."""
         exp_avg, exp_avg_sq = state
         steps_before = torch.tensor(float(step.number - 1), device=weights.device)  # torch adds this one
         adamw(
@@ -78,11 +64,11 @@ class SGD:
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The decayed sum of gradients; nothing without momentum."""
+        """As of ``AdamW``: the decayed sum of gradients; nothing without momentum."""
         return ("momentum",) if self._momentum else ()
 
     def apply(self, weights: Tensor, grads: Tensor, state: list[Tensor], step: Step) -> None:
-        """Move 1-D ``weights`` in place."""
+        """Move 1-D ``weights`` in place; all tensors are of one dtype and equally long."""
         sgd(
             [weights],
             [grads],
@@ -96,6 +82,9 @@ class SGD:
             nesterov=False,
             maximize=False,
         )
+
+
+UpdateRule = AdamW | SGD
 
 
 def build_update_rule(config: OptimizerConfig) -> UpdateRule:

@@ -85,7 +85,7 @@ def whole_gradients(buffers: Iterable[FlatBuffer], mesh: Mesh, *, sharded: bool)
     for buffer in buffers:
         for bucket in buffer.buckets:
             if sharded:
-                own = buffer.shard(bucket, mesh.rank(*buffer.reduce)).of(buffer.grads).clone()
+                own = buffer.shard(bucket).of(buffer.grads).clone()
                 bucket.span.of(buffer.grads).copy_(all_gather(own, mesh, *buffer.reduce))
             for entry in bucket.entries:
                 found[entry.name] = parts(entry.main_grad, entry.sharding, mesh)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import megatron
 from megatron.config.run import RunConfig
-from megatron.core.distributed.buffers import tied_stages
+from megatron.core.distributed.buffers import tied_holders
 from megatron.core.models.stage import Stage
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.collectives import all_reduce, gather_objects
@@ -65,11 +65,11 @@ def check_parameter_count(
 
     ``state``: this rank's parameters under their names, tied copies under one. A collective.
     """
-    tied = tied_stages((entry.sharding for entry in state), context.mesh)
+    holders = tied_holders((entry.sharding for entry in state), context.mesh)
     mine = {
         entry.name: entry.sharding.counted_elements(context.mesh)
         for entry in state
-        if entry.sharding.tied is None or tied[entry.sharding.tied][0] == context.mesh.rank("pp")
+        if entry.sharding.tied is None or holders[entry.sharding.tied][0] == context.mesh.world_rank
     }
     held = torch.tensor(sum(mine.values()), dtype=torch.int64, device=context.device)
     total = int(all_reduce(held, context.mesh, "pp", "tp").item())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from megatron.config.precision import PrecisionConfig
-from megatron.core.optimizer.loss_scaler import ConstantLossScaler, DynamicLossScaler, build_loss_scaler
+from megatron.core.optimizer.loss_scaler import DynamicLossScaler, LossScaler, build_loss_scaler
 
 
 def scaler(**changes: float) -> DynamicLossScaler:
@@ -65,9 +65,9 @@ def test_every_short_history_resumes_exactly() -> None:
 
 def test_flags_choose_the_scaler() -> None:
     """bf16 needs no scale; fp16 takes --loss-scale, or finds its own from --initial-loss-scale on."""
-    assert build_loss_scaler(PrecisionConfig(bf16=True, loss_scale=8.0)) == ConstantLossScaler(1.0)
-    assert build_loss_scaler(PrecisionConfig()) == ConstantLossScaler(1.0)
-    assert build_loss_scaler(PrecisionConfig(fp16=True, loss_scale=8.0)) == ConstantLossScaler(8.0)
+    assert build_loss_scaler(PrecisionConfig(bf16=True, loss_scale=8.0)) == LossScaler(1.0)
+    assert build_loss_scaler(PrecisionConfig()) == LossScaler(1.0)
+    assert build_loss_scaler(PrecisionConfig(fp16=True, loss_scale=8.0)) == LossScaler(8.0)
     dynamic = build_loss_scaler(PrecisionConfig(fp16=True))
     assert isinstance(dynamic, DynamicLossScaler)
     assert (dynamic.scale, dynamic.min_scale, dynamic.window, dynamic.hysteresis) == (2.0**32, 1.0, 1000.0, 2)
@@ -75,7 +75,7 @@ def test_flags_choose_the_scaler() -> None:
 
 def test_a_constant_scale_ignores_overflows_and_checkpoints() -> None:
     """--loss-scale would drift after an overflow or be replaced by a checkpoint's dynamic scale."""
-    constant = ConstantLossScaler(8.0)
+    constant = LossScaler(8.0)
     constant.update(overflow=True)
     constant.load_state_dict(scaler().state_dict())
     assert constant.scale == 8.0
