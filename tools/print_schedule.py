@@ -17,9 +17,8 @@ from megatron.config.flags import check_flags, flag
 from megatron.config.parse import parse_groups
 from megatron.config.pipeline import too_long_to_schedule
 from megatron.core.pipeline_parallel.actions import Kind
-from megatron.core.pipeline_parallel.schedules import training_schedule
-from megatron.core.pipeline_parallel.simulate import Durations, Simulation, simulate
-from megatron.core.pipeline_parallel.timeline import draw
+from megatron.core.pipeline_parallel.settings import PipelineSettings
+from megatron.core.pipeline_parallel.simulate import Durations, Simulation, draw, simulate
 from megatron.errors import ConfigError, run_command
 from megatron.training.reporting.picture import FAINT, INK, legend
 
@@ -79,14 +78,13 @@ def main(argv: Sequence[str]) -> int:
         weight_backward=config.weight_backward_time,
         transfer=config.transfer_time,
     )
-    schedule = training_schedule(
+    settings = PipelineSettings(
         config.pipeline_schedule,
-        num_ranks=config.pipeline_model_parallel_size,
-        num_microbatches=config.num_microbatches,
-        num_chunks=chunks,
-        group_size=config.microbatch_group_size_per_virtual_pipeline_stage,
+        config.pipeline_model_parallel_size,
+        chunks,
+        config.microbatch_group_size_per_virtual_pipeline_stage,
     )
-    simulation = simulate(schedule, durations)
+    simulation = simulate(settings.schedule(config.num_microbatches), durations)
     unit = min(durations.forward, durations.input_backward, durations.weight_backward)
     print(draw(simulation.rows, unit=unit))
     print("\n".join(["", *facts(simulation)]))

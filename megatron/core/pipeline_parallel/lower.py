@@ -1,14 +1,14 @@
-"""From a schedule to what each rank does, transfers included, without a way to hang. Pure.
+"""From a schedule to each rank's plan, transfers included, such that no plan can hang. Pure.
 
-Everything is taken from one global order, the simulator's: a message moves when the action that makes it ends. Each
-rank's plan is its part of that order, so the ends of every message agree, and the messages from one rank to another
+All plans are taken from one global order, the simulator's: a message moves when the action that makes it ends. Each
+rank's plan is its part of that order, so both ends of every message agree, and the messages from one rank to another
 are sent and received in one order.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -61,6 +61,8 @@ class HandOver:
 
 Instruction = Action | Send | Receive | Finish | HandOver
 Plan = tuple[Instruction, ...]
+Transfers = dict[int, list[Instruction]]
+"""Of a rank: what comes before its action of each number, and, at the number of actions, after all of them."""
 
 
 @dataclass
@@ -77,24 +79,27 @@ def lower(schedule: PipelineSchedule, *, overlap: bool = True) -> tuple[Plan, ..
     With ``overlap`` a message is received while the action before the one that needs it runs, or earlier, and a sent
     one is waited for an action later. Without, both ends wait at once.
     """
-    ranks = _events(simulate(schedule))
-    return tuple(map(_overlapped if overlap else _blocking, ranks))
+    plans: list[Plan] = []
+    for rank in _events(simulate(schedule)):
+        at = _overlapped(rank) if overlap else _blocking(rank)
+        plan = [each for number, action in enumerate(rank.actions) for each in (*at[number], action)]
+        plans.append((*plan, *at[len(rank.actions)]))
+    return tuple(plans)
 
 
 def _events(simulation: Simulation) -> list[_Rank]:
     placement = simulation.schedule.placement
     stages = [placement.stages_of(rank) for rank in range(placement.num_ranks)]
-    ranks = [_Rank() for _ in range(placement.num_ranks)]
+    ranks = [_Rank() for _ in stages]
     events = [
-        event
+        (time, is_start, interval.number, rank, interval.action)
         for rank, row in enumerate(simulation.rows)
         for interval in row
-        for event in ((interval.start, 1, interval.number, rank), (interval.end, 0, interval.number, rank))
+        for time, is_start in ((interval.start, True), (interval.end, False))
     ]
-    action_of = {interval.number: interval.action for row in simulation.rows for interval in row}
     # What ends at a time comes before what starts then; no action takes no time.
-    for _, is_start, number, rank in sorted(events):
-        here, action = ranks[rank], action_of[number]
+    for _, is_start, _, rank, action in sorted(events, key=lambda event: event[:3]):
+        here = ranks[rank]
         if is_start:
             here.actions.append(action)
             continue
@@ -120,26 +125,25 @@ def _message(action: Action, stage: int, placement: Placement) -> Message | None
     return Message(content, action.microbatch, stage, neighbour, seats[stage], seats[neighbour])
 
 
-def _blocking(rank: _Rank) -> Plan:
-    """Both ends wait as soon as a message is made. The plans are parts of an order in which everything could happen one
-    after the other, so none waits for ever.
+def _blocking(rank: _Rank) -> Transfers:
+    """Both ends wait as soon as a message is made. The plans are parts of one order in which everything could run
+    serially, so none waits for ever.
     """
-    at: dict[int, list[Instruction]] = defaultdict(list)
+    at: Transfers = defaultdict(list)
     for position, move in rank.moves:
         at[position] += [move] if isinstance(move, HandOver) else [move, Finish(move.message)]
-    return _assembled(rank.actions, at)
+    return at
 
 
-def _overlapped(rank: _Rank) -> Plan:
-    """Receives earlier and waits later, never the other way round, and every channel in its order: none waits for ever.
-
-    A receive starts no later than in the blocking plan, so the sender, who waits for it no earlier than there, doesn't
-    wait longer. Receiving ahead can hold up no other message, since each pair of ranks has a channel for either way.
+def _overlapped(rank: _Rank) -> Transfers:
+    """Receives start earlier than in the blocking plan, waits come later, and each channel keeps its order. So no rank
+    waits for ever: a sender waits no earlier than in the blocking plan, and its receiver is ready no later. An early
+    receive blocks no other message, since each pair of ranks has a channel for each direction.
     """
     number = {action: number for number, action in enumerate(rank.actions)}
-    receives: dict[int, list[Instruction]] = defaultdict(list)
-    waits: dict[int, list[Instruction]] = defaultdict(list)
-    moves: dict[int, list[Instruction]] = defaultdict(list)
+    receives: Transfers = defaultdict(list)
+    waits: Transfers = defaultdict(list)
+    moves: Transfers = defaultdict(list)
     latest: dict[int, int] = defaultdict(int)
     for position, move in rank.moves:
         if isinstance(move, Receive):
@@ -151,8 +155,7 @@ def _overlapped(rank: _Rank) -> Plan:
         moves[position].append(move)
         if isinstance(move, Send):
             waits[min(position + 1, len(rank.actions))].append(Finish(move.message))
-    at = {place: moves[place] + receives[place] + waits[place] for place in range(len(rank.actions) + 1)}
-    return _assembled(rank.actions, at)
+    return {place: moves[place] + receives[place] + waits[place] for place in range(len(rank.actions) + 1)}
 
 
 def _possible_and_needed(message: Message, number: Mapping[Action, int]) -> tuple[int, int]:
@@ -164,11 +167,3 @@ def _possible_and_needed(message: Message, number: Mapping[Action, int]) -> tupl
         return 0, forward
     backward = (Action(kind, message.target.chunk, message.microbatch) for kind in ("B", "I"))
     return forward + 1, next(number[action] for action in backward if action in number)
-
-
-def _assembled(actions: Sequence[Action], at: Mapping[int, Sequence[Instruction]]) -> Plan:
-    """Actions, and before each what is to happen there; after all of them, the rest."""
-    plan: list[Instruction] = []
-    for number, action in enumerate(actions):
-        plan += [*at.get(number, ()), action]
-    return (*plan, *at.get(len(actions), ()))

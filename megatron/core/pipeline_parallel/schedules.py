@@ -6,10 +6,7 @@ With forward and backward passes of equal length on all stages, waiting over com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 from megatron.core.pipeline_parallel.actions import Action, PipelineSchedule, Placement
-from megatron.core.pipeline_parallel.zero_bubble import zb_h1, zb_v
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> PipelineSchedule:
@@ -34,17 +31,21 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> PipelineSchedule:
 def interleaved(
     num_ranks: int, num_microbatches: int, num_chunks: int, *, group_size: int | None = None
 ) -> PipelineSchedule:
-    """1F1B over ``num_chunks`` shorter chunks a rank, which makes the bubble as many times smaller (arXiv:2104.04473).
+    """1F1B over ``num_chunks`` shorter chunks a rank, with a bubble ``num_chunks`` times smaller (arXiv:2104.04473).
 
     ``group_size`` microbatches go through a chunk before the next chunk's turn; None: as many as there are ranks. Any
-    size and any number of microbatches will do: a group smaller than the number of ranks takes as many turns as there
-    are ranks, without the actions of microbatches that don't exist; leaving those out can't make a schedule hang.
+    size and any number of microbatches are allowed: a group smaller than the number of ranks takes as many turns as
+    there are ranks, without the actions of microbatches that don't exist. Leaving those out can't make a schedule hang.
     """
     group_size = min(group_size or num_ranks, num_microbatches)
     groups = [
         [*range(start, min(start + group_size, num_microbatches))] for start in range(0, num_microbatches, group_size)
     ]
-    forward, backward = (list(_turns(groups, num_ranks, kind, num_chunks)) for kind in ("F", "B"))
+    forward, backward = [], []
+    for group in groups:
+        places = [*group, *[-1] * (num_ranks - len(group))]  # turns without a microbatch are left out below
+        forward += [Action("F", chunk, each) for chunk in range(num_chunks) for each in places]
+        backward += [Action("B", chunk, each) for chunk in reversed(range(num_chunks)) for each in places]
     orders = []
     for rank in range(num_ranks):
         ahead = 2 * (num_ranks - rank - 1) + (num_chunks - 1) * max(group_size, num_ranks)
@@ -53,18 +54,8 @@ def interleaved(
     return PipelineSchedule("interleaved", tuple(orders), Placement.looped(num_ranks, num_chunks))
 
 
-def _turns(groups: list[list[int]], num_ranks: int, kind: str, num_chunks: int) -> Iterator[Action]:
-    """Group by group, chunk by chunk; a turn of a group smaller than ``num_ranks`` that nobody takes is number -1."""
-    chunks = range(num_chunks) if kind == "F" else reversed(range(num_chunks))
-    order = list(chunks)
-    for group in groups:
-        for chunk in order:
-            for place in range(max(len(group), num_ranks)):
-                yield Action("F" if kind == "F" else "B", chunk, group[place] if place < len(group) else -1)
-
-
 def one_after_another(forward: list[Action], backward: list[Action], *, ahead: int) -> tuple[Action, ...]:
-    """``ahead`` forward passes, then one backward a forward, then the other backward passes."""
+    """``ahead`` forward passes, then forward and backward in turns, then the other backward passes."""
     ahead = min(ahead, len(forward))
     order = forward[:ahead]
     for number in range(ahead, len(forward)):
@@ -81,23 +72,3 @@ def forward_only(placement: Placement, num_microbatches: int) -> PipelineSchedul
         for chunk in range(placement.num_chunks):
             order += [Action("F", chunk, each) for each in range(start, min(start + size, num_microbatches))]
     return PipelineSchedule("forward only", (tuple(order),) * size, placement)
-
-
-def training_schedule(
-    name: str, *, num_ranks: int, num_microbatches: int, num_chunks: int = 1, group_size: int | None = None
-) -> PipelineSchedule:
-    """The schedule that ``--pipeline-schedule`` names; ``num_chunks`` and ``group_size`` are for ``interleaved``."""
-    if name == "interleaved":
-        return interleaved(num_ranks, num_microbatches, num_chunks, group_size=group_size)
-    builders: dict[str, Callable[[int, int], PipelineSchedule]] = {
-        "gpipe": gpipe,
-        "1f1b": one_f_one_b,
-        "zb-h1": zb_h1,
-        "zb-v": zb_v,
-    }
-    return builders[name](num_ranks, num_microbatches)
-
-
-def training_placement(name: str, *, num_ranks: int, num_chunks: int = 1) -> Placement:
-    """Where the stages of that schedule are, whatever the number of microbatches."""
-    return Placement.vee(num_ranks) if name == "zb-v" else Placement.looped(num_ranks, num_chunks)

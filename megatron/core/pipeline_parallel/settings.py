@@ -1,4 +1,4 @@
-"""What of a run's settings decides its pipeline schedule."""
+"""The settings of a pipeline schedule, and the schedule and placement that follow from them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from dataclasses import dataclass
 from megatron.config.pipeline import chunks_per_rank, schedule_name
 from megatron.config.run import RunConfig
 from megatron.core.pipeline_parallel.actions import PipelineSchedule, Placement
-from megatron.core.pipeline_parallel.schedules import training_placement, training_schedule
+from megatron.core.pipeline_parallel.schedules import gpipe, interleaved, one_f_one_b
+from megatron.core.pipeline_parallel.zero_bubble import zb_h1, zb_v
 
 
 @dataclass(frozen=True)
 class PipelineSettings:
-    """A schedule's name and sizes."""
+    """A schedule's name, as ``--pipeline-schedule`` has it, and sizes; ``group_size`` is for ``interleaved``."""
 
     name: str
     num_ranks: int
-    num_chunks: int
-    group_size: int | None
-    overlap: bool
+    num_chunks: int = 1
+    group_size: int | None = None
+    overlap: bool = True
 
     @classmethod
     def of(cls, config: RunConfig) -> PipelineSettings:
@@ -34,8 +35,10 @@ class PipelineSettings:
 
     @property
     def placement(self) -> Placement:
-        """Where the stages are."""
-        return training_placement(self.name, num_ranks=self.num_ranks, num_chunks=self.num_chunks)
+        """Where the stages are, whatever the number of microbatches."""
+        return (
+            Placement.vee(self.num_ranks) if self.name == "zb-v" else Placement.looped(self.num_ranks, self.num_chunks)
+        )
 
     @property
     def splits_backward(self) -> bool:
@@ -44,10 +47,7 @@ class PipelineSettings:
 
     def schedule(self, num_microbatches: int) -> PipelineSchedule:
         """The training schedule."""
-        return training_schedule(
-            self.name,
-            num_ranks=self.num_ranks,
-            num_microbatches=num_microbatches,
-            num_chunks=self.num_chunks,
-            group_size=self.group_size,
-        )
+        if self.name == "interleaved":
+            return interleaved(self.num_ranks, num_microbatches, self.num_chunks, group_size=self.group_size)
+        build = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zb_h1, "zb-v": zb_v}[self.name]
+        return build(self.num_ranks, num_microbatches)

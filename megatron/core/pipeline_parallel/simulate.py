@@ -1,4 +1,4 @@
-"""A schedule on a clock: when each action runs, how long ranks wait, what they keep; or where it would hang. Pure.
+"""A schedule on a clock: when each action runs, how long ranks wait, what they keep; or where it hangs. Pure.
 
 An action starts when its rank has done those before it in its list and when what it needs has arrived: a forward pass
 its input, a backward pass the gradient of its output.
@@ -6,17 +6,16 @@ its input, a backward pass the gradient of its output.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.core.pipeline_parallel.actions import Action, Kind, PipelineSchedule, Placement
-from megatron.core.pipeline_parallel.timeline import Interval, draw
 from megatron.errors import MegatronError
 
 
 class DeadlockError(MegatronError):
-    """A schedule in which some rank would wait for ever; the message draws how far each got."""
+    """A schedule in which some rank waits for ever; the message draws what each rank has done by then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +34,19 @@ class Durations:
         return {"F": self.forward, "I": self.input_backward, "W": self.weight_backward}[kind]
 
 
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """An action with its start and end; ``number`` breaks ties: an action has a higher one than those it needs."""
+
+    action: Action
+    start: float
+    end: float
+    number: int
+
+
 @dataclass(frozen=True)
 class Simulation:
-    """What a schedule does in time: ``rows[rank]`` lists the rank's actions with start and end."""
+    """A schedule's course: ``rows[rank]`` lists the rank's actions with start and end."""
 
     schedule: PipelineSchedule
     rows: tuple[tuple[Interval, ...], ...]
@@ -69,21 +78,18 @@ class Simulation:
 
         They live from the forward pass to the end of the backward pass, with a split one to the end of ``W``.
         """
-        stages = [self.schedule.placement.stages_of(rank) for rank in range(len(self.rows))]
-        return tuple(
-            _peak(order, [weight(stage) for stage in held]) for order, held in zip(self.schedule.orders, stages)
-        )
-
-
-def _peak(order: Sequence[Action], weights: Sequence[float]) -> float:
-    held = highest = 0.0
-    for action in order:
-        if action.kind == "F":
-            held += weights[action.chunk]
-            highest = max(highest, held)
-        elif action.kind != "I":
-            held -= weights[action.chunk]
-    return highest
+        peaks = []
+        for rank, order in enumerate(self.schedule.orders):
+            weights = [weight(stage) for stage in self.schedule.placement.stages_of(rank)]
+            held = highest = 0.0
+            for action in order:
+                if action.kind == "F":
+                    held += weights[action.chunk]
+                    highest = max(highest, held)
+                elif action.kind != "I":
+                    held -= weights[action.chunk]
+            peaks.append(highest)
+        return tuple(peaks)
 
 
 _EVERYTHING_TAKES_ONE = Durations()
@@ -114,7 +120,8 @@ def simulate(schedule: PipelineSchedule, durations: Durations = _EVERYTHING_TAKE
                 end = clocks[rank] = start + durations.of(action.kind)
                 row.append(Interval(action, start, end, number))
                 number += 1
-                _finish(action, stage, end, done)
+                for kind in ("I", "W") if action.kind == "B" else (action.kind,):  # "B" is both of its halves
+                    done[kind, stage, action.microbatch] = end
                 moved = True
             if len(row) == len(order):
                 waiting.discard(rank)
@@ -148,12 +155,6 @@ def _ready(
     return max(own, arrived + (transfer if placement.seats[neighbour].rank != placement.seats[stage].rank else 0.0))
 
 
-def _finish(action: Action, stage: int, end: float, done: dict[tuple[Kind, int, int], float]) -> None:
-    """Note the end of an action; a whole backward pass is both of its halves."""
-    for kind in ("I", "W") if action.kind == "B" else (action.kind,):
-        done[kind, stage, action.microbatch] = end
-
-
 def _describe(
     schedule: PipelineSchedule, rows: Sequence[Sequence[Interval]], stuck: Sequence[int], durations: Durations
 ) -> str:
@@ -173,3 +174,36 @@ def _describe(
         f"deadlock at {action} of rank {rank} (stage {stage}, microbatch {action.microbatch}) in schedule "
         f"{schedule.name}: what it needs is never computed\n{grid}"
     )
+
+
+def draw(
+    rows: Sequence[Sequence[Interval]],
+    *,
+    unit: float = 1.0,
+    stuck: Mapping[int, Action] | None = None,
+    max_cells: int = 400,
+) -> str:
+    """One line a rank, ``0F3`` for chunk 0, forward, microbatch 3; chunks are left out where a rank has one.
+
+    ``unit``: time of a cell. ``stuck``: actions that follow and never run, shown as ``0F3?``. A line ends in an
+    ellipsis beyond ``max_cells`` cells.
+    """
+    actions = [*(interval.action for row in rows for interval in row), *(stuck or {}).values()]
+    single = all(action.chunk == 0 for action in actions)
+
+    def label(action: Action) -> str:
+        return str(action)[1:] if single else str(action)
+
+    texts = [[label(interval.action) for interval in row] for row in rows]
+    width = 1 + max((len(text) for row in texts for text in row), default=0)
+    lines = []
+    for rank, (row, labels) in enumerate(zip(rows, texts)):
+        cells: list[str] = []
+        for interval, text in zip(row, labels):
+            start, end = round(interval.start / unit), round(interval.end / unit)
+            cells += ["."] * (start - len(cells)) + [text] + ["-"] * (end - start - 1)
+        cut = " …" if len(cells) > max_cells else ""
+        line = "".join(cell.ljust(width) for cell in cells[:max_cells]).rstrip() + cut
+        never = f" {label(stuck[rank])}?" if stuck and rank in stuck else ""
+        lines.append(f"rank {rank:<2} {line}{never}")
+    return "\n".join(lines)

@@ -8,7 +8,8 @@ import pytest
 
 from megatron.core.pipeline_parallel.actions import Action, PipelineSchedule, Placement
 from megatron.core.pipeline_parallel.lower import Finish, HandOver, Message, Plan, Receive, Send, lower
-from megatron.core.pipeline_parallel.schedules import forward_only, interleaved, one_f_one_b, training_schedule
+from megatron.core.pipeline_parallel.schedules import forward_only, interleaved, one_f_one_b
+from megatron.core.pipeline_parallel.settings import PipelineSettings
 
 RANKS = [1, 2, 3, 4, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (5, 6, 7, 8))]
 
@@ -85,7 +86,7 @@ def check(schedule: PipelineSchedule) -> None:
 def test_no_plan_hangs(name: str, ranks: int) -> None:
     """On a cluster a hang shows after ten minutes, and says nothing."""
     for microbatches in range(1, 33):
-        check(training_schedule(name, num_ranks=ranks, num_microbatches=microbatches))
+        check(PipelineSettings(name, ranks).schedule(microbatches))
 
 
 @pytest.mark.parametrize("chunks", [2, 3, 4])

@@ -12,9 +12,8 @@ from megatron.core.pipeline_parallel.schedules import (
     gpipe,
     interleaved,
     one_f_one_b,
-    training_placement,
-    training_schedule,
 )
+from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.core.pipeline_parallel.simulate import DeadlockError, Durations, simulate
 from megatron.core.pipeline_parallel.zero_bubble import zb_h1, zb_v
 
@@ -69,9 +68,10 @@ def test_zb_h1_lets_later_ranks_be_late() -> None:
 def test_every_size_runs(name: str, ranks: int) -> None:
     """A schedule that hangs at some size costs somebody a night on a cluster."""
     for microbatches in MICROBATCHES:
-        schedule = training_schedule(name, num_ranks=ranks, num_microbatches=microbatches)
+        settings = PipelineSettings(name, ranks)
+        schedule = settings.schedule(microbatches)
         check_complete(schedule, microbatches)
-        assert schedule.placement == training_placement(name, num_ranks=ranks)
+        assert schedule.placement == settings.placement
         simulate(schedule)
         simulate(schedule, Durations(forward=1, input_backward=1.3, weight_backward=0.6, transfer=0.4))
         simulate(forward_only(schedule.placement, microbatches))
