@@ -1,7 +1,7 @@
-"""Attention whose sequence context-parallel ranks hold in slices: the one entry that layers call.
+"""Attention over a sequence that context-parallel ranks hold in slices: the function that layers call.
 
 =========== =============================================================== ===========================================
-type        what travels, forward                                           asks for
+type        what is sent in the forward pass                                needs
 =========== =============================================================== ===========================================
 p2p         keys and values, from rank to rank while attention is computed  nothing
 all_gather  keys and values, at once                                        memory for those of the whole sequence
@@ -47,7 +47,7 @@ def attention(
     Shapes are those of the slices: ``q`` [s, b, n, d], ``k`` and ``v`` [s, b, g, d] -> [s, b, n·d]. Of the options,
     ``document_ids`` and ``attention_mask`` [b, S] are of the whole sequence, and ``bias`` [n, s, S] has all keys in
     order; with it ranks can't exchange heads. Causal attention has as many queries as keys. One rank: a plain call.
-    ``documents``: those of ``document_ids``, where a caller of many layers has found them already.
+    ``documents``: those of ``document_ids``, if the caller has computed them for all layers.
     """
 
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def heads_split_over(comm_type: CpCommType, context: ParallelContext) -> int:
 
 
 def actual_request(request: AttentionRequest, comm_type: CpCommType, context: ParallelContext) -> AttentionRequest:
-    """What a backend is asked for when a layer asks for ``request`` over the whole sequence."""
+    """The request that a backend gets when a layer makes ``request`` for the whole sequence."""
     slices = 1 if context.mesh.size("cp") == 1 else context.mesh.size("cp") // heads_split_over(comm_type, context)
     if slices == 1:
         return request
@@ -117,8 +117,7 @@ def _head_parts(x: Tensor, size: int) -> Tensor:
 
 
 def _exchange(x: Tensor, team: Team) -> Tensor:
-    out: Tensor = _Exchange.apply(x, team)  # type: ignore[no-untyped-call]
-    return out
+    return _Exchange.apply(x, team)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Exchange(torch.autograd.Function):

@@ -64,8 +64,7 @@ def merged_attention(
     ``options.attention_mask`` and ``documents`` are those of the whole sequence. Returns [s, b, n·d].
     """
     call = _Call(exchange, dataclasses.replace(options, document_ids=None), backend, documents)
-    out: Tensor = _MergedAttention.apply(q, k, v, options.bias, call)  # type: ignore[no-untyped-call]
-    return out.flatten(2)
+    return _MergedAttention.apply(q, k, v, options.bias, call).flatten(2)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _MergedAttention(torch.autograd.Function):

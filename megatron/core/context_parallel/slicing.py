@@ -1,7 +1,7 @@
-"""Which positions of a sequence each context-parallel rank holds, so that causal attention is the same work for all.
+"""The positions of a sequence that each context-parallel rank holds, such that all have equal work in causal attention.
 
-The sequence is cut into 2·cp equal pieces; rank *r* holds piece *r* and, counted from the end, piece *r* again. Early
-queries see few keys and late ones many, and every rank has as many of the one as of the other.
+The sequence is divided into 2·cp equal pieces; rank *r* holds piece *r* and piece 2·cp - 1 - *r*. Early queries see few
+keys and late ones many, and every rank has equally many of both.
 """
 
 from __future__ import annotations
@@ -10,22 +10,17 @@ import torch
 from torch import Tensor
 
 
-def pieces(rank: int, ranks: int) -> tuple[int, int]:
-    """The two of ``2·ranks`` pieces that ``rank`` holds, the earlier first."""
-    return rank, 2 * ranks - 1 - rank
-
-
 def sequence_slices(length: int, rank: int, ranks: int) -> tuple[slice, ...]:
-    """The runs of positions that ``rank`` holds of ``length``, in order; all in one for a single rank."""
+    """The runs of positions that ``rank`` holds of ``length``, in order; one run for a single rank."""
     if ranks == 1:
         return (slice(0, length),)
     assert length % (2 * ranks) == 0, f"a length of {length} is not divisible by 2 x {ranks}"
     size = length // (2 * ranks)
-    return tuple(slice(piece * size, (piece + 1) * size) for piece in pieces(rank, ranks))
+    return tuple(slice(piece * size, (piece + 1) * size) for piece in (rank, 2 * ranks - 1 - rank))
 
 
 def take(x: Tensor, rank: int, ranks: int, *, dim: int) -> Tensor:
-    """What ``rank`` holds of ``x`` along ``dim``."""
+    """The part of ``x`` along ``dim`` that ``rank`` holds."""
     if ranks == 1:
         return x
     runs = sequence_slices(x.shape[dim], rank, ranks)
@@ -38,7 +33,7 @@ def positions(length: int, rank: int, ranks: int, *, device: torch.device | str 
 
 
 def in_order(parts: Tensor) -> Tensor:
-    """What the ranks hold, [ranks, s, …] by rank, as one sequence [ranks·s, …]: the inverse of ``by_rank``."""
+    """The ranks' parts [ranks, s, …] as one sequence [ranks·s, …]: the inverse of ``by_rank``."""
     ranks = parts.shape[0]
     if ranks == 1:
         return parts[0]
@@ -47,7 +42,7 @@ def in_order(parts: Tensor) -> Tensor:
 
 
 def by_rank(x: Tensor, ranks: int) -> Tensor:
-    """A sequence [S, …] as what each rank holds of it, [ranks, S / ranks, …]."""
+    """A sequence [S, …] as the ranks' parts of it, [ranks, S / ranks, …]."""
     if ranks == 1:
         return x.unsqueeze(0)
     early, late = x.view(2, ranks, -1, *x.shape[1:])

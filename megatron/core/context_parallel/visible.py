@@ -1,9 +1,9 @@
-"""Which calls of attention make up what one rank's queries see of another rank's keys. Pure.
+"""The calls of attention of one rank's queries to another rank's keys. Pure.
 
-A rank holds an early and a late piece. Of the pieces of a rank before it, its queries see the early one; of those of a
-rank after it, its late queries see both; and among its own, each query sees what comes before it. So every pair of
-ranks is one call without a mask or with the plain causal one, and every such call but the causal is half a square.
-Documents only make calls smaller: one for each document that both sides hold part of.
+A rank holds an early and a late piece of the sequence. Its queries see the early piece of a rank before it; its late
+queries see both pieces of a rank after it; of its own keys each query sees the earlier ones. So a pair of ranks is one
+call, without a mask or with the plain causal one, and every call without a mask is half a square.
+Documents make calls smaller: one for each document of which both ranks hold a part.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ALL = slice(None)
 class Visible:
     """A rectangle, or with ``causal`` a triangle, of queries (``rows``) and the ``keys`` they see, in local positions.
 
-    ``samples``: of the microbatch; all of them where documents don't make them differ.
+    ``samples``: of the microbatch; all of them without documents.
     """
 
     rows: slice
@@ -41,9 +41,9 @@ def visible(asker: int, owner: int, *, queries: int, keys: int, causal: bool) ->
 
 
 class Documents:
-    """Where each document lies: a run of equal numbers in ``document_ids`` [b, S]. Found once, for all layers.
+    """Positions of each document, a run of equal numbers in ``document_ids`` [b, S]. Computed once for all layers.
 
-    What a rank holds of a document is a run of its positions, too: one in both of its pieces fills all between them.
+    A rank's part of a document is a run of its local positions: a document in both of its pieces includes all between.
     """
 
     def __init__(self, document_ids: Tensor) -> None:
@@ -55,19 +55,17 @@ class Documents:
         self._held: dict[tuple[int, int], list[dict[int, slice]]] = {}
 
     def cut(self, whole: Visible, asker: int, owner: int, ranks: int) -> list[Visible]:
-        """``whole`` as what it holds of every document, sample by sample."""
+        """The parts of ``whole`` within each document, sample by sample."""
         found = []
         for sample, (asking, owned) in enumerate(zip(self.held(asker, ranks), self.held(owner, ranks))):
-            for document in asking:
-                if document not in owned:
-                    continue
+            for document in (each for each in asking if each in owned):
                 rows, keys = _overlap(asking[document], whole.rows), _overlap(owned[document], whole.keys)
                 if rows is not None and keys is not None:
                     found.append(Visible(rows, keys, whole.causal, slice(sample, sample + 1)))
         return found
 
     def held(self, rank: int, ranks: int) -> list[dict[int, slice]]:
-        """For each sample: the documents that ``rank`` of ``ranks`` holds part of, with where, in local positions."""
+        """For each sample: the documents of which ``rank`` of ``ranks`` holds a part, with its local positions."""
         if (rank, ranks) not in self._held:
             self._held[rank, ranks] = [self._held_of(spans, rank, ranks) for spans in self._spans]
         return self._held[rank, ranks]

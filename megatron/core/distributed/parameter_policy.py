@@ -1,4 +1,4 @@
-"""What training does to each parameter, decided here alone and once; ``Sharding`` says where a parameter lies."""
+"""What training does to each parameter, decided once; ``Sharding`` describes where a parameter lies."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _is_vocabulary_table(sharding: Sharding) -> bool:
-    """Whether a parameter is a table of word embeddings or an output matrix: what the vocabulary's padding is for."""
+    """Whether a parameter is a table of word embeddings or an output matrix: the matrices with a padded vocabulary."""
     return sharding.pad_multiple is not None and _is_matrix(sharding)
 
 
 def _is_matrix(sharding: Sharding) -> bool:
     """Whether a parameter is a matrix or a table, not a bias or a norm weight.
 
-    The dimension that numbers experts doesn't count: their stacked biases [experts, h] are biases.
+    The dimension of experts doesn't count: their stacked biases [experts, h] are biases.
     """
     return len(sharding.shape) - list(sharding.split.values()).count("ep") > 1

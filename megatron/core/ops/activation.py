@@ -26,8 +26,7 @@ def activation(x: Tensor, kind: NonLinearity) -> Tensor:
 
 def gated_activation(x: Tensor, kind: NonLinearity) -> Tensor:
     """``act(gate) * value`` [..., f] of ``x`` [..., 2f] = (gate half, value half): SwiGLU, GEGLU. Shazeer 2020."""
-    result: Tensor = _GatedActivation.apply(x, kind)  # type: ignore[no-untyped-call]
-    return result
+    return _GatedActivation.apply(x, kind)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _activation_gradient(grad: Tensor, x: Tensor, kind: NonLinearity) -> Tensor:

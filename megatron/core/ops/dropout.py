@@ -15,8 +15,7 @@ def dropout(x: Tensor, p: float, generator: torch.Generator | None) -> Tensor:
     """
     if p == 0.0:
         return x
-    result: Tensor = _Dropout.apply(x, p, generator)  # type: ignore[no-untyped-call]
-    return result
+    return _Dropout.apply(x, p, generator)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def draw_kept(x: Tensor, p: float, generator: torch.Generator | None) -> Tensor:

@@ -19,8 +19,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float) ->
         weight_in_x, bias_in_x = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
         return F.layer_norm(x, weight.shape, weight_in_x, bias_in_x, eps).to(weight.dtype)
     if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16):
-        result: Tensor = _NarrowLayerNorm.apply(x, weight, bias, eps)  # type: ignore[no-untyped-call]
-        return result
+        return _NarrowLayerNorm.apply(x, weight, bias, eps)  # type: ignore[no-untyped-call, no-any-return]
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
@@ -53,8 +52,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
 
     The result has the type of ``weight``. Zhang and Sennrich 2019.
     """
-    result: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
-    return result
+    return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -65,8 +65,7 @@ def apply_rotary(x: Tensor, table: RotaryTable, *, interleaved: bool = False) ->
 
     A pair is (i, i + pairs) in each head, or (2i, 2i + 1) when ``interleaved``. Computed in the type of the table.
     """
-    result: Tensor = _Rotation.apply(x, table.cos, table.sin, interleaved)  # type: ignore[no-untyped-call]
-    return result
+    return _Rotation.apply(x, table.cos, table.sin, interleaved)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Rotation(torch.autograd.Function):

@@ -1,7 +1,7 @@
-"""One update of the weights from gradient sums: norm, skip or clip, step, and weights to every rank.
+"""One update of the weights from gradient sums: norm, skip or clip, step, and a gather of the weights.
 
-A replicated optimizer and a sharded one (ZeRO 1) are the same code: each owns spans of the buffers, and replicated
-means owning all of them.
+A replicated optimizer and a sharded one (ZeRO 1) are the same code: each owns spans of the buffers, the replicated one
+all of them.
 """
 
 from __future__ import annotations
@@ -56,14 +56,6 @@ class _Owned:
     state: list[Tensor]
 
     @property
-    def weights(self) -> Tensor:
-        return self.span.of(self.buffer.params)
-
-    @property
-    def grads(self) -> Tensor:
-        return self.span.of(self.buffer.grads)
-
-    @property
     def has_own_masters(self) -> bool:
         return self.main_params.dtype != self.buffer.params.dtype
 
@@ -91,20 +83,18 @@ class Optimizer:
         self._rule = build_update_rule(config)
         self._scaler = build_loss_scaler(precision)
         self._statistics = ModelStatistics(buffers, context, frozen=frozen)
-        self._owned = [owned for buffer in buffers for owned in self._own(buffer, context, sharded)]
+        self._owned = []
+        for buffer in buffers:
+            for bucket in buffer.buckets:
+                span = buffer.shard(bucket) if sharded else bucket.span
+                weights = span.of(buffer.params)
+                main_params = weights if weights.dtype in _WIDE else weights.float()
+                state = [torch.zeros_like(main_params) for _ in self._rule.state_names]
+                self._owned.append(_Owned(buffer, span, bucket.entries, main_params, state))
         self._step = 0
         self._trained_since: dict[str, int] = {}
         self._seed_divisor = 1.0
         self.gather = ParamGather(buffers if sharded else [], context)
-
-    def _own(self, buffer: FlatBuffer, context: ParallelContext, sharded: bool) -> Iterator[_Owned]:
-        shard = context.mesh.rank(*buffer.reduce)
-        for bucket in buffer.buckets:
-            span = buffer.shard(bucket, shard) if sharded else bucket.span
-            weights = span.of(buffer.params)
-            main_params = weights if weights.dtype in _WIDE else weights.float()
-            state = [torch.zeros_like(main_params) for _ in self._rule.state_names]
-            yield _Owned(buffer, span, bucket.entries, main_params, state)
 
     @property
     def loss_scale(self) -> float:
@@ -113,26 +103,26 @@ class Optimizer:
 
     @property
     def backward_scale(self) -> float:
-        """What the coming step's backward passes start with, instead of 1.
+        """The gradient from which the coming step's backward passes start, instead of 1.
 
-        The loss scale; for fp16 divided by a power of two near what ``expect`` was told, because losses here are sums:
-        fp16 gradients then have the size they have under Megatron-LM's mean of each microbatch over their number, and
-        a loss scale means what it means there.
+        The loss scale; for fp16 divided by a power of two near the argument of ``expect``, because losses here are
+        sums: fp16 gradients then have the size that they have with Megatron-LM's mean of each microbatch divided by the
+        number of microbatches, and a loss scale means the same as there.
         """
         return self._scaler.scale / self._seed_divisor
 
     def expect(self, predictions: float) -> None:
-        """Take note that each rank's losses of the coming fp16 step sum ``predictions`` on average."""
+        """Set how many ``predictions`` each rank's losses of the coming fp16 step sum over, on average."""
         self._seed_divisor = 2.0 ** round(math.log2(max(predictions, 1.0)))
 
     @torch.no_grad()
     def update(
         self, *, count: float, lr: float, weight_decay: float, decoupled_lr: float | None = None
     ) -> UpdateResult:
-        """Take one step from gradient sums over ``count`` tokens; zero means that everything was masked.
+        """Take one step from gradient sums over ``count`` tokens; zero means that all tokens were masked.
 
-        The policies of the buffers say whether weight decay applies, and which learning rate. All ranks call this
-        together, after ``GradSync.finish``.
+        The policies of the buffers decide on weight decay and learning rate. All ranks call this together, after
+        ``GradSync.finish``.
         """
         self.gather.finish()
         sums = self._statistics.gradients(count_zeros=self._count_zeros)
@@ -154,23 +144,24 @@ class Optimizer:
 
     def _move(self, owned: _Owned, divisor: float, *, lr: float, weight_decay: float) -> None:
         """Step on one span; dividing the gradients costs no pass of its own."""
-        direct = owned.buffer.grads.dtype == owned.main_params.dtype
+        gradients = owned.span.of(owned.buffer.grads)
+        direct = gradients.dtype == owned.main_params.dtype
         scale: Tensor | None = torch.tensor(divisor, dtype=torch.float32, device=owned.main_params.device)
         if owned.main_params.dtype == torch.float64:
-            owned.grads.div_(divisor)  # the kernels take their scale in fp32, too coarse here
+            gradients.div_(divisor)  # the kernels take their scale in fp32, too coarse here
             scale = None
         for begun, whole in self._begun_together(owned):
             step = Step(self._step - begun, lr, weight_decay, scale)
             chunk = whole.size if direct else _CONVERSION_CHUNK
             for start in range(whole.start, whole.stop, chunk):
                 part = Span(start, min(start + chunk, whole.stop))
-                grads = part.of(owned.grads).to(owned.main_params.dtype)
+                grads = part.of(gradients).to(owned.main_params.dtype)
                 self._rule.apply(part.of(owned.main_params), grads, [part.of(tensor) for tensor in owned.state], step)
         if owned.has_own_masters:
-            owned.weights.copy_(owned.main_params)
+            owned.span.of(owned.buffer.params).copy_(owned.main_params)
 
     def _begun_together(self, owned: _Owned) -> Iterator[tuple[int, Span]]:
-        """The parts of an owned span whose training began at the same step, with that step; one, as a rule."""
+        """The parts of an owned span whose training began at the same step, with that step; usually one."""
         if not self._trained_since:
             yield 0, Span(0, owned.span.size)
             return
@@ -188,7 +179,7 @@ class Optimizer:
     def entries(self, *, fresh: Collection[str] = ()) -> Iterator[ShardedState]:
         """What a checkpoint keeps for each weight this rank owns; loading writes into these tensors.
 
-        ``fresh``: parameters of which only master weights are given, because a checkpoint has no state of theirs.
+        ``fresh``: parameters for which only master weights are yielded, because a checkpoint has no state of them.
 
         ``optimizer.exp_avg.<parameter>`` and ``optimizer.exp_avg_sq.<parameter>`` for Adam,
         ``optimizer.momentum.<parameter>`` for SGD, and for bf16 and fp16 weights ``optimizer.fp32_param.<parameter>``.
@@ -213,18 +204,18 @@ class Optimizer:
                         yield ShardedState(full_name, local, entry.sharding, flat_range)
 
     def master_entries(self) -> Iterator[ShardedState]:
-        """Of ``entries``, the fp32 master weights: what a run needs that loads weights but no optimizer state."""
+        """The fp32 master weights among ``entries``, for a run that loads weights but no optimizer state."""
         return (entry for entry in self.entries() if entry.name.startswith("optimizer.fp32_param."))
 
     def state_dict(self) -> dict[str, Any]:
-        """The few numbers beside ``entries``: JSON-able, the same on every rank."""
+        """Numbers that are not in ``entries``: JSON-able, the same on every rank."""
         return {"step": self._step, "trained_since": self._trained_since, "loss_scaler": self._scaler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any], *, fresh: Collection[str] = ()) -> None:
         """Continue from stored numbers; ``entries`` are loaded in place.
 
-        ``fresh``: parameters of the whole model whose state starts from zero. Their steps are counted from here, else
-        Adam, whose bias correction is over by now, would take their first steps several times too far.
+        ``fresh``: parameters of the whole model whose state starts from zero. Their steps are counted from here:
+        without bias correction Adam's first steps would be several times too large.
         """
         self._step = int(state["step"])
         self._trained_since = state.get("trained_since", {}) | dict.fromkeys(sorted(fresh), self._step)

@@ -19,8 +19,8 @@ from megatron.errors import ConfigError
 class Schedule:
     """Warm-up, decay and end of the learning rate, and the course of weight decay. Lengths count samples.
 
-    Fields bear the names they have in checkpoints; ``lr_warmup_init``, ``lr_wsd_decay_style``,
-    ``lr_wsd_decay_steps``, ``decoupled_lr`` and ``decoupled_min_lr`` are ours.
+    Fields have the names of Megatron-LM's checkpoints; ``lr_warmup_init``, ``lr_wsd_decay_style``,
+    ``lr_wsd_decay_steps``, ``decoupled_lr`` and ``decoupled_min_lr`` are this project's.
     """
 
     max_lr: float
@@ -59,7 +59,7 @@ class Schedule:
     def from_config(cls, config: OptimizerConfig, *, train_samples: int, samples_per_iteration: int) -> Schedule:
         """The curves of a run of ``train_samples``; lengths given in iterations count ``samples_per_iteration`` each.
 
-        Raises ConfigError when the settings make no curve.
+        Raises ConfigError when the settings contradict each other.
         """
         if config.lr is None:
             raise ConfigError("training needs a learning rate: set --lr")
@@ -86,7 +86,7 @@ class Schedule:
         )
 
     def decoupled_learning_rate(self, samples: int) -> float | None:
-        """Learning rate of word embeddings and output layer, on the same curve; None where it is that of the rest."""
+        """Learning rate of word embeddings and output layer, on the same curve; None without ``--decoupled-lr``."""
         if self.decoupled_lr is None:
             return None
         return dataclasses.replace(self, max_lr=self.decoupled_lr, min_lr=self.decoupled_min_lr).learning_rate(samples)
@@ -105,7 +105,7 @@ class Schedule:
         return self.min_lr + (peak - self.min_lr) * self._decay_coefficient(samples)
 
     def _decay_coefficient(self, samples: int) -> float:
-        """Where between ``min_lr`` (0) and ``max_lr`` (1) the decay stands."""
+        """Position of the decay between ``min_lr`` (0) and ``max_lr`` (1)."""
         if self.lr_decay_style == "WSD":
             begin = self.lr_decay_steps - self.lr_wsd_decay_steps
             if samples <= begin:
@@ -123,7 +123,7 @@ class Schedule:
         return self.start_wd + (self.end_wd - self.start_wd) * risen
 
     def unread_fields(self) -> set[str]:
-        """Fields that make no difference in the chosen styles."""
+        """Fields that the chosen styles don't use."""
         unread = set()
         if self.wd_incr_style == "constant":
             unread |= {"wd_incr_steps", "start_wd"}
@@ -176,11 +176,11 @@ _FLAGS = {
 def resumed_schedule(
     schedule: Schedule, saved: Mapping[str, Any], *, override: bool = False, use_checkpoint: bool = False
 ) -> Schedule:
-    """The curves with which a run continues, given those of the flags and those that the checkpoint ``saved``.
+    """The schedule with which a run continues, given ``schedule`` of the flags and ``saved`` of the checkpoint.
 
     ``override``: the flags' (``--override-opt_param-scheduler``). ``use_checkpoint``: the checkpoint's
-    (``--use-checkpoint-opt_param-scheduler``). Neither: both must be equal in all that their curves read, else
-    ConfigError lists every difference; a run at a constant rate may so be made longer.
+    (``--use-checkpoint-opt_param-scheduler``). Neither: both must be equal in all fields that their styles use, else
+    ConfigError lists every difference. So a run at a constant rate may be made longer.
     """
     if override:
         return schedule

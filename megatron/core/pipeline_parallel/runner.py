@@ -195,8 +195,7 @@ def _in_order(stage_inputs: StageInputs) -> list[Tensor]:
 
 def _end_of_graph(x: Tensor) -> Tensor:
     """A tensor with the shape and the graph of ``x``, but a single element of memory."""
-    end: Tensor = _EndOfGraph.apply(x)  # type: ignore[no-untyped-call]
-    return end
+    return _EndOfGraph.apply(x)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _EndOfGraph(torch.autograd.Function):

@@ -58,10 +58,9 @@ def linear_cross_entropy(
     inputs = (hidden, weight) if bias is None else (hidden, weight, bias)
     needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
     vocabulary = _Vocabulary(mesh=mesh, start=vocab_start, valid=vocab_valid)
-    loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+    return _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call, no-any-return]
         hidden, weight, bias, labels, loss_weights, vocabulary, backward_scale if needs_grad else None
     )
-    return loss
 
 
 @torch.no_grad()

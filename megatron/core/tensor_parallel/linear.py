@@ -31,8 +31,7 @@ def linear(
     if not x.requires_grad:
         x = x.detach().requires_grad_()  # else there is no backward pass, as autograd doesn't see the weight
     add_gradient = partial(_add_gradient, weight)
-    result: Tensor = _Linear.apply(x, bias, weight.detach(), add_gradient, context, gathers)  # type: ignore[no-untyped-call]
-    return result
+    return _Linear.apply(x, bias, weight.detach(), add_gradient, context, gathers)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Linear(torch.autograd.Function):
@@ -93,8 +92,7 @@ def added_at_once(weight: Tensor) -> Tensor:
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return weight
     anchor = torch.empty(0, requires_grad=True)  # makes autograd call the backward pass without the weight as an input
-    stand_in: Tensor = _AddedAtOnce.apply(anchor, weight.detach(), partial(torch.autograd.backward, weight))  # type: ignore[no-untyped-call]
-    return stand_in
+    return _AddedAtOnce.apply(anchor, weight.detach(), partial(torch.autograd.backward, weight))  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _AddedAtOnce(torch.autograd.Function):

@@ -73,8 +73,7 @@ def first_token(x: Tensor, context: ParallelContext) -> Tensor:
     """
     if not context.sequence_parallel or context.mesh.size("tp") == 1:
         return x[0]
-    first: Tensor = _FirstToken.apply(x, context)  # type: ignore[no-untyped-call]
-    return first
+    return _FirstToken.apply(x, context)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def enter(x: Tensor, context: ParallelContext) -> Tensor:
@@ -84,16 +83,14 @@ def enter(x: Tensor, context: ParallelContext) -> Tensor:
     """
     if context.mesh.size("tp") == 1:
         return x
-    entered: Tensor = _Enter.apply(x, context)  # type: ignore[no-untyped-call]
-    return entered
+    return _Enter.apply(x, context)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def leave(x: Tensor, context: ParallelContext) -> Tensor:
     """After a row-split matmul: partial sums ``[S, b, h]`` to whole values ``[s, b, h]``, in place where it can be."""
     if context.mesh.size("tp") == 1:
         return x
-    left: Tensor = _Leave.apply(x, context)  # type: ignore[no-untyped-call]
-    return left
+    return _Leave.apply(x, context)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def sequence_slice(x: Tensor, context: ParallelContext, *, dim: int = 0) -> Tensor:

@@ -35,8 +35,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor
     """See ``attention``."""
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = _Chunked.apply(q, k, v, options.bias, options)  # type: ignore[no-untyped-call]
-        return out
+        return _Chunked.apply(q, k, v, options.bias, options)  # type: ignore[no-untyped-call, no-any-return]
 
     return call(q, k, v) if options.document_ids is None else each_document(call, q, k, v, options.document_ids)
 
