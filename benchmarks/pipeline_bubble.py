@@ -72,9 +72,9 @@ class _Sleep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         time.sleep(ctx.seconds)
-        if ctx.gradients.are_waiting:
+        if ctx.gradients.noted is not None:
             seconds = ctx.seconds
-            ctx.gradients.note(lambda: time.sleep(seconds))
+            ctx.gradients.noted.append(lambda: time.sleep(seconds))
         else:
             time.sleep(ctx.seconds)
         return grad, None, None

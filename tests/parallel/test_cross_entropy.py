@@ -13,6 +13,7 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tensor_parallel import cross_entropy
 from megatron.core.tensor_parallel.cross_entropy import (
+    VocabularyPart,
     linear_cross_entropy,
     vocab_parallel_argmax,
     vocab_parallel_token_losses,
@@ -49,7 +50,8 @@ def compute(mesh: Mesh, vocab: int, padded: int) -> Outcome:
     start = size * mesh.rank("tp")
     weight = whole_weight[start : start + size].clone().requires_grad_()
     bias = whole_bias[start : start + size].clone().requires_grad_()
-    at: dict[str, Any] = {"mesh": mesh, "vocab_start": start, "vocab_valid": max(0, min(size, vocab - start))}
+    part = VocabularyPart(mesh=mesh, start=start, valid=max(0, min(size, vocab - start)))
+    at: dict[str, Any] = {"vocabulary": part}
     loss = linear_cross_entropy(hidden, weight, labels, loss_weights, bias=bias, **at)
     grad_hidden, grad_weight, grad_bias = torch.autograd.grad(loss, (hidden, weight, bias))
     losses = vocab_parallel_token_losses(hidden, weight, labels, bias=bias, **at)

@@ -102,18 +102,15 @@ def _with_heads_split(
     if size == 1:
         return attend(q, k, v)
     copies = size // k.shape[2] if k.shape[2] < size else 1
-    parts = [_head_parts(x, size) for x in (q, k.repeat_interleave(copies, dim=2), v.repeat_interleave(copies, dim=2))]
+    whole = (q, k.repeat_interleave(copies, dim=2), v.repeat_interleave(copies, dim=2))
+    parts = [
+        x.reshape(*x.shape[:2], size, -1, x.shape[3]).permute(2, 0, 1, 3, 4) for x in whole
+    ]  # [size, s, b, n/size, d]
     arrived = _exchange(torch.cat([part.flatten(1) for part in parts], dim=1), team)
     mine = torch.split(arrived, [part[0].numel() for part in parts], dim=1)
     out = attend(*(in_order(x.reshape(part.shape)) for x, part in zip(mine, parts)))  # [size·s, b, n/size·d]
     by_head = _exchange(by_rank(out, size), team)
     return by_head.permute(1, 2, 0, 3).flatten(2)
-
-
-def _head_parts(x: Tensor, size: int) -> Tensor:
-    """[s, b, n, d] -> [size, s, b, n/size, d]."""
-    length, batch, heads, width = x.shape
-    return x.reshape(length, batch, size, heads // size, width).permute(2, 0, 1, 3, 4)
 
 
 def _exchange(x: Tensor, team: Team) -> Tensor:

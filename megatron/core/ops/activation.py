@@ -1,4 +1,4 @@
-"""Activations of the MLP, plain and gated, that keep nothing for the backward pass but their input."""
+"""Activations of the MLP, plain and gated, that keep only their input for the backward pass."""
 
 from __future__ import annotations
 

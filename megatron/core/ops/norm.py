@@ -13,7 +13,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float) ->
     """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last dim of ``x`` [..., h].
 
     A residual stream wider than the weights (fp32 residual, bf16 layers) is normalized in its own type; the result has
-    the type of ``weight``, which is what the next matmul wants. Ba et al. 2016.
+    the type of ``weight``, as the next matmul requires. Ba et al. 2016.
     """
     if x.dtype != weight.dtype:
         weight_in_x, bias_in_x = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
@@ -24,7 +24,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float) ->
 
 
 class _NarrowLayerNorm(torch.autograd.Function):
-    """Torch's kernels but for the sums over rows: on a CPU they add up bf16 in bf16, 5 % off after 2048 rows."""
+    """Torch's kernels except for sums over rows: on a CPU torch adds bf16 in bf16, an error of 5 % after 2048 rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

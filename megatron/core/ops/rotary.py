@@ -1,4 +1,4 @@
-"""Rotary position embedding: pairs of a head's elements turn by angles proportional to position (Su et al. 2021)."""
+"""Rotary position embedding: rotates pairs of a head's elements by angles proportional to position (Su et al. 2021)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Llama 3.1: pairs that turn 4 times within the original context keep their speed, those that don't turn once slow down.
+# Llama 3.1: pairs that turn 4 times within the original context keep their frequency, those below one turn are slowed.
 _LLAMA3_ORIGINAL_LENGTH = 8192
 _LLAMA3_LOW, _LLAMA3_HIGH = 1.0, 4.0
 
@@ -39,14 +39,10 @@ def rotary_frequencies(
     width -= width % 2
     frequencies = base ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
     if llama3_factor is not None:
-        frequencies = _llama3_scaled(frequencies, llama3_factor)
+        turns = _LLAMA3_ORIGINAL_LENGTH * frequencies / (2 * math.pi)  # within the original context
+        kept = ((turns - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW)).clamp(0.0, 1.0)
+        frequencies = frequencies * (kept + (1.0 - kept) / llama3_factor)
     return frequencies if interpolation_factor is None else frequencies / interpolation_factor
-
-
-def _llama3_scaled(frequencies: Tensor, factor: float) -> Tensor:
-    periods = _LLAMA3_ORIGINAL_LENGTH * frequencies / (2 * math.pi)  # turns within the original context
-    kept = ((periods - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW)).clamp(0.0, 1.0)
-    return frequencies * (kept + (1.0 - kept) / factor)
 
 
 def rotary_table(frequencies: Tensor, positions: Tensor, *, dtype: torch.dtype = torch.float32) -> RotaryTable:
@@ -61,7 +57,7 @@ def rotary_table(frequencies: Tensor, positions: Tensor, *, dtype: torch.dtype =
 
 
 def apply_rotary(x: Tensor, table: RotaryTable, *, interleaved: bool = False) -> Tensor:
-    """Turn the pairs of ``x`` [s, b, n, d]; elements beyond the table's pairs pass unchanged.
+    """Rotate the pairs of ``x`` [s, b, n, d]; elements beyond the table's pairs stay unchanged.
 
     A pair is (i, i + pairs) in each head, or (2i, 2i + 1) when ``interleaved``. Computed in the type of the table.
     """
@@ -69,7 +65,7 @@ def apply_rotary(x: Tensor, table: RotaryTable, *, interleaved: bool = False) ->
 
 
 class _Rotation(torch.autograd.Function):
-    """Keeps nothing but the table: the gradient of a rotation is the rotation back."""
+    """Keeps only the table: the gradient of a rotation is the opposite rotation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

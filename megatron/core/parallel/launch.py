@@ -127,7 +127,7 @@ def store_of_this_attempt(store: Store, launch: LaunchEnvironment, *, timeout: t
         store.set("attempt", own)
         for rank in range(1, launch.world_size):
             store.set(f"{own}/seen {rank}", store.get(f"{own}/joined {rank}").decode())
-        return dist.PrefixStore(own, store)  # type: ignore[attr-defined, no-any-return]
+        return dist.PrefixStore(own, store)  # type: ignore[attr-defined]
     deadline, asked = time.monotonic() + timeout.total_seconds(), ""
     while time.monotonic() < deadline:
         name = store.get("attempt").decode()
@@ -136,7 +136,7 @@ def store_of_this_attempt(store: Store, launch: LaunchEnvironment, *, timeout: t
             asked = name
         seen = f"{name}/seen {launch.rank}"
         if store.check([seen]) and store.get(seen).decode() == own:
-            return dist.PrefixStore(name, store)  # type: ignore[attr-defined, no-any-return]
+            return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
         time.sleep(0.02)
     raise dist.DistStoreError("rank 0 did not start")
 

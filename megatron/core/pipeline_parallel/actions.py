@@ -1,4 +1,4 @@
-"""What a rank does in one step, as data: a schedule is a list of actions for each rank."""
+"""Actions of a pipeline schedule, which is a list of actions for each rank, and the placement of stages."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _WORDS: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "backward of in
 class Action:
     """Run one microbatch through one model chunk of this rank.
 
-    ``F``: forward. ``B``: the whole backward pass, which is ``I``, the gradients of what came in, and then ``W``, the
-    gradients of weights, at once. Only ``I`` keeps the stage before waiting, so ``W`` can fill bubbles.
+    ``F``: forward. ``B``: the whole backward pass: ``I``, the gradients of the stage inputs, then ``W``, the gradients
+    of weights. The stage before waits for ``I`` only, so ``W`` can fill bubbles.
     """
 
     kind: Kind
@@ -26,18 +26,18 @@ class Action:
 
     @property
     def pass_name(self) -> Literal["forward", "backward"]:
-        """The pass it is, or is a part of."""
+        """The pass to which it belongs."""
         return "forward" if self.kind == "F" else "backward"
 
     @property
     def words(self) -> str:
-        """For people: ``forward of microbatch 3 in chunk 0``."""
+        """For reports: ``forward of microbatch 3 in chunk 0``."""
         return f"{_WORDS[self.kind]} of microbatch {self.microbatch} in chunk {self.chunk}"
 
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a stage is computed: the pipeline rank, and which of the rank's chunks it is."""
+    """The place of a stage: a pipeline rank, and the number of one of the rank's chunks."""
 
     rank: int
     chunk: int
@@ -45,13 +45,13 @@ class Seat:
 
 @dataclass(frozen=True)
 class Placement:
-    """Which rank holds which stage as which chunk; a stage is a place in the whole model, first to last."""
+    """The seat of every stage, in the order of the model."""
 
     seats: tuple[Seat, ...]
 
     @classmethod
     def looped(cls, num_ranks: int, num_chunks: int = 1) -> Placement:
-        """Stage after stage around the ranks, and around again: 0 1 2 3 0 1 2 3."""
+        """Stages on ranks in turn, one round a chunk: 0 1 2 3 0 1 2 3."""
         return cls(tuple(Seat(rank, chunk) for chunk in range(num_chunks) for rank in range(num_ranks)))
 
     @classmethod
@@ -83,7 +83,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """The order in which each rank runs its actions, ``orders[rank]``, and where the stages are."""
+    """The order in which each rank runs its actions, ``orders[rank]``, and the placement of stages."""
 
     name: str
     orders: tuple[tuple[Action, ...], ...]

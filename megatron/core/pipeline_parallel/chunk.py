@@ -1,4 +1,4 @@
-"""A part of a model as the runner sees it: stage inputs and a microbatch become the next stage's inputs, or a loss."""
+"""A part of a model for the runner: it turns stage inputs and a microbatch into the next stage's inputs or a loss."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.side_losses import SideLosses
 
 StageInputs = dict[str, Tensor]
-"""What one stage hands the next: tensors by name. Those of floating type carry gradients back."""
+"""Outputs of a stage that are inputs of the next: tensors by name. Those of floating type have gradients."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and type of a tensor that a stage is handed, known before it arrives."""
+    """Shape and type of a stage input, known before it is received."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
-        """Those of ``tensor``."""
+        """Shape and type of ``tensor``."""
         return cls(tuple(tensor.shape), tensor.dtype)
 
     def empty(self, device: torch.device) -> Tensor:
-        """Room for such a tensor."""
+        """An uninitialized tensor."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
@@ -38,8 +38,8 @@ class TensorSpec:
 class Microbatch:
     """Tensors by field name, and the random streams of the samples they hold.
 
-    ``backward_scale``: from which the backward pass of its loss starts; the loss scale, with fp16. ``loss_weights``: of
-    several losses; see ``LossSum.of``.
+    ``backward_scale``: the gradient from which the backward pass of its loss starts; with fp16 from the loss scale.
+    ``loss_weights``: of several losses; see ``LossSum.of``.
     """
 
     tensors: Mapping[str, Tensor]
@@ -49,15 +49,15 @@ class Microbatch:
 
     @functools.cached_property
     def side_losses(self) -> SideLosses:
-        """Takes the losses that layers report; one for all of this rank's parts of the model."""
+        """Collects the losses that layers report, in all of this rank's parts of the model."""
         return SideLosses(backward_scale=self.backward_scale, weights=self.loss_weights)
 
 
 @dataclass(frozen=True)
 class LossSum:
-    """A loss as a sum and a count, never a mean: it can't depend on how tokens fall into microbatches or ranks.
+    """A loss as a sum and a count, never a mean: independent of how tokens are divided into microbatches and ranks.
 
-    ``sum``: fp32 scalar whose gradient is accumulated. ``count``: fp32 scalar, what the sum is divided by in the end.
+    ``sum``: fp32 scalar whose gradient is accumulated. ``count``: fp32 scalar by which the sum is divided in the end.
     ``parts``: named losses to report, each a ``[sum, count]`` pair.
     """
 
@@ -66,13 +66,12 @@ class LossSum:
     parts: Mapping[str, Tensor] = field(default_factory=dict)
 
     def detached(self) -> LossSum:
-        """The same numbers without the graph behind them."""
-        return LossSum(
-            self.sum.detach(), self.count.detach(), {name: part.detach() for name, part in self.parts.items()}
-        )
+        """The same numbers without their graph."""
+        parts = {name: part.detach() for name, part in self.parts.items()}
+        return LossSum(self.sum.detach(), self.count.detach(), parts)
 
     def plus(self, other: LossSum) -> LossSum:
-        """Sums and counts of both, and of the parts that one of them has."""
+        """Sums and counts of both, and of the parts of either."""
         parts = dict(self.parts)
         for name, part in other.parts.items():
             parts[name] = parts[name] + part if name in parts else part
@@ -80,14 +79,14 @@ class LossSum:
 
     @classmethod
     def of_parts(cls, parts: Mapping[str, Tensor]) -> LossSum:
-        """Parts to report, ``[sum, count]`` each, beside a loss whose gradient they are not in."""
+        """Parts that are reported only, ``[sum, count]`` each: the loss and its gradient are zero."""
         nothing = next(iter(parts.values())).new_zeros(())
         return cls(nothing, nothing, parts)
 
     @classmethod
     def of(cls, parts: Mapping[str, tuple[Tensor, Tensor]], *, weights: Mapping[str, Tensor] | None = None) -> LossSum:
-        """Losses by name, each a sum and a count. The count of the first divides all; ``weights`` multiply the sums, so
-        that with quotients of the global counts each becomes a mean over its own.
+        """Losses by name, each a sum and a count. All sums are divided by the first count; ``weights`` multiply the
+        sums: quotients of the global counts make each a mean over its own count.
         """
         _, count = next(iter(parts.values()))
         scaled = [total * weights[name] if weights else total for name, (total, _) in parts.items()]
@@ -104,13 +103,13 @@ class LossSum:
 
 
 class Chunk(Protocol):
-    """A consecutive part of the model that this rank holds."""
+    """A part of consecutive layers of the model that this rank holds."""
 
     @property
     def incoming(self) -> Mapping[str, TensorSpec]:
-        """Its inputs for every microbatch; none for the first stage."""
+        """Its stage inputs, the same for every microbatch; none for the first stage."""
         ...
 
     def __call__(self, stage_inputs: StageInputs, microbatch: Microbatch) -> StageInputs | LossSum:
-        """Hand hidden states on to the next chunk, or, on the last, return the loss."""
+        """Returns the inputs of the next stage, or, on the last stage, the loss."""
         ...

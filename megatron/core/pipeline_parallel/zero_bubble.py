@@ -1,8 +1,8 @@
-"""Schedules that split the backward pass, so that gradients of weights fill the time in which a rank would wait. Pure.
+"""Schedules that split the backward pass and compute gradients of weights while a rank would wait. Pure.
 
 Zero Bubble Pipeline Parallelism (arXiv:2401.10241) and, for stages placed in a V, arXiv:2405.15362. With forward,
-input-backward and weight-backward of one length t, a 1F1B step waits 3t·(pp-1) longer than its work takes, ZB-H1
-t·(pp-1); ZB-V, whose chunks are half as long, t/2·(pp-1), which is what it takes to reach the last rank at all.
+input-backward and weight-backward of one length t, a 1F1B step has a bubble of 3t·(pp-1), ZB-H1 of t·(pp-1), and ZB-V,
+whose chunks are half as long, of t/2·(pp-1): the time until the first microbatch reaches the last rank.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from megatron.core.pipeline_parallel.actions import Action, Kind, PipelineSchedu
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> PipelineSchedule:
-    """1F1B in which rank r is r weight-backward passes late, and catches up while it would wait at the end.
+    """1F1B in which rank r delays r weight-backward passes, and computes them at the end, where it would wait.
 
-    Every rank keeps up to pp microbatches, which under 1F1B only the first one does.
+    Every rank keeps activations of up to pp microbatches; under 1F1B only the first rank does.
     """
     orders = []
     for rank in range(num_ranks):
@@ -41,8 +41,8 @@ def zb_v(num_ranks: int, num_microbatches: int) -> PipelineSchedule:
 
     No rank keeps more than 2·pp chunks' activations; 1F1B's first rank keeps as much.
 
-    Forward and input-backward passes come in the order of ``_Rank.plan``; a weight-backward pass is put wherever, with
-    all passes equally long, the next one of those can't run yet or would keep too much.
+    Forward and input-backward passes come in the order of ``_Rank.plan``. A weight-backward pass is inserted wherever,
+    with all passes equally long, the next pass of the plan can't run yet or would exceed the memory limit.
     """
     placement = Placement.vee(num_ranks)
     ranks = [_Rank(rank, placement, num_microbatches) for rank in range(num_ranks)]
@@ -58,7 +58,7 @@ def zb_v(num_ranks: int, num_microbatches: int) -> PipelineSchedule:
 
 
 class _Rank:
-    """One rank while ZB-V's order is built, a unit of time after the other."""
+    """One rank while ZB-V's order is built, one unit of time after the other."""
 
     def __init__(self, rank: int, placement: Placement, num_microbatches: int) -> None:
         self.order: list[Action] = []
@@ -74,8 +74,8 @@ class _Rank:
     def plan(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[tuple[Kind, int]]:
         """Forward and input-backward passes as (kind, chunk), until no forward pass is left.
 
-        First as many through chunk 0 as can leave before the first one is back, then both chunks in turns; then chunk
-        1's backward passes as they become possible; then every pass in turns.
+        First as many through chunk 0 as fit before the first microbatch reaches chunk 1, then both chunks in turns;
+        then chunk 1's backward passes as they become possible; then every pass in turns.
         """
         count: Counter[tuple[Kind, int]] = Counter()
 

@@ -22,7 +22,7 @@ _CPU_CHUNK, DEVICE_CHUNK = 1 << 24, 1 << 27
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Vocabulary:
+class VocabularyPart:
     """This rank's part of the vocabulary: ``valid`` ids from ``start``; further rows of the weight are padding."""
 
     mesh: Mesh
@@ -36,16 +36,14 @@ def linear_cross_entropy(
     labels: Tensor,
     loss_weights: Tensor,
     *,
-    mesh: Mesh,
-    vocab_start: int,
-    vocab_valid: int,
+    vocabulary: VocabularyPart,
     bias: Tensor | None = None,
     backward_scale: float = 1.0,
 ) -> Tensor:
     """Sum over rows of ``loss_weights`` times the cross entropy of softmax(hidden·weightᵀ + bias), as a scalar.
 
     ``hidden`` [N, h]; ``weight`` [v, h] and ``bias`` [v], this rank's part; ``labels`` [N], ids of the
-    whole vocabulary; ``loss_weights`` [N]. Rows of ``weight`` from ``vocab_valid`` on are padding: no probability, no
+    whole vocabulary; ``loss_weights`` [N]. Rows of ``weight`` from ``valid`` on are padding: no probability, no
     gradient. The result is fp32 (fp64 for fp64 inputs) and the same on every tensor-parallel rank.
 
     The forward pass computes the gradients as well, when any is needed; the backward pass multiplies them by the
@@ -57,7 +55,6 @@ def linear_cross_entropy(
     """
     inputs = (hidden, weight) if bias is None else (hidden, weight, bias)
     needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
-    vocabulary = _Vocabulary(mesh=mesh, start=vocab_start, valid=vocab_valid)
     return _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call, no-any-return]
         hidden, weight, bias, labels, loss_weights, vocabulary, backward_scale if needs_grad else None
     )
@@ -69,13 +66,10 @@ def vocab_parallel_token_losses(
     weight: Tensor,
     labels: Tensor,
     *,
-    mesh: Mesh,
-    vocab_start: int,
-    vocab_valid: int,
+    vocabulary: VocabularyPart,
     bias: Tensor | None = None,
 ) -> Tensor:
     """Cross entropy of each row, [N] in fp32 (fp64 for fp64 inputs), without gradient; arguments as above."""
-    vocabulary = _Vocabulary(mesh=mesh, start=vocab_start, valid=vocab_valid)
     losses = hidden.new_empty(hidden.shape[0], dtype=_wide(hidden))
     for chunk in _chunks(hidden, weight, bias, vocabulary):
         losses[chunk.rows] = _softmax_(chunk.wide, labels[chunk.rows], vocabulary).losses
@@ -87,19 +81,16 @@ def vocab_parallel_argmax(
     hidden: Tensor,
     weight: Tensor,
     *,
-    mesh: Mesh,
-    vocab_start: int,
-    vocab_valid: int,
+    vocabulary: VocabularyPart,
     bias: Tensor | None = None,
 ) -> Tensor:
     """The most probable id of each row, [N]; the lowest of several that are equal."""
-    vocabulary = _Vocabulary(mesh=mesh, start=vocab_start, valid=vocab_valid)
     best = hidden.new_empty(hidden.shape[0], dtype=torch.int64)
     for chunk in _chunks(hidden, weight, bias, vocabulary):
         top, index = chunk.wide.max(dim=1)
-        highest = all_reduce(top.clone(), mesh, "tp", op="max")
-        candidate = torch.where(top == highest, index + vocab_start, torch.iinfo(torch.int64).max)
-        best[chunk.rows] = all_reduce(candidate, mesh, "tp", op="min")
+        highest = all_reduce(top.clone(), vocabulary.mesh, "tp", op="max")
+        candidate = torch.where(top == highest, index + vocabulary.start, torch.iinfo(torch.int64).max)
+        best[chunk.rows] = all_reduce(candidate, vocabulary.mesh, "tp", op="min")
     return best
 
 
@@ -116,7 +107,7 @@ class _Chunk:
     wide: Tensor
 
 
-def _chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: _Vocabulary) -> Iterator[_Chunk]:
+def _chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: VocabularyPart) -> Iterator[_Chunk]:
     """Logits of some rows at a time, the lowest finite value for padding; each chunk overwrites the one before.
 
     Ranges of rows are the same on every rank, since padded parts of the vocabulary are equally large.
@@ -150,7 +141,7 @@ class _Softmax:
     here: Tensor
 
 
-def _softmax_(logits: Tensor, labels: Tensor, vocabulary: _Vocabulary) -> _Softmax:
+def _softmax_(logits: Tensor, labels: Tensor, vocabulary: VocabularyPart) -> _Softmax:
     """Overwrites wide ``logits`` [rows, v]; reduces [rows, 1] and [2, rows, 1] over the ranks.
 
     Torch's fused softmax takes half the time of its parts; the sum it divided by is read off its largest value.
@@ -179,7 +170,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         loss_weights: Tensor,
-        vocabulary: _Vocabulary,
+        vocabulary: VocabularyPart,
         backward_scale: float | None,
     ) -> Tensor:
         total = hidden.new_zeros((), dtype=_wide(hidden))

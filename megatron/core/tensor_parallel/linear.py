@@ -72,10 +72,10 @@ class _Linear(torch.autograd.Function):
         if ctx.gathers:
             grad_x = reduce_scatter(grad_x, context.mesh, "tp")
         work = partial(ctx.add_gradient, rows, whole.wait().reshape(-1, x.shape[-1]))
-        if context.weight_gradients.are_waiting:
-            context.weight_gradients.note(work)
-        else:
+        if context.weight_gradients.noted is None:
             work()
+        else:
+            context.weight_gradients.noted.append(work)
         return grad_x, rows.sum(0) if ctx.needs_input_grad[1] else None, None, None, None, None
 
 

@@ -17,6 +17,7 @@ from megatron.core.parallel.costs import Costs, Workload
 from megatron.core.parallel.sharding import Sharding
 from megatron.core.tensor_parallel.cross_entropy import (
     DEVICE_CHUNK,
+    VocabularyPart,
     linear_cross_entropy,
     vocab_parallel_argmax,
     vocab_parallel_token_losses,
@@ -46,12 +47,10 @@ class VocabularyOutput:
     bias: Tensor | None = None
 
     @property
-    def _first(self) -> int:
-        return self.weight.shape[0] * self.context.mesh.rank("tp")
-
-    @property
-    def _valid(self) -> int:
-        return max(0, min(self.weight.shape[0], self.vocab_size - self._first))
+    def _vocabulary(self) -> VocabularyPart:
+        rows, mesh = self.weight.shape[0], self.context.mesh
+        first = rows * mesh.rank("tp")
+        return VocabularyPart(mesh=mesh, start=first, valid=max(0, min(rows, self.vocab_size - first)))
 
     def cross_entropy(self, labels: Tensor, loss_weights: Tensor, *, backward_scale: float = 1.0) -> Tensor:
         """Sum over ``[b, S]`` of weight times cross entropy, an fp32 scalar; gradients are made on the way, at the
@@ -80,9 +79,7 @@ class VocabularyOutput:
             added_at_once(self.weight),
             labels,
             weights,
-            mesh=self.context.mesh,
-            vocab_start=self._first,
-            vocab_valid=self._valid,
+            vocabulary=self._vocabulary,
             bias=self.bias,
             backward_scale=backward_scale,
         )
@@ -95,9 +92,7 @@ class VocabularyOutput:
             self.hidden.flatten(0, 1),
             self.weight,
             labels.t().reshape(-1),
-            mesh=self.context.mesh,
-            vocab_start=self._first,
-            vocab_valid=self._valid,
+            vocabulary=self._vocabulary,
             bias=self.bias,
         )
         return losses.view(length, batch).t()
@@ -109,9 +104,7 @@ class VocabularyOutput:
         ids = vocab_parallel_argmax(
             self.hidden.flatten(0, 1),
             self.weight,
-            mesh=self.context.mesh,
-            vocab_start=self._first,
-            vocab_valid=self._valid,
+            vocabulary=self._vocabulary,
             bias=self.bias,
         )
         return ids.view(length, batch).t()

@@ -13,13 +13,14 @@ from torch.nn import functional
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tensor_parallel import cross_entropy
 from megatron.core.tensor_parallel.cross_entropy import (
+    VocabularyPart,
     linear_cross_entropy,
     vocab_parallel_argmax,
     vocab_parallel_token_losses,
 )
 
 ROWS, WIDTH, VOCAB, PADDED = 37, 8, 50, 64
-ONE_RANK: dict[str, Any] = {"mesh": Mesh.single(), "vocab_start": 0, "vocab_valid": VOCAB}
+ONE_RANK: dict[str, Any] = {"vocabulary": VocabularyPart(mesh=Mesh.single(), start=0, valid=VOCAB)}
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +122,7 @@ def test_large_logits_do_not_overflow() -> None:
     """exp of a raw logit above 88 is infinite in fp32."""
     hidden, weight = torch.full((1, 1), 1e4), torch.tensor([[1.0], [0.0]])
     losses = vocab_parallel_token_losses(
-        hidden, weight, torch.tensor([0]), mesh=Mesh.single(), vocab_start=0, vocab_valid=2
+        hidden, weight, torch.tensor([0]), vocabulary=VocabularyPart(mesh=Mesh.single(), start=0, valid=2)
     )
     assert losses.tolist() == [0.0]
 
@@ -130,7 +131,7 @@ def test_gradient_seed_keeps_small_fp16_gradients() -> None:
     """Probabilities below 6e-8 are zero in fp16; with the loss scale applied in time they survive."""
     hidden = torch.ones(1, 1, dtype=torch.float16, requires_grad=True)
     weight = torch.tensor([[18.0], [0.0]], dtype=torch.float16, requires_grad=True)
-    at: dict[str, Any] = {"mesh": Mesh.single(), "vocab_start": 0, "vocab_valid": 2}
+    at: dict[str, Any] = {"vocabulary": VocabularyPart(mesh=Mesh.single(), start=0, valid=2)}
     arguments = (hidden, weight, torch.tensor([0]), torch.ones(1))
     (plain_grad,) = torch.autograd.grad(linear_cross_entropy(*arguments, **at), weight)
     scaled_loss = linear_cross_entropy(*arguments, **at, backward_scale=1024.0)
