@@ -14,8 +14,8 @@ class Activity:
     """Written by the rank's main thread, read by the thread that watches it.
 
     ``progress``: e.g. ``iteration 12``. ``part``: of that iteration, e.g. ``forward-backward``. ``action``: of the
-    pipeline runner. ``collective``: in which the rank waits for the world ranks ``group``; empty outside of collectives.
-    ``since``: monotonic time at which it began. ``steps``: iterations done by this process.
+    pipeline runner. ``collective``: in which the rank waits for the world ranks ``group``; empty outside of
+    one. ``since``: monotonic time at which it began. ``steps``: iterations done by this process.
     """
 
     progress: str = "start"
