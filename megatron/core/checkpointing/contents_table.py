@@ -1,6 +1,6 @@
 """``.metadata`` of torch.distributed.checkpoint, a pickle of its own classes: read as records, and built here anew.
 
-What it says is checked against itself: boxes lie in their tensors, and numbers fit into the bytes that hold them.
+It is checked for consistency: boxes lie in their tensors, and numbers fit into the bytes that hold them.
 """
 
 from __future__ import annotations
@@ -24,34 +24,25 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron.core.checkpointing.unpickling import MOST_DIMS, STOOD_IN_FOR, Builders, StandIn, mapping_of, unpickle
+from megatron.core.checkpointing.unpickling import MOST_DIMS, Builders, StandIn, mapping_of, unpickle
 from megatron.errors import CheckpointError
 
 _DCP = "torch.distributed.checkpoint."
 _NAMES = (
+    *(f"{_DCP}metadata.{name}Metadata" for name in ("", "BytesStorage", "ChunkStorage", "TensorStorage")),
     *(
         f"{_DCP}metadata.{name}"
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
+        for name in ("MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING")
     ),
-    f"{_DCP}filesystem._StorageInfo",
-    "torch.serialization._get_layout",
-    "pathlib.PosixPath",
-    "pathlib.WindowsPath",
+    *(f"{_DCP}filesystem._StorageInfo", "torch.serialization._get_layout"),
+    *("pathlib.PosixPath", "pathlib.WindowsPath"),
+    "builtins.getattr",  # how Python 3.11 pickles a member of an enum
 )
 
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """A million new containers, none of them garbage, would be searched through over and over."""
+    """The collector would search a million new containers, none of them garbage, over and over."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -65,9 +56,9 @@ def _without_garbage_collection() -> Iterator[None]:
 def read_table(file: IO[bytes], *, is_foreign: bool) -> Metadata:
     """The table of contents in ``file``; CheckpointError, or almost any other error, where it is none.
 
-    ``is_foreign``: it may name classes of the program that wrote it, which come to nothing.
+    ``is_foreign``: it may name classes of the program that wrote it, which are ignored.
     """
-    found = unpickle(file, _BUILDERS, stood_in_for=STOOD_IN_FOR if is_foreign else ())
+    found = unpickle(file, _BUILDERS, is_foreign=is_foreign)
     table = _fields(found, "metadata.Metadata")
     entries = {_text(name): _entry(name, entry) for name, entry in table["state_dict_metadata"].items()}
     places = {_index(index): _place(place) for index, place in table["storage_data"].items()}
@@ -148,8 +139,8 @@ def _shown(value: Any) -> str:
     return ascii(reprlib.repr(value))[1:-1][:60]
 
 
-def _size(dims: Any = ()) -> Any:
-    return dims  # looked at where a shape is needed
-
-
-_BUILDERS: Builders = {**dict.fromkeys(_NAMES), "torch.Size": _size, "collections.OrderedDict": mapping_of}
+_BUILDERS: Builders = {
+    **dict.fromkeys(_NAMES),
+    "torch.Size": lambda dims=(): dims,  # looked at where a shape is needed
+    "collections.OrderedDict": mapping_of,
+}

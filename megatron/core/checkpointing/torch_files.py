@@ -21,7 +21,7 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from megatron.core.checkpointing.unpickling import STOOD_IN_FOR, Builders, StandIn, key_of, mapping_of, unpickle
+from megatron.core.checkpointing.unpickling import Builders, StandIn, key_of, mapping_of, unpickle
 from megatron.errors import CheckpointError
 
 _SCRIPT_RECORD = "constants.pkl"
@@ -49,7 +49,7 @@ _STORAGES = {
 
 
 def load_torch_file(path: Path) -> Any:
-    """What ``torch.save`` wrote to ``path``, its tensors mapped from the file: what isn't looked at isn't read.
+    """What ``torch.save`` wrote to ``path``. Its tensors are mapped from the file, so only what is used is read.
 
     Raises CheckpointError for a file that names code, or is none of torch's.
     """
@@ -114,11 +114,11 @@ def _load_zip(buffer: mmap.mmap, *, is_checked: bool) -> Any:
     pickled = _record(buffer, records[f"{top}/data.pkl"], is_checked=True)
     if len(pickled) > _LARGEST_PICKLE:
         raise CheckpointError(f"its pickle has {len(pickled):,} bytes, more than {_LARGEST_PICKLE:,}")
-    return unpickle(io.BytesIO(pickled), _BUILDERS, stood_in_for=STOOD_IN_FOR, storage=_Storages(numbers))
+    return unpickle(io.BytesIO(pickled), _BUILDERS, is_foreign=True, storage=_Storages(numbers))
 
 
 def _record(buffer: mmap.mmap, info: zipfile.ZipInfo, *, is_checked: bool = False) -> memoryview:
-    """A record's bytes in place. torch stores records as they are, so one that is compressed is nobody's checkpoint."""
+    """A record's bytes in place. torch never compresses records, so a compressed one is refused."""
     signature, name, extra = _LOCAL_HEADER.unpack_from(buffer, info.header_offset)
     begin = info.header_offset + _LOCAL_HEADER.size + name
     named = buffer[begin - name : begin].decode("utf-8", "replace")
@@ -133,31 +133,30 @@ def _record(buffer: mmap.mmap, info: zipfile.ZipInfo, *, is_checked: bool = Fals
 
 
 def _load_pickles(buffer: mmap.mmap) -> Any:
-    """The format before torch 1.6: the value comes before its storages, so it is read twice, first to get past it."""
+    """The format before torch 1.6, where storages come after the value, which is made on empty storages."""
     stream = cast(IO[bytes], buffer)
-    if (unpickle(stream, {}), unpickle(stream, {})) != (_MAGIC, _PROTOCOL):
+    if (unpickle(stream, {}, is_foreign=False), unpickle(stream, {}, is_foreign=False)) != (_MAGIC, _PROTOCOL):
         raise ValueError("it does not start like a file of torch.save")
-    unpickle(stream, {})  # what the machine was
-    begin = stream.tell()
-    types: dict[str, torch.dtype] = {}
+    unpickle(stream, {}, is_foreign=False)  # what the machine was
+    empty: dict[str, Tensor] = {}
 
-    def note(key: str, dtype: torch.dtype, count: int) -> Tensor:
-        types[key] = dtype
-        return torch.empty(0, dtype=dtype)
+    def allocate(key: str, dtype: torch.dtype, count: int) -> Tensor:
+        if sum(held.nbytes for held in empty.values()) + count * dtype.itemsize > len(buffer):
+            raise CheckpointError(f"its storages have more bytes than the file, {len(buffer):,}")
+        empty[key] = torch.empty(count, dtype=dtype)
+        return empty[key]
 
-    outline = {name: lambda *arguments: None for name in _BUILDERS if name.startswith("torch._utils.")}
-    unpickle(stream, {**_BUILDERS, **outline}, stood_in_for=STOOD_IN_FOR, storage=_Storages(note))
-    stored: dict[str, Tensor] = {}
-    for key in unpickle(stream, {}):
-        count, dtype = int.from_bytes(stream.read(8), "little"), types[key]
-        held = bytearray(stream.read(count * dtype.itemsize))  # at any address: numbers are copied to where they belong
-        stored[key] = torch.frombuffer(held, dtype=dtype, count=count) if count else torch.empty(0, dtype=dtype)
-    stream.seek(begin)
-
-    def numbers(key: str, dtype: torch.dtype, count: int) -> Tensor:
-        return stored[key][:count]
-
-    return unpickle(stream, _BUILDERS, stood_in_for=STOOD_IN_FOR, storage=_Storages(numbers))
+    value = unpickle(stream, _BUILDERS, is_foreign=True, storage=_Storages(allocate))
+    for key in unpickle(stream, {}, is_foreign=False):
+        count, held = int.from_bytes(stream.read(8), "little"), empty.pop(key)
+        stored = bytearray(stream.read(count * held.itemsize))
+        if len(stored) < held.nbytes:
+            raise CheckpointError(f"storage {key} has {len(stored)} bytes, too few for {len(held)} of {held.dtype}")
+        if len(held):
+            held.copy_(torch.frombuffer(stored, dtype=held.dtype, count=len(held)))
+    if empty:
+        raise CheckpointError(f"it lacks the storages {', '.join(map(ascii, [*empty][:3]))}")
+    return value
 
 
 class _Storages:
@@ -244,4 +243,5 @@ _BUILDERS: Builders = {
     "builtins.frozenset": _set,
     "builtins.bytearray": None,
     "builtins.complex": None,
+    "builtins.getattr": None,  # how Python 3.11 pickles a member of an enum
 }

@@ -1,39 +1,37 @@
-"""Pickles of strangers, read without Python's unpickler: plain data come out, and nothing that they name is looked up.
+"""Pickles of strangers: plain data come out, and nothing that they name is looked up.
 
-A pickle is a program for a small machine. ``pickletools`` splits it into operations; those that build plain data are
-carried out here, on objects of this module. A name becomes a ``StandIn``, a record of the name, of the arguments it was
-called with and of the state it was given. The caller says which names it builds something of, with its own functions.
-Whatever else the program of the file may need ends the reading.
+This is Python's unpickler written in Python, cut down to the operations that parse plain data. Those that call, fill
+or hash something are replaced. A name becomes a ``StandIn``, a record of the name, of the arguments it was called
+with and of the state it was given. The caller says for which names it builds something, with functions of its own.
 """
 
 from __future__ import annotations
 
 import pickle
-import pickletools
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from struct import unpack
 from sys import getsizeof
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import torch
 
 from megatron.errors import CheckpointError
 
 Builders = Mapping[str, Callable[..., Any] | None]
-"""By its full name, what a name stands for when a pickle calls it: a function, which is given whatever a stranger wrote
-and checks it, or None for a ``StandIn``."""
+"""What is built when a pickle calls a name, by its full name: a function that checks its arguments, since a stranger
+wrote them, or None for a ``StandIn``."""
 
-# Packages whose classes are met in checkpoints and needed by no conversion: random states, enums, plans.
-STOOD_IN_FOR = ("megatron", "transformer_engine", "apex", "numpy", "torch", "signal", "functools", "pathlib", "enum")
-_STOOD_IN_FOR_TOO = "builtins.getattr"  # how Python 3.11 pickles a member of an enum
+# Packages whose classes are in other programs' checkpoints and needed by no conversion: random states, enums, plans.
+_FOREIGN = ("megatron", "transformer_engine", "apex", "numpy", "torch", "signal", "functools", "pathlib", "enum")
 _MOST_SHARED, _MOST_DEPTH, _MOST_COPIED_BYTES = 300_000, 100, 1 << 24
 MOST_DIMS = 64
 
 
 @dataclass(eq=False, slots=True, repr=False)
 class StandIn:
-    """What a pickle names (``arguments`` is None), or has made of the name; it does nothing."""
+    """A name in a pickle (``arguments`` is None), or what the pickle made of the name; it does nothing."""
 
     stands_for: str
     arguments: tuple[Any, ...] | None = None
@@ -44,116 +42,66 @@ class StandIn:
 
 
 def unpickle(
-    file: IO[bytes],
-    builders: Builders,
-    *,
-    stood_in_for: tuple[str, ...] = (),
-    storage: Callable[[Any], Any] | None = None,
+    file: IO[bytes], builders: Builders, *, is_foreign: bool, storage: Callable[[Any], Any] | None = None
 ) -> Any:
     """The value of the pickle at the position of ``file``, which is left behind the pickle's end.
 
-    Names that are neither in ``builders`` nor of a package in ``stood_in_for`` raise CheckpointError; so do objects
-    within themselves, and shared ones that make the value far larger than its file when written out. ``storage``: what
-    a persistent id stands for. A damaged pickle raises almost anything.
+    Raises CheckpointError for names that ``builders`` lack, for objects within themselves, and for shared objects that
+    make the value far larger than its file when written out. A damaged pickle raises almost anything. ``is_foreign``:
+    it may also name classes of the program that wrote it. ``storage``: what a persistent id stands for.
     """
-    machine, begin = _Machine(file, builders, stood_in_for, storage), file.tell()
-    machine.run()
-    value = machine.stack.pop()
+    begin = file.tell()
+    value = _PlainUnpickler(file, builders, is_foreign, storage).load()
     _check_bounds(value, most=_MOST_SHARED + file.tell() - begin)
     return value
 
 
-class _Machine:
-    """The state of a pickle being read. Only objects made here are changed, by their own type's means."""
+class _PlainUnpickler(pickle._Unpickler):
+    """``dispatch`` is below. Only objects made here are changed, by their own type's means."""
+
+    stack: list[Any]
+    append: Callable[[Any], None]
+    pop_mark: Callable[[], list[Any]]
+    read: Callable[[int], bytes]
 
     def __init__(
-        self,
-        file: IO[bytes],
-        builders: Builders,
-        stood_in_for: tuple[str, ...],
-        storage: Callable[[Any], Any] | None,
+        self, file: IO[bytes], builders: Builders, is_foreign: bool, storage: Callable[[Any], Any] | None
     ) -> None:
-        self.stack: list[Any] = []
-        self.marks: list[int] = []  # lengths of the stack
-        self.memo: dict[int, Any] = {}
+        super().__init__(file, encoding="latin-1")
+        self._file, self._builders, self._is_foreign, self._storage = file, builders, is_foreign, storage
         self._copied_bytes = 0
-        self._file, self._builders, self._stood_in_for, self._storage = file, builders, stood_in_for, storage
 
-    def run(self) -> None:
-        """Carry out all operations up to STOP; the commonest, over half of all, in place."""
-        read, stack, memo = self._file.read, self.stack, self.memo
-        while (code := read(1)) != pickle.STOP:
-            if code == pickle.MEMOIZE:
-                memo[len(memo)] = stack[-1]
-            elif code == pickle.BINGET:
-                stack.append(memo[read(1)[0]])
-            elif code == pickle.LONG_BINGET:
-                stack.append(memo[int.from_bytes(read(4), "little")])
-            elif code == pickle.BININT1:
-                stack.append(read(1)[0])
-            elif code in _OPERATIONS:
-                operation, read_argument = _OPERATIONS[code]
-                if read_argument is None:
-                    operation(self)
-                else:
-                    operation(self, read_argument(self._file))
-            elif name := _OTHERS.get(code):
-                raise CheckpointError(f"it uses {name}, which no checkpoint needs")
-            else:
-                raise ValueError(f"no operation of a pickle ends at byte {self._file.tell():,}")
-
-    def push(self, value: Any) -> None:
-        self.stack.append(value)
-
-    def ignore(self, _: Any) -> None:
-        pass
-
-    def pop(self) -> None:
-        if self.marks and self.marks[-1] == len(self.stack):
-            self.marks.pop()
-        else:
-            self.stack.pop()
-
-    def mark(self) -> None:
-        self.marks.append(len(self.stack))
-
-    def since_mark(self) -> list[Any]:
-        begin = self.marks.pop()
-        found = self.stack[begin:]
-        del self.stack[begin:]
-        return found
-
-    def put(self, place: int) -> None:
-        self.memo[place] = self.stack[-1]
-
-    def get(self, place: int) -> None:
-        self.stack.append(self.memo[place])
-
-    def name(self, module: Any, name: Any) -> None:
+    def find_class(self, module: str, name: str) -> Any:
         """A global: one of torch's types of numbers, or a record of the name."""
-        module = "builtins" if module == "__builtin__" else module  # as Python 2 called it, and protocol 2 does
-        full = f"{module}.{name}" if type(module) is type(name) is str else ""
+        full = f"{'builtins' if module == '__builtin__' else module}.{name}"  # what Python 2 and protocol 2 call it
         self._count_copied(full)
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
-            self.push(dtype)
-        elif full in self._builders or self._is_stood_in_for(full):
-            self.push(StandIn(full))
-        else:
-            raise CheckpointError(f"it names {ascii(full)[1:-1][:100]}, which checkpoints may not name")
+            return dtype
+        if full in self._builders or (self._is_foreign and full.split(".")[0] in _FOREIGN):
+            return StandIn(full)
+        raise CheckpointError(f"it names {ascii(full)[1:-1][:100]}, which checkpoints may not name")
 
-    def _is_stood_in_for(self, full: str) -> bool:
-        return bool(self._stood_in_for) and (full.split(".")[0] in self._stood_in_for or full == _STOOD_IN_FOR_TOO)
+    def persistent_load(self, pid: Any) -> Any:
+        """A tensor's storage."""
+        if self._storage is None:
+            raise CheckpointError("it refers to tensors outside the file")
+        return self._storage(pid)
 
     def call(self) -> None:
+        """REDUCE and NEWOBJ."""
         arguments, function = self.stack.pop(), self.stack.pop()
         if not isinstance(function, StandIn) or function.arguments is not None or type(arguments) is not tuple:
             raise CheckpointError(f"it calls {_kind(function)}, which is not callable")
         build = self._builders.get(function.stands_for)
-        if build is None:
-            self.stack.append(StandIn(function.stands_for, arguments))
-            return
-        self._count_copied(*arguments)
-        self.stack.append(build(*arguments))
+        if build is not None:
+            self._count_copied(*arguments)
+        self.append(StandIn(function.stands_for, arguments) if build is None else build(*arguments))
+
+    def call_marked(self) -> None:
+        """OBJ."""
+        function, *arguments = self.pop_mark()
+        self.stack += [function, tuple(arguments)]
+        self.call()
 
     def _count_copied(self, *values: Any) -> None:
         """Bound what all copies take together: of one large object a short file can ask for any number."""
@@ -161,12 +109,8 @@ class _Machine:
         if self._copied_bytes > _MOST_COPIED_BYTES + self._file.tell():
             raise CheckpointError("it copies the same objects so often that they are far larger than its file")
 
-    def persistent(self, identity: Any) -> None:
-        if self._storage is None:
-            raise CheckpointError("it refers to tensors outside the file")
-        self.push(self._storage(identity))
-
     def set_state(self) -> None:
+        """BUILD."""
         state, target = self.stack.pop(), self.stack[-1]
         if isinstance(target, StandIn) and target.arguments is not None:
             target.state = state
@@ -176,7 +120,8 @@ class _Machine:
         elif type(target) is not dict:  # an OrderedDict has attributes, which nobody needs
             raise CheckpointError(f"it sets attributes of {_kind(target)}")
 
-    def append(self, values: list[Any]) -> None:
+    def extend(self, values: list[Any]) -> None:
+        """APPEND, APPENDS and ADDITEMS."""
         target = self.stack[-1]
         if type(target) is list:
             target += values
@@ -186,6 +131,7 @@ class _Machine:
             raise CheckpointError(f"it appends to {_kind(target)}")
 
     def set_items(self, values: list[Any]) -> None:
+        """SETITEM, SETITEMS and DICT."""
         target = self.stack[-1]
         if type(target) is dict:
             for key, value in zip(values[::2], values[1::2], strict=True):
@@ -194,14 +140,14 @@ class _Machine:
             raise CheckpointError(f"it sets items of {_kind(target)}")
 
     def make_dict(self) -> None:
-        values = self.since_mark()
-        self.push({})
+        """DICT."""
+        values = self.pop_mark()
+        self.append({})
         self.set_items(values)
 
-    def make_instance(self) -> None:
-        function, *arguments = self.since_mark()
-        self.stack += [function, tuple(arguments)]
-        self.call()
+    def make_bytes(self) -> None:
+        """BYTEARRAY8. Python's own would take the memory before it reads."""
+        self.append(self.read(*unpack("<Q", self.read(8))))
 
 
 def key_of(value: Any, *, nested: bool = False) -> Any:
@@ -223,6 +169,9 @@ def _kind(value: Any) -> str:
 def mapping_of(items: Any = ()) -> dict[Any, Any]:
     """An OrderedDict; only Python 2 gave it items."""
     return {key_of(key): value for key, value in items}
+
+
+_HOLDERS = frozenset({dict, list, tuple, set, StandIn, Namespace})
 
 
 def _check_bounds(value: Any, most: int) -> None:
@@ -250,58 +199,38 @@ def _parts(value: Any) -> Any:
     return [*value, *value.values()] if type(value) is dict else value
 
 
-_HOLDERS = frozenset({dict, list, tuple, set, StandIn, Namespace})
+class _Operations(dict[int, Callable[[Any], None]]):
+    """What carries out each operation, by its byte; others end the reading."""
 
-# Operations whose argument is a value.
-_VALUES = (
-    *("INT", "BININT", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT", "STRING", "BINSTRING"),
-    *("SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES"),
-    *("BINBYTES8", "BYTEARRAY8"),
+    def __missing__(self, code: int) -> NoReturn:
+        name = next((name for name, value in vars(pickle).items() if name.isupper() and value == bytes([code])), None)
+        if name is None:
+            raise ValueError(f"{code:#04x} is no operation of a pickle")
+        raise CheckpointError(f"it uses {name}, which no checkpoint needs")
+
+
+_PARSED = """
+PROTO FRAME STOP MARK POP POP_MARK DUP PUT BINPUT LONG_BINPUT MEMOIZE GET BINGET LONG_BINGET GLOBAL STACK_GLOBAL PERSID
+BINPERSID NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT STRING BINSTRING
+SHORT_BINSTRING UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 EMPTY_LIST EMPTY_TUPLE
+EMPTY_DICT EMPTY_SET LIST TUPLE TUPLE1 TUPLE2 TUPLE3
+"""
+_REPLACED: dict[bytes, Callable[[_PlainUnpickler], None]] = {
+    pickle.REDUCE: _PlainUnpickler.call,
+    pickle.NEWOBJ: _PlainUnpickler.call,
+    pickle.OBJ: _PlainUnpickler.call_marked,
+    pickle.BUILD: _PlainUnpickler.set_state,
+    pickle.APPEND: lambda self: self.extend([self.stack.pop()]),
+    pickle.APPENDS: lambda self: self.extend(self.pop_mark()),
+    pickle.ADDITEMS: lambda self: self.extend(self.pop_mark()),
+    pickle.SETITEM: lambda self: self.set_items([self.stack.pop(-2), self.stack.pop()]),
+    pickle.SETITEMS: lambda self: self.set_items(self.pop_mark()),
+    pickle.DICT: _PlainUnpickler.make_dict,
+    pickle.FROZENSET: lambda self: self.append(set(map(key_of, self.pop_mark()))),
+    pickle.BYTEARRAY8: _PlainUnpickler.make_bytes,
+}
+_OF_PYTHON = pickle._Unpickler.dispatch
+_PlainUnpickler.dispatch = _Operations(
+    {getattr(pickle, name)[0]: _OF_PYTHON[getattr(pickle, name)[0]] for name in _PARSED.split()}
+    | {code[0]: operation for code, operation in _REPLACED.items()}
 )
-_KNOWN: dict[str, Callable[..., None]] = {
-    **dict.fromkeys(_VALUES, _Machine.push),
-    "PROTO": _Machine.ignore,
-    "FRAME": _Machine.ignore,
-    "NONE": lambda machine: machine.stack.append(None),
-    "NEWTRUE": lambda machine: machine.stack.append(True),
-    "NEWFALSE": lambda machine: machine.stack.append(False),
-    "EMPTY_LIST": lambda machine: machine.stack.append([]),
-    "EMPTY_TUPLE": lambda machine: machine.stack.append(()),
-    "EMPTY_DICT": lambda machine: machine.stack.append({}),
-    "EMPTY_SET": lambda machine: machine.stack.append(set()),
-    "MARK": _Machine.mark,
-    "POP_MARK": lambda machine: machine.since_mark().clear(),
-    "POP": _Machine.pop,
-    "DUP": lambda machine: machine.stack.append(machine.stack[-1]),
-    "LIST": lambda machine: machine.stack.append(machine.since_mark()),
-    "TUPLE": lambda machine: machine.stack.append(tuple(machine.since_mark())),
-    "TUPLE1": lambda machine: machine.stack.append((machine.stack.pop(),)),
-    "TUPLE2": lambda machine: machine.stack.append((machine.stack.pop(-2), machine.stack.pop())),
-    "TUPLE3": lambda machine: machine.stack.append(tuple(machine.stack.pop(-3 + at) for at in range(3))),
-    "DICT": _Machine.make_dict,
-    "FROZENSET": lambda machine: machine.stack.append({key_of(each) for each in machine.since_mark()}),
-    "APPEND": lambda machine: machine.append([machine.stack.pop()]),
-    "APPENDS": lambda machine: machine.append(machine.since_mark()),
-    "ADDITEMS": lambda machine: machine.append(machine.since_mark()),
-    "SETITEM": lambda machine: machine.set_items([machine.stack.pop(-2), machine.stack.pop()]),
-    "SETITEMS": lambda machine: machine.set_items(machine.since_mark()),
-    "PUT": _Machine.put,
-    "BINPUT": _Machine.put,
-    "LONG_BINPUT": _Machine.put,
-    "GET": _Machine.get,
-    "GLOBAL": lambda machine, names: machine.name(*names.split(" ", 1)),
-    "STACK_GLOBAL": lambda machine: machine.name(machine.stack.pop(-2), machine.stack.pop()),
-    "REDUCE": _Machine.call,
-    "NEWOBJ": _Machine.call,
-    "OBJ": _Machine.make_instance,
-    "BUILD": _Machine.set_state,
-    "PERSID": _Machine.persistent,
-    "BINPERSID": lambda machine: machine.persistent(machine.stack.pop()),
-}
-# By its byte: what carries out an operation, and what reads its argument from the file; names of all operations.
-_OTHERS = {each.code.encode("latin-1"): each.name for each in pickletools.opcodes}
-_OPERATIONS = {
-    each.code.encode("latin-1"): (_KNOWN[each.name], each.arg.reader if each.arg else None)
-    for each in pickletools.opcodes
-    if each.name in _KNOWN
-}

@@ -62,6 +62,22 @@ def test_settings_and_tensors_come_out(
     assert torch.equal(found["b"], saved["b"])
 
 
+def test_old_files_with_too_few_numbers_are_refused(tmp_path: Path) -> None:
+    """A storage of one number would fill a tensor of six with it, and a missing one would leave it as memory was."""
+    torch.save({"w": torch.arange(6.0)}, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
+    good = (tmp_path / "x.pt").read_bytes()
+    head = good[: -6 * 4 - 8]
+    keys = head.rindex(b"\x80")
+    for content, words in {
+        head + (1).to_bytes(8, "little") + good[-24:]: "has 4 bytes, too few for 6 of torch.float32",
+        good[:-4]: "has 20 bytes, too few for 6 of torch.float32",
+        head[:keys] + pickle.dumps([], protocol=2): "it lacks the storages",
+    }.items():
+        (tmp_path / "x.pt").write_bytes(content)
+        with pytest.raises(CheckpointError, match=words):
+            load_torch_file(tmp_path / "x.pt")
+
+
 def test_random_states_of_numpy_are_stood_in_for(tmp_path: Path) -> None:
     """Every checkpoint of Megatron-LM holds some, and nothing of them is needed."""
     import random
