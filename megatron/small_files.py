@@ -1,6 +1,6 @@
-"""Small structured files, JSON and YAML, of anybody: bounded in size, depth and digits, and checked against types.
+"""Small structured files, JSON and YAML, from any author: bounded in size, depth and digits, and checked against types.
 
-Whatever is wrong comes as one sentence that names the file and the key. Types are annotations, as dataclasses have
+Each mistake is one sentence that names the file and the key. Types are annotations, as dataclasses have
 them; ``Annotated[float, Between(0, 1)]`` has bounds as well.
 """
 
@@ -100,7 +100,7 @@ def parse_json(text: str | bytes, kind: Any = Any, *, where: str, error: type[Me
 def parse_yaml(text: str | bytes, *, where: str, error: type[MegatronError]) -> Any:
     """The value of a YAML text without aliases; raises ``error``, and ImportError without PyYAML.
 
-    YAML takes 010 for eight, 1:30 for ninety and 2024-01-01 for a date: such words must be written otherwise.
+    YAML takes 010 for eight, 1:30 for ninety and 2024-01-01 for a date: such values are refused.
     """
     import yaml
 
@@ -166,7 +166,7 @@ def _check_scalar(node: Any, where: str, error: type[MegatronError]) -> None:
 def as_kind(value: Any, kind: Any, *, where: str, error: type[MegatronError]) -> Any:
     """``value``, which JSON or YAML gave, as ``kind``: a type, or a dataclass made of its fields; raises ``error``.
 
-    A whole number is a number as well, and true is none; numbers are finite.
+    A whole number is a number as well; true isn't one; numbers are finite.
     """
     return _Reader(where, error).read(value, kind, "")
 
@@ -225,7 +225,7 @@ class _Reader:
 
 
 def _is_of(value: Any, kind: Any) -> bool:
-    """Whether a value is of the kind, on the outside."""
+    """Whether a value is of the kind, its items and fields aside."""
     origin = get_origin(kind) or kind
     if origin is Annotated:
         return _is_of(value, get_args(kind)[0])

@@ -180,8 +180,8 @@ def print_comparison(found: Comparison, paths: Sequence[AnyPath]) -> int:
     for path, names in zip(paths, found.only_in):
         for name in names:
             print(f"only in {path}: {name}")
-    for difference in found.differences:
-        print(f"tensor {difference.name}: {difference.words}")
+    for name, words in found.differences.items():
+        print(f"tensor {name}: {words}")
     print(f"{found.num_equal} tensors are equal, {len(found.differences)} differ")
     return 0 if found.is_empty else 1
 

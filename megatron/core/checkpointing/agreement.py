@@ -53,7 +53,7 @@ def run_on_all(work: Callable[[], T], mesh: Mesh) -> T:
 
 
 def run_on_first(work: Callable[[], T], mesh: Mesh) -> T:
-    """``work()`` of rank 0, told to everybody; fails everywhere when it fails there."""
+    """Rank 0's ``work()``, on all ranks; fails everywhere when it fails there."""
     first: T | None = gather_from_all(lambda: work() if mesh.world_rank == 0 else None, mesh)[0]
     return first  # type: ignore[return-value]
 

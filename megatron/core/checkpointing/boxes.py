@@ -72,7 +72,7 @@ def boxes(sharding: Sharding, mesh: Mesh, *, flat_range: tuple[int, int] | None 
     """
     local_shape = sharding.local_shape(mesh)
     start, stop = flat_range or (0, math.prod(local_shape))
-    strides = contiguous_strides(local_shape)
+    strides = tuple(math.prod(local_shape[dim + 1 :]) for dim in range(len(local_shape)))
     found: list[Box] = []
     for rectangle in rectangles(local_shape, start, stop):
         for piece in sharding.pieces(mesh):
@@ -95,13 +95,3 @@ def _intersect(rectangle: Rectangle, piece: Piece) -> Rectangle | None:
         offsets.append(low)
         sizes.append(high - low)
     return Rectangle(tuple(offsets), tuple(sizes))
-
-
-def contiguous_strides(shape: Dims) -> Dims:
-    """Strides, in elements, of a row-major tensor of ``shape``."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))

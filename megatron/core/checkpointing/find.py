@@ -8,11 +8,11 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron.core.checkpointing.agreement import gather_from_all, run_on_first
 from megatron.core.checkpointing.folders import TRACKER, iteration_of
-from megatron.core.checkpointing.manifest import MANIFEST, Manifest, unreadable
+from megatron.core.checkpointing.manifest import MANIFEST, Manifest, listed, unreadable
 from megatron.core.files.remote_path import AnyPath, path_of
 from megatron.core.parallel.mesh import Mesh
 from megatron.errors import CheckpointError
@@ -22,13 +22,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """A checkpoint whose files are all there; ``passed_over`` names what should have come first, and why it didn't.
+    """A checkpoint whose files are all there. ``saved_at``: seconds since 1970.
 
-    ``is_verified``: the checksum of every file has been compared with the manifest.
+    ``passed_over``: the checkpoints that should have been chosen first, with the reasons against them. ``is_verified``:
+    the checksum of every file has been compared with the manifest.
     """
 
     path: AnyPath
     iteration: int
+    saved_at: float = field(default=0.0, compare=False)
     passed_over: tuple[str, ...] = ()
     is_verified: bool = False
 
@@ -48,7 +50,7 @@ def find_checkpoint(
     every file and compares checksums; without it only sizes are compared. ``flag``: what the user named ``root`` by;
     empty where it stands alone on the command line.
     Raises CheckpointError that lists what was found and why each was rejected, and one whose exit code says that a
-    restart may help where object storage fails: an older checkpoint is no answer to that.
+    restart may help where object storage fails: then no older checkpoint is chosen.
     """
     root, mesh = path_of(root), mesh or Mesh.single()
     named = f"{flag} {root}".lstrip()
@@ -56,17 +58,17 @@ def find_checkpoint(
     damaged: list[str] = []
     for found in survey.whole:
         if problems := _damage(found.path, mesh) if verify else []:
-            damaged.append(f"{found.path.name}: {_some(problems)}")
+            damaged.append(f"{found.path.name}: {listed(problems)}")
             continue
         passed_over = damaged if survey.has_favourite else survey.rejected + damaged
         if passed_over and mesh.world_rank == 0:
             logger.warning("loading %s instead of the requested one: %s", found.path, "; ".join(passed_over))
-        return CheckpointFolder(found.path, found.iteration, tuple(passed_over), is_verified=verify)
+        return replace(found, passed_over=tuple(passed_over), is_verified=verify)
     raise CheckpointError(_nothing_usable(named, root, step, survey, damaged))
 
 
 def is_unused(root: str | AnyPath) -> bool:
-    """Whether ``root`` is missing or holds nothing that anybody could mean by "the checkpoint"."""
+    """Whether ``root`` is missing or holds nothing that looks like a checkpoint, damaged and foreign ones included."""
     root = path_of(root)
     if not root.exists():
         return True
@@ -80,7 +82,7 @@ def whole_checkpoints(root: AnyPath) -> dict[int, AnyPath]:
 
 
 def foreign_format(folder: AnyPath) -> str | None:
-    """What to say of a checkpoint that another program wrote: its format and the way in; None when it isn't one."""
+    """A sentence about a checkpoint that another program wrote: its format, and how to convert it; None for others."""
     root = folder.parent if iteration_of(folder) is not None or folder.name == "release" else folder
     if any(folder.glob("mp_rank_*/model*rng.pt")):
         return f"it is in Megatron-LM's torch format: {_convert('megatron-lm', root)}"
@@ -95,23 +97,14 @@ def _convert(source: str, root: AnyPath) -> str:
     return f"convert it with tools/checkpoint/convert.py --from {source} --load {root} --to megatron --save NEW_FOLDER"
 
 
-@dataclass(frozen=True)
-class _Found:
-    """A checkpoint whose files have the right sizes."""
-
-    path: AnyPath
-    iteration: int
-    saved_at: float
-
-
 @dataclass
 class _Survey:
     """What a root holds: whole checkpoints, best first, and what is unusable.
 
-    ``has_favourite``: the first is the very one that was asked for, by the tracker or by name.
+    ``has_favourite``: the first is the one that the tracker or the user named.
     """
 
-    whole: list[_Found] = field(default_factory=list)
+    whole: list[CheckpointFolder] = field(default_factory=list)
     rejected: list[str] = field(default_factory=list)
     has_favourite: bool = True
 
@@ -159,13 +152,13 @@ def _judge(path: AnyPath, survey: _Survey) -> None:
     except CheckpointError as error:
         problems = [foreign_format(path) or str(error)]
     if problems:
-        survey.rejected.append(f"{path.name}: {_some(problems)}")
+        survey.rejected.append(f"{path.name}: {listed(problems)}")
     else:
-        survey.whole.append(_Found(path, manifest.iteration, manifest.saved_at))
+        survey.whole.append(CheckpointFolder(path, manifest.iteration, manifest.saved_at))
 
 
 def _follow_tracker(root: AnyPath, survey: _Survey) -> None:
-    """Put the iteration that the tracker names first; if it can't be had, that is the first thing to say."""
+    """Put the iteration that the tracker names first; where it is missing, that is the first reason."""
     named = ""
     try:
         named = (root / TRACKER).read_text(encoding="utf-8").strip()
@@ -191,11 +184,6 @@ def _damage(path: AnyPath, mesh: Mesh) -> list[str]:
         return manifest.checksum_problems(path, names[mesh.world_rank :: mesh.world_size])
 
     return list(itertools.chain.from_iterable(gather_from_all(check_share, mesh)))
-
-
-def _some(problems: list[str], limit: int = 5) -> str:
-    more = f" and {len(problems) - limit} more" if len(problems) > limit else ""
-    return ", ".join(problems[:limit]) + more
 
 
 def _nothing_usable(named: str, root: AnyPath, step: int | None, survey: _Survey, damaged: list[str]) -> str:

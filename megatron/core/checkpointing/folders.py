@@ -1,7 +1,7 @@
 """What a checkpoint root looks like, and the moves that keep it whole when the machine stops at any moment.
 
 On a file system ``iter_0001000/`` is a complete checkpoint: it gets that name last, by a rename. Anything under way
-has a name that starts with a dot and that nobody takes for a checkpoint. Object stores can't rename, so there a save
+has a name that starts with a dot and isn't taken for a checkpoint. Object stores can't rename, so there a save
 writes into ``iter_0001000-5f3a9c1e/``, a name of its own, and its manifest, which is put last, makes it a checkpoint.
 ``latest_checkpointed_iteration.txt`` names the one to resume.
 """
@@ -56,44 +56,38 @@ def begin(root: AnyPath, iteration: int) -> AnyPath:
                 _delete(cast(Path, path))
             elif isinstance(path, RemotePath) and _REMOTE.fullmatch(path.name) and not (path / MANIFEST).exists():
                 path.remove_tree()
-    folder = _fresh_path(root, iteration, os.urandom(4).hex())
+    token = os.urandom(4).hex()
+    if isinstance(root, RemotePath):
+        folder: AnyPath = root / f"iter_{iteration:07d}-{token}"
+    else:
+        folder = aside_path(root, iteration, token, kind="partial")
     folder.mkdir()
     return folder
 
 
-def _fresh_path(root: AnyPath, iteration: int, token: str) -> AnyPath:
-    if isinstance(root, RemotePath):
-        return root / f"iter_{iteration:07d}-{token}"
-    return aside_path(root, iteration, token, kind="partial")
-
-
 def publish(folder: AnyPath, iteration: int) -> AnyPath:
-    """Make a checkpoint of a folder that lacks nothing, its manifest being written last; where it is from now on.
+    """Make a checkpoint of a complete folder, whose manifest was written last; returns its path from now on.
 
     Durable when this returns. One of the same iteration makes way, and is removed afterwards.
     """
     if isinstance(folder, RemotePath):
-        _publish_remotely(folder, iteration)
+        write_durably(folder.parent / TRACKER, f"{iteration}\n")
+        with _cleaning(folder.parent):
+            for superseded in _superseded(folder):
+                remove(superseded)
         return folder
     target = folder.parent / f"iter_{iteration:07d}"
-    sync_folder(folder)
+    sync_path(folder)
     if target.exists():
         target.rename(aside_path(target.parent, iteration, os.urandom(4).hex(), kind="replaced"))
     folder.rename(target)
-    sync_folder(target.parent)
+    sync_path(target.parent)
     write_durably(target.parent / TRACKER, f"{iteration}\n")
     with _cleaning(target.parent):
         for path in target.parent.iterdir():
             if _REPLACED.fullmatch(path.name):
                 remove(path)
     return target
-
-
-def _publish_remotely(folder: RemotePath, iteration: int) -> None:
-    write_durably(folder.parent / TRACKER, f"{iteration}\n")
-    with _cleaning(folder.parent):
-        for path in _superseded(folder):
-            remove(path)
 
 
 def _superseded(newest: RemotePath) -> list[RemotePath]:
@@ -114,7 +108,7 @@ def _superseded(newest: RemotePath) -> list[RemotePath]:
 
 
 def discard(folder: AnyPath) -> None:
-    """Clear away the folder of a save that failed, as far as it can be."""
+    """Clear away as much as possible of the folder of a failed save."""
     if isinstance(folder, Path):
         shutil.rmtree(folder, ignore_errors=True)
         return
@@ -156,7 +150,7 @@ def _delete(path: Path) -> None:
         return
     shutil.rmtree(path, ignore_errors=True)  # as much as can be deleted
     if path.exists():
-        shutil.rmtree(path)  # says what can't be
+        shutil.rmtree(path)  # raises the reason
 
 
 @contextmanager
@@ -187,11 +181,11 @@ def write_durably(path: AnyPath, content: str | bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-    sync_folder(path.parent)
+    sync_path(path.parent)
 
 
-def sync_folder(path: Path) -> None:
-    """Make names in a folder survive a power failure."""
+def sync_path(path: Path) -> None:
+    """Make a file's contents, or the names in a folder, survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,8 @@
 """One run at a time in a save folder, since two would delete each other's unfinished checkpoints.
 
-On a file system the kernel knows whether the holder lives: a record lock ends with its process, however that ends, and
-NFS passes it on to other machines. Object stores have no locks: there the holder rewrites a small object every few
-seconds, and one that stays as it is belongs to a run that is dead.
+On a file system the run holds a record lock, which ends with its process, however that ends, and which NFS passes on to
+other machines. Object stores have no locks: there the holder rewrites a small object every few
+seconds, and an object that doesn't change belongs to a dead run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _GONE = (errno.ENOENT, errno.ESTALE)  # the latter when another machine deleted 
 
 @dataclass(frozen=True, kw_only=True)
 class _Holder:
-    """What ``.in_use.json`` says of a run. ``machine``: see ``_machine``. ``beat``: seconds since 1970."""
+    """A run in ``.in_use.json``. ``machine``: see ``_machine``. ``beat``: seconds since 1970."""
 
     host: str = ""
     machine: str = ""
@@ -51,16 +51,16 @@ class _Holder:
 
 
 StillHeld = Callable[[], None]
-"""Raises CheckpointError when another run has taken the folder over; it costs little, so ask before each write."""
+"""Raises CheckpointError when another run has taken the folder over; it costs little, so call it before each write."""
 
 
 @contextmanager
 def held(root: AnyPath, *, beat: float = 15.0, grace: float = 5.0) -> Iterator[StillHeld]:
     """Hold the folder ``root``, which must exist, for the block; call it in one process of a run.
 
-    Yields what tells whether it still is: in object storage another run may take it over from one that was silent.
-    ``beat``: seconds between two signs of life in object storage; three without one are a death. ``grace``: seconds
-    that a predecessor may take to end. Raises CheckpointError that names the run that holds it.
+    Yields a check of whether it is still held: in object storage another run may take it over from one that was silent.
+    ``beat``: seconds between two signs of life in object storage; after three of them without one, the run is dead.
+    ``grace``: seconds that a predecessor may take to end. Raises CheckpointError that names the run that holds it.
     """
     with _beating(root, beat) if isinstance(root, RemotePath) else _locked(root, grace) as still_held:
         yield still_held
@@ -226,7 +226,7 @@ def _is_dead_here(holder: _Holder) -> bool:
 
 
 def _read(path: AnyPath) -> _Holder | None:
-    """Who holds the folder; None where nobody does, and a holder without a name where it can't be told."""
+    """The run that holds the folder; None where none does, and a holder without a name where the file can't be read."""
     try:
         found: _Holder = read_json(path, _Holder, error=CheckpointError)
     except FileNotFoundError:

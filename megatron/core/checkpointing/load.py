@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron.config.saved_settings import in_current_names
 from megatron.core.checkpointing.agreement import gather_from_all, run_on_all
 from megatron.core.checkpointing.find import CheckpointFolder
+from megatron.core.checkpointing.manifest import listed
 from megatron.core.checkpointing.save import RUN_FILE, RUN_FORMAT
 from megatron.core.checkpointing.sharded_view import ShardedView, sharded_views
 from megatron.core.checkpointing.storage import CheckpointReader, tensors_in
@@ -93,12 +94,19 @@ def load_checkpoint(
     stored = tensors_in(metadata)
     choices = {name: (alternatives or {}).get(name, (name,)) for name in views}
     sources = {name: next((choice for choice in choices[name] if choice in stored), name) for name in views}
-    comparison = _Comparison.merged(gather_from_all(lambda: _compare(views, sources, stored), mesh))
-    surplus = sorted(name for name in stored.keys() - comparison.asked if name.startswith(exhaust))
-    if comparison.missing or comparison.mismatched or surplus:
-        raise CheckpointError(_explain(path, comparison, surplus))
+    compared = gather_from_all(lambda: _compare(views, sources, stored), mesh)
+    found = {kind: sorted(set().union(*(each[kind] for each in compared))) for kind in compared[0]}
+    surplus = sorted(name for name in stored.keys() - set(found["asked"]) if name.startswith(exhaust))
+    if found["missing"] or found["mismatched"] or surplus:
+        raise CheckpointError(_explain(path, found["missing"], found["mismatched"], surplus))
     planner = _LoadPlanner(sources, stored)
-    run_on_all(lambda: _read(reader, metadata, planner, views), mesh)
+
+    def read() -> None:
+        planner.set_up_planner(dict(views), metadata)
+        reader.set_up_storage_reader(metadata, is_coordinator=False)
+        reader.read_data(planner.create_local_plan(), planner).wait()
+
+    run_on_all(read, mesh)
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -119,72 +127,41 @@ class _LoadPlanner(DefaultLoadPlanner):
         return LoadPlan(items)
 
 
-def _read(reader: CheckpointReader, metadata: Metadata, planner: _LoadPlanner, views: dict[str, ShardedView]) -> None:
-    planner.set_up_planner(dict(views), metadata)
-    reader.set_up_storage_reader(metadata, is_coordinator=False)
-    reader.read_data(planner.create_local_plan(), planner).wait()
-
-
-@dataclass
-class _Comparison:
-    """What is asked of a checkpoint against what it holds."""
-
-    asked: set[str] = field(default_factory=set)
-    missing: set[str] = field(default_factory=set)
-    mismatched: set[str] = field(default_factory=set)
-
-    @classmethod
-    def merged(cls, parts: list[_Comparison]) -> _Comparison:
-        """All ranks' comparisons as one."""
-        return cls(
-            asked=set().union(*(part.asked for part in parts)),
-            missing=set().union(*(part.missing for part in parts)),
-            mismatched=set().union(*(part.mismatched for part in parts)),
-        )
-
-
 def _compare(
     views: Mapping[str, ShardedView], sources: Mapping[str, str], stored: Mapping[str, TensorStorageMetadata]
-) -> _Comparison:
-    found = _Comparison(asked={*sources, *sources.values()})
+) -> dict[str, set[str]]:
+    """The names that this rank asks for, those of them that are missing, and what is mismatched."""
+    missing, mismatched = set(), set()
     for name, view in views.items():
         entry = stored.get(sources[name])
         if entry is None:
-            found.missing.add(name)
+            missing.add(name)
         elif entry.size != view.shape:
-            found.mismatched.add(f"{name} is {list(entry.size)} in the file and {list(view.shape)} in this run")
+            mismatched.add(f"{name} is {list(entry.size)} in the file and {list(view.shape)} in this run")
         elif _kind(entry.properties.dtype) != _kind(view.dtype):
-            found.mismatched.add(f"{name} is {entry.properties.dtype} in the file and {view.dtype} in this run")
-    return found
+            mismatched.add(f"{name} is {entry.properties.dtype} in the file and {view.dtype} in this run")
+    return {"asked": {*sources, *sources.values()}, "missing": missing, "mismatched": mismatched}
 
 
 def _kind(dtype: torch.dtype) -> str:
     return "floating" if dtype.is_floating_point else "complex" if dtype.is_complex else "integer"
 
 
-def _explain(path: AnyPath, comparison: _Comparison, surplus: list[str]) -> str:
+def _explain(path: AnyPath, missing: list[str], mismatched: list[str], surplus: list[str]) -> str:
     parts = []
-    if comparison.mismatched:
-        parts.append("; ".join(_some(sorted(comparison.mismatched))))
-    if comparison.missing:
-        parts.append(f"missing in the file: {', '.join(_some(sorted(comparison.missing)))}")
+    if mismatched:
+        parts.append(listed(mismatched, "; ", most=8))
+    if missing:
+        parts.append(f"missing in the file: {listed(missing, most=8)}")
     if surplus:
-        parts.append(f"in the file but not in this model: {', '.join(_some(surplus))}")
-    only_optimizer = not surplus and not comparison.mismatched and all(map(_is_optimizer, comparison.missing))
+        parts.append(f"in the file but not in this model: {listed(surplus, most=8)}")
+    only_optimizer = not surplus and not mismatched and all(name.startswith("optimizer.") for name in missing)
     advice = (
         "load the weights alone with --no-load-optim or --finetune"
         if only_optimizer
         else "give the flags of the model that was saved, or take them from the file with --use-checkpoint-args"
     )
     return f"checkpoint {path} does not fit this run: {'; '.join(parts)}; {advice}"
-
-
-def _is_optimizer(name: str) -> bool:
-    return name.startswith("optimizer.")
-
-
-def _some(names: list[str], limit: int = 8) -> list[str]:
-    return names[:limit] + ([f"and {len(names) - limit} more"] if len(names) > limit else [])
 
 
 def _path(folder: CheckpointFolder | AnyPath) -> AnyPath:

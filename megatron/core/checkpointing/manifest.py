@@ -1,10 +1,10 @@
-"""``manifest.json``: the size and checksum of every file of a checkpoint, by which it is known to be whole."""
+"""``manifest.json``: the size and checksum of every file of a checkpoint, which show whether it is whole."""
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -59,23 +59,28 @@ class Manifest:
 
     def size_problems(self, folder: AnyPath) -> list[str]:
         """Files of ``folder`` that are missing or of another size, each with the reason. Reads no contents."""
-        if isinstance(folder, RemotePath):
-            return self._remote_size_problems(folder)
-        problems = (_size_problem(folder, name, record) for name, record in self.files.items())
-        return [problem for problem in problems if problem]
-
-    def _remote_size_problems(self, folder: RemotePath) -> list[str]:
         try:
-            inner = {name.rpartition("/")[0] for name in self.files}
-            sizes = {
-                f"{below}/{name}".lstrip("/"): size
-                for below in inner
-                for name, size in (folder / below if below else folder).sizes_below().items()
-            }
+            sizes = self._sizes(folder)
         except OSError as error:
-            return [f"{folder.name} {unreadable(folder, error)}"]
+            return [f"{str(error.filename).rpartition('/')[2]} {unreadable(folder, error)}"]
         found = ((name, sizes.get(name), record.size) for name, record in self.files.items())
-        return [_size_words(name, size, expected) for name, size, expected in found if size != expected]
+        return [
+            f"{name} is missing" if size is None else f"{name} holds {size} bytes in place of {expected}"
+            for name, size, expected in found
+            if size != expected
+        ]
+
+    def _sizes(self, folder: AnyPath) -> dict[str, int]:
+        """Sizes of the files that are there; in object storage, for one listing in place of a request for each."""
+        if isinstance(folder, Path):
+            paths = {name: folder / name for name in self.files}
+            return {name: path.stat().st_size for name, path in paths.items() if path.exists()}
+        below = {name.rpartition("/")[0] for name in self.files}
+        return {
+            f"{inner}/{name}".lstrip("/"): size
+            for inner in below
+            for name, size in (folder / inner if inner else folder).sizes_below().items()
+        }
 
     def checksum_problems(self, folder: AnyPath, names: Iterable[str]) -> list[str]:
         """Files among ``names`` whose bytes are not those that were written. Reads them whole."""
@@ -100,22 +105,14 @@ def checksum(path: AnyPath) -> FileRecord:
     return FileRecord(size, crc)
 
 
-def _size_problem(folder: Path, name: str, record: FileRecord) -> str | None:
-    try:
-        size = (folder / name).stat().st_size
-    except FileNotFoundError:
-        return _size_words(name, None, record.size)
-    except OSError as error:
-        return f"{name} cannot be read ({error.strerror})"
-    return None if size == record.size else _size_words(name, size, record.size)
-
-
-def _size_words(name: str, size: int | None, expected: int) -> str:
-    return f"{name} is missing" if size is None else f"{name} holds {size} bytes in place of {expected}"
+def listed(problems: Sequence[str], separator: str = ", ", most: int = 6) -> str:
+    """The first of several problems or names, and how many more there are."""
+    more = f" and {len(problems) - most} more" if len(problems) > most else ""
+    return separator.join(problems[:most]) + more
 
 
 def unreadable(folder: AnyPath, error: OSError) -> str:
-    """What to say of a file that a disk can't read. A service that fails says nothing about its objects: raise that."""
+    """The problem of a file that a disk can't read, in words. Raises ``error`` where a storage service itself fails."""
     if isinstance(folder, RemotePath) and exit_code_of(error) == RESTART_MAY_HELP:
         raise error
     return f"cannot be read ({error.strerror})"

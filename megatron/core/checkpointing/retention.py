@@ -1,4 +1,4 @@
-"""Which old checkpoints to delete: a pure decision, and its execution once a newer checkpoint is durable."""
+"""Which old checkpoints to delete, and their deletion once a newer checkpoint is durable."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Retention:
 
 
 def prune(root: str | AnyPath, newest: int, retention: Retention, mesh: Mesh) -> list[int]:
-    """Delete what ``retention`` gives up in ``root``; call it when ``save_checkpoint`` of ``newest`` has returned.
+    """Delete what ``retention`` doesn't keep in ``root``; call it when ``save_checkpoint`` of ``newest`` has returned.
 
     A collective: rank 0 deletes, all learn which. Only whole checkpoints of ours are counted or deleted. Returns the
     iterations of those that are gone; one that can't be deleted is a warning.

@@ -70,7 +70,7 @@ def begin_save(
     that rank 0 writes beside the tensors, by their paths in the checkpoint.
     """
     views = sharded_views(state, mesh)
-    pending = _pending(path_of(root), iteration, run_state, mesh, files)
+    pending = PendingSave(path_of(root), iteration, run_state, mesh, files or {})
     with pending.all_or_nothing():
         pending.plan(views)
         if background is not None:
@@ -87,7 +87,7 @@ def save_streamed(
     files: Mapping[str, bytes] | None = None,
 ) -> AnyPath:
     """As ``save_checkpoint`` by one process, of tensors that are made one after another while they are written."""
-    pending = _pending(path_of(root), iteration, run_state, Mesh.single(), files)
+    pending = PendingSave(path_of(root), iteration, run_state, Mesh.single(), files or {})
     pending.stream(boxes)
     return pending.finish()
 
@@ -101,18 +101,17 @@ class _Written:
 
 
 class PendingSave:
-    """A planned save, written by ``finish`` or, before that, by a background thread."""
+    """A planned save, written by ``finish`` or, before that, by a background thread. Making one is a collective."""
 
     def __init__(
-        self, root: AnyPath, iteration: int, aside: AnyPath, files: Mapping[str, str | bytes], mesh: Mesh
+        self, root: AnyPath, iteration: int, run_state: Mapping[str, Any], mesh: Mesh, files: Mapping[str, bytes]
     ) -> None:
-        self._root = root
-        self._iteration = iteration
-        self._aside = aside
-        self._files = files
-        self._mesh = mesh
+        self._root, self._iteration, self._mesh = root, iteration, mesh
+        self._files = {**files, RUN_FILE: _describe_run(iteration, run_state, mesh).encode()}
+        with _explained(root, iteration):
+            self._aside = run_on_first(lambda: begin(root, iteration), mesh)
         self._planner = _SavePlanner(mesh)
-        self._writer = CheckpointWriter(aside)
+        self._writer = CheckpointWriter(self._aside)
         self._metadata = Metadata({})
         self._plan = SavePlan([])
         self._written: Callable[[], _Written] = self._write
@@ -187,7 +186,7 @@ class PendingSave:
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """Leave no trace of a save that fails or is interrupted, and say what that means for the user."""
+        """Leave no trace of a save that fails or is interrupted; the error names what is kept."""
         try:
             with _explained(self._root, self._iteration):
                 yield
@@ -234,16 +233,6 @@ def on_first_stages(plans: list[SavePlan], mesh: Mesh) -> list[SavePlan]:
         replace(plan, items=[item for item in plan.items if home[item.index.fqn] == stage])
         for stage, plan in zip(stages, plans)
     ]
-
-
-def _pending(
-    root: AnyPath, iteration: int, run_state: Mapping[str, Any], mesh: Mesh, files: Mapping[str, bytes] | None
-) -> PendingSave:
-    """A save with its folder made and nothing planned yet. A collective."""
-    all_files: dict[str, str | bytes] = {**(files or {}), RUN_FILE: _describe_run(iteration, run_state, mesh)}
-    with _explained(root, iteration):
-        aside = run_on_first(lambda: begin(root, iteration), mesh)
-    return PendingSave(root, iteration, aside, all_files, mesh)
 
 
 @contextmanager

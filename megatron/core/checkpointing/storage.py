@@ -1,8 +1,8 @@
 """Files of torch.distributed.checkpoint: written with a checksum taken on the way, read without trusting them.
 
-The format is DCP's own, so its tools read our folders. Two things differ from its stock reader: pickles, of which are
-``.metadata`` and every box, are read without Python's unpickler, and a stored box that several requests need is read
-once. A folder may be in object storage, too.
+The format is DCP's own, so its tools read our folders. Two things differ from its own reader: pickles (``.metadata``
+and every box) only give plain data, and a stored box that several requests need is read once. A folder may be in object
+storage, too.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class CheckpointReader(FileSystemReader):
     """DCP's reader for folders that anybody may have written.
 
     ``foreign``: the folder is of another program (Megatron-LM's torch_dist), whose table of contents may name its own
-    classes and list pickled objects beside tensors; nothing of either is built. ``is_verified``: the files' checksums
+    classes and list pickled objects beside tensors; none of these is built. ``is_verified``: the files' checksums
     have just been compared, so those of single boxes are not.
     """
 

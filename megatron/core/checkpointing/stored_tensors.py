@@ -17,7 +17,7 @@ from megatron.errors import CheckpointError
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """What the table of contents says of a tensor."""
+    """A tensor in the table of contents."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -38,6 +38,10 @@ class StoredTensors:
         self.entries: Mapping[str, TensorEntry] = {
             name: TensorEntry(tuple(entry.size), entry.properties.dtype) for name, entry in self._stored.items()
         }
+        self.model: Mapping[str, TensorEntry] = {
+            name.removeprefix("model."): entry for name, entry in self.entries.items() if name.startswith("model.")
+        }
+        """Those of the model's parameters, by the parameters' names."""
         self.objects = [
             name for name, entry in metadata.state_dict_metadata.items() if isinstance(entry, BytesStorageMetadata)
         ]
@@ -46,11 +50,13 @@ class StoredTensors:
     def read(self, name: str, *, at: int | None = None) -> Tensor:
         """A whole tensor, or, with ``at``, its element ``at`` along the first dim (one layer of a stack)."""
         entry = self.entries[name]
-        rows = (0, entry.shape[0]) if entry.shape else (0, 1)
-        if at is not None:
-            rows = (at, at + 1)
+        rows = (at, at + 1) if at is not None else (0, entry.shape[0] if entry.shape else 1)
         shape = (rows[1] - rows[0], *entry.shape[1:]) if entry.shape else ()
-        chunks = [chunk for chunk in self._stored[name].chunks if not chunk.sizes or _overlap(chunk, rows)]
+        chunks = [
+            chunk
+            for chunk in self._stored[name].chunks
+            if not chunk.sizes or (chunk.offsets[0] < rows[1] and rows[0] < chunk.offsets[0] + chunk.sizes[0])
+        ]
         if len(chunks) == 1 and tuple(chunks[0].sizes) == shape:
             return self._box(name, chunks[0]) if at is None else self._box(name, chunks[0])[0]
         whole = torch.empty(shape, dtype=entry.dtype)
@@ -60,7 +66,7 @@ class StoredTensors:
         return whole if at is None else whole[0]
 
     def read_object(self, name: str) -> Any:
-        """What a pickled object says, in plain data and stand-ins."""
+        """A pickled object, as plain data and stand-ins."""
         index = MetadataIndex(name)
         with self._reader.open(self._reader.storage_data[index].relative_path) as file:
             return self._reader.load_object(index, file)
@@ -85,7 +91,3 @@ class StoredTensors:
             target = target.narrow(dim, offset, size)
         target.copy_(box[low - chunk.offsets[0] : high - chunk.offsets[0]])
         return target.numel()
-
-
-def _overlap(chunk: ChunkStorageMetadata, rows: tuple[int, int]) -> bool:
-    return chunk.offsets[0] < rows[1] and rows[0] < chunk.offsets[0] + chunk.sizes[0]

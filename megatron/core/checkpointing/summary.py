@@ -6,19 +6,16 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron.core.checkpointing.find import CheckpointFolder
 from megatron.core.checkpointing.load import read_run_document
 from megatron.core.checkpointing.manifest import Manifest
 from megatron.core.checkpointing.stored_tensors import StoredTensors, TensorEntry
 from megatron.core.files.remote_path import AnyPath
-
-MODEL, OPTIMIZER = "model.", "optimizer."
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,7 @@ def summarize(folder: CheckpointFolder) -> Summary:
     stored = StoredTensors(folder.path)
     kinds: dict[str, list[int]] = defaultdict(list)
     for name, entry in stored.entries.items():
-        if name.startswith(OPTIMIZER):
+        if name.startswith("optimizer."):
             kinds[name.split(".")[1]].append(math.prod(entry.shape))
     return Summary(
         path=folder.path,
@@ -94,7 +91,7 @@ def summarize(folder: CheckpointFolder) -> Summary:
         layout=document.get("layout", {}),
         versions=document.get("versions", {}),
         state=document["state"],
-        model={name.removeprefix(MODEL): entry for name, entry in stored.entries.items() if name.startswith(MODEL)},
+        model=stored.model,
         optimizer={kind: (len(sizes), sum(sizes)) for kind, sizes in sorted(kinds.items())},
         num_files=len(manifest.files),
         num_bytes=sum(record.size for record in manifest.files.values()),
@@ -108,22 +105,15 @@ def short(dtype: torch.dtype) -> str:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """How a tensor of two checkpoints differs. ``largest``: of the absolute differences; None where shapes differ."""
-
-    name: str
-    largest: float | None
-    words: str
-
-
-@dataclass(frozen=True)
 class Comparison:
-    """Two checkpoints against each other: settings by name with both values, names on one side, differing tensors."""
+    """Two checkpoints against each other: settings by name with both values, names on one side, differing tensors by
+    name with their differences in words.
+    """
 
     settings: Mapping[str, tuple[Any, Any]]
     only_in: tuple[tuple[str, ...], tuple[str, ...]]
-    differences: tuple[Difference, ...] = field(default=())
-    num_equal: int = 0
+    differences: Mapping[str, str]
+    num_equal: int
 
     @property
     def is_empty(self) -> bool:
@@ -135,7 +125,7 @@ def compare(first: CheckpointFolder, second: CheckpointFolder) -> Comparison:
     """Compare two checkpoints, one pair of tensors in memory at a time."""
     one, other = StoredTensors(first.path), StoredTensors(second.path)
     shared = [name for name in one.entries if name in other.entries]
-    differences = tuple(found for name in shared if (found := _difference(name, one, other)) is not None)
+    differences = {name: words for name in shared if (words := _difference(name, one, other)) is not None}
     return Comparison(
         settings=_different_settings(first, second),
         only_in=(
@@ -147,21 +137,17 @@ def compare(first: CheckpointFolder, second: CheckpointFolder) -> Comparison:
     )
 
 
-def _difference(name: str, one: StoredTensors, other: StoredTensors) -> Difference | None:
+def _difference(name: str, one: StoredTensors, other: StoredTensors) -> str | None:
     mine, theirs = one.entries[name], other.entries[name]
     if mine.shape != theirs.shape:
-        return Difference(name, None, f"{list(mine.shape)} and {list(theirs.shape)}")
+        return f"{list(mine.shape)} and {list(theirs.shape)}"
     left, right = one.read(name), other.read(name)
-    if mine.dtype == theirs.dtype and _same_bytes(left, right):
+    if mine.dtype == theirs.dtype and torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (left, right))):
         return None
     wide = torch.promote_types(torch.promote_types(mine.dtype, theirs.dtype), torch.float32)
     largest = (left.to(wide) - right.to(wide)).abs().max().item() if left.numel() else 0.0
     types = "" if mine.dtype == theirs.dtype else f" ({short(mine.dtype)} and {short(theirs.dtype)})"
-    return Difference(name, largest, f"up to {largest:.6g}{types}")
-
-
-def _same_bytes(left: Tensor, right: Tensor) -> bool:
-    return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
+    return f"up to {largest:.6g}{types}"
 
 
 def _different_settings(first: CheckpointFolder, second: CheckpointFolder) -> dict[str, tuple[Any, Any]]:

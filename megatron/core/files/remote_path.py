@@ -1,7 +1,7 @@
 """A place in object storage, used like a ``pathlib.Path``; fsspec knows how to reach it.
 
-Object stores have keys, no folders and no renames: a put is seen whole or not at all, and that is all one may lean on.
-Whatever a storage library raises comes out as an OSError that names the URL, as of a disk.
+Object stores have keys, no folders and no renames; the only guarantee is that a put is seen whole or not at all.
+Whatever a storage library raises becomes an OSError that names the URL, as for a disk.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Here folders are only beginnings of names, and making one would make its bucket where that doesn't exist.
 _BUCKET_STORES = frozenset(("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"))
-# What the client libraries say where credentials are missing, wrong or too weak and they raise no PermissionError.
+# Messages of the client libraries where credentials are missing, wrong or too weak and they raise no PermissionError.
 _REFUSALS = (
     *("Unable to locate credentials", "Partial credentials found"),  # S3
     *("Forbidden:", "Invalid Credentials", "Anonymous caller"),  # Google Cloud Storage
@@ -46,7 +46,7 @@ def path_of(place: str | Path | RemotePath) -> AnyPath:
 
 @dataclass(frozen=True)
 class RemoteStat:
-    """What is known of a file; ``st_size`` in bytes."""
+    """A file's size in bytes."""
 
     st_size: int
 
@@ -77,21 +77,18 @@ class RemotePath:
         return RemotePath(self.url.rpartition("/")[0])
 
     def exists(self) -> bool:
-        """Whether a file or folder is there now, whoever put it there."""
-        files, path = self._found()
-        with self._explained():
+        """Whether a file or folder is there now."""
+        with self._reached() as (files, path):
             return bool(files.exists(path))
 
     def is_dir(self) -> bool:
         """Whether anything is below it."""
-        files, path = self._found()
-        with self._explained():
+        with self._reached() as (files, path):
             return bool(files.isdir(path))
 
     def is_file(self) -> bool:
         """Whether it is a file."""
-        files, path = self._found()
-        with self._explained():
+        with self._reached() as (files, path):
             return bool(files.isfile(path))
 
     def iterdir(self) -> Iterator[RemotePath]:
@@ -101,16 +98,14 @@ class RemotePath:
 
     def glob(self, pattern: str) -> Iterator[RemotePath]:
         """What is below it and fits ``pattern``."""
-        files, path = self._found()
-        with self._explained():
+        with self._reached() as (files, path):
             entries = [str(entry) for entry in files.glob(f"{path.rstrip('/')}/{pattern}")]
         depth = pattern.count("/") + 1
         return iter([self / "/".join(entry.rstrip("/").split("/")[-depth:]) for entry in entries])
 
     def stat(self) -> RemoteStat:
         """Size of the file."""
-        files, path = self._found()
-        with self._explained():
+        with self._reached() as (files, path):
             return RemoteStat(int(files.info(path)["size"]))
 
     def sizes_below(self) -> dict[str, int]:
@@ -119,31 +114,27 @@ class RemotePath:
         return {str(entry["name"]).rpartition("/")[2]: int(entry["size"]) for entry in found}
 
     def _list(self) -> list[dict[str, Any]]:
-        files, path = self._found()
         try:
-            with self._explained():
+            with self._reached() as (files, path):
                 entries: list[dict[str, Any]] = files.ls(path, detail=True)
         except FileNotFoundError:
             return []
         return [entry for entry in entries if str(entry["name"]).strip("/") != path.strip("/")]
 
     def version(self) -> str:
-        """A text that is another one when the file has been replaced."""
-        files, path = self._found()
-        with self._explained():
+        """A text that changes when the file is replaced."""
+        with self._reached() as (files, path):
             return str(files.ukey(path))
 
     def mkdir(self, *, parents: bool = False, exist_ok: bool = False) -> None:
         """Make the folder and those above it, where the storage has such a thing; never a bucket."""
-        files, path = self._found()
         if self.url.partition("://")[0] not in _BUCKET_STORES:
-            with self._explained():
+            with self._reached() as (files, path):
                 files.makedirs(path, exist_ok=True)
 
     def open(self, mode: str, *, buffering: int = -1) -> io.RawIOBase | io.BufferedReader:
         """The file, open to be read (``rb``) or written (``wb``); what is written is there once it is closed."""
-        files, path = self._found()
-        with _as_os_error(self.url, writing=mode == "wb"):
+        with self._reached(writing=mode == "wb") as (files, path):
             file = _RemoteFile(files.open(path, mode), self)
         return io.BufferedReader(file) if mode == "rb" and buffering else file
 
@@ -153,8 +144,7 @@ class RemotePath:
 
     def read_range(self, start: int | None, stop: int | None) -> bytes:
         """Bytes ``[start, stop)`` of the file; fewer where it ends before."""
-        files, path = self._found()
-        with self._explained():
+        with self._reached() as (files, path):
             return bytes(files.cat_file(path, start=start, end=stop))
 
     def read_text(self, *, encoding: str) -> str:
@@ -163,29 +153,26 @@ class RemotePath:
 
     def write_text(self, text: str, *, encoding: str) -> None:
         """Put the file, in place of one that is there."""
-        files, path = self._found()
-        with _as_os_error(self.url, writing=True):
+        with self._reached(writing=True) as (files, path):
             files.pipe_file(path, text.encode(encoding))
 
     def copy_to(self, local: Path) -> None:
         """Copy the file to a disk."""
-        files, path = self._found()
-        with self._explained():
+        with self._reached() as (files, path):
             files.get_file(path, str(local))
 
     def unlink(self) -> None:
         """Delete the file."""
-        files, path = self._found()
-        with self._explained():
+        with self._reached() as (files, path):
             files.rm_file(path)
 
     def remove_tree(self) -> None:
         """Delete everything below it."""
-        files, path = self._found()
-        with self._explained():
+        with self._reached() as (files, path):
             files.rm(path, recursive=True)
 
-    def _found(self) -> tuple[Any, str]:
+    @contextmanager
+    def _reached(self, *, writing: bool = False) -> Iterator[tuple[Any, str]]:
         """File system and path in it. Not kept: each process, forked ones too, needs connections of its own."""
         try:
             import fsspec
@@ -199,12 +186,8 @@ class RemotePath:
             raise ConfigError(f"{self.url} can't be opened: {error}") from error
         logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs the traceback of each error that it raises
         files.invalidate_cache()  # other ranks write, too
-        return files, str(path)
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        with _as_os_error(self.url):
-            yield
+        with _as_os_error(self.url, writing=writing):
+            yield files, str(path)
 
 
 AnyPath = Path | RemotePath

@@ -16,7 +16,7 @@ def try_to_write(folder: AnyPath, *, make: bool = True) -> None:
     ``make``: make the folder if it is missing; otherwise the file goes into its nearest parent that exists.
     """
     if isinstance(folder, RemotePath):
-        folder.exists()  # what a missing library or bucket says then names the folder
+        folder.exists()  # so that the error of a missing library or bucket names the folder
         probe = folder / f".writable-{os.urandom(4).hex()}"
         probe.write_text("writable", encoding="utf-8")
         probe.unlink()

@@ -22,14 +22,14 @@ from megatron.errors import CheckpointError
 from megatron.planning.freezing import FreezingChange
 from megatron.training.run.run import Progress, Run
 
-# What a fine-tuning may change in a model whose weights it takes over: no weight means something else by it.
+# What a fine-tuning may change in a model whose weights it takes over: the weights keep their meaning.
 CHANGEABLE = frozenset(
     ("rotary_base", "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor", "norm_epsilon")
 )
 
 
 def load(run: Run) -> None:
-    """Bring the run to where ``--load`` or ``--pretrained-checkpoint`` says, or leave it at the start of a new one.
+    """Load the checkpoint of ``--load`` or ``--pretrained-checkpoint`` into the run, or leave it as a new one.
 
     Raises CheckpointError when there is nothing usable, when the checkpoint is of another model, and when nothing is
     named for a model that is made of a trained one.
@@ -44,7 +44,7 @@ def load(run: Run) -> None:
         named, mesh = settings.pretrained_checkpoint, run.context.mesh
         pretrained = find_checkpoint(named, mesh=mesh, flag="--pretrained-checkpoint")
         is_body = read_run_state(pretrained)[MODEL_NAME] in run.train_spec.starts_from
-        if is_body and not run.config.training.skip_train:  # nobody wants to know how well a fresh head does
+        if is_body and not run.config.training.skip_train:  # evaluating a fresh head is pointless
             load_body(run, pretrained)
         else:
             _load_from(run, pretrained, weights_only=True)
@@ -100,7 +100,7 @@ def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> Non
 
 
 def load_body(run: Run, folder: CheckpointFolder) -> None:
-    """Take what the run's model shares with another model's in ``folder``; say by name what stays fresh.
+    """Take what the run's model shares with the model in ``folder``; the log names what stays fresh.
 
     A collective. Raises CheckpointError when more is missing than the train spec allows.
     """

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class _Pending:
-    """A save under way, and what ``progress.txt`` will say of it when it is durable."""
+    """A save under way, and what ``progress.txt`` will note when it is durable."""
 
     save: PendingSave
     iteration: int
@@ -82,7 +82,7 @@ class Saver:
             self.finish()
 
     def kept(self) -> str:
-        """What is left of the run if it ends now; empty on all ranks but the first, which says it."""
+        """A sentence about what is kept if the run ends now; empty on all ranks but the first."""
         if self._run.context.mesh.world_rank > 0:
             return ""
         now, saved = self._run.progress.iteration, self._saved_at
@@ -106,7 +106,7 @@ class Saver:
             self.finish()
 
     def finish(self) -> None:
-        """Wait until the save under way, if any, is durable; then delete what retention gives up."""
+        """Wait until the save under way, if any, is durable; then delete checkpoints that retention drops."""
         pending, self._pending = self._pending, None
         self._still_held()
         if pending is None:
@@ -135,13 +135,21 @@ def saving(run: Run, still_held: StillHeld = lambda: None) -> Iterator[Saver]:
 
 @contextmanager
 def holding_save_folder(config: RunConfig, context: ParallelContext) -> Iterator[StillHeld]:
-    """Make sure of the ``--save`` folder and keep other runs out of it for the block; runs that only evaluate don't.
+    """Make the ``--save`` folder, try to write in it, and keep other runs out of it for the block. Runs that only
+    evaluate don't keep others out.
 
-    A collective. Raises CheckpointError on all ranks when it can't be written, or another run saves there. Yields what
-    tells whether the folder is still held; rank 0 knows.
+    A collective. Raises CheckpointError on all ranks when the folder can't be written, before any training is lost, or
+    when another run saves there. Yields a check of whether the folder is still held, which works on rank 0.
     """
-    check_save_folder(config, context)
     save, checks = config.checkpoint.save, list[StillHeld]()
+    if save is not None:
+        try:
+            run_on_all(lambda: try_to_write(path_of(save)), context.mesh)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"--save {path_of(save)} cannot be written: {error}; name a folder that every rank may write into",
+                exit_code=error.exit_code,
+            ) from error
 
     def still_held() -> None:
         for check in checks:
@@ -151,24 +159,6 @@ def holding_save_folder(config: RunConfig, context: ParallelContext) -> Iterator
         if save is not None and not config.training.skip_train:
             run_on_first(lambda: checks.append(stack.enter_context(held(path_of(save)))), context.mesh)
         yield still_held
-
-
-def check_save_folder(config: RunConfig, context: ParallelContext) -> None:
-    """Make the ``--save`` folder and try to write in it, so that one nobody can write is found before training is lost.
-
-    A collective. Raises CheckpointError on all ranks when any cannot.
-    """
-    if config.checkpoint.save is None:
-        return
-    root = path_of(config.checkpoint.save)
-
-    try:
-        run_on_all(lambda: try_to_write(root), context.mesh)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"--save {root} cannot be written: {error}; name a folder that every rank may write into",
-            exit_code=error.exit_code,
-        ) from error
 
 
 def run_state(run: Run) -> dict[str, Any]:
