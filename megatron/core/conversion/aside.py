@@ -1,4 +1,4 @@
-"""Folders for what isn't complete yet, locked by the process that fills them, so that those of dead ones can go.
+"""Folders for unfinished conversions, locked by the process that fills them, so that those of dead ones can be deleted.
 
 Such a folder is ``.NAME.partial-HOST-HEX`` and holds a file that its process keeps locked. The kernel drops the lock
 with the process, however that ends. A folder of another host is never deleted: its lock may not be visible here.
@@ -11,7 +11,7 @@ import platform
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from megatron.core.files.locks import lock
@@ -33,22 +33,15 @@ def folder_aside(parent: Path, name: str, *, say: Callable[[str], None]) -> Iter
         with ExitStack() as stack:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             folder.mkdir()
-            if _is_locked(folder, stack):
+            with suppress(FileNotFoundError):  # another conversion deletes what isn't locked yet: then try again
+                lock(stack.enter_context((folder / _LOCK).open("w")), wait=True)
+            if (folder / _LOCK).exists():
                 yield folder / name
                 return
 
 
-def _is_locked(folder: Path, stack: ExitStack) -> bool:
-    """Lock ``folder`` until ``stack`` ends; False where another conversion deleted it before it was locked."""
-    try:
-        lock(stack.enter_context((folder / _LOCK).open("w")), wait=True)
-    except FileNotFoundError:
-        return False
-    return (folder / _LOCK).exists()
-
-
 def delete_leftovers(parent: Path, *, say: Callable[[str], None]) -> None:
-    """Delete the folders in ``parent`` whose conversions are dead, and name those of which that isn't known."""
+    """Delete the folders in ``parent`` of dead conversions; print a note for those that may be in use."""
     for folder in sorted(parent.glob(".*.partial-*")):
         match = _NAME.fullmatch(folder.name)
         if match is None or not folder.is_dir():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from megatron.small_files import Between
 
@@ -13,3 +13,16 @@ Heads = Annotated[int, Between(1, 1 << 16)]
 Rate = Annotated[float, Between(0, 0.999)]
 Small = Annotated[float, Between(1e-30, 1)]
 Factor = Annotated[float, Between(1e-6, 1e12)]
+
+KINDS: dict[str, Any] = {
+    "num_layers": Layers,
+    **dict.fromkeys(("hidden_size", "ffn_hidden_size"), Width),
+    **dict.fromkeys(("num_attention_heads", "num_query_groups", "kv_channels"), Heads),
+    **dict.fromkeys(("max_position_embeddings", "make_vocab_size_divisible_by", "vocab_size"), Count),
+    **dict.fromkeys(("attention_dropout", "hidden_dropout"), Rate),
+    **dict.fromkeys(("norm_epsilon", "init_method_std"), Small),
+    **dict.fromkeys(("rotary_base", "rotary_percent", "rope_scaling_factor"), Factor),
+    "rotary_seq_len_interpolation_factor": Factor,
+    **dict.fromkeys(("position_embedding_type", "normalization"), str),
+}
+"""By field of our architecture, whatever another program calls the setting."""

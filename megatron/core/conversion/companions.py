@@ -30,6 +30,12 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "chat_template.jinja",
 )
+# Kinds of tokenizers with one file, the first that is there.
+_MODELS = {
+    "tokenizer.json": "HuggingFaceTokenizer",
+    "tokenizer.model": "Llama2Tokenizer",
+    "spiece.model": "GPTSentencePieceTokenizer",
+}
 SETTINGS = ("config.json", "generation_config.json")
 
 
@@ -39,31 +45,24 @@ def companions_in(folder: AnyPath) -> dict[str, AnyPath]:
 
 
 def tokenizer_in(folder: Path, *, rows: int) -> TokenizerConfig:
-    """How the tokenizer in ``folder`` is built; numbers as they are where there is none.
+    """How the tokenizer in ``folder`` is built; one that uses ids as numbers where there is none.
 
     ``rows``: of the model's embedding, which is often larger than the tokenizer's vocabulary.
     """
-    config: TokenizerConfig
+    settings: dict[str, Any]
+    model = next((name for name in _MODELS if (folder / name).is_file()), None)
     if (pieces := _wordpiece_file(folder)) is not None:
-        kind: Any = "BertWordPieceLowerCase" if _is_lower_case(folder) else "BertWordPieceCase"
-        config = TokenizerConfig(tokenizer_type=kind, vocab_file=str(pieces), vocab_size=rows)
-    elif (folder / "tokenizer.json").is_file():
-        config = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder), vocab_size=rows)
-    elif (folder / "tokenizer.model").is_file():
-        model = str(folder / "tokenizer.model")
-        config = TokenizerConfig(tokenizer_type="Llama2Tokenizer", tokenizer_model=model, vocab_size=rows)
-    elif (folder / "spiece.model").is_file():
-        model = str(folder / "spiece.model")
-        config = TokenizerConfig(tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model=model, vocab_size=rows)
+        kind = "BertWordPieceLowerCase" if _is_lower_case(folder) else "BertWordPieceCase"
+        settings = {"tokenizer_type": kind, "vocab_file": str(pieces)}
+    elif model is not None:
+        place = folder if model == "tokenizer.json" else folder / model
+        settings = {"tokenizer_type": _MODELS[model], "tokenizer_model": str(place)}
     elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-        config = TokenizerConfig(
-            tokenizer_type="GPT2BPETokenizer",
-            vocab_file=str(folder / "vocab.json"),
-            merge_file=str(folder / "merges.txt"),
-            vocab_size=rows,
-        )
+        files = {"vocab_file": str(folder / "vocab.json"), "merge_file": str(folder / "merges.txt")}
+        settings = {"tokenizer_type": "GPT2BPETokenizer", **files}
     else:
         return TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=rows - 1)
+    config = TokenizerConfig(**settings, vocab_size=rows)
     tokenizer = build_tokenizer(config)
     if tokenizer.vocab_size > rows:
         raise CheckpointError(
@@ -82,7 +81,7 @@ def _wordpiece_file(folder: Path) -> Path | None:
 
 
 def _is_lower_case(folder: Path) -> bool:
-    """Whether the tokenizer lowers letters; as WordPiece does unless its settings say otherwise."""
+    """Whether the tokenizer lowers letters, which is WordPiece's default."""
     normalizer = _json(folder / "tokenizer.json", {"normalizer": dict[str, Any]}).get("normalizer") or {}
     settings = _json(folder / "tokenizer_config.json", {"do_lower_case": bool})
     return bool(settings.get("do_lower_case", normalizer.get("lowercase", True)))
@@ -117,7 +116,7 @@ def copied_tokenizer(config: TokenizerConfig, folder: AnyPath) -> TokenizerConfi
 
 
 def tokenizer_of(config: TokenizerConfig) -> Tokenizer | None:
-    """The tokenizer, or None where its files can't be had: a model converts without."""
+    """The tokenizer, or None where its files are missing: a model converts without one."""
     try:
         return build_tokenizer(config)
     except MegatronError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,6 +12,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from megatron.core.checkpointing.folders import sync_path
 from megatron.core.conversion import proof
 from megatron.core.conversion.aside import folder_aside
 from megatron.core.conversion.huggingface.reading import read_huggingface
@@ -41,8 +41,8 @@ class Conversion:
     ``load`` and ``save`` may be in object storage. ``step``: iteration of a folder of checkpoints, instead of the
     newest. ``max_shard_size``: bytes of one weight file of Hugging Face's. ``dist``: write Megatron-LM's torch_dist
     format, else its torch format. ``true_vocab_size``: words of a Megatron-LM vocabulary before padding, where its
-    tokenizer can't be had. ``ignored``: arguments saved in a Megatron-LM source that are read as if they weren't
-    there. ``family``: the title of the only one that is wanted.
+    tokenizer is missing. ``ignored``: arguments saved in a Megatron-LM source that are read as if they weren't
+    there. ``family``: the title of the only one that is accepted.
     """
 
     source: Format
@@ -61,7 +61,7 @@ class Conversion:
 def convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
     """Do it; the proof that source and target are the same model, or None when it was skipped.
 
-    ``say`` hears what is done. Raises CheckpointError for a source that can't be converted and a target that exists,
+    ``say`` prints a line. Raises CheckpointError for a source that can't be converted and a target that exists,
     ProofError when the two give different logits; the target is then not there at all.
     """
     try:
@@ -76,8 +76,11 @@ def _convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
     check_target(job.save)
     if not job.skip_proof and "hf" in (job.source, job.target):
         proof.transformers_version()
-    with _source(job, say) as source:
-        portable = source.read()
+    with _at_hand(job, say) as (place, step):
+        with _reading(job.load):
+            portable = _read(job, place, step=step)
+        tensors = {name: _guarded(tensor, job.load) for name, tensor in portable.tensors.items()}
+        portable = dataclasses.replace(portable, tensors=tensors)
         title = family_of(portable.groups).title
         if job.family not in (None, title):
             raise CheckpointError(f"--model-type {job.family}: {job.load} holds a {title}")
@@ -89,7 +92,7 @@ def _convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
             proof.check_memory(proof.memory_needed(portable, {job.source, job.target}))
         with _aside(job.save, say) as aside:
             _write(job, portable, aside)
-            found = None if job.skip_proof else _prove(source, portable, aside, target=job.target)
+            found = None if job.skip_proof else _prove(job, portable, place, aside, step=step)
     say(f"proof: {found}" if found else "NOT PROVEN: --skip-proof skipped the comparison of logits")
     say(f"wrote {job.save} in {TITLES[job.target]} format: weights only, no optimizer state, no schedule")
     if job.target == "megatron":
@@ -97,50 +100,36 @@ def _convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
     return found
 
 
-@dataclass(frozen=True)
-class _Source:
-    """What is read: ``place`` is where its libraries find it."""
-
-    job: Conversion
-    place: AnyPath
-    step: int | None
-
-    def read(self) -> PortableModel:
-        """The model, whose tensors are read when they are wanted."""
-        with _reading(self.job.load):
-            found = self._read()
-        tensors = {name: _guarded(tensor, self.job.load) for name, tensor in found.tensors.items()}
-        return dataclasses.replace(found, tensors=tensors)
-
-    def _read(self) -> PortableModel:
-        match self.job.source:
-            case "hf":
-                return read_huggingface(_folder(self.place))
-            case "megatron":
-                return read_native(self.place, step=self.step)
-            case "megatron-lm":
-                words, ignored = self.job.true_vocab_size, self.job.ignored
-                return read_megatron_lm(_folder(self.place), step=self.step, true_vocab_size=words, ignored=ignored)
-        raise AssertionError(self.job.source)
-
-
 @contextmanager
-def _source(job: Conversion, say: Callable[[str], None]) -> Iterator[_Source]:
-    """Other programs' files are mapped and opened by their libraries, so from storage they are fetched first."""
+def _at_hand(job: Conversion, say: Callable[[str], None]) -> Iterator[tuple[AnyPath, int | None]]:
+    """Where the source is read, and the iteration there. Other programs' files are mapped and opened by their
+    libraries, so they are fetched from object storage first.
+    """
     if isinstance(job.load, Path) or job.source == "megatron":
-        yield _Source(job, job.load, job.step)
+        yield job.load, job.step
         return
     with ExitStack() as stack:
         with _reading(job.load):
             # Of Megatron-LM's, one checkpoint and not all that a run has left.
             place = find_folder(job.load, step=job.step) if job.source == "megatron-lm" else job.load
             folder = stack.enter_context(fetched(place, say=say))
-        yield _Source(job, folder, None)
+        yield folder, None
+
+
+def _read(job: Conversion, place: AnyPath, *, step: int | None) -> PortableModel:
+    match job.source:
+        case "hf":
+            return read_huggingface(_folder(place))
+        case "megatron":
+            return read_native(place, step=step)
+        case "megatron-lm":
+            words = job.true_vocab_size
+            return read_megatron_lm(_folder(place), step=step, true_vocab_size=words, ignored=job.ignored)
 
 
 @contextmanager
 def _reading(load: AnyPath) -> Iterator[None]:
-    """Make what fails while the source is read an error about the source."""
+    """Turn an OSError while the source is read into an error about the source."""
     try:
         yield
     except OSError as error:
@@ -149,7 +138,7 @@ def _reading(load: AnyPath) -> Iterator[None]:
 
 
 def _guarded(tensor: LazyTensor, load: AnyPath) -> LazyTensor:
-    """The tensor, which is read when others are already written."""
+    """The tensor, which is read while others are already written: an error then still names the source."""
 
     def make() -> Tensor:
         with _reading(load):
@@ -179,16 +168,14 @@ def _write(job: Conversion, portable: PortableModel, aside: Path) -> None:
             write_megatron_lm(portable, aside, dist=job.dist, final=job.save)
 
 
-def _prove(source: _Source, portable: PortableModel, aside: Path, *, target: Format) -> proof.Proof:
+def _prove(job: Conversion, portable: PortableModel, place: AnyPath, aside: Path, *, step: int | None) -> proof.Proof:
     """Compare the logits of the files read with those of the files written."""
-    question = question_for(portable.model, portable.groups)
-    with _reading(source.job.load):
-        before = _answer(source.job.source, source.place, question, step=source.step, ignored=source.job.ignored)
-    after = _answer(target, aside, question)
-    words = portable.model.vocab_size
-    return proof.compare(
-        {**before, "words": before["words"][..., :words]}, {**after, "words": after["words"][..., :words]}
-    )
+    question, words = question_for(portable.model, portable.groups), portable.model.vocab_size
+    with _reading(job.load):
+        before = _answer(job.source, place, question, step=step, ignored=job.ignored)
+    after = _answer(job.target, aside, question)
+    unpadded = [{**answer, "words": answer["words"][..., :words]} for answer in (before, after)]
+    return proof.compare(*unpadded)
 
 
 def _answer(
@@ -205,7 +192,7 @@ def _answer(
 
 @contextmanager
 def _aside(save: AnyPath, say: Callable[[str], None]) -> Iterator[Path]:
-    """A folder that becomes ``save`` when all went well, and vanishes when not: hidden beside it, or temporary."""
+    """A folder that becomes ``save`` at the end, and vanishes on an error: hidden beside it, or temporary."""
     parent = Path(tempfile.gettempdir()) if isinstance(save, RemotePath) else save.parent
     with folder_aside(parent, save.name, say=say) as aside:
         yield aside
@@ -213,16 +200,7 @@ def _aside(save: AnyPath, say: Callable[[str], None]) -> Iterator[Path]:
             check_target(save)
             put(aside, save)
             return
-        _sync(aside)
+        for path in (*aside.rglob("*"), aside):
+            sync_path(path)
         check_target(save)
         aside.rename(save)
-
-
-def _sync(folder: Path) -> None:
-    """Make what was written survive a power failure before it gets its name."""
-    for path in [*folder.rglob("*"), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -1,6 +1,6 @@
 """The tokenizer's files inside each checkpoint, so that a checkpoint folder is enough to use the model.
 
-They have fixed names, whatever they were called where training read them. Paths in saved settings are only a hint, for
+They have fixed names, whatever they were called where training read them. Paths in saved settings are only used for
 checkpoints without these files.
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,9 +31,9 @@ from megatron.core.conversion.kept_tokenizer import files_to_keep, with_kept_fil
 from megatron.core.conversion.portable import (
     LazyTensor,
     PortableModel,
+    check_shapes,
     parameters_of,
     refuse_more_layers,
-    report_differences,
 )
 from megatron.core.files.remote_path import AnyPath
 from megatron.core.models.registry import family_of, saved_run
@@ -48,14 +49,15 @@ def read_native(root: AnyPath, *, step: int | None = None) -> PortableModel:
     folder = find_checkpoint(root, step=step)
     state = read_run_state(folder)
     run = saved_run(state["config"], name=state[MODEL_NAME], where=str(folder.path))
-    vocab_size = run.model.vocab_size or _vocabulary_rows(StoredTensors(folder.path))
+    stored = StoredTensors(folder.path)
+    vocab_size = run.model.vocab_size or stored.model["embedding.word_embeddings.weight"].shape[0]
     model = dataclasses.replace(run.model, vocab_size=vocab_size)
     tokenizer = with_kept_files(run.tokenizer, folder.path)
     progress = state.get("progress") or {}
     return PortableModel(
         model=model,
         groups=run.extra,
-        tensors=_tensors(folder.path, model, run.extra),
+        tensors=_tensors(stored, model, run.extra, where=str(folder.path)),
         tokenizer=tokenizer,
         seq_length=run.data.seq_length,
         companions={**companions_in(folder.path.parent / FOLDER), **tokenizer_files(tokenizer)},
@@ -64,26 +66,16 @@ def read_native(root: AnyPath, *, step: int | None = None) -> PortableModel:
     )
 
 
-def _vocabulary_rows(stored: StoredTensors) -> int:
-    return stored.entries["model.embedding.word_embeddings.weight"].shape[0]
-
-
-def _tensors(folder: AnyPath, model: ModelConfig, groups: Sequence[object]) -> dict[str, LazyTensor]:
-    stored = StoredTensors(folder)
-    entries = {name.removeprefix(PREFIX): entry for name, entry in stored.entries.items() if name.startswith(PREFIX)}
-    refuse_more_layers(model, groups, entries, where=str(folder))
+def _tensors(
+    stored: StoredTensors, model: ModelConfig, groups: Sequence[object], *, where: str
+) -> dict[str, LazyTensor]:
+    refuse_more_layers(model, groups, stored.model, where=where)
     expected = {name: sharding.shape for name, sharding in parameters_of(model, groups).items()}
-    report_differences(
-        str(folder),
-        missing=sorted(expected.keys() - entries.keys()),
-        surplus=sorted(entries.keys() - expected.keys()),
-        mismatched=[name for name, shape in expected.items() if name in entries and entries[name].shape != shape],
-    )
-
-    def lazy(name: str) -> LazyTensor:
-        return LazyTensor(entries[name].shape, entries[name].dtype, lambda: stored.read(PREFIX + name))
-
-    return {name: lazy(name) for name in expected}
+    check_shapes({name: entry.shape for name, entry in stored.model.items()}, expected, where=where)
+    return {
+        name: LazyTensor(shape, stored.model[name].dtype, partial(stored.read, PREFIX + name))
+        for name, shape in expected.items()
+    }
 
 
 def write_native(portable: PortableModel, root: Path, *, final: AnyPath) -> None:

@@ -1,6 +1,6 @@
-"""What every conversion passes through: a model's settings, and its logical tensors under our names, read when needed.
+"""The common form of all conversions: a model's settings, and its logical tensors under our names, read when needed.
 
-A format only knows how to give one of these and how to write one, so any format converts to any other.
+Each format has a reader that gives one and a writer that takes one, so any format converts to any other.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megatron.config.family import FamilyConfig
 from megatron.config.model import ModelConfig
 from megatron.config.tokenizer import TokenizerConfig
+from megatron.core.checkpointing.manifest import listed
 from megatron.core.files.remote_path import AnyPath
 from megatron.core.models.registry import family_of
 from megatron.core.parallel.context import ParallelContext
@@ -25,7 +26,7 @@ from megatron.errors import CheckpointError
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is read, and made into what it has to be, by ``make``; nobody keeps it."""
+    """A tensor that ``make`` reads and transforms; it is not kept."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -37,7 +38,7 @@ class PortableModel:
     """A model on its way from one format to another.
 
     ``model``: its architecture, vocabulary size included. ``groups``: the settings that its family alone has, which
-    tell the family. ``tensors``: by our parameter names, in logical shape.
+    identify the family. ``tensors``: by our parameter names, in logical shape.
     ``tokenizer``: how its tokenizer is built, from the paths where the files are now. ``companions``: files that
     travel along (the tokenizer's, generation settings), by name.
     """
@@ -62,7 +63,7 @@ class PortableModel:
     @property
     def num_layers(self) -> int:
         """Layers of all stacks."""
-        return num_layers_of(self.model, self.groups)
+        return _num_layers(self.model, self.groups)
 
     @property
     def num_parameters(self) -> int:
@@ -70,8 +71,7 @@ class PortableModel:
         return sum(int(torch.Size(tensor.shape).numel()) for tensor in self.tensors.values())
 
 
-def num_layers_of(model: ModelConfig, groups: Sequence[object]) -> int:
-    """Layers of all stacks."""
+def _num_layers(model: ModelConfig, groups: Sequence[object]) -> int:
     own = next((group for group in groups if isinstance(group, FamilyConfig)), FamilyConfig())
     return own.num_layers(model)
 
@@ -79,7 +79,7 @@ def num_layers_of(model: ModelConfig, groups: Sequence[object]) -> int:
 def parameters_of(model: ModelConfig, groups: Sequence[object] = ()) -> dict[str, Sharding]:
     """Our parameters of a model by name, as the model itself declares them; nothing is allocated.
 
-    ``groups``: settings of its family alone, which tell the family.
+    ``groups``: settings of its family alone, which identify the family.
     """
     mesh, cpu = Mesh.single(), torch.device("cpu")
     context = ParallelContext(mesh=mesh, rng=RngStreams(1, mesh, cpu), device=torch.device("meta"), dtype=torch.float32)
@@ -98,23 +98,23 @@ def load_weights(model: nn.Module, portable: PortableModel, mesh: Mesh) -> None:
 
 def refuse_more_layers(model: ModelConfig, groups: Sequence[object], tensors: Collection[str], *, where: str) -> None:
     """Raise CheckpointError for more layers than there are ``tensors``, before anybody builds a billion of them."""
-    layers = num_layers_of(model, groups)
+    layers = _num_layers(model, groups)
     if layers > len(tensors):
         raise CheckpointError(f"{where} describes {layers:,} layers, and there are {len(tensors):,} tensors in all")
 
 
-def report_differences(where: str, *, missing: list[str], surplus: list[str], mismatched: list[str]) -> None:
-    """Raise CheckpointError that names what a source lacks, has too much, or has in another shape, if anything."""
-    parts = [
-        f"{title}: {', '.join(names[:6])}{f' and {len(names) - 6} more' if len(names) > 6 else ''}"
-        for title, names in (
-            ("missing", missing),
-            ("not part of this architecture", surplus),
-            ("of another shape", mismatched),
-        )
-        if names
-    ]
-    if parts:
+def check_shapes(found: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]], *, where: str) -> None:
+    """Raise CheckpointError that names the tensors which a source lacks, has too many of, or has in another shape."""
+    problems = {
+        "missing": sorted(wanted.keys() - found.keys()),
+        "not part of this architecture": sorted(found.keys() - wanted.keys()),
+        "of another shape": [
+            f"{name} is {list(found[name])} and should be {list(shape)}"
+            for name, shape in wanted.items()
+            if name in found and list(found[name]) != list(shape)
+        ],
+    }
+    if parts := [f"{title}: {listed(names)}" for title, names in problems.items() if names]:
         raise CheckpointError(
             f"{where} does not hold the tensors that its settings describe: {'; '.join(parts)}. Download it again if "
             "it is incomplete, or correct its settings"

@@ -122,7 +122,7 @@ def transformers_version() -> str:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Neither progress bars nor advice: what matters is said here."""
+    """Without progress bars and advice of transformers."""
     from transformers.utils import logging as transformers_logging
 
     level = transformers_logging.get_verbosity()

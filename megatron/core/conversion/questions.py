@@ -1,4 +1,4 @@
-"""What a family's model is asked in a proof. Each family has the question that its models can answer."""
+"""The fixed input of a proof. Each family has an input that its models accept."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class Question(Protocol):
         """The class of transformers that finds the model's own."""
 
     def ask_theirs(self, model: Any) -> Answer:
-        """What transformers' model answers."""
+        """The output of transformers' model."""
 
     def ask_megatron_lm(self, model: MegatronLMModel) -> Answer:
-        """What a model of Megatron-LM answers, computed from its files."""
+        """The output of a model of Megatron-LM, computed from its files."""
 
     def ask_ours(self, stage: nn.Module, handed: Mapping[str, Tensor]) -> Answer:
-        """What a stage of our model makes of what it is ``handed`` by the one before (nothing to the first), by name:
-        what the next is handed, or on the last one the answer.
+        """The output of a stage of our model, by name, given ``handed``, the output of the stage before (empty for the
+        first). The last stage's is the answer.
         """
 
 
 def question_for(model: ModelConfig, groups: Sequence[object] = ()) -> Question:
-    """The question for a model, over its whole vocabulary; the same one every time. ``groups`` tell its family."""
+    """The question for a model, over its whole vocabulary; the same one every time. ``groups`` identify its family."""
     question: Question = family_of(groups).module("questions").question_for(model, groups)
     return question
 

@@ -1,7 +1,7 @@
 """Models in object storage: fetched to a disk for the libraries that open them, and put there when they are whole.
 
-A model in storage is the files below a name. Those that make the others a model are put last, so that what is cut off
-on the way is never taken for one.
+A model in storage is the files below a name. The files by which readers recognize a model are put last, so that an
+interrupted upload is never taken for one.
 """
 
 from __future__ import annotations

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.config.intake import Intake
 from megatron.config.parse import read_given
 from megatron.config.run import RunConfig
 from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint
 from megatron.core.checkpointing.load import MODEL_NAME, read_run_state
 from megatron.core.checkpointing.stored_tensors import StoredTensors
-from megatron.core.conversion.portable import parameters_of, report_differences
+from megatron.core.conversion.portable import check_shapes, parameters_of
 from megatron.core.files.remote_path import AnyPath
 from megatron.core.models.registry import family_named, find_family, owner_of
 from megatron.core.optimizer.update_rules import build_update_rule
@@ -57,7 +57,7 @@ def check_loadable(
     config = RunConfig.parse(
         asked,
         prog=f"pretrain_{family.name}.py",
-        world_size=_ranks_of(intake),
+        world_size=math.prod(int(intake.value(size)) for size in _MODEL_PARALLEL),
         extra_groups=family.groups,
         owner_of=owner_of,
         checkpoint_config=saved_config,
@@ -78,7 +78,9 @@ def check_continues(
     ``ranks_known``: whether the number of ranks was given.
     """
     stored = StoredTensors(folder.path)
-    _check_tensors(folder, stored, config)
+    found = {name: entry.shape for name, entry in stored.model.items()}
+    wanted = {name: sharding.shape for name, sharding in parameters_of(config.model, config.extra).items()}
+    check_shapes(found, wanted, where=str(folder.path))
     if loads_optimizer(config, weights_only=weights_only):
         check_has_optimizer(state, folder)
         _check_optimizer(folder, stored, config)
@@ -106,31 +108,6 @@ def describe_start(config: RunConfig, tokenizer: Tokenizer | None, *, model_name
         if model == model_name and find_family(model_name) is not None:
             check_continues(state, folder, config, weights_only=weights_only, ranks_known=True)
     return f"{folder.path}, of iteration {folder.iteration}"
-
-
-def _ranks_of(intake: Intake) -> int:
-    """Ranks of one copy of the model: as many as the flags need at least."""
-    ranks = 1
-    for size in _MODEL_PARALLEL:
-        ranks *= int(intake.value(size))
-    return ranks
-
-
-def _check_tensors(folder: CheckpointFolder, stored: StoredTensors, config: RunConfig) -> None:
-    shapes = {
-        name.removeprefix("model."): entry.shape for name, entry in stored.entries.items() if name.startswith("model.")
-    }
-    wanted = {name: sharding.shape for name, sharding in parameters_of(config.model, config.extra).items()}
-    report_differences(
-        str(folder.path),
-        missing=sorted(wanted.keys() - shapes.keys()),
-        surplus=sorted(shapes.keys() - wanted.keys()),
-        mismatched=[
-            f"{name} is {list(shapes[name])} and should be {list(shape)}"
-            for name, shape in wanted.items()
-            if name in shapes and shapes[name] != shape
-        ],
-    )
 
 
 def _check_optimizer(folder: CheckpointFolder, stored: StoredTensors, config: RunConfig) -> None:

@@ -24,7 +24,7 @@ from megatron.core.checkpointing.save import save_streamed
 from megatron.core.conversion import convert as conversion
 from megatron.core.conversion import proof
 from megatron.core.conversion.convert import Conversion, convert
-from megatron.core.conversion.huggingface.config import config_from_model, model_from_config
+from megatron.core.conversion.huggingface.format import config_from_model, model_from_config
 from megatron.core.conversion.huggingface.reading import read_huggingface
 from megatron.core.conversion.huggingface.writing import write_safetensors
 from megatron.core.conversion.native import read_native, write_native

@@ -16,13 +16,13 @@ import torch
 from megatron.config.model import ModelConfig
 from megatron.core.conversion import convert as conversion
 from megatron.core.conversion.convert import Conversion, convert
-from megatron.core.conversion.huggingface.config import config_from_model, model_from_config
+from megatron.core.conversion.huggingface.format import config_from_model, model_from_config
 from megatron.core.conversion.huggingface.reading import read_huggingface
 from megatron.core.conversion.native import read_native
 from megatron.core.conversion.portable import LazyTensor
 from megatron.core.conversion.proof import ProofError, huggingface_answer, memory_needed, native_answer
 from megatron.core.conversion.questions import question_for
-from megatron.core.conversion.transforms import KeyValue
+from megatron.core.conversion.transforms import KEY_VALUE
 from megatron.core.models.registry import FAMILIES
 from megatron.core.models.t5.config import T5Config
 from megatron.core.parallel.context import ParallelContext
@@ -67,9 +67,9 @@ def test_keys_and_values_of_each_head() -> None:
     """The transform by itself, on numbers that name their places."""
     model = ModelConfig(num_layers=1, hidden_size=4, num_attention_heads=2, kv_channels=2)
     key, value = torch.arange(4)[:, None], torch.arange(10, 14)[:, None]
-    fused = KeyValue().join([key, value], model)
+    fused = KEY_VALUE.join([key, value], model)
     assert fused.flatten().tolist() == [0, 1, 10, 11, 2, 3, 12, 13]
-    assert [part.tolist() for part in KeyValue().split(fused, model)] == [key.tolist(), value.tolist()]
+    assert [part.tolist() for part in KEY_VALUE.split(fused, model)] == [key.tolist(), value.tolist()]
 
 
 @pytest.mark.parametrize(

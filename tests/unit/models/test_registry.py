@@ -138,6 +138,6 @@ def test_a_format_of_an_installed_family_is_found(folder: Path) -> None:
     """By the model_type in config.json, once no family that is built in has it."""
     install(folder)
     (folder / "toy_package/huggingface.py").write_text(
-        "from types import SimpleNamespace\nFORMAT = SimpleNamespace(model_types=('toy',))\n"
+        "from types import SimpleNamespace\nFORMAT = SimpleNamespace(types={'toy': None})\n"
     )
     assert isinstance(format_of("toy"), SimpleNamespace)

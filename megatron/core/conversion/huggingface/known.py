@@ -1,36 +1,23 @@
-"""Settings of a ``config.json``, read one by one; for what can't be converted the error names file and value."""
+"""Settings of a ``config.json``, read one by one; errors for those that can't be converted name file and value."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, TypeVar
 
-from megatron.config.model import ModelConfig
-from megatron.core.conversion.bounds import Count, Heads, Layers, Small, Width
+from megatron.config.model import Activation
 from megatron.errors import CheckpointError
 from megatron.small_files import check_kinds
 
+T = TypeVar("T")
 Json = Mapping[str, Any]
-Gelu = Literal["gelu", "gelu_tanh"]
-GELUS: dict[str, Gelu] = {
+GELUS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "gelu": "gelu",
 }
 """Their names of GELU, and ours."""
-
-KINDS: dict[str, Any] = {
-    "model_type": str,
-    "num_hidden_layers": Layers,
-    "num_attention_heads": Heads,
-    **dict.fromkeys(("hidden_size", "intermediate_size"), Width),
-    **dict.fromkeys(("vocab_size", "max_position_embeddings"), Count),
-    "hidden_act": str,
-    "initializer_range": Small,
-    "tie_word_embeddings": bool,
-}
-"""Settings that models of several families have, each with its type and with bounds beyond any model's."""
 
 
 class Known:
@@ -70,24 +57,9 @@ class Known:
             if self.get(name, value) not in (value, None):
                 raise self.refuse(name, f"this project supports only {value!r}")
 
-    def gelu(self, name: str) -> Gelu:
-        """Which GELU the activation ``name`` is; CheckpointError when it is none."""
-        if self(name) not in GELUS:
-            raise self.refuse(name, f"this project has {' and '.join(GELUS)}")
-        return GELUS[self(name)]
-
-
-def not_original(model: ModelConfig) -> list[str]:
-    """Differences from the layers of the first transformers: learned positions, LayerNorm, GELU, biases."""
-    wrong = {
-        "positions are not learned": model.position_embedding_type != "learned_absolute",
-        "norms are not LayerNorm": model.normalization != "LayerNorm",
-        "norm weights are stored with one subtracted": model.apply_layernorm_1p,
-        "the MLP is not plain GELU": model.activation not in ("gelu", "gelu_tanh"),
-        "linear layers have no biases": not model.add_bias_linear,
-        "keys and values are shared by heads": model.num_query_groups != model.num_attention_heads,
-        "queries and keys are normalized": model.qk_layernorm,
-        "attention scores have another scale": model.softmax_scale is not None,
-        "heads are not hidden size / heads wide": model.kv_channels * model.num_attention_heads != model.hidden_size,
-    }
-    return [reason for reason, holds in wrong.items() if holds]
+    def one_of(self, name: str, values: Mapping[str, T]) -> T:
+        """What ``values`` have for the setting ``name``; CheckpointError where it is another."""
+        if self(name) not in values:
+            only = f"supports only {next(iter(values))!r}" if len(values) == 1 else f"has {' and '.join(values)}"
+            raise self.refuse(name, f"this project {only}")
+        return values[self(name)]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,7 @@ from torch import Tensor
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.checkpointing.torch_files import load_torch_file
 from megatron.core.conversion.companions import companions_in, tokenizer_in
-from megatron.core.conversion.huggingface.config import model_from_config
-from megatron.core.conversion.huggingface.format import format_of
+from megatron.core.conversion.huggingface.format import format_of, model_from_config
 from megatron.core.conversion.portable import LazyTensor, PortableModel, refuse_more_layers
 from megatron.core.conversion.tables import matches, to_ours
 from megatron.core.files.remote_path import AnyPath
@@ -57,9 +57,9 @@ def _portable(config: dict[str, Any], tensors: dict[str, LazyTensor], where: str
     model_type = config["model_type"]
     published = format_of(model_type)
     assert published is not None, "its settings were read"
-    theirs = _as_today(tensors, published.prefix(model_type), heads=published.heads)
+    theirs = _as_today(tensors, published.types[model_type].prefix, heads=published.heads)
     model = published.complete(model, theirs)
-    known = published.settings(config, where=settings)
+    known = published.known(config, where=settings)
     groups = published.groups_from_config(known, theirs, where=settings)
     refuse_more_layers(model, groups, theirs, where=settings)
     found = matches(published.table(model_type, model), model, groups, where=where)
@@ -134,25 +134,20 @@ def _safetensors(path: Path) -> Iterator[tuple[str, LazyTensor]]:
             for name in file.keys():  # noqa: SIM118  (it is no mapping)
                 view = file.get_slice(name)
                 if view.get_dtype() not in _DTYPES:
-                    raise CheckpointError(f"{path}: {name} is of type {view.get_dtype()}; weights are {_kinds()}")
-                yield name, LazyTensor(tuple(view.get_shape()), _DTYPES[view.get_dtype()], _reader(path, name))
+                    kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES.values())
+                    raise CheckpointError(f"{path}: {name} is of type {view.get_dtype()}; weights are {kinds}")
+                yield name, LazyTensor(tuple(view.get_shape()), _DTYPES[view.get_dtype()], partial(_read, path, name))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is damaged or incomplete ({error})") from None
 
 
-def _kinds() -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES.values())
+def _read(path: Path, name: str) -> Tensor:
+    """A tensor of a file that is opened anew, so that pages read before are given back."""
+    from safetensors import safe_open
 
-
-def _reader(path: Path, name: str) -> Callable[[], Tensor]:
-    def read() -> Tensor:
-        from safetensors import safe_open
-
-        with safe_open(path, framework="pt") as file:  # opened anew, so that pages read before are given back
-            tensor: Tensor = file.get_tensor(name)
-            return tensor
-
-    return read
+    with safe_open(path, framework="pt") as file:
+        tensor: Tensor = file.get_tensor(name)
+        return tensor
 
 
 def _torch_bin(path: Path) -> Iterator[tuple[str, LazyTensor]]:

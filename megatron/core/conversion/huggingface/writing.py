@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron.core.conversion.companions import TOKENIZER_FILES, copy_files, tokenizer_of
-from megatron.core.conversion.huggingface.config import config_from_model
-from megatron.core.conversion.huggingface.format import format_for
+from megatron.core.conversion.huggingface.format import config_from_model, format_for
 from megatron.core.conversion.huggingface.reading import CONFIG, read_config
 from megatron.core.conversion.portable import LazyTensor, PortableModel
 from megatron.core.conversion.tables import matches, to_theirs
@@ -118,12 +116,7 @@ def write_safetensors(tensors: Mapping[str, LazyTensor], path: Path) -> None:
         for name, tensor in tensors.items():
             made = tensor.make()
             assert (tuple(made.shape), made.dtype) == (tensor.shape, tensor.dtype), f"{name} is another tensor"
-            file.write(_bytes(made))
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    return flat.numpy().data
+            file.write(made.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def _nbytes(tensor: LazyTensor) -> int:

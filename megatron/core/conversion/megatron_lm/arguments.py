@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from argparse import Namespace
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any
 
 from megatron.config.model import Activation, ModelConfig
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.core.conversion.bounds import Count, Factor, Heads, Layers, Rate, Small, Width
+from megatron.core.conversion.bounds import KINDS, Count, Small
 from megatron.core.conversion.megatron_lm.known_arguments import limits, refuse, without
 from megatron.core.conversion.portable import PortableModel
 from megatron.errors import CheckpointError, ConfigError
@@ -18,18 +19,27 @@ _ABSENT = object()
 # What the newest releases call a flag.
 _TODAY = {"apply_layernorm_1p": "layernorm_zero_centered_gamma", "norm_epsilon": "layernorm_epsilon"}
 _KINDS: dict[str, Any] = {
-    "num_layers": Layers,
-    **dict.fromkeys(("hidden_size", "ffn_hidden_size"), Width),
-    **dict.fromkeys(("num_attention_heads", "num_query_groups", "kv_channels"), Heads),
-    **dict.fromkeys(("max_position_embeddings", "seq_length"), Count),
-    **dict.fromkeys(("make_vocab_size_divisible_by", "vocab_size", "padded_vocab_size"), Count),
-    **dict.fromkeys(("attention_dropout", "hidden_dropout"), Rate),
-    **dict.fromkeys(("norm_epsilon", "layernorm_epsilon", "init_method_std"), Small),
-    **dict.fromkeys(("rotary_base", "rotary_percent", "rope_scaling_factor"), Factor),
-    "rotary_seq_len_interpolation_factor": Factor,
-    **dict.fromkeys(("position_embedding_type", "normalization", "tokenizer_type", "tiktoken_pattern"), str),
-    **dict.fromkeys(("vocab_file", "merge_file", "tokenizer_model"), str),
+    **KINDS,
+    **dict.fromkeys(("seq_length", "padded_vocab_size"), Count),
+    "layernorm_epsilon": Small,
+    **dict.fromkeys(("tokenizer_type", "tiktoken_pattern", "vocab_file", "merge_file", "tokenizer_model"), str),
     **dict.fromkeys(("vocab_extra_ids", "tiktoken_num_special_tokens"), Annotated[int, Between(0, 1 << 24)]),
+}
+# Arguments that have the name and the meaning of a field of ours; and those that the files leave open or say otherwise.
+_SAME = (
+    *("kv_channels", "rotary_percent", "rotary_base", "rotary_interleaved", "rotary_seq_len_interpolation_factor"),
+    *("use_rope_scaling", "rope_scaling_factor", "normalization", "norm_epsilon", "apply_layernorm_1p"),
+    *("add_bias_linear", "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights"),
+    *("attention_dropout", "hidden_dropout", "init_method_std", "make_vocab_size_divisible_by"),
+)
+_COMPUTED = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "group_query_attention"),
+    *("num_query_groups", "max_position_embeddings", "position_embedding_type"),
+)
+_DEFAULTS = {
+    each.name: each.default
+    for each in dataclasses.fields(ModelConfig)
+    if each.name in _SAME and isinstance(each.default, (bool, float))
 }
 _TOKENIZERS = (
     "GPT2BPETokenizer",
@@ -73,7 +83,7 @@ class Arguments:
 
 
 def check_is_known(args: Arguments, title: str, position_embedding_types: Sequence[str]) -> None:
-    """Raise CheckpointError for arguments that this project doesn't know or whose values it doesn't have."""
+    """Raise CheckpointError for arguments that are unknown here, or have a value that isn't available here."""
     limited, positions = limits(args.values), args("position_embedding_type", "learned_absolute")
     if positions not in position_embedding_types:
         known = ", ".join(position_embedding_types)
@@ -90,37 +100,23 @@ def model_from_arguments(args: Arguments, *, vocab_size: int, num_layers: int, l
         positions = "rope"
     elif not args("add_position_embedding", True) and positions == "learned_absolute":
         positions = "none"
-    rope_scaling = bool(args("use_rope_scaling", False))
     hidden = args("hidden_size")
+    found = {name: value for name in _SAME if (value := args(name, None)) is not None}
+    found |= {name: type(default)(found[name]) for name, default in _DEFAULTS.items() if name in found}
+    if not found.get("use_rope_scaling"):
+        found.pop("rope_scaling_factor", None)
     return ModelConfig(
+        **found,
         num_layers=num_layers,
         hidden_size=hidden,
         ffn_hidden_size=args("ffn_hidden_size", 4 * hidden),
         num_attention_heads=heads,
-        kv_channels=args("kv_channels", hidden // heads),
         group_query_attention=groups != heads,
         num_query_groups=groups,
         max_position_embeddings=args("max_position_embeddings"),
         position_embedding_type=positions,
-        rotary_percent=args("rotary_percent", 1.0),
-        rotary_base=float(args("rotary_base", 10000.0)),
-        rotary_interleaved=bool(args("rotary_interleaved", False)),
-        rotary_seq_len_interpolation_factor=args("rotary_seq_len_interpolation_factor", None),
-        use_rope_scaling=rope_scaling,
-        rope_scaling_factor=float(args("rope_scaling_factor", 8.0)) if rope_scaling else 8.0,
-        normalization=args("normalization", "LayerNorm"),
-        norm_epsilon=args("norm_epsilon", 1e-5),
-        apply_layernorm_1p=bool(args("apply_layernorm_1p", False)),
         apply_residual_connection_post_layernorm=has_residual_behind_norm(args, legacy=legacy),
-        add_bias_linear=bool(args("add_bias_linear", True)),
-        add_qkv_bias=bool(args("add_qkv_bias", False)),
         activation=_activation(args, legacy=legacy),
-        qk_layernorm=bool(args("qk_layernorm", False)),
-        untie_embeddings_and_output_weights=bool(args("untie_embeddings_and_output_weights", False)),
-        attention_dropout=args("attention_dropout", 0.1),
-        hidden_dropout=args("hidden_dropout", 0.1),
-        init_method_std=args("init_method_std", 0.02),
-        make_vocab_size_divisible_by=args("make_vocab_size_divisible_by", 128),
         vocab_size=vocab_size,
     )
 
@@ -148,7 +144,10 @@ def is_exact_gelu(args: Arguments, *, legacy: bool) -> bool:
 
 
 def tokenizer_from_arguments(args: Arguments, *, rows: int) -> TokenizerConfig:
-    """The tokenizer that training used; numbers as they are for a kind that isn't here. ``rows``: padded vocabulary."""
+    """The tokenizer that training used; one that uses ids as numbers for an unknown kind.
+
+    ``rows``: of the padded vocabulary.
+    """
     kind = args("tokenizer_type", "NullTokenizer")
     if kind not in _TOKENIZERS:
         return TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=args("vocab_size", rows - 1))
@@ -176,7 +175,15 @@ def arguments_of(
     ``own``, ``unsupported``: of the model's family, see ``MegatronLMFormat``.
     """
     model, tokenizer = portable.model, portable.tokenizer
-    for what, asked in {**_unknown_there(model), **unsupported}.items():
+    unknown_there = {
+        "no flag for an MLP gated by GELU (--geglu)": model.activation in ("geglu", "geglu_tanh"),
+        "no flag for ReLU (--relu)": model.activation == "relu",
+        "no flag for the scale of attention scores (--softmax-scale)": model.softmax_scale is not None,
+        "no tanh approximation of GELU in layers without biases (--exact-gelu is not given)": (
+            model.activation == "gelu_tanh" and not model.add_bias_linear
+        ),
+    }
+    for what, asked in {**unknown_there, **unsupported}.items():
         if asked:
             raise CheckpointError(f"Megatron-LM has {what}, so this model can't be written for it")
     if model.apply_residual_connection_post_layernorm:
@@ -185,18 +192,10 @@ def arguments_of(
             "for it"
         )
     rope = model.position_embedding_type == "rope"
-    names = (
-        "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels group_query_attention num_query_groups "
-        "max_position_embeddings position_embedding_type rotary_percent rotary_interleaved "
-        "rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor normalization norm_epsilon "
-        "apply_layernorm_1p add_bias_linear add_qkv_bias qk_layernorm "
-        "untie_embeddings_and_output_weights attention_dropout hidden_dropout init_method_std "
-        "make_vocab_size_divisible_by"
-    )
     return Namespace(
-        **{name: getattr(model, name) for name in names.split()},
-        **own,
+        **{name: getattr(model, name) for name in (*_COMPUTED, *_SAME) if name != "rotary_base"},
         rotary_base=int(model.rotary_base) if model.rotary_base.is_integer() else model.rotary_base,
+        **own,
         use_rotary_position_embeddings=rope,
         add_position_embedding=not rope,
         swiglu=model.activation == "swiglu",
@@ -221,15 +220,3 @@ def arguments_of(
         use_mcore_models=True,
         ckpt_format="torch_dist" if dist else "torch",
     )
-
-
-def _unknown_there(model: ModelConfig) -> dict[str, bool]:
-    """What no model of Megatron-LM's has, and whether this one has it."""
-    return {
-        "no flag for an MLP gated by GELU (--geglu)": model.activation in ("geglu", "geglu_tanh"),
-        "no flag for ReLU (--relu)": model.activation == "relu",
-        "no flag for the scale of attention scores (--softmax-scale)": model.softmax_scale is not None,
-        "no tanh approximation of GELU in layers without biases (--exact-gelu is not given)": (
-            model.activation == "gelu_tanh" and not model.add_bias_linear
-        ),
-    }

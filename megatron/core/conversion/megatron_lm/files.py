@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,10 +55,6 @@ class DistFiles:
     def names(self) -> Iterator[str]:
         """Of all tensors, those of the optimizer's state included."""
         return iter(self.stored.entries)
-
-    def reader(self, key: str, *, at: int | None = None) -> Callable[[], Tensor]:
-        """What reads a tensor, or one layer of it."""
-        return lambda: self.stored.read(key, at=at)
 
 
 def open_checkpoint(root: Path, *, step: int | None = None, ignored: Collection[str] = ()) -> ShardFiles | DistFiles:

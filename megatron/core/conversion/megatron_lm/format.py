@@ -1,4 +1,4 @@
-"""What a family of models tells about its checkpoints of Megatron-LM: names of tensors and saved arguments."""
+"""A family's checkpoints of Megatron-LM: names of tensors and saved arguments."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def format_for(groups: Sequence[object]) -> MegatronLMFormat:
 
 
 def family_among(names: Iterable[str]) -> Family:
-    """The family whose tensors have these names of theirs; GPT unless a name tells another."""
+    """The family whose tensors have these names of theirs; GPT unless a name belongs to another."""
     known = " ".join(names)
     formats = ((family, format_of(family)) for family in all_families() if family.has("megatron_lm"))
     return next((family for family, each in formats if any(part in known for part in each.marker_names)), family_of(()))

@@ -56,7 +56,11 @@ def _layers(files: ShardFiles | DistFiles, stack: str) -> Iterator[list[Shard]]:
         for stage in files.stages:
             places = [place for name in stage[0] if (place := _IN_STACK.match(name)) and place[1] == stack]
             for number in sorted({int(place[2]) for place in places}):
-                yield [_after(shard, f"{stack}.layers.{number}.") for shard in stage]
+                part = f"{stack}.layers.{number}."
+                yield [
+                    {name.split(part, 1)[1]: tensor for name, tensor in shard.items() if part in name}
+                    for shard in stage
+                ]
         return
     found = {key: place for key in files.names() if (place := _IN_STACK.match(key)) and place[1] == stack}
     numbers = sorted({int(place[2]) for place in found.values() if place[2]})
@@ -78,10 +82,6 @@ def _ends(files: ShardFiles | DistFiles) -> list[Shard]:
     roots = format_of(family_among(files.names())).names.roots  # others are optimizer and random states
     names = (key for key in files.stored.entries if key.split(".")[0] in roots and not _IN_STACK.match(key))
     return [{key: files.stored.read(key) for key in filter(is_weight, names)}]
-
-
-def _after(shard: Shard, part: str) -> dict[str, Tensor]:
-    return {name.split(part, 1)[1]: tensor for name, tensor in shard.items() if part in name}
 
 
 def _pick(shard: Shard, *endings: str) -> Tensor | None:

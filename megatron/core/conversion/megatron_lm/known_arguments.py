@@ -169,7 +169,7 @@ _PREFIXES = tuple(name[:-1] for name in WITHOUT_EFFECT.split() if name.endswith(
 
 
 def limits(values: Mapping[str, Any]) -> list[str]:
-    """What the model has that this project doesn't, each with its argument and value."""
+    """What the model has and isn't available here, each with its argument and value."""
     return [
         f"{title} ({name} = {values[name]!r})"
         for name, (title, allowed) in LIMITED.items()
@@ -191,7 +191,7 @@ def _is_off(value: Any) -> bool:
 
 
 def without(values: Mapping[str, Any], ignored: Collection[str], *, where: str) -> dict[str, Any]:
-    """The arguments but for those that the user vouches for; CheckpointError for one that can't be ignored."""
+    """The arguments without the ``ignored`` ones; CheckpointError for one that can't be ignored."""
     can = {*unknown(values), *(name for name in HANDED_ON if values.get(name) is not None)}
     wrong = sorted(set(ignored) - can)
     if wrong:

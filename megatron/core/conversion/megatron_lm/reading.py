@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from megatron.core.conversion.megatron_lm.arguments import (
 from megatron.core.conversion.megatron_lm.files import DistFiles, ShardFiles, open_checkpoint
 from megatron.core.conversion.megatron_lm.format import MegatronLMFormat, family_among, format_of
 from megatron.core.conversion.megatron_lm.names import LAYER, WORDS, depths_of, is_legacy, is_weight
-from megatron.core.conversion.portable import LazyTensor, PortableModel, parameters_of, report_differences
+from megatron.core.conversion.portable import LazyTensor, PortableModel, check_shapes, parameters_of
 from megatron.core.models.registry import Family
 from megatron.core.parallel.sharding import Sharding
 from megatron.errors import CheckpointError
@@ -29,11 +30,8 @@ _BY_VOCABULARY = (EMBEDDING, "output_layer.weight", "output_layer.bias")
 _FUSED = {".linear_qkv.": 3, ".linear_kv.": 2}  # matrices of several kinds of heads, and how many
 
 
-@dataclass(frozen=True)
-class Parts:
-    """One of our tensors as the tensor-parallel parts that are stored, each read when it is wanted."""
-
-    parts: tuple[LazyTensor, ...]
+Parts = Sequence[LazyTensor]
+"""One of our tensors as the tensor-parallel parts that are stored, each read when it is wanted."""
 
 
 def read_megatron_lm(
@@ -43,7 +41,7 @@ def read_megatron_lm(
 
     ``ignored``: saved arguments that are read as if they weren't there. ``true_vocab_size``: words before padding;
     taken from the tokenizer where its files are at hand, and else all rows are kept. Raises CheckpointError for a model
-    that isn't here, and for files that are missing or don't fit together.
+    that isn't available, and for files that are missing or don't fit together.
     """
     files = open_checkpoint(root, step=step, ignored=ignored)
     family = family_among(files.names())
@@ -54,9 +52,10 @@ def read_megatron_lm(
     stored = _parts_of_shards(files, family) if isinstance(files, ShardFiles) else _parts_of_dist(files, family)
     if EMBEDDING not in stored:
         raise CheckpointError(f"{files.folder} holds no word embeddings, so it is not a language model's")
-    rows = sum(part.shape[0] for part in stored[EMBEDDING].parts)
+    rows = sum(part.shape[0] for part in stored[EMBEDDING])
     tokenizer = tokenizer_from_arguments(files.args, rows=rows)
-    vocab_size = true_vocab_size or _vocabulary(tokenizer_of(tokenizer), rows)
+    known = tokenizer_of(tokenizer)
+    vocab_size = true_vocab_size or (known.vocab_size if known is not None and known.vocab_size <= rows else rows)
     if vocab_size > rows:
         raise CheckpointError(f"{files.folder} embeds {rows} words: --true-vocab-size {vocab_size} is more than that")
     if tokenizer.tokenizer_type == "NullTokenizer":
@@ -65,13 +64,19 @@ def read_megatron_lm(
     legacy, num_layers = is_legacy(files.names()), files.args("num_layers")
     model = model_from_arguments(files.args, vocab_size=vocab_size, num_layers=num_layers, legacy=legacy)
     groups = theirs.groups_from_arguments(files.args, model, stored, legacy=legacy)
-    default_tensors = theirs.default_tensors({name: held.parts[0] for name, held in stored.items()})
-    stored = {name: Parts((tensor,)) for name, tensor in default_tensors.items()} | stored
+    default_tensors = theirs.default_tensors({name: held[0] for name, held in stored.items()})
+    stored = {name: (tensor,) for name, tensor in default_tensors.items()} | stored
+    wanted = parameters_of(model, groups)
+    shapes = {name: _shape(name, held, wanted[name]) if name in wanted else [] for name, held in stored.items()}
+    check_shapes(shapes, {name: sharding.shape for name, sharding in wanted.items()}, where=str(files.folder))
     merge = _Merge(model.num_attention_heads, model.kv_channels, files.version, vocab_size)
     return PortableModel(
         model=model,
         groups=groups,
-        tensors=_merged(stored, parameters_of(model, groups), merge, where=str(files.folder)),
+        tensors={
+            name: LazyTensor(sharding.shape, stored[name][0].dtype, partial(merge.join, name, stored[name], sharding))
+            for name, sharding in wanted.items()
+        },
         tokenizer=tokenizer,
         seq_length=min(files.args("seq_length", model.max_position_embeddings), model.max_position_embeddings),
         companions=tokenizer_files(tokenizer),
@@ -89,12 +94,6 @@ def _check_depths(depths: Mapping[str, int], files: ShardFiles | DistFiles, thei
         if depth not in (num_layers, own):
             said = f"num_layers {num_layers}" + (f", {argument} {own}" if own != num_layers else "")
             raise CheckpointError(f"{files.folder} holds {depth} layers; its saved settings say {said}")
-
-
-def _vocabulary(tokenizer: object, rows: int) -> int:
-    """Words of the tokenizer, if they are at hand and make sense."""
-    size = getattr(tokenizer, "vocab_size", None)
-    return size if isinstance(size, int) and size <= rows else rows
 
 
 def _parts_of_shards(files: ShardFiles, family: Family) -> dict[str, Parts]:
@@ -123,17 +122,15 @@ def _parts_of_shards(files: ShardFiles, family: Family) -> dict[str, Parts]:
                     "tables: convert a torch_dist checkpoint"
                 )
             shards = stage[:1] if ours in replicated else stage
-            found[ours] = Parts(tuple(_lazy(shard[theirs]) for shard in shards))
+            found[ours] = [
+                LazyTensor(tuple(shard[theirs].shape), shard[theirs].dtype, shard[theirs].detach) for shard in shards
+            ]
         first_layers = next_layers
     return found
 
 
 def _unknown(name: str, folder: Path, family: Family) -> CheckpointError:
     return CheckpointError(f"{folder} holds {name}, which is not a known tensor of a {family.title}")
-
-
-def _lazy(tensor: Tensor) -> LazyTensor:
-    return LazyTensor(tuple(tensor.shape), tensor.dtype, tensor.detach)
 
 
 def _parts_of_dist(files: DistFiles, family: Family) -> dict[str, Parts]:
@@ -147,9 +144,9 @@ def _parts_of_dist(files: DistFiles, family: Family) -> dict[str, Parts]:
         ours = names.our_name(key)
         if layers is not None:
             for number, name in enumerate(layers):
-                found[name] = Parts((LazyTensor(entry.shape[1:], entry.dtype, files.reader(key, at=number)),))
+                found[name] = [LazyTensor(entry.shape[1:], entry.dtype, partial(files.stored.read, key, at=number))]
         elif ours is not None:
-            found[ours] = Parts((LazyTensor(entry.shape, entry.dtype, files.reader(key)),))
+            found[ours] = [LazyTensor(entry.shape, entry.dtype, partial(files.stored.read, key))]
         else:
             raise _unknown(key, files.folder, family)
     return found
@@ -164,8 +161,9 @@ class _Merge:
     version: float
     vocab_size: int
 
-    def join(self, name: str, parts: Sequence[Tensor], sharding: Sharding) -> Tensor:
+    def join(self, name: str, stored: Parts, sharding: Sharding) -> Tensor:
         """The logical tensor."""
+        parts = [part.make() for part in stored]
         for matrix, kinds in _FUSED.items():
             if matrix in name:
                 parts = [self._by_head(part, kinds, len(parts)) for part in parts]
@@ -186,35 +184,12 @@ class _Merge:
         return part.view(kinds, heads, self.width, *rest).transpose(0, 1).reshape(part.shape)
 
 
-def _merged(
-    stored: Mapping[str, Parts], wanted: Mapping[str, Sharding], merge: _Merge, *, where: str
-) -> dict[str, LazyTensor]:
-    report_differences(
-        where,
-        missing=sorted(wanted.keys() - stored.keys()),
-        surplus=sorted(stored.keys() - wanted.keys()),
-        mismatched=[
-            f"{name} is {shape} and should be {list(sharding.shape)}"
-            for name, sharding in wanted.items()
-            if name in stored and (shape := _shape(name, stored[name], sharding)) != list(sharding.shape)
-        ],
-    )
-    return {name: _whole(name, stored[name], sharding, merge) for name, sharding in wanted.items()}
-
-
 def _shape(name: str, stored: Parts, sharding: Sharding) -> list[int]:
     """Shape that the parts make together, a vocabulary's padding aside."""
-    shape = list(stored.parts[0].shape)
+    shape = list(stored[0].shape)
     for dim in sharding.split:
         if dim < len(shape):
-            shape[dim] = sum(part.shape[dim] for part in stored.parts)
+            shape[dim] = sum(part.shape[dim] for part in stored)
     if name in _BY_VOCABULARY and shape[0] >= sharding.shape[0]:
         shape[0] = sharding.shape[0]
     return shape
-
-
-def _whole(name: str, stored: Parts, sharding: Sharding, merge: _Merge) -> LazyTensor:
-    def make() -> Tensor:
-        return merge.join(name, [part.make() for part in stored.parts], sharding)
-
-    return LazyTensor(sharding.shape, stored.parts[0].dtype, make)

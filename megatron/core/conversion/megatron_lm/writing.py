@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -81,7 +82,7 @@ def _write_dist(
                 continue
             offsets = (int(layer[2]), *(0 for _ in tensor.shape))
             shape, sizes = (depths[layer[1]], *tensor.shape), (1, *tensor.shape)
-            boxes.append(StreamedBox(key, shape, tensor.dtype, offsets, sizes, _one_of_a_stack(tensor)))
+            boxes.append(StreamedBox(key, shape, tensor.dtype, offsets, sizes, partial(_layer_of, tensor)))
     torch.save(common, folder / COMMON)
     writer = CheckpointWriter(folder)
     writer.set_up_storage_writer(True)
@@ -118,8 +119,8 @@ def _extra_states(modules: set[str], depths: Mapping[str, int], *, of_output: bo
     }
 
 
-def _one_of_a_stack(tensor: LazyTensor) -> Callable[[], Tensor]:
-    return lambda: tensor.make().unsqueeze(0)
+def _layer_of(tensor: LazyTensor) -> Tensor:
+    return tensor.make().unsqueeze(0)
 
 
 def _write_torch(tensors: dict[str, LazyTensor], names: Names, common: dict[str, object], folder: Path) -> None:

@@ -13,108 +13,146 @@ from typing import Any
 
 from megatron.config.family import group_among
 from megatron.config.model import Activation, ModelConfig
-from megatron.core.conversion.bounds import Count, Heads, Layers, Rate, Small, Width
-from megatron.core.conversion.huggingface.format import HuggingFaceFormat
-from megatron.core.conversion.huggingface.known import GELUS, Json, Known
+from megatron.core.conversion.bounds import Layers, Width
+from megatron.core.conversion.huggingface.format import HuggingFaceFormat, ModelType
+from megatron.core.conversion.huggingface.known import GELUS, Known
 from megatron.core.conversion.portable import LazyTensor
 from megatron.core.conversion.tables import Row
-from megatron.core.conversion.transforms import KeyValue, QueryKeyValue, Same, Stacked
+from megatron.core.conversion.transforms import KEY_VALUE, QUERY_KEY_VALUE, stacked
 from megatron.core.models.t5.config import T5Config
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.errors import CheckpointError
-
-_DEFAULTS = {
-    "feed_forward_proj": "relu",
-    "n_positions": 512,
-    "relative_attention_num_buckets": 32,
-    "relative_attention_max_distance": 128,
-    "dropout_rate": 0.1,
-    "layer_norm_epsilon": 1e-6,
-}
 
 
 def _stack(stack: str, *, gated: bool) -> tuple[Row, ...]:
     """Rows of the encoder or the decoder; of its layers' parts the MLP is the last, cross-attention between."""
     ours, theirs = f"{stack}.layers.{{n}}", f"{stack}.block.{{n}}.layer"
     attention, cross, mlp = f"{theirs}.0.SelfAttention", f"{theirs}.1.EncDecAttention", 1 + (stack == "decoder")
-    first = tuple(f"{theirs}.{mlp}.DenseReluDense.{name}.weight" for name in (("wi_0", "wi_1") if gated else ("wi",)))
+    dense = f"{theirs}.{mlp}.DenseReluDense"
     crossing = (
-        Row(f"{ours}.pre_cross_attn_layernorm.weight", (f"{theirs}.1.layer_norm.weight",)),
-        Row(f"{ours}.cross_attention.linear_q.weight", (f"{cross}.q.weight",)),
-        Row(f"{ours}.cross_attention.linear_kv.weight", (f"{cross}.k.weight", f"{cross}.v.weight"), KeyValue()),
-        Row(f"{ours}.cross_attention.linear_proj.weight", (f"{cross}.o.weight",)),
+        Row(f"{ours}.pre_cross_attn_layernorm", f"{theirs}.1.layer_norm"),
+        Row(f"{ours}.cross_attention.linear_q", f"{cross}.q"),
+        Row(f"{ours}.cross_attention.linear_kv", (f"{cross}.k", f"{cross}.v"), KEY_VALUE),
+        Row(f"{ours}.cross_attention.linear_proj", f"{cross}.o"),
     )
     return (
-        Row(f"{stack}_positions.weight", (f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",)),
-        Row(f"{ours}.input_layernorm.weight", (f"{theirs}.0.layer_norm.weight",)),
-        Row(
-            f"{ours}.self_attention.linear_qkv.weight",
-            tuple(f"{attention}.{letter}.weight" for letter in "qkv"),
-            QueryKeyValue(),
-        ),
-        Row(f"{ours}.self_attention.linear_proj.weight", (f"{attention}.o.weight",)),
+        Row(f"{stack}_positions", f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias"),
+        Row(f"{ours}.input_layernorm", f"{theirs}.0.layer_norm"),
+        Row(f"{ours}.self_attention.linear_qkv", tuple(f"{attention}.{name}" for name in "qkv"), QUERY_KEY_VALUE),
+        Row(f"{ours}.self_attention.linear_proj", f"{attention}.o"),
         *(crossing if stack == "decoder" else ()),
-        Row(f"{ours}.pre_mlp_layernorm.weight", (f"{theirs}.{mlp}.layer_norm.weight",)),
-        Row(f"{ours}.mlp.linear_fc1.weight", first, Stacked(2) if gated else Same()),
-        Row(f"{ours}.mlp.linear_fc2.weight", (f"{theirs}.{mlp}.DenseReluDense.wo.weight",)),
-        Row(f"{stack}.final_layernorm.weight", (f"{stack}.final_layer_norm.weight",)),
+        Row(f"{ours}.pre_mlp_layernorm", f"{theirs}.{mlp}.layer_norm"),
+        Row(f"{ours}.mlp.linear_fc1", (f"{dense}.wi_0", f"{dense}.wi_1"), stacked(2))
+        if gated
+        else Row(f"{ours}.mlp.linear_fc1", f"{dense}.wi"),
+        Row(f"{ours}.mlp.linear_fc2", f"{dense}.wo"),
+        Row(f"{stack}.final_layernorm", f"{stack}.final_layer_norm"),
     )
 
 
 def _rows(*, gated: bool) -> tuple[Row, ...]:
     return (
-        Row("embedding.word_embeddings.weight", ("shared.weight",)),
+        Row("embedding.word_embeddings", "shared"),
         *_stack("encoder", gated=gated),
         *_stack("decoder", gated=gated),
-        Row("output_layer.weight", ("lm_head.weight",)),
+        Row("output_layer", "lm_head"),
     )
 
 
-T5, GATED_T5 = _rows(gated=False), _rows(gated=True)
+# Ours by their name of the non-linearity, and whether the MLP is gated.
+_ACTIVATIONS: dict[tuple[str, bool], Activation] = {
+    ("relu", False): "relu",
+    ("silu", True): "swiglu",
+    **{(name, False): ours for name, ours in GELUS.items()},
+    **{(name, True): "geglu" if ours == "gelu" else "geglu_tanh" for name, ours in GELUS.items()},
+}
+GATED_TABLE = _rows(gated=True)
+T5 = ModelType(
+    architecture="T5ForConditionalGeneration",
+    table=_rows(gated=False),
+    settings={
+        "num_layers": "num_layers",
+        "hidden_size": "d_model",
+        "num_attention_heads": "num_heads",
+        "kv_channels": "d_kv",
+        "ffn_hidden_size": "d_ff",
+        "max_position_embeddings": "n_positions",
+        "vocab_size": "vocab_size",
+        "norm_epsilon": "layer_norm_epsilon",
+        "attention_dropout": "dropout_rate",
+        "hidden_dropout": "dropout_rate",
+    },
+    by_code=("activation",),
+    fixed={
+        "position_embedding_type": "relative",
+        "softmax_scale": 1.0,
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+    },
+    written={"is_encoder_decoder": True},
+    defaults={
+        "feed_forward_proj": "relu",
+        "n_positions": 512,
+        "relative_attention_num_buckets": 32,
+        "relative_attention_max_distance": 128,
+        "dropout_rate": 0.1,
+        "layer_norm_epsilon": 1e-6,
+    },
+    prefix="",
+)
 
 
 class T5Format(HuggingFaceFormat):
-    """The original and v1.1."""
+    """The original and v1.1. ``initializer_range`` is not written: it is a factor on numbers of T5's own."""
 
-    model_types = ("t5",)
+    types: Mapping[str, ModelType] = {"t5": T5}
     kinds: Mapping[str, Any] = {
-        **dict.fromkeys(("num_layers", "num_decoder_layers"), Layers),
-        **dict.fromkeys(("d_model", "d_ff"), Width),
+        "num_decoder_layers": Layers,
         **dict.fromkeys(("relative_attention_num_buckets", "relative_attention_max_distance"), Width),
-        **dict.fromkeys(("num_heads", "d_kv"), Heads),
-        "n_positions": Count,
-        "dropout_rate": Rate,
-        "layer_norm_epsilon": Small,
         **dict.fromkeys(("is_gated_act", "scale_decoder_outputs"), bool),
         **dict.fromkeys(("feed_forward_proj", "dense_act_fn"), str),
     }
     unused = (".EncDecAttention.relative_attention_bias.weight",)  # a table that T5 never read
     tied_copies = ("lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 
-    def defaults(self, model_type: str) -> Mapping[str, Any]:
-        """The original's."""
-        return _DEFAULTS
+    def fields(self, known: Known, model_type: str) -> dict[str, Any]:
+        """The output, and the MLP: ``dense_act_fn`` and ``is_gated_act`` go before ``feed_forward_proj``, as in
+        transformers.
+        """
+        words = str(known("feed_forward_proj")).split("-")
+        gated = bool(known.get("is_gated_act", words[0] == "gated"))
+        usual = "gelu_new" if words == ["gated", "gelu"] else words[-1]
+        activation = _ACTIVATIONS.get((known.get("dense_act_fn", usual), gated))
+        if activation is None:
+            advice = "this project has relu, gated-silu, and gelu and gelu_new, gated or not"
+            raise known.refuse("feed_forward_proj", advice)
+        return {"activation": activation, "untie_embeddings_and_output_weights": not _is_scaled(known)}
 
-    def model_from_config(self, known: Known, model_type: str) -> ModelConfig:
-        """The encoder's architecture."""
-        return ModelConfig(
-            num_layers=known("num_layers"),
-            hidden_size=known("d_model"),
-            num_attention_heads=known("num_heads"),
-            kv_channels=known("d_kv"),
-            ffn_hidden_size=known("d_ff"),
-            max_position_embeddings=known("n_positions"),
-            vocab_size=known("vocab_size"),
-            position_embedding_type="relative",
-            softmax_scale=1.0,
-            normalization="RMSNorm",
-            norm_epsilon=known("layer_norm_epsilon"),
-            add_bias_linear=False,
-            untie_embeddings_and_output_weights=not _is_scaled(known),
-            attention_dropout=known("dropout_rate"),
-            hidden_dropout=known("dropout_rate"),
-            activation=_activation(known),
-        )
+    def own_settings(self, model: ModelConfig, groups: Sequence[object], model_type: str) -> dict[str, Any]:
+        """The decoder, the relative positions, the MLP and the output."""
+        group = group_among(groups, T5Config)
+        activation = next(name for (name, _), ours in _ACTIVATIONS.items() if ours == model.activation)
+        # "gated-gelu" is what all files of v1.1 say
+        plain = "gelu" if model.activation in ("geglu", "geglu_tanh") else activation
+        return {
+            "num_decoder_layers": group.decoder_num_layers,
+            "relative_attention_num_buckets": group.relative_attention_num_buckets,
+            "relative_attention_max_distance": group.relative_attention_max_distance,
+            "feed_forward_proj": f"gated-{plain}" if model.gated else plain,
+            "dense_act_fn": activation,
+            "is_gated_act": model.gated,
+            "dropout_rate": model.hidden_dropout,
+            "scale_decoder_outputs": group.scale_output,
+        }
+
+    def differences(self, model: ModelConfig, groups: Sequence[object]) -> list[str]:
+        """An MLP, and an output, that no T5 has."""
+        untied = model.untie_embeddings_and_output_weights
+        wrong = {
+            "the MLP is squared ReLU": model.activation == "squared_relu",
+            "the output is scaled and not tied": group_among(groups, T5Config).scale_output and untied,
+        }
+        return [reason for reason, holds in wrong.items() if holds]
 
     def groups_from_config(self, known: Known, tensors: Collection[str], *, where: str) -> tuple[object, ...]:
         """The decoder and the relative positions."""
@@ -131,43 +169,9 @@ class T5Format(HuggingFaceFormat):
         )
         return (group,)
 
-    def config_from_model(self, model: ModelConfig, groups: Sequence[object], source: Json) -> dict[str, Any]:
-        """Type, class and sizes. ``initializer_range`` is left out: it is a factor on numbers of T5's own."""
-        group = group_among(groups, T5Config)
-        wrong = _not_t5(model, group)
-        if wrong:
-            raise CheckpointError(f"Hugging Face has no T5 of this architecture: {'; '.join(wrong)}")
-        activation = {"gelu_tanh": "gelu_new"}.get(model.non_linearity, model.non_linearity)
-        # "gated-gelu" is what all files of v1.1 say
-        plain = "gelu" if model.activation in ("geglu", "geglu_tanh") else activation
-        return {
-            "architectures": ["T5ForConditionalGeneration"],
-            "model_type": "t5",
-            "is_encoder_decoder": True,
-            "num_layers": model.num_layers,
-            "num_decoder_layers": group.decoder_num_layers,
-            "d_model": model.hidden_size,
-            "num_heads": model.num_attention_heads,
-            "d_kv": model.kv_channels,
-            "d_ff": model.ffn_hidden_size,
-            "n_positions": model.max_position_embeddings,
-            "relative_attention_num_buckets": group.relative_attention_num_buckets,
-            "relative_attention_max_distance": group.relative_attention_max_distance,
-            "feed_forward_proj": f"gated-{plain}" if model.gated else plain,
-            "dense_act_fn": activation,
-            "is_gated_act": model.gated,
-            "layer_norm_epsilon": model.norm_epsilon,
-            "dropout_rate": model.hidden_dropout,
-            "scale_decoder_outputs": group.scale_output,
-        }
-
     def table(self, model_type: str, model: ModelConfig) -> Sequence[Row]:
         """By the kind of MLP."""
-        return GATED_T5 if model.gated else T5
-
-    def prefix(self, model_type: str) -> str:
-        """The bare model has the same names."""
-        return ""
+        return GATED_TABLE if model.gated else T5.table
 
     def complete(self, model: ModelConfig, tensors: dict[str, LazyTensor]) -> ModelConfig:
         """Word embeddings may have the encoder's name; without an output layer, as transformers 5 saves a v1.1 that it
@@ -190,35 +194,3 @@ FORMAT = T5Format()
 
 def _is_scaled(known: Known) -> bool:
     return bool(known.get("scale_decoder_outputs", known.get("tie_word_embeddings") is not False))
-
-
-def _activation(known: Known) -> Activation:
-    """As transformers reads it: ``dense_act_fn`` and ``is_gated_act`` go before ``feed_forward_proj``."""
-    words = str(known("feed_forward_proj")).split("-")
-    gated = bool(known.get("is_gated_act", words[0] == "gated"))
-    usual = "gelu_new" if words == ["gated", "gelu"] else words[-1]
-    name = known.get("dense_act_fn", usual)
-    if name in GELUS:
-        exact = GELUS[name] == "gelu"
-        return ("geglu" if exact else "geglu_tanh") if gated else GELUS[name]
-    if (name, gated) == ("silu", True):
-        return "swiglu"
-    if (name, gated) == ("relu", False):
-        return "relu"
-    raise known.refuse("feed_forward_proj", "this project has relu, gated-silu, and gelu and gelu_new, gated or not")
-
-
-def _not_t5(model: ModelConfig, group: T5Config) -> list[str]:
-    wrong = {
-        "positions are not relative": model.position_embedding_type != "relative",
-        "norms are not RMSNorm": model.normalization != "RMSNorm",
-        "norm weights are stored with one subtracted": model.apply_layernorm_1p,
-        "the residuals branch off after the norms": model.apply_residual_connection_post_layernorm,
-        "linear layers have biases": model.add_bias_linear or model.add_qkv_bias,
-        "the MLP is squared ReLU": model.activation == "squared_relu",
-        "keys and values are shared by heads": model.num_query_groups != model.num_attention_heads,
-        "queries and keys are normalized": model.qk_layernorm,
-        "scores are scaled (--softmax-scale 1 is not given)": model.softmax_scale != 1.0,
-        "the output is scaled and not tied": group.scale_output and model.untie_embeddings_and_output_weights,
-    }
-    return [reason for reason, holds in wrong.items() if holds]
