@@ -20,6 +20,7 @@ from megatron.planning.estimate import (
 from megatron.planning.fitting import what_fits
 from megatron.planning.freezing import check_freezing
 from megatron.planning.schedule import schedule_facts
+from megatron.planning.stages import with_stages
 
 _LARGEST_GPU_GB = 288
 
@@ -30,7 +31,7 @@ def dry_run_report(run: RunConfig, train_spec: TrainSpec, *, files: Sequence[str
     Raises ConfigError when neither the settings nor the tokenizer's files tell the size of the vocabulary, and for
     patterns of ``--freeze`` that make no sense for the model.
     """
-    run = run.with_vocab_size(vocabulary_size(run))
+    run = with_stages(run.with_vocab_size(vocabulary_size(run)), train_spec)
     check_freezing(run, train_spec)
     memory = memory_estimate(run, train_spec)
     title = f"memory of {'one' if run.parallel.pipeline_model_parallel_size == 1 else 'the fullest'} rank, estimated"

@@ -15,10 +15,11 @@ from torch import nn
 from megatron.config.pipeline import stage_shapes
 from megatron.config.run import RunConfig
 from megatron.core.distributed.parameter_policy import matches
+from megatron.core.models.stage import Stage
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.costs import Costs, costs_of
 from megatron.core.parallel.sharding import sharded_parameters
-from megatron.planning.model import planned_context, stage_models, whole_model
+from megatron.planning.model import planned_context, stage_model, stage_models, whole_model
 from megatron.planning.schedule import schedule_facts
 
 _STATES = {"adam": 2, "sgd": 1}  # fp32 numbers per weight
@@ -134,6 +135,11 @@ def rank_memory(run: RunConfig, train_spec: TrainSpec, pipeline_rank: int) -> Me
 def stage_costs(run: RunConfig, train_spec: TrainSpec) -> list[Costs]:
     """Of one microbatch in each stage, first to last, on one of the ranks that share it."""
     return [_costs(run, train_spec, stage) for stage in stage_models(run, train_spec)]
+
+
+def stage_flops(run: RunConfig, train_spec: TrainSpec, stage: Stage) -> float:
+    """Forward FLOPs of one microbatch in a stage of the run's model, which need not be one of its stages."""
+    return _costs(run, train_spec, stage_model(run, train_spec, stage)).flops
 
 
 def _rank_memory(

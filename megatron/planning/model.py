@@ -70,16 +70,17 @@ def _context(layout: _Layout) -> ParallelContext:
 
 def whole_model(run: RunConfig, train_spec: TrainSpec) -> nn.Module:
     """All stages as one, in training."""
-    return _built(run, train_spec, Stage(range(run.num_layers), is_first=True, is_last=True))
+    return stage_model(run, train_spec, Stage(range(run.num_layers), is_first=True, is_last=True))
 
 
 def stage_models(run: RunConfig, train_spec: TrainSpec, *, pipeline_rank: int | None = None) -> list[nn.Module]:
     """Every stage, first to last, or those of one pipeline rank."""
     stages = zip(stage_shapes(run), train_spec.stages(run))
-    return [_built(run, train_spec, stage) for shape, stage in stages if pipeline_rank in (None, shape.rank)]
+    return [stage_model(run, train_spec, stage) for shape, stage in stages if pipeline_rank in (None, shape.rank)]
 
 
-def _built(run: RunConfig, train_spec: TrainSpec, stage: Stage) -> nn.Module:
+def stage_model(run: RunConfig, train_spec: TrainSpec, stage: Stage) -> nn.Module:
+    """One stage of the run's model, in training."""
     recompute = RecomputePlan.of(run.training)
     return _build(train_spec, run.model, run.extra, _Layout.of(run), stage, recompute, run.optimizer.freeze)
 

@@ -28,6 +28,7 @@ from megatron.core.parallel.launch import parallel_context
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.errors import CheckpointError, ConfigError, DataError
+from megatron.planning.stages import with_stages
 from megatron.training.checkpoints.loading import check_same_model, check_same_tokenizer, where_to_find_weights
 from megatron.training.run.stages import build_stages, model_state
 
@@ -74,7 +75,7 @@ def load_model(config: RunConfig, train_spec: TrainSpec, context: ParallelContex
             f"{tokenizer.name} has {tokenizer.vocab_size} tokens, and the model in {folder.path} has {vocabulary}: "
             "name the files of the tokenizer that it was trained with"
         )
-    config = config.with_vocab_size(tokenizer.vocab_size)
+    config = with_stages(config.with_vocab_size(tokenizer.vocab_size), train_spec)
     check_same_model(state, folder, model_name=train_spec.name, config=config, tokenizer=tokenizer)
     stages, models = build_stages(config, train_spec, context)
     for model in models:

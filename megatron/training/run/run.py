@@ -31,6 +31,7 @@ from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.planning.estimate import flops_per_sample, frozen_parameters, whole_costs
 from megatron.planning.freezing import check_freezing
+from megatron.planning.stages import with_stages
 from megatron.training.reporting.curves import Curves, open_writers
 from megatron.training.reporting.flops import SpeedScale, device_peak
 from megatron.training.reporting.memory import check_memory
@@ -94,7 +95,7 @@ def build_run(
     Raises ConfigError and DataError for what only the files can tell: vocabularies, data sets, their sizes.
     """
     tokenizer = build_tokenizer(config.tokenizer)
-    config = config.with_vocab_size(tokenizer.vocab_size)
+    config = with_stages(config.with_vocab_size(tokenizer.vocab_size), train_spec)
     check_freezing(config, train_spec)
     check_memory(config, train_spec, context)
     reporter = build_reporter(config, train_spec, context)

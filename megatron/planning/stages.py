@@ -1,0 +1,82 @@
+"""How pipeline stages are cut where layers differ or don't divide: by what each layer computes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from megatron.config.pipeline import num_stages, stage_sizes
+from megatron.config.run import RunConfig
+from megatron.core.models.stage import Stage
+from megatron.core.models.train_spec import TrainSpec
+from megatron.planning.estimate import stage_flops
+
+
+def with_stages(run: RunConfig, train_spec: TrainSpec) -> RunConfig:
+    """The run with a pipeline layout by FLOPs, unless flags say how to cut it or all layers cost alike and divide.
+
+    The vocabulary size must be known.
+    """
+    parallel, stages = run.parallel, num_stages(run)
+    asked = (
+        parallel.pipeline_model_parallel_layout,
+        parallel.decoder_first_pipeline_num_layers,
+        parallel.decoder_last_pipeline_num_layers,
+        parallel.account_for_embedding_in_pipeline_split,
+        parallel.account_for_loss_in_pipeline_split,
+    )
+    if stages == 1 or any(asked):
+        return run
+    layers = [
+        stage_flops(run, train_spec, Stage(range(number, number + 1), is_first=False, is_last=False))
+        for number in range(run.num_layers)
+    ]
+    if max(layers) <= min(layers) * (1 + 1e-9) and len(layers) % stages == 0:
+        return run
+    ends = [stage_flops(run, train_spec, Stage(range(0), is_first=True, is_last=False)), *[0.0] * (len(layers) - 1)]
+    ends[-1] += stage_flops(run, train_spec, Stage(range(len(layers), len(layers)), is_first=False, is_last=True))
+    sizes = even_cut([layer + end for layer, end in zip(layers, ends)], stages)
+    if sizes == stage_sizes(run):
+        return run
+    layout = f"E{'|'.join('t' * size for size in sizes)}L"
+    cut = dataclasses.replace(parallel, pipeline_model_parallel_layout=layout)
+    return dataclasses.replace(
+        run, parallel=cut, provenance={**run.provenance, "pipeline_model_parallel_layout": "derived"}
+    )
+
+
+def even_cut(costs: Sequence[float], parts: int) -> list[int]:
+    """How many consecutive ``costs`` each of ``parts`` gets, at least one, so that the costliest part costs least; with
+    that bound kept, each part comes as near as it can to an even share of what is left.
+    """
+    sums = [0.0, *itertools.accumulate(costs)]
+    low, high = max(costs), sums[-1]
+    while high - low > 1e-12 * sums[-1]:
+        middle = (low + high) / 2
+        low, high = (low, middle) if _parts_needed(sums, middle)[0] <= parts else (middle, high)
+    bound = high * (1 + 1e-9)
+    needed = _parts_needed(sums, bound)
+    sizes, start = list[int](), 0
+    for left in range(parts, 0, -1):
+        share = (sums[-1] - sums[start]) / left
+        ends = [
+            end
+            for end in range(start + 1, len(costs) - left + 2)
+            if sums[end] - sums[start] <= bound and needed[end] <= left - 1
+        ]
+        end = min(ends, key=lambda end: abs(sums[end] - sums[start] - share))
+        sizes.append(end - start)
+        start = end
+    return sizes
+
+
+def _parts_needed(sums: Sequence[float], bound: float) -> list[int]:
+    """The least number of parts, none above ``bound``, for the costs from each position on."""
+    count = len(sums) - 1
+    needed = [0] * (count + 1)
+    for start in reversed(range(count)):
+        end = min(bisect_right(sums, sums[start] + bound), count + 1) - 1
+        needed[start] = 1 + needed[max(end, start + 1)]
+    return needed
