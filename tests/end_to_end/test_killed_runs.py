@@ -20,7 +20,7 @@ from tests.end_to_end.commands import TINY, assert_same_tensors, losses
 from tests.harness import bucket
 from tests.harness.ranks import fork_server
 
-KILLS = 6
+KILLS = 4
 """Of a run. ``TEST_KILLS=100`` asks for as many of each kind of save, in several runs."""
 RUNS = -(-int(os.environ.get("TEST_KILLS", KILLS)) // KILLS)
 ITERATIONS = 12 * KILLS

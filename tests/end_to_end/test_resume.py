@@ -104,7 +104,7 @@ def test_sigterm_saves_first(tmp_path: Path) -> None:
 
 def test_sigterm_to_the_launcher_saves_first(tmp_path: Path) -> None:
     """torchrun hands SIGTERM on to everything below it, data workers too: their death took the run down unsaved."""
-    flags = f"{TINY} --num-workers 2 --train-iters 100000 --save-interval 100000 --exit-signal-handler"
+    flags = f"{TINY} --num-workers 1 --train-iters 100000 --save-interval 100000 --exit-signal-handler"
     words = command("pretrain_gpt.py", flags, f"--save={tmp_path}", ranks=2)
     with subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
