@@ -31,8 +31,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.core.datasets.indexed_format import token_dtype
 from megatron.core.datasets.metadata import TokenizerStamp
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
-from megatron.core.tokenizers.chat_template import ChatTemplate, encode_spans, load_template
-from megatron.core.tokenizers.conversations import ChatFormat, encode
+from megatron.core.tokenizers.conversations import ChatFormat, ChatTemplate, encode, encode_spans, load_template
 from megatron.core.tokenizers.rust import RustTokenizer
 from megatron.core.tokenizers.text_files import BadLine, find_inputs, read_batches, read_record
 from megatron.errors import ConfigError, DataError, run_command

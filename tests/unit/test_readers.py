@@ -11,7 +11,7 @@ from megatron.config.vocabulary import _hugging_face_size
 from megatron.core.conversion.companions import _is_lower_case, _wordpiece_file
 from megatron.core.datasets.journal import Journal
 from megatron.core.datasets.splits import read_sources
-from megatron.core.tokenizers.chat_template import load_template
+from megatron.core.tokenizers.conversations import load_template
 from megatron.core.tokenizers.tiktoken import _read_ranks
 from megatron.core.tokenizers.wordpiece import read_pieces
 from megatron.errors import MegatronError

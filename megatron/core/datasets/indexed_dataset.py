@@ -198,22 +198,18 @@ class IndexedDatasetWriter:
         self._lasting = True  # until the files are known to be ours
         with self._writing():
             bin_path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
-            self._lock(self._aside[bin_path(self.prefix)])
+            # Excludes other writers until the files have names, where locks work; a killed writer's lock is released.
+            if lock(self._alone.enter_context(self._aside[bin_path(self.prefix)].open("ab"))) == "held elsewhere":
+                raise DataError(
+                    f"another process is writing {bin_path(self.prefix)}: wait for it, or give another prefix",
+                    exit_code=RESTART_MAY_HELP,
+                )
             self._lasting = resume is not None
             self._bin = self._part(self._aside[bin_path(self.prefix)], size=self.num_tokens * self.dtype.itemsize)
             self._digest = _sha256(self._aside[bin_path(self.prefix)])
             self._lengths = self._table("lengths", size=self.num_sequences * LENGTH_DTYPE.itemsize)
             self._boundaries = self._table("documents", size=self.num_documents * OFFSET_DTYPE.itemsize)
             self._modes = self._table("modes", size=self.num_sequences) if multimodal else None
-
-    def _lock(self, path: Path) -> None:
-        """Exclude other writers until the files have names, where locks work; a killed writer's lock is released."""
-        file = self._alone.enter_context(path.open("ab"))
-        if lock(file) == "held elsewhere":
-            raise DataError(
-                f"another process is writing {bin_path(self.prefix)}: wait for it, or give another prefix",
-                exit_code=RESTART_MAY_HELP,
-            )
 
     def _table(self, name: str, *, size: int) -> IO[bytes]:
         self._tables.append(Path(f"{self.prefix}.{name}.part"))

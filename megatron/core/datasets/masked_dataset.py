@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -19,13 +20,12 @@ NO_LABEL = -1
 """Label of a token that is not predicted."""
 
 
-class SampleMaker(Protocol):
-    """Makes a sample of a family of models from the tokens of some sentences."""
+class SampleMaker(ABC):
+    """Makes a sample of a family of models from the tokens of some sentences; ``vocabulary``: the ids it masks with."""
 
-    @property
-    def vocabulary(self) -> MaskingVocabulary:
-        """The ids that it masks with."""
+    vocabulary: MaskingVocabulary
 
+    @abstractmethod
     def __call__(
         self, tokens: NDArray[Any], lengths: NDArray[np.int32], target: int, random: np.random.RandomState
     ) -> Sample:
@@ -33,6 +33,7 @@ class SampleMaker(Protocol):
 
     def without_loss(self, sample: Sample) -> Sample:
         """The sample with all losses masked."""
+        return {**sample, "loss_mask": np.zeros_like(sample["loss_mask"])}
 
 
 class SentenceDocuments(Documents, Protocol):

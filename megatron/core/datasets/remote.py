@@ -1,8 +1,8 @@
 """Data sets in object storage: the index is copied, tokens are fetched in blocks as they are read, and kept on disk.
 
-The local ``.bin`` is a sparse file of full size, so everything that reads files reads it; the file ``.crc32`` beside it
-has a checksum of each block that is there, and 0 for others. Each process compares a block with it before its first
-use. Processes of a machine share both files: a block fetched twice is the same bytes.
+The local ``.bin`` is a sparse file of full size, which is read like any other; the file ``.crc32`` beside it has a
+checksum of each block that was fetched, and 0 for others. Each process compares a block with it before its first use.
+Processes of a machine share both files: a block fetched twice is the same bytes.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ _logger = logging.getLogger(__name__)
 
 
 class RemoteTokens:
-    """A data set at the URL ``prefix``, as files in ``cache`` that fill up: ``local_prefix`` names them.
+    """A data set at the URL ``prefix``, fetched on demand into files in ``cache``; ``local_prefix``: their prefix.
 
-    The files are those of one version: data that are replaced at the same URL get other files.
-    Raises ConfigError when the library of the kind of storage is missing, DataError when there are no data, or they
-    can't be fetched.
+    Data that are replaced at the same URL get other files. Raises ConfigError when the library of the kind of storage
+    is missing, DataError when there are no data, or they can't be fetched.
     """
 
     def __init__(self, prefix: str, cache: Path) -> None:
@@ -43,28 +42,20 @@ class RemoteTokens:
             with write_errors(bin_path(self.local_prefix), remedy="give another --data-cache-path"):
                 cache.mkdir(parents=True, exist_ok=True)
                 for ending in (".idx", ".meta.json"):
-                    self._copy(RemotePath(prefix + ending), Path(self.local_prefix + ending))
-                self._create(bin_path(self.local_prefix), size)
-                self._create(Path(f"{self.local_prefix}.crc32"), -(-size // BLOCK) * 4)
+                    remote, local = RemotePath(prefix + ending), Path(self.local_prefix + ending)
+                    if not local.exists() and (ending == ".idx" or remote.exists()):
+                        with replaced_file(local) as aside:
+                            remote.copy_to(aside)
+                for ending, length in ((".bin", size), (".crc32", -(-size // BLOCK) * 4)):
+                    with Path(self.local_prefix + ending).open("ab") as file:
+                        if file.tell() != length:
+                            file.truncate(length)  # zeros, which take no space yet
         self._size = size
         self._checksums = np.memmap(f"{self.local_prefix}.crc32", "<u4", mode="r+") if size else np.zeros(0, "<u4")
         self._checked = set[int]()
 
-    @staticmethod
-    def _copy(remote: RemotePath, local: Path) -> None:
-        if not local.exists() and (remote.name.endswith(".idx") or remote.exists()):
-            with replaced_file(local) as aside:
-                remote.copy_to(aside)
-
-    @staticmethod
-    def _create(local: Path, size: int) -> None:
-        """A file of zeros that takes no space yet; one that is there stays."""
-        with local.open("ab") as file:
-            if file.tell() != size:
-                file.truncate(size)
-
     def ensure(self, start: int, stop: int) -> None:
-        """Have bytes ``[start, stop)`` of the tokens in the local file."""
+        """Fetch bytes ``[start, stop)`` of the tokens into the local file, unless they are there."""
         for block in range(start // BLOCK, -(-stop // BLOCK)):
             if block not in self._checked:
                 if not self._is_whole(block):
@@ -72,7 +63,7 @@ class RemoteTokens:
                 self._checked.add(block)
 
     def _is_whole(self, block: int) -> bool:
-        """Whether the block is on the disk as it was fetched."""
+        """Whether the block is on disk and undamaged."""
         if not self._checksums[block]:
             return False
         with bin_path(self.local_prefix).open("rb") as file:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from megatron.core.tokenizers.chat_template import ChatTemplate, encode_spans, load_template
+from megatron.core.tokenizers.conversations import ChatTemplate, encode_spans, load_template
 from megatron.core.tokenizers.huggingface import load
 from megatron.errors import ConfigError, DataError
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from megatron.config.data import DataConfig
 from megatron.core.datasets.build import DatasetSplits, build_splits
-from megatron.core.datasets.masked_dataset import NO_LABEL, MaskedDatasets
+from megatron.core.datasets.masked_dataset import NO_LABEL, MaskedDatasets, SampleMaker
 from megatron.core.datasets.masking import MaskingRules, MaskingVocabulary, choose_stretches
 from megatron.core.datasets.samples import Sample
 from megatron.core.datasets.spans import SpanRules
@@ -62,7 +62,7 @@ def check_marks_texts(tokenizer: Tokenizer) -> None:
 
 
 @dataclass(frozen=True)
-class BertMaker:
+class BertMaker(SampleMaker):
     """``[CLS] A [SEP] B [SEP]`` with hidden words; without ``pairs`` ``[CLS] A [SEP]``.
 
     Gives int64 [S] ``text``, ``types`` (1 for B and its end), ``labels`` (the hidden ids, −1 elsewhere), ``loss_mask``

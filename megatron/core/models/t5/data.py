@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from megatron.config.data import DataConfig
 from megatron.core.datasets.build import DatasetSplits, build_splits
-from megatron.core.datasets.masked_dataset import NO_LABEL, MaskedDatasets
+from megatron.core.datasets.masked_dataset import NO_LABEL, MaskedDatasets, SampleMaker
 from megatron.core.datasets.masking import MaskingRules, MaskingVocabulary, choose_stretches
 from megatron.core.datasets.samples import Sample
 from megatron.core.datasets.spans import SpanRules
@@ -56,7 +56,7 @@ def build_t5_splits(
 
 
 @dataclass(frozen=True)
-class T5Maker:
+class T5Maker(SampleMaker):
     """Text whose hidden spans are replaced by sentinels, and the spans for the decoder (Raffel et al. 2020).
 
     Gives int64 ``text_enc`` [S], ``text_dec``, ``labels`` (−1: none) and ``loss_mask`` [D], masks of what is no padding
@@ -108,7 +108,3 @@ class T5Maker:
         if self.hide_pads:
             both[1, both[0] == fill] = 0
         return both
-
-    def without_loss(self, sample: Sample) -> Sample:
-        """Nothing to predict."""
-        return {**sample, "loss_mask": np.zeros_like(sample["loss_mask"])}
