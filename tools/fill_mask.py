@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # torch is imported when flags are known to be right
 @check_flags
 @dataclass(frozen=True, kw_only=True)
 class FillConfig:
-    """Texts, and how much is shown."""
+    """Texts, and the number of candidates to show."""
 
     text: tuple[str, ...] = flag(f"Texts with {MASK} where a word is missing.")
     top_k: int = flag("Candidates shown for each missing word.", default=5, at_least=1)
@@ -44,7 +44,7 @@ class MaskedText:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Load the model and fill every text."""
+    """Load the model and fill in every text."""
     with told_once_a_node():
         config, choice = parse_groups(argv, FillConfig, TrainedModelConfig, prog="fill_mask.py", about=__doc__ or "")
         check_masks(config.text)
@@ -77,7 +77,7 @@ def filled(text: str, trained: TrainedModel, *, count: int) -> Iterator[str]:
 
 
 def masking(trained: TrainedModel) -> MaskingTokenizer:
-    """The model's tokenizer; ConfigError for one that knows no words, such as that of made-up data."""
+    """The model's tokenizer; ConfigError for one without a mask token, such as that of mock data."""
     if not hasattr(trained.tokenizer, "mask"):
         raise ConfigError(
             f"{trained.folder.path} was trained with {trained.tokenizer.name}, which has no {MASK}: name a checkpoint "

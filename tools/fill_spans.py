@@ -1,6 +1,6 @@
 """Fill in [MASK] spans in texts with a trained T5.
 
-With --samples it is asked about the hidden spans of its run's validation data, and how often it is right is counted.
+With --samples, predict the masked spans of its run's validation data, and print how often the predictions are right.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SpanConfig:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Load the model, fill every text, and guess the spans of every sample."""
+    """Load the model, fill in every text, and predict the spans of every sample."""
     with told_once_a_node():
         config, choice = parse_groups(argv, SpanConfig, TrainedModelConfig, prog="fill_spans.py", about=__doc__ or "")
         check_masks(config.text)
@@ -88,7 +88,7 @@ def filled(text: str, trained: TrainedModel) -> Iterator[str]:
 
 
 def guessed(count: int, trained: TrainedModel, *, examples: int) -> Iterator[str]:
-    """The first samples of the run's validation data, and how often the beginnings of all their spans are right."""
+    """Examples of the run's validation data, and how often the first tokens of all their spans are right."""
     from megatron.core.datasets.splits import SplitSizes
     from megatron.core.models.t5.train_spec import TRAIN_SPEC
 
@@ -117,7 +117,7 @@ def guessed(count: int, trained: TrainedModel, *, examples: int) -> Iterator[str
 
 
 def beside_truth(sample: Sample, trained: TrainedModel) -> Iterator[str]:
-    """A sample's text, and what the model says for each of its spans beside what was hidden."""
+    """A sample's text, and for each of its spans the prediction beside the masked text."""
     tokenizer = naming(trained)
     names, marks = tokenizer.sentinels, {tokenizer.pad, tokenizer.decoder_start, tokenizer.eos}
     tokens, decoder_tokens = (
@@ -132,7 +132,7 @@ def beside_truth(sample: Sample, trained: TrainedModel) -> Iterator[str]:
 
 
 def beginnings_in(samples: Sequence[Sample], trained: TrainedModel) -> Beginnings:
-    """What the model takes for the first tokens of the samples' spans."""
+    """The model's predictions for the first tokens of the samples' spans."""
     import torch
 
     from megatron.core.models.t5.generation import beginnings
@@ -146,21 +146,21 @@ def beginnings_in(samples: Sequence[Sample], trained: TrainedModel) -> Beginning
 
 
 def shares(true: Sequence[int], guesses: Sequence[Sequence[int]]) -> str:
-    """How often the first and how often any guess is right."""
+    """How often the first guess is right, and how often any of them."""
     first = sum(guess[0] == token for token, guess in zip(true, guesses))
     among = sum(token in guess for token, guess in zip(true, guesses))
     return f"{first / len(true):6.1%} {among / len(true):6.1%}"
 
 
 def entropy_of(tokens: Iterable[int]) -> float:
-    """Of how often each occurs, in nats: no guess that knows nothing else costs less."""
+    """Entropy of the tokens' frequencies in nats: the least loss of a prediction without context."""
     counts = Counter(tokens)
     total = counts.total()
     return -sum(count / total * math.log(count / total) for count in counts.values())
 
 
 def answer_to(tokens: Sequence[int], trained: TrainedModel) -> list[list[int]]:
-    """What the model says for each name of a span, for those that ``tokens`` lack as well."""
+    """The predicted span for each sentinel, also for those that ``tokens`` lack."""
     from megatron.core.models.t5.generation import likeliest_answer
 
     tokenizer = naming(trained)
@@ -169,14 +169,14 @@ def answer_to(tokens: Sequence[int], trained: TrainedModel) -> list[list[int]]:
         tokens,
         begin=cast("int", tokenizer.decoder_start),
         end=cast("int", tokenizer.eos),
-        most=trained.config.group(T5Config).decoder_seq_length - 1,  # the end takes a place, too
+        most=trained.config.group(T5Config).decoder_seq_length - 1,  # one place is for the end
         device=trained.context.device,
     )
     return spans_of(answer, tokenizer.sentinels)
 
 
 def naming(trained: TrainedModel) -> SpanTokenizer:
-    """The model's tokenizer; ConfigError for one without names of spans, such as that of made-up data."""
+    """The model's tokenizer; ConfigError for one without sentinels, such as that of mock data."""
     tokenizer = trained.tokenizer
     if not getattr(tokenizer, "sentinels", ()):
         raise ConfigError(
@@ -187,12 +187,12 @@ def naming(trained: TrainedModel) -> SpanTokenizer:
 
 
 def joined(first: Sequence[int], spans: Sequence[Sequence[int]], rest: Sequence[Sequence[int]]) -> list[int]:
-    """The parts of a text with what stands between them; ``spans`` may be more than are needed."""
+    """The parts of a text with the spans between them; ``spans`` may be more than are needed."""
     return [*first, *(token for span, part in zip(spans, rest) for token in (*span, *part))]
 
 
 def spans_of(answer: Sequence[int], names: Sequence[int]) -> list[list[int]]:
-    """What follows each name in the answer, up to the next; nothing for one that it leaves out."""
+    """The tokens after each sentinel in the answer, up to the next; none for a sentinel that it lacks."""
     spans: dict[int, list[int]] = {name: [] for name in names}
     current: list[int] = []
     for token in answer:

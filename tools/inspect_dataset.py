@@ -1,10 +1,10 @@
-"""Look at data: what token files hold, or what a training run reads.
+"""Show what token files hold, or what a training run reads.
 
     tools/inspect_dataset.py PREFIX ...
 
-With prefixes alone: counts, lengths of documents, and on request a picture of them, a document as text, or a check of
-every token. With --sample and the flags of a training run: one sample, exactly as that run sees it (--model-type where
-it is no GPT; WORLD_SIZE=8 in front stands for its eight ranks, where a layout needs them).
+With prefixes alone: counts, lengths of documents, and on request a histogram of them, a document as text, or a check of
+every token. With --sample and the flags of a training run: one sample, exactly as that run reads it (give --model-type
+if it is not GPT, and set WORLD_SIZE=8 for a layout of eight ranks).
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ class SampleConfig:
 
 
 def with_flag(argv: Sequence[str]) -> list[str]:
-    """The command line with prefixes that stand first as values of --prefix."""
+    """The command line, with leading prefixes as values of --prefix."""
     first_flag = next((number for number, word in enumerate(argv) if word.startswith(("-", "@"))), len(argv))
     return [*(["--prefix"] if first_flag else []), *argv]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print what was asked for."""
+    """Print what the flags ask for."""
     argv = with_flag(argv)
     if any(word.partition("=")[0] == "--sample" for word in argv):
         if argv[0] == "--prefix":
@@ -140,7 +140,7 @@ def describe(dataset: IndexedDataset) -> Iterator[str]:
 
 
 def verify(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> str:
-    """Read all tokens; raises DataError for metadata, ids or a tokenizer that don't fit, else says what was checked."""
+    """Read all tokens, and list what was checked; raises DataError for metadata, ids or a tokenizer that don't fit."""
     metadata, checked = DatasetMetadata.read(dataset.local_prefix), ["index", "sizes"]
     stamp = metadata.tokenizer if metadata else None
     vocab_size = tokenizer.vocab_size if tokenizer else stamp.vocab_size if stamp else None
@@ -172,7 +172,7 @@ def verify(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> str:
 
 
 def write_digests(dataset: IndexedDataset) -> Path:
-    """Put the digests of the data into the metadata beside them, and give its path."""
+    """Store the digests of the data in the metadata beside them; returns its path."""
     path, known = DatasetMetadata.path(dataset.local_prefix), DatasetMetadata.read(dataset.local_prefix)
     metadata = known or DatasetMetadata(
         tokenizer=None,
@@ -187,7 +187,7 @@ def write_digests(dataset: IndexedDataset) -> Path:
 
 
 def unigram_entropy(dataset: IndexedDataset) -> float:
-    """Entropy in nats of the tokens by themselves; what a model learns of their neighbours lies below it."""
+    """Entropy of the tokens' frequencies in nats; a model that uses context has a lower loss."""
     counts = np.zeros(0, np.int64)
     for block in dataset.blocks():
         found = np.bincount(block)
@@ -198,7 +198,7 @@ def unigram_entropy(dataset: IndexedDataset) -> float:
 
 
 def _place(dataset: IndexedDataset, at: int) -> str:
-    """A token by the document it lies in."""
+    """A token's id, with its document, sequence and place there."""
     ends = np.cumsum(document_lengths(dataset))
     document = int(np.searchsorted(ends, at, side="right"))
     sequence = int(np.searchsorted(np.cumsum(dataset.lengths, dtype=np.int64), at, side="right"))
@@ -221,7 +221,7 @@ def _shown(ids: NDArray[Any], tokenizer: Tokenizer | None) -> str:
 
 
 def draw_histogram(datasets: Sequence[IndexedDataset], output: Path) -> None:
-    """Write a picture of how long documents are; raises ConfigError when it can't be drawn."""
+    """Write a histogram of document lengths; raises ConfigError when it can't be drawn."""
     from megatron.training.reporting.picture import COLORS, legend, new_axes, save, style
 
     axes = new_axes()
@@ -273,9 +273,9 @@ def show_sample(config: RunConfig) -> int:
 
 
 def sample_lines(sample: Sample, tokenizer: Tokenizer, *, apart: bool = False) -> Iterator[str]:
-    """The text of a sample, and a line on each of its arrays; text without loss stands in ⟦brackets⟧.
+    """The text of a sample, and a line on each of its arrays; text without loss is in ⟦brackets⟧.
 
-    ``apart``: documents don't predict each other, so that each has a first token of its own, and a line.
+    ``apart``: documents don't predict each other, so each has a first token that isn't a label, and its own line.
     """
     if "tokens" not in sample:
         yield from masked_sample_lines(sample, tokenizer)
@@ -304,7 +304,7 @@ def _runs(values: NDArray[Any]) -> Iterator[tuple[int, int]]:
 
 
 def _bracketed(ids: NDArray[Any], learned: NDArray[Any], tokenizer: Tokenizer) -> str:
-    """Text of the ids; decoded from the start each time, since the space before a word belongs to both its sides."""
+    """Text of the ids; decoded from the start each time, since spaces depend on the token before."""
     shown, before = "", ""
     for start, stop in _runs(learned):
         text = tokenizer.detokenize(ids[:stop].tolist())
@@ -314,7 +314,7 @@ def _bracketed(ids: NDArray[Any], learned: NDArray[Any], tokenizer: Tokenizer) -
 
 
 def masked_sample_lines(sample: Sample, tokenizer: Tokenizer) -> Iterator[str]:
-    """What BERT or T5 reads and is to answer."""
+    """Input and labels of a BERT or T5 sample."""
     for name, is_real in (("text", "attention_mask"), ("text_enc", "enc_mask"), ("text_dec", "dec_mask")):
         if name in sample:
             yield f"{name:<13}{tokenizer.detokenize(sample[name][sample[is_real] == 1].tolist())}"

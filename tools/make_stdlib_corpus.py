@@ -33,7 +33,7 @@ COMMENT_MARK = re.compile(r"^[ \t]*#+ ?", re.MULTILINE)
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f]")
 SIGN = re.compile(r"[^\w\s]|[\d_]")
 MIN_WORDS = 5  # of a paragraph: shorter ones are captions and signatures
-MAX_SIGNS = 0.4  # share of a paragraph that is neither letter nor space: beyond are tables, rulers and code
+MAX_SIGNS = 0.4  # share of a paragraph that is neither letter nor space; more is a table, a ruler or code
 MIN_DOCUMENT = 300  # characters
 
 
@@ -56,7 +56,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Piece:
-    """A docstring or a block of comments, and the lines where it stands."""
+    """A docstring or a block of comments, and its lines."""
 
     first_line: int
     last_line: int
@@ -78,9 +78,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def gather(root: Path) -> Iterator[Document]:
-    """Documents below a standard library, in the order of their names, no paragraph twice.
+    """Documents of a standard library, in the order of their names, no paragraph twice.
 
-    Raises DataError when there is none: some systems ship Python without its sources.
+    Raises DataError when there are none: some systems ship Python without its sources.
     """
     seen: set[bytes] = set()
     found = False
@@ -113,7 +113,7 @@ def modules(root: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def module_paragraphs(code: bytes) -> Iterator[str]:
-    """English in one source file: docstrings, and comments of two lines and more."""
+    """Paragraphs of one source file: docstrings, and comments of at least two lines."""
     pieces = list(docstrings(ast.parse(code)))
     quoted = {line for piece in pieces for line in range(piece.first_line, piece.last_line + 1)}
     text = code.decode("utf-8", errors="ignore").replace("\r\n", "\n")
@@ -146,7 +146,7 @@ def split_paragraphs(text: str) -> Iterator[str]:
 
 
 def is_held_out(document: Document, *, percent: int) -> bool:
-    """Whether a document is for evaluation; its name decides, so that a new document moves no other."""
+    """Whether a document is for evaluation; this depends on its name alone, so a new document changes no other."""
     digest = hashlib.sha256(document.source.encode()).digest()
     return int.from_bytes(digest[:8], "big") % 100 < percent
 

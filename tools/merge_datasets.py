@@ -19,7 +19,7 @@ from megatron.errors import DataError, run_command
 
 
 def main(argv: Sequence[str]) -> int:
-    """Merge, and say what came out."""
+    """Merge, and print counts."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--input", type=Path, required=True, metavar="DIR", help="folder of .bin and .idx pairs")
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="start of the names of the new files")
@@ -63,7 +63,7 @@ def merge(prefixes: Sequence[str], output_prefix: str, *, multimodal: bool) -> D
                 "only data sets of one type can be merged; preprocess one of them again with the other's tokenizer"
             )
         metadata = DatasetMetadata.read(dataset.prefix)
-        if metadata is not None and metadata.sha256 is not None:  # what is damaged must not get a digest of its own
+        if metadata is not None and metadata.sha256 is not None:  # damaged data must not get a new digest
             metadata.check_content(dataset.prefix, dataset.digests())
     with IndexedDatasetWriter(
         output_prefix, first.dtype, multimodal=multimodal, tokenizer=common_tokenizer(prefixes)

@@ -2,7 +2,7 @@
 
 Every key of --json-keys becomes PREFIX_KEY_document.bin, .idx and .meta.json (PREFIX_KEY_sentence with
 --split-sentences). The files appear when they are complete, with the same bytes for any number of workers; memory does
-not grow with the input. Interrupted, the same command goes on from its last finished shard.
+not grow with the input. After an interruption, the same command continues from its last finished shard.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from megatron.errors import ConfigError, DataError, kept_on_interrupt, run_comma
 from megatron.training.reporting.progress import ProgressBar
 
 BAD_LINES_SHOWN = 20
-SHARD_BYTES = 64_000_000  # of text, between two places from which an interrupted run can go on
+SHARD_BYTES = 64_000_000  # of text, between two places from which an interrupted run can continue
 PERCENTILES = (0, 10, 50, 90, 99, 100)
 
 
@@ -101,41 +101,37 @@ class PreprocessConfig:
 class Progress:
     """A bar on a terminal, a line every ``log_interval`` documents elsewhere.
 
-    ``size``: bytes of input as they lie on the disk, None when unknown. ``done`` and ``bytes_done`` are what an earlier
-    run did.
+    ``size``: bytes of input on disk, None when unknown. ``done`` and ``bytes_done``: progress of an earlier run that
+    this one continues.
     """
 
     def __init__(
         self, size: int | None, *, log_interval: int, stream: TextIO, done: Tally | None = None, bytes_done: int = 0
     ) -> None:
         self._interval, self._stream = log_interval, stream
-        self._bar = ProgressBar(size, initial=bytes_done, counted=False, stream=stream)
+        self.bar = ProgressBar(size, initial=bytes_done, counted=False, stream=stream)
         self._start = time.monotonic()
         before = done or Tally()
         self._documents, self._text_bytes, self._tokens = before.documents, before.text_bytes, _tokens(before)
         self._logged = before.documents // log_interval
 
     def update(self, tally: Tally, bytes_read: int) -> None:
-        """Show where things stand, if it is time to."""
-        if self._bar.enabled:
+        """Show the progress: always on a bar, every ``log_interval`` documents as a line."""
+        if self.bar.enabled:
             rate = (tally.text_bytes - self._text_bytes) / self.seconds / 1e6
-            self._bar.show(bytes_read, f"{tally.documents:,} documents", f"{rate:.1f} MB/s")
+            self.bar.show(bytes_read, f"{tally.documents:,} documents", f"{rate:.1f} MB/s")
         elif tally.documents // self._interval > self._logged:
             self._logged = tally.documents // self._interval
-            facts = ", ".join(filter(None, (self.rates(tally), self._bar.time_left(bytes_read))))
+            facts = ", ".join(filter(None, (self.rates(tally), self.bar.time_left(bytes_read))))
             print(f"Processed {tally.documents} documents ({facts}).", file=self._stream, flush=True)
 
     def say(self, line: str) -> None:
-        """Print a line without leaving half a bar before it."""
-        self.clear()
+        """Print a line in place of the bar."""
+        self.bar.clear()
         print(line, file=self._stream, flush=True)
 
-    def clear(self) -> None:
-        """Take the bar away."""
-        self._bar.clear()
-
     def rates(self, tally: Tally) -> str:
-        """Documents, text and tokens a second since the start."""
+        """Documents, text and tokens per second since the start."""
         seconds = self.seconds
         return (
             f"{(tally.documents - self._documents) / seconds:.1f} docs/s, "
@@ -145,7 +141,7 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Time since the start, never 0."""
+        """Time since the start, above 0."""
         return max(time.monotonic() - self._start, 1e-9)
 
 
@@ -154,7 +150,7 @@ def _tokens(tally: Tally) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Tokenize what the command line names."""
+    """Tokenize the input that the command line names."""
     config, tokenizer_config = parse_groups(
         argv,
         PreprocessConfig,
@@ -175,7 +171,7 @@ def main(argv: Sequence[str]) -> int:
 def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> Tally:
     """Write the token files of every key.
 
-    Raises ConfigError for settings that cannot work, DataError for input or output that fails; then no file appears.
+    Raises ConfigError for settings that cannot work, DataError for failing input or output; then no file appears.
     """
     _check(config)
     paths = find_inputs(config.input)
@@ -183,7 +179,7 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> T
     dtype = token_dtype(tokenizer.vocab_size)
     head, batches = _head(read_batches(paths, keys=config.json_keys), config)
     rules = sentence_rules(config, head) if config.split_sentences else None
-    with ThreadPoolExecutor(1) as pool:  # the probe's encoding and the fingerprint take about as long as each other
+    with ThreadPoolExecutor(1) as pool:  # encoding the probe and computing the fingerprint take about equally long
         probe = list(itertools.islice(_texts(head, config.json_keys), 1000))
         choosing = pool.submit(_engine, config, tokenizer, probe, dtype.name)
         stamp, engine = TokenizerStamp.of(tokenizer), choosing.result()
@@ -191,7 +187,7 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> T
     journal = Journal(
         Path(f"{config.output_prefix}_unfinished.json"), settings=_settings(config, stamp, rules), inputs=paths
     )
-    milestone = _still_there(journal.read())
+    milestone = _with_parts(journal.read())
     if milestone is not None:
         batches = read_batches(paths, keys=config.json_keys, start=milestone.position)
         print(f"continuing after the {milestone.tally.documents:,} documents of an interrupted run", file=sys.stderr)
@@ -199,7 +195,7 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> T
         journal.remove()
     run = Conversion(config, paths, milestone)
     with _kept_parts_mentioned(journal), ExitStack() as stack:
-        stack.callback(run.progress.clear)
+        stack.callback(run.progress.bar.clear)
         for key in config.json_keys:
             resume = milestone.outputs[config.prefix(key)] if milestone else None
             writer = IndexedDatasetWriter(config.prefix(key), dtype, tokenizer=stamp, resume=resume)
@@ -213,7 +209,7 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> T
 
 
 def _engine(config: PreprocessConfig, tokenizer: Tokenizer, probe: Sequence[str], dtype: str) -> EngineChoice:
-    """The engine that ``--tokenizer-engine`` asks for; ConfigError where that one can't be had."""
+    """The engine that ``--tokenizer-engine`` asks for; ConfigError when it is not available."""
     if config.tokenizer_engine == "own":
         return EngineChoice(OWN, "as --tokenizer-engine says")
     found = choose_engine(tokenizer, probe, dtype, parts=config.split_sentences)
@@ -306,7 +302,7 @@ def _check(config: PreprocessConfig) -> None:
 
 
 def _head(batches: Iterator[LineBatch], config: PreprocessConfig) -> tuple[list[LineBatch], Iterator[LineBatch]]:
-    """The first batches, to learn from, and all batches: a pipe can be read only once."""
+    """The first batches, for the probe and the sentence rules, and all batches: a pipe can be read only once."""
     head, size = list[LineBatch](), 0
     for batch in batches:
         head.append(batch)
@@ -317,7 +313,7 @@ def _head(batches: Iterator[LineBatch], config: PreprocessConfig) -> tuple[list[
 
 
 def _texts(batches: Sequence[LineBatch], keys: Sequence[str]) -> Iterator[str]:
-    """Texts of all keys in some batches; bad lines are for later."""
+    """Texts of all keys in some batches, without bad lines, which are reported when they are encoded."""
     for batch in batches:
         for texts in read_documents(batch, keys).texts.values():
             yield from (text for text in texts if text.isascii() or _is_unicode(text))
@@ -328,14 +324,14 @@ def _is_unicode(text: str) -> bool:
 
 
 def sentence_rules(config: PreprocessConfig, head: Sequence[LineBatch]) -> SentenceRules:
-    """NLTK's rules of the language where they are installed, else those that punkt learns from the first batches."""
+    """NLTK's rules of the language if they are installed, else rules that punkt learns from the first batches."""
     texts, keep_whitespace = _texts(head, config.json_keys), config.keep_newlines
     installed = installed_rules(config.lang, keep_whitespace=keep_whitespace)
     return installed or learned_rules(texts, language=config.lang, keep_whitespace=keep_whitespace)
 
 
 def _settings(config: PreprocessConfig, stamp: TokenizerStamp, rules: SentenceRules | None) -> dict[str, Any]:
-    """What must be the same for an interrupted run to go on."""
+    """The settings that must be the same for an interrupted run to continue."""
     return {
         "keys": config.json_keys,
         "append_eod": config.append_eod,
@@ -345,8 +341,8 @@ def _settings(config: PreprocessConfig, stamp: TokenizerStamp, rules: SentenceRu
     }
 
 
-def _still_there(milestone: Milestone | None) -> Milestone | None:
-    """The milestone, if the files it speaks of are there."""
+def _with_parts(milestone: Milestone | None) -> Milestone | None:
+    """The milestone, if the unfinished files that it describes exist."""
     if milestone is None:
         return None
     parts = [f"{prefix}.{name}.part" for prefix in milestone.outputs for name in ("bin", "lengths", "documents")]
@@ -355,7 +351,7 @@ def _still_there(milestone: Milestone | None) -> Milestone | None:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run worked with."""
+    """Tokenizer, type of ids, engine and sentence rules of a run."""
 
     stamp: TokenizerStamp
     dtype: str
@@ -364,7 +360,7 @@ class Summary:
 
 
 def _summarize(run: Conversion, summary: Summary) -> None:
-    """Say what was written, and write it as JSON."""
+    """Print what was written, and store it as JSON."""
     config, tally, stamp = run.config, run.tally, summary.stamp
     print(f"documents    {tally.documents:,}" + (f" ({tally.empty:,} empty texts)" if tally.empty else ""))
     if tally.bad:
@@ -405,5 +401,5 @@ def _counts(metadata: DatasetMetadata) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that unfinished files are removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that unfinished files are removed
     run_command(lambda: main(sys.argv[1:]))

@@ -2,9 +2,9 @@
 
 Reads JSON lines of {"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ..., "completion": ...}. Turns are
 written as --turn-start and --turn-end say, or by a Jinja template (--chat-template). Writes
-PREFIX.bin, .idx and .meta.json, a document a line, and PREFIX_targets.bin and .idx, which say token for token what is
-learned: the turns of the assistant with their ends, and completions. Train with --data-path PREFIX --sft --packing
-best-fit, so that each conversation stands by itself.
+PREFIX.bin, .idx and .meta.json with a document for each line, and PREFIX_targets.bin and .idx, which mark each token
+that is trained on: the turns of the assistant with their ends, and completions. Train with --data-path PREFIX --sft
+--packing best-fit, so that attention stays within each conversation.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Counts:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Convert, and say what came out."""
+    """Convert, and print counts."""
     about = " ".join((__doc__ or "").split())
     config, tokenizer_config = parse_groups(argv, SftConfig, TokenizerConfig, prog="preprocess_sft.py", about=about)
     if tokenizer_config.tokenizer_type is None:
@@ -93,7 +93,7 @@ def _template(config: SftConfig, tokenizer_model: str | None) -> ChatTemplate | 
 
 
 def convert(config: SftConfig, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> Counts:
-    """Write the files; raises DataError for bad lines, unless they are to be left out, and when nothing is left."""
+    """Write the files; raises DataError for bad lines (unless they are skipped) and without any conversation."""
     counts, stamp = Counts(), TokenizerStamp.of(tokenizer)
     with ExitStack() as stack:
         documents = stack.enter_context(
@@ -132,7 +132,7 @@ def _encoded(
 def _encoder(
     config: SftConfig, tokenizer: Tokenizer, template: ChatTemplate | None
 ) -> Callable[[dict[str, Any]], tuple[list[int], list[bool]]]:
-    """What makes ids of a record, and says which are learned."""
+    """The function that gives a record's ids, and for each whether it is trained on."""
     chat = ChatFormat(_unescaped(config.turn_start), _unescaped(config.turn_end), config.learned_role)
     if template is None:
         return lambda record: encode(chat.parts(record), tokenizer)
@@ -150,7 +150,7 @@ def _encoder(
 
 
 def _unescaped(text: str) -> str:
-    """A line end as it is typed in a shell."""
+    """The text with line ends in place of \\n, as typed in a shell."""
     return text.replace("\\n", "\n")
 
 

@@ -1,7 +1,7 @@
-"""Train a byte-level BPE, as GPT-2's, or a WordPiece vocabulary, as BERT's, on your own text.
+"""Train a byte-level BPE like GPT-2's, or a WordPiece vocabulary like BERT's, on your own text.
 
-Writes tokenizer.json for HuggingFaceTokenizer (and for transformers), and the same as vocab.json and merges.txt for
-GPT2BPETokenizer; of WordPiece vocab.txt, for BertWordPieceLowerCase. The same text gives the same files.
+A BPE is written as tokenizer.json for HuggingFaceTokenizer (and for transformers), and as vocab.json and merges.txt for
+GPT2BPETokenizer; WordPiece as vocab.txt, for BertWordPieceLowerCase. The same text gives the same files.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def special_tokens(config: TrainTokenizerConfig) -> list[str]:
-    """Those that the kind needs, and those that are asked for."""
+    """Special tokens that the kind needs, and those of the flag."""
     needed = SPECIAL_TOKENS if config.kind == "wordpiece" else (END_OF_TEXT,)
     return list(dict.fromkeys([*needed, *config.special_tokens]))
 
@@ -107,8 +107,8 @@ def train(config: TrainTokenizerConfig) -> tokenizers.Tokenizer:
     if words:
         if "-" in config.input:
             raise ConfigError("--kind wordpiece reads its text twice, so it can't come from standard input: name files")
-        # Of pieces that occur equally often the trainer takes the one known first, and it comes to know what goes on
-        # with a word in an order of chance, unless it is told.
+        # Of pieces that occur equally often the trainer takes the one seen first, and it sees continuations (##x) in
+        # random order unless they are given as special tokens.
         characters = {each for batch in texts for text in batch for each in pipeline.normalizer.normalize_str(text)}
         special = [*special, *(f"##{each}" for each in sorted(characters) if not each.isspace())]
         texts = Texts(config)
@@ -116,7 +116,7 @@ def train(config: TrainTokenizerConfig) -> tokenizers.Tokenizer:
         "vocab_size": config.vocab_size,
         "min_frequency": config.min_frequency,
         "special_tokens": special,
-        "show_progress": False,  # the library's own bar is of another style
+        "show_progress": False,  # the library's own bar has another style
     }
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.WordPieceTrainer(**common) if words else trainers.BpeTrainer(**common, initial_alphabet=alphabet)
@@ -135,7 +135,7 @@ def train(config: TrainTokenizerConfig) -> tokenizers.Tokenizer:
 
 
 class Texts:
-    """The texts of all input, a batch at a time, and what had to be left out."""
+    """The texts of all input, a batch at a time, and the number of bad lines."""
 
     def __init__(self, config: TrainTokenizerConfig) -> None:
         self._config = config

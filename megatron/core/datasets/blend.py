@@ -1,7 +1,7 @@
-"""Mix several sources by weight: which source each sample of a run comes from.
+"""Which source each sample of a run comes from, when several are mixed by weight.
 
-At every position the source that lags most behind its share is taken, so any prefix of the run has the asked mix, a
-longer run keeps the order of a shorter one, and the choice needs no randomness.
+At every position the source that is furthest below its share is taken, so any prefix of the run has the requested mix,
+a longer run keeps the order of a shorter one, and the choice needs no randomness.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _STRIDE = 4096  # positions between stored counts
 
 @dataclass(frozen=True)
 class BlendSpec:
-    """Prefixes and the weight of each, or no weights: then each counts by its size."""
+    """Prefixes and the weight of each; without weights, each is weighted by its size."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None = None
@@ -56,7 +56,7 @@ def parse_blend(entries: Sequence[str], *, flag: str = "--data-path") -> BlendSp
 
 
 def normalized(weights: Sequence[float]) -> list[float]:
-    """Weights that add up to 1, but for rounding."""
+    """Weights scaled to a sum of 1, up to rounding."""
     values = np.asarray(weights, np.float64)
     with np.errstate(over="ignore"):
         total = values.sum()
@@ -95,14 +95,14 @@ class Interleaving:
 def interleave(shares: Sequence[float], *, size: int) -> Interleaving:
     """Sources of ``size`` positions in proportion to ``shares``, which are ``normalized`` and above 0.
 
-    Their last bit counts: it decides which of two sources comes first that lag equally.
+    Their last bit matters: it decides which of two sources that are equally far below their shares comes first.
     """
     choices = _choose(np.asarray(shares), start=0, stop=size, counts=np.zeros(len(shares), np.int64))
     return Interleaving(choices, num_sources=len(shares))
 
 
 def interleave_all(shares: Sequence[float], *, sizes: Sequence[int]) -> Interleaving:
-    """Sources of all samples of all sources, each sample once: by the same rule among those that aren't used up."""
+    """Sources of all samples of all sources, each sample once: the same rule, among sources that have samples left."""
     exact, left = np.asarray(shares), np.asarray(sizes, np.int64)
     counts = np.zeros_like(left)
     parts = [np.empty(0, np.min_scalar_type(len(exact)))]
@@ -118,7 +118,7 @@ def interleave_all(shares: Sequence[float], *, sizes: Sequence[int]) -> Interlea
 
 
 def _first_used_up(choices: NDArray[Any], left: NDArray[np.int64]) -> int:
-    """Positions until some source has given all it has left."""
+    """Positions until some source has no samples left."""
     ends = [np.flatnonzero(choices == source)[count - 1 : count] + 1 for source, count in enumerate(left)]
     return int(min((end[0] for end in ends if end.size), default=len(choices)))
 
@@ -126,9 +126,10 @@ def _first_used_up(choices: NDArray[Any], left: NDArray[np.int64]) -> int:
 def _choose(shares: NDArray[np.float64], *, start: int, stop: int, counts: NDArray[np.int64]) -> NDArray[Any]:
     """Source of each position in ``[start, stop)``, when ``counts`` [sources] were taken before.
 
-    Position j takes the first source with the largest share · max(j, 1) − count: a sequential rule. It soon forgets how
-    it began, so many stretches run side by side from guessed counts, and those whose guess turns out to differ from
-    where the stretch before ended run again, until all join. The result is exactly the sequential one.
+    Position j takes the first source with the largest share · max(j, 1) − count: a sequential rule. Its choices soon
+    don't depend on the first counts, so many stretches are computed side by side from guessed counts. Those whose guess
+    differs from the counts at the end of the previous stretch are computed again, until all guesses are right. So the
+    result is exactly the sequential one.
     """
     num_sources, size = len(shares), stop - start
     steps = max(256, math.isqrt(size))
@@ -145,14 +146,14 @@ def _choose(shares: NDArray[np.float64], *, start: int, stop: int, counts: NDArr
 
 
 def _spread(shares: NDArray[np.float64], taken: NDArray[np.int64]) -> NDArray[np.int64]:
-    """About how many samples each source gave of ``taken`` [stretches]: [sources, stretches], columns adding up."""
+    """Approximate samples of each source among ``taken`` [stretches]: [sources, stretches], columns add up to it."""
     edges = np.floor(np.outer(np.cumsum(_rates(shares))[:-1], taken)).astype(np.int64)
     spread: NDArray[np.int64] = np.diff(edges, axis=0, prepend=0, append=taken[None, :])
     return spread
 
 
 def _rates(shares: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Part of the positions each source gets: sources that are used up leave theirs to all others equally."""
+    """Share of the positions of each source; the shares of sources without samples left go to all others equally."""
     rates: NDArray[np.float64] = shares + (1 - shares.sum()) / len(shares)
     return rates
 

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and disk trouble as one sentence."""
+"""Files that appear whole or not at all, and disk errors as one sentence."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextmanager
 def replaced_file(path: Path) -> Iterator[Path]:
-    """A file to write beside ``path``, which takes its place when the block ends; deleted when the block fails.
+    """A new file beside ``path``, which replaces it when the block ends; deleted when the block fails.
 
-    Several writers of the same ``path`` don't disturb each other: the last one to finish wins.
+    With several writers of the same ``path``, the last one to finish wins.
     """
     aside = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
@@ -31,7 +31,7 @@ def replaced_file(path: Path) -> Iterator[Path]:
 
 
 def sync_file(path: Path) -> None:
-    """Wait until the file's bytes are on the disk."""
+    """Wait until the file's bytes are on disk."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())
 
@@ -40,7 +40,7 @@ def sync_file(path: Path) -> None:
 def write_errors(path: Path, *, remedy: str = "write to another folder") -> Iterator[None]:
     """Turn a full disk, a missing permission and the like into a DataError that names ``path``.
 
-    ``remedy``: what works whatever the reason; space is asked for only where it is lacking.
+    ``remedy``: what works for any reason; freeing space is suggested only when the disk is full.
     """
     try:
         yield

@@ -1,12 +1,12 @@
-"""Which tokens make up sample i: pure functions from document lengths and a seed.
+"""Which tokens make up sample i: pure functions of document lengths and a seed.
 
 The documents of an epoch are shuffled and read as one stream of T tokens. With sequence length L, sample k takes the
-L + 1 tokens from position k·L: neighbours share one token, a label for the one and an input for the other. Samples are
-then shuffled themselves.
+L + 1 tokens from position k·L: neighbours share one token, a label of the one and an input of the other. Then the
+samples are shuffled.
 
-In our order each epoch stands alone: its shuffles depend on the seed and the epoch's number only, it gives
-(T − 1) // L samples, and the at most L tokens left over at its end are left out (other ones in each epoch). Sample i is
-number i mod N of epoch i // N, so a longer run begins with a shorter one's samples, and no index grows with the run.
+In our order epochs are independent: an epoch's shuffles depend only on the seed and its number. It gives
+N = (T − 1) // L samples, and the at most L remaining tokens are left out (other ones in each epoch). Sample i is number
+i mod N of epoch i // N, so a longer run begins with a shorter one's samples, and no index grows with the run.
 
 Megatron-LM's order shuffles all epochs of a run together, so every sample depends on how many the run asks for.
 """
@@ -43,23 +43,23 @@ class MegatronIndex:
     shuffle: NDArray[Any]
 
     def in_training_order(self) -> SampleIndex:
-        """The same samples, in the order in which training sees them."""
+        """The same samples, in the order in which training reads them."""
         return SampleIndex(self.documents, self.starts[self.shuffle])
 
 
 def num_samples_in(num_tokens: int, *, seq_length: int, drop_last_partial: bool = True, shared: int = 1) -> int:
-    """Samples in a stream of which neighbours share ``shared`` tokens; the last one may lack tokens unless dropped."""
+    """Samples in a stream, where neighbours share ``shared`` tokens; a last one that lacks tokens may be dropped."""
     whole, rest = divmod(max(num_tokens - shared, 0), seq_length)
     return whole if drop_last_partial or rest == 0 else whole + 1
 
 
 def random_state(seed: int, *parts: int) -> np.random.RandomState:
-    """A generator that depends on all parts; RandomState is the one NumPy keeps the same for ever."""
+    """A generator that depends on all parts; NumPy guarantees that RandomState's numbers never change."""
     return np.random.RandomState(seed_words(seed, *parts))
 
 
 def seed_words(seed: int, *parts: int) -> list[int]:
-    """What to seed a RandomState with for numbers that depend on all parts, each below 2^32."""
+    """The seed of a RandomState that depends on all parts, each below 2^32."""
     return [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, *parts]
 
 
@@ -75,8 +75,8 @@ def build_epoch(
 ) -> SampleIndex:
     """Samples of one epoch in our order.
 
-    ``lengths`` [documents] in tokens. ``copy`` tells apart several uses of the same data set in one blend. ``shared``:
-    1 for a stream of tokens, 0 for a stream of pairs of a token and its label, of which neighbours share nothing.
+    ``lengths`` [documents] in tokens. ``copy`` distinguishes several uses of the same data set in one blend.
+    ``shared``: tokens that neighbouring samples share, 1 in a stream of tokens, 0 in one of pairs of token and label.
     """
     random = random_state(seed, copy, epoch)
     documents = np.arange(len(lengths), dtype=_index_dtype(len(lengths)))
@@ -92,7 +92,7 @@ def build_megatron(
 ) -> MegatronIndex:
     """Samples of a whole run in Megatron-LM's order; ``num_samples`` None means one epoch.
 
-    The last epoch is shuffled apart from the others when the run uses less than 80 % of it.
+    The last epoch is shuffled separately when the run uses less than 80 % of it.
     """
     tokens = int(lengths.sum(dtype=np.int64))
     epochs, in_shuffled_together = 1, None
@@ -121,14 +121,14 @@ def _sample_starts(
     lengths: Lengths, documents: NDArray[Any], *, seq_length: int, drop_last_partial: bool, shared: int = 1
 ) -> NDArray[Any]:
     """Position in ``documents`` and offset of each sample of the stream, [samples, 2], in stream order."""
-    ends = np.require(lengths, requirements="A")[documents]  # in an index file they lie across words
+    ends = np.require(lengths, requirements="A")[documents]  # in an index file they are not aligned
     total = int(ends.sum(dtype=np.int64))
     if total > np.iinfo(np.int32).max:
         ends = ends.astype(np.int64)
     np.cumsum(ends, out=ends)
     count = num_samples_in(total, seq_length=seq_length, drop_last_partial=drop_last_partial, shared=shared)
     positions = np.arange(count, dtype=ends.dtype) * seq_length
-    found = np.searchsorted(ends, positions, side="right")  # the document after those that end at or before it
+    found = np.searchsorted(ends, positions, side="right")  # the first document that ends after it
     before = np.where(found > 0, ends[found - 1], 0)
     return np.stack([found, positions - before], axis=1, dtype=_index_dtype(len(documents)), casting="unsafe")
 

@@ -1,8 +1,8 @@
-"""Keep built indices on disk, so that the ranks of a machine share one copy and the next run starts at once.
+"""Built indices on disk, so that the ranks of a machine share one copy and the next run starts immediately.
 
-A file's name is a digest of everything its content follows from, so a cache cannot be stale: paths, run length and
-batch size play no part, and whoever writes the same name writes the same bytes. The last four bytes of a file are a
-checksum of its name and all bytes before them; a file that doesn't match is built again.
+A file's name is a digest of everything that its content depends on, so a cache cannot be stale: paths, run length and
+batch size are not part of it, and equal names mean equal bytes. The last four bytes of a file are a checksum of its
+name and all bytes before them; a file that doesn't match is built again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron.core.datasets.files import replaced_file
 from megatron.core.datasets.index_build import SampleIndex
 from megatron.core.files.locks import lock
 
-_FORMAT = 2  # part of every name: raise it when an index of the same inputs changes
+_FORMAT = 2  # part of every name: increase it when an index of the same inputs changes
 _CHECKSUM = np.dtype("<u4")
 _log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def digest_of(*parts: object) -> str:
 
 
 class IndexCache:
-    """Sample indices in ``folder``; None: none are kept.
+    """Sample indices in ``folder``; None: indices are not stored.
 
     ``least_rows``: indices with fewer documents and samples are not stored, as building them is no slower than reading.
     """
@@ -50,10 +50,10 @@ class IndexCache:
         self._damaged: set[Path] = set()
 
     def get(self, build: Callable[[], SampleIndex], *, rows: int, inputs: tuple[object, ...]) -> SampleIndex:
-        """What ``build`` makes from ``inputs``: read from the folder when it is there, else built and stored.
+        """The index that ``build`` makes from ``inputs``: read from the folder if it is there, else built and stored.
 
-        In a folder that cannot be written to, indices are read but not stored, with a word the first time. A damaged
-        file is built again, with a word.
+        In a folder that cannot be written to, indices are read but not stored, with one warning. A damaged file is
+        built again, with a warning.
         """
         if self.folder is None or rows < self.least_rows:
             return build()
@@ -94,9 +94,9 @@ class IndexCache:
 
 @contextmanager
 def _one_builder(folder: Path) -> Iterator[None]:
-    """Wait while another process builds, then delete what killed ones left.
+    """Wait while another process builds, then delete the unfinished files of killed ones.
 
-    Without locks (some network file systems) several build the same bytes.
+    Without locks (on some network file systems) several processes build the same bytes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as file:
@@ -124,7 +124,7 @@ def _store(files: tuple[Path, Path], index: SampleIndex) -> None:
         table = np.ascontiguousarray(array)
         with replaced_file(path) as aside:
             with aside.open("wb") as file:
-                # Not np.save, whose error of a full disk has no reason.
+                # Not np.save, whose error for a full disk gives no reason.
                 np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(table))
                 file.write(table.data)
             checksum = _checksum(path, np.memmap(aside, np.uint8, mode="r"))

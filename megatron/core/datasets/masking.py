@@ -1,8 +1,8 @@
-"""Which tokens of a sample are hidden, and what stands in their place.
+"""Which tokens of a sample are masked, and what replaces them.
 
-Stretches of one to a few whole words are hidden, drawn without overlap until about ``probability`` of the tokens are:
+Stretches of one to a few whole words are masked, drawn without overlap until about ``probability`` of the tokens are:
 short stretches more often (probability 1/n), or, for spans, by a geometric distribution (SpanBERT, Joshi et al. 2019).
-Random numbers are drawn in Megatron-LM's sequence, so that with its seeds the samples are its samples.
+Random numbers are drawn in Megatron-LM's sequence, so that its seeds give its samples.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MADE_UP_SPECIAL, _MADE_UP_SENTINELS = 6, 100
 
 @dataclass(frozen=True, kw_only=True)
 class MaskingRules:
-    """``probability`` of a token to be hidden, ``longest`` stretch in words, and how lengths of stretches are drawn."""
+    """``probability`` that a token is masked, ``longest`` stretch in words, and how lengths of stretches are drawn."""
 
     probability: float = 0.15
     longest: int = 3
@@ -36,7 +36,7 @@ class MaskingRules:
 class MaskingVocabulary:
     """The ids that masking needs; the first three are −1 where a vocabulary lacks them.
 
-    ``bos``: what a decoder begins with. ``continues`` [vocabulary]: whether an id goes on with the word before.
+    ``bos``: the id that a decoder begins with. ``continues`` [vocabulary]: whether an id continues the previous word.
     """
 
     cls: int
@@ -50,7 +50,7 @@ class MaskingVocabulary:
 
     @classmethod
     def of(cls, tokenizer: SpanTokenizer) -> MaskingVocabulary:
-        """Ids of a tokenizer; raises ConfigError for a kind that has none for masking."""
+        """Ids of a tokenizer; raises ConfigError for a kind without ids for masking."""
         if not hasattr(tokenizer, "sentinels") or tokenizer.pad is None:
             lacking = "names no padding" if hasattr(tokenizer, "sentinels") else "has no tokens to mask with"
             raise ConfigError(
@@ -70,7 +70,7 @@ class MaskingVocabulary:
 
     @classmethod
     def made_up(cls, vocab_size: int) -> MaskingVocabulary:
-        """Ids for made-up data: special tokens first, sentinels last; raises ConfigError when nothing is left."""
+        """Ids for mock data: special tokens first, sentinels last; ConfigError when no ids are left for words."""
         sentinels = range(vocab_size - min(vocab_size // 4, _MADE_UP_SENTINELS), vocab_size)
         if sentinels.start <= _MADE_UP_SPECIAL:
             raise ConfigError(
@@ -81,7 +81,7 @@ class MaskingVocabulary:
 
     @property
     def words(self) -> range:
-        """The ids between the made-up special tokens and the sentinels."""
+        """The ids between the special tokens and the sentinels of mock data."""
         return range(_MADE_UP_SPECIAL, self.sentinels[0])
 
 
@@ -94,17 +94,17 @@ def choose_stretches(
     target: int,
     replacements: list[int | None] | None = None,
 ) -> list[NDArray[np.int64]]:
-    """Places of the hidden tokens, a stretch each, in the order in which they were drawn.
+    """Places of the masked tokens, an array for each stretch, in the order in which they are drawn.
 
-    ``target``: the length the sample was to have. ``replacements``: filled, token by token as they are drawn, with what
-    takes their place (80 % the mask, 10 % a random id, 10 % None: the token itself); None: nothing is drawn for that.
+    ``target``: the sample's target length. ``replacements``: a list to append each masked token's replacement to (80 %
+    the mask, 10 % a random id, 10 % None: the token itself); None: no replacements are drawn.
     """
     places = np.flatnonzero((tokens != vocabulary.cls) & (tokens != vocabulary.sep))
     if not len(places):
         return []
     begins = ~vocabulary.continues[tokens[places]] if rules.whole_words else np.ones(len(places), bool)
     begins[0] = True
-    words = [*np.flatnonzero(begins).tolist(), len(places)]  # where each begins in places, and the end
+    words = [*np.flatnonzero(begins).tolist(), len(places)]  # the start of each in places, and the end
     budget = min(rules.probability * target, max(1, round(len(tokens) * rules.probability)))
     order = np.arange(len(words) - 1)
     random.shuffle(order)
@@ -131,7 +131,7 @@ def choose_stretches(
 
 
 def _longest_end(words: list[int], word: int, length: int, *, most: float) -> int:
-    """End of the longest stretch from ``word`` of at most ``length`` words that ends at ``most``; its start if none."""
+    """End of the longest stretch of up to ``length`` words from ``word`` that ends by ``most``; its start if none."""
     for last in range(min(word + length, len(words) - 1), word, -1):
         if words[last] <= most:
             return words[last]

@@ -73,7 +73,7 @@ class DatasetMetadata:
 
     @classmethod
     def read(cls, prefix: str) -> DatasetMetadata | None:
-        """Metadata beside the data; None when there is none; DataError when it cannot be understood."""
+        """Metadata stored beside the data; None when there is none; DataError when it cannot be understood."""
         path = cls.path(prefix)
         if not path.is_file():
             return None
@@ -96,7 +96,7 @@ class DatasetMetadata:
             )
 
     def check_content(self, prefix: str, found: ContentDigests) -> None:
-        """DataError when the files hold other bytes than those that were written; nothing is known without digests."""
+        """DataError when the files' bytes have changed; without stored digests nothing is checked."""
         for ending, digest in asdict(found).items():
             written = getattr(self.sha256, ending, digest)
             if digest != written:
@@ -106,7 +106,7 @@ class DatasetMetadata:
                 )
 
     def check_tokenizer(self, prefix: str, run: TokenizerStamp) -> None:
-        """DataError when the data was tokenized by another tokenizer than the run's."""
+        """DataError when another tokenizer than the run's made the data."""
         if self.tokenizer is None or run.type == _ANY_IDS or self.tokenizer.fingerprint == run.fingerprint:
             return
         raise DataError(

@@ -1,4 +1,4 @@
-"""Made-up documents, to try a model without any files."""
+"""Mock documents, to try a model without any files."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _STRIDE = 7919
 
 
 class MockDocuments:
-    """100,000 documents of 1 to 4,095 tokens that count 1, 2, 3 … and end with EOD, as Megatron-LM's mock data do.
+    """100,000 documents of 1 to 4,095 tokens that count 1, 2, 3 … and end with EOD, as in Megatron-LM's mock data.
 
-    Counting starts over at the end of a smaller vocabulary.
+    Counting restarts at the end of a smaller vocabulary.
     """
 
     prefix = fingerprint = "mock data"
@@ -37,9 +37,9 @@ class MockDocuments:
 
 
 class MockSentences:
-    """10,000 documents of 2 to 24 sentences of 3 to 59 tokens, which run through ``words`` in strides.
+    """10,000 documents of 2 to 24 sentences of 3 to 59 tokens of ``words``.
 
-    As in text, few words make up most of it: each is the third power of a number that takes all values equally often.
+    As in real text, few words make up most of it: each is the third power of a uniformly distributed number.
     """
 
     prefix = fingerprint = "mock data"
@@ -54,7 +54,7 @@ class MockSentences:
 
     @property
     def num_documents(self) -> int:
-        """Documents."""
+        """Number of documents."""
         return len(self.boundaries) - 1
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:

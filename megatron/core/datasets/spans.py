@@ -1,8 +1,8 @@
 """Which sentences make up sample i of a masked data set: stretches of a document, about as long as a sample.
 
 A sample has a target length: the longest possible, or, with a small probability, a random shorter one, so that a model
-also sees short input. Sentences of a document are taken until the target is reached; the last one of a document never
-stands alone. Documents with too few sentences are left out.
+is also trained on short input. Sentences of a document are taken until the target is reached; its last sentence is
+never a sample of its own. Documents with too few sentences are left out.
 
 In our order a document's samples are the same in every epoch, and each epoch has them in another order. Megatron-LM's
 order is one shuffled list for the whole run.
@@ -37,7 +37,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SpanRules:
-    """``max_tokens`` of a sample, ``min_sentences`` of one, and how often its target is a shorter one."""
+    """``max_tokens`` and ``min_sentences`` of a sample, and the probability of a shorter target."""
 
     max_tokens: int
     min_sentences: int
@@ -60,7 +60,7 @@ class Sentences:
 def build_spans(sentences: Sentences, rules: SpanRules, *, seed: int, copy: int = 0) -> NDArray[Any]:
     """Samples of all documents once, [samples, 3] as in Span, in the order of the text.
 
-    All documents advance side by side, a sample a round, so the work is a few array operations for each round.
+    Each round takes the next sample of every document, so a round is a few array operations.
     """
     random, starts = random_state(seed, copy), sentences.starts
     firsts, ends = sentences.boundaries[:-1], sentences.boundaries[1:]
@@ -151,7 +151,9 @@ class SpanOrder(Order):
         copy: int = 0,
     ) -> None:
         self._seed, self._copy = seed, copy
-        self._generator = np.random.RandomState(0)  # seeded anew for each sample: making one takes as long as a sample
+        self._generator = np.random.RandomState(
+            0
+        )  # reseeded for each sample, as creating one takes as long as a sample
         digest = digest_of("spans", sentences.lengths, sentences.boundaries, seed, copy, sorted(asdict(rules).items()))
         self._spans = cache.get(
             lambda: SampleIndex(np.empty(0, np.int32), build_spans(sentences, rules, seed=seed, copy=copy)),

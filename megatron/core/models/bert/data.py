@@ -32,9 +32,9 @@ def build_bert_splits(
     mask_probability: float = 0.15,
     short_probability: float = 0.1,
 ) -> DatasetSplits:
-    """Data sets of a BERT run: pairs of sentences (without ``binary_head`` single ones) with hidden words.
+    """Data sets of a BERT run: pairs of texts (without ``binary_head`` single ones) with masked words, see BertMaker.
 
-    Samples are as BertMaker describes them; ``--split`` counts documents. See ``build_splits`` for the rest.
+    ``--split`` counts documents. See ``build_splits`` for the rest.
     """
     known = tokenizer.vocab_size if vocab_size is None else vocab_size
     if not data.mock_data:
@@ -53,7 +53,7 @@ def build_bert_splits(
 
 
 def check_marks_texts(tokenizer: Tokenizer) -> None:
-    """Raise ConfigError for a tokenizer without the tokens that begin, part and mask BERT's texts."""
+    """Raise ConfigError for a tokenizer without the tokens that begin, separate and mask BERT's texts."""
     if not hasattr(tokenizer, "cls"):
         raise ConfigError(
             f"BERT needs tokens that start, separate and mask texts, but {tokenizer.name} names no cls_token, "
@@ -63,12 +63,12 @@ def check_marks_texts(tokenizer: Tokenizer) -> None:
 
 @dataclass(frozen=True)
 class BertMaker(SampleMaker):
-    """``[CLS] A [SEP] B [SEP]`` with hidden words; without ``pairs`` ``[CLS] A [SEP]``.
+    """``[CLS] A [SEP] B [SEP]`` with masked words; without ``pairs`` ``[CLS] A [SEP]``.
 
-    Gives int64 [S] ``text``, ``types`` (1 for B and its end), ``labels`` (the hidden ids, −1 elsewhere), ``loss_mask``
-    (1 where hidden), ``attention_mask`` (1 for what is no padding), and as numbers ``is_random`` (1: A and B were
-    exchanged; −1: the sample counts for nothing) and ``truncated``. ``hide_pads``: the padding id is padding
-    wherever it is, also as a hidden word's random replacement, as in Megatron-LM since core 0.16.
+    Gives int64 [S] ``text``, ``types`` (1 for B and its end), ``labels`` (the masked ids, −1 elsewhere), ``loss_mask``
+    (1 where masked), ``attention_mask`` (0 for padding), and as numbers ``is_random`` (1: A and B were exchanged; −1:
+    the sample has no loss) and ``truncated``. ``hide_pads``: the padding id counts as padding everywhere, also as a
+    masked word's random replacement, as in Megatron-LM since core 0.16.
     """
 
     seq_length: int
@@ -80,7 +80,7 @@ class BertMaker(SampleMaker):
     def __call__(
         self, tokens: NDArray[Any], lengths: NDArray[np.int32], target: int, random: np.random.RandomState
     ) -> Sample:
-        """Sentences up to a random one are A, the others B; exchanged in half of the samples."""
+        """Sentences up to a random one are A, the others B; half of the samples exchange them."""
         cut, exchanged = len(tokens), False
         if self.pairs:
             pivot = random.randint(1, len(lengths)) if len(lengths) >= 3 else 1
@@ -128,9 +128,9 @@ class BertMaker(SampleMaker):
 def shorten(
     first: NDArray[Any], second: NDArray[Any], target: int, random: np.random.RandomState
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Take tokens away until both together have ``target``: always one of the longer, from a random end.
+    """Remove tokens until both together have ``target``: always one of the longer text, from a random end.
 
-    From the longer until both are as long, then from the second and the first in turn.
+    From the longer one until both have the same length, then from the second and the first in turn.
     """
     excess = len(first) + len(second) - target
     if excess <= 0:

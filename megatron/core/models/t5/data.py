@@ -32,7 +32,7 @@ def build_t5_splits(
     mask_probability: float = 0.15,
     short_probability: float = 0.1,
 ) -> DatasetSplits:
-    """Data sets of a T5 run: text with hidden spans of up to ten words, as T5Maker describes them.
+    """Data sets of a T5 run: text with masked spans of up to ten words, see T5Maker.
 
     Raises ConfigError for a tokenizer without sentinels. See ``build_splits`` for the rest.
     """
@@ -57,11 +57,11 @@ def build_t5_splits(
 
 @dataclass(frozen=True)
 class T5Maker(SampleMaker):
-    """Text whose hidden spans are replaced by sentinels, and the spans for the decoder (Raffel et al. 2020).
+    """Text whose masked spans are replaced by sentinels, and the spans for the decoder (Raffel et al. 2020).
 
-    Gives int64 ``text_enc`` [S], ``text_dec``, ``labels`` (−1: none) and ``loss_mask`` [D], masks of what is no padding
-    ``enc_mask`` [S] and ``dec_mask`` [D], and the number ``truncated``. Spans for which no sentinel or no room in the
-    decoder is left stay in the text. ``hide_pads`` as BertMaker's.
+    Gives int64 ``text_enc`` [S], ``text_dec``, ``labels`` (−1: none) and ``loss_mask`` [D], ``enc_mask`` [S] and
+    ``dec_mask`` [D] (0 for padding), and the number ``truncated``. Spans stay in the text when no sentinels or no room
+    in the decoder are left. ``hide_pads`` as in BertMaker.
     """
 
     seq_length: int
