@@ -54,7 +54,7 @@ class FamilyConfig:
         return ()
 
     def remarks(self) -> Sequence[Rule]:
-        """What a user should know about settings of such a run that are sound but have no effect, as rules do."""
+        """Remarks about valid settings that have no effect or an unexpected one."""
         return ()
 
     def resolved(self, model: ModelConfig, data: DataConfig) -> Self:

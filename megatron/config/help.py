@@ -6,6 +6,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from megatron.config.flags import FlagSpec, flags_of, one_of
@@ -26,23 +27,19 @@ def format_help(
         lines += ["", *textwrap.wrap(about, width)]
     lines += ["", "@FILE holds flags as on a command line, over any number of lines, with # comments."]
     for group in groups:
+        name = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", group.__name__.removesuffix("Config")).lower()
         title = (group.__doc__ or "").strip().splitlines()[0].replace("``", "")
-        lines += ["", f"{_heading(group)}: {title}"]
+        lines += ["", f"{name}: {title}"]
         for spec in flags_of(group):
             if not spec.options.internal:
                 lines += _entry(spec, width, defaults or {})
     return "\n".join(lines) + "\n"
 
 
-def _heading(group: type) -> str:
-    """``TrainedModelConfig`` -> ``trained model``."""
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", group.__name__.removesuffix("Config")).lower()
-
-
 def _entry(spec: FlagSpec, width: int, defaults: Mapping[str, Any]) -> list[str]:
     head = f"  {usage(spec)}"
     choices = f"One of {one_of(spec.choices)}." if spec.choices and not _listed(spec) else ""
-    text = " ".join(part for part in (spec.options.help, choices, _default_here(spec, defaults)) if part)
+    text = " ".join(part for part in (spec.options.help, choices, default_text(spec, defaults)) if part)
     body = textwrap.wrap(text, width - _COLUMN, break_on_hyphens=False)
     short = [
         f"  {switch}".ljust(_COLUMN) + f"{spec.positive} {value}" for switch, value in spec.options.switches.items()
@@ -70,17 +67,12 @@ def _listed(spec: FlagSpec) -> bool:
     return 0 < len("".join(map(str, spec.choices))) <= 60
 
 
-def _default_here(spec: FlagSpec, defaults: Mapping[str, Any]) -> str:
-    """As ``default_text``, for a command with defaults of its own."""
+def default_text(spec: FlagSpec, defaults: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """The default in parentheses; empty where the help text gives it. ``defaults``: see ``format_help``."""
     if spec.field in defaults:
         return "(on by default)" if defaults[spec.field] is True else f"(default: {defaults[spec.field]})"
     if defaults.get("use_checkpoint_args") and (spec.options.architecture or spec.options.from_checkpoint):
         return "(default: the checkpoint's)"
-    return default_text(spec)
-
-
-def default_text(spec: FlagSpec) -> str:
-    """The default in parentheses; empty where the help text gives it."""
     if spec.required:
         return "(required)"
     if spec.options.derived:

@@ -88,12 +88,8 @@ def chunks_per_rank(run: RunConfig) -> int:
     if per_chunk is None:
         return parallel.num_virtual_stages_per_pipeline_rank or 1
     if layers % (ranks * per_chunk):
-        fits = (
-            one_of(size for size in range(1, layers // ranks + 1) if layers % (ranks * size) == 0)
-            if (layers % ranks == 0)
-            else ""
-        )
-        advice = f"use {fits}, or " if fits else ""
+        sizes = [size for size in range(1, layers // ranks + 1) if layers % (ranks * size) == 0]
+        advice = f"use {one_of(sizes)}, or " if sizes else ""
         raise ConfigError(
             f"{run.layers_asked} is not divisible by --pipeline-model-parallel-size {ranks} x "
             f"--num-layers-per-virtual-pipeline-stage {per_chunk}; {advice}give "

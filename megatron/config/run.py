@@ -146,13 +146,13 @@ class RunConfig:
 
     def group(self, kind: type[Group]) -> Group:
         """The group of class ``kind``, of the core or of ``extra``."""
-        for each in self.groups():
-            if isinstance(each, kind):
-                return each
-        raise KeyError(f"this run has no {kind.__name__}")
+        found = self.find(kind)
+        if found is None:
+            raise KeyError(f"this run has no {kind.__name__}")
+        return found
 
     def find(self, kind: type[Group]) -> Group | None:
-        """The group of class ``kind``, if this run has one."""
+        """The group of class ``kind``, or None."""
         return next((each for each in self.groups() if isinstance(each, kind)), None)
 
     def groups(self) -> tuple[Any, ...]:

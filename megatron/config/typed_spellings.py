@@ -1,4 +1,4 @@
-"""Errors name what a user typed, also where an older or a fork's spelling of a flag gave the value."""
+"""Errors name the flag that the user typed, also where it is an older spelling or a fork's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.errors import MegatronError
 
 
 def typed_spelling(run: RunConfig, spec: FlagSpec) -> str | None:
-    """The flag of Megatron-LM or of a fork that gave the field its value, if one did."""
+    """The flag of Megatron-LM or of a fork that set the field, or None."""
     source = run.provenance.get(spec.field, "")
     return source if source.startswith("--") else None
 
@@ -33,7 +33,7 @@ def as_typed(run: RunConfig, message: str) -> str:
 
 @contextmanager
 def errors_as_typed(run: RunConfig) -> Iterator[None]:
-    """Let errors of the block name flags as they were typed."""
+    """Make errors raised in the block name flags as they were typed."""
     try:
         yield
     except MegatronError as error:

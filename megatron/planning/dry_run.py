@@ -26,10 +26,10 @@ _LARGEST_GPU_GB = 288
 
 
 def dry_run_report(run: RunConfig, train_spec: TrainSpec, *, files: Sequence[str] = ()) -> str:
-    """Sections of text about a checked run. ``files``: what they told.
+    """Sections of text about a checked run. ``files``: lines about its files.
 
-    Raises ConfigError when neither the settings nor the tokenizer's files tell the size of the vocabulary, and for
-    patterns of ``--freeze`` that make no sense for the model.
+    Raises ConfigError when neither the settings nor the tokenizer's files give the size of the vocabulary, and for
+    patterns of ``--freeze`` that match nothing or everything.
     """
     run = with_stages(run.with_vocab_size(vocabulary_size(run)), train_spec)
     check_freezing(run, train_spec)
@@ -45,11 +45,8 @@ def dry_run_report(run: RunConfig, train_spec: TrainSpec, *, files: Sequence[str
         "pipeline": _pipeline(run),
         title: [*_memory(memory, only_reads=run.family.only_reads), *_verdict(run, train_spec, memory)],
     }
-    return "\n\n".join(_section(title, lines) for title, lines in sections.items() if lines)
-
-
-def _section(title: str, lines: Sequence[str]) -> str:
-    return "\n".join([f"== {title}", *(f"   {line}" for line in lines)])
+    texts = ("\n   ".join([f"== {title}", *lines]) for title, lines in sections.items() if lines)
+    return "\n\n".join(texts)
 
 
 def _batch(run: RunConfig) -> list[str]:

@@ -1,13 +1,13 @@
 """Parameters, FLOPs and memory of a run, from its model built without values.
 
-Weights, gradients and optimizer state are exact up to the padding of buckets. Activations are what each module says it
-keeps for its backward pass, checked against what torch saves.
+Weights, gradients and optimizer state are exact up to the padding of buckets. Activations are those that each module's
+``costs`` counts; tests compare them with the tensors that torch saves.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -22,12 +22,10 @@ from megatron.core.parallel.sharding import sharded_parameters
 from megatron.planning.model import planned_context, stage_model, stage_models, whole_model
 from megatron.planning.schedule import schedule_facts
 
-_STATES = {"adam": 2, "sgd": 1}  # fp32 numbers per weight
-
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Parameters of layers, of the norm behind them, and of everything before and after."""
+    """Parameters of the layers, of the final norm, and of everything before and after (``ends``)."""
 
     layers: int = 0
     final_norm: int = 0
@@ -43,8 +41,8 @@ class ParameterCounts:
 class MemoryEstimate:
     """Bytes on one rank at the peak of a step.
 
-    ``kept``: activations from the end of the forward pass. ``working``: the most that the loss, or the backward pass
-    of one layer (or one recomputed run of layers), needs besides. ``uncounted``: see ``Costs``.
+    ``kept``: activations at the end of the forward pass. ``working``: the most that the loss, or the backward pass of
+    one layer (or of one recomputed run of layers), needs in addition. ``uncounted``: see ``Costs``.
     """
 
     weights: int
@@ -57,7 +55,7 @@ class MemoryEstimate:
 
     @property
     def states(self) -> int:
-        """What is there all the time."""
+        """What is allocated during the whole run."""
         return self.weights + self.gradients + self.main_params + self.moments
 
     @property
@@ -80,28 +78,25 @@ def model_parameters(run: RunConfig, train_spec: TrainSpec) -> int:
 
 
 def frozen_parameters(run: RunConfig, train_spec: TrainSpec) -> int:
-    """Those of ``model_parameters`` that ``--freeze`` keeps as they are."""
-    return _frozen(parameter_sizes(run, train_spec), run)
+    """Those of ``model_parameters`` that ``--freeze`` excludes from training."""
+    sizes = parameter_sizes(run, train_spec)
+    return sum(size for name, size in sizes.items() if matches(name, run.optimizer.freeze))
 
 
 def rank_parameters(run: RunConfig, train_spec: TrainSpec, *, pipeline_rank: int = 0) -> ParameterCounts:
-    """Of a rank of this place in the pipeline, with vocabulary padding; of tied copies on the rank one counts."""
+    """Parameters of one pipeline rank, with vocabulary padding; tied copies on the rank count once."""
     found = _held(run, train_spec, pipeline_rank)
-    layers = sum(size for name, size in found.items() if ".layers." in name)
-    final_norm = sum(size for name, size in found.items() if "final_layernorm" in name)
-    return ParameterCounts(layers, final_norm, sum(found.values()) - layers - final_norm)
+    layers = sum(each.numel() for name, each in found.items() if ".layers." in name)
+    final_norm = sum(each.numel() for name, each in found.items() if "final_layernorm" in name)
+    return ParameterCounts(layers, final_norm, sum(each.numel() for each in found.values()) - layers - final_norm)
 
 
-def _held(run: RunConfig, train_spec: TrainSpec, pipeline_rank: int) -> dict[str, int]:
+def _held(run: RunConfig, train_spec: TrainSpec, pipeline_rank: int) -> dict[str, nn.Parameter]:
     return {
-        sharding.tied or name: parameter.numel()
+        sharding.tied or name: parameter
         for stage in stage_models(run, train_spec, pipeline_rank=pipeline_rank)
         for name, parameter, sharding in sharded_parameters(stage)
     }
-
-
-def _frozen(sizes: Mapping[str, int], run: RunConfig) -> int:
-    return sum(size for name, size in sizes.items() if matches(name, run.optimizer.freeze))
 
 
 def flops_per_sample(run: RunConfig, train_spec: TrainSpec) -> float:
@@ -113,12 +108,12 @@ def flops_per_sample(run: RunConfig, train_spec: TrainSpec) -> float:
 
 
 def whole_costs(run: RunConfig, train_spec: TrainSpec) -> Costs:
-    """Of one microbatch in all stages as one."""
+    """Costs of one microbatch in the whole model."""
     return _costs(run, train_spec, whole_model(run, train_spec))
 
 
 def memory_estimate(run: RunConfig, train_spec: TrainSpec) -> MemoryEstimate:
-    """Of the rank that needs most; the vocabulary size must be known."""
+    """Memory of the rank that needs most; the vocabulary size must be known."""
     by_stage = stage_costs(run, train_spec)
     peaks = schedule_facts(run, [costs.kept for costs in by_stage]).peaks
     ranks = (_rank_memory(run, train_spec, rank, by_stage, kept=int(peak)) for rank, peak in enumerate(peaks))
@@ -126,14 +121,14 @@ def memory_estimate(run: RunConfig, train_spec: TrainSpec) -> MemoryEstimate:
 
 
 def rank_memory(run: RunConfig, train_spec: TrainSpec, pipeline_rank: int) -> MemoryEstimate:
-    """Of one rank that keeps the activations of one microbatch in each of its stages."""
+    """Memory of one rank that keeps the activations of one microbatch in each of its stages."""
     by_stage = stage_costs(run, train_spec)
     kept = sum(costs.kept for costs, shape in zip(by_stage, stage_shapes(run)) if shape.rank == pipeline_rank)
     return _rank_memory(run, train_spec, pipeline_rank, by_stage, kept=kept)
 
 
 def stage_costs(run: RunConfig, train_spec: TrainSpec) -> list[Costs]:
-    """Of one microbatch in each stage, first to last, on one of the ranks that share it."""
+    """Costs of one microbatch in each stage, first to last, on one of the ranks that share the stage."""
     return [_costs(run, train_spec, stage) for stage in stage_models(run, train_spec)]
 
 
@@ -145,9 +140,10 @@ def stage_flops(run: RunConfig, train_spec: TrainSpec, stage: Stage) -> float:
 def _rank_memory(
     run: RunConfig, train_spec: TrainSpec, pipeline_rank: int, by_stage: Sequence[Costs], *, kept: int
 ) -> MemoryEstimate:
-    held = _held(run, train_spec, pipeline_rank)
-    parameters = sum(held.values())
-    trained = 0 if run.family.only_reads else parameters - _frozen(held, run)
+    held = _held(run, train_spec, pipeline_rank).values()
+    parameters = sum(each.numel() for each in held)
+    trained = 0 if run.family.only_reads else sum(each.numel() for each in held if each.requires_grad)
+    moments = 2 if run.optimizer.optimizer == "adam" else int(run.optimizer.sgd_momentum > 0)
     mine = [costs for costs, shape in zip(by_stage, stage_shapes(run)) if shape.rank == pipeline_rank]
     width = planned_context(run).dtype.itemsize
     shards = run.data_parallel_size * run.parallel.context_parallel_size
@@ -156,7 +152,7 @@ def _rank_memory(
         weights=parameters * width,
         gradients=trained * (2 if run.precision.grad_reduce_in_bf16 else 4),
         main_params=owned * 4 if width < 4 else 0,
-        moments=owned * 4 * _states(run),
+        moments=owned * 4 * moments,
         kept=0 if run.family.only_reads else kept,
         working=max(costs.working for costs in mine),
         uncounted=frozenset().union(*(costs.uncounted for costs in mine)),
@@ -165,8 +161,3 @@ def _rank_memory(
 
 def _costs(run: RunConfig, train_spec: TrainSpec, model: nn.Module) -> Costs:
     return costs_of(model, train_spec.workload(run, planned_context(run)))
-
-
-def _states(run: RunConfig) -> int:
-    plain_descent = run.optimizer.optimizer == "sgd" and run.optimizer.sgd_momentum == 0
-    return 0 if plain_descent else _STATES[run.optimizer.optimizer]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from megatron.planning.estimate import memory_estimate
 
 @dataclass(frozen=True)
 class Change:
-    """Flags that save memory, the fields of one group they set, and roughly what they cost in speed, for ranking."""
+    """Flags that save memory, the fields of one group that they set, and a rough cost in speed, to rank changes by."""
 
     flags: str
     group: str
@@ -41,7 +41,7 @@ def what_fits(
     ranks_per_node: int,
     most: int = 3,
 ) -> list[Fit]:
-    """Variants of ``run`` that pass all rules and fit, those that cost least speed first."""
+    """Variants of ``run`` that pass all rules and fit, at most ``most``; those that cost the least speed come first."""
     kinds = (
         _sharding(run),
         _tensor_parallel(run, ranks_per_node),
@@ -53,27 +53,20 @@ def what_fits(
     fits: list[Fit] = []
     sufficient: list[tuple[Change, ...]] = []
     for changes in sorted(combinations, key=lambda each: sum(change.cost for change in each)):
-        # More changes than already suffice say nothing new.
+        # Fewer of the same changes already suffice.
         if not changes or any(set(enough) <= set(changes) for enough in sufficient):
             continue
-        variant = _changed(run, changes)
-        if failures(variant):
-            continue
-        total = memory_estimate(variant, train_spec).total
-        if total > device_bytes:
+        variant = run
+        for change in changes:
+            group = dataclasses.replace(getattr(variant, change.group), **dict(change.values))
+            variant = dataclasses.replace(variant, **{change.group: group})
+        if failures(variant) or (total := memory_estimate(variant, train_spec).total) > device_bytes:
             continue
         sufficient.append(changes)
         fits.append(Fit(" ".join(change.flags for change in changes), total))
         if len(fits) == most:
             break
     return fits
-
-
-def _changed(run: RunConfig, changes: Iterable[Change]) -> RunConfig:
-    for change in changes:
-        group = dataclasses.replace(getattr(run, change.group), **dict(change.values))
-        run = dataclasses.replace(run, **{change.group: group})
-    return run
 
 
 def _sharding(run: RunConfig) -> Iterator[Change]:

@@ -1,6 +1,6 @@
-"""What ``--freeze`` means for a run's model, and what a resume with other patterns changes.
+"""Checks of ``--freeze``, and what a resume with other patterns changes.
 
-The names are asked of the model built without values, so that every rank finds the same, and a dry run as well.
+Names are those of the model built without values, so all ranks and a dry run find the same ones.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def check_freezing(run: RunConfig, train_spec: TrainSpec) -> None:
 
 @dataclass(frozen=True)
 class FreezingChange:
-    """Parameters of the whole model that were trained in a checkpoint's run and no longer are, and the other way."""
+    """Names of parameters that a checkpoint's run trained and this one does not (``frozen``), and the other way."""
 
     frozen: frozenset[str]
     trained: frozenset[str]
 
     @classmethod
     def since(cls, saved: Mapping[str, Any], run: RunConfig, train_spec: TrainSpec) -> FreezingChange:
-        """From the settings ``saved`` in a checkpoint to those of ``run``."""
+        """The change from the settings ``saved`` in a checkpoint to those of ``run``."""
         names = parameter_sizes(run, train_spec)
         before, after = (
             frozenset(name for name in names if matches(name, patterns))
@@ -58,7 +58,7 @@ class FreezingChange:
         return cls(frozen=after - before, trained=before - after)
 
     def remarks(self) -> list[str]:
-        """For the log: what happens to the optimizer's state of which parameters."""
+        """Lines for the log about the optimizer state of these parameters."""
         found = []
         if self.frozen:
             found.append(

@@ -25,7 +25,7 @@ from megatron.core.transformer.block import RecomputePlan
 
 @dataclass(frozen=True)
 class _Layout:
-    """What of a run's layout decides how a stage is built; layouts that agree in it share their stages."""
+    """The part of a run's layout that its stages depend on; runs with an equal one share the built stages."""
 
     tp: int
     cp: int
@@ -69,18 +69,18 @@ def _context(layout: _Layout) -> ParallelContext:
 
 
 def whole_model(run: RunConfig, train_spec: TrainSpec) -> nn.Module:
-    """All stages as one, in training."""
+    """The whole model as one stage, in training mode."""
     return stage_model(run, train_spec, Stage(range(run.num_layers), is_first=True, is_last=True))
 
 
 def stage_models(run: RunConfig, train_spec: TrainSpec, *, pipeline_rank: int | None = None) -> list[nn.Module]:
-    """Every stage, first to last, or those of one pipeline rank."""
+    """All stages, first to last, or those of one pipeline rank."""
     stages = zip(stage_shapes(run), train_spec.stages(run))
     return [stage_model(run, train_spec, stage) for shape, stage in stages if pipeline_rank in (None, shape.rank)]
 
 
 def stage_model(run: RunConfig, train_spec: TrainSpec, stage: Stage) -> nn.Module:
-    """One stage of the run's model, in training."""
+    """One stage of the run's model, in training mode."""
     recompute = RecomputePlan.of(run.training)
     return _build(train_spec, run.model, run.extra, _Layout.of(run), stage, recompute, run.optimizer.freeze)
 

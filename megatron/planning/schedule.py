@@ -1,4 +1,4 @@
-"""What a pipeline schedule costs, found by simulating it."""
+"""Waiting time and memory of a pipeline schedule, by simulation."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megatron.core.pipeline_parallel.simulate import Simulation, simulate
 
 @dataclass(frozen=True)
 class ScheduleFacts:
-    """What a pipeline schedule costs: waiting over computing time, and what each rank keeps at a time at most."""
+    """``bubble``: waiting time over computing time. ``peaks``: the most bytes that each rank keeps at a time."""
 
     bubble: float
     peaks: tuple[float, ...]
 
 
 def schedule_facts(config: RunConfig, stage_bytes: Sequence[float]) -> ScheduleFacts:
-    """What the run's schedule costs, if a microbatch keeps ``stage_bytes`` of each stage and all take equally long."""
+    """Facts of the run's schedule, if a microbatch keeps ``stage_bytes`` in each stage and all take equally long."""
     training = config.training
     microbatches = training.global_batch_size // (training.micro_batch_size * config.data_parallel_size)
     return _facts(PipelineSettings.of(config), max(microbatches, 1), tuple(stage_bytes))

@@ -1,4 +1,4 @@
-"""A run made small enough for one machine's processors, its layout and kinds of layers unchanged. Arithmetic alone."""
+"""A small copy of a run, for one machine's processors, with the same layout and kinds of layers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from megatron.config.run import RunConfig
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.training import TrainingConfig
 
-SMALL_VOCABULARY = 211  # prime: it divides at no layout
+SMALL_VOCABULARY = 211  # prime: no layout divides it evenly
 _HEAD_WIDTH, _BUCKET, _LENGTH = 8, 2000, 16
 
 
 def without_files(run: RunConfig, *, vocab_size: int, steps: int) -> RunConfig:
-    """The run with made-up data, nothing random but its initial weights, ``steps`` long; it leaves nothing behind."""
-    made_up = DataConfig(
+    """The run with mock data, for ``steps`` steps, without dropout; it reads and writes no files."""
+    mock_data = DataConfig(
         seq_length=run.data.seq_length,
         mock_data=True,
         num_workers=0,
@@ -37,7 +37,7 @@ def without_files(run: RunConfig, *, vocab_size: int, steps: int) -> RunConfig:
     return dataclasses.replace(
         run,
         model=dataclasses.replace(run.model, vocab_size=vocab_size, attention_dropout=0.0, hidden_dropout=0.0),
-        data=made_up,
+        data=mock_data,
         tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=vocab_size - 1),
         precision=PrecisionConfig(),
         checkpoint=CheckpointConfig(),
@@ -65,9 +65,10 @@ def on_one_rank(run: RunConfig) -> RunConfig:
 
 
 def shrunk(run: RunConfig) -> RunConfig:
-    """The run with few narrow layers, short sequences and two data-parallel replicas at most."""
+    """The run with few narrow layers, short sequences and at most two data-parallel replicas."""
     replicas = min(run.data_parallel_size, 2)
-    depth, multiple = _small_depth(run), _multiple_of_lengths(run)
+    depth = _small_depth(run)
+    multiple = 2 * run.parallel.context_parallel_size * run.parallel.tensor_model_parallel_size
     length = multiple * -(-_LENGTH // multiple)
     layers, own = run.family.shrunk(run.model, num_layers=depth, seq_length=length, multiple=multiple)
     extra = tuple(own if isinstance(group, FamilyConfig) else group for group in run.extra)
@@ -105,14 +106,14 @@ def _small_model(run: RunConfig, *, num_layers: int, seq_length: int) -> ModelCo
 
 
 def _ranks_among_heads(run: RunConfig) -> int:
-    """Ranks over which the layout divides a layer's heads."""
+    """Number of ranks that share the heads of a layer."""
     parallel = run.parallel
     exchanged = max([parallel.head_exchange_size(kind) for kind in parallel.cp_comm_types], default=1)
     return parallel.tensor_model_parallel_size * exchanged
 
 
 def _small_depth(run: RunConfig) -> int:
-    """A layer more than stages, so that they divide unevenly; as many as flags give each stage, where they do."""
+    """One layer more than there are stages, so that stages differ; all layers where flags place them on stages."""
     parallel, layers = run.parallel, run.num_layers
     given = (
         parallel.pipeline_model_parallel_layout
@@ -120,10 +121,6 @@ def _small_depth(run: RunConfig) -> int:
         or parallel.decoder_last_pipeline_num_layers
     )
     return layers if given else min(layers, num_stages(run) + 1)
-
-
-def _multiple_of_lengths(run: RunConfig) -> int:
-    return 2 * run.parallel.context_parallel_size * run.parallel.tensor_model_parallel_size
 
 
 def _small_parallel(run: RunConfig, layers: int) -> ParallelConfig:
@@ -145,9 +142,7 @@ def _small_training(run: RunConfig, replicas: int) -> TrainingConfig:
     training = run.training
     micro = min(training.micro_batch_size, 2)
     accumulated = training.global_batch_size // (training.micro_batch_size * run.data_parallel_size)
-    count = min(
-        accumulated, 2 * run.parallel.pipeline_model_parallel_size
-    )  # more of them than a pipeline takes to fill
+    count = min(accumulated, 2 * run.parallel.pipeline_model_parallel_size)  # more than fill the pipeline
     return dataclasses.replace(
         training,
         micro_batch_size=micro,

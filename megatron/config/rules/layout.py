@@ -71,14 +71,11 @@ def sequence_divides_over_tensor_ranks(run: RunConfig) -> str | None:
 def param_gather_overlap_needs_sharding(run: RunConfig) -> str | None:
     """--overlap-param-gather needs a sharded optimizer and overlapped gradient reduction."""
     parallel = run.parallel
-    lacking = [
-        flag
-        for flag, given in (
-            ("--use-distributed-optimizer", parallel.use_distributed_optimizer),
-            ("--overlap-grad-reduce", parallel.overlap_grad_reduce),
-        )
-        if not given
-    ]
+    needed = {
+        "--use-distributed-optimizer": parallel.use_distributed_optimizer,
+        "--overlap-grad-reduce": parallel.overlap_grad_reduce,
+    }
+    lacking = [flag for flag, given in needed.items() if not given]
     if not parallel.overlap_param_gather or not lacking:
         return None
     return f"--overlap-param-gather needs {' and '.join(lacking)}, too"

@@ -69,12 +69,9 @@ def schedule_suits_the_chunks(run: RunConfig) -> str | None:
         return None
     virtual = _named(run, *_VIRTUAL)
     if schedule == "zb-v":
-        two = run.parallel.num_virtual_stages_per_pipeline_rank == 2
-        return (
-            f"--pipeline-schedule zb-v always has two stages on a rank; leave {virtual[0]} out"
-            if (virtual and not two)
-            else None
-        )
+        if not virtual or run.parallel.num_virtual_stages_per_pipeline_rank == 2:
+            return None
+        return f"--pipeline-schedule zb-v always has two stages on a rank; leave {virtual[0]} out"
     try:
         chunks = chunks_per_rank(run)
     except ConfigError:

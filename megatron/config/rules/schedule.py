@@ -38,16 +38,10 @@ def one_warmup(run: RunConfig) -> str | None:
     optimizer = run.optimizer
     if optimizer.lr_warmup_fraction is None:
         return None
-    for flag, value in (
-        ("--lr-warmup-iters", optimizer.lr_warmup_iters),
-        ("--lr-warmup-samples", optimizer.lr_warmup_samples),
-    ):
-        if value:
-            return (
-                f"--lr-warmup-fraction {optimizer.lr_warmup_fraction:g} and {flag} {value} are mutually "
-                "exclusive; keep one"
-            )
-    return None
+    lengths = {"iters": optimizer.lr_warmup_iters, "samples": optimizer.lr_warmup_samples}
+    given = next((f"--lr-warmup-{unit} {length}" for unit, length in lengths.items() if length), None)
+    asked = f"--lr-warmup-fraction {optimizer.lr_warmup_fraction:g}"
+    return given and f"{asked} and {given} are mutually exclusive; keep one"
 
 
 def warmup_ends_before_decay(run: RunConfig) -> str | None:

@@ -1,4 +1,4 @@
-"""Arithmetic that rules share: which sizes would fit."""
+"""Arithmetic of rules: which sizes would fit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def multiples_near(number: int, unit: int) -> str:
 
 
 def tensor_parallel_sizes(run: RunConfig) -> list[int]:
-    """Tensor-parallel sizes that every split dimension and the number of ranks allow."""
+    """Tensor-parallel sizes that divide every split dimension and the number of ranks."""
     parallel, model = run.parallel, run.model
     ranks = run.world_size // gcd(
         run.world_size, parallel.pipeline_model_parallel_size * parallel.context_parallel_size

@@ -11,7 +11,7 @@ from megatron.config.flags import check_flags, switch
 from megatron.core.models.sentences import SentenceConfig
 
 TOKEN_TYPES = 2
-"""Embeddings that tell the first text of a sample from the second."""
+"""Number of token types: one for the first text of a sample, one for the second."""
 
 
 @check_flags
@@ -38,7 +38,7 @@ class BertConfig(SentenceConfig):
         return (*super().rules(), *RULES)
 
     def remarks(self) -> Sequence[Rule]:
-        """What differs from Megatron-LM."""
+        """Remarks about differences from Megatron-LM."""
         from megatron.core.models.bert.rules import REMARKS
 
         return REMARKS

@@ -55,7 +55,7 @@ class T5Config(SentenceConfig):
     )
 
     def resolved(self, model: ModelConfig, data: DataConfig) -> Self:
-        """With a decoder as deep as the encoder, and a quarter as long, unless its own flags say otherwise."""
+        """Unless given: as many decoder layers as encoder layers, and sequences a quarter as long."""
         layers, length = self.decoder_num_layers, self.decoder_seq_length
         return dataclasses.replace(
             self,
@@ -74,7 +74,7 @@ class T5Config(SentenceConfig):
         return model.num_layers + self.decoder_num_layers
 
     def layers_asked(self, model: ModelConfig) -> str:
-        """Both flags."""
+        """``--num-layers`` and ``--decoder-num-layers``."""
         return (
             f"{super().layers_asked(model)} + --decoder-num-layers {self.decoder_num_layers} = {self.num_layers(model)}"
         )

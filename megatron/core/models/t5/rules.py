@@ -12,7 +12,7 @@ from megatron.core.models.t5.config import T5Config
 
 
 def decoder_fits_positions(run: RunConfig) -> str | None:
-    """The decoder may see its whole sequence."""
+    """--decoder-seq-length is at most --max-position-embeddings."""
     t5, most = run.group(T5Config), run.model.max_position_embeddings
     if t5.decoder_seq_length <= most:
         return None
@@ -24,7 +24,7 @@ def decoder_fits_positions(run: RunConfig) -> str | None:
 
 
 def decoder_divides_over_ranks(run: RunConfig) -> str | None:
-    """Ranks that divide the encoder's sequence divide the decoder's as well."""
+    """The decoder's sequence is divisible by the ranks that split the encoder's."""
     t5, parallel = run.group(T5Config), run.parallel
     context, tensor = parallel.context_parallel_size, parallel.tensor_model_parallel_size
     pieces = 1 if context == 1 else 2 * context
@@ -44,7 +44,7 @@ def decoder_divides_over_ranks(run: RunConfig) -> str | None:
 
 
 def relative_settings_need_relative_positions(run: RunConfig) -> str | None:
-    """Settings of relative positions are not lost silently."""
+    """Settings of relative positions need relative positions."""
     t5 = run.group(T5Config)
     if run.model.position_embedding_type == "relative":
         return None
@@ -63,7 +63,7 @@ def relative_settings_need_relative_positions(run: RunConfig) -> str | None:
 
 
 def distances_fill_buckets(run: RunConfig) -> str | None:
-    """Both directions have as many buckets, and there are distances left for those that are shared."""
+    """Each direction has half of the buckets, and the maximum distance exceeds the buckets of single distances."""
     t5 = run.group(T5Config)
     if run.model.position_embedding_type != "relative":
         return None
@@ -82,7 +82,7 @@ def distances_fill_buckets(run: RunConfig) -> str | None:
 
 
 def relative_positions_exchange_keys(run: RunConfig) -> str | None:
-    """A rank has the bias of its own queries, so whole heads can't go to others."""
+    """Relative positions exclude exchanges of heads: a rank has the bias of its own queries only."""
     if run.model.position_embedding_type != "relative":
         return None
     kinds = [kind for kind in dict.fromkeys(run.parallel.cp_comm_types) if "a2a" in kind]
