@@ -92,6 +92,9 @@ OTHERS = {
     "nested 30,000 deep": b")" + b"\x85" * 30_000 + b".",
     "a key nested 30,000 deep": b"})" + b"\x85" * 30_000 + b"Ns.",
     "an element nested 30,000 deep": b"\x8f()" + b"\x85" * 30_000 + b"\x90.",
+    "a key of nested tuples": b"})\x85\x85Ns.",
+    "keys of nested tuples": b"(" + b")\x85\x85" + b"Nd.",
+    "elements of nested tuples": b"(" + b")\x85\x85" + b"\x91.",
     "too few values": b"\x87.",
     "no mark": b"t.",
     "nothing": b".",
@@ -103,6 +106,8 @@ OTHERS = {
     "items of a text": b"S'x'\nNa.",
 }
 
+# A bytearray and a frozenset: both are read as plain data.
+PLAIN_IN_THE_END = (b"\x96" + struct.pack("<Q", 3) + b"abc.", b"(K\x01\x91.")
 # For which Python's unpickler takes 64 GB.
 FAR_IN_THE_MEMO = b"Nr\xff\xff\xff\xff."
 
@@ -172,7 +177,11 @@ def test_malicious_pickles_change_nothing(read: Callable[[bytes], Any], monkeypa
     def never(*arguments: object, **options: object) -> None:
         raise AssertionError(f"something was run: {arguments}")
 
-    corpus = [data for name in NAMES.split(",") for data in operations(name)] + [*OTHERS.values(), FAR_IN_THE_MEMO]
+    corpus = [data for name in NAMES.split(",") for data in operations(name)] + [
+        *OTHERS.values(),
+        *PLAIN_IN_THE_END,
+        FAR_IN_THE_MEMO,
+    ]
     assert len(corpus) > 2000
     before = surroundings()
     refused = 0
@@ -193,6 +202,14 @@ def test_of_those_that_are_no_data_none_is_accepted() -> None:
     for what, data in OTHERS.items():
         with pytest.raises(CheckpointError, match=r"^here is (refused|damaged)[^\n]{,300}$"):
             pytest.fail(f"{what}: {read_zip(data)!r:.100}")
+
+
+def test_other_operations_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An extension that the process has met before is a live object, which no check of names would see."""
+    monkeypatch.setitem(copyreg._extension_cache, 1, os.system)  # type: ignore[attr-defined]
+    for name in ("EXT1", "EXT2", "EXT4", "INST", "NEWOBJ_EX", "NEXT_BUFFER", "READONLY_BUFFER"):
+        with pytest.raises(CheckpointError, match=f"here is refused: it uses {name}, which no checkpoint needs"):
+            read_zip(b"N" + getattr(pickle, name) + bytes([1, 0, 0, 0]) + b".")
 
 
 def test_archives_that_say_two_things_are_refused() -> None:
