@@ -1,4 +1,4 @@
-"""Work that succeeds on every rank or fails on every rank, with one message that says where it failed and why."""
+"""Work that succeeds on every rank or fails on every rank, with one message that names the ranks and the reasons."""
 
 from __future__ import annotations
 

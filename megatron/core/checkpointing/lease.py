@@ -177,7 +177,7 @@ class _Lease:
     def check(self) -> None:
         """Raise CheckpointError when another run has the folder; a request only after a silence (a stopped process)."""
         if time.monotonic() - self._seen_at > 2 * self._beat:
-            with suppress(OSError):  # a save that comes now says what is wrong
+            with suppress(OSError):  # a save that comes now reports the error
                 self._look()
         if self._successor:
             raise CheckpointError(

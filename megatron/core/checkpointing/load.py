@@ -82,7 +82,7 @@ def load_checkpoint(
 ) -> None:
     """Fill the tensors of ``state`` from a checkpoint of any layout, converting dtypes. A collective.
 
-    ``exhaust``: prefixes under which every name of the file must be asked for by some rank: weights that nobody
+    ``exhaust``: prefixes under which every name of the file must be asked for by some rank: weights that no rank
     loads mean another architecture. ``alternatives``: names of the file to look for in place of a tensor's own, the
     first that is there counts (a master weight that a file of fp32 training has only as the weight itself).
     Raises CheckpointError on all ranks, listing missing, surplus and mismatched names, before anything is changed.

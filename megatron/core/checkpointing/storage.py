@@ -130,7 +130,7 @@ class CheckpointWriter(FileSystemWriter):
 
 
 class CheckpointReader(FileSystemReader):
-    """DCP's reader for folders that anybody may have written.
+    """DCP's reader for folders that aren't trusted.
 
     ``foreign``: the folder is of another program (Megatron-LM's torch_dist), whose table of contents may name its own
     classes and list pickled objects beside tensors; none of these is built. ``is_verified``: the files' checksums

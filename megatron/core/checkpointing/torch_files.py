@@ -1,4 +1,4 @@
-"""What ``torch.save`` wrote, read without ``torch.load``: of files of strangers come tensors, containers and numbers.
+"""Files of ``torch.save``, read without ``torch.load``: untrusted files give tensors, containers and numbers alone.
 
 ``torch.load`` starts TorchScript programs, unpacks tar files and calls what a program has registered as safe. Here the
 container is opened by hand: a zip archive of a pickle and a record for each storage, or, before torch 1.6, pickles with
@@ -59,8 +59,8 @@ def load_torch_file(path: Path) -> Any:
 
 
 def load_torch_bytes(file: IO[bytes], length: int, *, name: str, is_checked: bool = True) -> Any:
-    """As ``load_torch_file``, of the next ``length`` bytes of ``file``, which are read as a whole; ``name`` stands for
-    them in messages. ``is_checked``: the checksums of tensors are compared, too.
+    """As ``load_torch_file``, of the next ``length`` bytes of ``file``, which are read as a whole; ``name`` is used
+    for them in messages. ``is_checked``: the checksums of tensors are compared, too.
     """
     with _explained(name):
         begin = file.tell()
@@ -160,7 +160,7 @@ def _load_pickles(buffer: mmap.mmap) -> Any:
 
 
 class _Storages:
-    """The storages of a file by the persistent ids that its pickle knows them by: numbers in one dim."""
+    """The storages of a file by their persistent ids in its pickle: tensors of one dim."""
 
     def __init__(self, numbers: Callable[[str, torch.dtype, int], Tensor]) -> None:
         self._numbers = numbers

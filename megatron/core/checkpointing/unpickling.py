@@ -1,4 +1,4 @@
-"""Pickles of strangers: plain data come out, and nothing that they name is looked up.
+"""Untrusted pickles give plain data alone, and no name in them is looked up.
 
 This is Python's unpickler written in Python, cut down to the operations that parse plain data. Those that call, fill
 or hash something are replaced. A name becomes a ``StandIn``, a record of the name, of the arguments it was called
@@ -48,7 +48,8 @@ def unpickle(
 
     Raises CheckpointError for names that ``builders`` lack, for objects within themselves, and for shared objects that
     make the value far larger than its file when written out. A damaged pickle raises almost anything. ``is_foreign``:
-    it may also name classes of the program that wrote it. ``storage``: what a persistent id stands for.
+    it may also name classes of the program that wrote it. ``storage``: makes the value of a
+    persistent id.
     """
     begin = file.tell()
     value = _PlainUnpickler(file, builders, is_foreign, storage).load()
@@ -117,7 +118,7 @@ class _PlainUnpickler(pickle._Unpickler):
         elif type(target) is Namespace:
             self._count_copied(state)
             vars(target).update((key, value) for key, value in state.items() if type(key) is str)
-        elif type(target) is not dict:  # an OrderedDict has attributes, which nobody needs
+        elif type(target) is not dict:  # the attributes of an OrderedDict aren't needed
             raise CheckpointError(f"it sets attributes of {_kind(target)}")
 
     def extend(self, values: list[Any]) -> None:

@@ -103,16 +103,11 @@ def copied_tokenizer(config: TokenizerConfig, folder: AnyPath) -> TokenizerConfi
     if isinstance(folder, Path):
         folder = folder.resolve()
 
-    def moved(path: str | None) -> str | None:
-        return path if path is None else str(folder / Path(path).name)
-
-    is_folder = config.tokenizer_type == "HuggingFaceTokenizer"
-    return dataclasses.replace(
-        config,
-        tokenizer_model=str(folder) if is_folder else moved(config.tokenizer_model),
-        vocab_file=moved(config.vocab_file),
-        merge_file=moved(config.merge_file),
-    )
+    named = {field: getattr(config, field) for field in ("tokenizer_model", "vocab_file", "merge_file")}
+    moved: dict[str, Any] = {field: str(folder / Path(path).name) for field, path in named.items() if path is not None}
+    if config.tokenizer_type == "HuggingFaceTokenizer":
+        moved["tokenizer_model"] = str(folder)
+    return dataclasses.replace(config, **moved)
 
 
 def tokenizer_of(config: TokenizerConfig) -> Tokenizer | None:

@@ -26,7 +26,7 @@ LARGEST_KEPT = 1 << 26
 """Bytes of a file beyond which it isn't kept; those of known tokenizers have up to 35 million."""
 _WORDPIECE = {"vocab_file": ("vocab.txt", "tokenizer.json")}
 _MODEL = {"tokenizer_model": ("tokenizer.model",)}
-# The names that files of each kind have in a checkpoint; the suffix tells which of several it is.
+# The names that files of each kind have in a checkpoint; of several names, the one with the file's suffix.
 _NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "GPT2BPETokenizer": {"vocab_file": ("vocab.json",), "merge_file": ("merges.txt",)},
     "BertWordPieceLowerCase": _WORDPIECE,
@@ -86,13 +86,8 @@ def kept_files(tokenizer: Mapping[str, Any], folder: AnyPath) -> dict[str, str]:
 
 def with_kept_files(config: TokenizerConfig, folder: AnyPath) -> TokenizerConfig:
     """The same tokenizer with the files that the checkpoint ``folder`` keeps, where it does."""
-    kept = kept_files({"tokenizer_type": config.tokenizer_type}, folder)
-    return dataclasses.replace(
-        config,
-        vocab_file=kept.get("vocab_file", config.vocab_file),
-        merge_file=kept.get("merge_file", config.merge_file),
-        tokenizer_model=kept.get("tokenizer_model", config.tokenizer_model),
-    )
+    kept: dict[str, Any] = {**kept_files({"tokenizer_type": config.tokenizer_type}, folder)}
+    return dataclasses.replace(config, **kept)
 
 
 def _copied(folder: RemotePath) -> Path:

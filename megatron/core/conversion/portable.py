@@ -97,7 +97,7 @@ def load_weights(model: nn.Module, portable: PortableModel, mesh: Mesh) -> None:
 
 
 def refuse_more_layers(model: ModelConfig, groups: Sequence[object], tensors: Collection[str], *, where: str) -> None:
-    """Raise CheckpointError for more layers than there are ``tensors``, before anybody builds a billion of them."""
+    """Raise CheckpointError for more layers than there are ``tensors``, before a billion of them are built."""
     layers = _num_layers(model, groups)
     if layers > len(tensors):
         raise CheckpointError(f"{where} describes {layers:,} layers, and there are {len(tensors):,} tensors in all")

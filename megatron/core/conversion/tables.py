@@ -1,4 +1,4 @@
-"""Mapping tables: a row says which of their tensors make one of ours and how; used in both directions.
+"""Mapping tables: a row names the modules of theirs that make one of ours, and how; used in both directions.
 
 A table lists all modules that a family may have. The model's own parameters decide which of them, and which of their
 tensors, a model has.

@@ -143,7 +143,7 @@ def loads_optimizer(config: RunConfig, *, weights_only: bool) -> bool:
 
 
 def schedule_to_follow(config: RunConfig, schedule: Schedule, saved: Mapping[str, Any]) -> Schedule:
-    """The flags' ``schedule`` or the ``saved`` one; ConfigError where they differ and no flag says which counts."""
+    """The flags' ``schedule`` or the ``saved`` one; ConfigError where they differ and no flag chooses one."""
     return resumed_schedule(
         schedule,
         saved,

@@ -170,11 +170,11 @@ class HuggingFaceFormat:
         return {}
 
     def differences(self, model: ModelConfig, groups: Sequence[object]) -> list[str]:
-        """What a model has that no published one of the family has, beside what tables tell."""
+        """Differences from all published models of the family that the tables don't cover."""
         return []
 
     def groups_from_config(self, known: Known, tensors: Collection[str], *, where: str) -> tuple[object, ...]:
-        """Settings of the family alone, as settings and names of tensors tell them; CheckpointError for a model that
+        """Settings of the family alone, from settings and names of tensors; CheckpointError for a model that
         lacks a part.
         """
         return ()
@@ -184,7 +184,7 @@ class HuggingFaceFormat:
         return self.types[model_type].table
 
     def complete(self, model: ModelConfig, tensors: dict[str, LazyTensor]) -> ModelConfig:
-        """The architecture with what only the names of the files' tensors tell; aliases are added to ``tensors``."""
+        """The architecture, completed from the names of the files' tensors; aliases are added to ``tensors``."""
         return model
 
     def is_unused(self, name: str) -> bool:

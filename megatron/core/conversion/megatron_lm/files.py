@@ -75,7 +75,7 @@ def open_checkpoint(root: Path, *, step: int | None = None, ignored: Collection[
 
 
 def find_folder(root: Folder, *, step: int | None = None) -> Folder:
-    """The folder of one checkpoint: as the tracker file says, or of iteration ``step``."""
+    """The folder of one checkpoint: the one that the tracker file names, or of iteration ``step``."""
     if not root.is_dir():
         raise CheckpointError(f"{root} is not a folder: give the folder that Megatron-LM's --save named")
     if step is not None:

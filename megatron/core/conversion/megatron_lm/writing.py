@@ -124,7 +124,7 @@ def _layer_of(tensor: LazyTensor) -> Tensor:
 
 
 def _write_torch(tensors: dict[str, LazyTensor], names: Names, common: dict[str, object], folder: Path) -> None:
-    """``torch.save`` wants all tensors at once, so they wait in files that are mapped instead of in memory."""
+    """``torch.save`` wants all tensors at once, so they are put into mapped files and not into memory."""
     waiting = folder / "waiting"
     waiting.mkdir()
     model: dict[str, Tensor] = {}

@@ -82,5 +82,5 @@ FORMAT = BertFormat()
 
 
 def has_exact_head(args: Arguments, *, legacy: bool) -> bool:
-    """The head for hidden words has the exact GELU, whatever the layers have, unless before core it was told else."""
+    """Whether the head for hidden words has the exact GELU: all but models before core with openai_gelu."""
     return not (legacy and args("openai_gelu", False))

@@ -7,7 +7,7 @@ from megatron.core.conversion.megatron_lm.names import OUTPUT, POSITIONS, WORDS,
 
 
 class GPTFormat(MegatronLMFormat):
-    """Checkpoints without the tensors that tell another family."""
+    """Checkpoints without marker tensors of another family."""
 
     names = Names(WORDS, POSITIONS, *stack("decoder", "encoder"), OUTPUT)
 
