@@ -43,7 +43,11 @@ RUNS = {
         "--train-iters 8 --tensor-model-parallel-size 2 --sequence-parallel --recompute-activations",
     ),
 }
-SLOW = ("context parallel, sharded optimizer", "virtual pipeline stages with tensor parallelism, recompute")
+SLOW = (
+    "context parallel, sharded optimizer",
+    "virtual pipeline stages with tensor parallelism, recompute",
+    "tensor and sequence parallel, recompute",
+)
 """tests/parallel/test_resume.py resumes at such layouts in the first tier."""
 
 

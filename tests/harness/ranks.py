@@ -35,8 +35,12 @@ PRELOADED = [
     "tests.mock_data",
     "tests.harness.rank_process",
     "megatron.training.loop",
+    "megatron.training.pretrain",
     "megatron.training.evaluation.parity",
     *(f"megatron.core.models.{family}.train_spec" for family in FAMILIES),
+    "tasks.main",
+    "tests.equivalence.families",
+    "tests.harness.evaluation",
 ]
 """What ranks need not import again: most of a second each. Edits of the library count from the next test run on."""
 
