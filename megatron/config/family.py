@@ -37,7 +37,7 @@ def group_among(groups: Iterable[object], kind: type[Group]) -> Group:
 class FamilyConfig:
     """Base of the groups of flags that one family adds to those of every model.
 
-    ``name``: of the family, as in the registry; ``title``: in messages.
+    ``name``: of the family, as in the registry. ``title``: in messages and ``--model-type``; the name unless given.
     ``position_embedding_types``: values of ``--position-embedding-type`` that such a model has. ``usual_tokenizer``:
     ``--tokenizer-type`` unless given. ``varying_counts``: what makes microbatches differ in the number of tokens that
     have a loss, if anything does.
@@ -48,6 +48,10 @@ class FamilyConfig:
     title: ClassVar[str] = "GPT"
     usual_tokenizer: ClassVar[str] = "GPT2BPETokenizer"
     varying_counts: ClassVar[str | None] = None
+
+    def __init_subclass__(cls) -> None:
+        if "name" in vars(cls) and "title" not in vars(cls):
+            cls.title = cls.name
 
     def rules(self) -> Sequence[Rule]:
         """Checks of a run with this group, beside those of every run."""

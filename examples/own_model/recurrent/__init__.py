@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from megatron.core.models.registry import Family
 
-FAMILY = Family("recurrent", "Recurrent", "recurrent")
+FAMILY = Family("recurrent", "recurrent")

@@ -31,13 +31,11 @@ ENTRY_POINTS = "megatron.families"
 class Family:
     """A family of models.
 
-    ``name``: in checkpoints, and in its settings (``FamilyConfig.name``). ``title``: in messages and ``--model-type``,
-    ``package``: the folder of its modules. ``config`` has its ``GROUPS`` of settings, ``train_spec`` its
-    ``TRAIN_SPEC``; neither torch nor numpy is imported for the first.
+    ``name``: in checkpoints, and in its settings (``FamilyConfig.name``). ``package``: the folder of its modules.
+    ``config`` has its ``GROUPS`` of settings, and imports neither torch nor numpy; ``train_spec`` its ``TRAIN_SPEC``.
     """
 
     name: str
-    title: str
     package: str
 
     @property
@@ -59,6 +57,11 @@ class Family:
         return next(_own(self.groups), FamilyConfig)
 
     @property
+    def title(self) -> str:
+        """Its name in messages and for ``--model-type``, from its settings."""
+        return self.settings.title
+
+    @property
     def train_spec(self) -> TrainSpec:
         """Its model, data and loss."""
         found: TrainSpec = self.module("train_spec").TRAIN_SPEC
@@ -77,13 +80,13 @@ def _own(groups: Iterable[type]) -> Iterator[type[FamilyConfig]]:
     return (kind for kind in groups if issubclass(kind, FamilyConfig))
 
 
-_GPT = Family("gpt", "GPT", "megatron.core.models.gpt")
+_GPT = Family("gpt", "megatron.core.models.gpt")
 FAMILIES = {
     family.name: family
     for family in (
         _GPT,
-        Family("bert", "BERT", "megatron.core.models.bert"),
-        Family("t5", "T5", "megatron.core.models.t5"),
+        Family("bert", "megatron.core.models.bert"),
+        Family("t5", "megatron.core.models.t5"),
     )
 }
 """The families that are built in."""

@@ -16,7 +16,7 @@ from megatron.errors import CheckpointError, ConfigError
 from megatron.training.pretrain import parse_any_family
 from tests.unit.config.command_lines import run_of, words
 
-FAMILY = 'from megatron.core.models.registry import Family\nFAMILY = Family("toy", "Toy", "toy_package")\n'
+FAMILY = 'from megatron.core.models.registry import Family\nFAMILY = Family("toy", "toy_package")\n'
 CONFIG = """
 from dataclasses import dataclass
 from megatron.config.flags import flag
@@ -51,13 +51,23 @@ def install(folder: Path, value: str = "toy_package:FAMILY", name: str = "toy") 
     (folder / "toy-1.dist-info/entry_points.txt").write_text(f"[megatron.families]\n{name} = {value}\n")
 
 
+def test_messages_call_a_family_by_its_own_title(folder: Path) -> None:
+    """A family whose settings gave no title was called GPT, and a registry with another title contradicted them."""
+    toy = Family("toy", "toy_package")
+    register(toy)
+    assert toy.title == "toy"
+    assert [family.title for family in registry.FAMILIES.values()] == ["GPT", "BERT", "T5"]
+    with pytest.raises(ConfigError, match="--position-embedding-type relative is not available for toy; use"):
+        parse_any_family(words("--model-type toy --position-embedding-type relative"), prog="x")
+
+
 def test_an_installed_family_is_known_to_tools_and_checkpoints(folder: Path) -> None:
     """Tools knew the families of this project alone: what a user's script had trained, no tool could read."""
     with pytest.raises(ConfigError, match="--model-type cannot be 'toy'; choose GPT, BERT, T5, or install"):
         parse_any_family(words("--model-type toy --toy-width 3"), prog="x")
     install(folder)
     config = parse_any_family(words("--model-type toy --toy-width 3"), prog="x")
-    assert family_of(config.extra) == family_named("toy", where="x") == Family("toy", "Toy", "toy_package")
+    assert family_of(config.extra) == family_named("toy", where="x") == Family("toy", "toy_package")
     saved = saved_run(config.to_json(), name="toy", where="x")
     assert saved.extra[0] == config.extra[1]
 
@@ -65,20 +75,20 @@ def test_an_installed_family_is_known_to_tools_and_checkpoints(folder: Path) -> 
 def test_a_registered_family_is_known_to_the_process(folder: Path) -> None:
     """A script that passes its family needs nothing installed."""
     assert find_family("toy") is None
-    toy = Family("toy", "Toy", "toy_package")
+    toy = Family("toy", "toy_package")
     register(toy)
     register(toy)  # by the script, and by pretrain
     (kind,) = toy.groups
     assert family_of((kind(),)) is toy
-    assert parse_any_family(words("--model-type Toy"), prog="x").extra[1] == kind()
-    for taken in (Family("toy", "Toy", "other"), Family("gpt", "GPT", "toy_package")):
+    assert parse_any_family(words("--model-type toy"), prog="x").extra[1] == kind()
+    for taken in (Family("toy", "other"), Family("gpt", "toy_package")):
         with pytest.raises(ConfigError, match=f"the family {taken.name} of {taken.package} has the name of"):
             register(taken)
 
 
 def test_settings_must_name_their_family(folder: Path) -> None:
     """A family without settings of its own was silently taken for a GPT, and its checkpoints were, too."""
-    toy = Family("toy", "Toy", "toy_package")
+    toy = Family("toy", "toy_package")
     for text, found in (("GROUPS = ()", "none"), (CONFIG.replace("name =", "kind ="), "'gpt'")):
         sys.modules.pop("toy_package.config", None)
         (folder / "toy_package/config.py").write_text(text + f"# {found}")
@@ -88,7 +98,7 @@ def test_settings_must_name_their_family(folder: Path) -> None:
 
 def test_settings_of_a_family_that_is_not_known(folder: Path) -> None:
     """Nothing is guessed: a run of a family that nobody installed or registered is refused."""
-    (kind,) = Family("toy", "Toy", "toy_package").groups
+    (kind,) = Family("toy", "toy_package").groups
     with pytest.raises(ConfigError, match="the family 'toy' is not installed: install its package, or register it"):
         family_of((kind(),))
 
@@ -125,10 +135,10 @@ def test_parts_of_a_family_that_it_may_lack(folder: Path) -> None:
     family = find_family("toy")
     assert family is not None
     groups = (family.groups[0](),)
-    with pytest.raises(CheckpointError, match="a Toy has no Hugging Face format: toy_package has no module huggingf"):
+    with pytest.raises(CheckpointError, match="a toy has no Hugging Face format: toy_package has no module huggingf"):
         format_for(groups)
     with pytest.raises(
-        CheckpointError, match="a Toy has no format of Megatron-LM: toy_package has no module megatron_l"
+        CheckpointError, match="a toy has no format of Megatron-LM: toy_package has no module megatron_l"
     ):
         megatron_lm_format_for(groups)
     assert format_of("toy") is None
