@@ -18,7 +18,7 @@ from megatron.config.parse import read_given
 from megatron.config.run import RunConfig
 from megatron.config.typed_spellings import errors_as_typed
 from megatron.core.models.registry import family_of
-from megatron.core.parallel.environment import launch_environment, told_once_a_node
+from megatron.core.parallel.environment import errors_once_per_node, launch_environment
 from megatron.errors import kept_on_interrupt, run_command
 from megatron.training.pretrain import dry_run, parse
 from tasks.registry import DEFAULTS, TASKS, Task, family_to_evaluate
@@ -35,7 +35,7 @@ PROG = "tasks/main.py"
 def main(argv: Sequence[str]) -> int:
     """Check the settings, then measure; the process's exit code."""
     started = time.monotonic()
-    with told_once_a_node():
+    with errors_once_per_node():
         task = TASKS.get(read_given(argv, TaskConfig).value("task"))
         config = settings(argv, task)
         assert task is not None, "without a known task there are no settings"

@@ -16,7 +16,7 @@ from megatron.config.flags import check_flags, flag
 from megatron.config.parse import parse_groups
 from megatron.config.trained_model import TrainedModelConfig
 from megatron.core.inference.masks import MASK, around_masks, check_length, check_masks
-from megatron.core.parallel.environment import launch_environment, told_once_a_node
+from megatron.core.parallel.environment import errors_once_per_node, launch_environment
 from megatron.errors import ConfigError, run_command
 
 if TYPE_CHECKING:  # torch is imported when flags are known to be right
@@ -45,7 +45,7 @@ class MaskedText:
 
 def main(argv: Sequence[str]) -> int:
     """Load the model and fill in every text."""
-    with told_once_a_node():
+    with errors_once_per_node():
         config, choice = parse_groups(argv, FillConfig, TrainedModelConfig, prog="fill_mask.py", about=__doc__ or "")
         check_masks(config.text)
     from megatron.core.models.bert.train_spec import TRAIN_SPEC

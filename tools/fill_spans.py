@@ -24,7 +24,7 @@ from megatron.config.parse import parse_groups
 from megatron.config.trained_model import TrainedModelConfig
 from megatron.core.inference.masks import MASK, around_masks, check_length, check_masks
 from megatron.core.models.t5.config import T5Config
-from megatron.core.parallel.environment import launch_environment, told_once_a_node
+from megatron.core.parallel.environment import errors_once_per_node, launch_environment
 from megatron.errors import ConfigError, run_command
 
 if TYPE_CHECKING:  # torch is imported when flags are known to be right
@@ -49,7 +49,7 @@ class SpanConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Load the model, fill in every text, and predict the spans of every sample."""
-    with told_once_a_node():
+    with errors_once_per_node():
         config, choice = parse_groups(argv, SpanConfig, TrainedModelConfig, prog="fill_spans.py", about=__doc__ or "")
         check_masks(config.text)
         if not config.text and not config.samples:

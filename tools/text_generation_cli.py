@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from megatron.config.flags import check_flags, flag
 from megatron.config.parse import parse_groups
 from megatron.config.trained_model import TrainedModelConfig
-from megatron.core.parallel.environment import launch_environment, told_once_a_node
+from megatron.core.parallel.environment import errors_once_per_node, launch_environment
 from megatron.errors import ConfigError, DataError, MegatronError, run_command
 
 if TYPE_CHECKING:  # torch is imported when flags are known to be right
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
             f"{argv[0]} is the address of a text-generation server, which this project does not have yet; "
             "name a checkpoint instead: --load DIR --prompt TEXT"
         )
-    with told_once_a_node():
+    with errors_once_per_node():
         config, choice = parse_groups(
             argv, GenerateConfig, TrainedModelConfig, prog="text_generation_cli.py", about=__doc__ or ""
         )

@@ -75,9 +75,9 @@ def parse(
 
     ``defaults``: see ``RunConfig.parse``.
     """
-    from megatron.core.parallel.environment import launched_world_size, told_once_a_node
+    from megatron.core.parallel.environment import errors_once_per_node, launched_world_size
 
-    with told_once_a_node():
+    with errors_once_per_node():
         return RunConfig.parse(
             argv,
             prog=prog,

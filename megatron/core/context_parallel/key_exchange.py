@@ -1,8 +1,8 @@
-"""Two ways in which a rank gets at every other rank's keys and values, and their gradients get back to their owners.
+"""Two ways to exchange keys and values among context-parallel ranks, and to return their gradients to the owners.
 
-``Ring`` passes them on from rank to rank while attention to those at hand is computed (Liu et al. 2023,
-arXiv:2310.01889): two ranks' keys are held at a time. ``Gather`` fetches all at once (Llama 3, arXiv:2407.21783), while
-a rank attends to its own: one message instead of many, and memory for the keys of the whole sequence.
+``Ring`` sends them from rank to rank while attention to the present ones is computed (Liu et al. 2023,
+arXiv:2310.01889): a rank holds two ranks' keys at a time. ``Gather`` gathers all at once (Llama 3, arXiv:2407.21783),
+while a rank attends to its own: one message instead of many, and memory for the keys of the whole sequence.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Ring:
         return circulate(packed, self.team)
 
     def sum_at_owner(self, contributions: Iterator[tuple[int, Tensor]]) -> Tensor:
-        """Sums travel round the ring one step behind their keys and end at the owner, who adds its own part last."""
+        """Sums follow their keys round the ring one step later and end at the owner, which adds its own part last."""
         _, own = next(contributions)
         coming: Handle[Tensor] | None = None
         for _, grads in contributions:

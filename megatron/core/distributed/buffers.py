@@ -295,7 +295,7 @@ def _round_up(size: int, multiple: int) -> int:
 
 
 def _counted_spans(sharding: Sharding, mesh: Mesh, holders: Mapping[str, tuple[int, ...]]) -> list[Span]:
-    """The flat parts of a local tensor that this rank counts: without vocabulary padding and what others count."""
+    """The flat parts of a local tensor that this rank counts: without vocabulary padding and parts of other ranks."""
     if sharding.tied is not None and holders[sharding.tied][0] != mesh.world_rank:
         return []
     local = sharding.local_shape(mesh)

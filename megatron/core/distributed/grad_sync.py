@@ -111,7 +111,7 @@ class GradSync:
         self._sum_tied()
 
     def _collect(self, reduction: _Reduction, entry: ParamEntry, parameter: Tensor) -> None:
-        """After autograd has accumulated a gradient: bring it into the buffer, and count it towards its bucket."""
+        """After autograd has accumulated a gradient: add it to the buffer, and count it towards its bucket."""
         grad = parameter.grad
         assert grad is not None, "autograd calls this after it has set a gradient"
         if grad is not entry.resting_grad:

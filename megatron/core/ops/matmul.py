@@ -30,7 +30,7 @@ def times_transposed(a: Tensor, b: Tensor, bias: Tensor | None = None, *, buffer
 def transposed_times(a: Tensor, b: Tensor, *, add_to: Tensor | None = None) -> Tensor:
     """``aᵀ·b``, added to ``add_to`` in place where that is given: [k, m] and [k, n] -> [m, n]. Without gradient.
 
-    A weight's gradient. It may come as a transposed view: oneDNN wants one operand transposed in memory, and the
+    A weight's gradient. It may come as a transposed view: oneDNN needs one operand transposed in memory, and the
     smaller of the two is the cheaper one. Add only to what this function returned for the same shapes.
     """
     if not _onednn_serves(a.t(), b.t()):

@@ -70,7 +70,7 @@ class DynamicLossScaler(LossScaler):
 
 
 def build_loss_scaler(precision: PrecisionConfig) -> LossScaler:
-    """The loss scale that the flags ask for: only fp16 has one."""
+    """The loss scale of the flags: other than 1 only for fp16."""
     if not precision.fp16:
         return LossScaler()
     if precision.loss_scale is not None:

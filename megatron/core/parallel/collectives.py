@@ -22,7 +22,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 _SMALL_ON_CPU = 256 * 1024
 
 
-# torch 2.13 renamed them; older versions know the old names only.
+# torch 2.13 renamed them; older versions have the old names only.
 _gather_tensor = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _scatter_tensor = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 

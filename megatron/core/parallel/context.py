@@ -1,4 +1,4 @@
-"""All that a layer knows of the rank it runs on, passed by argument."""
+"""What a layer needs to know about the rank it runs on, passed by argument."""
 
 from __future__ import annotations
 

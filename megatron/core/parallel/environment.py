@@ -67,7 +67,7 @@ def launched_world_size(variables: Mapping[str, str] | None = None) -> int:
 
 
 @contextmanager
-def told_once_a_node(variables: Mapping[str, str] | None = None) -> Iterator[None]:
+def errors_once_per_node(variables: Mapping[str, str] | None = None) -> Iterator[None]:
     """For what all processes do before they connect: local rank 0 reports a MegatronError, other ranks exit silently.
 
     Each node reports, as a file may be missing on one of them.

@@ -119,7 +119,7 @@ def store_of_this_attempt(store: Store, launch: LaunchEnvironment, *, timeout: t
     prefix is not TORCHELASTIC_RESTART_COUNT: nodes whose own ranks didn't fail count differently. Rank 0 draws it; the
     others accept it once rank 0 has answered with the number that they have just drawn, which a dead rank can't do.
 
-    Raises torch's DistStoreError when ranks don't come within ``timeout``.
+    Raises torch's DistStoreError when ranks don't join within ``timeout``.
     """
     store.set_timeout(timeout)
     own = uuid.uuid4().hex

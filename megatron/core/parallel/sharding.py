@@ -50,7 +50,7 @@ class Sharding:
 
     ``shape``: logical shape, without vocabulary padding.
     ``split``: dimension -> axis that splits it, e.g. ``{0: "tp"}``; experts ``{0: "ep", 1: "etp"}``.
-    ``blocks``: equal matrices stacked on the split dimension, each split by itself (gate and up of a gated MLP: 2).
+    ``blocks``: equal matrices stacked on the split dimension, each split separately (gate and up of a gated MLP: 2).
     ``pad_multiple``: the split dimension is padded up to a multiple of ``pad_multiple * ranks`` before it is divided,
     None: not padded; padding belongs to local tensors only, never to the logical one.
     ``partial_grad``: axes on which each rank computes only part of the gradient, so that it must be summed over them.

@@ -32,7 +32,7 @@ class Transport:
         self._members, self._rank, self._activity = mesh.members("pp"), mesh.rank("pp"), mesh.activity
         ascending = mesh.group("pp")
         self._channels: dict[bool, ProcessGroup | None] = {True: ascending, False: ascending}
-        if device.type != "cpu":  # gloo keeps the two directions apart by itself
+        if device.type != "cpu":  # gloo itself keeps the two directions apart
             self._channels[False] = dist.new_group(list(self._members), use_local_synchronization=True)
         for source, target in sorted(set(routes)):
             greeting = [torch.zeros(1, device=device)]

@@ -62,7 +62,7 @@ class HandOver:
 Instruction = Action | Send | Receive | Finish | HandOver
 Plan = tuple[Instruction, ...]
 Transfers = dict[int, list[Instruction]]
-"""Of a rank: what comes before its action of each number, and, at the number of actions, after all of them."""
+"""Of a rank: the instructions before its action of each number; at the number of actions, those after all of them."""
 
 
 @dataclass
@@ -97,7 +97,7 @@ def _events(simulation: Simulation) -> list[_Rank]:
         for interval in row
         for time, is_start in ((interval.start, True), (interval.end, False))
     ]
-    # What ends at a time comes before what starts then; no action takes no time.
+    # Ends before starts of the same time; every action takes some time.
     for _, is_start, _, rank, action in sorted(events, key=lambda event: event[:3]):
         here = ranks[rank]
         if is_start:

@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.regions import enter
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, context: ParallelContext, *, gathers: bool = False
 ) -> Tensor:
-    """``x·weightᵀ + bias``: [..., in] -> [..., out]; ``context`` says when the weight's gradient is computed.
+    """``x·weightᵀ + bias``: [..., in] -> [..., out]. The weight's gradient may be left for later: see ``_Linear``.
 
     ``gathers``: ``x`` [s, b, in] is this rank's part of the sequence and the product is that of all, [S, b, out].
     """

@@ -23,7 +23,7 @@ from megatron.core.models.registry import Family, family_named, saved_run
 from megatron.core.models.stage import Stage
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.environment import LaunchEnvironment, told_once_a_node
+from megatron.core.parallel.environment import LaunchEnvironment, errors_once_per_node
 from megatron.core.parallel.launch import parallel_context
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
@@ -102,7 +102,7 @@ def trained_model(
     ``train_specs``: the families the tool can use, by name; those whose train spec inherits from one work, too. Raises
     CheckpointError when nothing usable is there, ConfigError and DataError for a tokenizer that can't be built.
     """
-    with told_once_a_node():
+    with errors_once_per_node():
         folder = find_checkpoint(choice.load, step=choice.ckpt_step, verify=False)
         state = read_run_state(folder)
         family = usable_family(folder, train_specs)

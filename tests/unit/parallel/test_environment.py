@@ -6,10 +6,10 @@ import pytest
 
 from megatron.core.parallel.environment import (
     LaunchEnvironment,
+    errors_once_per_node,
     first_host,
     launch_environment,
     launched_world_size,
-    told_once_a_node,
 )
 from megatron.errors import ConfigError
 
@@ -58,7 +58,7 @@ def test_torchrun() -> None:
 )
 def test_one_process_of_a_node_tells_what_all_found(variables: dict[str, str], tells: bool) -> None:
     """A wrong flag on 64 ranks would be 64 sentences; a file missing on one node only would be none."""
-    with pytest.raises(ConfigError if tells else SystemExit) as caught, told_once_a_node(variables):
+    with pytest.raises(ConfigError if tells else SystemExit) as caught, errors_once_per_node(variables):
         raise ConfigError("something is wrong")
     assert tells or caught.value.args == (2,)
 

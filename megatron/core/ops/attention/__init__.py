@@ -1,4 +1,4 @@
-"""Scaled dot-product attention behind one signature, with interchangeable backends."""
+"""Scaled dot-product attention: one function with interchangeable backends."""
 
 from __future__ import annotations
 
