@@ -13,7 +13,7 @@ from megatron.config.parallel import CpCommType
 from megatron.config.pipeline import stage_shapes
 from megatron.config.run import RunConfig
 from megatron.core.distributed.parameter_policy import matches
-from megatron.core.models.stage import Stage
+from megatron.core.models.stage import Stage, model_stages
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.launch import DTYPES
@@ -75,7 +75,7 @@ def whole_model(run: RunConfig, train_spec: TrainSpec) -> nn.Module:
 
 def stage_models(run: RunConfig, train_spec: TrainSpec, *, pipeline_rank: int | None = None) -> list[nn.Module]:
     """All stages, first to last, or those of one pipeline rank."""
-    stages = zip(stage_shapes(run), train_spec.stages(run))
+    stages = zip(stage_shapes(run), model_stages(run))
     return [stage_model(run, train_spec, stage) for shape, stage in stages if pipeline_rank in (None, shape.rank)]
 
 

@@ -12,14 +12,14 @@ from torch.nn.functional import cross_entropy
 
 from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
-from megatron.config.pipeline import stage_sizes
 from megatron.config.run import RunConfig
 from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.bert.data import check_marks_texts
 from megatron.core.models.bert.train_spec import run_bert
-from megatron.core.models.stage import Stage, stages_of
+from megatron.core.models.stage import Stage
 from megatron.core.models.stage_inputs import hidden_stage_inputs, workload_of
+from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Workload
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs, TensorSpec
@@ -44,7 +44,7 @@ class LabelledData:
     valid: Mapping[str, LabelledTexts] = field(default_factory=dict)
 
 
-class ClassificationSpec:
+class ClassificationSpec(TrainSpec):
     """Cross entropy of the right answer, and how often it is the likeliest one.
 
     ``task``: part of the name, because a head means nothing to another task. ``note``: told the numbers of samples, −1
@@ -67,14 +67,6 @@ class ClassificationSpec:
     def loss_names(self, run: RunConfig) -> tuple[str, ...]:
         """One loss, and the accuracy."""
         return (LOSS, ACCURACY)
-
-    def attention(self, run: RunConfig) -> dict[str, dict[str, Any]]:
-        """Every token sees every other that is no padding."""
-        return {"": {"causal": False, "attention_mask": True}}
-
-    def stages(self, run: RunConfig) -> list[Stage]:
-        """Layers divided as the pipeline flags say, by default evenly."""
-        return stages_of(stage_sizes(run))
 
     def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:
         """Tokens and types for the embedding, label and number for the answer, and what is padding for every layer."""

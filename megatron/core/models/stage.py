@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.config.pipeline import stage_sizes
+from megatron.config.run import RunConfig
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -13,6 +16,11 @@ class Stage:
     layers: range
     is_first: bool
     is_last: bool
+
+
+def model_stages(run: RunConfig) -> list[Stage]:
+    """The model cut into consecutive parts, as many as pipeline ranks and their chunks hold."""
+    return stages_of(stage_sizes(run))
 
 
 def stages_of(sizes: Sequence[int]) -> list[Stage]:

@@ -42,5 +42,6 @@ def workload_of(
         length=run.data.seq_length,
         stream_itemsize=4 if wide else context.dtype.itemsize,
         has_padding=has_padding,
+        has_documents=run.data.reset_attention_mask,
         predicted=predicted,
     )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -13,6 +14,7 @@ from megatron.config.run import RunConfig
 from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.stage import Stage
+from megatron.core.models.stage_inputs import hidden_stage_inputs, workload_of
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Workload
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs, TensorSpec
@@ -20,8 +22,8 @@ from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.transformer.block import RecomputePlan
 
 
-class TrainSpec(Hashable, Protocol):
-    """What is trained. A new one needs no change of the loop, the runner or the optimizer.
+class TrainSpec(ABC):
+    """What is trained: the base class of families' specs. A new one needs no change of loop, runner or optimizer.
 
     ``name``: in checkpoints. ``starts_from``: names of others whose trained models hold the body of this one's, each
     with prefixes of the parameters that they may lack; a train spec with any never starts from random weights.
@@ -30,34 +32,25 @@ class TrainSpec(Hashable, Protocol):
     """
 
     name: str
-    starts_from: Mapping[str, tuple[str, ...]]
+    starts_from: Mapping[str, tuple[str, ...]] = {}
     batch_fields: Mapping[str, int | None]
 
+    @abstractmethod
     def loss_names(self, run: RunConfig) -> tuple[str, ...]:
         """The losses, and other means such as accuracy, that ``loss`` reports: ranks without the last stage must know.
 
         A perplexity is reported for those whose names end in "loss".
         """
-        ...
 
-    def attention(self, run: RunConfig) -> Mapping[str, Mapping[str, Any]]:
-        """What its layers ask of attention, as ``AttentionRequest`` calls it: ``causal``, masks, lengths other than
-        ``--seq-length``; by name for layers of several kinds, which is empty for one.
-        """
-        ...
-
-    def stages(self, run: RunConfig) -> list[Stage]:
-        """The model cut into consecutive parts, as many as pipeline ranks and their chunks hold."""
-        ...
-
+    @abstractmethod
     def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:
         """Names of the tensors of a batch that a rank with these stages needs; none means that it reads no data."""
-        ...
 
     def stage_inputs(self, run: RunConfig, stage: Stage, context: ParallelContext) -> Mapping[str, TensorSpec]:
-        """What the stage receives from the one before, for every microbatch."""
-        ...
+        """What the stage receives from the one before, for every microbatch; by default hidden states ``[s, b, h]``."""
+        return hidden_stage_inputs(run, stage, context)
 
+    @abstractmethod
     def build_model(
         self,
         model: ModelConfig,
@@ -74,27 +67,28 @@ class TrainSpec(Hashable, Protocol):
         Planning builds every stage on torch's meta device, in a context without other processes: a constructor may
         neither read a tensor's values nor communicate.
         """
-        ...
 
+    @abstractmethod
     def forward(self, model: nn.Module, stage_inputs: StageInputs, microbatch: Microbatch) -> Any:
         """Run one part of the model: the next part's inputs, or the last part's output."""
-        ...
 
+    @abstractmethod
     def loss(self, output: Any, microbatch: Microbatch) -> LossSum:
         """Sum and count of each loss of one microbatch, from the last part's output."""
-        ...
 
+    @abstractmethod
     def counts(self, microbatch: Microbatch, context: ParallelContext) -> Mapping[str, Tensor]:
         """The counts that ``loss`` will find, from the data alone; empty on ranks without the last stage."""
-        ...
 
+    @abstractmethod
     def build_datasets(self, run: RunConfig, tokenizer: Tokenizer, sizes: SplitSizes) -> DatasetSplits:
         """Training, validation and test data."""
-        ...
 
     def workload(self, run: RunConfig, context: ParallelContext) -> Workload:
-        """A microbatch of the run, as modules are told about it that say what they cost."""
-        ...
+        """A microbatch of the run, which costs and attention requests of modules depend on; by default sequences of
+        ``--seq-length`` tokens without padding.
+        """
+        return workload_of(run, context)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
@@ -16,8 +16,9 @@ class Workload:
     """One microbatch, as far as costs depend on it.
 
     ``batch``: sequences, of ``length`` tokens before ranks divide them. ``encoder_length``: tokens that cross-attention
-    sees. ``has_padding``: an attention mask says which tokens are real. ``predicted``: the share of the tokens whose
-    loss is computed. ``stream_itemsize``: bytes of an element of the residual stream.
+    sees. ``has_padding``: an attention mask says which tokens are real.
+    ``has_documents``: attention stays within documents. ``predicted``: the share of the tokens whose
+    loss is computed. ``stream_itemsize``: bytes of an element of the residual stream. ``visits``: see ``workloads_of``.
     """
 
     context: ParallelContext
@@ -26,7 +27,9 @@ class Workload:
     stream_itemsize: int
     encoder_length: int = 0
     has_padding: bool = False
+    has_documents: bool = False
     predicted: float = 1.0
+    visits: list[tuple[nn.Module, Workload]] | None = field(default=None, compare=False, repr=False)
 
     @property
     def all_tokens(self) -> int:
@@ -101,6 +104,8 @@ def costs_of(module: nn.Module | None, workload: Workload) -> Costs:
     """
     if module is None:
         return Costs()
+    if workload.visits is not None:
+        workload.visits.append((module, workload))
     costs: Callable[[Workload], Costs] | None = getattr(module, "costs", None)
     if costs is None:
         found, is_uncounted = total_of(module.children(), workload), any(True for _ in module.parameters(recurse=False))
@@ -111,6 +116,15 @@ def costs_of(module: nn.Module | None, workload: Workload) -> Costs:
         )
         found, is_uncounted = costs(workload), forward_in < costs_in
     return found + Costs(uncounted=frozenset({type(module).__name__} if is_uncounted else ()))
+
+
+def workloads_of(model: nn.Module, workload: Workload) -> list[tuple[nn.Module, Workload]]:
+    """The modules of a model in the order of their costs, each with the microbatch as it sees it, such as a decoder its
+    own length.
+    """
+    visits = list[tuple[nn.Module, Workload]]()
+    costs_of(model, dataclasses.replace(workload, visits=visits))
+    return visits
 
 
 def total_of(modules: Iterable[nn.Module | None], workload: Workload) -> Costs:

@@ -12,7 +12,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import CpCommType
 from megatron.core.context_parallel.attention import attention, heads_split_over
 from megatron.core.context_parallel.visible import Documents
-from megatron.core.ops.attention import AttentionOptions
+from megatron.core.ops.attention import AttentionOptions, AttentionRequest
 from megatron.core.ops.rotary import apply_rotary
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload, costs_of, total_of
@@ -124,6 +124,23 @@ class Attention(nn.Module):
             comm_type=self._context.cp_comm_type(self._number),
             documents=seen.documents,
             backend=config.attention_backend,
+        )
+
+    def request(self, workload: Workload) -> AttentionRequest:
+        """The call that ``forward`` makes in training, over whole sequences."""
+        config = self._config
+        return AttentionRequest(
+            device=self._context.device,
+            dtype=self._context.dtype,
+            query_length=workload.length,
+            key_length=workload.length,
+            head_width=self._head_dim,
+            causal=self._causal,
+            dropout=config.attention_dropout,
+            document_ids=workload.has_documents,
+            attention_mask=workload.has_padding,
+            bias=config.position_embedding_type == "relative",
+            softmax_in_fp32=config.attention_softmax_in_fp32,
         )
 
     def _with_scores(self, matmuls: Costs, workload: Workload, *, keys: int, projected: int, is_padded: bool) -> Costs:
@@ -269,6 +286,12 @@ class CrossAttention(Attention):
         query, key = self._normed(query, fused[..., 0, :])
         seen = Seen(attention_mask=inputs.encoder_attention_mask)
         return self._mix(query, key, fused[..., 1, :], inputs.rng_key, seen)
+
+    def request(self, workload: Workload) -> AttentionRequest:
+        """To the encoder's tokens, without a bias."""
+        return dataclasses.replace(
+            super().request(workload), key_length=workload.encoder_length, attention_mask=True, bias=False
+        )
 
     def costs(self, workload: Workload) -> Costs:
         """Its matmuls, and attention of every token to the encoder's; all layers share what the encoder made."""

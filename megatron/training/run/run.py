@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -22,6 +21,7 @@ from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.optimizer.schedule import Schedule
 from megatron.core.parallel.collectives import all_reduce, barrier, gather_objects
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.costs import workloads_of
 from megatron.core.parallel.launch import describe_device
 from megatron.core.parallel.sharding import ShardedState
 from megatron.core.parallel.transport import Transport
@@ -29,8 +29,10 @@ from megatron.core.pipeline_parallel.runner import Runner
 from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
+from megatron.core.transformer.attention import Attention
 from megatron.planning.estimate import flops_per_sample, frozen_parameters, whole_costs
 from megatron.planning.freezing import check_freezing
+from megatron.planning.model import planned_context, whole_model
 from megatron.planning.stages import with_stages
 from megatron.training.reporting.curves import Curves, open_writers
 from megatron.training.reporting.flops import SpeedScale, device_peak
@@ -234,27 +236,18 @@ def attention_choices(config: RunConfig, train_spec: TrainSpec, context: Paralle
     """The backends that serve the layers' calls, for each kind of layer and each way in which context-parallel ranks
     exchange keys.
     """
+    model, asked = whole_model(config, train_spec), dict[AttentionRequest, str]()
+    names = {id(module): name for name, module in model.named_modules()}
+    for module, workload in workloads_of(model, train_spec.workload(config, planned_context(config))):
+        if isinstance(module, Attention):
+            request = replace(
+                module.request(workload), device=context.device, needs_grad=not config.training.skip_train
+            )
+            path = [part for part in names[id(module)].split(".") if part != "layers" and not part.isdecimal()]
+            asked.setdefault(request, " ".join(path))
     backend, kinds, texts = config.model.attention_backend, config.parallel.cp_comm_types, list[str]()
-    for name, asked in attention_requests(config, train_spec, context).items():
+    for request, name in asked.items():
         for kind in kinds or ("p2p",):
-            served = choose(actual_request(asked, kind, context), backend).describe()
-            texts.append(": ".join(filter(None, (name, kind if kinds else "", served))))
+            served = choose(actual_request(request, kind, context), backend).describe()
+            texts.append(": ".join(filter(None, (name if len(asked) > 1 else "", kind if kinds else "", served))))
     return "; ".join(texts)
-
-
-def attention_requests(
-    config: RunConfig, train_spec: TrainSpec, context: ParallelContext
-) -> dict[str, AttentionRequest]:
-    """The attention calls that layers of the run make, over whole sequences, by kind of layer."""
-    model = config.model
-    facts: dict[str, Any] = {
-        "device": context.device,
-        "dtype": context.dtype,
-        "query_length": config.data.seq_length,
-        "key_length": config.data.seq_length,
-        "head_width": model.kv_channels,
-        "dropout": model.attention_dropout,
-        "softmax_in_fp32": model.attention_softmax_in_fp32,
-        "needs_grad": not config.training.skip_train,
-    }
-    return {name: AttentionRequest(**(facts | dict(asked))) for name, asked in train_spec.attention(config).items()}

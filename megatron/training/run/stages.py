@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from megatron.config.run import RunConfig
-from megatron.core.models.stage import Stage
+from megatron.core.models.stage import Stage, model_stages
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.sharding import ShardedState, sharded_parameters, sharding_of
@@ -18,7 +18,7 @@ from megatron.training.run.agreement import check_stages
 
 def stages_here(run: RunConfig, train_spec: TrainSpec, context: ParallelContext) -> list[Stage]:
     """The stages that this rank holds, by chunk."""
-    stages = train_spec.stages(run)
+    stages = model_stages(run)
     placement = PipelineSettings.of(run).placement
     return [stages[number] for number in placement.stages_of(context.mesh.rank("pp"))]
 

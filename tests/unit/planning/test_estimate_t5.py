@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron.config import ParallelConfig, PrecisionConfig, RunConfig
+from megatron.core.models.stage import model_stages
 from megatron.core.models.t5.config import T5Config
 from megatron.core.models.t5.model import T5Model
 from megatron.core.models.t5.train_spec import T5Spec
@@ -88,7 +89,7 @@ def test_parameters(name: str, ranks: int) -> None:
 def test_parameters_of_stages(name: str, layout: str) -> None:
     """Copies of the embedding and of tables of positions are held where they are needed, and counted there."""
     run = t5_run(ARCHITECTURES[name], ranks=3, pipeline_model_parallel_size=3, pipeline_model_parallel_layout=layout)
-    for rank, stage in enumerate(T5Spec().stages(run)):
+    for rank, stage in enumerate(model_stages(run)):
         built = T5Model(run.model, run.group(T5Config), context(torch.float32), stage=stage)
         held = sum(parameter.numel() for parameter in built.parameters())
         assert rank_parameters(run, pipeline_rank=rank) == held

@@ -11,32 +11,30 @@ from torch.nn.functional import cross_entropy
 
 from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
-from megatron.config.pipeline import stage_sizes
 from megatron.config.run import RunConfig
 from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.bert.config import BertConfig
 from megatron.core.models.bert.data import build_bert_splits
 from megatron.core.models.bert.model import BertModel, BertOutput
-from megatron.core.models.stage import Stage, stages_of
-from megatron.core.models.stage_inputs import hidden_stage_inputs, workload_of
+from megatron.core.models.stage import Stage
+from megatron.core.models.stage_inputs import workload_of
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Workload
-from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs, TensorSpec
+from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs
 from megatron.core.tokenizers.base import MaskingTokenizer, Tokenizer
 from megatron.core.transformer.block import RecomputePlan
 
 WORDS, ORDER = "lm loss", "sop loss"
 
 
-class BertSpec:
+class BertSpec(TrainSpec):
     """A bidirectional language model whose loss is that of the hidden words plus that of the texts' order, each a mean
     over its own count.
     """
 
     name = "bert"
-    starts_from: Mapping[str, tuple[str, ...]] = {}
     batch_fields: Mapping[str, int | None] = {
         "text": 1,
         "types": 1,
@@ -50,14 +48,6 @@ class BertSpec:
         """The order of texts only with a head for it."""
         return (WORDS, ORDER) if run.group(BertConfig).bert_binary_head else (WORDS,)
 
-    def attention(self, run: RunConfig) -> dict[str, dict[str, Any]]:
-        """Every token sees every other that is no padding."""
-        return {"": {"causal": False, "attention_mask": True}}
-
-    def stages(self, run: RunConfig) -> list[Stage]:
-        """Layers divided as the pipeline flags say, by default evenly."""
-        return stages_of(stage_sizes(run))
-
     def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:
         """Tokens and types for the embedding, labels for the losses, and what is padding for every layer."""
         found = {"attention_mask"}
@@ -66,10 +56,6 @@ class BertSpec:
         if any(stage.is_last for stage in stages):
             found |= {"labels", "loss_mask"} | ({"is_random"} if run.group(BertConfig).bert_binary_head else set())
         return frozenset(found)
-
-    def stage_inputs(self, run: RunConfig, stage: Stage, context: ParallelContext) -> dict[str, TensorSpec]:
-        """Hidden states ``[s, b, h]``."""
-        return hidden_stage_inputs(run, stage, context)
 
     def build_model(
         self,

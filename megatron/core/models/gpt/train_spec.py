@@ -8,28 +8,24 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
-from megatron.config.pipeline import stage_sizes
 from megatron.config.run import RunConfig
 from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.gpt.data import build_gpt_splits
 from megatron.core.models.gpt.model import GPTModel
-from megatron.core.models.stage import Stage, stages_of
-from megatron.core.models.stage_inputs import hidden_stage_inputs, workload_of
+from megatron.core.models.stage import Stage
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.costs import Workload
-from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs, TensorSpec
+from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.transformer.block import RecomputePlan
 from megatron.core.transformer.output_layer import VocabularyOutput
 
 
-class GPTSpec:
+class GPTSpec(TrainSpec):
     """A causal language model whose loss is the cross entropy of every unmasked token."""
 
     name = "gpt"
-    starts_from: Mapping[str, tuple[str, ...]] = {}
     batch_fields: Mapping[str, int | None] = {
         "tokens": 1,
         "labels": 1,
@@ -42,14 +38,6 @@ class GPTSpec:
         """One."""
         return ("lm loss",)
 
-    def attention(self, run: RunConfig) -> dict[str, dict[str, Any]]:
-        """Every token sees those before it, in its document where documents are kept apart."""
-        return {"": {"causal": True, "document_ids": run.data.reset_attention_mask}}
-
-    def stages(self, run: RunConfig) -> list[Stage]:
-        """Layers divided as the pipeline flags say, by default evenly."""
-        return stages_of(stage_sizes(run))
-
     def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:
         """Tokens for the embedding, labels for the loss; positions and documents wherever they matter."""
         rotary = run.model.position_embedding_type == "rope"
@@ -61,10 +49,6 @@ class GPTSpec:
             "loss_mask": any(stage.is_last for stage in stages),
         }
         return frozenset(name for name, is_needed in needed.items() if is_needed)
-
-    def stage_inputs(self, run: RunConfig, stage: Stage, context: ParallelContext) -> dict[str, TensorSpec]:
-        """Hidden states ``[s, b, h]``."""
-        return hidden_stage_inputs(run, stage, context)
 
     def build_model(
         self,
@@ -108,10 +92,6 @@ class GPTSpec:
         return build_gpt_splits(
             run.data, seed=run.training.seed, sizes=sizes, tokenizer=tokenizer, vocab_size=run.model.vocab_size
         )
-
-    def workload(self, run: RunConfig, context: ParallelContext) -> Workload:
-        """Sequences of ``--seq-length`` tokens."""
-        return workload_of(run, context)
 
 
 TRAIN_SPEC: TrainSpec = GPTSpec()

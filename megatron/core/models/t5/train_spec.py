@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
-from megatron.config.pipeline import EncoderDecoderLayers, stage_sizes
+from megatron.config.pipeline import EncoderDecoderLayers
 from megatron.config.run import RunConfig
 from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.splits import SplitSizes
-from megatron.core.models.stage import Stage, stages_of
+from megatron.core.models.stage import Stage
 from megatron.core.models.stage_inputs import hidden_spec, workload_of
 from megatron.core.models.t5.config import T5Config
 from megatron.core.models.t5.data import build_t5_splits
@@ -28,11 +28,10 @@ from megatron.core.transformer.block import RecomputePlan
 from megatron.core.transformer.output_layer import VocabularyOutput
 
 
-class T5Spec:
+class T5Spec(TrainSpec):
     """An encoder and a decoder whose loss is the cross entropy of every token that the decoder is to say."""
 
     name = "t5"
-    starts_from: Mapping[str, tuple[str, ...]] = {}
     batch_fields: Mapping[str, int | None] = {
         "text_enc": 1,
         "text_dec": 1,
@@ -44,19 +43,6 @@ class T5Spec:
     def loss_names(self, run: RunConfig) -> tuple[str, ...]:
         """One."""
         return ("lm loss",)
-
-    def attention(self, run: RunConfig) -> dict[str, dict[str, Any]]:
-        """The encoder sees all that is no padding, the decoder what comes before and all of the encoder."""
-        length, relative = run.group(T5Config).decoder_seq_length, run.model.position_embedding_type == "relative"
-        return {
-            "encoder": {"causal": False, "attention_mask": True, "bias": relative},
-            "decoder": {"causal": True, "bias": relative, "query_length": length, "key_length": length},
-            "decoder to encoder": {"causal": False, "attention_mask": True, "query_length": length},
-        }
-
-    def stages(self, run: RunConfig) -> list[Stage]:
-        """The encoder's layers and then the decoder's, divided as the pipeline flags say, by default evenly."""
-        return stages_of(stage_sizes(run))
 
     def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:
         """Tokens for both embeddings, labels for the loss, and what is padding for every layer."""
