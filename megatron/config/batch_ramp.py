@@ -19,7 +19,7 @@ _NUMBER = r"(\d{1,18}(?:\.\d{1,18})?)([KMBT]?)"
 
 @dataclass(frozen=True)
 class BatchRamp:
-    """Batch sizes that replace one another: ``sizes[index]`` from ``start_of(index)`` consumed samples on."""
+    """A changing batch size: ``sizes[index]`` from ``start_of(index)`` consumed samples on."""
 
     sizes: Sequence[int]
     start_of: Callable[[int], int]
@@ -41,7 +41,7 @@ class BatchRamp:
         return self.sizes[self._index_at(consumed_samples)]
 
     def iterations(self, train_samples: int) -> int:
-        """Steps that ``train_samples`` samples make; samples that do not fill the last batch are not used."""
+        """Number of steps of ``train_samples`` samples; samples that do not fill the last batch are not used."""
         steps, left = 0, train_samples
         for size, most in self._phases():
             taken = min(most, left // size)

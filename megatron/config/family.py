@@ -1,4 +1,4 @@
-"""What the settings of one family tell the rest of a run; the defaults are those of GPT."""
+"""Facts about a run that depend on its family, from the family's own settings; the defaults are those of GPT."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Group = TypeVar("Group")
 
 
 def group_among(groups: Iterable[object], kind: type[Group]) -> Group:
-    """The group of class ``kind``, which must be among ``groups``."""
+    """The group of class ``kind``, one of ``groups``."""
     return next(group for group in groups if isinstance(group, kind))
 
 
@@ -54,7 +54,7 @@ class FamilyConfig:
             cls.title = cls.name
 
     def rules(self) -> Sequence[Rule]:
-        """Checks of a run with this group, beside those of every run."""
+        """Checks of a run with this group, in addition to those of every run."""
         return ()
 
     def remarks(self) -> Sequence[Rule]:
@@ -66,15 +66,15 @@ class FamilyConfig:
         return self
 
     def num_layers(self, model: ModelConfig) -> int:
-        """Layers of all stacks, which pipeline stages cut as one chain."""
+        """Layers of all stacks; pipeline stages divide them as one list."""
         return model.num_layers
 
     def layers_asked(self, model: ModelConfig) -> str:
-        """The flags that say how many layers the model has, with their values."""
+        """The flags that set the number of layers, with their values."""
         return f"--num-layers {model.num_layers}"
 
     def longest_sequence(self, data: DataConfig) -> int:
-        """Tokens of the longest sequence that a stack reads."""
+        """Length of the longest sequence of a stack, in tokens."""
         return data.seq_length
 
     @property
@@ -96,7 +96,7 @@ class FamilyConfig:
 
     @property
     def only_reads(self) -> bool:
-        """Whether the model is asked and nothing else: no rank holds gradients or an optimizer's state."""
+        """Whether there is no training at all, so no rank holds gradients or optimizer state."""
         return False
 
     @property
@@ -106,10 +106,10 @@ class FamilyConfig:
 
     @property
     def epochs(self) -> int | None:
-        """Passes over the command's own data; None where iterations or samples say how long training is."""
+        """Passes over the command's own data; None where training is counted in iterations or samples."""
         return None
 
     @property
     def trains_in_epochs(self) -> bool:
-        """Whether epochs of the data, not iterations, say how long training is, and when it saves and evaluates."""
+        """Whether length, saving and evaluation of the run are in epochs, not in iterations."""
         return False

@@ -22,7 +22,7 @@ class Word:
 
     @property
     def is_flag(self) -> bool:
-        """Whether the word is meant as a flag, even if its dash is single or typographic; not for negative numbers."""
+        """Whether the word starts like a flag, also with one dash or a typographic one; negative numbers do not."""
         return bool(re.match(r"--|[-–—]{1,2}[A-Za-z]", self.text))
 
 

@@ -99,12 +99,12 @@ class FlagSpec:
 
     @cached_property
     def positive(self) -> str:
-        """The spelling that sets the field to the value that follows, or to True."""
+        """The spelling that sets the field to the following value, or to True."""
         return self.options.name or "--" + self.field.replace("_", "-")
 
     @property
     def is_switch(self) -> bool:
-        """Whether the flag stands alone, without a value."""
+        """Whether the flag takes no value."""
         return self.kind is bool
 
     @property
@@ -114,7 +114,7 @@ class FlagSpec:
 
     @property
     def noun(self) -> str:
-        """What kind of value the flag takes, in words."""
+        """The kind of value that the flag takes, in words."""
         noun = _NOUNS[self.kind] if not self.choices else f"one of {one_of(self.choices)}"
         if not self.is_list:
             return noun
@@ -199,7 +199,7 @@ class FlagSpec:
         return None
 
     def stand_in(self) -> Any:
-        """A value within bounds, to go on checking other settings when this one is missing or wrong."""
+        """A valid value in place of a missing or wrong one, so that other settings can still be checked."""
         if not self.required:
             return self.default
         value = self.choices[0] if self.choices else self.kind(1)

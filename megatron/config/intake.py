@@ -166,7 +166,7 @@ class Intake:
                 yield spec
 
     def finish(self) -> None:
-        """Settle flags that yield to others and report the required ones that are missing."""
+        """Apply flags that yield to others, and report required ones that are missing."""
         if self._underscored:
             self.notes.append(f"{', '.join(dict.fromkeys(self._underscored))}: read with dashes instead of underscores")
         for flag, path in self._deepspeed:
@@ -189,7 +189,7 @@ class Intake:
         return group(**{**missing, **given})
 
     def _take_key(self, key: str, value: Any, *, source: str, group: str | None = None) -> None:
-        """One entry of a settings file, by field name or by flag name without dashes."""
+        """Take an entry of a settings file, by field name or by flag name without dashes."""
         if value is None:
             return
         spec = self._by_field.get(key.replace("-", "_"))
@@ -209,7 +209,7 @@ class Intake:
             self._take(spec, value, source=source, rank=FILE)
 
     def _take_spelling(self, spelling: str, values: list[Any], *, source: str, rank: int) -> None:
-        """One flag by its spelling, of ours or of Megatron-LM's."""
+        """Take a flag of this program or of Megatron-LM."""
         with_dashes = spelling.replace("_", "-")
         if not self._is_known(spelling) and self._is_known(with_dashes):
             self._underscored.append(spelling)
@@ -275,7 +275,7 @@ class Intake:
             self._take_as(typed, legacy, values, rank=rank)
 
     def _take_as(self, typed: str, legacy: LegacyFlag, values: list[Any], *, rank: int) -> None:
-        """A flag under another name: the fields it means, with a remark."""
+        """Take a flag under another name: set the fields that it means, and remark on it."""
         spelling = typed.partition(" ")[0]
         meant = [
             (self._by_field[name], values or True if value is None else value) for name, value in legacy.sets.items()
@@ -298,7 +298,7 @@ class Intake:
                 self._offer(spec, given)
 
     def _take_deepspeed(self, flag: str, path: str) -> None:
-        """DeepSpeed's configuration file: settings that no flag gives, and contradictions of those that one does."""
+        """Take the settings of DeepSpeed's configuration file that no flag gives; a contradiction is a problem."""
         try:
             settings = deepspeed_settings(read_settings(path, flag=flag), where=f"{flag} {path}")
         except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Settings with their sources, and the layout of ranks, as text for the start of a run and for dry runs."""
+"""Settings with their sources and the layout of ranks, as text for start-up reports and dry runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def settings_report(run: RunConfig) -> list[str]:
 
 
 def layout_report(run: RunConfig, *, ranks_per_node: int) -> list[str]:
-    """Each axis that more than one rank shares: its size, its groups, and whether they stay within a node."""
+    """Each axis of more than one rank: its size, its groups, and whether a group is within a node."""
     nodes = -(-run.world_size // ranks_per_node)
     where = f"{nodes:,} nodes of {ranks_per_node}" if nodes > 1 else "one node"
     lines = [f"{run.world_size:,} rank{plural_s(run.world_size)} on {where}"]

@@ -58,9 +58,8 @@ class RunConfig:
     """All settings of a run; values that follow from others are filled in when it is built.
 
     Building one checks nothing: ``parse`` does, and so does ``rules.check(run)``.
-    ``extra`` holds groups of a train spec or a tool. ``provenance`` is the source of each field's value, and
-    ``notes`` what a user should know about flags that were accepted but have no effect; neither is part of equality or
-    digest.
+    ``extra`` holds groups of a family or a tool. ``provenance`` is the source of each field's value, and
+    ``notes`` are remarks about accepted flags without effect; neither is part of equality or digest.
     """
 
     model: ModelConfig
@@ -166,17 +165,17 @@ class RunConfig:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the whole model, those of an encoder and then of its decoder."""
+        """Layers of the whole model; an encoder's and then its decoder's."""
         return self.family.num_layers(self.model)
 
     @property
     def layers_asked(self) -> str:
-        """The flags that say how many layers the model has, with their values."""
+        """The flags that set the number of layers, with their values."""
         return self.family.layers_asked(self.model)
 
     @property
     def tokens_per_sample(self) -> int:
-        """Of ``--seq-length``, for each of a sample's sequences."""
+        """Tokens of a sample: ``--seq-length`` for each of its sequences."""
         return self.data.seq_length * self.family.sequences_per_sample
 
     @property

@@ -49,7 +49,7 @@ def _hugging_face_size(model: str | None) -> int:
 
 
 def _highest(flag: str, file: str | None, ids: Any) -> int:
-    """Embeddings are looked up by id, so the size is the highest id plus one, even if ids are missing."""
+    """The highest id plus one: embeddings are indexed by id, so unused ids count."""
     if not isinstance(ids, dict) or not ids or not all(type(number) is int for number in ids.values()):
         raise ConfigError(f"{flag} {file} holds no vocabulary of words and their ids{_OR_SAY_SO}")
     return int(max(ids.values())) + 1

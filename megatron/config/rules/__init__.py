@@ -88,7 +88,7 @@ class UnknownSettingError(Exception):
 
 
 def _without(run: RunConfig, fields: Collection[str]) -> RunConfig:
-    """``run``, in which reading one of ``fields``, directly or through a property, raises UnknownSettingError."""
+    """A copy of ``run``: reading one of ``fields``, directly or in a property, raises UnknownSettingError."""
     hidden = {id(group): _hiding(group, fields, {}) for group in run.groups()}
     changed: dict[str, Any] = {name: hidden[id(value)] for name, value in vars(run).items() if id(value) in hidden}
     return _hiding(run, fields, changed | {"extra": tuple(hidden[id(each)] for each in run.extra)})
