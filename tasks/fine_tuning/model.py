@@ -14,6 +14,7 @@ from megatron.core.ops.dropout import dropout
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload, total_of
 from megatron.core.parallel.rng import StreamKey
+from megatron.core.parallel.side_losses import SideLosses
 from megatron.core.tensor_parallel.initialize import initialize
 from megatron.core.transformer.block import RecomputePlan
 
@@ -60,6 +61,7 @@ class BertClassifier(BertBody):
         attention_mask: Tensor,
         rng_key: StreamKey | None = None,
         hidden: Tensor | None = None,
+        side_losses: SideLosses | None = None,
     ) -> AnswerLogits | Tensor:
         """Token ids and types ``[b, choices, S]`` (None after the first stage) to logits ``[b, answers]``, before the
         last stage to hidden states ``[s, b·choices, h]``; ``attention_mask`` is ``[b, choices, S]``. See BertModel.
@@ -71,6 +73,7 @@ class BertClassifier(BertBody):
             attention_mask=attention_mask.flatten(0, 1),
             rng_key=rng_key,
             hidden=hidden,
+            side_losses=side_losses,
         )
         head = self.classification_head or self.multichoice_head
         if self.pooler is None or head is None:

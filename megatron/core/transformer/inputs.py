@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor
@@ -15,20 +15,21 @@ from megatron.core.parallel.side_losses import SideLosses
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """``rng_key``: the microbatch's random streams. ``rotary``: cos and sin for the positions, or None.
-    ``document_ids``: ``[b, S]``; attention stays within a document. ``attention_mask``: ``[b, S]``, True where real.
-    ``bias``: ``[n, s, S]``, added to the scores of self-attention. ``side_losses``: takes the losses of layers.
+    """``rng_key``: the microbatch's random streams. ``side_losses``: takes the losses of layers.
+
+    ``rotary``: cos and sin for the positions, or None. ``document_ids``: ``[b, S]``; attention stays within a document.
+    ``attention_mask``: ``[b, S]``, True where real. ``bias``: ``[n, s, S]``, added to the scores of self-attention.
 
     For cross-attention: ``encoder_hidden_states`` ``[t, b, h]``, what the encoder made, and its own
     ``encoder_attention_mask`` ``[b, T]``.
     """
 
     rng_key: StreamKey
+    side_losses: SideLosses
     rotary: RotaryTable | None = None
     document_ids: Tensor | None = None
     attention_mask: Tensor | None = None
     bias: Tensor | None = None
-    side_losses: SideLosses = field(default_factory=SideLosses)
     encoder_hidden_states: Tensor | None = None
     encoder_attention_mask: Tensor | None = None
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.rng import StreamKey
+from megatron.core.parallel.side_losses import SideLosses
 from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.stack import FEED_FORWARD, SELF_ATTENTION, Layer, StackConfig
@@ -63,7 +64,7 @@ def test_arrangements_of_branches(stream: torch.dtype) -> None:
     """Each arrangement is its paper's formula; the residual stream keeps its type, and branches compute in theirs."""
     config = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, hidden_dropout=0, attention_dropout=0)
     context = ParallelContext.single(dtype=torch.bfloat16 if stream == torch.float32 else stream)
-    inputs = LayerInputs(StreamKey(0))
+    inputs = LayerInputs(StreamKey(0), SideLosses())
     found = {}
     for name, branches in LAYERS.items():
         layer = TransformerLayer(StackConfig(config, causal=True, pattern=(branches,)), context, number=0)

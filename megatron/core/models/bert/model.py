@@ -15,6 +15,7 @@ from megatron.core.ops.activation import activation
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload, costs_of, total_of
 from megatron.core.parallel.rng import StreamKey
+from megatron.core.parallel.side_losses import SideLosses
 from megatron.core.tensor_parallel.initialize import initialize
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
 from megatron.core.tensor_parallel.regions import first_token
@@ -64,6 +65,7 @@ class BertBody(nn.Module):
         attention_mask: Tensor | None,
         rng_key: StreamKey,
         hidden: Tensor | None,
+        side_losses: SideLosses | None,
     ) -> Tensor:
         """What the stage's last layer, and on the last stage the final norm, make of ids or of the stage before:
         ``[s, b, h]``. Arguments are those of ``BertModel.forward``.
@@ -72,7 +74,12 @@ class BertBody(nn.Module):
             assert tokens is not None, "the first stage needs tokens"
             hidden = self.embedding(tokens, None, rng_key, types=torch.zeros_like(tokens) if types is None else types)
         assert hidden is not None, "a later stage needs the hidden states of the one before"
-        inputs = LayerInputs(rng_key=rng_key, rotary=self._rotary(hidden, None), attention_mask=attention_mask)
+        inputs = LayerInputs(
+            rng_key=rng_key,
+            rotary=self._rotary(hidden, None),
+            attention_mask=attention_mask,
+            side_losses=side_losses or SideLosses(),
+        )
         out: Tensor = self.encoder(hidden, inputs)
         return out
 
@@ -120,15 +127,19 @@ class BertModel(BertBody):
         attention_mask: Tensor | None = None,
         rng_key: StreamKey | None = None,
         hidden: Tensor | None = None,
+        side_losses: SideLosses | None = None,
     ) -> BertOutput | Tensor:
         """Token ids and types ``[b, S]`` (None after the first stage) to the output, before the last to hidden states.
 
         With context parallelism both are the rank's slice. ``attention_mask`` ``[b, S]``: True for tokens that are no
         padding, of the whole sequence; None where there is none. ``hidden`` ``[s, b, h]``: what the stage before
-        returned. ``rng_key``: the microbatch's random streams, needed only when dropout draws.
+        returned. ``rng_key``: the microbatch's random streams, needed only when dropout draws. ``side_losses``: takes
+        the losses of layers.
         """
         rng_key = rng_key or StreamKey(0)
-        hidden = self.hidden_states(tokens, types, attention_mask=attention_mask, rng_key=rng_key, hidden=hidden)
+        hidden = self.hidden_states(
+            tokens, types, attention_mask=attention_mask, rng_key=rng_key, hidden=hidden, side_losses=side_losses
+        )
         return self._output(hidden) if self._is_last else hidden
 
     def costs(self, workload: Workload) -> Costs:

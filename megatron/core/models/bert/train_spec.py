@@ -138,6 +138,7 @@ def run_bert(model: nn.Module, stage_inputs: StageInputs, microbatch: Microbatch
         attention_mask=tensors["attention_mask"].bool(),
         rng_key=microbatch.rng_key,
         hidden=stage_inputs.get("hidden"),
+        side_losses=microbatch.side_losses,
     )
     return {"hidden": output} if isinstance(output, Tensor) else output
 

@@ -14,6 +14,7 @@ from megatron.core.models.t5.config import T5Config
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload, costs_of, total_of
 from megatron.core.parallel.rng import StreamKey
+from megatron.core.parallel.side_losses import SideLosses
 from megatron.core.tensor_parallel.initialize import initialize
 from megatron.core.transformer.block import RecomputePlan, TransformerBlock
 from megatron.core.transformer.embedding import LanguageModelEmbedding
@@ -107,6 +108,7 @@ class T5Model(nn.Module):
         rng_key: StreamKey | None = None,
         hidden: Tensor | None = None,
         encoder_hidden_states: Tensor | None = None,
+        side_losses: SideLosses | None = None,
     ) -> VocabularyOutput | dict[str, Tensor]:
         """Token ids ``[b, S]`` for the first stage and ``[b, D]`` for the one with the decoder's first layer, to the
         output; before the last stage to what the next is given as ``hidden`` and, once the decoder is open,
@@ -115,15 +117,20 @@ class T5Model(nn.Module):
         With context parallelism tokens are the rank's slices. ``attention_mask`` ``[b, S]``: True for the encoder's
         tokens that are no padding, of the whole sequence; None where there is none. The decoder's padding comes last,
         where no real token sees it. ``rng_key``: the microbatch's random streams, needed only when dropout draws.
+        ``side_losses``: takes the losses of layers.
         """
-        rng_key = rng_key or StreamKey(0)
+        rng_key, side_losses = rng_key or StreamKey(0), side_losses or SideLosses()
         if self._stage.is_first:
             hidden = self._embedded(encoder_tokens, rng_key, "embedding")
         assert hidden is not None, "a later stage needs the hidden states of the one before"
         if self.encoder is not None:
             bias = None if self.encoder_positions is None else self.encoder_positions(hidden)
             inputs = LayerInputs(
-                rng_key=rng_key, rotary=self._rotary(hidden, None), attention_mask=attention_mask, bias=bias
+                rng_key=rng_key,
+                rotary=self._rotary(hidden, None),
+                attention_mask=attention_mask,
+                bias=bias,
+                side_losses=side_losses,
             )
             hidden = self.encoder(hidden, inputs)
         if self._opens_decoder:
@@ -131,7 +138,16 @@ class T5Model(nn.Module):
         if self.decoder is None:
             return {"hidden": hidden}
         assert encoder_hidden_states is not None, "a stage of the decoder needs what the encoder made"
-        hidden = self._decoded(hidden, encoder_hidden_states, attention_mask, rng_key)
+        bias = None if self.decoder_positions is None else self.decoder_positions(hidden)
+        inputs = LayerInputs(
+            rng_key=rng_key,
+            rotary=self._rotary(hidden, None),
+            bias=bias,
+            side_losses=side_losses,
+            encoder_hidden_states=encoder_hidden_states,
+            encoder_attention_mask=attention_mask,
+        )
+        hidden = self.decoder(hidden, inputs)
         return (
             self._output(hidden)
             if self._stage.is_last
@@ -142,20 +158,6 @@ class T5Model(nn.Module):
         assert self.embedding is not None and tokens is not None, "a stage that begins a stack needs its tokens"
         hidden: Tensor = self.embedding(tokens, None, rng_key, stream=stream)
         return hidden
-
-    def _decoded(
-        self, hidden: Tensor, encoder_hidden_states: Tensor, attention_mask: Tensor | None, rng_key: StreamKey
-    ) -> Tensor:
-        assert self.decoder is not None
-        inputs = LayerInputs(
-            rng_key=rng_key,
-            rotary=self._rotary(hidden, None),
-            bias=None if self.decoder_positions is None else self.decoder_positions(hidden),
-            encoder_hidden_states=encoder_hidden_states,
-            encoder_attention_mask=attention_mask,
-        )
-        decoded: Tensor = self.decoder(hidden, inputs)
-        return decoded
 
     def costs(self, workload: Workload) -> Costs:
         """Of the encoder over its tokens and the decoder over ``workload.length``. Every stage of

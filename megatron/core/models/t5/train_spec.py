@@ -92,6 +92,7 @@ class T5Spec(TrainSpec):
             rng_key=microbatch.rng_key,
             hidden=stage_inputs.get("hidden"),
             encoder_hidden_states=stage_inputs.get("encoder_hidden_states"),
+            side_losses=microbatch.side_losses,
         )
 
     def loss(self, output: Any, microbatch: Microbatch) -> LossSum:
