@@ -17,6 +17,8 @@ RESTART_MAY_HELP = 1
 """Exit code when the machine failed: a disk, a network, a process, a lost rank, a stall, a loss that is not finite."""
 RESTART_CANNOT_HELP = 2
 """Exit code for a user's mistake: settings, and files that they name, which are missing, damaged or the wrong ones."""
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
 
 _NOBODY_READS = 141  # what shells give for a command that SIGPIPE ended
 
@@ -108,7 +110,7 @@ def run_command(main: Callable[[], int | None]) -> None:
         reason = f"{error.filename}: {error.strerror}; allow this user to read and write it, or name another one"
         code, said = RESTART_CANNOT_HELP, f"error: {reason if error.filename else error}\n"
     except KeyboardInterrupt as interrupt:
-        code = 130
+        code = INTERRUPTED
         if interrupt.args != ("",):  # another rank reports it
             said = ": ".join(["interrupted", *map(str, interrupt.args)]) + "\n"
     except BrokenPipeError:

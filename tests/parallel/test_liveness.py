@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from megatron.core.parallel.liveness import Liveness, Patience
+from megatron.core.parallel.liveness import Liveness, Patience, watched
 from megatron.core.parallel.mesh import Mesh
 
 QUICK = Patience(stall=0.3, poll=0.02, leave=0.1, answer=0.5)
@@ -134,3 +134,15 @@ def test_error_after_the_keeper_of_the_store_has_left_is_not_shown_again() -> No
     assert not late.call_off("RuntimeError: connection reset by peer", exit_code=1)
     first.stop()
     late.stop()
+
+
+def test_an_interrupted_rank_reports_it_unless_another_has() -> None:
+    """Ctrl-C on a rank other than 0 ended the run without a word about what is kept."""
+    store: Any = HashStore()
+    said = []
+    for rank in (1, 0):
+        mesh = Mesh.of(dp=2, rank=rank)
+        with pytest.raises(KeyboardInterrupt) as caught, watched(store, mesh, QUICK):
+            raise KeyboardInterrupt("iteration 50 is kept")
+        said.append(str(caught.value))
+    assert said == ["iteration 50 is kept", ""]

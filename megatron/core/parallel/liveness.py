@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.stall import RankReport, describe_stall
-from megatron.errors import MegatronError, ParallelError
+from megatron.errors import INTERRUPTED, MegatronError, ParallelError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -72,6 +72,14 @@ class Liveness:
         except _STORE_ERRORS:  # rank 0, which serves the store, has ended: unreported, unless after an order
             return not self._order_seen.is_set()
         return True
+
+    def interrupt(self) -> bool:
+        """Make every rank leave, as Ctrl-C ended this one; whether this rank is the first, which reports it."""
+        is_first = self.call_off("interrupted", exit_code=INTERRUPTED)
+        self._done.set()
+        with suppress(*_STORE_ERRORS):
+            self._store.add(_FINISHED, 1)
+        return is_first
 
     def linger(self) -> None:
         """On rank 0, which may serve the store: stay until the others no longer need it, or seem to be gone."""
@@ -168,8 +176,8 @@ def _tell(text: str) -> None:
 
 @contextmanager
 def watched(store: Store, mesh: Mesh, patience: Patience) -> Iterator[None]:
-    """For a ``with`` block: watch the ranks. The first error on any rank propagates, with its place in the run; errors
-    of other ranks that follow from it end their processes silently.
+    """For a ``with`` block: watch the ranks. The first error or Ctrl-C on any rank propagates, with its place in the run;
+    errors of other ranks that follow from it end their processes silently.
     """
     liveness = Liveness(store, mesh, patience)
     liveness.start()
@@ -193,5 +201,10 @@ def watched(store: Store, mesh: Mesh, patience: Patience) -> Iterator[None]:
             ) from error
         if not is_user_error:
             _tell(f"rank {mesh.world_rank} ({mesh.describe()}) failed in {place}:")
+        raise
+    except KeyboardInterrupt:
+        if not liveness.interrupt():
+            raise KeyboardInterrupt("") from None
+        liveness.linger()
         raise
     liveness.stop()

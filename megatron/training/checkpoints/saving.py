@@ -82,9 +82,7 @@ class Saver:
             self.finish()
 
     def kept(self) -> str:
-        """A sentence about what is kept if the run ends now; empty on all ranks but the first."""
-        if self._run.context.mesh.world_rank > 0:
-            return ""
+        """Which checkpoint is kept, and how many iterations are lost, if the run ends now; the same on all ranks."""
         now, saved = self._run.progress.iteration, self._saved_at
         if self._run.config.checkpoint.save is None:
             return f"no --save was given; iterations lost: {now:,}"
