@@ -1,7 +1,7 @@
 """lm-evaluation-harness on this project's checkpoints: ``python tasks/lm_eval.py --model megatron --model_args …``.
 
-The harness has no place where other packages announce models, so this is its command with one model more. Model
-arguments are the flags of any run without their dashes: ``load=runs/mine,tensor_model_parallel_size=2``.
+The harness finds no models of other packages, so this is its command with one more model. Model arguments are flags
+without their dashes: ``load=runs/mine,tensor_model_parallel_size=2``.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ TextAndIds = tuple[tuple[str, str], list[int], list[int]]
 
 @register_model("megatron")
 class MegatronLM(TemplateLM):  # type: ignore[misc]
-    """A checkpoint of this project as the harness sees it, at any layout: every rank is asked everything.
+    """A checkpoint as a model of the harness, at any layout; every rank gets all requests.
 
-    ``opened``: the ranks' meeting, which whoever runs the harness ends, with its error if there is one.
+    ``opened``: holds the process group, which ``main`` closes with the harness's error, if any.
     """
 
     opened = ExitStack()
@@ -69,7 +69,7 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
     def create_from_arg_obj(
         cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
     ) -> MegatronLM:
-        """From model arguments; ``additional_config`` is what the harness's own flags say."""
+        """From model arguments; ``additional_config``: the harness's own flags."""
         more = additional_config or {}
         config = run_of(arg_dict, batch_size=more.get("batch_size"), device=more.get("device"))
         precision, seed = config.precision.params_dtype, config.training.seed
@@ -81,17 +81,17 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def eot_token_id(self) -> int:
-        """What ends a text."""
+        """The token that ends a text."""
         return self._ours.eod
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without context."""
+        """The token before a text without context."""
         return self._ours.eod if self._ours.bos is None else self._ours.bos
 
     @property
     def tokenizer_name(self) -> str:
-        """By which the harness keeps requests."""
+        """The name under which the harness caches requests."""
         return f"{self._ours.name}-{self._ours.fingerprint[:12]}"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
@@ -102,7 +102,7 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Sequence[TextAndIds], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Log-likelihood of each continuation, and whether it is what greedy generation would give."""
+        """Log-likelihood of each continuation, and whether greedy generation gives it."""
         length = self._questions.length
         answers = self._questions.likelihoods(
             [sample_of(context, continuation, length=length) for _, context, continuation in requests]
@@ -120,7 +120,7 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Each text's continuation up to the first of its stop strings; requests with equal settings run together."""
+        """Each text's continuation up to its first stop string; requests with equal settings form batches."""
         answers = [""] * len(requests)
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
@@ -134,12 +134,12 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
         return answers
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the harness writes into its results about the model: which checkpoint it was."""
+        """The checkpoint, for the harness's results."""
         return {"checkpoint": checkpoint_facts(self._model.folder)}
 
 
 def main() -> int:
-    """The harness's command; only the first rank speaks."""
+    """The harness's command; only the first rank prints."""
     with ExitStack() as quiet:
         if launch_environment().rank > 0:
             os.environ["TQDM_DISABLE"] = "1"

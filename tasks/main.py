@@ -33,7 +33,7 @@ PROG = "tasks/main.py"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check the settings, then measure; the process's exit code."""
+    """Check the settings, then run the task; the process's exit code."""
     started = time.monotonic()
     with errors_once_per_node():
         task = TASKS.get(read_given(argv, TaskConfig).value("task"))
@@ -53,17 +53,17 @@ def main(argv: Sequence[str]) -> int:
 
 def settings(argv: Sequence[str], task: Task | None) -> RunConfig:
     """The run that ``argv`` describes; raises ConfigError for an unknown task."""
-    groups, defaults = (task.groups, task.defaults) if task is not None else ((), DEFAULTS)
-    given = read_given(argv, TaskConfig)
+    groups: tuple[type, ...] = (TaskConfig,)
+    defaults, given = DEFAULTS, read_given(argv, TaskConfig)
     if given.value("task") in ZERO_SHOT:
-        groups = (*groups, *family_to_evaluate(argv, TaskConfig).groups)
-    if given.value("epochs") == 0:
-        defaults = DEFAULTS
-    return parse(argv, prog=PROG, groups=(TaskConfig, *groups), defaults=defaults)
+        groups = (TaskConfig, *family_to_evaluate(argv, TaskConfig).groups)
+    elif task is not None and given.value("epochs") != 0:
+        defaults = task.defaults
+    return parse(argv, prog=PROG, groups=groups, defaults=defaults)
 
 
 def train_spec(config: RunConfig) -> TrainSpec:
-    """Of the model that the task fine-tunes or evaluates."""
+    """The train spec of the model that the task fine-tunes or evaluates."""
     settings = config.group(TaskConfig)
     if settings.task not in FINE_TUNING:
         return family_of(config.extra).train_spec
@@ -73,7 +73,7 @@ def train_spec(config: RunConfig) -> TrainSpec:
 
 
 def check_own_files(settings: TaskConfig, found: Findings) -> None:
-    """What tasks alone read and write, for a dry run: ``found`` takes what is there and what is wrong with it."""
+    """Check the files that only tasks read and write, for a dry run; ``found`` receives lines and errors."""
     found.check(lambda: check_result_file(settings.result_file, make=False))
     found.check(lambda: check_predictions_dir(settings.predictions_dir, make=False))
     if settings.task in FINE_TUNING:
@@ -93,7 +93,7 @@ def check_own_files(settings: TaskConfig, found: Findings) -> None:
 
 
 def measure(config: RunConfig, task: Task, *, started: float) -> None:
-    """Join the other ranks, run the task, print its result on the last rank and write it down."""
+    """Join the other ranks, run the task, print its result on the last rank and write ``--result-file``."""
     from megatron.core.parallel.launch import parallel_context
     from megatron.training.run.agreement import check_ranks_agree
     from tasks.result import write_result

@@ -1,4 +1,4 @@
-"""Model arguments of lm-evaluation-harness as the run that they describe: flags without their dashes."""
+"""Model arguments of lm-evaluation-harness, which are flags without their dashes, as settings of a run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tasks.settings import HarnessConfig
 
 
 def run_of(flags: dict[str, Any], *, batch_size: int | str | None, device: str | None) -> RunConfig:
-    """The run that the harness's arguments describe; raises ConfigError for flags that don't exist.
+    """The run that the harness's arguments describe; raises ConfigError for unknown flags.
 
-    ``batch_size``: samples of a forward pass, unless ``micro_batch_size`` says it; ``auto`` is the default. ``device``:
-    where a rank computes is its launcher's to say, but ``cpu`` keeps it off a GPU.
+    ``batch_size``: samples of a forward pass unless ``micro_batch_size`` is given; ``auto``: the default. ``device``:
+    ``cpu``, even if there is a GPU, or ``cuda``, which the launcher chooses among.
     """
     defaults: dict[str, Any] = {**DEFAULTS, "skip_train": True}
     if device == "cpu":
@@ -30,7 +30,7 @@ def run_of(flags: dict[str, Any], *, batch_size: int | str | None, device: str |
 
 
 def words_of(flags: dict[str, Any]) -> list[str]:
-    """A command line of the arguments: ``x=True`` is ``--x``, ``x=False`` is ``--no-x``, a list is several values."""
+    """The arguments as a command line: ``x=True`` is ``--x``, ``x=False`` is ``--no-x``, a list is several values."""
     words: list[str] = []
     for name, value in flags.items():
         flag = name.replace("_", "-")

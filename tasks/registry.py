@@ -1,11 +1,11 @@
-"""The tasks by name. Adding one is adding its name to ``TaskConfig.task``, a row here, and a module with a ``run``."""
+"""The tasks by name. To add one, add its name to ``TaskConfig.task``, a row here, and a module with a ``run``."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from megatron.config.parse import read_given
 from megatron.core.models.registry import FAMILIES, Family
@@ -17,32 +17,21 @@ if TYPE_CHECKING:  # torch is imported when flags are known to be right
 
 
 DEFAULTS: Mapping[str, Any] = {"use_checkpoint_args": True, "micro_batch_size": 8}
-"""Where nothing is trained: the model is the checkpoint's, whatever flags leave open, and any batch gives the same."""
-
-
-class RunTask(Protocol):
-    """What a task does on every rank, beginning with settings and a mesh."""
-
-    def __call__(self, config: RunConfig, context: ParallelContext) -> TaskResult:
-        """Load what ``config`` names, measure it, and return the same result on every rank. A collective."""
-        ...
+"""Defaults where nothing is trained: the architecture is the checkpoint's, and the batch size changes no result."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task before anything heavy is imported.
-
-    ``module``: whose ``run`` is its :class:`RunTask`. ``groups``: settings beside those of every run and of every task,
-    as of a model family. ``defaults``: values by field where flags' own defaults don't suit it.
-    """
+    """A task, whose module is imported when it runs. ``defaults``: by field, in place of those of the flags."""
 
     module: str
-    groups: tuple[type, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=lambda: DEFAULTS)
 
-    def load(self) -> RunTask:
-        """Import what runs it."""
-        run: RunTask = importlib.import_module(self.module).run
+    def load(self) -> Callable[[RunConfig, ParallelContext], TaskResult]:
+        """The module's ``run``: load the model that the settings name, measure it, and return the same result on every
+        rank. A collective.
+        """
+        run: Callable[[RunConfig, ParallelContext], TaskResult] = importlib.import_module(self.module).run
         return run
 
 

@@ -1,4 +1,4 @@
-"""What a task found, and the file that says what it was measured on and by."""
+"""The result of a task, and the file that records it with its data, checkpoint and settings."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _READ_SIZE = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class TaskResult:
-    """``lines``: as they are printed. ``metrics``: the same as numbers. ``data``: every file that was measured on.
+    """``lines``: to print. ``metrics``: the same numbers by name. ``data``: every file that was read.
 
-    ``checkpoint``: what was measured; None for weights that were trained just now and not saved.
+    ``checkpoint``: of the model; None for weights that were trained just now and not saved.
     """
 
     lines: tuple[str, ...]
@@ -40,12 +40,12 @@ class TaskResult:
 
 
 def framed(line: str) -> tuple[str, ...]:
-    """A line between two of dashes, as Megatron-LM prints results."""
+    """A line between two rules, as Megatron-LM prints results."""
     return "-" * (len(line) + 1), line, "-" * (len(line) + 1)
 
 
 def check_result_file(path: str | None, *, make: bool = True) -> None:
-    """Raise ConfigError now rather than after hours when ``--result-file`` cannot be written. ``make``: try it."""
+    """Raise ConfigError when ``--result-file`` cannot be written, before the work. ``make``: make its folder."""
     if path is None:
         return
     if Path(path).is_dir():
@@ -58,7 +58,7 @@ def check_result_file(path: str | None, *, make: bool = True) -> None:
 
 
 def check_predictions_dir(path: str | None, *, make: bool = True) -> None:
-    """Raise ConfigError now rather than after hours when ``--predictions-dir`` takes no files. ``make``: try it."""
+    """Raise ConfigError when ``--predictions-dir`` cannot be written, before the work. ``make``: make it."""
     if path is None:
         return
     reason = why_not_writable(Path(path), make=make)
@@ -67,7 +67,7 @@ def check_predictions_dir(path: str | None, *, make: bool = True) -> None:
 
 
 def write_result(result: TaskResult, config: RunConfig, context: ParallelContext, *, seconds: float) -> None:
-    """Write ``--result-file``, if there is one. ``seconds``: wall time since the command began."""
+    """Write ``--result-file``, if it is given. ``seconds``: wall time since the start of the command."""
     path = config.group(TaskConfig).result_file
     if path is not None:
         Path(path).write_text(json.dumps(_document(result, config, context, seconds), indent=1) + "\n")
@@ -98,7 +98,7 @@ def _document(result: TaskResult, config: RunConfig, context: ParallelContext, s
 
 
 def checkpoint_facts(folder: CheckpointFolder) -> dict[str, Any]:
-    """Which one it is; the digest is that of the manifest, which holds size and checksum of every file."""
+    """Path, iteration and digest of a checkpoint: of its manifest, which has the checksum of every file."""
     from megatron.core.checkpointing.manifest import MANIFEST
 
     digest = _file(folder.path / MANIFEST)["sha256"]
@@ -123,5 +123,5 @@ def _file(path: AnyPath) -> dict[str, Any]:
 
 
 def _place(path: AnyPath) -> str:
-    """Whole, so that it means the same from any folder."""
+    """The absolute path, or the URL."""
     return str(path.resolve() if isinstance(path, Path) else path)

@@ -1,43 +1,31 @@
-"""Rules about tasks: each says which of the flags of tasks/main.py it has a use for."""
+"""Rules about the flags of tasks/main.py."""
 
 from __future__ import annotations
 
 from megatron.config.run import RunConfig
-from tasks.settings import FINE_TUNING, ZERO_SHOT, TaskConfig
+from tasks.settings import FINE_TUNING, TaskConfig
 
 _ONE_FILE = ("WIKITEXT103", "LAMBADA")
 _WINDOWS = ("WIKITEXT103", "LM")
 
 
-def zero_shot_needs_a_model(run: RunConfig) -> str | None:
-    """Nothing is measured on random weights."""
-    task, checkpoint = run.group(TaskConfig), run.checkpoint
-    if task.task not in ZERO_SHOT or checkpoint.load or checkpoint.pretrained_checkpoint:
+def tasks_read_their_own_data(run: RunConfig) -> str | None:
+    """Data sets for pretraining are refused."""
+    data = run.data
+    given = {
+        "--data-path": data.data_path,
+        "--train-data-path": data.train_data_path,
+        "--valid-data-path": data.valid_data_path,
+        "--test-data-path": data.test_data_path,
+        "--data-args-path": data.data_args_path,
+        "--per-split-data-args-path": data.per_split_data_args_path,
+        "--mock-data": data.mock_data,
+        "--verify-data": data.verify_data,
+    }
+    named = [*(flag for flag, value in given.items() if value), *data.given_document_flags()]
+    if not named:
         return None
-    if checkpoint.use_checkpoint_args:  # which says so itself
-        return None
-    return f"--task {task.task} measures a trained model: give --load, the folder of its checkpoints"
-
-
-def zero_shot_has_data(run: RunConfig) -> str | None:
-    """A task that trains nothing has something to read, and as much of it as the task takes."""
-    task = run.group(TaskConfig)
-    if task.task not in ZERO_SHOT or (task.valid_data and task.task not in _ONE_FILE):
-        return None
-    if len(task.valid_data) == 1:
-        return None
-    wanted = "one file" if task.task in _ONE_FILE else "files of text"
-    given = f", not {len(task.valid_data)}: {' '.join(task.valid_data)}" if task.valid_data else ""
-    return f"--task {task.task} needs {wanted}{given}; give --valid-data"
-
-
-def zero_shot_trains_nothing(run: RunConfig) -> str | None:
-    """Flags of training are refused by name, never ignored."""
-    task = run.group(TaskConfig)
-    if task.task not in ZERO_SHOT:
-        return None
-    named = ["--train-data"] * bool(task.train_data) + [f"--epochs {task.epochs}"] * bool(task.epochs)
-    return f"--task {task.task} trains nothing; leave {' and '.join(named)} out" if named else None
+    return f"tasks make their samples of --valid-data and --train-data; leave {' and '.join(named)} out"
 
 
 def flags_of_other_tasks(run: RunConfig) -> str | None:
@@ -56,46 +44,45 @@ def flags_of_other_tasks(run: RunConfig) -> str | None:
     return None
 
 
+def zero_shot_needs_a_model(run: RunConfig) -> str | None:
+    """Random weights are not evaluated."""
+    checkpoint = run.checkpoint
+    if checkpoint.load or checkpoint.pretrained_checkpoint or checkpoint.use_checkpoint_args:  # which reports it
+        return None
+    task = run.group(TaskConfig).task
+    return f"--task {task} measures a trained model: give --load, the folder of its checkpoints"
+
+
+def zero_shot_has_data(run: RunConfig) -> str | None:
+    """A task has the files that it reads."""
+    task, count = run.group(TaskConfig), len(run.group(TaskConfig).valid_data)
+    if count == 1 or (count and task.task not in _ONE_FILE):
+        return None
+    wanted = "one file" if task.task in _ONE_FILE else "files of text"
+    given = f", not {count}: {' '.join(task.valid_data)}" if count else ""
+    return f"--task {task.task} needs {wanted}{given}; give --valid-data"
+
+
+def zero_shot_trains_nothing(run: RunConfig) -> str | None:
+    """Flags of training are refused."""
+    task = run.group(TaskConfig)
+    named = ["--train-data"] * bool(task.train_data) + [f"--epochs {task.epochs}"] * bool(task.epochs)
+    return f"--task {task.task} trains nothing; leave {' and '.join(named)} out" if named else None
+
+
 def windows_overlap(run: RunConfig) -> str | None:
-    """Windows leave no token out."""
+    """Windows skip no token."""
     task, length = run.group(TaskConfig), run.data.seq_length
     if task.overlapping_eval is None or task.overlapping_eval <= length:
         return None
     return f"--overlapping-eval {task.overlapping_eval} is beyond --seq-length {length}; give at most {length}"
 
 
-def tasks_read_their_own_data(run: RunConfig) -> str | None:
-    """Data sets for training are no data of tasks."""
-    data = run.data
-    given = {
-        "--data-path": data.data_path,
-        "--train-data-path": data.train_data_path,
-        "--valid-data-path": data.valid_data_path,
-        "--test-data-path": data.test_data_path,
-        "--data-args-path": data.data_args_path,
-        "--per-split-data-args-path": data.per_split_data_args_path,
-        "--mock-data": data.mock_data,
-        "--verify-data": data.verify_data,
-    }
-    named = [*(flag for flag, value in given.items() if value), *data.given_document_flags()]
-    return (
-        f"tasks make their samples of --valid-data and --train-data; leave {' and '.join(named)} out" if named else None
-    )
-
-
-def epochs_are_given(run: RunConfig) -> str | None:
-    """How often the training data are read, or that nothing is trained."""
+def epochs_and_data_are_given(run: RunConfig) -> str | None:
+    """There are files to train on, or files to score."""
     task = run.group(TaskConfig)
-    if task.answers is None or task.epochs is not None:
-        return None
-    return f"--task {task.task} needs --epochs: how often to read --train-data, or 0 to score --valid-data alone"
-
-
-def data_are_given(run: RunConfig) -> str | None:
-    """Something to train on, or something to score."""
-    task = run.group(TaskConfig)
-    if task.answers is None:
-        return None
+    if task.epochs is None:
+        return f"--task {task.task} needs --epochs: how often to read --train-data, or 0 to score --valid-data alone"
     if task.epochs and not task.train_data:
         return f"--task {task.task} with --epochs {task.epochs} needs --train-data"
     if task.epochs == 0 and not task.valid_data:
@@ -104,9 +91,9 @@ def data_are_given(run: RunConfig) -> str | None:
 
 
 def predictions_are_of_a_finished_model(run: RunConfig) -> str | None:
-    """What is written down is what the model answers that the scores are of."""
+    """Predictions and scores are of the same model."""
     task = run.group(TaskConfig)
-    if task.answers is None or task.predictions_dir is None or not task.epochs:
+    if task.predictions_dir is None or not task.epochs:
         return None
     return (
         f"--predictions-dir {task.predictions_dir} writes the predictions of a fine-tuned model: give it with "
@@ -115,9 +102,9 @@ def predictions_are_of_a_finished_model(run: RunConfig) -> str | None:
 
 
 def a_trained_model_is_named(run: RunConfig) -> str | None:
-    """Nothing is fine-tuned, and nothing scored, that starts from random weights."""
+    """Neither fine-tuning nor scoring starts from random weights."""
     task, checkpoint = run.group(TaskConfig), run.checkpoint
-    if task.answers is None or checkpoint.load is not None:
+    if checkpoint.load is not None:
         return None
     if task.epochs == 0:
         return (
@@ -132,10 +119,8 @@ def a_trained_model_is_named(run: RunConfig) -> str | None:
 
 
 def epochs_are_the_length(run: RunConfig) -> str | None:
-    """Whole epochs of a fixed batch size are iterations enough, in an order of their own."""
-    task, training = run.group(TaskConfig), run.training
-    if task.answers is None:
-        return None
+    """Other flags of length, batch size or order are refused."""
+    training = run.training
     given = {
         "--train-iters": training.train_iters is not None,
         "--train-samples": training.train_samples is not None,
@@ -144,18 +129,14 @@ def epochs_are_the_length(run: RunConfig) -> str | None:
         "--dataloader-type cyclic": run.data.dataloader_type == "cyclic",
         "--data-order megatron": run.data.data_order == "megatron",
     }
-    named = [flag for flag, is_given in given.items() if is_given]
-    if not named:
-        return None
-    return f"--task {task.task} trains for --epochs, each in an order of its own; leave {' and '.join(named)} out"
+    named = " and ".join(flag for flag, is_given in given.items() if is_given)
+    task = run.group(TaskConfig).task
+    return f"--task {task} trains for --epochs, each in an order of its own; leave {named} out" if named else None
 
 
 def epochs_set_the_pace(run: RunConfig) -> str | None:
-    """A fine-tuning is evaluated after each epoch, on all data, and drops no sample."""
-    task = run.group(TaskConfig)
-    if task.answers is None:
-        return None
-    fields = ("eval_interval", "eval_iters")
+    """Fine-tuning evaluates after each epoch, on all data, and drops no sample."""
+    task, fields = run.group(TaskConfig), ("eval_interval", "eval_iters")
     named = [f"--{field.replace('_', '-')}" for field in fields if run.given(field)] + ["--keep-last"] * task.keep_last
     if not named:
         return None
@@ -165,17 +146,11 @@ def epochs_set_the_pace(run: RunConfig) -> str | None:
     )
 
 
-RULES = (
-    tasks_read_their_own_data,
-    zero_shot_needs_a_model,
-    zero_shot_has_data,
-    zero_shot_trains_nothing,
-    flags_of_other_tasks,
-    windows_overlap,
-    epochs_are_given,
-    data_are_given,
+TASK_RULES = (tasks_read_their_own_data, flags_of_other_tasks)
+ZERO_SHOT_RULES = (zero_shot_needs_a_model, zero_shot_has_data, zero_shot_trains_nothing, windows_overlap)
+FINE_TUNING_RULES = (
+    epochs_and_data_are_given,
     predictions_are_of_a_finished_model,
     a_trained_model_is_named,
     epochs_are_the_length,
 )
-REMARKS = (epochs_set_the_pace,)

@@ -1,4 +1,4 @@
-"""Which task tasks/main.py measures a trained model on, and how."""
+"""The flags of tasks/main.py and tasks/lm_eval.py."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AnswerShape:
-    """What a fine-tuning task asks: which of ``classes`` a pair of texts is of, or, where that is one, which of
-    ``choices`` pairs is right. ``longest_first``: tokens of a first text at most.
+    """The answers of a fine-tuning task: one of ``classes`` for a pair of texts or, with 1 class, one of ``choices``.
+
+    ``longest_first``: maximum number of tokens of the first text.
     """
 
     choices: int
@@ -34,12 +35,12 @@ _RETRIEVAL = "retrieval models are outside this project"
 
 
 def fine_tuned_name(task: str) -> str:
-    """What checkpoints call a BERT with a head for ``task``, which means nothing to another task."""
+    """The name in checkpoints of a BERT with a head for ``task``."""
     return f"bert-{task.lower()}"
 
 
 class OwnDataConfig(FamilyConfig):
-    """What the groups of commands have in common whose samples don't come from ``--data-path``."""
+    """Base of the settings of commands whose samples don't come from ``--data-path``."""
 
     @property
     def reads_own_data(self) -> bool:
@@ -47,7 +48,7 @@ class OwnDataConfig(FamilyConfig):
         return True
 
     def rules(self) -> Sequence[Rule]:
-        """Those of every task."""
+        """Rules of every task."""
         from tasks.rules import tasks_read_their_own_data
 
         return (tasks_read_their_own_data,)
@@ -101,22 +102,24 @@ class TaskConfig(OwnDataConfig):
     result_file: str | None = flag("JSON file for the result, with its data, checkpoint and settings.", default=None)
 
     def rules(self) -> Sequence[Rule]:
-        """Which flags each task uses; for fine-tuning also those about BERT's samples."""
+        """Rules about the flags of the task; for fine-tuning also those about BERT's samples."""
         from megatron.core.models.bert.rules import RULES as BERT_RULES
         from megatron.core.models.sentences import tokenizer_can_mask
-        from tasks.rules import RULES
+        from tasks.rules import FINE_TUNING_RULES, TASK_RULES, ZERO_SHOT_RULES
 
-        return RULES if self.answers is None else (*RULES, *BERT_RULES, tokenizer_can_mask)
+        if self.answers is None:
+            return (*TASK_RULES, *ZERO_SHOT_RULES)
+        return (*TASK_RULES, *FINE_TUNING_RULES, *BERT_RULES, tokenizer_can_mask)
 
     def remarks(self) -> Sequence[Rule]:
-        """About flags of training that fine-tuning doesn't read."""
-        from tasks.rules import REMARKS
+        """Remarks about flags of training that fine-tuning doesn't read."""
+        from tasks.rules import epochs_set_the_pace
 
-        return REMARKS
+        return () if self.answers is None else (epochs_set_the_pace,)
 
     @property
     def answers(self) -> AnswerShape | None:
-        """What a BERT is fine-tuned to answer; None for a task that trains nothing."""
+        """The answers that a BERT is fine-tuned for; None for a task that trains nothing."""
         return FINE_TUNING.get(self.task)
 
     @property

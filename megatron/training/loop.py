@@ -37,7 +37,7 @@ def train_from_start_to_end(
     started: float,
     evaluated: Callable[[Run, Mapping[str, Evaluation]], None] | None = None,
 ) -> Run:
-    """Build the run, load what it continues from, train, and evaluate at the end. ``evaluated``: see ``Run``."""
+    """Build the run, load its checkpoint, train, and evaluate at the end. ``evaluated``: see ``Run``."""
     check_ranks_agree(config, context)
     run = build_run(config, train_spec, context, started=started)
     run.evaluated = evaluated or run.evaluated
@@ -68,7 +68,7 @@ def train_and_save(run: Run, still_held: StillHeld = lambda: None) -> bool:
 
 
 def train(run: Run, saver: Saver, profiled: Profiled) -> bool:
-    """Train until the last iteration, or until something says stop; evaluate and save on the way, and save at the end.
+    """Train until the last iteration or a reason to stop; evaluate and save at intervals, and save at the end.
 
     Returns whether the last iteration was reached.
     """
@@ -77,10 +77,10 @@ def train(run: Run, saver: Saver, profiled: Profiled) -> bool:
     saved_at = progress.iteration
     reason: str | None = None
     if progress.iteration >= config.train_iters:
-        reporter.say(
-            f"nothing is left to train: the checkpoint is of iteration {progress.iteration}, and the run is of "
-            f"{config.train_iters} (--train-iters or --train-samples)"
-        )
+        length = f"--train-iters {config.train_iters}"
+        if training.train_iters is None:
+            length = f"--train-samples {config.train_samples} ({config.train_iters} iterations)"
+        reporter.say(f"already at iteration {progress.iteration} of {length}: nothing to train")
 
     batches = run.data.training_batches(progress.consumed_samples)
     reporter.restart_clock(progress.iteration)
@@ -116,7 +116,7 @@ def train(run: Run, saver: Saver, profiled: Profiled) -> bool:
 
 
 def validate(run: Run, split: SplitName, where: str, *, evaluation: int) -> None:
-    """Evaluate on the data sets of a split for the ``evaluation``-th time, and report each by itself."""
+    """Evaluate on each data set of a split for the ``evaluation``-th time, and report its losses."""
     progress, found = run.progress, dict[str, Evaluation]()
     total = None if split == "valid" and run.config.data.full_validation else run.config.training.eval_iters
     for name in run.data.evaluated(split):
@@ -127,7 +127,7 @@ def validate(run: Run, split: SplitName, where: str, *, evaluation: int) -> None
             loss = evaluate(run, run.reporter.evaluating(batches, total=total))
         found[name] = Evaluation(loss.totals, time.perf_counter() - start)
         collect_garbage_around_evaluation(run.config.training)
-        if any(count for _, count in loss.totals.values()):  # a test set without labels has no loss
+        if any(count for _, count in loss.totals.values()):
             run.reporter.validation(
                 where,
                 loss.means,
@@ -136,6 +136,6 @@ def validate(run: Run, split: SplitName, where: str, *, evaluation: int) -> None
                 data_set=name,
             )
         else:
-            run.reporter.say(f"nothing of the {split} set{f' {name}' if name else ''} counts, so it has no loss")
+            run.reporter.say(f"the {split} set{f' {name}' if name else ''} has no labels: loss skipped")
     if found:
         run.evaluated(run, found)

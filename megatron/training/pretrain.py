@@ -1,4 +1,4 @@
-"""The whole life of a pretraining command: settings, ranks, run, training, last evaluation."""
+"""A pretraining command: check the settings, join the ranks, train."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megatron.core.parallel.environment import LaunchEnvironment
     from megatron.training.run.preflight import Findings
 
-# Nothing here imports torch before the settings are known to be right: --help and flag errors take milliseconds.
+# Torch is imported only after the settings have been checked: --help and flag errors take milliseconds.
 
 
 def main(family: Family) -> None:
@@ -48,9 +48,9 @@ def pretrain(family: Family, argv: Sequence[str], *, prog: str | None = None) ->
 
 
 def dry_run(config: RunConfig, train_spec: TrainSpec, *, more: Callable[[Findings], None] | None = None) -> None:
-    """Check the files of a run unless told not to, and print its report. ``more``: checks of the command alone.
+    """Check the files of a run, unless ``--no-check-files`` is given, and print its report.
 
-    Raises ConfigError that lists every file that is wrong.
+    ``more``: further checks of a command. Raises one ConfigError that lists every bad file.
     """
     from megatron.planning.dry_run import dry_run_report
 
@@ -71,10 +71,7 @@ def dry_run(config: RunConfig, train_spec: TrainSpec, *, more: Callable[[Finding
 def parse(
     argv: Sequence[str], *, prog: str, groups: Sequence[type] = (), defaults: Mapping[str, Any] | None = None
 ) -> RunConfig:
-    """The run that ``argv`` describes, on the ranks that a launcher started; also for tools that take a run's flags.
-
-    ``defaults``: see ``RunConfig.parse``.
-    """
+    """The run that ``argv`` describes, on the ranks that a launcher started. ``defaults``: see ``RunConfig.parse``."""
     from megatron.core.parallel.environment import errors_once_per_node, launched_world_size
 
     with errors_once_per_node():
@@ -90,10 +87,7 @@ def parse(
 
 
 def parse_any_family(argv: Sequence[str], *groups: type, prog: str) -> RunConfig:
-    """As ``parse``, for tools: a run of the family ``--model-type`` names. ``groups``: the settings of the tool.
-
-    Raises ConfigError with every failure at once.
-    """
+    """As ``parse``, for tools: a run of the family that ``--model-type`` names. ``groups``: the tool's settings."""
     return parse(argv, prog=prog, groups=(FamilyConfig, *family_asked(argv).groups, *groups))
 
 
@@ -104,7 +98,7 @@ def _saved_config(load: str, step: int | None) -> Mapping[str, Any] | None:
 
 
 def launch_on_ranks(family: Family, config: RunConfig, launch: LaunchEnvironment, *, started: float) -> None:
-    """Join the other ranks and train; of errors on several ranks, the first is shown."""
+    """Join the other ranks and train. Of errors on several ranks, the first is reported."""
     from megatron.core.parallel.launch import parallel_context
     from megatron.training.loop import train_from_start_to_end
     from megatron.training.reporting.memory import sized_allocations

@@ -1,4 +1,4 @@
-"""Samples with a right answer: pairs of texts as BERT reads them, each once, or in epochs to train on."""
+"""Labelled samples for BERT: pairs of texts, each once, or in epochs for training."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ COUNTS_FOR_NOTHING = -1
 
 @dataclass(frozen=True)
 class PairLayout:
-    """``[CLS] A [SEP] B [SEP]`` in ``seq_length`` tokens; what is too long loses its end, before the last [SEP].
+    """``[CLS] A [SEP] B [SEP]`` in ``seq_length`` tokens; a longer pair is cut before the last [SEP].
 
-    ``longest_first``: tokens of A at most.
+    ``longest_first``: maximum number of tokens of A.
     """
 
     seq_length: int
@@ -30,7 +30,7 @@ class PairLayout:
     longest_first: int | None = None
 
     def sequence(self, first: str, second: str) -> NDArray[np.int64]:
-        """Ids, types (1 for B and its end) and what is no padding (1): [3, S]."""
+        """Ids, types (1 for B and its [SEP]) and attention mask (1: no padding): [3, S]."""
         tokenizer, room = self.tokenizer, self.seq_length - 1
         one, two = tokenizer.tokenize_parts([first, second])
         one = one[: self.longest_first]
@@ -47,9 +47,8 @@ class PairLayout:
 class LabelledDataset:
     """The texts of a set, in their order.
 
-    A sample: ``text``, ``types`` and ``attention_mask`` int64 [choices, S]; ``label``, the number of the right class or
-    choice, −1: the sample counts for nothing; and ``number``, its own, counted from ``first_number``, −1: it only fills
-    a batch.
+    A sample: ``text``, ``types`` and ``attention_mask`` int64 [choices, S]; ``label``: the right class or choice, or −1
+    for a sample without loss; ``number``: of the sample, from ``first_number`` on, or −1 for one that pads a batch.
     """
 
     def __init__(self, texts: LabelledTexts, layout: PairLayout, *, first_number: int = 0) -> None:
@@ -94,7 +93,7 @@ class LabelledDataset:
         return [self._texts.describe()]
 
     def with_samples(self, num_samples: int) -> LabelledDataset:
-        """The first so many samples, from the first again when there are no more."""
+        """The first ``num_samples`` samples; after the last one they repeat."""
         texts = list(itertools.islice(itertools.cycle(self._texts.texts), num_samples))
         return LabelledDataset(replace(self._texts, texts=texts), self._layout)
 
@@ -103,10 +102,10 @@ class LabelledDataset:
 
 
 class EpochsDataset:
-    """Every sample once in each epoch, each time in another random order.
+    """Every sample once in each epoch, in another random order each time.
 
-    An epoch is a whole number of batches: its last one is filled up with samples that count for nothing. So no sample
-    is dropped, and none of the next epoch is in a batch with one of this.
+    An epoch is a whole number of batches: the last one is padded with samples without loss. So no sample is dropped,
+    and no batch has samples of two epochs.
     """
 
     def __init__(self, samples: LabelledDataset, *, epochs: int, batch: int, seed: int) -> None:
@@ -120,7 +119,7 @@ class EpochsDataset:
 
     @property
     def digest(self) -> str:
-        """Hex digest of what decides which samples are read, but for how often."""
+        """Hex digest of the samples and their order, without the number of epochs."""
         return digest_of("epochs", self._samples.digest, self._batch, self._seed)
 
     def __len__(self) -> int:
@@ -128,14 +127,14 @@ class EpochsDataset:
 
     @property
     def _stride(self) -> int:
-        """Places of an epoch."""
+        """Samples of an epoch, padding included."""
         return batches_of_an_epoch(len(self._samples), self._batch) * self._batch
 
     def __getitem__(self, index: int | None) -> Sample:
         return self._samples[None if index is None else self._find(index)]
 
     def _find(self, index: int) -> int | None:
-        """The sample at a place of the stream; None where a batch is filled up."""
+        """The sample at a place of the stream; None for padding."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {self._epochs} epochs, which have {len(self)} places")
         epoch, place = divmod(index, self._stride)
@@ -148,17 +147,14 @@ class EpochsDataset:
     def origin(self, index: int) -> str:
         """File and line of a sample."""
         found = self._find(index)
-        return "nothing, to fill a batch" if found is None else self._samples.origin(found)
+        return "padding of a batch" if found is None else self._samples.origin(found)
 
     def describe(self) -> list[str]:
         """The source and how often it is read, in a line."""
         return [f"{line}; {self._epochs} epochs" for line in self._samples.describe()]
 
     def with_samples(self, num_samples: int) -> EpochsDataset:
-        """What a run asks for that goes on with other data than it began with: its epochs would not be whole.
-
-        Raises DataError.
-        """
+        """Called when a run continues with other data, whose epochs would not be whole: raises DataError."""
         raise DataError(
             f"the checkpoint's run trained on other files than {self.prefix}, or with another --seq-length, --seed "
             "or --global-batch-size, and cannot continue in the middle of an epoch: give its values, or --finetune "
@@ -170,5 +166,5 @@ class EpochsDataset:
 
 
 def batches_of_an_epoch(samples: int, batch: int) -> int:
-    """Batches in which every sample is once; the last one may be filled up."""
+    """Number of batches with every sample once; the last one may be padded."""
     return -(-samples // batch)

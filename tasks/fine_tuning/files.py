@@ -1,7 +1,7 @@
-"""Texts with the right answer beside them, read from the files in which RACE, MNLI and QQP are published.
+"""Labelled texts from the published files of RACE, MNLI and QQP.
 
-Nothing is guessed: what a file should hold and doesn't ends the reading with its line. Only QQP's own files have rows
-that are cut off; those are left out, and said. GLUE keeps the labels of its test sets to itself.
+A line without what its file must hold is an error that names it. Only QQP's files have truncated rows; they are left
+out and counted. GLUE's test sets have no labels.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ RACE_CHOICES = 4
 _MNLI_TEST, _QQP_TEST, _QQP = 10, 3, 6  # columns
 _QQP_LABELS = {"0": 0, "1": 1}
 ANSWERS = {"RACE": ("A", "B", "C", "D"), "MNLI": tuple(MNLI_LABELS), "QQP": tuple(_QQP_LABELS)}
-"""What a label is called in the files, by its number."""
+"""Labels in the files, by number."""
 
 
 @dataclass(frozen=True)
 class LabelledText:
-    """A pair of texts, or one pair for each choice, and which class or choice is right; from ``line`` of ``path``.
+    """A pair of texts, or one pair for each choice, and the right class or choice; from ``line`` of ``path``.
 
-    ``label``: None in a test set without. ``index``: what predictions are listed under.
+    ``label``: None in a test set without labels. ``index``: of its prediction.
     """
 
     pairs: tuple[tuple[str, str], ...]
@@ -44,10 +44,7 @@ class LabelledText:
 
 @dataclass
 class LabelledTexts:
-    """What a path holds: ``name`` in scores, ``texts``, and ``left_out``, places and reasons of rows that are cut off.
-
-    ``digest``: of the bytes of all files.
-    """
+    """The texts of a path. ``name``: in scores. ``left_out``: truncated rows. ``digest``: of the bytes of all files."""
 
     name: str
     source: str
@@ -57,11 +54,11 @@ class LabelledTexts:
 
     @property
     def has_labels(self) -> bool:
-        """Whether there is something to learn or to score: a file has labels, or has none."""
+        """Whether the texts have labels, which all or none of a file's have."""
         return self.texts[0].label is not None
 
     def describe(self) -> str:
-        """Source, number of samples, and what is missing, in a line."""
+        """Source, number of samples, and rows left out, in a line."""
         line = f"{self.source}: {len(self.texts):,} samples{'' if self.has_labels else ' without labels'}"
         if self.left_out:
             line += f"; rows left out: {len(self.left_out):,}, the first {self.left_out[0]}"
@@ -71,8 +68,7 @@ class LabelledTexts:
 def read_labelled(task: str, path: str, *, needs_labels: bool = True) -> LabelledTexts:
     """The texts of a folder of RACE, or of a file of MNLI or QQP.
 
-    Raises DataError that names file and line for anything that the task's files don't hold, and where labels are needed
-    for a file that is a test set without.
+    Raises DataError that names file and line for bad data, and, if labels are needed, for a test set without.
     """
     read = _READERS[task]
     found = LabelledTexts(name_in_scores(task, path), path)
@@ -90,7 +86,7 @@ def read_labelled(task: str, path: str, *, needs_labels: bool = True) -> Labelle
 
 
 def name_in_scores(task: str, path: str) -> str:
-    """What scores call a set, as in Megatron-LM: the part of its path behind the task's name."""
+    """The name of a set in scores, as in Megatron-LM: the part of its path after the task's name."""
     behind = path.split(task)[-1].removesuffix(".tsv").strip("/")
     name = behind.replace("/", "-")
     return (name if task == "RACE" else name.replace("_", "-")) or Path(path).stem

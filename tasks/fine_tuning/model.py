@@ -1,4 +1,4 @@
-"""BERT that answers instead of filling in: classes of a text or pair of texts, or the right one of several choices."""
+"""BERT with a classification or multiple-choice head."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron.core.transformer.block import RecomputePlan
 
 @dataclass(frozen=True)
 class AnswerLogits:
-    """``values`` ``[b, answers]``. Of context-parallel ranks only the first has the token that they are made of."""
+    """``values`` ``[b, answers]``, right on the first context-parallel rank only, which has the first token."""
 
     values: Tensor
     context: ParallelContext
@@ -30,8 +30,7 @@ class AnswerLogits:
 class BertClassifier(BertBody):
     """The stage's part of a BERT with a head on its first token (Devlin et al. 2018, arXiv:1810.04805, section 4).
 
-    ``classes``: what the head gives for one sequence, and an answer is one of. With one, each sequence of a sample is
-    a choice, the head says how good it is, and an answer is one of the sample's choices.
+    ``classes``: outputs of the head for one sequence. With one, each sequence of a sample is a choice and gets a score.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class BertClassifier(BertBody):
         return super().costs(workload) + total_of(heads, dataclasses.replace(workload, length=1))
 
     def _dropped(self, pooled: Tensor, rng_key: StreamKey) -> Tensor:
-        """Dropout that every tensor-parallel rank draws alike, as all hold the same vectors."""
+        """Dropout with the same mask on all tensor-parallel ranks, which hold the same vectors."""
         if not self.training or self._config.hidden_dropout == 0.0:
             return pooled
         self._context.rng.enter(rng_key, "answer")

@@ -1,4 +1,4 @@
-"""What a fine-tuned model answers to every text, in the files that GLUE takes: of test sets, too, without labels."""
+"""Predictions of a fine-tuned model in GLUE's format, also for test sets without labels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tasks.settings import TaskConfig
 
 
 class Predictions:
-    """Answers by the number of the text in all sets; ranks know those that they have computed, and 0 of others."""
+    """Answers by the number of the text; each rank has those that it has computed, and 0 for the others."""
 
     def __init__(self, task: TaskConfig, sets: Mapping[str, LabelledTexts], device: torch.device) -> None:
         assert task.predictions_dir is not None
@@ -23,11 +23,11 @@ class Predictions:
         self._found = torch.zeros(sum(len(texts.texts) for texts in sets.values()), dtype=torch.int64, device=device)
 
     def note(self, numbers: Tensor, logits: Tensor) -> None:
-        """The likeliest answer of each sample, one more than its number; those that only fill a batch have none."""
+        """Store the most probable answer of each sample, plus 1; padding of a batch has none."""
         self._found[numbers[numbers >= 0]] = logits.argmax(dim=1)[numbers >= 0] + 1
 
     def write(self, context: ParallelContext) -> tuple[str, ...]:
-        """Write ``NAME.tsv`` of each set on the last rank, and say so. A collective."""
+        """Write ``NAME.tsv`` of each set on the last rank; a line about each. A collective."""
         mesh = context.mesh
         found = (all_reduce(self._found, mesh, "pp", "dp", "cp") - 1).tolist()
         assert all(0 <= each < len(self._answers) for each in found), "every text is answered once"

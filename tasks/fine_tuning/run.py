@@ -22,7 +22,7 @@ from tasks.settings import TaskConfig
 
 
 def run(config: RunConfig, context: ParallelContext) -> TaskResult:
-    """Train for ``--epochs`` and score ``--valid-data`` after each; the result is that of the last."""
+    """Train for ``--epochs`` and score ``--valid-data`` after each; the result is the last one's."""
     started, task = time.monotonic(), config.group(TaskConfig)
     data = read(task)
     config = in_iterations(config, data.train)
@@ -42,10 +42,7 @@ def run(config: RunConfig, context: ParallelContext) -> TaskResult:
 
 
 def read(task: TaskConfig) -> LabelledData:
-    """Every file of ``--train-data``, where something is trained, and of ``--valid-data``.
-
-    Raises DataError for files that aren't the task's.
-    """
+    """The files of ``--train-data``, if epochs are trained, and of ``--valid-data``; DataError for bad files."""
     train = joined([read_labelled(task.task, path) for path in task.train_data]) if task.epochs else None
     valid: dict[str, LabelledTexts] = {}
     for path in task.valid_data:
@@ -76,14 +73,14 @@ def in_iterations(config: RunConfig, train: LabelledTexts | None) -> RunConfig:
 class Scores:
     """Prints scores as Megatron-LM does, and keeps the last ones.
 
-    ``epoch``: its iterations; None where nothing is trained, and epochs are numbered −1.
+    ``epoch``: iterations of an epoch; None if nothing is trained, which is epoch −1 in the scores.
     """
 
     epoch: int | None
     metrics: dict[str, float] = field(default_factory=dict)
 
     def report(self, run: Run, found: Mapping[str, Evaluation]) -> None:
-        """Correct answers of each set that has labels, and of all together."""
+        """Print the accuracy of each set with labels, and of all together."""
         number = -1 if self.epoch is None else run.progress.iteration // self.epoch - 1
         lines, correct, total, loss = [], 0, 0, 0.0
         self.metrics = {}

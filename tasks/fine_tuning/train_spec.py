@@ -1,4 +1,4 @@
-"""BERT that answers: one of several classes of a pair of texts, or one of several choices."""
+"""Training of BERT with a classification or multiple-choice head."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ LOSS, ACCURACY = "lm loss", "accuracy"  # Megatron-LM's name of every loss, whic
 
 @dataclass(frozen=True)
 class LabelledData:
-    """What a fine-tuning reads: texts to train on, None where nothing is trained, and sets to evaluate on, by name.
+    """Texts to train on, None if nothing is trained, and sets to evaluate on, by name.
 
-    Samples of the latter are numbered through, one set after the other.
+    The samples of the latter are numbered through, one set after the other.
     """
 
     train: LabelledTexts | None = None
@@ -47,8 +47,8 @@ class LabelledData:
 class ClassificationSpec(TrainSpec):
     """Cross entropy of the right answer, and how often it is the likeliest one.
 
-    ``task``: part of the name, because a head means nothing to another task. ``note``: told the numbers of samples, −1
-    for those that only fill a batch, and their logits ``[b, answers]``, on the ranks that know them.
+    ``task``: part of the name, because a head belongs to one task. ``note``: called with the numbers of samples, −1 for
+    padding of a batch, and their logits ``[b, answers]``, on the ranks that have them.
     """
 
     starts_from: Mapping[str, tuple[str, ...]] = {"bert": ("classification_head.", "multichoice_head.", "pooler.")}
@@ -65,7 +65,7 @@ class ClassificationSpec(TrainSpec):
         self._data, self._note = data, note
 
     def loss_names(self, run: RunConfig) -> tuple[str, ...]:
-        """One loss, and the accuracy."""
+        """The loss and the accuracy."""
         return (LOSS, ACCURACY)
 
     def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:
@@ -98,7 +98,7 @@ class ClassificationSpec(TrainSpec):
         return run_bert(model, stage_inputs, microbatch)
 
     def loss(self, output: Any, microbatch: Microbatch) -> LossSum:
-        """Cross entropy summed over the samples that count, and the number of those answered rightly."""
+        """Cross entropy summed over the labelled samples, and the number of right answers."""
         assert isinstance(output, AnswerLogits)
         label, logits = microbatch.tensors["label"], output.values
         counted = _counted(label, output.context)
@@ -116,7 +116,7 @@ class ClassificationSpec(TrainSpec):
         )
 
     def counts(self, microbatch: Microbatch, context: ParallelContext) -> dict[str, Tensor]:
-        """Samples that count."""
+        """Number of labelled samples."""
         if "label" not in microbatch.tensors:
             return {}
         return dict.fromkeys((LOSS, ACCURACY), _counted(microbatch.tensors["label"], context).sum())
@@ -144,7 +144,7 @@ class ClassificationSpec(TrainSpec):
         return DatasetSplits(train, None, None, valid)
 
     def workload(self, run: RunConfig, context: ParallelContext) -> Workload:
-        """Texts with padding, a sequence for each choice."""
+        """Padded texts, a sequence for each choice."""
         return workload_of(run, context, sequences=_answers(run.group(TaskConfig)).choices, has_padding=True)
 
 
@@ -155,5 +155,5 @@ def _answers(task: TaskConfig) -> AnswerShape:
 
 
 def _counted(label: Tensor, context: ParallelContext) -> Tensor:
-    """Samples ``[b]`` that count, on the context-parallel rank that has their first token."""
+    """Labelled samples ``[b]``, on the context-parallel rank that has their first token."""
     return label >= 0 if context.mesh.rank("cp") == 0 else torch.zeros_like(label, dtype=torch.bool)

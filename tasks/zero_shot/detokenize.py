@@ -1,6 +1,6 @@
-"""Word-by-word corpora as the text they were made from; which corpus it is, the file's path tells, as in Megatron-LM.
+"""Detokenizers of word-by-word corpora, chosen by the file's path as in Megatron-LM.
 
-Published perplexities depend on every one of these replacements and on their order.
+Published perplexities depend on these replacements and on their order.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def unchanged(text: str) -> str:
 
 
 def detokenizer_for(path: Path) -> Callable[[str], str]:
-    """The one that the path names; raises DataError for a path that names none."""
+    """The detokenizer for a path that contains the corpus's name; raises DataError for another path."""
     known = {"ptb": penn_treebank, "wiki": wikitext, "lambada": unchanged}
     found = next((function for name, function in known.items() if name in str(path)), None)
     if found is None:

@@ -33,7 +33,7 @@ def read_text(path: Path) -> str:
 
 
 def json_lines(path: Path, *, key: str) -> Iterator[tuple[str, str]]:
-    """Texts under ``key`` of a file's JSON lines, each with where it stands; DataError names file and line."""
+    """Texts under ``key`` of a file's JSON lines, each after its file and line; DataError for a line without one."""
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if line.strip():
             yield f"{path}:{number}", _text_of(line, key, where=f"{path}:{number}")
@@ -50,7 +50,7 @@ def _text_of(line: str, key: str, *, where: str) -> str:
 
 
 def read_documents(path: Path, *, key: str) -> Iterator[str]:
-    """Texts of a file: a line each of .jsonl and .json, the whole of any other."""
+    """Texts of a file: one for each line of .jsonl and .json, the whole file for other suffixes."""
     if path.suffix in (".jsonl", ".json"):
         yield from (text for _, text in json_lines(path, key=key))
     else:

@@ -59,7 +59,7 @@ def last_tokens(texts: list[str], tokenizer: Tokenizer) -> list[tuple[list[int],
 
 
 def last_words(texts: list[str], tokenizer: Tokenizer) -> list[tuple[list[int], list[int]]]:
-    """Context and target of each text: the last word, as it is written after a blank."""
+    """Context and target of each text: the last word, after a blank."""
     words = [(text.split() or [""])[-1] for text in texts]
     contexts = [text[: text.rfind(word)].strip() for text, word in zip(texts, words)]
     return list(zip(tokenizer.tokenize_batch(contexts), tokenizer.tokenize_batch([f" {word}" for word in words])))

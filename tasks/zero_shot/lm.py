@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.config.run import RunConfig
-from megatron.core.inference.scoring import samples_of
+from megatron.core.inference.scoring import perplexity, samples_of
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import DataError
 from tasks.result import TaskResult, framed
@@ -29,14 +29,14 @@ def run(config: RunConfig, context: ParallelContext) -> TaskResult:
     num_bytes = sum(len(text.encode()) for text in documents)
     bits = found.bits_per_byte(num_bytes)
     line = (
-        f" validation results on LM | avg loss: {found.loss:.4E} | ppl: {found.perplexity:.4E} | "
+        f" validation results on LM | avg loss: {found.loss:.4E} | ppl: {perplexity(found.loss):.4E} | "
         f"bits per byte: {bits:.4f} | documents: {len(documents)} | tokens: {found.tokens} | bytes: {num_bytes} |"
     )
     return TaskResult(
         lines=framed(line),
         metrics={
             "loss": found.loss,
-            "perplexity": found.perplexity,
+            "perplexity": perplexity(found.loss),
             "bits_per_byte": bits,
             "documents": len(documents),
             "tokens": found.tokens,

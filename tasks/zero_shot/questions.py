@@ -1,7 +1,7 @@
-"""What programs that evaluate models ask of one: how likely a continuation or a whole text is, and what comes next.
+"""Requests of evaluation programs: likelihoods of continuations and whole texts, and generated continuations.
 
-No answer depends on what else is asked, on the batch size or on the layout. Every rank asks the same and is told the
-same.
+No answer depends on other requests, the batch size or the layout. Every rank makes the same requests and gets the same
+answers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron.training.evaluation.metrics import Likelihoods
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """How a text is to be continued: at most ``tokens`` tokens, up to the first string of ``until``."""
+    """Settings of a continuation: at most ``tokens`` tokens, up to the first string of ``until``."""
 
     tokens: int
     until: tuple[str, ...]
@@ -31,7 +31,7 @@ class Asked:
 
     @classmethod
     def of(cls, words: Mapping[str, Any]) -> Asked:
-        """From the harness's words for it, normalized; ConfigError for those that mean nothing here."""
+        """From the harness's normalized settings; ConfigError for those that are not supported."""
         rest = dict(words)
         until = tuple(end for end in rest.pop("until", ()) if end)
         tokens, samples = rest.pop("max_gen_toks"), rest.pop("do_sample", False)
@@ -45,7 +45,7 @@ class Asked:
 
 
 class Questions:
-    """Answers of a loaded model; texts are ids when they come, and generated ones strings."""
+    """Answers of a trained model; given texts are token ids, generated ones strings."""
 
     def __init__(self, trained: TrainedModel) -> None:
         self.tokenizer, self.length = trained.tokenizer, trained.config.data.seq_length
@@ -53,7 +53,7 @@ class Questions:
         self._engine = Engine(self._evaluator.next_logits, GenerationLimits(self.tokenizer.eod, self.length))
 
     def likelihoods(self, samples: Sequence[Sample]) -> list[tuple[float, bool]]:
-        """Log-likelihood of what is asked about in each, and whether greedy generation would give it. A collective."""
+        """Log-likelihood of each sample's scored tokens, and whether greedy generation gives them. A collective."""
         rows = self._evaluator.evaluate(samples, Likelihoods(compare=True)).tolist()
         return [(-nats, missed == 0) for nats, missed, _ in rows]
 
@@ -73,8 +73,8 @@ class Questions:
     def continuations(self, prompts: Sequence[list[int]], numbers: Sequence[int], asked: Asked) -> list[str]:
         """Each prompt's continuation up to the first of its stop strings. A collective.
 
-        ``numbers``: of the questions, from which each gets random numbers of its own. Prompts lose their beginning
-        where it and what is asked for don't fit into the model's length; ConfigError when nothing of them would fit.
+        ``numbers``: of the requests, which seed their random numbers. A prompt that is too long for the model's length
+        loses its beginning; ConfigError when no prompt would fit.
         """
         room = self.length - asked.tokens
         if room < 1:
@@ -123,5 +123,5 @@ def disjoint_windows(ids: list[int], *, prefix: int, length: int) -> Iterator[Sa
 
 
 def cut_at(text: str, ends: Sequence[str]) -> str:
-    """What stands before the first of ``ends``."""
+    """The text before the first of ``ends``."""
     return min((text.partition(end)[0] for end in ends), key=len, default=text)

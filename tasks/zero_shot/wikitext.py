@@ -1,12 +1,11 @@
-"""WIKITEXT103: perplexity of a corpus read as one text, per token and, comparable between tokenizers, per word."""
+"""WIKITEXT103: perplexity of a corpus as one text, per token and per word; the latter compares tokenizers."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 from megatron.config.run import RunConfig
-from megatron.core.inference.scoring import samples_of
+from megatron.core.inference.scoring import perplexity, samples_of
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import DataError
 from tasks.result import TaskResult, framed
@@ -33,16 +32,16 @@ def run(config: RunConfig, context: ParallelContext) -> TaskResult:
     )
 
     ratio = found.tokens / (words - 1)
-    adjusted = math.exp(min(20.0, found.loss * ratio))
+    adjusted = perplexity(found.loss * ratio)
     line = (
-        f" validation results on {task.task} | avg loss: {found.loss:.4E} | ppl: {found.perplexity:.4E} | "
+        f" validation results on {task.task} | avg loss: {found.loss:.4E} | ppl: {perplexity(found.loss):.4E} | "
         f"adjusted ppl: {adjusted:.4E} | token ratio: {ratio} |"
     )
     return TaskResult(
         lines=framed(line),
         metrics={
             "loss": found.loss,
-            "perplexity": found.perplexity,
+            "perplexity": perplexity(found.loss),
             "adjusted_perplexity": adjusted,
             "token_ratio": ratio,
             "tokens": found.tokens,

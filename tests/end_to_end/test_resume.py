@@ -86,7 +86,7 @@ def test_a_run_that_is_done_says_so(tmp_path: Path) -> None:
     flags = f"{TINY} --train-iters 2 --save-interval 2"
     run("pretrain_gpt.py", flags, f"--save={tmp_path}")
     again = run("pretrain_gpt.py", flags, f"--load={tmp_path}")
-    assert "nothing is left to train: the checkpoint is of iteration 2, and the run is of 2" in again
+    assert "already at iteration 2 of --train-iters 2: nothing to train" in again
     assert losses(again) == {}
 
 

@@ -129,7 +129,7 @@ def run_task(context: ParallelContext, *flags: str) -> TaskResult:
         flags,
         prog="tasks/main.py",
         world_size=context.mesh.world_size,
-        extra_groups=(TaskConfig, *task.groups),
+        extra_groups=(TaskConfig,),
         checkpoint_config=saved_config,
         defaults=task.defaults,
     )

@@ -17,7 +17,7 @@ FinishReason = Literal["end of document", "stop", "length"]
 
 
 class NextLogits(Protocol):
-    """The model, as generation sees it."""
+    """A model for generation."""
 
     def __call__(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """Logits ``[b, vocabulary]`` of the token after the first ``lengths`` ``[b]`` of ``tokens`` ``[b, t]``."""
@@ -26,7 +26,7 @@ class NextLogits(Protocol):
 
 @dataclass(frozen=True)
 class WholeText:
-    """The plainest :class:`NextLogits`: a causal language model over the whole text at every step.
+    """A :class:`NextLogits` that runs a causal language model over the whole text at every step.
 
     ``model(tokens)`` returns an output with ``logits(positions=…)``, as ``GPTModel`` does.
     """
@@ -49,7 +49,7 @@ class GenerationLimits:
 
 @dataclass
 class Generation:
-    """``tokens``: the prompt and what follows it; an end-of-document token is left out."""
+    """``tokens``: the prompt and the generated tokens, without the end-of-document token."""
 
     tokens: list[int]
     prompt_length: int
@@ -63,10 +63,9 @@ class Generation:
 
 @dataclass
 class Engine:
-    """Generates by asking ``next_logits`` for one token at a time.
+    """Generates a batch of texts, one token each per call of ``next_logits``.
 
-    ``next_logits`` may run over the whole text at every step or keep keys and values between steps: the engine doesn't
-    know. Under tensor parallelism all ranks call ``generate`` with the same arguments and draw the same tokens.
+    With several ranks all call ``generate`` with the same arguments and draw the same tokens.
     """
 
     next_logits: NextLogits
@@ -86,10 +85,10 @@ class Engine:
     ) -> list[Generation]:
         """Continue every prompt by up to ``tokens_to_generate`` tokens.
 
-        ``seeds``: one per prompt; the same prompt, seed and sampling give the same text in any batch. ``on_token`` is
-        called with the prompt's number and the token as soon as it is drawn. ``stop`` is asked of the generated tokens
-        of each text after each whether the text is complete; the last one stays. Raises DataError for a prompt that is
-        empty or too long.
+        ``seeds``: one per prompt; the same prompt, seed and sampling give the same text in any batch. ``on_token``:
+        called with the prompt's number and each token as soon as it is drawn. ``stop``: called with the generated
+        tokens after each token; true ends the text, which keeps that token. Raises DataError for a prompt that is empty
+        or too long.
         """
         self._check(prompts, tokens_to_generate)
         results = [Generation(list(prompt), len(prompt)) for prompt in prompts]
@@ -116,7 +115,7 @@ class Engine:
         return results
 
     def _logits(self, texts: Sequence[Sequence[int]]) -> Tensor:
-        """Logits after each text. Shorter ones are padded on the right, where a causal model never looks."""
+        """Logits after each text. Shorter ones are padded on the right, which a causal model never sees."""
         lengths = torch.tensor([len(text) for text in texts])
         tokens = torch.zeros(len(texts), int(lengths.max()), dtype=torch.int64)
         for row, text in enumerate(texts):

@@ -1,4 +1,4 @@
-"""From logits to the next token: greedy, temperature, top-k and top-p, as functions of logits and random numbers."""
+"""Sampling of the next token: greedy, temperature, top-k and top-p, from logits and random numbers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether nothing is drawn."""
+        """Whether the most probable token is always taken."""
         return self.top_k == 1 or self.temperature == 0.0
 
 
@@ -47,7 +47,7 @@ def filtered_logits(logits: Tensor, sampling: Sampling) -> Tensor:
         logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
     if 0.0 < sampling.top_p < 1.0:
         ordered, order = logits.sort(dim=-1, descending=True)
-        # A token goes when the likelier ones alone exceed p; so the likeliest always stays.
+        # A token is removed when the more probable ones together exceed p, so the first always stays.
         before = ordered.softmax(dim=-1).cumsum(dim=-1).roll(1, dims=-1)
         before[:, 0] = 0.0
         removed = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before > sampling.top_p)

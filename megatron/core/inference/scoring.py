@@ -1,4 +1,4 @@
-"""How likely a model finds given texts: every token scored once, in windows that slide over texts of any length."""
+"""Likelihoods of texts of any length: windows over them that score every token once."""
 
 from __future__ import annotations
 
@@ -65,6 +65,11 @@ def samples_of(ids: list[int], *, length: int, stride: int) -> Iterator[Sample]:
         yield Sample(tokens[window.start : window.stop + 1], window.first_scored - window.start)
 
 
+def perplexity(loss: float) -> float:
+    """exp(loss), with the loss capped at 20 as in Megatron-LM, so that an untrained model's is finite."""
+    return math.exp(min(20.0, loss))
+
+
 @dataclass(frozen=True)
 class TextScore:
     """Negative log-likelihood in nats of ``tokens`` tokens."""
@@ -76,11 +81,6 @@ class TextScore:
     def loss(self) -> float:
         """Nats per token."""
         return self.nats / max(1, self.tokens)
-
-    @property
-    def perplexity(self) -> float:
-        """exp of the loss, and of 20 for one beyond, as Megatron-LM has it."""
-        return math.exp(min(20.0, self.loss))
 
     def bits_per_byte(self, num_bytes: int) -> float:
         """Bits per byte of the original text: comparable between tokenizers."""

@@ -1,4 +1,4 @@
-"""Whether a layout computes the model of one rank: a few steps of both in fp64, and every number compared."""
+"""Comparison of a layout with one rank: a few steps of both in fp64, and every number compared."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.training.run.run import build_run
 from megatron.training.step import global_loss, ready_to_learn
 
 TOLERANCE = 1e-9
-"""In fp64 a wrong collective can't hide as noise."""
+"""In fp64 the error of a wrong collective is far above rounding errors."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Part:
 
 @dataclass
 class Observed:
-    """What some steps produced on one rank: numbers that all ranks agree on, and its parts of logical tensors by name.
+    """Results of some steps on one rank: losses and norms, and its parts of logical tensors by name.
 
     ``gradients``: sums over the first global batch. ``shapes``: of the logical tensors.
     """
@@ -48,7 +48,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One kind of number at both layouts. ``where``: the first parameter or step beyond the tolerance."""
+    """Comparison of one kind of number. ``where``: the first parameter or step beyond the tolerance."""
 
     kind: str
     count: int
@@ -57,7 +57,7 @@ class Comparison:
 
 
 def observe(config: RunConfig, train_spec: TrainSpec, context: ParallelContext, *, steps: int) -> Observed:
-    """Take ``steps`` steps of the run, as training takes them, and note what comes out. A collective."""
+    """Take ``steps`` steps of the run, as training does, and record the results. A collective."""
     run = build_run(config, train_spec, context, started=0.0)
     seen, batches = Observed(), run.data.training_batches(0)
     seen.shapes = {_name(entry): entry.sharding.shape for entry in run.model_state()}
@@ -80,7 +80,7 @@ def observe(config: RunConfig, train_spec: TrainSpec, context: ParallelContext, 
 
 
 def whole_gradients(buffers: Iterable[FlatBuffer], mesh: Mesh, *, sharded: bool) -> dict[str, list[Part]]:
-    """Gradient sums by parameter; those that are ``sharded`` over data-parallel ranks are gathered. A collective."""
+    """Gradient sums by parameter; with ``sharded``, gathered from data-parallel ranks. A collective."""
     found = {}
     for buffer in buffers:
         for bucket in buffer.buckets:
@@ -93,20 +93,20 @@ def whole_gradients(buffers: Iterable[FlatBuffer], mesh: Mesh, *, sharded: bool)
 
 
 def parts_of(state: Iterable[ShardedState], mesh: Mesh) -> dict[str, list[Part]]:
-    """The parts of every parameter that this rank holds."""
+    """This rank's parts of every parameter."""
     return {_name(entry): parts(entry.tensor, entry.sharding, mesh) for entry in state}
 
 
 def parts(local: Tensor, sharding: Sharding, mesh: Mesh) -> list[Part]:
-    """The parts of the logical tensor that a local one holds."""
+    """The parts of the logical tensor that a local tensor holds."""
     pieces = sharding.pieces(mesh)
     return [Part(piece.logical, local[piece.slices(of_local=True)].detach().cpu().clone()) for piece in pieces]
 
 
 def logical(ranks: Sequence[Observed], which: str) -> dict[str, Tensor]:
-    """Tensors put together from every rank's parts.
+    """Logical tensors assembled from every rank's parts.
 
-    Raises ParallelError when two ranks hold different values of one part, or nobody holds some part.
+    Raises ParallelError when two ranks hold different values of one part, or no rank holds a part.
     """
     found: dict[str, Tensor] = {}
     for number, rank in enumerate(ranks):
@@ -116,7 +116,7 @@ def logical(ranks: Sequence[Observed], which: str) -> dict[str, Tensor]:
                 held = whole[tuple(slice(o, o + size) for o, size in zip(part.offsets, part.values.shape))]
                 if not (held.isnan().all() or torch.equal(held, part.values)):
                     raise ParallelError(
-                        f"{which}: rank {number} holds another {name} than a rank that should hold the same"
+                        f"{which}: rank {number} holds other values of {name} than a rank with the same part"
                     )
                 held.copy_(part.values)
     for name, tensor in found.items():
@@ -126,9 +126,9 @@ def logical(ranks: Sequence[Observed], which: str) -> dict[str, Tensor]:
 
 
 def compare(ranks: Sequence[Observed], others: Sequence[Observed]) -> list[Comparison]:
-    """Everything that the ranks of a layout produced against those of another, usually one rank alone.
+    """Compare the results of two layouts, of which the second is usually one rank.
 
-    Initial weights must be equal bit for bit, all else to ``TOLERANCE``. Raises ParallelError as ``logical`` does.
+    Initial weights must be bitwise equal, all else equal to ``TOLERANCE``. Raises ParallelError as ``logical`` does.
     """
     found = [
         _compare_numbers("loss", [rank.losses for rank in ranks], others[0].losses),

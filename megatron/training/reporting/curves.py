@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from megatron.core.inference.scoring import perplexity
 from megatron.errors import RESTART_CANNOT_HELP, ConfigError, exit_code_of
-from megatron.training.reporting.metrics import StepRecord, has_perplexity, perplexity
+from megatron.training.reporting.metrics import StepRecord, has_perplexity
 from megatron.training.reporting.wandb import WandbWriter
 
 if TYPE_CHECKING:

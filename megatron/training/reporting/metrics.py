@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from megatron.core.inference.scoring import perplexity
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
@@ -99,11 +101,6 @@ def training_line(
     parts.append(f"number of skipped iterations: {totals.skipped_iterations:3d}")
     parts.append(f"number of nan iterations: {totals.nan_iterations:3d}")
     return " | ".join(parts) + " |"
-
-
-def perplexity(loss: float) -> float:
-    """exp(loss), with the loss capped at 20 as in Megatron-LM, so that an untrained model's is finite."""
-    return math.exp(min(20.0, loss))
 
 
 def has_perplexity(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""What ranks compare: settings and code before anything is built, the number of parameters, replicas' weights."""
+"""Comparisons between ranks: settings, code, stages, the number of parameters, weights of replicas."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron.planning.estimate import model_parameters
 
 
 def check_ranks_agree(config: RunConfig, context: ParallelContext) -> None:
-    """Raise ParallelError when ranks run other settings, other code or another torch than rank 0. A collective."""
+    """Raise ParallelError when a rank's settings, code or torch differ from rank 0's. A collective."""
     mine = {"settings": config.digest, "code of megatron": code_digest(), "torch version": torch.__version__}
     everyone = gather_objects(mine, context.mesh)
     for what, expected in everyone[0].items():
@@ -46,7 +46,7 @@ def code_digest() -> str:
 
 
 def check_stages(config: RunConfig, stages: Sequence[Stage], context: ParallelContext) -> None:
-    """Raise ParallelError unless this rank's pipeline holds every layer and both ends once. A collective."""
+    """Raise ParallelError unless this rank's pipeline holds each layer and both ends once. A collective."""
     everyone = gather_objects(list(stages), context.mesh)
     held = [stage for rank in context.mesh.members("pp") for stage in everyone[rank]]
     layers = sorted(number for stage in held for number in stage.layers)
@@ -61,9 +61,9 @@ def check_stages(config: RunConfig, stages: Sequence[Stage], context: ParallelCo
 def check_parameter_count(
     config: RunConfig, train_spec: TrainSpec, state: list[ShardedState], context: ParallelContext
 ) -> int:
-    """Number of parameters over all ranks, each logical element once: as many as the model has when built as one.
+    """Number of parameters over all ranks; each logical element counts once. A collective.
 
-    ``state``: this rank's parameters under their names, tied copies under one. A collective.
+    ``state``: this rank's parameters. Raises ParallelError unless it is the number in the whole model.
     """
     holders = tied_holders((entry.sharding for entry in state), context.mesh)
     mine = {
@@ -91,8 +91,8 @@ def check_replicas_agree(state: Iterable[ShardedState], context: ParallelContext
             if everyone[rank][name] != digest:
                 raise ParallelError(
                     f"after iteration {iteration} the weights of rank {rank} differ from those of its replica, rank "
-                    f"{context.mesh.world_rank} ({context.mesh.describe()}), first in {name}: a device computes "
-                    "wrongly or a reduction went astray; resume from the checkpoint before, on other hardware"
+                    f"{context.mesh.world_rank} ({context.mesh.describe()}), first in {name}: a device computed "
+                    "wrong results; resume from the last good checkpoint, on other hardware"
                 )
 
 

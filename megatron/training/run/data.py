@@ -1,4 +1,4 @@
-"""A run's data as microbatches on the rank's device: training from any sample on, evaluation in fixed portions."""
+"""A run's data as microbatches on the rank's device, for training from any sample on and for evaluation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from megatron.training.run.stages import stages_here
 
 @dataclass
 class _Stream:
-    """Samples that are being read: what comes next, and after how many samples that is."""
+    """An open reader: the microbatches to come, and the number of samples before them."""
 
     position: int
     microbatches: Iterator[Microbatch]
@@ -42,7 +42,7 @@ class _Stream:
 
 @dataclass(frozen=True)
 class _Counting:
-    """Batches for a stage in the middle, which reads nothing."""
+    """Empty batches for a stage that reads no data."""
 
     sampler: MicrobatchSampler
 
@@ -76,17 +76,15 @@ class TrainingData:
         return [phase.to_json() for phase in self._phases]
 
     def resume(self, phases: Sequence[Mapping[str, Any]], consumed_samples: int) -> None:
-        """Go on after ``consumed_samples`` samples of a run whose mixes were ``phases``, also with another mix now.
+        """Continue after ``consumed_samples`` samples of a run with these ``phases``; the mix may differ now.
 
-        Raises DataError for a changed mix where the order of samples doesn't allow it.
+        Raises DataError for a changed mix with an order of samples that doesn't allow it.
         """
         train = self._splits.train
         if train is None or not phases:
             return
-        before, data = (
-            as_kind(phases, list[Phase], where="the checkpoint's data_phases", error=CheckpointError),
-            self._config.data,
-        )
+        data = self._config.data
+        before = as_kind(phases, list[Phase], where="the checkpoint's data_phases", error=CheckpointError)
         self._phases = next_phases(before, mix_of(train), consumed=consumed_samples)
         if len(self._phases) > 1 and (data.data_order == "megatron" or data.dataloader_type == "cyclic"):
             flag = "--data-order megatron" if data.data_order == "megatron" else "--dataloader-type cyclic"
@@ -98,7 +96,7 @@ class TrainingData:
         self._splits = dataclasses.replace(self._splits, train=train)
 
     def describe(self) -> list[str]:
-        """Sources of each split, with asked and realised weights."""
+        """Sources of each split, with requested and actual weights, a line each."""
         lines = [f"mix changed after {phase.start:,} samples" for phase in self._phases[1:]]
         for split in SPLITS:
             for name, data in self._splits.named(split).items():
@@ -106,7 +104,7 @@ class TrainingData:
         return [*lines, *self._splits.remarks]
 
     def training_batches(self, consumed_samples: int) -> Iterator[list[Microbatch]]:
-        """This rank's microbatches of each global batch after ``consumed_samples`` samples, as long as data last."""
+        """This rank's microbatches of each global batch after ``consumed_samples`` samples; DataError when data end."""
         config = self._config
         stream = self._read("train", consumed_samples)
         while True:
@@ -121,9 +119,9 @@ class TrainingData:
             consumed_samples += config.global_batch_size_at(consumed_samples)
 
     def evaluation_batches(self, split: SplitName, *, evaluation: int, name: str = "") -> Iterator[list[Microbatch]]:
-        """This rank's microbatches of evaluation number ``evaluation``, which goes on where the one before ended.
+        """This rank's microbatches of evaluation number ``evaluation``, which continues where the previous one ended.
 
-        With ``--full-validation`` each evaluation reads all validation samples, and fills the last batch up. Workers
+        With ``--full-validation`` each evaluation reads all validation samples, and the last batch is padded. Workers
         that read ahead are kept for the next evaluation.
         """
         training = self._config.training
@@ -149,7 +147,7 @@ class TrainingData:
         return self._microbatches(self._loader(split, consumed, name=name), split, consumed)
 
     def _loader(self, split: SplitName, consumed: int, *, name: str = "", pad_to: int = 1) -> Iterable[Batch]:
-        """This rank's batches after ``consumed`` samples; only what this rank's stage reads, so maybe nothing."""
+        """This rank's batches after ``consumed`` samples; empty ones where its stages read no data."""
         dataset, config, mesh = self._splits.named(split).get(name), self._config, self._context.mesh
         if dataset is None:
             raise DataError(f"the run needs {split} samples, but the data flags leave that split empty")
@@ -183,10 +181,7 @@ class TrainingData:
 
 
 def held_slices(batch: Mapping[str, Tensor], sequence_dims: Mapping[str, int | None], mesh: Mesh) -> dict[str, Tensor]:
-    """What this context-parallel rank holds of each tensor, whose dimension along the sequence ``sequence_dims`` tells.
-
-    Ranks with the same samples read whole ones, and each keeps its slices.
-    """
+    """This context-parallel rank's slice of each tensor. ``sequence_dims``: dimensions along the sequence, or None."""
     rank, ranks = mesh.rank("cp"), mesh.size("cp")
     return {
         name: tensor if (dim := sequence_dims[name]) is None else take(tensor, rank, ranks, dim=dim)
@@ -195,7 +190,7 @@ def held_slices(batch: Mapping[str, Tensor], sequence_dims: Mapping[str, int | N
 
 
 def offline_splits(config: RunConfig, train_spec: TrainSpec) -> tuple[DatasetSplits, Tokenizer]:
-    """Data sets of a run without its ranks, and the tokenizer: for tools."""
+    """The data sets and tokenizer of a run without its ranks, for tools."""
     tokenizer = build_tokenizer(config.tokenizer)
     config = config.with_vocab_size(tokenizer.vocab_size)
     return train_spec.build_datasets(config, tokenizer, split_sizes(config)), tokenizer
@@ -204,7 +199,7 @@ def offline_splits(config: RunConfig, train_spec: TrainSpec) -> tuple[DatasetSpl
 def build_splits(
     config: RunConfig, train_spec: TrainSpec, context: ParallelContext, tokenizer: Tokenizer
 ) -> DatasetSplits:
-    """Build the data sets on every rank and compare what they hold. A collective."""
+    """Build the data sets on every rank; ParallelError when ranks see other data or bytes. A collective."""
     splits = train_spec.build_datasets(config, tokenizer, split_sizes(config))
     views = gather_objects((splits.digest, splits.contents), context.mesh)
     contents = dict[str, tuple[int, ContentDigests]]()

@@ -1,4 +1,4 @@
-"""What a long run does beside learning: deterministic kernels, garbage on a schedule, memory given back."""
+"""Garbage collection on a schedule, release of device memory, deterministic kernels."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megatron.core.parallel.context import ParallelContext
 
 @contextmanager
 def deterministic_algorithms(training: TrainingConfig) -> Iterator[None]:
-    """With ``--deterministic-mode``, torch refuses kernels whose results depend on timing."""
+    """With ``--deterministic-mode``, make torch refuse nondeterministic kernels."""
     if not training.deterministic_mode:
         yield
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses cuBLAS altogether
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch refuses cuBLAS without it
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
@@ -30,7 +30,7 @@ def deterministic_algorithms(training: TrainingConfig) -> Iterator[None]:
 
 @contextmanager
 def garbage_on_schedule(training: TrainingConfig) -> Iterator[None]:
-    """With ``--manual-gc``, Python collects garbage only when ``collect_garbage`` says so, on all ranks at once."""
+    """With ``--manual-gc``, Python collects garbage only in ``collect_garbage``, on all ranks at once."""
     if not training.manual_gc:
         yield
         return
@@ -49,12 +49,12 @@ def collect_garbage(training: TrainingConfig, *, iteration: int) -> None:
 
 
 def collect_garbage_around_evaluation(training: TrainingConfig) -> None:
-    """With ``--manual-gc``, collect garbage before and after an evaluation unless told not to."""
+    """With ``--manual-gc``, collect garbage before and after an evaluation, unless ``--no-manual-gc-eval`` is given."""
     if training.manual_gc and training.manual_gc_eval:
         gc.collect()
 
 
 def release_memory(training: TrainingConfig, context: ParallelContext, *, level: int) -> None:
-    """Give cached device memory back where ``--empty-unused-memory-level`` is at least ``level``."""
+    """Release cached device memory if ``--empty-unused-memory-level`` is at least ``level``."""
     if training.empty_unused_memory_level >= level and context.device.type != "cpu":
         torch.get_device_module(context.device).empty_cache()

@@ -9,7 +9,7 @@ from megatron.core.pipeline_parallel.settings import PipelineSettings
 
 
 class Plans:
-    """One rank's plans, made when a number of microbatches first comes up (batch ramp-up changes it)."""
+    """One rank's plans, cached by number of microbatches, which batch ramp-up changes."""
 
     def __init__(self, settings: PipelineSettings, rank: int) -> None:
         self.settings = settings
@@ -21,7 +21,7 @@ class Plans:
         return self._plan(True, num_microbatches)
 
     def evaluation(self, num_microbatches: int) -> Plan:
-        """Forward passes alone."""
+        """Forward passes only."""
         return self._plan(False, num_microbatches)
 
     def _plan(self, trains: bool, num_microbatches: int) -> Plan:
@@ -36,6 +36,6 @@ class Plans:
 
 
 def routes(placement: Placement) -> set[tuple[int, int]]:
-    """Pairs of ranks (source, target) between which messages move, forward and back."""
+    """Pairs of ranks (source, target) between which messages are sent, in both directions."""
     pairs = {(one.rank, next_one.rank) for one, next_one in zip(placement.seats, placement.seats[1:])}
     return {pair for one, other in pairs if one != other for pair in ((one, other), (other, one))}

@@ -1,6 +1,6 @@
-"""What files tell before a run starts: ``--dry-run`` opens them with the functions that the start itself uses.
+"""Checks of a run's files before it starts: ``--dry-run`` opens them with the functions of a real start.
 
-Nothing here needs torch unless there is a checkpoint to compare with.
+Torch is imported only to compare with a checkpoint.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WITHOUT = "to check all else where these files are missing, as on another machi
 
 
 def split_sizes(config: RunConfig) -> SplitSizes:
-    """Samples that the run needs of each split."""
+    """Samples of each split that the run needs."""
     training = config.training
     return SplitSizes.of_run(
         train_samples=0 if training.skip_train else config.train_samples,
@@ -42,13 +42,13 @@ def split_sizes(config: RunConfig) -> SplitSizes:
 
 @dataclass
 class Findings:
-    """What was found, a line each, and every error that doesn't follow from another one."""
+    """Findings, a line each, and every error that doesn't follow from another one."""
 
     lines: list[str] = field(default_factory=list)
     errors: list[MegatronError] = field(default_factory=list)
 
     def check(self, look: Callable[[], T]) -> T | None:
-        """What ``look`` finds, or None where it raises an error meant for users, which is kept."""
+        """The result of ``look``; None when it raises a MegatronError, which is kept in ``errors``."""
         try:
             with read_errors("a file"):
                 return look()
@@ -57,7 +57,7 @@ class Findings:
         return None
 
     def raise_errors(self) -> None:
-        """Raise them all as one; a restart is worth it only when it is for each of them."""
+        """Raise all errors as one, whose exit code suggests a restart only when all of theirs do."""
         if self.errors:
             sentences = list(dict.fromkeys(str(error) for error in self.errors))
             code = max(error.exit_code for error in self.errors)
@@ -65,10 +65,10 @@ class Findings:
 
 
 def check_files(run: RunConfig, found: Findings, *, model_name: str, bodies: Sequence[str] = ()) -> RunConfig:
-    """The run with its tokenizer's vocabulary; ``found`` takes what the files of tokenizer, data, checkpoints and
-    reports tell. Nothing is written.
+    """Check the files of tokenizer, data, checkpoints and reports; the run with its tokenizer's vocabulary.
 
-    ``model_name``: of the run's own checkpoints. ``bodies``: of those that it may start from with another head.
+    Nothing is written. ``found`` receives lines and errors. ``model_name``: in the run's own checkpoints. ``bodies``:
+    names of models that it may start from with another head.
     """
     tokenizer = found.check(lambda: build_tokenizer(run.tokenizer))
     sized = None if tokenizer is None else found.check(lambda: run.with_vocab_size(tokenizer.vocab_size))
@@ -83,11 +83,11 @@ def check_files(run: RunConfig, found: Findings, *, model_name: str, bodies: Seq
 
 def _check_data(run: RunConfig, found: Findings, *, tokenizer: Tokenizer | None, vocab_size: int | None) -> None:
     stamp = None if tokenizer is None else TokenizerStamp.of(tokenizer)
-    with TemporaryDirectory() as folder:  # for indices at URLs, which the run fetches for itself
+    with TemporaryDirectory() as folder:  # for indices at URLs: the run downloads its own copy
         fetches = run.data.data_cache_path is not None
         data = replace(run.data, data_cache_path=folder) if fetches else run.data
         for prefix in found.check(lambda: sources_read(data, split_sizes(run))) or ():
-            reads_all = data.verify_data and not is_url(prefix)  # the run fetches what is at a URL
+            reads_all = data.verify_data and not is_url(prefix)  # data at a URL are checked when the run downloads them
             look = partial(
                 open_source, prefix, replace(data, verify_data=reads_all), stamp=stamp, vocab_size=vocab_size
             )
@@ -119,7 +119,7 @@ def _check_load(
 
 
 def _check_folders(run: RunConfig, found: Findings) -> None:
-    """Folders that the run writes into; raises nothing for a cache, without which a run goes on."""
+    """Check the folders that the run writes into, except a cache, which a run can do without."""
     folders = {
         "--save": run.checkpoint.save,
         "--tensorboard-dir": run.reporting.tensorboard_dir,
@@ -143,7 +143,7 @@ def _check_folders(run: RunConfig, found: Findings) -> None:
 
 
 def _look_at_url(flag: str, url: str) -> str:
-    """What is known of a place in object storage without writing into it; raises ConfigError for a missing bucket."""
+    """Check a URL without writing to it; raises ConfigError for a missing bucket."""
     scheme, _, path = url.partition("://")
     bucket = path.partition("/")[0]
     if scheme in _WITH_BUCKETS and not path_of(f"{scheme}://{bucket}").exists():

@@ -1,9 +1,9 @@
-"""Everything a training run consists of, built in the order of the fields; the only file that knows everybody."""
+"""A training run: its parts, and how they are built from the settings."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -50,7 +50,7 @@ from megatron.training.run.stop import ExitWatch
 
 @dataclass
 class Progress:
-    """How far a run has come. ``scheduled_samples`` leaves out the samples of steps that an overflow skipped."""
+    """How far training is. ``scheduled_samples``: without the samples of steps that were skipped by an overflow."""
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -61,7 +61,7 @@ class Progress:
 class Run:
     """A run on one rank. ``schedule``: None for a run that only evaluates. ``loaded_from``: its checkpoint, if any.
 
-    ``evaluated``: called on every rank after each evaluation, with what was found on each data set by its name.
+    ``evaluated``: called on every rank after each evaluation, with the results on each data set by name.
     """
 
     config: RunConfig
@@ -91,10 +91,9 @@ class Run:
 def build_run(
     config: RunConfig, train_spec: TrainSpec, context: ParallelContext, *, started: float | None = None
 ) -> Run:
-    """Build a run from its settings. ``started``: monotonic time at which the process began, for time limits; now if
-    None.
+    """Build a run from its settings. ``started``: monotonic time of the process's start, for time limits; None: now.
 
-    Raises ConfigError and DataError for what only the files can tell: vocabularies, data sets, their sizes.
+    Raises ConfigError and DataError for vocabularies and data sets that don't fit the settings.
     """
     tokenizer = build_tokenizer(config.tokenizer)
     config = with_stages(config.with_vocab_size(tokenizer.vocab_size), train_spec)
@@ -169,7 +168,7 @@ def build_schedule(config: RunConfig) -> Schedule | None:
 
 
 def gradient_dtype(config: RunConfig, context: ParallelContext) -> torch.dtype:
-    """Type in which gradients are accumulated and reduced: fp32 for 16-bit weights unless bf16 is asked for."""
+    """Dtype in which gradients are accumulated and reduced: fp32 for 16-bit weights unless bf16 is asked for."""
     if context.dtype == torch.bfloat16 and config.precision.grad_reduce_in_bf16:
         return torch.bfloat16
     return torch.promote_types(context.dtype, torch.float32)
@@ -204,19 +203,19 @@ def build_reporter(config: RunConfig, train_spec: TrainSpec, context: ParallelCo
 
 
 def build_exit_watch(config: RunConfig, context: ParallelContext, started: float) -> ExitWatch:
-    """Exit decisions agreed by all ranks."""
+    """Decides with all ranks when the run exits."""
 
-    def highest(values: list[int]) -> list[int]:
+    def highest(values: Sequence[int]) -> list[int]:
         tensor = torch.tensor(values, device=context.device)
         return [int(value) for value in all_reduce(tensor, context.mesh, "pp", "dp", "cp", "tp", op="max").tolist()]
 
-    return ExitWatch(config.training, highest=lambda values: highest(list(values)), started=started)
+    return ExitWatch(config.training, highest=highest, started=started)
 
 
 def startup_facts(run: Run, *, parameters: int) -> StartupFacts:
-    """What the start-up report says beside the settings. ``parameters``: of the whole model.
+    """Facts for the start-up report. ``parameters``: of the whole model.
 
-    Raises ConfigError when ``--attention-backend`` names one that can't serve this run.
+    Raises ConfigError when ``--attention-backend`` can't serve this run.
     """
     return StartupFacts(
         model_name=run.train_spec.name,
@@ -233,9 +232,7 @@ def startup_facts(run: Run, *, parameters: int) -> StartupFacts:
 
 
 def attention_choices(config: RunConfig, train_spec: TrainSpec, context: ParallelContext) -> str:
-    """The backends that serve the layers' calls, for each kind of layer and each way in which context-parallel ranks
-    exchange keys.
-    """
+    """The attention backend for each kind of layer and each ``--cp-comm-type``, in words."""
     model, asked = whole_model(config, train_spec), dict[AttentionRequest, str]()
     names = {id(module): name for name, module in model.named_modules()}
     for module, workload in workloads_of(model, train_spec.workload(config, planned_context(config))):

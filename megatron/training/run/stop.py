@@ -1,4 +1,4 @@
-"""When a run ends before its last iteration: by interval, duration or signal, or by a loss that is not a number."""
+"""Reasons to end a run before its last iteration: an interval, a duration, a signal, a loss that is not finite."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def stop_reason(
     minutes: float,
     signal_number: int,
 ) -> str | None:
-    """Why to save and leave after ``iteration``, in words for the log; None to go on.
+    """The reason to save and exit after ``iteration``, for the log; None to continue.
 
-    ``minutes`` is the time the run has taken and ``signal_number`` the signal received (0: none); both must be agreed
-    between ranks, or some would leave and others wait for them.
+    ``minutes``: since the start of the run. ``signal_number``: the signal received (0: none). All ranks must give the
+    same values, or some would exit while others wait for them.
     """
     if signal_number:
         return f"exiting program after receiving {signal.Signals(signal_number).name}."
@@ -43,9 +43,9 @@ def stop_reason(
 
 
 class ExitWatch:
-    """Asks :func:`stop_reason` after each step, with time and signals agreed between all ranks.
+    """Calls :func:`stop_reason` after each step, with the time and signal that all ranks agree on.
 
-    ``highest`` is a collective; it runs only when the settings watch the clock or signals.
+    ``highest``: a collective; it is called only when the settings depend on time or signals.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ExitWatch:
 
     @contextmanager
     def catching_signals(self) -> Iterator[None]:
-        """With ``--exit-signal-handler``, note EXIT_SIGNALS instead of dying of them, for the ``with`` block."""
+        """With ``--exit-signal-handler``, record EXIT_SIGNALS during the block; they don't end the process."""
         if not self._training.exit_signal_handler:
             yield
             return
@@ -76,11 +76,11 @@ class ExitWatch:
                 signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        # Launchers and terminals often deliver the same request twice, so a second one must not kill the save.
+        # Launchers and terminals often send a signal twice; the second one must not interrupt the save.
         self._signal = number
 
     def reason(self, iteration: int) -> str | None:
-        """Why to save and leave now, the same on every rank; None to go on."""
+        """The reason to save and exit now, the same on every rank; None to continue."""
         training = self._training
         seconds, number = int(self._clock() - self._started), self._signal
         if training.exit_signal_handler or training.exit_duration_in_mins is not None:
@@ -95,7 +95,7 @@ class ExitWatch:
 
 
 class NonFiniteError(MegatronError):
-    """A loss or gradient norm that is infinite or not a number."""
+    """A loss or gradient norm that is infinite or NaN."""
 
 
 def check_finite(
@@ -114,7 +114,7 @@ def check_finite(
             f"learning rate {learning_rate:.3E}); the weights are unchanged since the last step. "
             "Look at the grad norm in the lines before: if it grew, lower --lr, lengthen --lr-warmup-iters or set "
             "--clip-grad; if it was steady, look at those samples. Resume from the last checkpoint, or pass "
-            "--no-check-for-nan-in-loss-and-grad to go on regardless."
+            "--no-check-for-nan-in-loss-and-grad to continue regardless."
         )
 
 

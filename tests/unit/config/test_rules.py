@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 
 from megatron.config import ParallelConfig, RunConfig, rules
+from megatron.config.family import Rule
 from megatron.config.rules import (
     RULES,
     check,
@@ -86,10 +87,15 @@ def test_there_are_many() -> None:
     assert all(message for *_, message in BAD)
 
 
+def of_tasks() -> set[Rule]:
+    """The rules of all tasks."""
+    return {*TaskConfig(task="LM").rules(), *TaskConfig(task="RACE").rules()}
+
+
 def test_every_rule_has_a_bad_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule that no bad configuration meets may be dead."""
     met = set()
-    known = {*RULES, *task_rules.RULES, *BertConfig().rules(), *T5Config().rules()}
+    known = {*RULES, *of_tasks(), *BertConfig().rules(), *T5Config().rules()}
     monkeypatch.setattr(rules, "rules_of", lambda run: ())
     for changes, without, ranks, message in BAD:
         try:
@@ -115,13 +121,23 @@ def test_every_rule_is_listed(module: ModuleType) -> None:
     assert written <= set(module.RULES)
 
 
-@pytest.mark.parametrize("module", [task_rules, bert_rules, t5_rules])
+@pytest.mark.parametrize("module", [bert_rules, t5_rules])
 def test_every_rule_of_a_kind_of_run_is_listed(module: ModuleType) -> None:
     """As above."""
     written = {
         function for _, function in inspect.getmembers(module, inspect.isfunction) if "run" in function.__annotations__
     }
     assert written <= {*module.RULES, *getattr(module, "REMARKS", ())}
+
+
+def test_every_rule_of_tasks_is_listed() -> None:
+    """As above."""
+    written = {
+        function
+        for _, function in inspect.getmembers(task_rules, inspect.isfunction)
+        if "run" in function.__annotations__
+    }
+    assert written <= {*of_tasks(), *TaskConfig(task="RACE").remarks()}
 
 
 GOOD = [
@@ -337,7 +353,7 @@ def test_iterations_of_a_batch_size_schedule() -> None:
 
 def test_every_remark_is_tested() -> None:
     """A remark that no settings cause may be dead."""
-    of_others = (*task_rules.REMARKS, *bert_rules.REMARKS)
+    of_others = (*TaskConfig(task="RACE").remarks(), *bert_rules.REMARKS)
     assert len(REMARKS) == len(remarking.RULES) + len(of_others) + len(remarking.NEEDS) + 1  # two of one flag
     assert len({remark for *_, remark in REMARKS}) == len(REMARKS)
 

@@ -182,7 +182,7 @@ def test_places(tokenizer: WordPieceTokenizer) -> None:
     assert [int(samples.with_samples(5)[n]["label"]) for n in range(5)] == [0, 1, 2, 0, 1]
     data = EpochsDataset(samples, epochs=1, batch=2, seed=1)
     assert data.origin(0) == f"x.tsv:{data[0]['label']}"
-    assert data.origin(3) == "nothing, to fill a batch"
+    assert data.origin(3) == "padding of a batch"
     assert data.describe() == ["x.tsv: 3 samples; 1 epochs"]
     with pytest.raises(IndexError):
         data[4]

@@ -8,10 +8,10 @@ from datetime import datetime
 
 import pytest
 
+from megatron.core.inference.scoring import perplexity
 from megatron.training.reporting.metrics import (
     IntervalTotals,
     StepRecord,
-    perplexity,
     training_line,
     validation_block,
 )
