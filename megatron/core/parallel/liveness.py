@@ -176,8 +176,8 @@ def _tell(text: str) -> None:
 
 @contextmanager
 def watched(store: Store, mesh: Mesh, patience: Patience) -> Iterator[None]:
-    """For a ``with`` block: watch the ranks. The first error or Ctrl-C on any rank propagates, with its place in the run;
-    errors of other ranks that follow from it end their processes silently.
+    """For a ``with`` block: watch the ranks. The first error or Ctrl-C on any rank propagates, with its place in the
+    run; errors of other ranks that follow from it end their processes silently.
     """
     liveness = Liveness(store, mesh, patience)
     liveness.start()
