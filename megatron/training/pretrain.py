@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.config.run import RunConfig
 from megatron.config.typed_spellings import errors_as_typed
-from megatron.core.models.model_type import FamilyConfig, family_asked
+from megatron.core.models.model_type import ModelTypeConfig, family_asked
 from megatron.core.models.registry import Family, owner_of, register
 from megatron.errors import run_command
 
@@ -88,7 +88,7 @@ def parse(
 
 def parse_any_family(argv: Sequence[str], *groups: type, prog: str) -> RunConfig:
     """As ``parse``, for tools: a run of the family that ``--model-type`` names. ``groups``: the tool's settings."""
-    return parse(argv, prog=prog, groups=(FamilyConfig, *family_asked(argv).groups, *groups))
+    return parse(argv, prog=prog, groups=(ModelTypeConfig, *family_asked(argv).groups, *groups))
 
 
 def _saved_config(load: str, step: int | None) -> Mapping[str, Any] | None:

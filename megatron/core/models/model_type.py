@@ -14,7 +14,7 @@ _TITLES = [family.title for family in FAMILIES.values()]
 
 @check_flags
 @dataclass(frozen=True, kw_only=True)
-class FamilyConfig:
+class ModelTypeConfig:
     """The model family of the other flags."""
 
     model_type: str = flag(
@@ -27,4 +27,4 @@ def family_asked(argv: Sequence[str]) -> Family:
 
     Raises ConfigError for one that isn't known.
     """
-    return family_titled(read_given(argv, FamilyConfig).value("model_type"))
+    return family_titled(read_given(argv, ModelTypeConfig).value("model_type"))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.models.bert.config import BertConfig
-from megatron.core.models.model_type import FamilyConfig
+from megatron.core.models.model_type import ModelTypeConfig
 from megatron.core.models.registry import FAMILIES, Family, family_named, family_of
 from megatron.errors import CheckpointError, ConfigError
 from megatron.training.pretrain import parse_any_family
@@ -22,7 +22,7 @@ def test_every_family_has_a_train_spec_and_a_command(known: Family) -> None:
     assert (REPOSITORY / f"pretrain_{known.name}.py").exists()
     assert family_of(group() for group in known.groups) is known
     config = parse_any_family(words(f"--model-type {known.title}"), prog="tool")
-    assert config.group(FamilyConfig).model_type == known.title
+    assert config.group(ModelTypeConfig).model_type == known.title
     assert family_of(config.extra) is known
 
 
