@@ -1,0 +1,100 @@
+"""Training of this checkout against that of an earlier commit, on the CPU: the same command in turns, as a ratio.
+
+    python -m benchmarks.against_commit 8ef631c
+    python -m benchmarks.against_commit v1.0 --script pretrain_t5.py -- --decoder-seq-length 64
+
+The earlier commit is checked out beside a temporary folder (``git worktree``). Each round trains with both, in changing
+order, and compares the medians of their seconds per iteration, so that whatever else the machine does falls on both.
+Printed are the median ratio of all rounds and a 95 % interval from their ranks (binomial, without any assumption about
+the noise), and whether the losses are equal to the last printed digit. Flags after ``--`` are added to both commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parents[1]
+FLAGS = (
+    "--mock-data --vocab-size 2000 --tokenizer-type NullTokenizer --num-layers 4 --hidden-size 256 "
+    "--num-attention-heads 8 --seq-length 256 --micro-batch-size 2 --global-batch-size 4 --train-iters 25 --lr 1e-3 "
+    "--log-interval 1 --eval-iters 0 --num-workers 0"
+)
+WARM_UP = 5  # iterations that don't count
+_LINE = re.compile(r"elapsed time per iteration \(ms\): ([\d.]+).*?lm loss: (\S+)")
+
+
+@contextlib.contextmanager
+def checkout(commit: str) -> Iterator[Path]:
+    """The files of ``commit``, for the length of a block."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "earlier"
+        git = ("git", "-C", str(HERE), "worktree")
+        subprocess.run([*git, "add", "--quiet", "--detach", str(path), commit], check=True)
+        try:
+            yield path
+        finally:
+            subprocess.run([*git, "remove", "--force", str(path)], check=True)
+
+
+def train(folder: Path, script: str, flags: Sequence[str], *, ranks: int) -> tuple[float, list[str]]:
+    """Median milliseconds of an iteration, and the printed losses."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)}
+    done = subprocess.run(
+        [sys.executable, *launcher, str(folder / script), *FLAGS.split(), *flags],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    found = _LINE.findall(done.stdout)
+    if done.returncode or len(found) <= WARM_UP:
+        sys.exit(f"{folder / script} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    return statistics.median(float(milliseconds) for milliseconds, _ in found[WARM_UP:]), [loss for _, loss in found]
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float]:
+    """Bounds of the median with at least 95 % confidence where there are 6 values or more (sign test)."""
+    count = len(ratios)
+    outside, rank = 0.0, 0
+    while rank < count // 2 and outside + math.comb(count, rank) / 2**count <= 0.025:
+        outside += math.comb(count, rank) / 2**count
+        rank += 1
+    ordered = sorted(ratios)
+    return ordered[max(rank - 1, 0)], ordered[count - max(rank, 1)]
+
+
+def main() -> None:
+    """Print each round, and what follows from all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("commit")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--script", default="pretrain_gpt.py")
+    parser.add_argument("flags", nargs="*")
+    asked = parser.parse_args()
+    ratios = []
+    with checkout(asked.commit) as earlier:
+        for number in range(asked.rounds):
+            order = (earlier, HERE) if number % 2 else (HERE, earlier)
+            found = {folder: train(folder, asked.script, asked.flags, ranks=asked.ranks) for folder in order}
+            (now, losses), (before, earlier_losses) = found[HERE], found[earlier]
+            ratios.append(now / before)
+            same = "equal losses" if losses == earlier_losses else f"other losses: {losses[-1]}, {earlier_losses[-1]}"
+            print(f"round {number + 1}: {now:.1f} ms, {before:.1f} ms before: {now / before:.3f} ({same})", flush=True)
+    low, high = interval(ratios)
+    print(f"now / before: median {statistics.median(ratios):.3f}, 95 % interval {low:.3f} to {high:.3f}")
+
+
+if __name__ == "__main__":
+    main()
