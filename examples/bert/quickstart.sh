@@ -5,7 +5,7 @@
 # English that every Python carries. What it runs is printed as the commands you would type, from the repository's root.
 # Everything it makes lies in runs/quickstart_bert and .venv; a second run keeps .venv and trains anew.
 #
-# Expect the loss of hidden words to fall from 7.8 (guessing among 2,048 pieces costs 7.6) below the 6.2 of guessing each
+# Expect the loss of masked tokens to fall from 7.8 (guessing among 2,048 pieces costs 7.6) below the 6.2 of guessing each
 # by how often it occurs, where it rests for a while, to about 5.0: what a model knows beyond that, it has learned from
 # the words around the gap.
 set -euo pipefail

@@ -96,7 +96,7 @@ class MaskedDataset(OrderedDataset):
 
 
 class MaskedDatasets:
-    """Samples of sentences with hidden words; ``--split`` counts documents."""
+    """Samples of sentences with masked tokens; ``--split`` counts documents."""
 
     def __init__(self, data: DataConfig, maker: SampleMaker, rules: SpanRules, *, seed: int, vocab_size: int) -> None:
         self._data, self._maker, self._rules = data, maker, rules

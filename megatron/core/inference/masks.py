@@ -15,7 +15,7 @@ MASK = "[MASK]"
 
 
 def check_masks(texts: Iterable[str]) -> None:
-    """Raise ConfigError for a text of ``--text`` in which nothing is missing."""
+    """Raise ConfigError for a text of ``--text`` without a mask."""
     for text in texts:
         if MASK not in text:
             raise ConfigError(f"--text {text!r} has no {MASK}: write it where words are missing")

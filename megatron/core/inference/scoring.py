@@ -38,10 +38,10 @@ def windows(num_predictions: int, *, length: int, stride: int) -> Iterator[Windo
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """A text that a model reads at once, and the predictions in it that are asked about.
+    """A text that a model reads at once, and the predictions in it that are scored.
 
     ``tokens`` ``[length + 1]``: all but the last are read, all but the first are predicted. ``first_scored``: the first
-    prediction that counts; those after it do, too.
+    prediction that is scored; all after it are, too.
     """
 
     tokens: NDArray[Any]
@@ -49,12 +49,12 @@ class Sample:
 
     @property
     def length(self) -> int:
-        """Tokens that are read."""
+        """Input tokens."""
         return len(self.tokens) - 1
 
     @property
     def num_scored(self) -> int:
-        """Predictions that count."""
+        """Predictions that are scored."""
         return self.length - self.first_scored
 
 

@@ -1,4 +1,4 @@
-"""``--model-type``: which family's flags a tool is given that serves all of them."""
+"""``--model-type``: the family whose flags a tool for all families takes."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class SentenceConfig(FamilyConfig):
     """Fields of the families that learn from sentences."""
 
     usual_tokenizer = "BertWordPieceLowerCase"  # whole texts need tokens that begin and end them
-    varying_counts = "hidden words"
+    varying_counts = "masked tokens"
 
     mask_prob: float = flag("Fraction of the tokens that are masked.", default=0.15, above=0, below=1)
     short_seq_prob: float = flag(
@@ -42,7 +42,7 @@ def no_flags_of_document_streams(run: RunConfig) -> str | None:
 
 
 def tokenizer_can_mask(run: RunConfig) -> str | None:
-    """Hidden words need a token in their place."""
+    """Masking needs a mask token."""
     kind = run.tokenizer.tokenizer_type
     if kind in _MASKING or (kind == "NullTokenizer" and run.data.mock_data):
         return None

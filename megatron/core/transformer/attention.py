@@ -1,4 +1,4 @@
-"""Attention with heads split over tensor-parallel ranks: of a sequence to itself, and of a decoder to its encoder."""
+"""Self-attention and cross-attention with heads split over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron.core.transformer.norm import Norm
 
 @dataclass(frozen=True)
 class Seen:
-    """What decides which keys a query sees, and how much, besides their product; as in ``AttentionOptions``."""
+    """Masks and bias of a call; see ``AttentionOptions``."""
 
     document_ids: Tensor | None = None
     documents: Documents | None = None
@@ -36,7 +36,7 @@ class Seen:
 
 
 class Attention(nn.Module):
-    """Attention over this rank's heads and one row-split matmul, for queries, keys and values of a subclass's matmuls.
+    """Attention over this rank's heads and the output projection; a subclass projects queries, keys and values.
 
     Key and value weights are fused and grouped by key/value head, ``[k, v]`` for each, so that a rank's part is
     contiguous (grouped-query attention: arXiv:2305.13245). With fewer key/value heads than ranks, those that share one
@@ -167,7 +167,7 @@ class Attention(nn.Module):
         return dataclasses.replace(matmuls, flops=matmuls.flops + flops, kept=matmuls.kept + kept, working=working)
 
     def _scores(self, workload: Workload, *, keys: int) -> int:
-        """Bytes of explicit scores: every pair's, with dropout also what it leaves and where."""
+        """Bytes of explicit scores of all pairs; with dropout also of the scores after it and its mask."""
         wide = 4 if self._config.attention_softmax_in_fp32 else workload.itemsize
         rounded = workload.itemsize if wide != workload.itemsize else 0
         after_softmax = 1 + workload.itemsize if self._config.attention_dropout > 0 else rounded
@@ -175,14 +175,14 @@ class Attention(nn.Module):
 
     @property
     def _keeps_scores(self) -> bool:
-        """Whether the backward pass is given the scores: with dropout, blocks that aren't widened are replayed."""
+        """Whether scores are kept for the backward pass; with dropout, chunks in the narrow type are recomputed."""
         config, narrow = self._config, self._context.dtype.itemsize < 4
         widened = config.attention_softmax_in_fp32 and narrow
         return config.attention_backend == "eager" or (widened and config.attention_dropout > 0)
 
     @property
     def _comm_type(self) -> CpCommType:
-        """How this layer attends to other ranks' keys; "a2a" where a rank has whole sequences anyway."""
+        """How this layer exchanges keys with other ranks; "a2a" without context parallelism."""
         return self._context.cp_comm_type(self._number) if self._context.mesh.size("cp") > 1 else "a2a"
 
     @property
@@ -241,13 +241,13 @@ class SelfAttention(Attention):
         )
 
     def _scores(self, workload: Workload, *, keys: int) -> int:
-        """With what products of explicit scores are given (keys repeated for each head), and which pairs are causal."""
+        """Also the inputs of the products of explicit scores (keys repeated for each head), and the causal mask."""
         wide = 4 if self._config.attention_softmax_in_fp32 else workload.itemsize
         given = workload.tokens * self._queries * (2 * wide + workload.itemsize)
         return super()._scores(workload, keys=keys) + given + keys**2
 
     def _projected(self, workload: Workload) -> int:
-        """Bytes of query, key and value: the fused projection, and those that rotation, norm or grouping make anew."""
+        """Bytes of query, key and value: the fused projection, and the copies that rotation, norm or grouping make."""
         queries, keys, config = self._queries, self._keys, self._config
         if self._keeps_scores and not self._recompute_core and self._comm_type == "a2a":
             return workload.tokens * (queries + 2 * keys) * workload.itemsize * config.qk_layernorm
@@ -264,7 +264,7 @@ class SelfAttention(Attention):
 
 
 class CrossAttention(Attention):
-    """Queries of the decoder, keys and values of what the encoder made; neither has positions here."""
+    """Attention of the decoder to the encoder's output, without rotary positions."""
 
     def __init__(
         self, config: ModelConfig, context: ParallelContext, *, number: int, recompute_core: bool = False
@@ -279,7 +279,7 @@ class CrossAttention(Attention):
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """``[s, b, h] -> [s, b, h]``."""
-        assert inputs.encoder_hidden_states is not None, "a decoder that attends to an encoder is given what that made"
+        assert inputs.encoder_hidden_states is not None, "a decoder that attends to an encoder is given its output"
         query, fused = self.linear_q(x), self.linear_kv(inputs.encoder_hidden_states)
         query = query.view(*query.shape[:2], -1, self._head_dim)
         fused = fused.view(*fused.shape[:2], self._groups, 2, self._head_dim)
@@ -294,7 +294,7 @@ class CrossAttention(Attention):
         )
 
     def costs(self, workload: Workload) -> Costs:
-        """Its matmuls, and attention of every token to the encoder's; all layers share what the encoder made."""
+        """Its matmuls, and attention of every token to the encoder's; all layers share the encoder's output."""
         encoded, config = workload.of_encoder(), self._config
         shared = dataclasses.replace(costs_of(self.linear_kv, encoded), kept=0)
         projected = (workload.tokens * self._queries + encoded.tokens * 2 * self._keys) * workload.itemsize

@@ -84,7 +84,7 @@ class TransformerBlock(nn.Module):
         return x if self.final_layernorm is None else self.final_layernorm(x)
 
     def costs(self, workload: Workload) -> Costs:
-        """A run of layers that is recomputed keeps its input, and works with what its layers would keep."""
+        """A recomputed run of layers keeps its input; its working memory is what its layers would keep."""
         layers, found = (
             [costs_of(layer, workload) for layer in self.layers.values()],
             costs_of(self.final_layernorm, workload),

@@ -1,4 +1,4 @@
-"""What every layer of a microbatch is given besides hidden states."""
+"""Inputs of every layer of a microbatch besides hidden states."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LayerInputs:
     ``rotary``: cos and sin for the positions, or None. ``document_ids``: ``[b, S]``; attention stays within a document.
     ``attention_mask``: ``[b, S]``, True where real. ``bias``: ``[n, s, S]``, added to the scores of self-attention.
 
-    For cross-attention: ``encoder_hidden_states`` ``[t, b, h]``, what the encoder made, and its own
+    For cross-attention: ``encoder_hidden_states`` ``[t, b, h]``, the encoder's output, and its
     ``encoder_attention_mask`` ``[b, T]``.
     """
 

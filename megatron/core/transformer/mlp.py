@@ -1,4 +1,4 @@
-"""The feed-forward half of a layer."""
+"""The feed-forward network of a layer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class MLP(nn.Module):
         return out
 
     def costs(self, workload: Workload) -> Costs:
-        """Keeps what the activation is given; a plain ReLU keeps what it gives, which is the second matmul's input."""
+        """Keeps the activation's input; a plain ReLU keeps its output instead, which is the second matmul's input."""
         given, given_on = (linear.weight.shape[dim] for linear, dim in ((self.linear_fc1, 0), (self.linear_fc2, 1)))
         kept = 0 if self._kind == "relu" and not self._gated else workload.tokens * given * workload.itemsize
         matmuls = total_of((self.linear_fc1, self.linear_fc2), workload)

@@ -34,9 +34,9 @@ from megatron.core.transformer.initialization import input_init
 
 @dataclass(frozen=True)
 class VocabularyOutput:
-    """Logits that have not been multiplied out: hidden states ``[S, b, h]`` and this rank's rows of the output matrix.
+    """Logits before the product: hidden states ``[S, b, h]`` and this rank's rows of the output matrix.
 
-    ``bias``: this rank's part of what is added to the logits. Its users ask for a loss, or for a few logits, and the
+    ``bias``: this rank's part of what is added to the logits. Losses and single logits are computed from it, and the
     ``[S, b, vocabulary]`` tensor never exists.
     """
 
@@ -129,7 +129,7 @@ class VocabularyOutput:
 
 
 class OutputLayer(nn.Module):
-    """What turns final hidden states into logits.
+    """Weights of the output layer.
 
     ``has_weight``: whether it has a matrix of its own, untied or a tied copy on a later stage; else the one of the word
     embeddings on the same stage serves.

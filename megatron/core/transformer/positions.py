@@ -1,4 +1,4 @@
-"""The positions that a rank's hidden states have, as angles for rotary embeddings."""
+"""Rotary tables for the positions of a rank's hidden states."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.core.parallel.context import ParallelContext
 
 
 class RotaryPositions:
-    """Makes the table of a microbatch; nothing for a model whose positions aren't rotary."""
+    """Makes the rotary table of a microbatch; None for a model without rotary positions."""
 
     def __init__(self, config: ModelConfig, context: ParallelContext) -> None:
         self._context = context

@@ -1,4 +1,4 @@
-"""What a stack of layers is made of: the sizes they share, and the residual branches of each."""
+"""Settings of a stack of layers: shared sizes, and the residual branches of each layer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.core.transformer.mlp import MLP
 class BranchPlace:
     """Where a branch is built: number of its layer in the whole model, and settings of its stack.
 
-    ``recompute_core``: attention is to compute its scores again in the backward pass.
+    ``recompute_core``: attention recomputes its scores in the backward pass.
     """
 
     stack: StackConfig
@@ -36,7 +36,7 @@ class BranchBuilder(Protocol):
 
 
 class BranchModule(Protocol):
-    """What a layer adds to the residual stream."""
+    """The module of a branch."""
 
     def __call__(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """``[s, b, h] -> [s, b, h]``; ``x`` is normalized. Side losses go to ``inputs.side_losses``."""

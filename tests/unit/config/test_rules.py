@@ -288,7 +288,7 @@ REMARKS = [
     (
         "BERT",
         "",
-        "GELU in the head for hidden words is the tanh approximation; Megatron-LM's is exact, as with "
+        "GELU in the head for masked tokens is the tanh approximation; Megatron-LM's is exact, as with "
         "--exact-gelu-head",
     ),
     (

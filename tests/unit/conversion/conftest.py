@@ -69,11 +69,11 @@ BERT: dict[str, Any] = {
 }
 BERTS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "bert": ("bert", BERT, True),
-    "bert, hidden words only": ("bert", BERT, False),
+    "bert, masked tokens only": ("bert", BERT, False),
     "bert, tanh gelu": ("bert", {**BERT, "hidden_act": "gelu_new", "layer_norm_eps": 1e-5}, True),
     "bert of one layer": ("bert", {**BERT, "num_hidden_layers": 1}, True),
     "megatron-bert": ("megatron-bert", BERT, True),
-    "megatron-bert, hidden words only": ("megatron-bert", BERT, False),
+    "megatron-bert, masked tokens only": ("megatron-bert", BERT, False),
 }
 """Family, settings, and whether there is a head for the order of two texts."""
 

@@ -110,7 +110,7 @@ def test_files_of_other_times(model_folder: Folder, tmp_path: Path) -> None:
 
     body = {name.removeprefix("bert."): tensor for name, tensor in source.items() if not name.startswith("cls.")}
     save_file(body, tmp_path / "old/model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"holds no head for hidden words \(cls\.predictions\): convert a"):
+    with pytest.raises(CheckpointError, match=r"holds no head for masked tokens \(cls\.predictions\): convert a"):
         read_huggingface(tmp_path / "old")
 
 
@@ -160,7 +160,7 @@ def test_a_family_that_is_not_there_is_said(model_folder: Folder, tmp_path: Path
         convert(Conversion("megatron", tmp_path / "ours", "hf", tmp_path / "x", family="GPT"), print)
 
 
-@pytest.mark.parametrize("name", ["megatron-bert", "megatron-bert, hidden words only"])
+@pytest.mark.parametrize("name", ["megatron-bert", "megatron-bert, masked tokens only"])
 def test_by_way_of_megatron_lm(name: str, model_folder: Folder, tmp_path: Path) -> None:
     """With the exact GELU everywhere it is the same model in all three; token types that are nowhere there stop it."""
     if BERTS[name][2]:

@@ -134,7 +134,7 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[object, ...]]] = {
     "gpt": (CLASSIC, ()),
     "modern gpt": ({**MODERN, "normalization": "LayerNorm"}, ()),
     "bert": (CLASSIC, (BOTH,)),
-    "bert, hidden words only, untied": (UNTIED, (FIRST,)),
+    "bert, masked tokens only, untied": (UNTIED, (FIRST,)),
     "t5": (CLASSIC, (DEEP,)),
     "modern t5": ({**MODERN, "normalization": "LayerNorm", **UNGROUPED}, (DEEP,)),
 }

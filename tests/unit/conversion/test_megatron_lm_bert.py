@@ -28,7 +28,7 @@ from tests.unit.conversion.test_megatron_lm import VERSIONS, assert_holds, do
 
 TYPES = "embedding.tokentype_embeddings.weight"
 BARE = (BertConfig(bert_binary_head=False, exact_gelu_head=True),)
-BERTS = {"bert": (BertConfig(exact_gelu_head=True),), "hidden words only": BARE}
+BERTS = {"bert": (BertConfig(exact_gelu_head=True),), "masked tokens only": BARE}
 
 
 def bert(groups: tuple[BertConfig, ...], **settings: Any) -> tuple[ModelConfig, dict[str, Tensor], dict[str, Tensor]]:
@@ -133,7 +133,7 @@ def test_token_types_without_the_second_head(tmp_path: Path) -> None:
 
 
 BERT_THAT_MEGATRON_LM_LACKS: list[tuple[dict[str, Any], BertConfig, str]] = [
-    ({}, BertConfig(), "Megatron-LM has the exact GELU in a BERT's head for hidden words (--exact-gelu-head), so"),
+    ({}, BertConfig(), "Megatron-LM has the exact GELU in a BERT's head for masked tokens (--exact-gelu-head), so"),
     (
         {"position_embedding_type": "rope"},
         BertConfig(exact_gelu_head=True),

@@ -147,7 +147,7 @@ def test_forward_loss_and_gradients() -> None:
 
 
 def test_only_weighted_words_are_multiplied_out() -> None:
-    """The loss over hidden words is that over all with weights of zero, also in a batch without any hidden word."""
+    """The loss over masked tokens is that over all with weights of zero, also in a batch without any masked token."""
     model, given = ours(), batch()
     labels = given["labels"].clamp(min=-1)
 

@@ -115,7 +115,7 @@ def test_installed_rules_are_preferred(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_bert_reads_them(tmp_path: Path, vocabulary: Path) -> None:
-    """From text to a sample of a pair of sentences, hidden words and all."""
+    """From text to a sample of a pair of sentences, masked tokens and all."""
     prefix = preprocess(tmp_path, vocabulary, "--split-sentences") + "_text_sentence"
     tokenizer = WordPieceTokenizer(str(vocabulary), name="BertWordPieceLowerCase", extra_ids=0)
     config = DataConfig(seq_length=32, train_data_path=(prefix,))

@@ -1,4 +1,4 @@
-"""What a model that finds hidden words puts in their places."""
+"""The likeliest tokens at the masks of a text."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class BertFormat(HuggingFaceFormat):
         """With a head for the order of texts where there are tensors of one."""
         if not any(name.startswith("cls.predictions.") for name in tensors):
             raise CheckpointError(
-                f"{where} holds no head for hidden words (cls.predictions): convert a BertForPreTraining or a "
+                f"{where} holds no head for masked tokens (cls.predictions): convert a BertForPreTraining or a "
                 "BertForMaskedLM, which have this head"
             )
         return (BertConfig(bert_binary_head="cls.seq_relationship.weight" in tensors),)

@@ -58,7 +58,7 @@ class BertFormat(MegatronLMFormat):
         positions, is_exact = model.position_embedding_type, model.activation == "gelu" or group.exact_gelu_head
         return {
             f"no BERT with positions of type {positions}": positions != "learned_absolute",
-            "the exact GELU in a BERT's head for hidden words (--exact-gelu-head)": not is_exact,
+            "the exact GELU in a BERT's head for masked tokens (--exact-gelu-head)": not is_exact,
         }
 
     def arguments(self, portable: PortableModel) -> dict[str, Any]:
@@ -82,5 +82,5 @@ FORMAT = BertFormat()
 
 
 def has_exact_head(args: Arguments, *, legacy: bool) -> bool:
-    """Whether the head for hidden words has the exact GELU: all but models before core with openai_gelu."""
+    """Whether the head for masked tokens has the exact GELU: all but models before core with openai_gelu."""
     return not (legacy and args("openai_gelu", False))

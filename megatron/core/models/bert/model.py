@@ -1,4 +1,4 @@
-"""BERT: a bidirectional transformer that finds hidden words and the order of two texts, as one stage or several."""
+"""BERT: a bidirectional transformer that predicts masked tokens and the order of two texts, in one stage or several."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from megatron.core.transformer.stack import StackConfig
 
 @dataclass(frozen=True)
 class BertOutput:
-    """``words``: logits of the hidden words. ``order`` ``[b, 2]``: logits of the order of two texts, 1 for exchanged;
+    """``words``: logits of the masked tokens. ``order`` ``[b, 2]``: logits of the order of two texts, 1 for exchanged;
     None without a binary head. Of context-parallel ranks only the first has the token that ``order`` is made of.
     """
 
@@ -166,7 +166,7 @@ class BertModel(BertBody):
 
 
 class MaskedLMHead(nn.Module):
-    """What comes between the last layer and the vocabulary: dense, GELU, norm; each rank has all of it."""
+    """Dense, GELU and norm between the last layer and the output layer; each rank holds all of it."""
 
     def __init__(self, config: ModelConfig, context: ParallelContext, *, exact: bool) -> None:
         super().__init__()
@@ -201,5 +201,5 @@ class Pooler(nn.Module):
 
 
 def head_of_first_token(outputs: int, config: ModelConfig, context: ParallelContext) -> ReplicatedLinear:
-    """A linear layer on what the pooler made: each rank computes it, and its gradient, whole."""
+    """A linear layer on the pooler's output; each rank computes all of it and of its gradient."""
     return ReplicatedLinear(config.hidden_size, outputs, context, init=input_init(config), partial_grad=())

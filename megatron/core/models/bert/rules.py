@@ -13,7 +13,7 @@ RULES: tuple[Rule, ...] = (
 )
 REMARKS: tuple[Rule, ...] = (
     rule(  # of Megatron-LM's BERT, whatever its layers have
-        "GELU in the head for hidden words is the tanh approximation; Megatron-LM's is exact, as with "
+        "GELU in the head for masked tokens is the tanh approximation; Megatron-LM's is exact, as with "
         "--exact-gelu-head",
         lambda run: (
             not (run.group(BertConfig).exact_gelu_head or run.given("exact_gelu_head"))

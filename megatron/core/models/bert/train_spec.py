@@ -1,4 +1,4 @@
-"""BERT: hidden words and the order of two texts, on samples of sentences."""
+"""BERT: masked tokens and the order of two texts, on samples of sentences."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WORDS, ORDER = "lm loss", "sop loss"
 
 
 class BertSpec(TrainSpec):
-    """A bidirectional language model whose loss is that of the hidden words plus that of the texts' order, each a mean
+    """A bidirectional language model whose loss is that of the masked tokens plus that of the texts' order, each a mean
     over its own count.
     """
 
@@ -84,7 +84,7 @@ class BertSpec(TrainSpec):
         return run_bert(model, stage_inputs, microbatch)
 
     def loss(self, output: Any, microbatch: Microbatch) -> LossSum:
-        """Cross entropy summed over hidden words, and over the samples whose texts have an order."""
+        """Cross entropy summed over masked tokens, and over the samples whose texts have an order."""
         assert isinstance(output, BertOutput)
         tensors, context = microbatch.tensors, output.words.context
         counts = self.counts(microbatch, context)
@@ -100,7 +100,7 @@ class BertSpec(TrainSpec):
         return LossSum.of(parts, weights=microbatch.loss_weights)
 
     def counts(self, microbatch: Microbatch, context: ParallelContext) -> dict[str, Tensor]:
-        """Hidden words, and samples whose order counts."""
+        """Masked tokens, and samples whose order counts."""
         tensors = microbatch.tensors
         found = {WORDS: tensors["loss_mask"].sum()} if "loss_mask" in tensors else {}
         return found | ({ORDER: _has_order(tensors["is_random"], context).sum()} if "is_random" in tensors else {})
@@ -120,7 +120,7 @@ class BertSpec(TrainSpec):
         )
 
     def workload(self, run: RunConfig, context: ParallelContext) -> Workload:
-        """Texts with padding, of whose tokens those are predicted that are hidden."""
+        """Texts with padding, whose masked tokens are predicted."""
         return workload_of(run, context, has_padding=True, predicted=run.group(BertConfig).mask_prob)
 
 

@@ -1,4 +1,4 @@
-"""T5: an encoder, and a decoder that attends to what it made, as one chain of layers in one stage or several."""
+"""T5: an encoder and a decoder that attends to it, as one chain of layers in one stage or several."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class T5Model(nn.Module):
             encoder_hidden_states, hidden = hidden, self._embedded(decoder_tokens, rng_key, "decoder embedding")
         if self.decoder is None:
             return {"hidden": hidden}
-        assert encoder_hidden_states is not None, "a stage of the decoder needs what the encoder made"
+        assert encoder_hidden_states is not None, "a stage of the decoder needs the encoder's output"
         bias = None if self.decoder_positions is None else self.decoder_positions(hidden)
         inputs = LayerInputs(
             rng_key=rng_key,
@@ -161,7 +161,7 @@ class T5Model(nn.Module):
 
     def costs(self, workload: Workload) -> Costs:
         """Of the encoder over its tokens and the decoder over ``workload.length``. Every stage of
-        the decoder keeps what the encoder made.
+        the decoder keeps the encoder's output.
         """
         encoding, decoding = workload.of_encoder(), dataclasses.replace(workload, has_padding=False)
         found = total_of((self.encoder_positions, self.encoder), encoding)

@@ -1,4 +1,4 @@
-"""T5: hidden spans of a text, told by a decoder that attends to an encoder, on samples of sentences."""
+"""T5: a decoder that attends to an encoder predicts masked spans, on samples of sentences."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megatron.core.transformer.output_layer import VocabularyOutput
 
 
 class T5Spec(TrainSpec):
-    """An encoder and a decoder whose loss is the cross entropy of every token that the decoder is to say."""
+    """An encoder and a decoder whose loss is the cross entropy of every target token of the decoder."""
 
     name = "t5"
     batch_fields: Mapping[str, int | None] = {
@@ -56,7 +56,7 @@ class T5Spec(TrainSpec):
         return frozenset(found)
 
     def stage_inputs(self, run: RunConfig, stage: Stage, context: ParallelContext) -> dict[str, TensorSpec]:
-        """Hidden states ``[s, b, h]``; of the decoder together with what the encoder made."""
+        """Hidden states ``[s, b, h]``; of the decoder together with the encoder's output."""
         if stage.is_first:
             return {}
         length, decoder_length = run.data.seq_length, run.group(T5Config).decoder_seq_length
@@ -83,7 +83,7 @@ class T5Spec(TrainSpec):
         return T5Model(model, group_among(groups, T5Config), context, stage=stage, recompute=recompute, seed=seed)
 
     def forward(self, model: nn.Module, stage_inputs: StageInputs, microbatch: Microbatch) -> Any:
-        """Tokens, or what the previous stage handed on, through this stage."""
+        """Tokens, or the previous stage's hidden states, through this stage."""
         tensors = microbatch.tensors
         return model(
             tensors.get("text_enc"),
@@ -96,14 +96,14 @@ class T5Spec(TrainSpec):
         )
 
     def loss(self, output: Any, microbatch: Microbatch) -> LossSum:
-        """Cross entropy summed over the tokens that the decoder is to say."""
+        """Cross entropy summed over the decoder's target tokens."""
         assert isinstance(output, VocabularyOutput)
         labels, mask = microbatch.tensors["labels"], microbatch.tensors["loss_mask"]
         total = output.cross_entropy(labels, mask, backward_scale=microbatch.backward_scale)
         return LossSum.single("lm loss", total, mask.sum())
 
     def counts(self, microbatch: Microbatch, context: ParallelContext) -> dict[str, Tensor]:
-        """Tokens that the decoder is to say."""
+        """The decoder's target tokens."""
         tensors = microbatch.tensors
         return {"lm loss": tensors["loss_mask"].sum()} if "loss_mask" in tensors else {}
 
