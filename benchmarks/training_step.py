@@ -55,8 +55,7 @@ def megatron_step(shape: Shape, dtype: str, case: Case) -> Step:
         vocab_size=shape.vocabulary,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        activation="gelu",
-        **case.settings,
+        **{"activation": "gelu", **case.settings},
     )
     context = ParallelContext.single(dtype=torch.bfloat16 if dtype == "bf16" else torch.float32)
     model, compute_loss = case.ours(shape, config, context)

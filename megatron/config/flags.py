@@ -36,8 +36,8 @@ class FlagOptions:
     choices: tuple[Any, ...] = ()
     renamed_values: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     refused_values: Mapping[str, str] = field(default_factory=dict)
-    switches: Mapping[str, str] = field(default_factory=dict)
-    together: Mapping[frozenset[str], str] = field(default_factory=dict)
+    short_forms: Mapping[str, str] = field(default_factory=dict)
+    combined: Mapping[frozenset[str], str] = field(default_factory=dict)
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
@@ -57,7 +57,7 @@ def flag(help: str, *, default: Any = dataclasses.MISSING, **options: Any) -> An
     ``choices``: the only values, where the annotation can't list them.
     ``renamed_values``: values of Megatron-LM with another name here, each with the remark that is printed.
     ``refused_values``: values of Megatron-LM's that cannot be had, each with advice.
-    ``switches``: flags without a value that stand for a choice. ``together``: what two choices mean at once.
+    ``short_forms``: flags without a value that stand for a choice. ``combined``: what two choices mean together.
     ``at_least``, ``above``, ``at_most``, ``below``: bounds of each number.
     ``architecture``: the field is part of what a checkpoint's weights mean, so it must be the same on load.
     ``from_checkpoint``: it may differ, but ``--use-checkpoint-args`` takes it, too.
@@ -126,7 +126,7 @@ class FlagSpec:
             return {}
         value = True if self.is_switch else None
         found: dict[str, bool | str | None] = dict.fromkeys((self.positive, *self.options.aliases), value)
-        found |= self.options.switches
+        found |= self.options.short_forms
         if self.is_switch:
             found[self.typed(False)] = False
         return found

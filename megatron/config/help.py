@@ -42,7 +42,7 @@ def _entry(spec: FlagSpec, width: int, defaults: Mapping[str, Any]) -> list[str]
     text = " ".join(part for part in (spec.options.help, choices, default_text(spec, defaults)) if part)
     body = textwrap.wrap(text, width - _COLUMN, break_on_hyphens=False)
     short = [
-        f"  {switch}".ljust(_COLUMN) + f"{spec.positive} {value}" for switch, value in spec.options.switches.items()
+        f"  {switch}".ljust(_COLUMN) + f"{spec.positive} {value}" for switch, value in spec.options.short_forms.items()
     ]
     if len(head) > _COLUMN - 2:
         return [head, *(" " * _COLUMN + line for line in body), *short]

@@ -34,11 +34,15 @@ MODEL_PARALLEL_FIELDS = (
 
 @dataclass(frozen=True)
 class Given:
-    """A field's value, where it came from, and the rank of that source; the highest rank wins."""
+    """A field's value, where it came from, and the rank of that source; the highest rank wins.
+
+    ``short_form``: the flag without a value that stood for it.
+    """
 
     value: Any
     source: str
     rank: int
+    short_form: str | None = None
 
 
 class Intake:
@@ -217,7 +221,7 @@ class Intake:
         if spelling in self._by_spelling:
             spec, switch = self._by_spelling[spelling]
             if isinstance(switch, str):
-                self._take_switch(spec, spelling, switch, values, source=source, rank=rank)
+                self._take_short_form(spec, Given(switch, source, rank, spelling), values)
             elif switch is not None and values == [False]:
                 self._take(spec, not switch, source=source, rank=rank)
             else:
@@ -239,23 +243,14 @@ class Intake:
             lacking = [spec for spec in lacking if spec.field not in self.given]
             self._wrong(f"{where}there is no flag {spelling}{hint}", lacking)
 
-    def _take_switch(
-        self, spec: FlagSpec, spelling: str, value: str, values: list[Any], *, source: str, rank: int
-    ) -> None:
-        """A flag without a value that stands for a choice of another flag; two that differ contradict each other."""
-        if values == [False]:
-            return
-        known = self.given.get(spec.field)
-        if values:
-            self._wrong(f"{spelling} is on or off and takes no value, so {words(values)!r} cannot follow it", [spec])
-        elif known is None or known.rank != rank or known.value == value:
-            self._take(spec, value, source=source, rank=rank)
-        elif both := spec.options.together.get(frozenset({known.value, value})):
-            self.given[spec.field] = Given(both, source, rank)
-        else:
-            other = next((flag for flag, each in spec.options.switches.items() if each == known.value), None)
-            named = other or spec.typed(known.value)
-            self._wrong(f"{named} and {spelling} are mutually exclusive; keep one", [spec])
+    def _take_short_form(self, spec: FlagSpec, given: Given, values: list[Any]) -> None:
+        """A flag without a value that stands for a choice of another flag; in a file it may be off."""
+        if not values:
+            self._offer(spec, given)
+        elif values != [False]:
+            self._wrong(
+                f"{given.short_form} is on or off and takes no value, so {words(values)!r} cannot follow it", [spec]
+            )
 
     def _is_known(self, spelling: str) -> bool:
         if spelling in self._by_spelling or self._legacy(spelling) is not None:
@@ -338,10 +333,19 @@ class Intake:
         self._offer(spec, Given(value, source, rank))
 
     def _offer(self, spec: FlagSpec, given: Given) -> None:
-        """Keep the value unless one of higher rank is known; among equal ranks the later one is used."""
+        """Keep the value unless one of higher rank is known; among equal ranks the later one is used, unless one is a
+        short form: two that differ contradict each other, or have a meaning together.
+        """
         known = self.given.get(spec.field)
-        if known is None or known.rank <= given.rank:
-            if known is not None and known.rank == given.rank and known.value != given.value:
+        if known is None or known.value == given.value:
+            self.given[spec.field] = given if known is None or known.rank <= given.rank else known
+        elif both := spec.options.combined.get(frozenset({known.value, given.value})):
+            self.given[spec.field] = Given(both, given.source, max(known.rank, given.rank), given.short_form)
+        elif known.rank == given.rank and (known.short_form or given.short_form):
+            named = (each.short_form or spec.typed(each.value) for each in (known, given))
+            self._wrong(f"{' and '.join(named)} are mutually exclusive; keep one", [spec])
+        elif known.rank <= given.rank:
+            if known.rank == given.rank:
                 before, after = words(known.value), words(given.value)
                 self.notes.append(f"{spec.positive} is given twice, {before} and {after}: the last one is used")
             self.given[spec.field] = given

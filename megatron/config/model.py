@@ -96,14 +96,14 @@ class ModelConfig:
         "Activation of the MLP. gelu uses the error function, gelu_tanh its tanh approximation; swiglu, geglu and "
         "geglu_tanh have a gate.",
         default="gelu_tanh",
-        switches={
+        short_forms={
             "--swiglu": "swiglu",
             "--geglu": "geglu_tanh",
             "--relu": "relu",
             "--squared-relu": "squared_relu",
             "--exact-gelu": "gelu",
         },
-        together={frozenset({"geglu_tanh", "gelu"}): "geglu"},
+        combined={frozenset({"geglu_tanh", "gelu"}): "geglu"},
         architecture=True,
     )
     softmax_scale: float | None = flag(

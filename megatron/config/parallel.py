@@ -53,6 +53,9 @@ class ParallelConfig:
         "repeats the letter, bar or parentheses before it.",
         default=None,
     )
+    stage_layers: tuple[int, ...] | None = flag(
+        "Layers of each stage, cut by FLOPs where flags don't say how.", default=None, internal=True
+    )
     pipeline_schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"] | None = flag(
         "Order of forward and backward passes; zb-h1 and zb-v split the backward pass to fill bubbles. Unless "
         "given: interleaved with virtual stages, else 1f1b.",

@@ -117,6 +117,8 @@ def stage_sizes(run: RunConfig) -> list[int]:
                 f"of --pipeline-model-parallel-size {parallel.pipeline_model_parallel_size}; write {stages}"
             )
         return sizes
+    if parallel.stage_layers and len(parallel.stage_layers) == stages and sum(parallel.stage_layers) == layers:
+        return list(parallel.stage_layers)
     if parallel.decoder_first_pipeline_num_layers or parallel.decoder_last_pipeline_num_layers:
         return _sizes_with_given_ends(run)
     first, last = parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split

@@ -7,27 +7,29 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from megatron.config.pipeline import num_stages, stage_sizes
+from megatron.config.pipeline import num_stages
 from megatron.config.run import RunConfig
 from megatron.core.models.stage import Stage
 from megatron.core.models.train_spec import TrainSpec
-from megatron.planning.estimate import stage_flops
+from megatron.planning.estimate import stage_flops, whole_costs
 
 
 def with_stages(run: RunConfig, train_spec: TrainSpec) -> RunConfig:
-    """The run with a pipeline layout by FLOPs, unless flags say how to cut it or all layers cost alike and divide.
+    """The run with ``stage_layers`` by FLOPs, unless flags say how to cut it, all layers cost alike and divide, or some
+    module's costs aren't known.
 
     The vocabulary size must be known.
     """
     parallel, stages = run.parallel, num_stages(run)
     asked = (
         parallel.pipeline_model_parallel_layout,
+        parallel.num_layers_per_virtual_pipeline_stage,
         parallel.decoder_first_pipeline_num_layers,
         parallel.decoder_last_pipeline_num_layers,
         parallel.account_for_embedding_in_pipeline_split,
         parallel.account_for_loss_in_pipeline_split,
     )
-    if stages == 1 or any(asked):
+    if stages == 1 or any(asked) or whole_costs(run, train_spec).uncounted:
         return run
     layers = [
         stage_flops(run, train_spec, Stage(range(number, number + 1), is_first=False, is_last=False))
@@ -35,16 +37,10 @@ def with_stages(run: RunConfig, train_spec: TrainSpec) -> RunConfig:
     ]
     if max(layers) <= min(layers) * (1 + 1e-9) and len(layers) % stages == 0:
         return run
-    ends = [stage_flops(run, train_spec, Stage(range(0), is_first=True, is_last=False)), *[0.0] * (len(layers) - 1)]
-    ends[-1] += stage_flops(run, train_spec, Stage(range(len(layers), len(layers)), is_first=False, is_last=True))
-    sizes = even_cut([layer + end for layer, end in zip(layers, ends)], stages)
-    if sizes == stage_sizes(run):
-        return run
-    layout = f"E{'|'.join('t' * size for size in sizes)}L"
-    cut = dataclasses.replace(parallel, pipeline_model_parallel_layout=layout)
-    return dataclasses.replace(
-        run, parallel=cut, provenance={**run.provenance, "pipeline_model_parallel_layout": "derived"}
-    )
+    layers[0] += stage_flops(run, train_spec, Stage(range(0), is_first=True, is_last=False))
+    layers[-1] += stage_flops(run, train_spec, Stage(range(len(layers), len(layers)), is_first=False, is_last=True))
+    cut = dataclasses.replace(parallel, stage_layers=tuple(even_cut(layers, stages)))
+    return dataclasses.replace(run, parallel=cut)
 
 
 def even_cut(costs: Sequence[float], parts: int) -> list[int]:

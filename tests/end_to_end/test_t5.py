@@ -74,7 +74,7 @@ def test_flags_of_megatron_lm(data: str) -> None:
     """Its T5 scripts name the encoder's layers and length."""
     theirs = TINY.replace("--num-layers", "--encoder-num-layers", 1).replace("--seq-length", "--encoder-seq-length", 1)
     report = run("pretrain_t5.py", f"{theirs} {data} --dry-run --world-size 8 --pipeline-model-parallel-size 2")
-    assert "--encoder-num-layers 2: taken as --num-layers 2" in report and "2 stages of 3 and 2 layers" in report
+    assert "--encoder-num-layers 2: taken as --num-layers 2" in report and "2 stages of 2 and 3 layers" in report
     assert "--encoder-seq-length 32: taken as --seq-length 32" in report
 
 

@@ -62,7 +62,9 @@ def _row(spec: FlagSpec) -> str:
         for old, (name, why) in spec.options.renamed_values.items()
     ]
     notes += [f"`{value}`: {why}." for value, why in spec.options.refused_values.items()]
-    notes += [f"`{switch}` is short for `{spec.positive} {value}`." for switch, value in spec.options.switches.items()]
+    notes += [
+        f"`{switch}` is short for `{spec.positive} {value}`." for switch, value in spec.options.short_forms.items()
+    ]
     notes += ["*checkpoint*"] * (spec.options.architecture or spec.options.from_checkpoint)
     return f"| {', '.join(f'`{name}`' for name in names)} | {' '.join(notes)} | {_default(spec)} |"
 

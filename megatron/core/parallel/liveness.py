@@ -77,8 +77,10 @@ class Liveness:
         """Make every rank leave, as Ctrl-C ended this one; whether this rank is the first, which reports it."""
         is_first = self.call_off("interrupted", exit_code=INTERRUPTED)
         self._done.set()
-        with suppress(*_STORE_ERRORS):
-            self._store.add(_FINISHED, 1)
+        self._thread.join(self._patience.poll + 1)
+        if not self._order_seen.is_set():  # else the watching thread has counted this rank
+            with suppress(*_STORE_ERRORS):
+                self._store.add(_FINISHED, 1)
         return is_first
 
     def linger(self) -> None:
@@ -86,7 +88,7 @@ class Liveness:
         everyone = self._mesh.world_size
         if self._mesh.world_rank == 0:
             with suppress(*_STORE_ERRORS):
-                self._until(lambda: self._store.add(_FINISHED, 0) == everyone, seconds=self._patience.leave)
+                self._until(lambda: self._store.add(_FINISHED, 0) >= everyone, seconds=self._patience.leave)
 
     def follow(self, *, exit_code: int) -> NoReturn:
         """End because another rank has called the run off; after the watching thread, which may report a stall."""

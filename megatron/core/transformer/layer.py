@@ -31,6 +31,8 @@ class TransformerLayer(nn.Module):
         self._context, self._branches, self._number = context, stack.layer(number), stack.first + number
         self._hidden_size, self._dropout = model.hidden_size, model.hidden_dropout
         self._residual_behind_norm = model.apply_residual_connection_post_layernorm
+        names = [branch.name for branch in self._branches]
+        assert len({*names}) == len(names), f"branches of a layer need different names, not {names}"
         place = BranchPlace(stack, context, self._number, recompute_core)
         for branch in self._branches:
             for name in (branch.norm, branch.norm_after):

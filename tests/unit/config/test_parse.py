@@ -298,6 +298,7 @@ def test_a_faulty_flag_is_reported_once() -> None:
 def test_short_forms_of_a_choice(tmp_path: Path) -> None:
     """``--swiglu`` and its like stand for a value of ``--activation``, on the command line and in files."""
     file = write(tmp_path / "x.yaml", "model: {swiglu: true, geglu: false}")
+    gate = write(tmp_path / "y.yaml", "geglu: true")
     for given, activation in (
         ("", "gelu_tanh"),
         ("--swiglu", "swiglu"),
@@ -307,14 +308,20 @@ def test_short_forms_of_a_choice(tmp_path: Path) -> None:
         ("--exact-gelu --geglu", "geglu"),
         ("--relu --relu", "relu"),
         ("--activation relu --relu", "relu"),
+        ("--exact-gelu --glu-activation geglu", "geglu"),
+        ("--glu-activation geglu --exact-gelu", "geglu"),
         (f"--config {file}", "swiglu"),
         (f"--squared-relu --config {file}", "squared_relu"),
+        (f"--exact-gelu --config {gate}", "geglu"),
     ):
         run = parse(given)
-        assert (run.model.activation, run.notes) == (activation, ()), given
+        assert run.model.activation == activation, given
+        assert "--glu-activation" in given or not run.notes, given
     for given, message in (
         ("--swiglu --relu", "--swiglu and --relu are mutually exclusive; keep one"),
         ("--activation geglu --relu", "--activation geglu and --relu are mutually exclusive; keep one"),
+        ("--swiglu --activation gelu", "--swiglu and --activation gelu are mutually exclusive; keep one"),
+        ("--activation gelu --swiglu", "--activation gelu and --swiglu are mutually exclusive; keep one"),
         ("--swiglu 1", "--swiglu is on or off and takes no value, so '1' cannot follow it"),
         ("--no-swiglu", "--no-swiglu: choose with --activation"),
     ):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
+from unittest import mock
 
 from megatron.config.pipeline import stage_sizes
 from megatron.core.models.registry import FAMILIES
+from megatron.core.parallel.costs import Costs
 from megatron.planning.estimate import stage_costs
 from megatron.planning.stages import even_cut, with_stages
 from tests.unit.config.command_lines import parse
@@ -62,6 +64,15 @@ def test_decoders_cost_less_than_encoders_of_longer_texts() -> None:
     spec = FAMILIES["t5"].train_spec
     cut = with_stages(run, spec)
     assert stage_sizes(cut) == [3, 5]
-    assert cut.provenance["pipeline_model_parallel_layout"] == "derived"
+    assert cut.parallel.pipeline_model_parallel_layout is None  # which a checkpoint would hand on to other layouts
     slowest = [max(costs.flops for costs in stage_costs(each, spec)) for each in (run, cut)]
     assert slowest[1] < 0.9 * slowest[0]
+
+
+def test_flags_and_modules_without_costs_keep_the_cut_by_number() -> None:
+    """Layers in each virtual stage are what the flag says, also of a T5; layers that tell no costs are not free."""
+    words = "--num-layers 4 --pipeline-model-parallel-size 2 --global-batch-size 8 --micro-batch-size 1"
+    assert sizes(f"{words} --num-layers-per-virtual-pipeline-stage 1", "t5") == [1] * 8
+    assert sizes(f"{words} --num-layers 7") == [4, 3]
+    with mock.patch("megatron.planning.stages.whole_costs", return_value=Costs(uncounted=frozenset({"Router"}))):
+        assert sizes(f"{words} --num-layers 7 --vocab-size 3000") == [4, 3]
