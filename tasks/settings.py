@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megatron.config.family import FamilyConfig
+from megatron.config.family import FamilyConfig, Purpose
 from megatron.config.flags import check_flags, flag
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def fine_tuned_name(task: str) -> str:
     return f"bert-{task.lower()}"
 
 
-class OwnDataConfig(FamilyConfig):
+class OwnDataConfig(Purpose, FamilyConfig):
     """Base of the settings of commands whose samples don't come from ``--data-path``."""
 
     @property

@@ -34,6 +34,35 @@ def group_among(groups: Iterable[object], kind: type[Group]) -> Group:
     return next(group for group in groups if isinstance(group, kind))
 
 
+class Purpose:
+    """What a command does with the model: the base of settings of commands that don't pretrain it in iterations."""
+
+    @property
+    def only_evaluates(self) -> bool:
+        """Whether nothing is trained."""
+        return False
+
+    @property
+    def only_reads(self) -> bool:
+        """Whether there is no training at all, so no rank holds gradients or optimizer state."""
+        return False
+
+    @property
+    def reads_own_data(self) -> bool:
+        """Whether samples come from files of the command's own, not from ``--data-path``."""
+        return False
+
+    @property
+    def epochs(self) -> int | None:
+        """Passes over the command's own data; None where training is counted in iterations or samples."""
+        return None
+
+    @property
+    def trains_in_epochs(self) -> bool:
+        """Whether length, saving and evaluation of the run are in epochs, not in iterations."""
+        return False
+
+
 class FamilyConfig:
     """Base of the groups of flags that one family adds to those of every model.
 
@@ -88,28 +117,3 @@ class FamilyConfig:
         ``seq_length``: of the small model, divisible by ``multiple``, as other lengths must be.
         """
         return min(model.num_layers, num_layers), self
-
-    @property
-    def only_evaluates(self) -> bool:
-        """Whether nothing is trained."""
-        return False
-
-    @property
-    def only_reads(self) -> bool:
-        """Whether there is no training at all, so no rank holds gradients or optimizer state."""
-        return False
-
-    @property
-    def reads_own_data(self) -> bool:
-        """Whether samples come from files of the command's own, not from ``--data-path``."""
-        return False
-
-    @property
-    def epochs(self) -> int | None:
-        """Passes over the command's own data; None where training is counted in iterations or samples."""
-        return None
-
-    @property
-    def trains_in_epochs(self) -> bool:
-        """Whether length, saving and evaluation of the run are in epochs, not in iterations."""
-        return False

@@ -15,7 +15,7 @@ from megatron.config.batch_ramp import BatchRamp, read_batch_steps
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.command import CommandConfig
 from megatron.config.data import DataConfig
-from megatron.config.family import FamilyConfig
+from megatron.config.family import FamilyConfig, Purpose
 from megatron.config.flags import FlagSpec, flags_of, group_name
 from megatron.config.inference import InferenceConfig
 from megatron.config.model import ModelConfig
@@ -97,7 +97,7 @@ class RunConfig:
             found["training"]["global_batch_size"] = self._schedule[-1][1] if self._schedule else usual
         if precision.fp16 and precision.loss_scale is None:
             found["training"]["check_for_nan_in_loss_and_grad"] = False  # the dynamic loss scale works by overflows
-        if self.family.only_evaluates:
+        if self.purpose.only_evaluates:
             found["training"]["skip_train"] = True
         kind = tokenizer.tokenizer_type
         if kind is None:
@@ -161,7 +161,14 @@ class RunConfig:
     @property
     def family(self) -> FamilyConfig:
         """The settings that this run's family adds to those of every model."""
-        return self.find(FamilyConfig) or FamilyConfig()
+        found = [group for group in self.groups() if isinstance(group, FamilyConfig)]
+        named = [group for group in found if group.name != FamilyConfig.name]  # a command's own group has GPT's facts
+        return next(iter(named + found), FamilyConfig())
+
+    @property
+    def purpose(self) -> Purpose:
+        """What the command does with the model."""
+        return self.find(Purpose) or Purpose()
 
     @property
     def num_layers(self) -> int:

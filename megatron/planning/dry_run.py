@@ -43,7 +43,7 @@ def dry_run_report(run: RunConfig, train_spec: TrainSpec, *, files: Sequence[str
         "batch and length": _batch(run),
         "parameters": _parameters(run, train_spec),
         "pipeline": _pipeline(run),
-        title: [*_memory(memory, only_reads=run.family.only_reads), *_verdict(run, train_spec, memory)],
+        title: [*_memory(memory, only_reads=run.purpose.only_reads), *_verdict(run, train_spec, memory)],
     }
     texts = ("\n   ".join([f"== {title}", *lines]) for title, lines in sections.items() if lines)
     return "\n\n".join(texts)
@@ -65,8 +65,8 @@ def _batch(run: RunConfig) -> list[str]:
     ]
     if training.skip_train:
         return lines
-    if run.family.epochs is not None:
-        lines.append(f"{run.family.epochs} epochs of --train-data, whose length in steps depends on the data")
+    if run.purpose.epochs is not None:
+        lines.append(f"{run.purpose.epochs} epochs of --train-data, whose length in steps depends on the data")
     else:
         lines.append(
             f"{run.train_iters:,} steps, {run.train_samples:,} samples, {count(run.train_samples * length)} tokens"

@@ -142,7 +142,7 @@ def _rank_memory(
 ) -> MemoryEstimate:
     held = _held(run, train_spec, pipeline_rank).values()
     parameters = sum(each.numel() for each in held)
-    trained = 0 if run.family.only_reads else sum(each.numel() for each in held if each.requires_grad)
+    trained = 0 if run.purpose.only_reads else sum(each.numel() for each in held if each.requires_grad)
     moments = 2 if run.optimizer.optimizer == "adam" else int(run.optimizer.sgd_momentum > 0)
     mine = [costs for costs, shape in zip(by_stage, stage_shapes(run)) if shape.rank == pipeline_rank]
     width = planned_context(run).dtype.itemsize
@@ -153,7 +153,7 @@ def _rank_memory(
         gradients=trained * (2 if run.precision.grad_reduce_in_bf16 else 4),
         main_params=owned * 4 if width < 4 else 0,
         moments=owned * 4 * moments,
-        kept=0 if run.family.only_reads else kept,
+        kept=0 if run.purpose.only_reads else kept,
         working=max(costs.working for costs in mine),
         uncounted=frozenset().union(*(costs.uncounted for costs in mine)),
     )

@@ -43,7 +43,12 @@ _Settings = TypeVar("_Settings")
 
 def rules_of(run: RunConfig) -> tuple[Rule, ...]:
     """The rules of every run, and those of its family's and its command's settings."""
-    return (*RULES, *(rule for group in run.groups() if isinstance(group, FamilyConfig) for rule in group.rules()))
+    return (*RULES, *(rule for group in _own_groups(run) for rule in group.rules()))
+
+
+def _own_groups(run: RunConfig) -> list[FamilyConfig]:
+    """Settings of the run's family and of its command."""
+    return [group for group in run.groups() if isinstance(group, FamilyConfig)]
 
 
 def check(run: RunConfig) -> None:
@@ -113,7 +118,8 @@ def _hiding(settings: _Settings, fields: Collection[str], changed: Mapping[str, 
 def remarks(run: RunConfig) -> list[str]:
     """Remarks about valid settings that have no effect or an unexpected one."""
     unused = [f"{', '.join(flags)}: no effect{reason}" for flags, reason in remarking.without_effect(run)]
-    return unused + [sentence for rule in (*remarking.RULES, *run.family.remarks()) if (sentence := rule(run))]
+    rules = (*remarking.RULES, *(rule for group in _own_groups(run) for rule in group.remarks()))
+    return unused + [sentence for rule in rules if (sentence := rule(run))]
 
 
 def listed(problems: Sequence[str], *, of: str = "settings") -> str:

@@ -32,7 +32,7 @@ def one_data_source(run: RunConfig) -> str | None:
     ]
     if len(named) > 1:
         return f"{' and '.join(named)} are mutually exclusive; keep one"
-    if not named and not run.family.reads_own_data:
+    if not named and not run.purpose.reads_own_data:
         return "there is no data: give --data-path PREFIX (of PREFIX.bin and PREFIX.idx), or --mock-data"
     return None
 

@@ -143,7 +143,7 @@ RULES: tuple[Rule, ...] = (
         lambda run: (
             run.checkpoint.save is not None
             and run.checkpoint.save_interval is None
-            and not (run.family.trains_in_epochs or run.training.skip_train)
+            and not (run.purpose.trains_in_epochs or run.training.skip_train)
         ),
     ),
     rule(
@@ -166,7 +166,7 @@ RULES: tuple[Rule, ...] = (
         "the run ends at iteration {run.train_iters}",
         lambda run: (
             run.profiling.profile
-            and not run.family.trains_in_epochs
+            and not run.purpose.trains_in_epochs
             and run.profiling.profile_step_start >= run.train_iters
         ),
     ),

@@ -117,7 +117,7 @@ RULES: tuple[Rule, ...] = (
         lambda run: (
             run.training.train_iters is None
             and run.training.train_samples is None
-            and not (run.training.skip_train or run.family.trains_in_epochs)
+            and not (run.training.skip_train or run.purpose.trains_in_epochs)
         ),
     ),
     rule(

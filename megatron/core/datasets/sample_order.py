@@ -111,6 +111,8 @@ class MegatronOrder(Order):
     It may hold more samples than asked for: the rest of its last epoch.
     """
 
+    is_endless = False
+
     def __init__(
         self,
         lengths: Lengths,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from copy import copy
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,8 +73,10 @@ class Order:
     """Where each sample begins, and how many there are; ``num_samples`` None: one epoch.
 
     ``digest``: hex digest of everything that the order depends on. ``samples_per_epoch``: samples when each document is
-    read once.
+    read once. ``is_endless``: sample i is the same in any number of samples; not in Megatron-LM's orders.
     """
+
+    is_endless: ClassVar[bool] = True
 
     def __init__(self, *, digest: str, samples_per_epoch: int, num_samples: int | None) -> None:
         self.digest, self.samples_per_epoch = digest, samples_per_epoch
@@ -84,7 +86,8 @@ class Order:
         return self.num_samples
 
     def with_samples(self, num_samples: int) -> Self:
-        """The same order, of more samples or fewer; not for Megatron-LM's orders, which depend on their number."""
+        """The same order, of more samples or fewer. Orders that depend on the number of samples have none."""
+        assert self.is_endless, f"{type(self).__name__} depends on the number of its samples"
         other = copy(self)
         other.num_samples = num_samples
         return other

@@ -180,6 +180,8 @@ class SpanOrder(Order):
 class MegatronSpanOrder(Order):
     """Megatron-LM's samples and their random numbers."""
 
+    is_endless = False
+
     def __init__(
         self, sentences: Sentences, rules: SpanRules, *, seed: int, num_samples: int | None, cache: IndexCache
     ) -> None:

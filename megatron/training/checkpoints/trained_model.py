@@ -68,9 +68,10 @@ def load_model(config: RunConfig, train_spec: TrainSpec, context: ParallelContex
     else:
         assert settings.pretrained_checkpoint is not None, "a rule requires a checkpoint"
         folder = find_checkpoint(settings.pretrained_checkpoint, mesh=mesh, flag="--pretrained-checkpoint")
-    state, vocabulary = read_run_state(folder), config.model.vocab_size
+    state = read_run_state(folder)
     check_same_tokenizer(state, folder, tokenizer)
-    if vocabulary is not None and tokenizer.vocab_size > vocabulary:
+    vocabulary = state["config"]["model"]["vocab_size"]
+    if tokenizer.vocab_size > vocabulary:
         raise ConfigError(
             f"{tokenizer.name} has {tokenizer.vocab_size} tokens, and the model in {folder.path} has {vocabulary}: "
             "name the files of the tokenizer that it was trained with"

@@ -50,6 +50,7 @@ def test_a_family_of_ones_own_is_measured(recurrent: Family, tmp_path: Path) -> 
     flags = ["--task", "LM", "--load", str(tmp_path / "saved"), "--valid-data", str(tmp_path / "text.txt")]
     assert tasks.main([*flags, "--seq-length", "16", "--dry-run"]) == 0
     config = tasks.settings(flags, TASKS["LM"])
+    assert config.family.title == "Recurrent" and config.purpose.only_reads
     result = TASKS["LM"].load()(config, ParallelContext.single())
 
     ids = torch.tensor([[run.tokenizer.eod, *run.tokenizer.tokenize(TEXT)]])
