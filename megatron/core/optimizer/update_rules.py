@@ -89,4 +89,5 @@ UpdateRule = AdamW | SGD
 
 def build_update_rule(config: OptimizerConfig) -> UpdateRule:
     """The rule that ``--optimizer`` names."""
-    return AdamW(config) if config.optimizer == "adam" else SGD(config)
+    rules: dict[str, type[UpdateRule]] = {"adam": AdamW, "sgd": SGD}
+    return rules[config.optimizer](config)
