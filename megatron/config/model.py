@@ -8,9 +8,9 @@ from typing import Literal, cast
 from megatron.config.flags import check_flags, derive, flag, switch
 
 Activation = Literal["gelu_tanh", "gelu", "relu", "squared_relu", "swiglu", "geglu_tanh", "geglu"]
-NonLinearity = Literal["gelu_tanh", "gelu", "silu", "relu", "squared_relu"]
+Nonlinearity = Literal["gelu_tanh", "gelu", "silu", "relu", "squared_relu"]
 
-_GATES: dict[str, NonLinearity] = {"swiglu": "silu", "geglu_tanh": "gelu_tanh", "geglu": "gelu"}
+_GATES: dict[str, Nonlinearity] = {"swiglu": "silu", "geglu_tanh": "gelu_tanh", "geglu": "gelu"}
 
 _FLASH = "auto takes sdpa, PyTorch's fused and flash kernels, wherever they support the request"
 
@@ -164,9 +164,9 @@ class ModelConfig:
             object.__setattr__(self, "add_qkv_bias", True)
 
     @property
-    def non_linearity(self) -> NonLinearity:
+    def nonlinearity(self) -> Nonlinearity:
         """What ``activation`` applies to each element; to the gate when ``gated``."""
-        return _GATES.get(self.activation) or cast(NonLinearity, self.activation)
+        return _GATES.get(self.activation) or cast(Nonlinearity, self.activation)
 
     @property
     def gated(self) -> bool:

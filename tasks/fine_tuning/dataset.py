@@ -15,7 +15,7 @@ from megatron.core.tokenizers.base import MaskingTokenizer
 from megatron.errors import DataError
 from tasks.fine_tuning.files import LabelledTexts
 
-COUNTS_FOR_NOTHING = -1
+NO_LABEL = -1
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class LabelledDataset:
             sequences = np.stack([self._layout.sequence(*pair) for pair in text.pairs])
         except DataError as error:
             raise DataError(f"{text.origin}: {error}") from None
-        label = COUNTS_FOR_NOTHING if index is None or text.label is None else text.label
-        number = COUNTS_FOR_NOTHING if index is None else self._first_number + index
+        label = NO_LABEL if index is None or text.label is None else text.label
+        number = NO_LABEL if index is None else self._first_number + index
         ids, types, attention_mask = sequences.transpose(1, 0, 2)
         return {
             "text": ids,

@@ -74,7 +74,7 @@ def _subject(note: str) -> list[str]:
 
 def _summary(run: RunConfig) -> Iterator[str]:
     model, sizes, optimizer, training = run.model, run.parallel, run.optimizer, run.training
-    yield f"{run.num_layers} layers of {model.hidden_size}, ffn {model.ffn_hidden_size} {model.non_linearity}"
+    yield f"{run.num_layers} layers of {model.hidden_size}, ffn {model.ffn_hidden_size} {model.nonlinearity}"
     yield f"{model.num_attention_heads} heads, {model.num_query_groups} groups"
     yield f"{model.position_embedding_type} {model.rotary_base:g}, {model.normalization} {model.norm_epsilon:g}"
     yield f"{run.tokenizer.tokenizer_type}"

@@ -141,6 +141,6 @@ def _shown(value: Any) -> str:
 
 _BUILDERS: Builders = {
     **dict.fromkeys(_NAMES),
-    "torch.Size": lambda dims=(): dims,  # looked at where a shape is needed
+    "torch.Size": lambda dims=(): dims,  # checked where a shape is needed
     "collections.OrderedDict": mapping_of,
 }

@@ -163,9 +163,8 @@ class PendingSave:
     def _write(self) -> _Written:
         if not self._plan.items:
             return _Written([], {})
-        self._aside.mkdir(
-            parents=True, exist_ok=True
-        )  # where --save isn't shared by all ranks, _publish raises an error
+        # Where --save isn't shared by all ranks, _publish raises an error.
+        self._aside.mkdir(parents=True, exist_ok=True)
         results = self._writer.write_data(self._planner.finish_plan(self._plan), self._planner).wait()
         return _Written(results, dict(self._writer.files.written))
 

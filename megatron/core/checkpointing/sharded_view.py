@@ -1,4 +1,4 @@
-"""A local tensor that poses as the logical tensor it is part of, so that torch.distributed.checkpoint can plan with it.
+"""Presents a local tensor as the logical tensor that it is part of; torch.distributed.checkpoint plans with it.
 
 DCP asks any object in a state dict three things: which chunks it would write, which chunks it wants to read, and where
 the numbers of one chunk are. A ``ShardedView`` answers with the boxes of its shard, so ranges of tensor-parallel shards

@@ -161,7 +161,7 @@ def key_of(value: Any, *, nested: bool = False) -> Any:
 
 
 def _kind(value: Any) -> str:
-    """What a pickle takes a value for, in an error."""
+    """The kind of a value, for an error."""
     if isinstance(value, StandIn):
         return ascii(value.stands_for)[1:-1][:100]
     return f"a {type(value).__name__}"

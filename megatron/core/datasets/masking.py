@@ -19,7 +19,7 @@ from megatron.errors import ConfigError
 
 _NO_TOKEN = -1
 _GEOMETRIC = 0.2
-_MADE_UP_SPECIAL, _MADE_UP_SENTINELS = 6, 100
+_MOCK_SPECIAL, _MOCK_SENTINELS = 6, 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,20 +69,20 @@ class MaskingVocabulary:
         )
 
     @classmethod
-    def made_up(cls, vocab_size: int) -> MaskingVocabulary:
+    def mock(cls, vocab_size: int) -> MaskingVocabulary:
         """Ids for mock data: special tokens first, sentinels last; ConfigError when no ids are left for words."""
-        sentinels = range(vocab_size - min(vocab_size // 4, _MADE_UP_SENTINELS), vocab_size)
-        if sentinels.start <= _MADE_UP_SPECIAL:
+        sentinels = range(vocab_size - min(vocab_size // 4, _MOCK_SENTINELS), vocab_size)
+        if sentinels.start <= _MOCK_SPECIAL:
             raise ConfigError(
                 f"--vocab-size {vocab_size - 1} leaves no ordinary words for --mock-data; give at least 16"
             )
-        cls_id, sep, mask, pad, bos, eos = range(_MADE_UP_SPECIAL)
+        cls_id, sep, mask, pad, bos, eos = range(_MOCK_SPECIAL)
         return cls(cls_id, sep, mask, pad, bos, eos, tuple(sentinels), np.zeros(vocab_size, bool))
 
     @property
     def words(self) -> range:
         """The ids between the special tokens and the sentinels of mock data."""
-        return range(_MADE_UP_SPECIAL, self.sentinels[0])
+        return range(_MOCK_SPECIAL, self.sentinels[0])
 
 
 def choose_stretches(

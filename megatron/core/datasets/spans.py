@@ -151,9 +151,8 @@ class SpanOrder(Order):
         copy: int = 0,
     ) -> None:
         self._seed, self._copy = seed, copy
-        self._generator = np.random.RandomState(
-            0
-        )  # reseeded for each sample, as creating one takes as long as a sample
+        # Reseeded for each sample, as creating one takes as long as a sample.
+        self._generator = np.random.RandomState(0)
         digest = digest_of("spans", sentences.lengths, sentences.boundaries, seed, copy, sorted(asdict(rules).items()))
         self._spans = cache.get(
             lambda: SampleIndex(np.empty(0, np.int32), build_spans(sentences, rules, seed=seed, copy=copy)),

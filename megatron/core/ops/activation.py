@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron.config.model import NonLinearity
+from megatron.config.model import Nonlinearity
 
 _APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
-def activation(x: Tensor, kind: NonLinearity) -> Tensor:
+def activation(x: Tensor, kind: Nonlinearity) -> Tensor:
     """``kind`` applied to every element: tanh-approximated or exact GELU, SiLU, ReLU, or ReLU squared."""
     if kind == "silu":
         return functional.silu(x)
@@ -24,12 +24,12 @@ def activation(x: Tensor, kind: NonLinearity) -> Tensor:
     return functional.gelu(x, approximate=_APPROXIMATE[kind])
 
 
-def gated_activation(x: Tensor, kind: NonLinearity) -> Tensor:
+def gated_activation(x: Tensor, kind: Nonlinearity) -> Tensor:
     """``act(gate) * value`` [..., f] of ``x`` [..., 2f] = (gate half, value half): SwiGLU, GEGLU. Shazeer 2020."""
     return _GatedActivation.apply(x, kind)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _activation_gradient(grad: Tensor, x: Tensor, kind: NonLinearity) -> Tensor:
+def _activation_gradient(grad: Tensor, x: Tensor, kind: Nonlinearity) -> Tensor:
     if kind == "silu":
         return torch.ops.aten.silu_backward(grad, x)  # type: ignore[no-any-return]
     if kind == "relu":
@@ -46,7 +46,7 @@ class _GatedActivation(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: NonLinearity) -> Tensor:
+    def forward(ctx: Any, x: Tensor, kind: Nonlinearity) -> Tensor:
         ctx.save_for_backward(x)
         ctx.kind = kind
         gate, value = x.chunk(2, dim=-1)

@@ -16,9 +16,9 @@ class Workload:
     """One microbatch, as far as costs depend on it.
 
     ``batch``: sequences, of ``length`` tokens before ranks divide them. ``encoder_length``: tokens that cross-attention
-    sees. ``has_padding``: an attention mask says which tokens are real.
-    ``has_documents``: attention stays within documents. ``predicted``: the share of the tokens whose
-    loss is computed. ``stream_itemsize``: bytes of an element of the residual stream. ``visits``: see ``workloads_of``.
+    sees. ``has_padding``: an attention mask says which tokens are real. ``has_documents``: attention stays within
+    documents. ``predicted``: the share of the tokens whose loss is computed. ``stream_itemsize``: bytes of an element
+    of the residual stream. ``visit``: called with each module whose costs are computed, and the microbatch it sees.
     """
 
     context: ParallelContext
@@ -29,7 +29,7 @@ class Workload:
     has_padding: bool = False
     has_documents: bool = False
     predicted: float = 1.0
-    visits: list[tuple[nn.Module, Workload]] | None = field(default=None, compare=False, repr=False)
+    visit: Callable[[nn.Module, Workload], None] | None = field(default=None, compare=False, repr=False)
 
     @property
     def all_tokens(self) -> int:
@@ -104,8 +104,8 @@ def costs_of(module: nn.Module | None, workload: Workload) -> Costs:
     """
     if module is None:
         return Costs()
-    if workload.visits is not None:
-        workload.visits.append((module, workload))
+    if workload.visit is not None:
+        workload.visit(module, workload)
     costs: Callable[[Workload], Costs] | None = getattr(module, "costs", None)
     if costs is None:
         found, is_uncounted = total_of(module.children(), workload), any(True for _ in module.parameters(recurse=False))
@@ -122,9 +122,9 @@ def workloads_of(model: nn.Module, workload: Workload) -> list[tuple[nn.Module, 
     """The modules of a model in the order of their costs, each with the microbatch as it sees it, such as a decoder its
     own length.
     """
-    visits = list[tuple[nn.Module, Workload]]()
-    costs_of(model, dataclasses.replace(workload, visits=visits))
-    return visits
+    found = list[tuple[nn.Module, Workload]]()
+    costs_of(model, dataclasses.replace(workload, visit=lambda *each: found.append(each)))
+    return found
 
 
 def total_of(modules: Iterable[nn.Module | None], workload: Workload) -> Costs:

@@ -27,7 +27,7 @@ from megatron.errors import INTERRUPTED, MegatronError, ParallelError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_FIRST, _CALLED_OFF, _TOLD = "liveness/first", "liveness/called off", "liveness/told"
+_FIRST, _CALLED_OFF, _REPORTED = "liveness/first", "liveness/called off", "liveness/reported"
 _FINISHED = "liveness/finished with the store"
 _STORE_ERRORS = (RuntimeError, dist.DistError)
 
@@ -119,7 +119,7 @@ class Liveness:
                     self.call_off("stall", exit_code=ParallelError.exit_code)
             except _STORE_ERRORS:
                 if not self._done.wait(patience.leave):
-                    _tell("error: rank 0, which serves the store of all ranks, is gone")
+                    _report_line("error: rank 0, which serves the store of all ranks, is gone")
                     self._leave(exit_code=1)
                 return
 
@@ -133,10 +133,10 @@ class Liveness:
         me = self._mesh.world_rank
         self._store.set(f"liveness/report {me}", json.dumps(dataclasses.asdict(self._report())))
         if order["rank"] == me:
-            _tell(f"error: {describe_stall(me, self._collect(), world_size=self._mesh.world_size)}")
-            self._store.set(_TOLD, "1")
+            _report_line(f"error: {describe_stall(me, self._collect(), world_size=self._mesh.world_size)}")
+            self._store.set(_REPORTED, "1")
         else:
-            self._until(lambda: self._store.check([_TOLD]), seconds=2 * self._patience.answer)
+            self._until(lambda: self._store.check([_REPORTED]), seconds=2 * self._patience.answer)
         self._store.add(_FINISHED, 1)
         self.linger()
         self._leave(exit_code=order["exit_code"])
@@ -171,7 +171,7 @@ class Liveness:
         self._leave_process(exit_code)
 
 
-def _tell(text: str) -> None:
+def _report_line(text: str) -> None:
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
 
@@ -202,7 +202,7 @@ def watched(store: Store, mesh: Mesh, patience: Patience) -> Iterator[None]:
                 f"an error message (killed, or out of memory?); see the launcher's log and the kernel's ({error})"
             ) from error
         if not is_user_error:
-            _tell(f"rank {mesh.world_rank} ({mesh.describe()}) failed in {place}:")
+            _report_line(f"rank {mesh.world_rank} ({mesh.describe()}) failed in {place}:")
         raise
     except KeyboardInterrupt:
         if not liveness.interrupt():

@@ -85,10 +85,8 @@ class TransformerBlock(nn.Module):
 
     def costs(self, workload: Workload) -> Costs:
         """A recomputed run of layers keeps its input; its working memory is what its layers would keep."""
-        layers, found = (
-            [costs_of(layer, workload) for layer in self.layers.values()],
-            costs_of(self.final_layernorm, workload),
-        )
+        layers = [costs_of(layer, workload) for layer in self.layers.values()]
+        found = costs_of(self.final_layernorm, workload)
         for start, stop, recompute in self._recompute.runs(len(layers)):
             run = sum(layers[start:stop], start=Costs())
             if recompute:

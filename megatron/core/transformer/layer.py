@@ -30,7 +30,7 @@ class TransformerLayer(nn.Module):
         model = stack.model
         self._context, self._branches, self._number = context, stack.layer(number), stack.first + number
         self._hidden_size, self._dropout = model.hidden_size, model.hidden_dropout
-        self._residual_behind_norm = model.apply_residual_connection_post_layernorm
+        self._post_norm = model.apply_residual_connection_post_layernorm
         names = [branch.name for branch in self._branches]
         assert len({*names}) == len(names), f"branches of a layer need different names, not {names}"
         place = BranchPlace(stack, context, self._number, recompute_core)
@@ -42,24 +42,24 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """``[s, b, h] -> [s, b, h]``."""
-        given, normed = x, dict[str, Tensor]()
+        stream, normed = x, dict[str, Tensor]()
         for branch in self._branches:
             if not branch.parallel:
-                given, normed = x, {}
+                stream, normed = x, {}
             if branch.norm is None:
-                read = given.to(self._context.dtype)
+                branch_input = stream.to(self._context.dtype)
             else:
                 if branch.norm not in normed:
-                    normed[branch.norm] = getattr(self, branch.norm)(given)
-                read = normed[branch.norm]
-                if self._residual_behind_norm and not branch.parallel:
-                    x = read.to(x.dtype)  # the type of the residual stream
-            added = getattr(self, branch.name)(read, inputs)
+                    normed[branch.norm] = getattr(self, branch.norm)(stream)
+                branch_input = normed[branch.norm]
+                if self._post_norm and not branch.parallel:
+                    x = branch_input.to(x.dtype)  # the type of the residual stream
+            output = getattr(self, branch.name)(branch_input, inputs)
             if branch.norm_after is not None:
-                added = getattr(self, branch.norm_after)(added)
+                output = getattr(self, branch.norm_after)(output)
             if branch.scale != 1.0:
-                added = added * branch.scale
-            x = x + self._drop(added, inputs, branch.stream)
+                output = output * branch.scale
+            x = x + self._drop(output, inputs, branch.dropout_stream)
         return x
 
     def costs(self, workload: Workload) -> Costs:

@@ -20,7 +20,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, context: ParallelContext) -> None:
         super().__init__()
-        self._kind = config.non_linearity
+        self._kind = config.nonlinearity
         self._gated = config.gated
         matrices = 2 if config.gated else 1
         hidden, inner, bias = config.hidden_size, config.ffn_hidden_size, config.add_bias_linear

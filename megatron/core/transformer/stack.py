@@ -48,14 +48,15 @@ class Branch:
     """A kind of residual branch, ``x + scale * norm_after(module(norm(x)))`` with dropout on what is added.
 
     ``name``, ``norm``, ``norm_after``: of its module and its norms, in the names of parameters; a norm that is None is
-    left out (norms after only: OLMo 2, arXiv:2501.00656; before and after: Gemma 2, arXiv:2408.00118). ``stream``: of
-    its dropout's random numbers. ``parallel``: it reads what the branch before it read, not its result (GPT-NeoX,
-    arXiv:2204.06745), and shares that branch's norm if it names the same. ``scale``: as Granite's residual multiplier.
+    left out (norms after only: OLMo 2, arXiv:2501.00656; before and after: Gemma 2, arXiv:2408.00118).
+    ``dropout_stream``: name of its random stream. ``parallel``: it reads what the branch before it read, not its result
+    (GPT-NeoX, arXiv:2204.06745), and shares that branch's norm if it names the same. ``scale``: as Granite's residual
+    multiplier.
     """
 
     name: str
     norm: str | None
-    stream: str
+    dropout_stream: str
     build: BranchBuilder
     norm_after: str | None = None
     parallel: bool = False

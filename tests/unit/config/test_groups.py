@@ -64,7 +64,7 @@ def test_biases() -> None:
 )
 def test_activation(changes: dict[str, Any], activation: str, gated: bool) -> None:
     """An activation is a non-linearity with or without a gate."""
-    assert (model(**changes).non_linearity, model(**changes).gated) == (activation, gated)
+    assert (model(**changes).nonlinearity, model(**changes).gated) == (activation, gated)
 
 
 @pytest.mark.parametrize(

@@ -275,7 +275,7 @@ def test_small_sources_of_a_blend_are_trained_on_without_evaluation(tmp_path: An
         ]
 
 
-def test_made_up_sentences() -> None:
+def test_mock_sentences() -> None:
     """A model is tried without files: samples of every length, of ids that it knows, with words to find."""
     config = DataConfig(seq_length=64, mock_data=True)
     arguments: dict[str, Any] = {"seed": 1, "sizes": SplitSizes(200, 20, 0), "tokenizer": TOKENIZER, "vocab_size": 40}

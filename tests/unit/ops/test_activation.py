@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.model import NonLinearity
+from megatron.config.model import Nonlinearity
 from megatron.core.ops.activation import activation, gated_activation
 
-FORMULAS: dict[NonLinearity, Callable[[Tensor], Tensor]] = {
+FORMULAS: dict[Nonlinearity, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: x * 0.5 * (1 + torch.erf(x / math.sqrt(2))),
     "gelu_tanh": lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "silu": lambda x: x * torch.sigmoid(x),
@@ -22,14 +22,14 @@ FORMULAS: dict[NonLinearity, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("kind", FORMULAS)
-def test_activation_is_its_formula(kind: NonLinearity) -> None:
+def test_activation_is_its_formula(kind: Nonlinearity) -> None:
     """A speed or fusion choice must never swap tanh and exact GELU."""
     x = torch.linspace(-4, 4, 101, dtype=torch.float64)
     torch.testing.assert_close(activation(x, kind), FORMULAS[kind](x), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", FORMULAS)
-def test_gate_is_the_first_half(kind: NonLinearity) -> None:
+def test_gate_is_the_first_half(kind: Nonlinearity) -> None:
     """Checkpoints store (gate, up) in that order; the other order would load without complaint and compute nonsense."""
     x = torch.randn(3, 2, 10, dtype=torch.float64, requires_grad=True)
     gate, value = x.chunk(2, dim=-1)
@@ -38,7 +38,7 @@ def test_gate_is_the_first_half(kind: NonLinearity) -> None:
 
 
 @pytest.mark.parametrize("kind", FORMULAS)
-def test_gated_activation_takes_any_gradient_layout(kind: NonLinearity) -> None:
+def test_gated_activation_takes_any_gradient_layout(kind: Nonlinearity) -> None:
     """Gradients may arrive expanded or transposed, as from a sum or a permuted consumer."""
     x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
     torch.autograd.backward(gated_activation(x, kind).sum())

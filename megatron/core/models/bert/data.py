@@ -39,7 +39,7 @@ def build_bert_splits(
     known = tokenizer.vocab_size if vocab_size is None else vocab_size
     if not data.mock_data:
         check_marks_texts(tokenizer)
-    vocabulary = MaskingVocabulary.made_up(known) if data.mock_data else MaskingVocabulary.of(tokenizer)
+    vocabulary = MaskingVocabulary.mock(known) if data.mock_data else MaskingVocabulary.of(tokenizer)
     masking = MaskingRules(probability=mask_probability)
     hide_pads = data.data_order == "megatron"
     maker = BertMaker(data.seq_length, vocabulary, masking, pairs=binary_head, hide_pads=hide_pads)

@@ -108,7 +108,7 @@ class BertModel(BertBody):
         stage = stage or Stage(range(config.num_layers), is_first=True, is_last=True)
         super().__init__(config, context, stage=stage, recompute=recompute)
         shares_embedding = stage.is_first and not config.untie_embeddings_and_output_weights
-        exact = config.non_linearity == "gelu" or exact_gelu_head
+        exact = config.nonlinearity == "gelu" or exact_gelu_head
         self.lm_head = MaskedLMHead(config, context, exact=exact) if stage.is_last else None
         self.output_layer = (
             OutputLayer(config, context, has_weight=not shares_embedding, bias=True) if stage.is_last else None

@@ -17,7 +17,7 @@ REMARKS: tuple[Rule, ...] = (
         "--exact-gelu-head",
         lambda run: (
             not (run.group(BertConfig).exact_gelu_head or run.given("exact_gelu_head"))
-            and run.model.non_linearity != "gelu"
+            and run.model.nonlinearity != "gelu"
             and run.provenance
             and not run.training.skip_train
         ),

@@ -37,7 +37,7 @@ def build_t5_splits(
     Raises ConfigError for a tokenizer without sentinels. See ``build_splits`` for the rest.
     """
     known = tokenizer.vocab_size if vocab_size is None else vocab_size
-    vocabulary = MaskingVocabulary.made_up(known) if data.mock_data else MaskingVocabulary.of(tokenizer)
+    vocabulary = MaskingVocabulary.mock(known) if data.mock_data else MaskingVocabulary.of(tokenizer)
     if vocabulary.bos is None or vocabulary.eos is None:
         raise ConfigError(
             f"T5 begins with [BOS] and ends with [EOS], which {tokenizer.name} lacks with --vocab-size "
