@@ -199,6 +199,10 @@ class Intake:
         spec = self._by_field.get(key.replace("-", "_"))
         if spec is None:
             spelling = "--" + key.replace("_", "-")
+            short, _ = self._by_spelling.get(spelling, (None, None))
+            if short is not None and group not in (None, short.group):
+                self._wrong(f"{source}: {key} belongs under {short.group}, not under {group}")
+                return
             if self._is_known(spelling):
                 values = [] if value is True else value if isinstance(value, list) else [value]
                 self._take_spelling(spelling, values, source=source, rank=FILE)
@@ -248,8 +252,10 @@ class Intake:
         if not values:
             self._offer(spec, given)
         elif values != [False]:
+            where = "" if given.rank == FLAG else f"{given.source}: "
             self._wrong(
-                f"{given.short_form} is on or off and takes no value, so {words(values)!r} cannot follow it", [spec]
+                f"{where}{given.short_form} is on or off and takes no value, so {words(values)!r} cannot follow it",
+                [spec],
             )
 
     def _is_known(self, spelling: str) -> bool:
@@ -281,7 +287,7 @@ class Intake:
             self.notes.append(self.renamed[spelling])
         for spec, raw in meant:
             try:
-                given = Given(spec.convert(raw), spelling, rank)
+                given = Given(spec.convert(raw), spelling, rank, spelling if spec.options.short_forms else None)
                 wrong = spec.out_of_bounds(given.value)
             except ConfigError as error:
                 wrong = str(error)
@@ -339,7 +345,7 @@ class Intake:
         known = self.given.get(spec.field)
         if known is None or known.value == given.value:
             self.given[spec.field] = given if known is None or known.rank <= given.rank else known
-        elif both := spec.options.combined.get(frozenset({known.value, given.value})):
+        elif both := self._combined(spec, known, given):
             self.given[spec.field] = Given(both, given.source, max(known.rank, given.rank), given.short_form)
         elif known.rank == given.rank and (known.short_form or given.short_form):
             named = (each.short_form or spec.typed(each.value) for each in (known, given))
@@ -349,6 +355,16 @@ class Intake:
                 before, after = words(known.value), words(given.value)
                 self.notes.append(f"{spec.positive} is given twice, {before} and {after}: the last one is used")
             self.given[spec.field] = given
+
+    @staticmethod
+    def _combined(spec: FlagSpec, known: Given, given: Given) -> Any:
+        """What two short forms mean together, if anything; one of them may be repeated."""
+        if not (known.short_form and given.short_form):
+            return None
+        for pair, both in spec.options.combined.items():
+            if given.value in pair and known.value in {both, *pair}:
+                return both
+        return None
 
     def _wrong(self, sentence: str, faulted: Iterable[FlagSpec] = ()) -> None:
         """Add a problem; the values of the ``faulted`` flags are then unknown."""

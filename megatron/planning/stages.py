@@ -35,7 +35,7 @@ def with_stages(run: RunConfig, train_spec: TrainSpec) -> RunConfig:
         stage_flops(run, train_spec, Stage(range(number, number + 1), is_first=False, is_last=False))
         for number in range(run.num_layers)
     ]
-    if max(layers) <= min(layers) * (1 + 1e-9) and len(layers) % stages == 0:
+    if not any(layers) or (max(layers) <= min(layers) * (1 + 1e-9) and len(layers) % stages == 0):
         return run
     layers[0] += stage_flops(run, train_spec, Stage(range(0), is_first=True, is_last=False))
     layers[-1] += stage_flops(run, train_spec, Stage(range(len(layers), len(layers)), is_first=False, is_last=True))

@@ -298,7 +298,8 @@ def test_a_faulty_flag_is_reported_once() -> None:
 def test_short_forms_of_a_choice(tmp_path: Path) -> None:
     """``--swiglu`` and its like stand for a value of ``--activation``, on the command line and in files."""
     file = write(tmp_path / "x.yaml", "model: {swiglu: true, geglu: false}")
-    gate = write(tmp_path / "y.yaml", "geglu: true")
+    gate, plain = write(tmp_path / "y.yaml", "geglu: true"), write(tmp_path / "z.yaml", "activation: geglu_tanh")
+    other, wrong = write(tmp_path / "o.yaml", "training: {swiglu: true}"), write(tmp_path / "w.yaml", "swiglu: 1")
     for given, activation in (
         ("", "gelu_tanh"),
         ("--swiglu", "swiglu"),
@@ -310,6 +311,9 @@ def test_short_forms_of_a_choice(tmp_path: Path) -> None:
         ("--activation relu --relu", "relu"),
         ("--exact-gelu --glu-activation geglu", "geglu"),
         ("--glu-activation geglu --exact-gelu", "geglu"),
+        ("--geglu --exact-gelu --geglu", "geglu"),
+        ("--exact-gelu --geglu --exact-gelu", "geglu"),
+        (f"--config {plain} --activation gelu", "gelu"),
         (f"--config {file}", "swiglu"),
         (f"--squared-relu --config {file}", "squared_relu"),
         (f"--exact-gelu --config {gate}", "geglu"),
@@ -324,6 +328,8 @@ def test_short_forms_of_a_choice(tmp_path: Path) -> None:
         ("--activation gelu --swiglu", "--activation gelu and --swiglu are mutually exclusive; keep one"),
         ("--swiglu 1", "--swiglu is on or off and takes no value, so '1' cannot follow it"),
         ("--no-swiglu", "--no-swiglu: choose with --activation"),
+        (f"--config {other}", f"{other}: swiglu belongs under model, not under training"),
+        (f"--config {wrong}", f"{wrong}: --swiglu is on or off and takes no value, so '1' cannot follow it"),
     ):
         with pytest.raises(ConfigError) as caught:
             parse(given)

@@ -159,9 +159,12 @@ def test_activations_saved_as_five_switches() -> None:
         saved = run.to_json()
         del saved["model"]["activation"]
         saved["model"] |= off | dict.fromkeys(on, True)
-        found = RunConfig.from_json(in_current_names(saved))
+        found = RunConfig.from_json(in_current_names(saved, where="run.json", error=ConfigError))
         assert (found.model.activation, found.model.num_layers) == (activation, run.model.num_layers)
-    assert in_current_names(run.to_json()) == run.to_json()
+    assert in_current_names(run.to_json(), where="run.json", error=ConfigError) == run.to_json()
+    saved["model"]["geglu"] = "yes"
+    with pytest.raises(ConfigError, match=r"run\.json: model.*geglu"):
+        in_current_names(saved, where="run.json", error=ConfigError)
 
 
 def test_older_json() -> None:

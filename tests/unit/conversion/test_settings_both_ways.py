@@ -127,3 +127,13 @@ def test_every_setting_of_transformers_is_read(family: str, monkeypatch: pytest.
             published.known({"model_type": family, **config}, where="x"), {"decoder."}, where="x"
         )
     assert config.keys() - asked - {*WITHOUT_EFFECT.split(), *WITH_WINDOW.split()} == set()
+
+
+def test_a_group_for_each_head_shares_nothing() -> None:
+    """A GPT-2 with --group-query-attention and as many groups as heads was refused as sharing keys and values."""
+    model = ModelConfig(
+        **{**CLASSIC, "group_query_attention": True, "num_query_groups": CLASSIC["num_attention_heads"]}
+    )
+    written = config_from_model(model, dtype="float32", source={}, tokens={})
+    assert written["model_type"] == "gpt2"
+    assert model_from_config(written, where="x").num_query_groups == model.num_query_groups

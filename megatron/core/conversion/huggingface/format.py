@@ -35,6 +35,7 @@ _REASONS: dict[Any, str] = {
     ("apply_residual_connection_post_layernorm", False): "the residuals branch off after the norms",
     ("add_bias_linear", True): "linear layers have no biases",
     ("add_bias_linear", False): "linear layers have biases",
+    ("add_qkv_bias", True): "linear layers have no biases",
     ("add_qkv_bias", False): "linear layers have biases",
     ("activation", "gelu_tanh"): "the MLP is not plain GELU",
     ("activation", "swiglu"): "the MLP is not SwiGLU",
@@ -42,7 +43,7 @@ _REASONS: dict[Any, str] = {
     ("softmax_scale", 1.0): "scores are scaled (--softmax-scale 1 is not given)",
     ("qk_layernorm", False): "queries and keys are normalized",
     "kv_channels": "heads are not hidden size / heads wide",
-    **dict.fromkeys(("group_query_attention", "num_query_groups"), "keys and values are shared by heads"),
+    "num_query_groups": "keys and values are shared by heads",
     "untie_embeddings_and_output_weights": "the output weights are not the word embeddings'",
 }
 
@@ -85,7 +86,8 @@ class ModelType:
         for flag in flags_of(ModelConfig):
             name, wanted, own = flag.field, getattr(usual, flag.field), getattr(model, flag.field)
             of_rope = name.startswith(("rotary", "rope", "use_rope")) and usual.position_embedding_type != "rope"
-            if flag.options.architecture and own != wanted and not of_rope:
+            said_elsewhere = of_rope or name == "group_query_attention"  # num_query_groups says how many
+            if flag.options.architecture and own != wanted and not said_elsewhere:
                 reason = _REASONS.get((name, wanted)) or _REASONS.get(name)
                 found.append(reason or f"{flag.positive} is {own} and not {wanted}")
         return list(dict.fromkeys(found))
