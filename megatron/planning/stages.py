@@ -31,14 +31,14 @@ def with_stages(run: RunConfig, train_spec: TrainSpec) -> RunConfig:
     )
     if stages == 1 or any(asked) or whole_costs(run, train_spec).uncounted:
         return run
-    layers = [
-        stage_flops(run, train_spec, Stage(range(number, number + 1), is_first=False, is_last=False))
-        for number in range(run.num_layers)
-    ]
+
+    def flops(number: int, *, is_first: bool = False, is_last: bool = False) -> float:
+        return stage_flops(run, train_spec, Stage(range(number, number + 1), is_first=is_first, is_last=is_last))
+
+    layers = [flops(number) for number in range(run.num_layers)]
     if not any(layers) or (max(layers) <= min(layers) * (1 + 1e-9) and len(layers) % stages == 0):
         return run
-    layers[0] += stage_flops(run, train_spec, Stage(range(0), is_first=True, is_last=False))
-    layers[-1] += stage_flops(run, train_spec, Stage(range(len(layers), len(layers)), is_first=False, is_last=True))
+    layers[0], layers[-1] = flops(0, is_first=True), flops(len(layers) - 1, is_last=True)
     cut = dataclasses.replace(parallel, stage_layers=tuple(even_cut(layers, stages)))
     return dataclasses.replace(run, parallel=cut)
 

@@ -32,7 +32,10 @@ class TransformerLayer(nn.Module):
         self._hidden_size, self._dropout = model.hidden_size, model.hidden_dropout
         self._post_norm = model.apply_residual_connection_post_layernorm
         names = [branch.name for branch in self._branches]
-        assert len({*names}) == len(names), f"branches of a layer need different names, not {names}"
+        names += [
+            name for each in self._branches for name in (each.norm_after, not each.parallel and each.norm) if name
+        ]
+        assert len({*names}) == len(names), f"modules of a layer need different names, not {names}"
         place = BranchPlace(stack, context, self._number, recompute_core)
         for branch in self._branches:
             for name in (branch.norm, branch.norm_after):

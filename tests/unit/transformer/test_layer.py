@@ -76,3 +76,16 @@ def test_arrangements_of_branches(stream: torch.dtype) -> None:
         assert found[name].dtype == stream
         if stream == torch.float64:
             torch.testing.assert_close(found[name], expected(name, layer, x, inputs), rtol=0, atol=1e-12)
+
+
+def test_modules_of_a_layer_have_different_names() -> None:
+    """The second module of a name replaced the first, and branches in sequence shared a norm, without a word."""
+    config = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2)
+    for branches in (
+        (FEED_FORWARD, replace(FEED_FORWARD, norm="other")),
+        (SELF_ATTENTION, replace(FEED_FORWARD, norm=SELF_ATTENTION.norm)),
+        (SELF_ATTENTION, replace(FEED_FORWARD, norm_after="mlp")),
+    ):
+        stack = StackConfig(config, causal=True, pattern=(branches,))
+        with pytest.raises(AssertionError, match="need different names"):
+            TransformerLayer(stack, ParallelContext.single(), number=0)
