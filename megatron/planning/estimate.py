@@ -133,8 +133,8 @@ def stage_costs(run: RunConfig, train_spec: TrainSpec) -> list[Costs]:
 
 
 def stage_flops(run: RunConfig, train_spec: TrainSpec, stage: Stage) -> float:
-    """Forward FLOPs of one microbatch in a stage of the run's model, which need not be one of its stages."""
-    return _costs(run, train_spec, stage_model(run, train_spec, stage)).flops
+    """Training FLOPs of one microbatch in a stage of the run's model, which need not be one of its stages."""
+    return _costs(run, train_spec, stage_model(run, train_spec, stage)).training_flops
 
 
 def _rank_memory(

@@ -76,3 +76,11 @@ def test_flags_and_modules_without_costs_keep_the_cut_by_number() -> None:
     assert sizes(f"{words} --num-layers 7") == [4, 3]
     with mock.patch("megatron.planning.stages.whole_costs", return_value=Costs(uncounted=frozenset({"Router"}))):
         assert sizes(f"{words} --num-layers 7 --vocab-size 3000") == [4, 3]
+
+
+def test_frozen_layers_cost_less() -> None:
+    """They have no weight gradients, so a stage of them takes more layers."""
+    words = "--num-layers 6 --pipeline-model-parallel-size 2"
+    frozen = " ".join(f"decoder.layers.{number}.*" for number in range(3))
+    assert sizes(words) == [3, 3]
+    assert sizes(f"{words} --freeze {frozen}") == [4, 2]
