@@ -1,0 +1,238 @@
+"""Experts: which layers have them, how tokens choose among them, and how their load is balanced."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from megatron.config.data import DataConfig
+from megatron.config.family import FamilyConfig, Rule
+from megatron.config.flags import check_flags, flag, switch
+from megatron.config.layer_patterns import every_or_listed, shortest_pattern
+from megatron.config.model import ModelConfig
+from megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
+
+LOSS_NAMES: dict[str, str] = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+"""Names under which the balancing losses are reported, as Megatron-LM does."""
+Z_LOSS = "z_loss"
+
+
+@check_flags
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig(FamilyConfig):
+    """Mixture of experts: feed-forward networks of which each token uses a few."""
+
+    num_experts: int | None = flag(
+        "Experts of a layer that has them; 0: none.", default=None, at_least=0, architecture=True
+    )
+    moe_layer_freq: str = flag(
+        "Layers with experts: N for every N-th, the first among them; or a list such as '[0]*3+[1]*58' with a 1 for "
+        "each such layer and a 0 for a dense one.",
+        default="1",
+        architecture=True,
+    )
+    moe_ffn_hidden_size: int = flag(
+        "Inner width of an expert.",
+        derived="--ffn-hidden-size",
+        follows=("ffn_hidden_size",),
+        at_least=1,
+        architecture=True,
+    )
+    moe_shared_expert_intermediate_size: int | None = flag(
+        "Inner width of the shared experts together: they see every token, beside those that it chooses.",
+        default=None,
+        at_least=1,
+        architecture=True,
+    )
+    moe_shared_expert_gate: bool = switch(
+        "Multiply the output of the shared experts by a learned number between 0 and 1 for each token (Qwen2-MoE).",
+        architecture=True,
+    )
+    moe_router_topk: int = flag("Experts that a token chooses.", default=2, at_least=1, architecture=True)
+    moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = flag(
+        "Scores of experts from the router's logits. softmax: over the chosen ones. sigmoid (DeepSeek-V3) and "
+        "sqrtsoftplus: each expert by itself, then divided by the sum of the chosen ones.",
+        default="softmax",
+        architecture=True,
+    )
+    moe_router_pre_softmax: bool = switch(
+        "Softmax over all experts before the choice, whose scores are then not made to add up to 1.", architecture=True
+    )
+    moe_router_topk_scaling_factor: float | None = flag(
+        "Multiply the weights of the chosen experts by this.", default=None, above=0, architecture=True
+    )
+    moe_router_num_groups: int | None = flag(
+        "Groups of neighbouring experts, of which a token first chooses some; see --moe-router-group-topk.",
+        default=None,
+        at_least=1,
+        architecture=True,
+    )
+    moe_router_group_topk: int | None = flag(
+        "Groups that a token chooses; its experts are among theirs.", default=None, at_least=1, architecture=True
+    )
+    moe_router_group_score: Literal["sum", "max"] = flag(
+        "Score of a group. sum: of as many of its best experts as a token chooses of a group (DeepSeek-V3, "
+        "Megatron-LM); max: of its best expert (DeepSeek-V2).",
+        default="sum",
+        architecture=True,
+    )
+    moe_router_dtype: Literal["fp32", "fp64"] | None = flag(
+        "Type in which the router multiplies, if it is wider than the model's; scores are at least fp32 anyway.",
+        default=None,
+        architecture=True,
+    )
+    moe_router_enable_expert_bias: bool = switch(
+        "Balance without a loss: add to each expert's score, for the choice alone, a bias that each step moves up for "
+        "experts with less than the mean load and down for others (arXiv:2408.15664).",
+        architecture=True,
+    )
+    moe_router_bias_update_rate: float = flag("Step of --moe-router-enable-expert-bias.", default=1e-3, at_least=0)
+    moe_router_load_balancing_type: tuple[LoadBalancing, ...] = flag(
+        "Losses that balance the load of experts. aux_loss: over each microbatch; seq_aux_loss: over each sequence; "
+        "global_aux_loss: over the microbatches that data-parallel replicas compute at the same time, which more "
+        "replicas make more; none. Weighed by --moe-aux-loss-coeff.",
+        default=("aux_loss",),
+        refused_values={
+            "sinkhorn": "it depends on how tokens are divided over ranks; use aux_loss, or none with "
+            "--moe-router-enable-expert-bias",
+            "quantile_balancing": "it is not available; use aux_loss, or none with --moe-router-enable-expert-bias",
+        },
+    )
+    moe_aux_loss_coeff: tuple[float, ...] = flag(
+        "Weight of each loss of --moe-router-load-balancing-type; balanced experts have a loss of 1.",
+        default=(0.0,),
+        at_least=0,
+    )
+    moe_z_loss_coeff: float | None = flag(
+        "Weight of the z-loss, the mean squared logsumexp of the router's logits (arXiv:2202.08906: 0.001).",
+        default=None,
+        at_least=0,
+    )
+    moe_expert_capacity_factor: float | None = flag(
+        "Drop choices in training: of each sequence an expert takes at most this times the choices that it would get "
+        "if all were balanced. Dropping is the same at every layout; Megatron-LM's capacity is that of a rank's "
+        "tokens. A negative factor drops nothing.",
+        default=None,
+    )
+    moe_token_drop_policy: Literal["probs", "position"] = flag(
+        "Choices that stay within the capacity: those of the largest weights, or of the first positions.",
+        default="probs",
+    )
+    moe_router_force_load_balancing: bool = switch(
+        "For benchmarks: tokens take experts in turn, whatever the router says."
+    )
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = flag(
+        "How tokens reach their experts on other ranks. alltoall: each to those it chose; allgather: all to all, which "
+        "sends less if tokens choose at least as many experts as there are expert-parallel ranks.",
+        default="alltoall",
+        renamed_values={
+            "flex": ("alltoall", "its kernels are not used; tokens travel by all-to-all"),
+            "alltoall_seq": ("alltoall", "its former name"),
+        },
+    )
+    moe_per_layer_logging: bool = switch(
+        "Write curves of the balance of experts in each layer, not only of all layers."
+    )
+    moe_matmul_backend: Literal["auto", "grouped_mm", "loop"] = flag(
+        "Kernel of the experts' products; auto takes the first that supports them. loop: one product an expert.",
+        default="auto",
+    )
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether any layer may have experts."""
+        return bool(self.num_experts)
+
+    def expert_layers(self, num_layers: int) -> tuple[bool, ...]:
+        """For each layer whether it has experts; ConfigError for a pattern that isn't one."""
+        if not self.has_experts:
+            return (False,) * num_layers
+        return every_or_listed(self.moe_layer_freq, num_layers, flag="--moe-layer-freq")
+
+    @property
+    def balancing_losses(self) -> dict[LoadBalancing, float]:
+        """Losses with their weights, without those that weigh nothing."""
+        pairs = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff)
+        return {kind: weight for kind, weight in pairs if kind != "none" and weight}
+
+    @property
+    def loss_names(self) -> tuple[str, ...]:
+        """What the routers report beside the main loss."""
+        if not self.has_experts:
+            return ()
+        return (*(LOSS_NAMES[kind] for kind in self.balancing_losses), *((Z_LOSS,) if self.moe_z_loss_coeff else ()))
+
+    def more_parts(self, model: ModelConfig) -> Sequence[str]:
+        """Its experts."""
+        if not self.has_experts:
+            return ()
+        layers = sum(self.expert_layers(model.num_layers))
+        shared = self.moe_shared_expert_intermediate_size
+        also = f" and shared ones of {shared}" if shared else ""
+        return (
+            f"{self.num_experts} experts of {self.moe_ffn_hidden_size}{also} in {layers} layers, "
+            f"{self.moe_router_topk} for each token",
+        )
+
+    def shrunk(self, model: ModelConfig, *, num_layers: int, seq_length: int, multiple: int) -> tuple[int, Self]:
+        """As many experts, narrower; the first layer and the last ones keep their kinds."""
+        layers, _ = super().shrunk(model, num_layers=num_layers, seq_length=seq_length, multiple=multiple)
+        if not self.has_experts:
+            return layers, self
+        marked, shared = self.expert_layers(model.num_layers), self.moe_shared_expert_intermediate_size
+        kept = marked if layers == len(marked) else marked[:1] * (layers > 1) + marked[-(layers - 1) or -1 :]
+        small = dataclasses.replace(
+            self,
+            moe_layer_freq=shortest_pattern(kept),
+            moe_ffn_hidden_size=_narrow(self.moe_ffn_hidden_size),
+            moe_shared_expert_intermediate_size=None if shared is None else _narrow(shared),
+        )
+        return layers, small
+
+    def rules(self) -> Sequence[Rule]:
+        """Those about experts."""
+        from megatron.config.rules.moe import RULES
+
+        return RULES
+
+    def remarks(self) -> Sequence[Rule]:
+        """Settings of experts that have no effect."""
+        from megatron.config.rules.moe import REMARKS
+
+        return REMARKS
+
+    def resolved(self, model: ModelConfig, data: DataConfig) -> Self:
+        """Unless given: experts, if there are any, as wide as the dense network. Spellings of the same become equal."""
+        changes: dict[str, Any] = {"num_experts": self.num_experts or None}
+        if self.moe_expert_capacity_factor is not None and self.moe_expert_capacity_factor <= 0:
+            changes["moe_expert_capacity_factor"] = None
+        if self.moe_ffn_hidden_size is None and self.has_experts:
+            changes["moe_ffn_hidden_size"] = model.ffn_hidden_size
+        with suppress(ConfigError):  # a rule reports it
+            marked = every_or_listed(self.moe_layer_freq, model.num_layers, flag="--moe-layer-freq")
+            changes["moe_layer_freq"] = shortest_pattern(marked)
+        return dataclasses.replace(self, **changes)
+
+
+def experts_of(groups: Sequence[object]) -> MoEConfig:
+    """The settings of experts among those of a model; none have none."""
+    return next((group for group in groups if isinstance(group, MoEConfig)), MoEConfig())
+
+
+def _narrow(width: int) -> int:
+    """A small width that ranks can divide as they can the given one."""
+    small = math.gcd(width, 64)
+    return small if small >= 8 else width

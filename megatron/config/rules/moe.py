@@ -1,0 +1,220 @@
+"""Rules about experts: sizes that divide, choices that a router can make, losses that balance."""
+
+from __future__ import annotations
+
+from megatron.config.family import Rule, rule
+from megatron.config.flags import FlagSpec, flags_of
+from megatron.config.moe import MoEConfig
+from megatron.config.rules.sizes import divisors, divisors_near, some
+from megatron.config.run import RunConfig
+from megatron.errors import ConfigError
+
+
+def settings_need_experts(run: RunConfig) -> str | None:
+    """A setting of experts has no effect without them."""
+    moe = run.group(MoEConfig)
+    given = [spec.typed(run.value(spec)) for spec in flags_of(MoEConfig) if _is_set(run, spec)]
+    if moe.has_experts or not given:
+        return None
+    return f"{' and '.join(given)} {'has' if len(given) == 1 else 'have'} no effect without --num-experts; give it, too"
+
+
+def _is_set(run: RunConfig, spec: FlagSpec) -> bool:
+    return run.given(spec.field) and spec.field != "num_experts" and run.value(spec) != spec.default
+
+
+def layers_are_marked(run: RunConfig) -> str | None:
+    """The pattern is one, and marks a layer."""
+    moe = run.group(MoEConfig)
+    try:
+        marked = moe.expert_layers(run.model.num_layers)
+    except ConfigError as error:
+        return str(error)
+    if any(marked) or not moe.has_experts:
+        return None
+    return f"--moe-layer-freq {moe.moe_layer_freq} leaves no layer with experts; leave it and --num-experts out"
+
+
+def experts_divide_over_ranks(run: RunConfig) -> str | None:
+    """Each expert-parallel rank holds equally many experts."""
+    experts, ranks = run.group(MoEConfig).num_experts or 0, run.parallel.expert_model_parallel_size
+    if experts % ranks == 0:
+        return None
+    return (
+        f"--num-experts {experts} is not divisible by --expert-model-parallel-size {ranks}; sizes that fit: "
+        f"{some(divisors(experts), near=ranks)}"
+    )
+
+
+def experts_divide_over_tensor_ranks(run: RunConfig) -> str | None:
+    """Matrices of experts split evenly."""
+    width, ranks = run.group(MoEConfig).moe_ffn_hidden_size, run.parallel.etp
+    if not run.group(MoEConfig).has_experts or width % ranks == 0:
+        return None
+    return (
+        f"--moe-ffn-hidden-size {width} is not divisible by --expert-tensor-parallel-size {ranks}; sizes that fit: "
+        f"{some(divisors(width), near=ranks)}"
+    )
+
+
+def shared_experts_divide_over_ranks(run: RunConfig) -> str | None:
+    """The shared experts split as a dense network does."""
+    width, ranks = run.group(MoEConfig).moe_shared_expert_intermediate_size, run.parallel.tensor_model_parallel_size
+    if width is None or width % ranks == 0:
+        return None
+    return (
+        f"--moe-shared-expert-intermediate-size {width} is not divisible by --tensor-model-parallel-size {ranks}; "
+        f"sizes that fit: {some(divisors(width), near=ranks)}"
+    )
+
+
+def expert_grid_fits(run: RunConfig) -> str | None:
+    """The ranks of a stage form a grid of experts, whose pipelines are those of the dense layers."""
+    parallel, moe = run.parallel, run.group(MoEConfig)
+    inside = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    ranks, wanted = inside * run.data_parallel_size, parallel.expert_model_parallel_size * parallel.etp
+    if not moe.has_experts or run.world_size % run.model_parallel_size:
+        return None
+    unless_given = "" if parallel.expert_tensor_parallel_size else " (that of --tensor-model-parallel-size)"
+    asked = (
+        f"--expert-model-parallel-size {parallel.expert_model_parallel_size} x --expert-tensor-parallel-size "
+        f"{parallel.etp}{unless_given}"
+    )
+    if ranks % wanted:
+        return (
+            f"{asked} = {wanted} ranks do not divide the {ranks} ranks of tensor, context and data parallelism; "
+            f"use sizes whose product is {some(divisors(ranks), near=wanted)}"
+        )
+    if parallel.use_tp_pp_dp_mapping and parallel.expert_model_parallel_size > 1 and wanted != inside:
+        return (
+            f"{asked} = {wanted} ranks and --use-tp-pp-dp-mapping would give experts other pipelines than dense "
+            f"layers; leave --use-tp-pp-dp-mapping out, or use sizes whose product is {inside}"
+        )
+    return None
+
+
+def choice_has_enough_experts(run: RunConfig) -> str | None:
+    """A token chooses different experts."""
+    moe = run.group(MoEConfig)
+    if not moe.has_experts or moe.moe_router_topk <= (moe.num_experts or 0):
+        return None
+    return f"--moe-router-topk {moe.moe_router_topk} is more than --num-experts {moe.num_experts}; choose fewer"
+
+
+def groups_are_of_experts(run: RunConfig) -> str | None:
+    """Groups divide the experts, and those that are kept have enough."""
+    moe = run.group(MoEConfig)
+    groups, kept, experts, chosen = (
+        moe.moe_router_num_groups,
+        moe.moe_router_group_topk,
+        moe.num_experts or 0,
+        moe.moe_router_topk,
+    )
+    if groups is None and kept is None:
+        return None
+    if groups is None or kept is None:
+        return "--moe-router-num-groups and --moe-router-group-topk have an effect together only; give both or neither"
+    if experts % groups:
+        return (
+            f"--num-experts {experts} is not divisible by --moe-router-num-groups {groups}; use "
+            f"{divisors_near(experts, groups)} groups"
+        )
+    if kept > groups:
+        return f"--moe-router-group-topk {kept} is more than --moe-router-num-groups {groups}; keep at most {groups}"
+    if kept * experts // groups < chosen:
+        return (
+            f"--moe-router-topk {chosen} is more than the {kept * experts // groups} experts in the "
+            f"--moe-router-group-topk {kept} groups that a token keeps; keep more groups"
+        )
+    if moe.moe_router_group_score == "sum" and chosen % kept:
+        return (
+            f"--moe-router-topk {chosen} is not divisible by --moe-router-group-topk {kept}: a group's score is the "
+            f"sum of its best {chosen} / {kept} experts; use --moe-router-group-topk "
+            f"{some(divisors(chosen), near=kept)}, or --moe-router-group-score max"
+        )
+    return None
+
+
+def losses_have_weights(run: RunConfig) -> str | None:
+    """Each balancing loss has a weight, once."""
+    moe = run.group(MoEConfig)
+    kinds, weights = moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff
+    asked = f"--moe-router-load-balancing-type {' '.join(kinds)}"
+    if "none" in kinds and (len(kinds) > 1 or any(weights)):
+        return f"{asked} with {_typed(weights)} asks for a loss and for none; leave one of them out"
+    if len({*kinds}) < len(kinds):
+        return f"{asked} names a loss twice; name each once"
+    if len(kinds) != len(weights):
+        return f"{asked} names {len(kinds)} losses, and {_typed(weights)} has {len(weights)}; give one for each"
+    return None
+
+
+def _typed(weights: tuple[float, ...]) -> str:
+    return f"--moe-aux-loss-coeff {' '.join(f'{weight:g}' for weight in weights)}"
+
+
+RULES: tuple[Rule, ...] = (
+    settings_need_experts,
+    layers_are_marked,
+    experts_divide_over_ranks,
+    experts_divide_over_tensor_ranks,
+    shared_experts_divide_over_ranks,
+    expert_grid_fits,
+    choice_has_enough_experts,
+    groups_are_of_experts,
+    losses_have_weights,
+    rule(
+        "--moe-router-topk 1 needs --moe-router-pre-softmax or --moe-router-score-function sigmoid: a softmax over one "
+        "expert is always 1, and the router would not learn",
+        lambda run: (
+            (moe := run.group(MoEConfig)).has_experts
+            and moe.moe_router_topk == 1
+            and moe.moe_router_score_function == "softmax"
+            and not moe.moe_router_pre_softmax
+        ),
+    ),
+    rule(
+        "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid or sqrtsoftplus, as a bias moves "
+        "scores that do not depend on each other; choose one of them",
+        lambda run: (
+            (moe := run.group(MoEConfig)).moe_router_enable_expert_bias and moe.moe_router_score_function == "softmax"
+        ),
+    ),
+    rule(
+        "--moe-shared-expert-gate has no effect without --moe-shared-expert-intermediate-size; give both",
+        lambda run: (
+            (moe := run.group(MoEConfig)).moe_shared_expert_gate and moe.moe_shared_expert_intermediate_size is None
+        ),
+    ),
+    rule(
+        "--moe-router-group-score max has no effect without --moe-router-num-groups; leave it out",
+        lambda run: (moe := run.group(MoEConfig)).moe_router_group_score == "max" and moe.moe_router_num_groups is None,
+    ),
+    rule(
+        "--moe-token-drop-policy position has no effect without --moe-expert-capacity-factor; give both",
+        lambda run: (
+            (moe := run.group(MoEConfig)).moe_token_drop_policy == "position" and moe.moe_expert_capacity_factor is None
+        ),
+    ),
+    rule(
+        "--moe-router-load-balancing-type seq_aux_loss is over sequences, and --reset-attention-mask makes one of "
+        "several documents; use aux_loss",
+        lambda run: "seq_aux_loss" in run.group(MoEConfig).balancing_losses and run.data.reset_attention_mask,
+    ),
+)
+
+REMARKS: tuple[Rule, ...] = (
+    rule(
+        "--moe-expert-capacity-factor: capacity is that of a sequence, so "
+        "every layout drops the same choices; Megatron-LM's is that of a rank's tokens",
+        lambda run: run.group(MoEConfig).moe_expert_capacity_factor is not None,
+    ),
+    rule(
+        "--moe-router-force-load-balancing is for benchmarks: routers have no say in which experts a token takes",
+        lambda run: run.group(MoEConfig).moe_router_force_load_balancing,
+    ),
+    rule(
+        "--moe-router-pre-softmax: no effect with another --moe-router-score-function than softmax",
+        lambda run: (moe := run.group(MoEConfig)).moe_router_pre_softmax and moe.moe_router_score_function != "softmax",
+    ),
+)

@@ -1,0 +1,65 @@
+"""Losses that balance the load of experts, as Megatron-LM defines them; each is reported as a sum over tokens.
+
+With c the number of choices of an expert and P the sum of its shares, over T tokens that choose k of E experts each,
+the loss is E / (k T²) · Σ c P: 1 when all experts are chosen equally often (arXiv:2101.03961). Choices have no
+gradient. A rank adds its own tokens' P, so the ranks' values add up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.config.moe import LOSS_NAMES, Z_LOSS, LoadBalancing, MoEConfig
+from megatron.core.moe.routing import Routing, shares_of
+from megatron.core.parallel.collectives import all_reduce
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.side_losses import SideLosses
+
+
+@dataclass(frozen=True)
+class RouterLosses:
+    """The losses of one router."""
+
+    moe: MoEConfig
+    context: ParallelContext
+
+    def attach(self, routing: Routing, logits: Tensor, scores: Tensor, *, batch: int, losses: SideLosses) -> Tensor:
+        """The weights of ``routing``, through which the gradients of all losses start.
+
+        ``logits``, ``scores`` [s·b, E]: of this rank's tokens, position by position. ``batch``: sequences.
+        """
+        weights, tokens = routing.weights, logits.shape[0]
+        if self.moe.balancing_losses:
+            shares = torch.unflatten(shares_of(scores, self.moe), 0, (-1, batch)).sum(0)
+            choices = self._choices(routing, scores.detach(), batch=batch)
+            for kind, coefficient in self.moe.balancing_losses.items():
+                total, name = self._balancing(kind, shares, choices), LOSS_NAMES[kind]
+                weights = losses.add(weights, name, total, tokens, context=self.context, coefficient=coefficient)
+        if self.moe.moe_z_loss_coeff:
+            total, coefficient = logits.to(scores.dtype).logsumexp(-1).square().sum(), self.moe.moe_z_loss_coeff
+            weights = losses.add(weights, Z_LOSS, total, tokens, context=self.context, coefficient=coefficient)
+        return weights
+
+    def _choices(self, routing: Routing, scores: Tensor, *, batch: int) -> Tensor:
+        """How often this rank's tokens of each sequence prefer each expert [b, E], whatever biases and groups say."""
+        is_plain = not self.moe.moe_router_enable_expert_bias and self.moe.moe_router_num_groups is None
+        ids = routing.ids if is_plain else scores.topk(self.moe.moe_router_topk, dim=-1).indices
+        of_sequence = torch.unflatten(ids, 0, (-1, batch)).transpose(0, 1).flatten(1)
+        counts = torch.zeros(batch, scores.shape[-1], dtype=torch.int64, device=ids.device)
+        return counts.scatter_add_(1, of_sequence, torch.ones_like(of_sequence))
+
+    def _balancing(self, kind: LoadBalancing, shares: Tensor, choices: Tensor) -> Tensor:
+        """A balancing loss times the tokens that it is a mean over, from ``shares`` and ``choices`` [b, E] of this
+        rank's tokens.
+        """
+        axes: tuple[Axis, ...] = ("cp", "tp") if self.context.sequence_parallel else ("cp",)
+        if kind == "global_aux_loss":
+            axes = ("dp", *axes)
+        if kind != "seq_aux_loss":
+            shares, choices = shares.sum(0), choices.sum(0)
+        choices = all_reduce(choices.clone(), self.context.mesh, *axes).to(shares.dtype)
+        return shares.shape[-1] * (shares * choices / choices.sum(-1, keepdim=True)).sum()

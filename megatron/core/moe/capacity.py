@@ -1,0 +1,61 @@
+"""Which choices of experts are dropped when an expert has more than its capacity in a sequence.
+
+Capacity is that of a sequence, not of the tokens of a rank as in Megatron-LM: all layouts drop the same choices.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron.config.moe import MoEConfig
+from megatron.core.context_parallel.slicing import by_rank, in_order
+from megatron.core.parallel.collectives import all_gather
+from megatron.core.parallel.context import ParallelContext
+
+
+@torch.no_grad()
+def within_capacity(ids: Tensor, weights: Tensor, moe: MoEConfig, context: ParallelContext, *, batch: int) -> Tensor:
+    """Whether each choice ``ids`` [s·b, k] of this rank's tokens, position by position, is kept, [s·b, k].
+
+    Of each expert in each sequence, as many as its capacity: those of the largest ``weights``, the earlier position
+    first where these are equal, or by ``--moe-token-drop-policy position`` those of the earliest positions. A small
+    collective of the ranks that divide the sequence.
+    """
+    assert moe.moe_expert_capacity_factor is not None
+    experts = moe.num_experts or 1
+    both = torch.stack((ids.to(weights.dtype), weights), dim=-1)  # expert numbers are exact in any of the types
+    whole = _whole(both.view(-1, batch, *both.shape[1:]), context)  # [S, b, k, 2]
+    length, _, choices, _ = whole.shape
+    capacity = math.ceil(length * choices / experts * moe.moe_expert_capacity_factor)
+    rows = whole.transpose(0, 1).flatten(1, 2)  # [b, S·k, 2]
+    of_expert, weight = rows[..., 0].long(), rows[..., 1]
+    if moe.moe_token_drop_policy == "probs":
+        order = weight.argsort(dim=1, descending=True, stable=True)
+    else:
+        order = torch.arange(rows.shape[1], device=ids.device).expand(batch, -1)
+    order = order.gather(1, of_expert.gather(1, order).argsort(dim=1, stable=True))  # by expert, the best first
+    sorted_experts = of_expert.gather(1, order)
+    counts = torch.zeros(batch, experts, dtype=torch.int64, device=ids.device)
+    counts.scatter_add_(1, of_expert, torch.ones_like(of_expert))
+    starts = counts.cumsum(1) - counts
+    place = torch.arange(rows.shape[1], device=ids.device) - starts.gather(1, sorted_experts)
+    kept = torch.zeros_like(of_expert, dtype=torch.bool).scatter_(1, order, place < capacity)
+    return _own(kept.view(batch, length, choices).transpose(0, 1), context).reshape(ids.shape)
+
+
+def _whole(part: Tensor, context: ParallelContext) -> Tensor:
+    """The sequence [S, …] of which this rank holds ``part`` [s, …] outside the tensor-parallel regions."""
+    mesh = context.mesh
+    if context.sequence_parallel:
+        part = all_gather(part, mesh, "tp")
+    return in_order(all_gather(part.unsqueeze(0).contiguous(), mesh, "cp"))
+
+
+def _own(whole: Tensor, context: ParallelContext) -> Tensor:
+    """This rank's part of a sequence [S, …]."""
+    mesh = context.mesh
+    part = by_rank(whole.contiguous(), mesh.size("cp"))[mesh.rank("cp")]
+    return part.chunk(mesh.size("tp"))[mesh.rank("tp")] if context.sequence_parallel else part

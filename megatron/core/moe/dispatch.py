@@ -1,0 +1,179 @@
+"""Rows of tokens on their way to the experts that they chose, and back: one autograd pair, each the other's gradient.
+
+A row goes to every rank that holds a part of its expert: to one over ``ep``, and there to all over ``etp``, whose
+results are parts of a sum. That is one all-to-all with as many bytes as an all-to-all over ``ep`` followed by an
+all-gather over ``etp``. A rank without rows takes part in every collective, forward and backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.moe.routing import Routing
+from megatron.core.ops.grouped_matmul import Groups
+from megatron.core.parallel.collectives import all_gather
+from megatron.core.parallel.exchange import Team, all_to_all_rows
+from megatron.core.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where the rows of a microbatch go in one layer.
+
+    ``sent`` [n]: the choice, ``token · k + place``, of each row that this rank sends, in the order of the receiving
+    ranks and there of the experts. ``rows`` [t, k · copies]: where the rows of each token are in ``sent``.
+    ``sends``, ``receives``: how many rows go to and come from each rank of the ``team``. ``arrived``: the received
+    row at each place in the order of this rank's experts; None where that is the order of arrival. ``groups``: rows of
+    each of these experts. ``drops``: whether choices may be missing, whose rows are past the end of ``sent``.
+    """
+
+    team: Team
+    sent: Tensor
+    rows: Tensor
+    choices: int
+    sends: list[int]
+    receives: list[int]
+    arrived: Tensor | None
+    groups: Groups
+    drops: bool = False
+
+
+def plan_local_route(routing: Routing, *, num_experts: int, mesh: Mesh) -> Route:
+    """The route of tokens whose experts are all here, but for choices that aren't kept."""
+    ids, kept = routing.ids, routing.kept
+    alone, (tokens, choices) = Team(mesh, (mesh.world_rank,)), ids.shape
+    sent, counts = _sorted(ids, kept, num_experts)
+    places = _places(sent, tokens * choices, copies=1, drops=kept is not None).view(tokens, choices)
+    return Route(alone, sent, places, choices, [], [], None, Groups(counts), drops=kept is not None)
+
+
+def _sorted(ids: Tensor, kept: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor]:
+    """The choices in the order of their experts, without those that aren't ``kept``, and how many each expert has."""
+    flat = ids.flatten() if kept is None else ids.masked_fill(~kept, num_experts).flatten()
+    order, counts = flat.argsort(stable=True), torch.bincount(flat, minlength=num_experts)[:num_experts]
+    return order if kept is None else order[: int(counts.sum())], counts
+
+
+def _places(sent: Tensor, choices: int, *, copies: int, drops: bool) -> Tensor:
+    """Where in ``sent`` the copies of each choice are, [choices, copies]; past the end for one that isn't there."""
+    order = sent.argsort(stable=True).view(-1, copies)
+    if not drops:
+        return order
+    places = torch.full((choices, copies), len(sent), dtype=order.dtype, device=order.device)
+    return places.index_copy_(0, sent.index_select(0, order[:, 0]), order)
+
+
+def plan_route(routing: Routing, *, num_experts: int, mesh: Mesh) -> Route:
+    """The route of tokens to the experts that they chose. With several ranks a small collective."""
+    team, ids, kept = Team.of(mesh, "ep", "etp"), routing.ids, routing.kept
+    if team.size == 1:
+        return plan_local_route(routing, num_experts=num_experts, mesh=mesh)
+    tokens, choices = ids.shape
+    sent, counts = _sorted(ids, kept, num_experts)
+    copies, held = mesh.size("etp"), num_experts // mesh.size("ep")
+    first = held * mesh.rank("ep")
+    table = all_gather(counts.unsqueeze(0), mesh, "ep", "etp")  # [ranks, E]
+    received = table[:, first : first + held]  # from each rank, by expert
+    of_block = counts.view(-1, held).sum(1)
+    numbers = torch.cat((of_block, received.sum(1))).tolist()  # the only wait for the device
+    blocks, receives = numbers[: len(of_block)], numbers[len(of_block) :]
+    if copies > 1:
+        sent = torch.cat([part for part in torch.split(sent, blocks) for _ in range(copies)])
+    experts = torch.arange(held, device=ids.device).repeat(team.size)
+    arrived = experts.repeat_interleave(received.flatten(), output_size=sum(receives)).argsort(stable=True)
+    drops = kept is not None
+    rows = _places(sent, tokens * choices, copies=copies, drops=drops).view(tokens, choices * copies)
+    sends = [size for size in blocks for _ in range(copies)]
+    return Route(team, sent, rows, choices, sends, receives, arrived, Groups(received.sum(0)), drops=drops)
+
+
+def dispatch(x: Tensor, weights: Tensor, route: Route) -> tuple[Tensor, Tensor]:
+    """Rows [n, h] of tokens ``x`` [t, h], and their ``weights`` [t, k] as [n], in the order of this rank's experts."""
+    rows, of_rows = _Dispatch.apply(x, weights, route)  # type: ignore[no-untyped-call]
+    return rows, of_rows
+
+
+def combine(rows: Tensor, route: Route) -> Tensor:
+    """The sums [t, h] of what the experts of each token returned, ``rows`` [n, h] in the order of ``dispatch``."""
+    return _Combine.apply(rows, route)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, route: Route) -> tuple[Tensor, Tensor]:
+        ctx.route, ctx.shape = route, weights.shape
+        rows = x.index_select(0, route.sent // route.choices)
+        of_rows = weights.flatten().index_select(0, route.sent)
+        if route.team.size > 1:
+            both = _forth(packed(rows, of_rows.unsqueeze(1)), route)
+            rows, of_rows = unpacked(both, rows.shape[1], of_rows.dtype)
+        return rows, of_rows.view(-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, grad_weights: Tensor) -> tuple[Tensor, Tensor, None]:
+        route: Route = ctx.route
+        if route.team.size > 1:
+            back = _back(packed(grad, grad_weights.unsqueeze(1)), route)
+            grad, grad_weights = unpacked(back, grad.shape[1], grad_weights.dtype)
+            grad_weights = grad_weights.view(-1)
+        of_choices = _padded(grad_weights, route).index_select(0, route.rows.flatten()).view(*ctx.shape, -1).sum(-1)
+        return _summed(grad, route), of_choices, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
+        ctx.route = route
+        return _summed(_back(rows, route) if route.team.size > 1 else rows, route)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        route: Route = ctx.route
+        rows = grad.index_select(0, route.sent // route.choices)
+        return (_forth(rows, route) if route.team.size > 1 else rows), None
+
+
+def _forth(rows: Tensor, route: Route) -> Tensor:
+    received = all_to_all_rows(rows, route.team, route.sends, route.receives)
+    return received if route.arrived is None else received.index_select(0, route.arrived)
+
+
+def _back(rows: Tensor, route: Route) -> Tensor:
+    if route.arrived is not None:
+        rows = rows.index_select(0, _inverse(route.arrived))
+    return all_to_all_rows(rows, route.team, route.receives, route.sends)
+
+
+def _summed(rows: Tensor, route: Route) -> Tensor:
+    """The sum of each token's rows, always in the same order, in fp32 or the wider type of ``rows``."""
+    total = torch.zeros(
+        route.rows.shape[0], rows.shape[1], dtype=torch.promote_types(rows.dtype, torch.float32), device=rows.device
+    )
+    rows = _padded(rows, route)
+    for places in route.rows.unbind(1):
+        total += rows.index_select(0, places)
+    return total.to(rows.dtype)
+
+
+def _padded(rows: Tensor, route: Route) -> Tensor:
+    """Rows, and a zero for choices that were dropped."""
+    return torch.cat((rows, rows.new_zeros(1, *rows.shape[1:]))) if route.drops else rows
+
+
+def packed(rows: Tensor, weights: Tensor) -> Tensor:
+    """Rows [n, h] with the bytes of their weights [n, k] behind them, so that one message carries both."""
+    return torch.cat((rows, weights.contiguous().view(rows.dtype)), dim=1)
+
+
+def unpacked(both: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What was packed: rows of ``width`` numbers, and weights of ``dtype``."""
+    return both[:, :width].contiguous(), both[:, width:].contiguous().view(dtype)
+
+
+def _inverse(permutation: Tensor) -> Tensor:
+    places = torch.arange(len(permutation), device=permutation.device)
+    return torch.empty_like(permutation).scatter_(0, permutation, places)

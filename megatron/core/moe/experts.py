@@ -1,0 +1,110 @@
+"""The experts of a layer: one stacked parameter for each matrix, whatever ranks hold of it."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.config.moe import MoEConfig
+from megatron.core.moe.grouped_linear import GroupedLinear, rows_of_groups
+from megatron.core.ops.activation import activation, gated_activation
+from megatron.core.ops.grouped_matmul import Groups, choose
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.costs import Costs, Workload
+from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.sharding import Sharding, sharding_of
+from megatron.core.tensor_parallel.initialize import Constant, Initialization
+from megatron.core.tensor_parallel.layers import make_parameter
+from megatron.core.transformer.initialization import input_init, output_init
+
+_OVER: tuple[Axis, ...] = ("edp",)  # replicas of an expert
+
+
+class StackedLinear(nn.Module):
+    """Parameters of one linear layer of every expert: ``shape`` is that of the weight, experts first.
+
+    ``split``: dimensions and their axes. ``bias_dims``: those of the bias among the weight's; none: no bias.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        split: dict[int, Axis],
+        context: ParallelContext,
+        *,
+        init: Initialization,
+        bias_dims: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__()
+        self.weight = make_parameter(Sharding(shape, split, reduce=_OVER), init, context)
+        held = {place: split[dim] for place, dim in enumerate(bias_dims) if dim in split}
+        partial_grad: tuple[Axis, ...] = () if "etp" in held.values() else ("etp",)
+        bias = Sharding(tuple(shape[dim] for dim in bias_dims), held, reduce=_OVER, partial_grad=partial_grad)
+        self.bias = make_parameter(bias, Constant(0.0), context) if bias_dims else None
+
+
+class Experts(nn.Module):
+    """y = W2·(p·act(W1·x)) of the experts that this rank holds, gated or not, for rows in the order of the experts.
+
+    A row's weight p multiplies the activation, not the output, which then needn't be kept for p's gradient. With
+    biases p multiplies that of W2 as well.
+    """
+
+    def __init__(self, model: ModelConfig, moe: MoEConfig, context: ParallelContext) -> None:
+        super().__init__()
+        assert moe.num_experts is not None
+        self._model, self._context, self._choices = model, context, moe.moe_router_topk
+        experts, width, hidden, matrices = moe.num_experts, moe.moe_ffn_hidden_size, model.hidden_size, 1 + model.gated
+        self.linear_fc1 = StackedLinear(
+            (experts, matrices, width, hidden),
+            {0: "ep", 2: "etp"},
+            context,
+            init=input_init(model),
+            bias_dims=(0, 1, 2) if model.add_mlp_bias else (),
+        )
+        self.linear_fc2 = StackedLinear(
+            (experts, hidden, width),
+            {0: "ep", 2: "etp"},
+            context,
+            init=output_init(model),
+            bias_dims=(0, 1) if model.add_mlp_bias else (),
+        )
+        for parameter in self.parameters():
+            parameter.active_share = moe.moe_router_topk / experts  # type: ignore[attr-defined]
+        held = width // context.mesh.size("etp")
+        choice = choose(context.dtype, context.device, (hidden, held), moe.moe_matmul_backend)
+        self._linear = GroupedLinear(choice.backend, context)
+
+    def forward(self, rows: Tensor, weights: Tensor, groups: Groups) -> Tensor:
+        """``[n, h]`` and ``[n]`` to ``[n, h]``; with expert tensor parallelism a part of the sum."""
+        first, second = self.linear_fc1, self.linear_fc2
+        inner = self._linear(rows, first.weight, groups)
+        if first.bias is not None:
+            inner = inner + rows_of_groups(first.bias.flatten(1), groups, rows=len(rows))
+        scales = weights.to(inner.dtype).unsqueeze(-1)
+        out = self._linear.of_activation(
+            inner, scales, second.weight, groups, activation=self._activate, keeps_activation=True
+        )
+        if second.bias is None:
+            return out
+        mine = second.bias * (self._context.mesh.rank("etp") == 0)
+        return out + rows_of_groups(mine, groups, rows=len(rows)) * scales
+
+    def costs(self, workload: Workload) -> Costs:
+        """Of rows that all ranks share evenly. Keeps the input, the activation's input and its output."""
+        mesh, (_, matrices, width, hidden) = self._context.mesh, sharding_of(self.linear_fc1.weight).shape
+        rows = workload.tokens // mesh.size("tp") * self._choices * mesh.size("etp")
+        inner = (matrices + 1) * width // mesh.size("etp") * workload.itemsize
+        given = hidden * workload.itemsize
+        flops = 2.0 * (matrices + 1) * width * hidden * self._choices * workload.all_tokens
+        weights = self.linear_fc1.weight.numel() * workload.itemsize  # the larger of two gradients
+        return Costs.of_product(
+            self.linear_fc1.weight, flops, kept=rows * (given + inner), working=weights + rows * (2 * given + inner)
+        )
+
+    def _activate(self, inner: Tensor) -> Tensor:
+        model = self._model
+        if model.gated:
+            limit, offset = model.activation_func_clamp_value, model.glu_linear_offset
+            return gated_activation(inner, model.nonlinearity, limit=limit, offset=offset)
+        return activation(inner, model.nonlinearity)

@@ -1,0 +1,140 @@
+"""The linear layers of experts: grouped products with gradients, of which those of weights may be left for later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.ops.grouped_matmul import Backend, Groups
+from megatron.core.parallel.context import ParallelContext
+
+
+@dataclass(frozen=True)
+class GroupedLinear:
+    """``f(x)·weightᵀ`` of each row's group: rows x [n, …], weight [e, …, in], where f(x) is [n, in]; the result is
+    [n, out], with out the product of the weight's dimensions between.
+
+    ``backend``: multiplies. ``context``: of the rank, whose schedule may leave the weight's gradient for later.
+    """
+
+    backend: Backend
+    context: ParallelContext
+
+    def __call__(self, rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+        """With f the identity. Without rows, too, the weight gets a gradient: zero."""
+        if torch.is_grad_enabled() and weight.requires_grad and not rows.requires_grad:
+            rows = rows.detach().requires_grad_()  # else there is no backward pass, as autograd doesn't see the weight
+        return _Product.apply(rows, weight, self, groups)  # type: ignore[no-untyped-call, no-any-return]
+
+    def of_activation(
+        self,
+        inner: Tensor,
+        scales: Tensor,
+        weight: Tensor,
+        groups: Groups,
+        *,
+        activation: Callable[[Tensor], Tensor],
+        keeps_activation: bool,
+    ) -> Tensor:
+        """With f(x) = ``scales`` [n, 1] · ``activation(inner)``. Kept are ``inner``, and f(x) if ``keeps_activation``;
+        else it is computed again.
+        """
+        options = (activation, keeps_activation)
+        return _ProductOfActivation.apply(inner, scales, weight, self, groups, options)  # type: ignore[no-untyped-call, no-any-return]
+
+    def multiply(self, rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+        """The product."""
+        return self.backend.multiply(rows, weight.detach().flatten(1, -2).transpose(1, 2), groups)
+
+    def multiply_back(self, grad: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+        """The gradient of the rows."""
+        return self.backend.multiply(grad, weight.detach().flatten(1, -2), groups)
+
+    def add_gradient(self, weight: Tensor, grad: Tensor, rows: Callable[[], Tensor], groups: Groups) -> None:
+        """Let autograd accumulate the gradient of ``weight``, now or when the schedule says."""
+        if not weight.requires_grad:
+            return
+
+        @torch.no_grad()
+        def work() -> None:
+            torch.autograd.backward(weight, self.backend.outer(grad, rows(), groups).view(weight.shape))
+
+        if self.context.weight_gradients.noted is None:
+            work()
+        else:
+            self.context.weight_gradients.noted.append(work)
+
+
+class _Product(torch.autograd.Function):
+    """y = x·Wᵀ;  dx = dy·W at once,  dW = dyᵀ·x at once or later, for each group.
+
+    The weight takes part without a gradient of its own here: it is accumulated by ``add_gradient``, as that of
+    ``tensor_parallel.linear``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, linear: GroupedLinear, groups: Groups) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.weight, ctx.linear, ctx.groups = weight, linear, groups
+        return linear.multiply(rows, weight, groups)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (rows,), linear = ctx.saved_tensors, ctx.linear
+        grad = grad.contiguous()
+        linear.add_gradient(ctx.weight, grad, lambda: rows, ctx.groups)
+        return linear.multiply_back(grad, ctx.weight, ctx.groups), None, None, None
+
+
+class _ProductOfActivation(torch.autograd.Function):
+    """y = (p·act(x))·Wᵀ;  with da = dy·W:  dp = Σ da·act(x),  dx = p·da·act'(x),  dW = dyᵀ·(p·act(x))."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inner: Tensor,
+        scales: Tensor,
+        weight: Tensor,
+        linear: GroupedLinear,
+        groups: Groups,
+        options: tuple[Callable[[Tensor], Tensor], bool],
+    ) -> Tensor:
+        ctx.activation, keeps_activation = options
+        rows = ctx.activation(inner).mul_(scales)
+        ctx.save_for_backward(inner, scales, *((rows,) if keeps_activation else ()))
+        ctx.weight, ctx.linear, ctx.groups = weight, linear, groups
+        return linear.multiply(rows, weight, groups)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (inner, scales, *kept), linear = ctx.saved_tensors, ctx.linear
+        grad = grad.contiguous()
+        grad_rows = linear.multiply_back(grad, ctx.weight, ctx.groups)
+        with torch.enable_grad():
+            given = inner.detach().requires_grad_()
+            activated = ctx.activation(given)
+        rows = kept[0] if kept else activated.detach() * scales
+        linear.add_gradient(ctx.weight, grad, lambda: rows, ctx.groups)
+        grad_scales = (grad_rows * activated.detach()).sum(-1, keepdim=True, dtype=scales.dtype)
+        (grad_inner,) = torch.autograd.grad(activated, given, grad_rows.mul_(scales))
+        return grad_inner, grad_scales, None, None, None, None
+
+
+def rows_of_groups(values: Tensor, groups: Groups, *, rows: int) -> Tensor:
+    """The value [e, …] of each row's group: [n, …]. Its gradient is summed in the order of the rows."""
+    return _RowsOfGroups.apply(values, groups, rows)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _RowsOfGroups(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, groups: Groups, rows: int) -> Tensor:
+        ctx.groups = groups
+        return values.repeat_interleave(groups.counts, dim=0, output_size=rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return torch.stack([part.sum(0) for part in ctx.groups.parts(grad)]), None, None

@@ -1,0 +1,126 @@
+"""Experts as the feed-forward network of a layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.config.moe import MoEConfig
+from megatron.core.moe.dispatch import Route, combine, dispatch, plan_route
+from megatron.core.moe.experts import Experts
+from megatron.core.moe.gather import gather_tokens, plan_route_of_all, scatter_tokens
+from megatron.core.moe.router import Router, tally_name
+from megatron.core.moe.routing import Routing
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.costs import Costs, Workload, costs_of, total_of
+from megatron.core.tensor_parallel.layers import ReplicatedLinear
+from megatron.core.tensor_parallel.regions import all_rows, own_rows
+from megatron.core.transformer.initialization import input_init
+from megatron.core.transformer.inputs import LayerInputs
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.stack import FEED_FORWARD, Branch, BranchPlace
+
+
+class SharedExperts(MLP):
+    """A dense network that sees every token; with a gate, as Qwen2-MoE has, times a number between 0 and 1."""
+
+    def __init__(self, model: ModelConfig, moe: MoEConfig, context: ParallelContext) -> None:
+        width = moe.moe_shared_expert_intermediate_size
+        assert width is not None
+        super().__init__(dataclasses.replace(model, ffn_hidden_size=width), context)
+        self.gate = (
+            ReplicatedLinear(model.hidden_size, 1, context, init=input_init(model), bias=False)
+            if moe.moe_shared_expert_gate
+            else None
+        )
+
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """``[s, b, h] -> [s, b, h]``."""
+        out = super().forward(x, inputs)
+        return out if self.gate is None else out * torch.sigmoid(self.gate(x))
+
+    def costs(self, workload: Workload) -> Costs:
+        """The network's; with a gate its output, too."""
+        found = super().costs(workload)
+        if self.gate is None:
+            return found
+        out = workload.rows * self.gate.weight.shape[1] * workload.itemsize
+        return found + costs_of(self.gate, workload) + Costs(kept=out)
+
+
+class MoELayer(nn.Module):
+    """A router, the experts that tokens choose, and shared experts that all tokens see."""
+
+    def __init__(self, moe: MoEConfig, place: BranchPlace) -> None:
+        super().__init__()
+        model, context = place.stack.model, place.context
+        assert moe.num_experts is not None
+        self._num_experts, self._choices, self._context = moe.num_experts, moe.moe_router_topk, context
+        self.router = Router(model, moe, context, number=place.number)
+        self.experts = Experts(model, moe, context)
+        self._gathers = moe.moe_token_dispatcher_type == "allgather" and context.mesh.size("ep", "etp") > 1
+        has_shared = moe.moe_shared_expert_intermediate_size is not None
+        self.shared_experts = SharedExperts(model, moe, context) if has_shared else None
+
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """``[s, b, h] -> [s, b, h]``."""
+        context, tokens = self._context, x.flatten(0, 1)
+        routing = self.router(x, inputs)
+        with torch.no_grad():
+            ids = own_rows(routing.ids, context)
+            kept = None if routing.kept is None else own_rows(routing.kept, context)
+        mine = Routing(ids, own_rows(routing.weights, context), kept)
+        out = self._routed(own_rows(tokens, context), mine, inputs)
+        out = all_rows(out, context, rows=len(tokens)).view_as(x)
+        return out if self.shared_experts is None else out + self.shared_experts(x, inputs)
+
+    def _routed(self, x: Tensor, routing: Routing, inputs: LayerInputs) -> Tensor:
+        """The experts' results [t, h] for tokens ``x`` that no other rank has. A recomputed pass takes the same way."""
+        mesh = self._context.mesh
+        if self._gathers:
+            whole, weights = gather_tokens(x, routing.weights, mesh)
+            if self not in inputs.kept:
+                inputs.kept[self] = plan_route_of_all(routing, num_experts=self._num_experts, mesh=mesh)
+        else:
+            whole, weights = x, routing.weights
+            if self not in inputs.kept:
+                inputs.kept[self] = plan_route(routing, num_experts=self._num_experts, mesh=mesh)
+        route: Route = inputs.kept[self]
+        rows, of_rows = dispatch(whole, weights, route)
+        out = combine(self.experts(rows, of_rows, route.groups), route)
+        return scatter_tokens(out, mesh) if self._gathers else out
+
+    def costs(self, workload: Workload) -> Costs:
+        """Its parts, the rows that it sends and their sums."""
+        parts = total_of((self.router, self.experts, self.shared_experts), workload)
+        mesh = self._context.mesh
+        ids = workload.rows * self._choices * 16  # where each row goes and comes from
+        tokens, row = workload.tokens // mesh.size("tp"), self.router.weight.shape[1] * workload.itemsize
+        if self._gathers:
+            away = tokens * (mesh.size("ep", "etp") - 1)
+            weights = self._choices * self.router.weight_bytes
+        else:
+            ranks, weights = mesh.size("ep"), self.router.weight_bytes
+            away = tokens * self._choices * (ranks * mesh.size("etp") - 1) // ranks
+        return dataclasses.replace(parts, kept=parts.kept + ids, exchanged=away * (2 * row + weights))
+
+
+def tallies(moe: MoEConfig, model: ModelConfig) -> dict[str, int]:
+    """The counts that routers report, and how many numbers each has: choices of each expert, and dropped ones."""
+    numbers = (number for number, is_marked in enumerate(expert_layers(moe, model)) if is_marked)
+    return {tally_name(number): (moe.num_experts or 0) + 1 for number in numbers}
+
+
+def expert_layers(moe: MoEConfig, model: ModelConfig) -> tuple[bool, ...]:
+    """For each layer whether it has experts; those of multi-token prediction are as the last one is."""
+    marked = moe.expert_layers(model.num_layers)
+    return marked + marked[-1:] * model.mtp_num_layers
+
+
+def feed_forward(moe: MoEConfig, *, has_experts: bool) -> Branch:
+    """The feed-forward branch of a layer, which has experts or is dense."""
+    return dataclasses.replace(FEED_FORWARD, build=partial(MoELayer, moe)) if has_experts else FEED_FORWARD

@@ -1,0 +1,103 @@
+"""The router of a layer: which experts its tokens choose."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.config.moe import MoEConfig
+from megatron.core.moe.balancing import RouterLosses
+from megatron.core.moe.capacity import within_capacity
+from megatron.core.moe.routing import Routing, choose_experts, scores_of, weights_of
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.costs import Costs, Workload
+from megatron.core.parallel.sharding import Sharding
+from megatron.core.tensor_parallel.initialize import Constant
+from megatron.core.tensor_parallel.layers import make_parameter, partial_under_sequence_parallel
+from megatron.core.transformer.initialization import input_init
+from megatron.core.transformer.inputs import LayerInputs
+
+_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+def tally_name(number: int) -> str:
+    """Of the choices in layer ``number``."""
+    return f"experts of layer {number}"
+
+
+class Router(nn.Module):
+    """A linear layer from hidden states to logits of experts, outside the tensor-parallel regions.
+
+    It has a bias where the experts have (gpt-oss). ``number``: of its layer. ``expert_bias``: added to scores for the
+    choice (arXiv:2408.15664); it has no gradient, and moves after each step by the counts of the whole batch.
+    """
+
+    def __init__(self, model: ModelConfig, moe: MoEConfig, context: ParallelContext, *, number: int) -> None:
+        super().__init__()
+        assert moe.num_experts is not None
+        self.tally_name, self._context = tally_name(number), context
+        self._moe, self._losses = moe, RouterLosses(moe, context)
+        self._dtype = context.dtype
+        if moe.moe_router_dtype is not None:
+            self._dtype = torch.promote_types(context.dtype, _DTYPES[moe.moe_router_dtype])
+        partial = partial_under_sequence_parallel(context)
+        weight = Sharding((moe.num_experts, model.hidden_size), partial_grad=partial)
+        self.weight = make_parameter(weight, input_init(model), context)
+        bias = Sharding((moe.num_experts,), partial_grad=partial)
+        self.bias = make_parameter(bias, Constant(0.0), context) if model.add_mlp_bias else None
+        self.expert_bias = None
+        if moe.moe_router_enable_expert_bias:
+            wide = dataclasses.replace(context, dtype=torch.promote_types(context.dtype, torch.float32))
+            self.expert_bias = make_parameter(Sharding((moe.num_experts,)), Constant(0.0), wide).requires_grad_(False)
+
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Routing:
+        """The choices of the tokens of ``x`` ``[s, b, h]``, position by position. A recomputed forward pass chooses
+        what the first one chose.
+        """
+        bias = None if self.bias is None else self.bias.to(self._dtype)
+        logits = self._context.products.multiply(x.flatten(0, 1).to(self._dtype), self.weight.to(self._dtype), bias)
+        scores = scores_of(logits, self._moe)
+        ids = inputs.kept.get(self)
+        if ids is None:
+            ids = inputs.kept[self] = choose_experts(scores, self._moe, bias=self.expert_bias)
+        routing = Routing(ids, weights_of(ids, logits, scores, self._moe))
+        weights = self._losses.attach(routing, logits, scores, batch=x.shape[1], losses=inputs.side_losses)
+        kept = None
+        if self.training and self._moe.moe_expert_capacity_factor is not None:
+            kept = within_capacity(ids, weights, self._moe, self._context, batch=x.shape[1])
+        self._tally(ids, kept, inputs)
+        return Routing(ids, weights, kept)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the weight of a choice."""
+        return torch.promote_types(self._dtype, torch.float32).itemsize
+
+    def _tally(self, ids: Tensor, kept: Tensor | None, inputs: LayerInputs) -> None:
+        """Count the choices of each expert, and those that are dropped."""
+        counts = torch.bincount(ids.flatten(), minlength=len(self.weight) + 1)
+        if kept is not None:
+            counts[-1] = kept.numel() - kept.sum()
+        is_first = self._context.sequence_parallel or self._context.mesh.rank("tp") == 0
+        inputs.side_losses.tally(self.tally_name, counts * is_first)
+
+    @torch.no_grad()
+    def learn(self, counts: Tensor) -> None:
+        """Move the biases towards balance: up for experts with less than the mean of ``counts`` [E + 1], the last of
+        which is that of dropped choices. Dropped choices count for their expert, too: they are what it should lose.
+        """
+        if self.expert_bias is not None:
+            load = counts[:-1].to(self.expert_bias.dtype)
+            self.expert_bias += self._moe.moe_router_bias_update_rate * torch.sign(load.mean() - load)
+
+    def costs(self, workload: Workload) -> Costs:
+        """Keeps logits, scores and choices; its input, in its type, where that is another than the model's."""
+        tokens, (experts, hidden) = workload.rows, self.weight.shape
+        own = self._dtype.itemsize
+        cast = tokens * hidden * own if own != workload.itemsize else 0
+        per_token = experts * (own + 4) + self._moe.moe_router_topk * (8 + 4)
+        flops = 2.0 * experts * hidden * workload.all_tokens
+        return Costs.of_product(self.weight, flops, kept=cast + tokens * per_token)

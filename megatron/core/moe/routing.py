@@ -1,0 +1,84 @@
+"""Which experts a token chooses, and how much each of them counts: functions of logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatron.config.moe import MoEConfig
+
+_TINY = 1e-20  # keeps a sum of scores from being zero, as DeepSeek-V3 does
+
+
+@dataclass(frozen=True)
+class Routing:
+    """``ids`` [t, k]: the experts that each of t tokens chooses, int64. ``weights`` [t, k]: theirs. ``kept`` [t, k]:
+    choices that are not dropped; None: all.
+    """
+
+    ids: Tensor
+    weights: Tensor
+    kept: Tensor | None = None
+
+
+def scores_of(logits: Tensor, moe: MoEConfig) -> Tensor:
+    """Scores [t, E] of all experts, in fp32 or the type of ``logits``, if that is wider."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if moe.moe_router_score_function == "sigmoid":
+        return logits.sigmoid()
+    if moe.moe_router_score_function == "sqrtsoftplus":
+        return functional.softplus(logits).sqrt()
+    return logits.softmax(-1)
+
+
+def shares_of(scores: Tensor, moe: MoEConfig) -> Tensor:
+    """Scores that add up to 1 for each token: what balancing losses are about."""
+    if moe.moe_router_score_function == "softmax":
+        return scores
+    return scores / (scores.sum(-1, keepdim=True) + _TINY)
+
+
+@torch.no_grad()
+def choose_experts(scores: Tensor, moe: MoEConfig, *, bias: Tensor | None = None) -> Tensor:
+    """The choices [t, k] of tokens with ``scores`` [t, E], to which ``bias`` [E] is added for the choice alone."""
+    if moe.moe_router_force_load_balancing:
+        choices = torch.arange(scores.shape[0] * moe.moe_router_topk, device=scores.device)
+        return (choices % scores.shape[1]).view(-1, moe.moe_router_topk)
+    return chosen(scores if bias is None else scores + bias, moe)
+
+
+def weights_of(ids: Tensor, logits: Tensor, scores: Tensor, moe: MoEConfig) -> Tensor:
+    """Weights [t, k] of the experts ``ids``, from ``logits`` [t, E] and their ``scores_of``.
+
+    A softmax of the chosen logits equals the softmax of all, divided by the sum of the chosen ones.
+    """
+    if moe.moe_router_score_function == "softmax" and not moe.moe_router_pre_softmax:
+        weights = logits.gather(1, ids).to(scores.dtype).softmax(-1)
+    else:
+        weights = scores.gather(1, ids)
+        if moe.moe_router_score_function != "softmax" and moe.moe_router_topk > 1:
+            weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
+    factor = moe.moe_router_topk_scaling_factor
+    return weights if factor is None else weights * factor
+
+
+def chosen(scores: Tensor, moe: MoEConfig) -> Tensor:
+    """Numbers [t, k] of the best experts, within the best groups where there are groups."""
+    if moe.moe_router_num_groups is not None and moe.moe_router_group_topk is not None:
+        scores = scores.masked_fill(~_in_best_groups(scores, moe), float("-inf"))
+    return scores.topk(moe.moe_router_topk, dim=-1).indices
+
+
+def _in_best_groups(scores: Tensor, moe: MoEConfig) -> Tensor:
+    """Whether each expert [t, E] is in a group that the token keeps."""
+    assert moe.moe_router_num_groups is not None
+    assert moe.moe_router_group_topk is not None
+    groups = torch.unflatten(scores, -1, (moe.moe_router_num_groups, -1))
+    best = 1 if moe.moe_router_group_score == "max" else moe.moe_router_topk // moe.moe_router_group_topk
+    of_group = groups.topk(best, dim=-1).values.sum(-1)
+    kept = of_group.topk(moe.moe_router_group_topk, dim=-1).indices
+    mask = torch.zeros_like(of_group, dtype=torch.bool).scatter_(1, kept, True)
+    return mask.unsqueeze(-1).expand_as(groups).flatten(-2)

@@ -1,0 +1,136 @@
+"""Products of groups of rows with a matrix for each group: what experts consist of, by the first backend that can."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatron.errors import ConfigError
+
+_grouped_mm: Any = getattr(functional, "grouped_mm", None)
+_ALIGNMENT = 16  # bytes to which grouped_mm wants rows aligned
+
+
+@dataclass(frozen=True)
+class Groups:
+    """How many consecutive rows belong to each group. ``counts`` [e], int64."""
+
+    counts: Tensor
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """The counts as numbers; waits for the device."""
+        found: list[int] = self.counts.tolist()
+        return found
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """Where each group ends [e], int32."""
+        return self.counts.cumsum(0).to(torch.int32)
+
+    def parts(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """The rows of each group."""
+        return torch.split(rows, self.sizes)
+
+
+class Backend(Protocol):
+    """Products without gradients."""
+
+    def supports(self, dtype: torch.dtype, device: torch.device, widths: tuple[int, ...]) -> str | None:
+        """None, or why it can't multiply rows and matrices of this type and these ``widths``."""
+        ...
+
+    def multiply(self, rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
+        """Rows [n, in] times the matrix [e, in, out] of their group: [n, out]. Views are fine."""
+        ...
+
+    def outer(self, grads: Tensor, rows: Tensor, groups: Groups) -> Tensor:
+        """``gradsᵀ·rows`` of each group: [n, out] and [n, in] -> [e, out, in]; zero for a group without rows."""
+        ...
+
+
+class Loop:
+    """One product for each group, in any type on any device."""
+
+    def supports(self, dtype: torch.dtype, device: torch.device, widths: tuple[int, ...]) -> str | None:
+        """Everything."""
+        return None
+
+    def multiply(self, rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
+        """See ``Backend``."""
+        out = rows.new_empty(rows.shape[0], matrices.shape[2])
+        for part, matrix, into in zip(groups.parts(rows), matrices.unbind(0), groups.parts(out)):
+            torch.mm(part, matrix, out=into)
+        return out
+
+    def outer(self, grads: Tensor, rows: Tensor, groups: Groups) -> Tensor:
+        """See ``Backend``."""
+        out = rows.new_empty(len(groups.sizes), grads.shape[1], rows.shape[1])
+        for grad, part, into in zip(groups.parts(grads), groups.parts(rows), out.unbind(0)):
+            torch.mm(grad.t(), part, out=into)
+        return out
+
+
+class GroupedMM:
+    """torch's kernel for all groups at once."""
+
+    def supports(self, dtype: torch.dtype, device: torch.device, widths: tuple[int, ...]) -> str | None:
+        """16-bit types on GPUs from Ampere on, fp32 on CPUs, too, from torch 2.10 on."""
+        if _grouped_mm is None:
+            return "torch has it from version 2.10 on"
+        allowed = (torch.bfloat16,) if device.type == "cuda" else (torch.bfloat16, torch.float16, torch.float32)
+        if dtype not in allowed:
+            return f"it doesn't compute in {str(dtype).removeprefix('torch.')} on a {device.type.upper()}"
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+            return "it needs a GPU of compute capability 8.0 or higher"
+        odd = [width for width in widths if width * dtype.itemsize % _ALIGNMENT]
+        return f"a width of {odd[0]} isn't a multiple of {_ALIGNMENT // dtype.itemsize}" if odd else None
+
+    def multiply(self, rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
+        """See ``Backend``."""
+        found: Tensor = _grouped_mm(_aligned(rows), matrices, offs=groups.ends)
+        return found
+
+    def outer(self, grads: Tensor, rows: Tensor, groups: Groups) -> Tensor:
+        """See ``Backend``."""
+        found: Tensor = _grouped_mm(_aligned(grads).t(), _aligned(rows), offs=groups.ends)
+        return found
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """Rows whose strides are those of their shape: torch calls one row, or none, contiguous whatever its stride is."""
+    return rows if rows.stride(0) == rows.shape[1] else rows.clone(memory_format=torch.contiguous_format)
+
+
+# In order of preference; the last supports everything.
+BACKENDS: dict[str, Backend] = {"grouped_mm": GroupedMM(), "loop": Loop()}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend that serves, and why the preferred one refused."""
+
+    name: str
+    backend: Backend
+    refused: str | None = None
+
+    def describe(self) -> str:
+        """For the start-up report."""
+        return self.name if self.refused is None else f"{self.name} (grouped_mm refused: {self.refused})"
+
+
+def choose(dtype: torch.dtype, device: torch.device, widths: tuple[int, ...], backend: str = "auto") -> Choice:
+    """The backend for products of ``widths``; ConfigError when the one named explicitly refuses."""
+    if backend == "auto":
+        refused = BACKENDS["grouped_mm"].supports(dtype, device, widths)
+        name = "grouped_mm" if refused is None else "loop"
+        return Choice(name, BACKENDS[name], refused)
+    reason = BACKENDS[backend].supports(dtype, device, widths)
+    if reason is not None:
+        raise ConfigError(f"--moe-matmul-backend {backend} cannot be used: {reason}; use --moe-matmul-backend auto")
+    return Choice(backend, BACKENDS[backend])

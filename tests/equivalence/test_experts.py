@@ -1,0 +1,136 @@
+"""Experts at every kind of layout against one rank: routers, balancing losses, folded grids, ZeRO, recomputation."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.config.moe import MoEConfig
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.transformer.block import RecomputePlan
+from megatron.training.evaluation.parity import Observed
+from tests.equivalence.test_equivalence import LLAMA, SMALL, STILL, check, train_at
+from tests.equivalence.training import Layout, train
+from tests.tiers import pairs
+
+
+def experts(**settings: Any) -> tuple[MoEConfig]:
+    """Eight of them, narrow."""
+    sizes: dict[str, Any] = {"num_experts": 8, "moe_ffn_hidden_size": 16}
+    return (MoEConfig(**sizes | settings),)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "softmax, all losses": LLAMA
+    | STILL
+    | {
+        "num_layers": 4,
+        "groups": experts(
+            moe_router_load_balancing_type=("aux_loss", "seq_aux_loss"),
+            moe_aux_loss_coeff=(0.3, 0.2),
+            moe_z_loss_coeff=0.1,
+        ),
+    },
+    "sigmoid, groups, shared experts behind a gate, a dense layer": LLAMA
+    | STILL
+    | {
+        "num_layers": 4,
+        "groups": experts(
+            moe_layer_freq="[0]+[1]*3",
+            moe_router_score_function="sigmoid",
+            moe_router_topk=4,
+            moe_router_num_groups=4,
+            moe_router_group_topk=2,
+            moe_router_topk_scaling_factor=2.5,
+            moe_router_load_balancing_type=("seq_aux_loss",),
+            moe_aux_loss_coeff=(0.3,),
+            moe_shared_expert_intermediate_size=24,
+            moe_shared_expert_gate=True,
+        ),
+    },
+    "bias that balances, one expert for a token": LLAMA
+    | STILL
+    | {
+        "num_layers": 4,
+        "groups": experts(
+            moe_router_score_function="sigmoid",
+            moe_router_topk=1,
+            moe_router_enable_expert_bias=True,
+            moe_router_bias_update_rate=0.1,
+            moe_shared_expert_intermediate_size=16,
+        ),
+    },
+    "capacity, all tokens to all ranks": LLAMA
+    | STILL
+    | {
+        "num_layers": 4,
+        "groups": experts(
+            moe_expert_capacity_factor=0.8,
+            moe_router_topk=3,
+            moe_router_load_balancing_type=("aux_loss",),
+            moe_aux_loss_coeff=(0.3,),
+            moe_token_dispatcher_type="allgather",
+        ),
+    },
+    "capacity by position": LLAMA
+    | STILL
+    | {
+        "num_layers": 4,
+        "groups": experts(moe_expert_capacity_factor=0.8, moe_token_drop_policy="position"),
+    },
+    "biases, softmax before the choice": SMALL
+    | STILL
+    | {"num_layers": 4, "groups": experts(moe_router_pre_softmax=True, moe_layer_freq="2", moe_ffn_hidden_size=32)},
+}
+
+FULL = RecomputePlan("full")
+LAYOUTS: dict[str, Layout] = {
+    "one rank, recompute full": Layout(recompute=FULL),
+    "ep2": Layout(dp=2, ep=2),
+    "ep4": Layout(dp=4, ep=4),
+    "tp2 ep2 etp1": Layout(tp=2, ep=2, etp=1),
+    "tp2 sp ep2 etp1": Layout(tp=2, sequence_parallel=True, ep=2, etp=1),
+    "tp2 etp1": Layout(tp=2, etp=1),
+    "tp2 etp2": Layout(tp=2),
+    "etp2 over dp": Layout(dp=2, etp=2),
+    "cp2 ep2": Layout(cp=2, ep=2),
+    "ep2 etp2 over all": Layout(dp=2, cp=2, ep=2, etp=2, recompute=FULL),
+    "tp2 dp2 ep2 zero": Layout(tp=2, dp=2, ep=2, etp=1, sharded=True, overlap=True, bucket_size=1000),
+    "tp2 sp dp2 ep2 etp2 zero recompute": Layout(
+        tp=2, sequence_parallel=True, dp=2, ep=2, sharded=True, overlap=True, bucket_size=3000, recompute=FULL
+    ),
+    "tp2 sp cp2 dp2 ep4 etp1 zero": Layout(
+        tp=2, sequence_parallel=True, cp=2, dp=2, ep=4, etp=1, sharded=True, bucket_size=1000
+    ),
+    "pp2 ep2 interleaved": Layout(pp=2, chunks=2, schedule="interleaved", dp=2, ep=2),
+    "pp2 ep2 zb-h1": Layout(pp=2, dp=2, ep=2, schedule="zb-h1", sharded=True, overlap=True, bucket_size=3000),
+    "pp2 tp2 sp ep2 etp1 zb-v recompute": Layout(
+        pp=2, chunks=2, tp=2, sequence_parallel=True, ep=2, etp=1, schedule="zb-v", recompute=FULL
+    ),
+    "data outside of the pipeline": Layout(pp=2, tp=2, ep=2, etp=1, dp=2, pp_before_dp=False),
+}
+
+
+@functools.cache
+def reference(variant: str) -> Observed:
+    """Three steps on one rank."""
+    return train(ParallelContext.single(dtype=torch.float64), VARIANTS[variant], Layout())
+
+
+KEY_LAYOUTS = ("tp2 sp cp2 dp2 ep4 etp1 zero", "tp2 etp1")
+
+
+MORE = {
+    "softmax, all losses": LAYOUTS,
+    "bias that balances, one expert for a token": ("pp2 tp2 sp ep2 etp1 zb-v recompute",),
+    "capacity, all tokens to all ranks": ("tp2 sp dp2 ep2 etp2 zero recompute",),
+}
+
+
+@pytest.mark.parametrize(("variant", "layout"), pairs(VARIANTS, LAYOUTS, always=KEY_LAYOUTS, more=MORE))
+def test_layout_computes_the_model_of_one_rank(variant: str, layout: str) -> None:
+    """Experts whose gradient is summed over the wrong ranks, or counted twice in the norm, train another model."""
+    check(train_at(VARIANTS[variant], LAYOUTS[layout]), [reference(variant)])

@@ -1,0 +1,128 @@
+"""Whole runs with experts: replicas that are told apart, checkpoints of one division of experts at any other, bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron.core.checkpointing.find import find_checkpoint
+from megatron.core.models.gpt.train_spec import GPTSpec
+from megatron.core.moe import dispatch
+from megatron.core.moe.layer import MoELayer
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.costs import Workload
+from megatron.core.parallel.exchange import Team, all_to_all_rows
+from megatron.core.parallel.rng import StreamKey
+from megatron.core.parallel.side_losses import SideLosses
+from megatron.core.transformer.inputs import LayerInputs
+from megatron.core.transformer.stack import BranchPlace, StackConfig
+from megatron.training import loop
+from megatron.training.checkpoints.loading import load
+from megatron.training.checkpoints.saving import Saver
+from megatron.training.run.run import build_run
+from tests.end_to_end.commands import assert_same_tensors
+from tests.harness import run_ranks
+from tests.harness.runs import tiny_config
+from tests.unit.moe.test_experts import EXPERTS, HIDDEN, model_config, moe_config
+
+FLAGS = (
+    "--mock-data --tokenizer-type NullTokenizer --swiglu --disable-bias-linear --num-experts 8 --moe-ffn-hidden-size 8 "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-shared-expert-intermediate-size 16 "
+    "--moe-aux-loss-coeff 0.01 --hidden-dropout 0 --attention-dropout 0"
+)
+
+
+def train(context: ParallelContext, flags: str) -> None:
+    config = tiny_config(f"{FLAGS} {flags}", ranks=context.mesh.world_size)
+    loop.train_from_start_to_end(config, GPTSpec(), context, started=0.0)
+
+
+def save_again(context: ParallelContext, flags: str) -> None:
+    """Load a checkpoint and save what was loaded."""
+    config = tiny_config(f"{FLAGS} {flags}", ranks=context.mesh.world_size)
+    run = build_run(config, GPTSpec(), context, started=0.0)
+    load(run)
+    Saver(run).save()
+
+
+def flags_of(axes: dict[str, Any]) -> str:
+    names = {"tp": "--tensor-model-parallel-size", "ep": "--expert-model-parallel-size"}
+    names["etp"] = "--expert-tensor-parallel-size"
+    return " ".join(f"{names[axis]} {size}" for axis, size in axes.items() if axis in names)
+
+
+def test_a_run_is_checked_evaluated_and_saved(tmp_path: Path) -> None:
+    """Experts counted as replicas are 'a layer that is lost', and experts of other ranks replicas that differ."""
+    axes: dict[str, Any] = {"dp": 2, "ep": 2}
+    checks = "--check-weight-hash-across-dp-replicas-interval 1 --eval-iters 1 --eval-interval 2"
+    run_ranks(train, f"{flags_of(axes)} {checks} --save {tmp_path}", **axes)
+    assert find_checkpoint(tmp_path).iteration == 3
+
+
+def test_checkpoints_load_at_other_layouts(tmp_path: Path) -> None:
+    """Weights, biases and optimizer state of experts, saved by any ranks, are found by any others."""
+    first: dict[str, Any] = {"dp": 2, "ep": 2}
+    run_ranks(train, f"{flags_of(first)} --use-distributed-optimizer --save {tmp_path}/0", **first)
+    others: list[dict[str, Any]] = [{}, {"dp": 2, "etp": 2}, {"tp": 2, "dp": 2, "ep": 4, "etp": 1}]
+    for number, axes in enumerate(others, start=1):
+        sharded = "--use-distributed-optimizer" if number == 3 else ""
+        folders = f"--load {tmp_path}/{number - 1} --save {tmp_path}/{number}"
+        run_ranks(save_again, f"{flags_of(axes)} {sharded} {folders}", **axes)
+        assert_same_tensors(*(Path(str(find_checkpoint(tmp_path / each).path)) for each in ("0", str(number))))
+
+
+def sent(context: ParallelContext, settings: dict[str, Any]) -> tuple[list[int], list[int], int]:
+    """Bytes that this rank sends away in each all-to-all of a forward and of a backward pass, and what is planned."""
+    counted = list[int]()
+
+    def counting(x: torch.Tensor, team: Team, sends: list[int], receives: list[int]) -> torch.Tensor:
+        away = sum(sends) - sends[team.rank]
+        counted.append(away * x[0].numel() * x.element_size())
+        return all_to_all_rows(x, team, sends, receives)
+
+    built = MoELayer(
+        moe_config(moe_router_force_load_balancing=True, **settings),
+        BranchPlace(StackConfig(model_config(), causal=True), context, 0, False),
+    )
+    x = torch.zeros(EXPERTS, 2, HIDDEN, dtype=context.dtype, requires_grad=True)
+    with mock.patch.object(dispatch, "all_to_all_rows", counting):
+        out = built(x, LayerInputs(rng_key=StreamKey(0), side_losses=SideLosses()))
+        forward = counted.copy()
+        torch.autograd.backward(out, torch.ones_like(out))
+    workload = Workload(context=context, batch=2, length=EXPERTS, stream_itemsize=4)
+    return forward, counted[len(forward) :], built.costs(workload).exchanged
+
+
+@pytest.mark.parametrize(
+    "axes", [{"dp": 2, "ep": 2}, {"dp": 4, "ep": 2, "etp": 2}, {"tp": 2, "dp": 2, "ep": 4, "etp": 1}]
+)
+def test_bytes_are_those_of_the_formula(axes: dict[str, Any]) -> None:
+    """Two all-to-alls forward and two backward a layer; what a dry run promises is what is sent."""
+    for forward, backward, planned in run_ranks(sent, {}, **axes):
+        assert (len(forward), len(backward)) == (2, 2)
+        assert sum(forward) == sum(backward) == planned
+
+
+def rows_of_one_rank(context: ParallelContext) -> list[bool]:
+    """All tokens choose the experts of rank 0: the others have no rows, forward and backward."""
+    built = MoELayer(moe_config(), BranchPlace(StackConfig(model_config(), causal=True), context, 0, False))
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.fill_(0.1)
+        built.router.weight[2:] = -0.1
+    x = torch.ones(4, 1, HIDDEN, dtype=context.dtype, requires_grad=True)
+    out = built(x, LayerInputs(rng_key=StreamKey(0), side_losses=SideLosses()))
+    torch.autograd.backward(out, torch.ones_like(out))
+    gradient = built.experts.linear_fc1.weight.grad
+    assert gradient is not None
+    assert x.grad is not None
+    return [bool(gradient.any()), bool(x.grad.isfinite().all())]
+
+
+def test_ranks_without_rows_take_part() -> None:
+    """They would hang the others' backward pass, and an optimizer would find no gradient."""
+    assert run_ranks(rows_of_one_rank, dp=4, ep=4) == [[True, True]] + [[False, True]] * 3

@@ -1,0 +1,69 @@
+"""A dense model and the mixture of experts that is made of it have the same logits."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from megatron.config.model import ModelConfig
+from megatron.config.tokenizer import TokenizerConfig
+from megatron.core.conversion.portable import LazyTensor, PortableModel, load_weights
+from megatron.core.models.gpt.train_spec import TRAIN_SPEC
+from megatron.core.models.gpt.upcycling import upcycled
+from megatron.core.parallel.context import ParallelContext
+from megatron.errors import ConfigError
+
+CONTEXT = ParallelContext.single(dtype=torch.float64)
+CONFIG = ModelConfig(
+    num_layers=2,
+    hidden_size=16,
+    num_attention_heads=2,
+    ffn_hidden_size=24,
+    activation="swiglu",
+    normalization="RMSNorm",
+    position_embedding_type="rope",
+    add_bias_linear=False,
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+    init_method_std=0.3,
+    vocab_size=29,
+    make_vocab_size_divisible_by=1,
+    max_position_embeddings=16,
+)
+
+
+def dense(config: ModelConfig = CONFIG) -> PortableModel:
+    model = TRAIN_SPEC.build_model(config, (), CONTEXT, seed=4)
+    tensors = {
+        name: LazyTensor(tuple(each.shape), each.dtype, each.detach().clone) for name, each in model.named_parameters()
+    }
+    return PortableModel(model=config, tensors=tensors, tokenizer=TokenizerConfig(), seq_length=16)
+
+
+def logits(portable: PortableModel) -> torch.Tensor:
+    model = TRAIN_SPEC.build_model(portable.model, portable.groups, CONTEXT).eval()
+    load_weights(model, portable, CONTEXT.mesh)
+    found: torch.Tensor = model(torch.arange(16).view(1, 16)).logits()
+    return found
+
+
+@pytest.mark.parametrize(("num_experts", "granularity", "topk"), [(4, 1, 2), (8, 2, 4), (6, 3, 3), (4, 4, 4)])
+def test_logits_are_those_of_the_dense_model(num_experts: int, granularity: int, topk: int) -> None:
+    """Training goes on where the dense model stopped; Megatron-LM's scaling of all matrices changes a SwiGLU's."""
+    source = dense()
+    made = upcycled(source, num_experts=num_experts, granularity=granularity, topk=topk, seed=1)
+    assert (logits(made) - logits(source)).abs().max() < 1e-9
+
+
+def test_numbers_that_do_not_divide() -> None:
+    """Each with its flag."""
+    cases = {
+        "--num-experts 7 is not divisible by --moe-upcycling-granularity 2": (7, 2, 4),
+        "--moe-router-topk 3 is not divisible by --moe-upcycling-granularity 2": (8, 2, 3),
+        "--moe-router-topk 6 is more than --num-experts 4": (4, 1, 6),
+    }
+    for sentence, (num_experts, granularity, topk) in cases.items():
+        with pytest.raises(ConfigError, match=re.escape(sentence)):
+            upcycled(dense(), num_experts=num_experts, granularity=granularity, topk=topk, seed=1)

@@ -1,0 +1,382 @@
+"""A layer of experts against a loop over tokens and experts, written from the papers' formulas."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.config.model import ModelConfig
+from megatron.config.moe import MoEConfig
+from megatron.core.moe.capacity import within_capacity
+from megatron.core.moe.layer import MoELayer
+from megatron.core.moe.routing import Routing, choose_experts, chosen, scores_of, weights_of
+from megatron.core.ops.grouped_matmul import BACKENDS, Groups
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.recompute import recomputed
+from megatron.core.parallel.rng import StreamKey
+from megatron.core.parallel.side_losses import SideLosses
+from megatron.core.tensor_parallel.initialize import initialize
+from megatron.core.transformer.inputs import LayerInputs
+from megatron.core.transformer.stack import BranchPlace, StackConfig
+
+SWIGLU: dict[str, Any] = {"activation": "swiglu", "add_bias_linear": False}
+HIDDEN, WIDTH, EXPERTS = 16, 8, 8
+
+
+def model_config(**settings: Any) -> ModelConfig:
+    return ModelConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=2,
+        ffn_hidden_size=WIDTH,
+        init_method_std=0.5,
+        **SWIGLU | settings,
+    )
+
+
+def moe_config(**settings: Any) -> MoEConfig:
+    sizes: dict[str, Any] = {"num_experts": EXPERTS, "moe_ffn_hidden_size": WIDTH}
+    return MoEConfig(**sizes | settings)
+
+
+def route(logits: Tensor, scores: Tensor, moe: MoEConfig, *, bias: Tensor | None = None) -> Routing:
+    ids = choose_experts(scores, moe, bias=bias)
+    return Routing(ids, weights_of(ids, logits, scores, moe))
+
+
+def layer(model: ModelConfig, moe: MoEConfig, *, dtype: torch.dtype = torch.float64) -> MoELayer:
+    context = ParallelContext.single(dtype=dtype)
+    built = MoELayer(moe, BranchPlace(StackConfig(model, causal=True), context, 0, False))
+    initialize(built, context.mesh, seed=3)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in built.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0.0, 0.5, generator=generator)
+    return built
+
+
+def inputs() -> LayerInputs:
+    return LayerInputs(rng_key=StreamKey(0), side_losses=SideLosses())
+
+
+def hidden_states(*, seed: int = 0, batch: int = 2, length: int = 6) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(length, batch, HIDDEN, dtype=torch.float64, generator=generator, requires_grad=True)
+
+
+def chosen_by_hand(logits: list[float], moe: MoEConfig) -> dict[int, float]:
+    """Weights of the experts that a token with these logits chooses."""
+    exponentials = [math.exp(each) for each in logits]
+    score = {
+        "softmax": [each / sum(exponentials) for each in exponentials],
+        "sigmoid": [1 / (1 + math.exp(-each)) for each in logits],
+        "sqrtsoftplus": [math.sqrt(math.log1p(each)) for each in exponentials],
+    }[moe.moe_router_score_function]
+    allowed = set(range(len(logits)))
+    if moe.moe_router_num_groups and moe.moe_router_group_topk:
+        size = len(logits) // moe.moe_router_num_groups
+        groups = [range(start, start + size) for start in range(0, len(logits), size)]
+        best = 1 if moe.moe_router_group_score == "max" else moe.moe_router_topk // moe.moe_router_group_topk
+        groups.sort(key=lambda group: -sum(sorted((score[e] for e in group), reverse=True)[:best]))
+        allowed = {expert for group in groups[: moe.moe_router_group_topk] for expert in group}
+    ids = sorted(allowed, key=lambda expert: -score[expert])[: moe.moe_router_topk]
+    weights = {expert: score[expert] for expert in ids}
+    normalizes = not moe.moe_router_pre_softmax and (moe.moe_router_score_function == "softmax" or len(ids) > 1)
+    total = sum(weights.values()) if normalizes else 1.0
+    factor = moe.moe_router_topk_scaling_factor or 1.0
+    return {expert: factor * weight / total for expert, weight in weights.items()}
+
+
+def expert_by_hand(built: MoELayer, expert: int, x: Tensor, activation: str) -> Tensor:
+    first, second = built.experts.linear_fc1, built.experts.linear_fc2
+    inner = [matrix @ x for matrix in first.weight[expert]]
+    if first.bias is not None:
+        inner = [each + bias for each, bias in zip(inner, first.bias[expert])]
+    acts: dict[str, Callable[[Tensor], Tensor]] = {
+        "swiglu": torch.nn.functional.silu,
+        "geglu": torch.nn.functional.gelu,
+        "squared_relu": lambda x: torch.relu(x) ** 2,
+    }
+    act = acts[activation]
+    out: Tensor = second.weight[expert] @ (act(inner[0]) * inner[1] if len(inner) == 2 else act(inner[0]))
+    return out if second.bias is None else out + second.bias[expert]
+
+
+def by_hand(built: MoELayer, x: Tensor, moe: MoEConfig, activation: str) -> Tensor:
+    """The layer, one token and one expert after the other."""
+    out = []
+    for token in x.flatten(0, 1):
+        logits = built.router.weight @ token
+        if built.router.bias is not None:
+            logits = logits + built.router.bias
+        weights = chosen_by_hand(logits.tolist(), moe)
+        graph = route(logits[None], scores_of(logits[None], moe), moe)  # for the gradient, checked against the numbers
+        for expert, weight in zip(graph.ids[0].tolist(), graph.weights[0].tolist()):
+            assert weights[expert] == pytest.approx(weight, abs=1e-12)
+        pairs = zip(graph.ids[0].tolist(), graph.weights[0])
+        out.append(sum(weight * expert_by_hand(built, expert, token, activation) for expert, weight in pairs))
+    return torch.stack([torch.as_tensor(each) for each in out]).view_as(x)
+
+
+NOTHING: dict[str, Any] = {}
+CHOICES: list[dict[str, Any]] = [
+    {"moe_router_score_function": score, **groups, **extra}
+    for score, groups, extra in itertools.product(
+        ("softmax", "sigmoid", "sqrtsoftplus"),
+        (
+            NOTHING,
+            {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 4},
+            {"moe_router_num_groups": 4, "moe_router_group_topk": 3, "moe_router_group_score": "max"},
+        ),
+        (NOTHING, {"moe_router_topk_scaling_factor": 2.5}),
+    )
+] + [
+    {"moe_router_pre_softmax": True},
+    {"moe_router_pre_softmax": True, "moe_router_topk": 1},
+    {"moe_router_score_function": "sigmoid", "moe_router_topk": 1},
+    {"moe_router_topk": EXPERTS},
+]
+
+
+def test_layers_equal_a_loop_over_tokens_and_experts() -> None:
+    """A wrong weight, order or expert trains another model; every kind of router and expert, forward and backward."""
+    kinds: list[dict[str, Any]] = [
+        NOTHING,
+        {"activation": "squared_relu"},
+        {"activation": "geglu", "add_mlp_bias": True},
+    ]
+    cases = [(choice, NOTHING) for choice in CHOICES] + [(CHOICES[0], kind) for kind in kinds[1:]]
+    for choice, kind in cases:
+        moe, model = moe_config(**choice), model_config(**kind)
+        built, x = layer(model, moe), hidden_states()
+        out, expected = built(x, inputs()), by_hand(built, x, moe, model.activation)
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-12, msg=str(choice))
+        upstream = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
+        leaves = [x, *built.parameters()]
+        wanted = torch.autograd.grad((expected * upstream).sum(), leaves, allow_unused=True)
+        torch.autograd.backward(out, upstream)
+        for leaf, gradient in zip(leaves, wanted):
+            assert leaf.grad is not None
+            zero = torch.zeros_like(leaf) if gradient is None else gradient
+            torch.testing.assert_close(leaf.grad, zero, rtol=0, atol=1e-12, msg=str(choice))
+
+
+def test_golden_weights() -> None:
+    """Numbers computed elsewhere: E 4, k 2, logits 2, 1, 0, -1."""
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]], dtype=torch.float64)
+    for settings, expected in (
+        ({}, (0.7310586, 0.2689414)),
+        ({"moe_router_pre_softmax": True}, (0.6439143, 0.2368828)),
+        ({"moe_router_score_function": "sigmoid"}, (0.5464491, 0.4535509)),
+    ):
+        moe = moe_config(num_experts=4, **settings)
+        found = route(logits, scores_of(logits, moe), moe)
+        assert found.ids.tolist() == [[0, 1]]
+        assert found.weights[0].tolist() == pytest.approx(expected, abs=5e-8)
+
+
+def test_a_bias_moves_the_choice_alone() -> None:
+    """A bias in the weights would train the router towards the balance instead of the loss."""
+    moe = moe_config(num_experts=4, moe_router_score_function="sigmoid")
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]], dtype=torch.float64)
+    scores, bias = scores_of(logits, moe), torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=torch.float64)
+    found = route(logits, scores, moe, bias=bias)
+    assert found.ids.tolist() == [[3, 0]]
+    torch.testing.assert_close(found.weights[0], scores[0, [3, 0]] / scores[0, [3, 0]].sum())
+
+
+def test_groups_of_negative_scores_hide_no_expert() -> None:
+    """With a negative bias a masked expert of score 0 would be better than all those of the best groups."""
+    moe = moe_config(moe_router_num_groups=4, moe_router_group_topk=1, moe_router_topk=2)
+    scores = torch.tensor([[-5.0, -6.0, -1.0, -2.0, -9.0, -9.0, -9.0, -9.0]])
+    assert sorted(chosen(scores, moe)[0].tolist()) == [2, 3]
+
+
+def test_one_expert_is_the_dense_network() -> None:
+    """Bit for bit: one expert, chosen by every token with weight 1."""
+    model = model_config()
+    moe = moe_config(num_experts=1, moe_router_topk=1, moe_router_pre_softmax=True)
+    for dtype in (torch.float64, torch.float32):
+        built = layer(model, moe, dtype=dtype)
+        x = hidden_states().detach().to(dtype)
+        first, second = built.experts.linear_fc1.weight[0].flatten(0, 1), built.experts.linear_fc2.weight[0]
+        gate, value = torch.nn.functional.linear(x, first).chunk(2, dim=-1)
+        dense = torch.nn.functional.linear(torch.nn.functional.silu(gate) * value, second)
+        assert torch.equal(built(x, inputs()), dense)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_backends_agree(dtype: torch.dtype) -> None:
+    """The fast kernel and the loop compute the same layer, experts without tokens included."""
+    model = model_config()
+    found = []
+    for backend in ("grouped_mm", "loop"):
+        built = layer(model, moe_config(num_experts=32, moe_matmul_backend=backend), dtype=dtype)
+        x = hidden_states(length=3).detach().to(dtype).requires_grad_()
+        out = built(x, inputs())
+        torch.autograd.backward(out, torch.ones_like(out))
+        assert x.grad is not None
+        found.append([out, x.grad, *(each.grad for each in built.parameters())])
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other)
+    for number in (0, 1):  # a slice of few rows, which counts as contiguous
+        rows, groups = torch.ones(number, HIDDEN + 1, dtype=dtype)[:, :HIDDEN], Groups(torch.tensor([number, 0]))
+        for implementation in BACKENDS.values():
+            assert implementation.multiply(rows, torch.ones(2, HIDDEN, 8, dtype=dtype), groups).shape == (number, 8)
+            assert implementation.outer(rows, rows, groups)[1].count_nonzero() == 0
+
+
+def test_balancing_losses() -> None:
+    """Uniform routing has a loss of 1 each; all tokens to one expert, E / k times its share."""
+    names = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+    moe = moe_config(
+        num_experts=4,
+        moe_router_topk=1,
+        moe_router_pre_softmax=True,
+        moe_router_load_balancing_type=names,
+        moe_aux_loss_coeff=(1.0, 1.0, 1.0),
+        moe_z_loss_coeff=1.0,
+    )
+    built = layer(model_config(), moe)
+    x = torch.zeros(4, 2, HIDDEN, dtype=torch.float64)
+    for position in range(4):
+        x[position, :, position] = 1.0
+    for strength in (0.0, 3.0):
+        with torch.no_grad():
+            built.router.weight.zero_()
+            built.router.weight[:, :4] = strength * torch.eye(4, dtype=torch.float64)
+        given = inputs()
+        built(x, given)
+        found = {name: (total / count).item() for name, (total, count) in given.side_losses.take()[0].items()}
+        for name in ("load_balancing_loss", "seq_load_balancing_loss", "global_load_balancing_loss"):
+            assert found[name] == pytest.approx(1.0), (name, strength)
+        assert found["z_loss"] == pytest.approx(math.log(3 + math.exp(strength)) ** 2)
+    with torch.no_grad():
+        built.router.weight[:] = 0.0
+        built.router.weight[2] = 1.0  # x sums to 1: logits 0, 0, 1, 0
+    given = inputs()
+    built(x, given)
+    total, count = given.side_losses.take()[0]["load_balancing_loss"].tolist()
+    assert total / count == pytest.approx(4 * math.e / (math.e + 3))
+
+
+def test_gradients_of_balancing_losses() -> None:
+    """Each loss's gradient of the router is that of its value; one at a time, by differences."""
+    cases: tuple[dict[str, Any], ...] = (
+        {"moe_router_load_balancing_type": ("aux_loss",), "moe_aux_loss_coeff": (0.7,)},
+        {"moe_router_load_balancing_type": ("seq_aux_loss",), "moe_aux_loss_coeff": (0.7,)},
+        {
+            "moe_router_load_balancing_type": ("aux_loss",),
+            "moe_aux_loss_coeff": (0.7,),
+            "moe_router_score_function": "sigmoid",
+        },
+        {"moe_z_loss_coeff": 0.7},
+    )
+    for settings in cases:
+        built, x = layer(model_config(), moe_config(**settings)), hidden_states().detach()
+
+        def value(built: MoELayer = built, x: Tensor = x) -> float:
+            given = inputs()
+            with torch.no_grad():
+                built(x, given)
+            ((total, _),) = given.side_losses.take()[0].values()
+            return 0.7 * float(total)
+
+        out = built(x, inputs())
+        torch.autograd.backward(out, torch.zeros_like(out))
+        weight, gradient = built.router.weight, built.router.weight.grad
+        assert gradient is not None
+        for at in ((0, 0), (3, 5), (7, 15)):
+            ends = []
+            for step in (1e-6, -2e-6):
+                with torch.no_grad():
+                    weight[at] += step
+                ends.append(value())
+            with torch.no_grad():
+                weight[at] += 1e-6
+            assert gradient[at].item() == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=1e-5, abs=1e-9), settings
+
+
+def test_shared_experts_see_every_token() -> None:
+    """Their sum with the routed ones, times a gate where there is one."""
+    x = hidden_states().detach()
+    for gate in (False, True):
+        moe = moe_config(moe_shared_expert_intermediate_size=24, moe_shared_expert_gate=gate)
+        built = layer(model_config(), moe)
+        shared = built.shared_experts
+        assert shared is not None
+        inner, value = (x @ shared.linear_fc1.weight.T).chunk(2, dim=-1)
+        expected = (torch.nn.functional.silu(inner) * value) @ shared.linear_fc2.weight.T
+        if shared.gate is not None:
+            expected = expected * torch.sigmoid(x @ shared.gate.weight.T)
+        out, built.shared_experts = built(x, inputs()), None
+        torch.testing.assert_close(out, built(x, inputs()) + expected, rtol=0, atol=1e-12)
+
+
+def test_biases_move_towards_balance() -> None:
+    """Up for experts below the mean, down for those above; dropped choices count for the expert that lost them."""
+    moe = moe_config(num_experts=4, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
+    router = layer(model_config(), moe).router
+    assert router.expert_bias is not None
+    assert not router.expert_bias.requires_grad
+    with torch.no_grad():
+        router.expert_bias.zero_()
+    router.learn(torch.tensor([9, 1, 5, 5, 3]))
+    assert router.expert_bias.tolist() == pytest.approx([-1e-3, 1e-3, 0.0, 0.0])
+    bf16 = layer(model_config(), moe, dtype=torch.bfloat16).router.expert_bias
+    assert bf16 is not None
+    assert bf16.dtype == torch.float32  # steps of 1e-3 vanish in bf16
+
+
+def test_choices_are_counted_once() -> None:
+    """Counts of a recomputed forward pass, or of evaluation, would move the biases twice."""
+    built, x, given = layer(model_config(), moe_config()), hidden_states(), inputs()
+    for _ in range(2):  # a forward pass and its recomputation
+        out = recomputed(built, x, given)
+    torch.autograd.backward(out, torch.ones_like(out))
+    counts = given.side_losses.take()[1]["experts of layer 0"]
+    assert counts.dtype == torch.int64
+    assert counts.sum() == 3 * 12 * 2  # the runner drops what comes after a forward pass
+    first, second = inputs(), inputs()
+    assert torch.equal(built(x, first), built(x, second))
+
+
+def test_forced_balance() -> None:
+    """Every expert gets the same number of tokens, and the router still learns how much they weigh."""
+    built, given = layer(model_config(), moe_config(moe_router_force_load_balancing=True)), inputs()
+    out = built(hidden_states(batch=2, length=8), given)
+    assert given.side_losses.take()[1]["experts of layer 0"].tolist() == [4] * EXPERTS + [0]
+    torch.autograd.backward(out, torch.ones_like(out))
+    assert built.router.weight.grad is not None
+    assert built.router.weight.grad.abs().sum() > 0
+
+
+def test_capacity_of_a_sequence() -> None:
+    """What is dropped is compared with a sorted list, for each sequence and expert; weights stay as they are."""
+    generator = torch.Generator().manual_seed(0)
+    for policy in ("probs", "position"):
+        moe = moe_config(num_experts=3, moe_expert_capacity_factor=0.7, moe_token_drop_policy=policy)
+        ids = torch.rand(10 * 2, 3, generator=generator).argsort(1)[:, :2]  # 10 positions of 2 sequences
+        weights = torch.rand(10 * 2, 2, generator=generator, dtype=torch.float64)
+        kept = within_capacity(ids, weights, moe, ParallelContext.single(), batch=2)
+        for sequence, expert in itertools.product(range(2), range(3)):
+            choices = [
+                (token, place) for token in range(sequence, 20, 2) for place in range(2) if ids[token, place] == expert
+            ]
+            if policy == "probs":
+                choices.sort(key=lambda choice: -weights[choice].item())
+            capacity = math.ceil(10 * 2 / 3 * 0.7)
+            assert [bool(kept[choice]) for choice in choices] == [at < capacity for at in range(len(choices))]
+    model, moe = model_config(), moe_config(moe_expert_capacity_factor=0.25)
+    built, x, given = layer(model, moe), hidden_states(), inputs()
+    out = built(x, given)
+    assert given.side_losses.take()[1]["experts of layer 0"][-1] > 0
+    torch.autograd.backward(out, torch.ones_like(out))
+    assert not torch.equal(out, built.eval()(x, inputs()))  # evaluation drops nothing
