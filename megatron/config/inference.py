@@ -1,10 +1,10 @@
-"""Limits of text generation."""
+"""Memory, batches and shortcuts of text generation."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.flags import check_flags, flag
+from megatron.config.flags import check_flags, flag, switch
 
 
 @check_flags
@@ -12,7 +12,56 @@ from megatron.config.flags import check_flags, flag
 class InferenceConfig:
     """Limits of the generation tools; training does not read them."""
 
-    inference_max_seq_length: int = flag(
-        "Maximum tokens of a prompt and its generated text together.", default=2560, at_least=1
+    inference_max_seq_length: int | None = flag(
+        "Maximum tokens of a prompt and its generated text together, at most the model's own.", default=None, at_least=1
     )
-    inference_max_requests: int = flag("Maximum number of prompts in one batch.", default=8, at_least=1)
+    inference_max_requests: int = flag(
+        "Maximum number of texts that are generated at once; others wait.",
+        default=32,
+        aliases=("--inference-dynamic-batching-max-requests",),
+        at_least=1,
+        at_most=4096,
+    )
+    inference_dynamic_batching_buffer_size_gb: float = flag(
+        "Memory of each rank for cached keys and values, in GiB; no more is taken than the longest texts need.",
+        default=4.0,
+        above=0,
+        at_most=100_000,
+    )
+    inference_dynamic_batching_block_size: int = flag(
+        "Tokens of a block, the unit in which cache memory is given to texts and shared between them.",
+        default=64,
+        at_least=1,
+        at_most=65_536,
+    )
+    inference_dynamic_batching_max_tokens: int = flag(
+        "Maximum tokens of a step: one of each running text, and parts of new prompts. A larger step reads prompts "
+        "faster, and running texts wait longer for it.",
+        default=512,
+        at_least=1,
+    )
+    disable_chunked_prefill: bool = switch(
+        "Read each prompt in one step, however long it is, instead of parts that fit into "
+        "--inference-dynamic-batching-max-tokens."
+    )
+    inference_dynamic_batching_prefix_caching: bool = switch(
+        "Compute each prompt from its beginning, instead of using cached keys and values of an equal beginning.",
+        off="--no-inference-dynamic-batching-prefix-caching",
+    )
+    num_speculative_tokens: int = flag(
+        "Tokens that are guessed for each text and verified in one step; texts stay the same. The guesses repeat "
+        "what followed the last tokens earlier in the text, or are --draft-load's.",
+        default=0,
+        at_least=0,
+        at_most=64,
+    )
+    draft_load: str | None = flag(
+        "Folder of checkpoints of a smaller model with the same vocabulary, which guesses the next tokens for "
+        "--num-speculative-tokens.",
+        default=None,
+    )
+    batch_invariant: bool = switch(
+        "Compute a text's logits with the same bits whatever else is in the batch. In bf16 and fp16 on a CPU that is "
+        "the default; in fp32 it takes several times as long for few texts.",
+        aliases=("--batch-invariant-mode",),
+    )

@@ -1,135 +1,330 @@
-"""Text generation: a batch of prompts, one token each per step, until the end of the document or the limit."""
+"""Text generation: requests in, updates out, one step of the model at a time."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron.core.inference.sampling import Sampling, next_tokens
-from megatron.core.parallel.rng import derive_seed
+from megatron.core.inference.drafts import Drafter, PromptLookup
+from megatron.core.inference.drawing import Drawn, DrawRow, DrawState, draw, token_logprobs
+from megatron.core.inference.request import (
+    Finish,
+    GeneratedToken,
+    Request,
+    Result,
+    TokenLogprobs,
+    Update,
+)
+from megatron.core.inference.scheduler import ScheduledRow, Scheduler, SchedulerOptions, TextState
+from megatron.core.inference.step_plan import ModelRunner, RunningStep
+from megatron.core.inference.stopping import StopWatch
+from megatron.core.inference.text import TextStream
+from megatron.core.tokenizers.base import Tokenizer
 from megatron.errors import DataError
 
-FinishReason = Literal["end of document", "stop", "length"]
 
+@dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """Gauges and counters of an engine.
 
-class NextLogits(Protocol):
-    """A model for generation."""
-
-    def __call__(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """Logits ``[b, vocabulary]`` of the token after the first ``lengths`` ``[b]`` of ``tokens`` ``[b, t]``."""
-        ...
-
-
-@dataclass(frozen=True)
-class WholeText:
-    """A :class:`NextLogits` that runs a causal language model over the whole text at every step.
-
-    ``model(tokens)`` returns an output with ``logits(positions=…)``, as ``GPTModel`` does.
+    ``running`` and ``waiting`` requests; ``cache_usage``: share of blocks that texts hold. All others count from the
+    start: tokens of prompts read and generated, tokens of prompts looked up in the prefix cache and found there,
+    requests that lost their blocks for a while, drafts proposed and accepted, steps and the tokens they computed.
     """
 
-    model: nn.Module
-
-    def __call__(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """Logits after each text."""
-        logits: Tensor = self.model(tokens).logits(positions=lengths - 1)
-        return logits
-
-
-@dataclass(frozen=True)
-class GenerationLimits:
-    """``end_of_document``: the token that ends a text, or None. ``max_length``: prompt plus generated tokens."""
-
-    end_of_document: int | None
-    max_length: int
+    running: int
+    waiting: int
+    cache_usage: float
+    prompt_tokens: int
+    generated_tokens: int
+    prefix_queries: int
+    prefix_hits: int
+    preemptions: int
+    drafted_tokens: int
+    accepted_tokens: int
+    steps: int
+    step_tokens: int
 
 
-@dataclass
-class Generation:
-    """``tokens``: the prompt and the generated tokens, without the end-of-document token."""
+class _Answer:
+    """What a request has got so far, and since its last update."""
 
-    tokens: list[int]
-    prompt_length: int
-    finish_reason: FinishReason = "length"
+    def __init__(self, text: TextState, tokenizer: Tokenizer | None) -> None:
+        self.text, self.drawing = text, DrawState(text.request)
+        self.prompt_logprobs: list[TokenLogprobs | None] = [] if text.request.prompt_logprobs is None else [None]
+        request = text.request
+        self._watch = StopWatch(request.stop.strings, include_string=request.stop.include_string)
+        self._stream = None
+        if tokenizer is not None:
+            hidden = tokenizer.special_ids if request.skip_special_tokens else frozenset[int]()
+            self._stream = TextStream(tokenizer, request.prompt, hidden=hidden)
+        self._tokens: list[GeneratedToken] = []
+        self._new_text = ""
 
     @property
-    def generated(self) -> list[int]:
-        """The tokens after the prompt."""
-        return self.tokens[self.prompt_length :]
+    def has_ended(self) -> bool:
+        """Whether a request that asks for nothing but the prompt's log-probabilities has them."""
+        return self.text.request.max_tokens == 0 and not self.text.is_scoring
+
+    def append(self, drawn: Drawn) -> Finish | None:
+        """Add a token; what ends the text, if the token does."""
+        request, token = self.text.request, drawn.token
+        self.drawing.append(token)
+        self._tokens.append(GeneratedToken(token, drawn.logprobs))
+        if token in request.stop.token_ids:
+            return Finish("stop", stop=token)
+        if self._stream is not None:
+            may_stop = self.drawing.num_drawn > request.sampling.min_tokens
+            self._new_text += self._watch.add(self._stream.add(token), may_stop=may_stop)
+        if self._watch.matched is not None:
+            return Finish("stop", stop=self._watch.matched)
+        return Finish("length") if self.drawing.num_drawn == request.max_tokens else None
+
+    def update(self, finish: Finish | None = None) -> Update:
+        """What is new. The text that was held back is shown at the end, unless a stop string has ended the text."""
+        if finish is not None and self._stream is not None and self._watch.matched is None:
+            self._new_text += self._watch.finish() + self._stream.finish()
+        update = Update(
+            request_id=self.text.request.id,
+            text=self._new_text,
+            tokens=tuple(self._tokens),
+            finish=finish,
+            prompt_logprobs=tuple(self.prompt_logprobs),
+            cached_tokens=self.text.cached_tokens,
+        )
+        self._new_text, self._tokens, self.prompt_logprobs = "", [], []
+        return update
 
 
-@dataclass
 class Engine:
-    """Generates a batch of texts, one token each per call of ``next_logits``.
+    """Generates many texts at once.
 
-    With several ranks all call ``generate`` with the same arguments and draw the same tokens.
+    One thread calls it; only rank 0 has one, see ``workers``. A text depends on its own request alone. ``tokenizer``
+    makes text of tokens; without it updates have tokens only. ``drafter``: guesses ``options.num_drafts`` tokens; None:
+    from the text so far.
     """
 
-    next_logits: NextLogits
-    limits: GenerationLimits
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        tokenizer: Tokenizer | None = None,
+        options: SchedulerOptions | None = None,
+        drafter: Drafter | None = None,
+    ) -> None:
+        self.limits = runner.limits
+        self._error: Exception | None = None
+        self._runner, self._tokenizer = runner, tokenizer
+        options = options or SchedulerOptions()
+        self._drafter = (drafter or PromptLookup()) if options.num_drafts else None
+        self._scheduler = Scheduler(runner.limits, options, depth=runner.depth)
+        self._answers: dict[str, _Answer] = {}
+        self._in_flight: deque[tuple[Sequence[ScheduledRow], RunningStep]] = deque()
+        self._early: list[Update] = []  # for the next step to return
+        self._generated = self._drafted = self._accepted = self._steps = self._step_tokens = 0
+
+    @property
+    def error(self) -> Exception | None:
+        """Why no request can be answered any more, such as a lost rank; None while all is well.
+
+        ``step`` raises it. A rank may be lost while there is nothing to do, so who waits for requests looks here, too.
+        """
+        return self._error or self._runner.failure
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``step`` has anything to do or to tell."""
+        return bool(self._answers or self._early or self._in_flight)
+
+    @property
+    def statistics(self) -> Statistics:
+        """Gauges and counters at this moment."""
+        scheduler = self._scheduler
+        return Statistics(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            cache_usage=scheduler.pool.num_held / scheduler.pool.num_blocks,
+            prompt_tokens=scheduler.prompt_tokens,
+            generated_tokens=self._generated,
+            prefix_queries=scheduler.prompt_tokens if scheduler.options.prefix_caching else 0,
+            prefix_hits=scheduler.prefix_hits,
+            preemptions=scheduler.preemptions,
+            drafted_tokens=self._drafted,
+            accepted_tokens=self._accepted,
+            steps=self._steps,
+            step_tokens=self._step_tokens,
+        )
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises DataError for one that can never be answered."""
+        self.check(request)
+        text = self._scheduler.add(request)
+        answer = self._answers[request.id] = _Answer(text, self._tokenizer)
+        if answer.has_ended:
+            self._early.append(self._finished(answer, Finish("length")))
+
+    def abort(self, request_id: str) -> None:
+        """End a request at once, whatever its state; ``step`` returns its last update. An unknown id is ignored."""
+        if (answer := self._answers.get(request_id)) is not None:
+            self._early.append(self._finished(answer, Finish("abort")))
+
+    def step(self) -> list[Update]:
+        """Compute one step, and return what it brought: at most one update a request, beside those of ``abort``."""
+        try:
+            return self._step()
+        except Exception as error:
+            self._error = error
+            raise
+
+    def generate(
+        self, requests: Sequence[Request], *, on_update: Callable[[Update], None] = lambda update: None
+    ) -> list[Result]:
+        """Answer requests, in their order. ``on_update`` is called with each update as soon as there is one."""
+        for request in requests:
+            self.check(request)
+        updates: dict[str, list[Update]] = {request.id: [] for request in requests}
+        for request in requests:
+            self.submit(request)
+        while self.has_work:
+            for update in self.step():
+                updates[update.request_id].append(update)
+                on_update(update)
+        return [joined(request, updates[request.id]) for request in requests]
+
+    def close(self) -> None:
+        """End the runner, and with it the other ranks' work; requests that are not finished are dropped."""
+        if self.error is None:
+            for _, running in self._in_flight:
+                running.logits()
+        self._in_flight.clear()
+        self._runner.close()
 
     @torch.inference_mode()
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        tokens_to_generate: int,
-        sampling: Sampling,
-        seeds: Sequence[int],
-        on_token: Callable[[int, int], None] | None = None,
-        stop: Callable[[Sequence[int]], bool] = lambda generated: False,
-    ) -> list[Generation]:
-        """Continue every prompt by up to ``tokens_to_generate`` tokens.
+    def _step(self) -> list[Update]:
+        while len(self._in_flight) < self._runner.depth and (step := self._scheduler.next_step()) is not None:
+            if self._drafter is not None:
+                self._drafter.propose(step.rows, [self._answers[row.text.request.id].drawing for row in step.rows])
+            plan = step.plan()
+            self._steps += 1
+            self._step_tokens += plan.num_tokens
+            self._in_flight.append((step.rows, self._runner.start(plan)))
+        updates, self._early = self._early, []
+        if self._in_flight:
+            rows, running = self._in_flight.popleft()
+            updates += self._advance(rows, running.logits())
+        return updates
 
-        ``seeds``: one per prompt; the same prompt, seed and sampling give the same text in any batch. ``on_token``:
-        called with the prompt's number and each token as soon as it is drawn. ``stop``: called with the generated
-        tokens after each token; true ends the text, which keeps that token. Raises DataError for a prompt that is empty
-        or too long.
-        """
-        self._check(prompts, tokens_to_generate)
-        results = [Generation(list(prompt), len(prompt)) for prompt in prompts]
-        generators = [torch.Generator().manual_seed(derive_seed(seed, "generation")) for seed in seeds]
-        running = list(range(len(prompts)))
-        for _ in range(tokens_to_generate):
-            if not running:
+    def _advance(self, rows: Sequence[ScheduledRow], logits: Tensor) -> list[Update]:
+        """Take the logits of a step: score prompts, draw tokens, end texts."""
+        updates, drawing, places = [], list[tuple[_Answer, ScheduledRow]](), list[int]()
+        first = 0
+        for row in rows:
+            end = first + row.num_logits
+            if row.num_logits and not row.is_stale:
+                answer = self._answers[row.text.request.id]
+                self._score(answer, row, logits[first:end])
+                if answer.has_ended:
+                    updates.append(self._finished(answer, Finish("length")))
+                elif row.draws:
+                    drawing.append((answer, row))
+                    places += range(end - 1 - len(row.drafts), end)
+                elif answer.prompt_logprobs:
+                    updates.append(answer.update())
+            first = end
+        if not drawing:
+            return updates
+        wanted = [
+            DrawRow(answer.drawing, row.drafts[:n]) for answer, row in drawing for n in range(1 + len(row.drafts))
+        ]
+        drawn = iter(draw(logits if len(places) == len(logits) else logits[places], wanted))
+        for answer, row in drawing:
+            finish = self._accept(answer, row, [next(drawn) for _ in range(1 + len(row.drafts))])
+            updates.append(answer.update() if finish is None else self._finished(answer, finish))
+        return updates
+
+    def _score(self, answer: _Answer, row: ScheduledRow, logits: Tensor) -> None:
+        """Take log-probabilities of the prompt from the logits of one row."""
+        text, prompt, top = row.text, row.text.request.prompt, row.text.request.prompt_logprobs
+        count = min(len(prompt) - 1, row.start + len(row.tokens)) - row.logits_from
+        if top is not None and count > 0 and text.is_scoring:
+            targets = prompt[row.logits_from + 1 : row.logits_from + 1 + count]
+            answer.prompt_logprobs += token_logprobs(logits[:count], targets, top=top)
+            text.num_scored += count
+
+    def _accept(self, answer: _Answer, row: ScheduledRow, drawn: Sequence[Drawn]) -> Finish | None:
+        """Add tokens to a text as long as the drafts are right; what ends it, if something does."""
+        tokens: list[int] = []
+        finish: Finish | None = None
+        for number, each in enumerate(drawn):
+            if each.error is not None:
+                finish = Finish("error", error=each.error)
                 break
-            uniforms = torch.stack([torch.rand((), dtype=torch.float64, generator=generators[row]) for row in running])
-            drawn = next_tokens(self._logits([results[row].tokens for row in running]), sampling, uniforms)
-            still_running = []
-            for row, token in zip(running, drawn.tolist(), strict=True):
-                if token == self.limits.end_of_document:
-                    results[row].finish_reason = "end of document"
-                    continue
-                results[row].tokens.append(token)
-                if on_token is not None:
-                    on_token(row, token)
-                if stop(results[row].generated):
-                    results[row].finish_reason = "stop"
-                else:
-                    still_running.append(row)
-            running = still_running
-        return results
+            tokens.append(each.token)
+            finish = answer.append(each)
+            if finish is not None or number == len(row.drafts) or each.token != row.drafts[number]:
+                break
+        self._generated += len(tokens)
+        self._drafted += len(row.drafts)
+        self._accepted += max(0, len(tokens) - 1)
+        if tokens:
+            self._scheduler.advance(row, tokens)
+        return finish
 
-    def _logits(self, texts: Sequence[Sequence[int]]) -> Tensor:
-        """Logits after each text. Shorter ones are padded on the right, which a causal model never sees."""
-        lengths = torch.tensor([len(text) for text in texts])
-        tokens = torch.zeros(len(texts), int(lengths.max()), dtype=torch.int64)
-        for row, text in enumerate(texts):
-            tokens[row, : len(text)] = torch.tensor(text)
-        return self.next_logits(tokens.to(self.device), lengths.to(self.device))
+    def _finished(self, answer: _Answer, finish: Finish) -> Update:
+        del self._answers[answer.text.request.id]
+        self._scheduler.remove(answer.text, is_broken=finish.reason == "error")
+        return answer.update(finish)
 
-    def _check(self, prompts: Sequence[Sequence[int]], tokens_to_generate: int) -> None:
-        for number, prompt in enumerate(prompts, start=1):
-            if not prompt:
-                raise DataError(f"prompt {number} has no tokens; a prompt needs at least one token")
-            total = len(prompt) + tokens_to_generate
-            if total > self.limits.max_length:
-                raise DataError(
-                    f"prompt {number} has {len(prompt)} tokens; with {tokens_to_generate} generated ones that makes "
-                    f"{total}, and the model sees at most {self.limits.max_length}: shorten the prompt, or generate at "
-                    f"most {max(0, self.limits.max_length - len(prompt))}"
-                )
+    def check(self, request: Request) -> None:
+        """Raise DataError or ConfigError for a request that can never be answered."""
+        limits, prompt = self.limits, request.prompt
+        total = len(prompt) + request.max_tokens
+        if request.id in self._answers:
+            raise DataError(f"request {request.id!r} is still being answered; give each request an id of its own")
+        if not prompt:
+            raise DataError("the prompt has no tokens; a prompt needs at least one token")
+        if total > limits.max_length:
+            raise DataError(
+                f"the prompt has {len(prompt)} tokens; with {request.max_tokens} generated ones that makes {total}, "
+                f"and the model sees at most {limits.max_length}: shorten the prompt, or generate at most "
+                f"{max(0, limits.max_length - len(prompt))}"
+            )
+        room = self._scheduler.pool.num_blocks * limits.block_size
+        if total > room:
+            raise DataError(
+                f"the prompt has {len(prompt)} tokens; with {request.max_tokens} generated ones that makes {total}, "
+                f"and the cache has room for {room}: generate at most {max(0, room - len(prompt))}, or give the "
+                "cache more memory with --inference-dynamic-batching-buffer-size-gb"
+            )
+        if request.stop.strings and self._tokenizer is None:
+            raise DataError("stop strings are looked for in text, and this engine has no tokenizer: give token ids")
+        request.sampling.check_vocabulary(limits.vocabulary)
+        for token in (*prompt, *request.encoder_prompt):
+            if not 0 <= token < limits.vocabulary:
+                raise DataError(f"token id {token} is not in the vocabulary: ids are 0 to {limits.vocabulary - 1}")
+        if bool(request.encoder_prompt) != bool(limits.max_encoder_length):
+            needs = "needs" if limits.max_encoder_length else "has no encoder, and takes no"
+            raise DataError(f"this model {needs} text for its encoder")
+        if len(request.encoder_prompt) > limits.max_encoder_length:
+            raise DataError(
+                f"the encoder's text has {len(request.encoder_prompt)} tokens, and the encoder sees at most "
+                f"{limits.max_encoder_length}: shorten it"
+            )
+
+
+def joined(request: Request, updates: Sequence[Update]) -> Result:
+    """The result of a request from all of its updates."""
+    finish = updates[-1].finish
+    assert finish is not None, "the last update of a request ends it"
+    return Result(
+        request=request,
+        text="".join(update.text for update in updates),
+        tokens=tuple(token for update in updates for token in update.tokens),
+        finish=finish,
+        prompt_logprobs=tuple(score for update in updates for score in update.prompt_logprobs),
+        cached_tokens=updates[-1].cached_tokens,
+    )

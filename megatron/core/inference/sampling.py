@@ -1,30 +1,88 @@
-"""Sampling of the next token: greedy, temperature, top-k and top-p, from logits and random numbers."""
+"""Settings of how the next token is drawn; drawing.py applies them."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from megatron.errors import ConfigError
+
+GREEDY_BELOW = 1e-5  # a temperature below it takes the likeliest token; dividing by it would overflow
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForbiddenAfter:
+    """Right after a token of ``previous`` none of ``tokens`` is drawn, such as no newline after a colon."""
+
+    previous: frozenset[int]
+    tokens: frozenset[int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn.
+    """How the next token is drawn. The defaults draw from the model's own distribution.
 
-    ``temperature`` divides the logits (0: always the likeliest token). ``top_k`` keeps the k likeliest tokens (0: all;
-    1: always the likeliest). ``top_p`` keeps the likeliest tokens until their probabilities exceed p (0: all).
-    With both, top-p looks at what top-k has left.
+    Applied in this order, each to what the ones before have left:
+
+    - ``allowed_ids``: only these tokens (None: all). ``bad_words``: sequences of tokens that the text never holds.
+      ``forbidden_after``: pairs of tokens that never follow each other.
+    - ``min_tokens``: before that many tokens nothing ends the text.
+    - ``logit_bias``: pairs of a token and what is added to its logit.
+    - ``repetition_penalty``: logits of tokens that prompt or answer hold are divided by it, negative ones multiplied
+      (1: off). ``frequency_penalty``: subtracted for each time that the answer holds a token; ``presence_penalty``:
+      once for a token that the answer holds (0: off).
+    - ``temperature`` divides the logits (0: always the likeliest token, whatever follows here).
+    - ``min_p`` keeps tokens at least this times as likely as the likeliest (0: all).
+    - ``top_k`` keeps the k likeliest tokens and those as likely as the k-th (0: all; 1: always the likeliest).
+    - ``top_p`` keeps the likeliest tokens until their probabilities exceed p, and those as likely as the last of them
+      (0 and 1: all). After each token p is multiplied by ``top_p_decay`` (0: it stays), down to ``top_p_bound``.
     """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 0.0
+    min_p: float = 0.0
+    top_p_decay: float = 0.0
+    top_p_bound: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    allowed_ids: frozenset[int] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    forbidden_after: tuple[ForbiddenAfter, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        for check in (self._check_filters, self._check_decay, self._check_penalties, self._check_ids):
+            check()
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most probable token is always taken."""
+        return self.top_k == 1 or self.temperature < GREEDY_BELOW
+
+    def top_p_at(self, index: int) -> float:
+        """Top-p of the answer's token ``index``; 1 where it keeps all tokens."""
+        if self.top_p in (0.0, 1.0) and self.top_p_decay in (0.0, 1.0):
+            return 1.0
+        decay = self.top_p_decay or 1.0
+        return max(self.top_p * decay**index, self.top_p_bound, 1e-300)  # at 0 it would keep all tokens
+
+    def check_vocabulary(self, size: int) -> None:
+        """Raise ConfigError for a token id that a vocabulary of ``size`` ids doesn't have."""
+        named = {
+            "logit-bias": {token for token, _ in self.logit_bias},
+            "allowed token ids": self.allowed_ids or (),
+            "bad words": {token for word in self.bad_words for token in word},
+        }
+        for name, tokens in named.items():
+            for token in tokens:
+                if not 0 <= token < size:
+                    raise ConfigError(f"{name} holds token id {token}; this vocabulary has ids 0 to {size - 1}")
+
+    def _check_filters(self) -> None:
+        if not 0 <= self.temperature < math.inf:
             raise ConfigError(
                 f"temperature is {self.temperature}; it must be 0 (always the most probable token) or above"
             )
@@ -32,37 +90,34 @@ class Sampling:
             raise ConfigError(f"top-k is {self.top_k}; it must be 0 (all tokens) or the number of tokens to keep")
         if not 0.0 <= self.top_p <= 1.0:
             raise ConfigError(f"top-p is {self.top_p}; it is a probability from 0 (all tokens) to 1")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ConfigError(f"min-p is {self.min_p}; it is a share of the largest probability from 0 (off) to 1")
 
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the most probable token is always taken."""
-        return self.top_k == 1 or self.temperature == 0.0
+    def _check_decay(self) -> None:
+        if not 0.0 <= self.top_p_decay <= 1.0:
+            raise ConfigError(f"top-p-decay is {self.top_p_decay}; it is a factor from 0 (off) to 1")
+        if not 0.0 <= self.top_p_bound <= 1.0:
+            raise ConfigError(f"top-p-bound is {self.top_p_bound}; it is a probability from 0 (no bound) to top-p")
+        if (self.top_p_decay or self.top_p_bound) and not self.top_p:
+            raise ConfigError("top-p-decay and top-p-bound change top-p, which is off: give top-p, too")
+        if self.top_p_bound > self.top_p:
+            raise ConfigError(f"top-p-bound is {self.top_p_bound}, more than top-p {self.top_p}; give less")
 
+    def _check_penalties(self) -> None:
+        if not 0.0 < self.repetition_penalty < math.inf:
+            raise ConfigError(f"repetition-penalty is {self.repetition_penalty}; it must be above 0, and 1 is off")
+        for name in ("presence", "frequency"):
+            value = getattr(self, f"{name}_penalty")
+            if not -2.0 <= value <= 2.0:
+                raise ConfigError(f"{name}-penalty is {value}; it must be from -2 to 2, and 0 is off")
+        for token, bias in self.logit_bias:
+            if not -100.0 <= bias <= 100.0:
+                raise ConfigError(f"logit-bias of token {token} is {bias}; it must be from -100 to 100")
 
-def filtered_logits(logits: Tensor, sampling: Sampling) -> Tensor:
-    """``logits`` ``[b, v]`` divided by the temperature, with -inf wherever top-k or top-p removes a token."""
-    logits = logits.float() / sampling.temperature
-    if 0 < sampling.top_k < logits.shape[-1]:
-        smallest_kept = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
-    if 0.0 < sampling.top_p < 1.0:
-        ordered, order = logits.sort(dim=-1, descending=True)
-        # A token is removed when the more probable ones together exceed p, so the first always stays.
-        before = ordered.softmax(dim=-1).cumsum(dim=-1).roll(1, dims=-1)
-        before[:, 0] = 0.0
-        removed = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before > sampling.top_p)
-        logits = logits.masked_fill(removed, float("-inf"))
-    return logits
-
-
-def next_tokens(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> Tensor:
-    """Token ids ``[b]`` for ``logits`` ``[b, v]``.
-
-    ``uniforms`` ``[b]``: a float64 number in [0, 1) per row, which picks the token by inverting the cumulative
-    distribution. So a row's token depends on its own logits and number only, not on its neighbours in the batch.
-    """
-    if sampling.is_greedy:
-        return logits.argmax(dim=-1)
-    cumulative = filtered_logits(logits, sampling).double().softmax(dim=-1).cumsum(dim=-1)
-    targets = uniforms.to(cumulative)[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, targets, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+    def _check_ids(self) -> None:
+        if self.min_tokens < 0:
+            raise ConfigError(f"min-tokens is {self.min_tokens}; it must be 0 or the least number of tokens")
+        if self.allowed_ids is not None and not self.allowed_ids:
+            raise ConfigError("allowed token ids are an empty list, which leaves no token to draw: name one at least")
+        if not all(self.bad_words):
+            raise ConfigError("bad words hold one without tokens: name one token at least")

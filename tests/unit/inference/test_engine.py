@@ -1,142 +1,201 @@
-"""Generation must depend on the prompt, the seed and the settings, and on nothing else: not on the batch around it."""
+"""A request's answer must depend on itself alone: not on neighbours, memory, chunks, or what was asked before."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
-import torch
-from torch import Tensor
 
-from megatron.config.model import ModelConfig
-from megatron.core.inference.engine import Engine, GenerationLimits, WholeText
+from megatron.core.inference.drafts import DraftModel, PromptLookup
+from megatron.core.inference.engine import Engine
+from megatron.core.inference.request import Finish, Request, StopRules
 from megatron.core.inference.sampling import Sampling
-from megatron.core.models.gpt.model import GPTModel
-from megatron.core.parallel.context import ParallelContext
-from megatron.errors import DataError
+from megatron.core.inference.scheduler import SchedulerOptions
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.errors import ConfigError, DataError, ParallelError
+from tests.harness.table_model import table
 
-VOCABULARY = 40
 GREEDY = Sampling(temperature=0.0)
 
 
-def counting(tokens: Tensor, lengths: Tensor) -> Tensor:
-    """A model that says "one more than the last token", and would be misled by reading padding."""
-    last = tokens[torch.arange(len(lengths)), lengths - 1]
-    return torch.nn.functional.one_hot((last + 1) % VOCABULARY, VOCABULARY).float() * 10
+class Letters(Tokenizer):
+    """A letter for each token."""
+
+    name, vocab_size, eod, pad, bos, eos = "Letters", 30, 0, None, None, None
+    special_ids: frozenset[int] = frozenset()
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return "".join(chr(ord("A") + token) for token in ids)
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [[ord(letter) - ord("A") for letter in text] for text in texts]
+
+    @property
+    def fingerprint(self) -> str:
+        return "letters"
 
 
-def engine(next_logits: object = counting, *, eod: int | None = None, max_length: int = 32) -> Engine:
-    return Engine(next_logits, GenerationLimits(eod, max_length))  # type: ignore[arg-type]
+def test_answers_a_request() -> None:
+    request = Request(id="a", prompt=(1, 2, 3), max_tokens=5, sampling=GREEDY, logprobs=2, prompt_logprobs=1)
+    [result] = Engine(table()).generate([request])
+    text = [1, 2, 3]
+    for _ in range(5):
+        text.append(int(table().logits_after(text).argmax()))
+    assert result.ids == text[3:]
+    assert result.finish.reason == "length"
+    assert [len(token.logprobs.top) for token in result.tokens if token.logprobs] == [2] * 5
+    assert len(result.prompt_logprobs) == 3
 
 
-def test_continues_each_prompt_from_its_own_end() -> None:
-    results = engine().generate([[5], [1, 2, 3, 20]], tokens_to_generate=3, sampling=GREEDY, seeds=[0, 1])
-    assert [result.tokens for result in results] == [[5, 6, 7, 8], [1, 2, 3, 20, 21, 22, 23]]
-    assert [result.generated for result in results] == [[6, 7, 8], [21, 22, 23]]
-    assert {result.finish_reason for result in results} == {"length"}
+def test_the_same_alone_and_crowded() -> None:
+    requests = [
+        Request(id=str(n), prompt=tuple(range(1, 3 + 2 * n)), max_tokens=12, seed=n % 3, choice=n % 2) for n in range(9)
+    ]
+    alone = [Engine(table()).generate([request])[0].ids for request in requests]
+    for blocks, tokens, depth in ((64, 2048, 1), (10, 5, 1), (12, 7, 3)):
+        engine = Engine(table(num_blocks=blocks, depth=depth), options=SchedulerOptions(max_tokens=tokens))
+        together = engine.generate(requests)
+        assert [result.ids for result in together] == alone
+        assert engine.statistics.cache_usage == 0
+    assert engine.statistics.preemptions
 
 
-def test_stops_at_the_end_of_document_while_others_go_on() -> None:
-    results = engine(eod=8).generate([[6], [20]], tokens_to_generate=4, sampling=GREEDY, seeds=[0, 1])
-    assert (results[0].generated, results[0].finish_reason) == ([7], "end of document")
-    assert (results[1].generated, results[1].finish_reason) == ([21, 22, 23, 24], "length")
+def test_refuses_what_can_never_be_answered() -> None:
+    engine = Engine(table(num_blocks=4))
+    with pytest.raises(DataError, match="no tokens"):
+        engine.submit(Request(id="a", prompt=(), max_tokens=5))
+    with pytest.raises(DataError, match="at most 200"):
+        engine.submit(Request(id="a", prompt=(1,), max_tokens=200))
+    with pytest.raises(DataError, match="room for 12"):
+        engine.submit(Request(id="a", prompt=(1,), max_tokens=12))
+    with pytest.raises(DataError, match="token id 30"):
+        engine.submit(Request(id="a", prompt=(30,), max_tokens=2))
+    assert not engine.has_work
 
 
-def test_stops_where_the_caller_says_while_others_go_on() -> None:
-    """Stop strings end one text of a batch; its last token stays, since only part of it may belong to the string."""
-    results = engine().generate(
-        [[6], [20]], tokens_to_generate=4, sampling=GREEDY, seeds=[0, 1], stop=lambda generated: 8 in generated
+def test_a_broken_row_ends_its_request_only() -> None:
+    """One NaN would end every client's text; and its blocks must not be found by the next request."""
+    engine = Engine(table(broken=frozenset({7})))
+    bad = Request(id="bad", prompt=(1, 2, 3, 4, 5, 7), max_tokens=3)
+    good = Request(id="good", prompt=(1, 2), max_tokens=3, seed=2)
+    [alone] = Engine(table()).generate([good])
+    first, second = engine.generate([bad, good])
+    assert first.finish.reason == "error" and "not finite" in str(first.finish.error)
+    assert second.ids == alone.ids
+    assert engine.statistics.cache_usage == 0
+    assert engine.generate([bad])[0].cached_tokens == 0
+
+
+def test_stops_at_ids_strings_and_limits() -> None:
+    tokenizer = Letters()
+    [free] = Engine(table(), tokenizer=tokenizer).generate([Request(id="a", prompt=(1, 2), max_tokens=9)])
+    assert free.text == "".join(tokenizer.detokenize([token]) for token in free.ids)
+    ends_with = free.text[4:6]
+    cases = {
+        StopRules(token_ids=frozenset({free.ids[5]})): (free.text[: free.ids.index(free.ids[5])], free.ids[5]),
+        StopRules(strings=(ends_with,)): (free.text[: free.text.index(ends_with)], ends_with),
+        StopRules(strings=(ends_with,), include_string=True): (
+            free.text[: free.text.index(ends_with) + 2],
+            ends_with,
+        ),
+        StopRules(strings=("nowhere",)): (free.text, None),
+    }
+    for drafts in (0, 3):
+        for stop, (text, reason) in cases.items():
+            options = SchedulerOptions(num_drafts=drafts)
+            [result] = Engine(table(), tokenizer=tokenizer, options=options).generate(
+                [Request(id="a", prompt=(1, 2), max_tokens=9, stop=stop)]
+            )
+            assert (result.text, result.finish.stop) == (text, reason)
+            assert result.finish.reason == ("length" if reason is None else "stop")
+
+
+def test_choices_read_their_prompt_once() -> None:
+    """Ten continuations of a long prompt would take ten times as long to begin."""
+    engine = Engine(table(max_requests=10, num_blocks=200))
+    prompt = tuple(range(1, 22))
+    results = engine.generate([Request(id=str(n), prompt=prompt, max_tokens=4, choice=n) for n in range(10)])
+    assert [result.cached_tokens for result in results] == [0] + [20] * 9
+    assert engine.statistics.step_tokens == 21 + 9 * 1 + 10 * 3
+    assert (engine.statistics.prefix_queries, engine.statistics.prefix_hits) == (210, 180)
+    assert len({tuple(result.ids) for result in results}) > 1
+
+
+def test_right_drafts_save_steps() -> None:
+    """The smaller model is right two times in three."""
+    request = Request(id="a", prompt=(1, 2, 3), max_tokens=60)
+    plain, drafted = (
+        Engine(table()),
+        Engine(
+            table(),
+            options=SchedulerOptions(num_drafts=4),
+            drafter=DraftModel(table(is_draft=True), table().limits),
+        ),
     )
-    assert (results[0].generated, results[0].finish_reason) == ([7, 8], "stop")
-    assert (results[1].generated, results[1].finish_reason) == ([21, 22, 23, 24], "length")
+    assert plain.generate([request])[0].ids == drafted.generate([request])[0].ids
+    assert drafted.statistics.steps < plain.statistics.steps / 2
+    numbers = drafted.statistics
+    assert 0 < numbers.accepted_tokens < numbers.drafted_tokens
+    assert numbers.step_tokens == 3 + (numbers.steps - 1) + numbers.drafted_tokens, "accepted tokens computed again"
 
 
-def test_a_finished_batch_asks_the_model_no_more() -> None:
-    calls = []
-
-    def next_logits(tokens: Tensor, lengths: Tensor) -> Tensor:
-        calls.append(tokens.shape[0])
-        return counting(tokens, lengths)
-
-    engine(next_logits, eod=8).generate([[7], [6]], tokens_to_generate=20, sampling=GREEDY, seeds=[0, 0])
-    assert calls == [2, 1]
-
-
-def test_tokens_arrive_as_they_are_drawn() -> None:
-    seen: list[tuple[int, int]] = []
-    engine().generate(
-        [[5], [7]],
-        tokens_to_generate=2,
-        sampling=GREEDY,
-        seeds=[0, 1],
-        on_token=lambda row, token: seen.append((row, token)),
-    )
-    assert seen == [(0, 6), (1, 8), (0, 7), (1, 9)]
+def test_a_younger_text_gives_way_within_a_step() -> None:
+    """Its token is planned before the older text, which is still being read, finds that it needs the last blocks."""
+    old = Request(id="old", prompt=tuple(range(1, 21)), max_tokens=1, prompt_logprobs=0)
+    young = Request(id="young", prompt=(1, 2), max_tokens=15)
+    alone = [Engine(table()).generate([each])[0].ids for each in (old, young)]
+    engine = Engine(table(num_blocks=24, block_size=1), options=SchedulerOptions(max_logits=1))
+    assert [each.ids for each in engine.generate([old, young])] == alone
+    assert engine.statistics.preemptions
 
 
-def test_nothing_asked_is_nothing_generated() -> None:
-    (result,) = engine().generate([[5, 6]], tokens_to_generate=0, sampling=GREEDY, seeds=[0])
-    assert result.tokens == [5, 6]
+def test_prompt_lookup_finds_the_most_recent_repetition() -> None:
+    lookup = PromptLookup()
+    assert lookup.after([1, 2, 3, 9, 1, 2, 4, 5, 1, 2], 3) == (4, 5, 1)
+    assert lookup.after([7, 7, 7], 4) == (7,)
+    assert lookup.after([1, 2, 3], 4) == ()
+    assert lookup.after([256, 1, 0, 256, 3, 1, 256], 4) == ()  # bytes that match between tokens
 
 
-def test_prompt_and_text_beyond_what_the_model_sees_is_one_sentence_with_the_numbers() -> None:
-    with pytest.raises(DataError, match=r"prompt 2 has 30 tokens; with 3 .* makes 33, .* at most 32: .* at most 2"):
-        engine().generate([[1], [1] * 30], tokens_to_generate=3, sampling=GREEDY, seeds=[0, 1])
-    engine().generate([[1] * 30], tokens_to_generate=2, sampling=GREEDY, seeds=[0])
+def test_a_draft_model_of_another_vocabulary_is_refused() -> None:
+    with pytest.raises(ConfigError, match="vocabulary is 31, and the model's is 30"):
+        DraftModel(table(vocabulary=31), table().limits)
 
 
-def test_empty_prompt_is_one_sentence() -> None:
-    with pytest.raises(DataError, match="prompt 1 has no tokens"):
-        engine().generate([[]], tokens_to_generate=3, sampling=GREEDY, seeds=[0])
+def test_aborts_end_requests_in_any_state() -> None:
+    """A client that leaves must free its blocks at once, or a few of them fill the server."""
+    for steps in range(6):
+        engine = Engine(table(max_requests=2), options=SchedulerOptions(max_tokens=6))
+        for number in range(4):
+            engine.submit(Request(id=str(number), prompt=tuple(range(1, 12)), max_tokens=5, seed=number))
+        for _ in range(steps):
+            engine.step()
+        for number in range(4):
+            engine.abort(str(number))
+        engine.abort("unknown")
+        assert engine.statistics.cache_usage == 0
+        assert {update.finish for update in engine.step() if update.finish} == {Finish("abort")}
+        assert not engine.has_work
 
 
-@pytest.fixture(params=["learned_absolute", "rope"])
-def gpt(request: pytest.FixtureRequest) -> GPTModel:
-    config = ModelConfig(
-        num_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        max_position_embeddings=32,
-        position_embedding_type=request.param,
-        vocab_size=VOCABULARY,
-        make_vocab_size_divisible_by=64,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        init_method_std=0.3,
-    )
-    return GPTModel(config, ParallelContext.single(dtype=torch.float64), seed=5).eval()
+def test_encoder_prompts_are_read_before_the_text_and_shared_by_none() -> None:
+    """The decoder's keys and values depend on what the encoder has read."""
+    requests = [Request(id=str(n), prompt=(1, 2, 3, 4, 5, 6), encoder_prompt=(7, 8, n), max_tokens=5) for n in range(4)]
+    alone = [Engine(table(max_encoder_length=9)).generate([each])[0].ids for each in requests]
+    assert len({tuple(ids) for ids in alone}) == 4
+    for tokens, blocks in ((100, 60), (4, 60), (5, 6)):
+        engine = Engine(
+            table(max_encoder_length=9, max_requests=3, num_blocks=blocks), options=SchedulerOptions(max_tokens=tokens)
+        )
+        assert [result.ids for result in engine.generate(requests)] == alone
+        again = [replace(each, id="again" + each.id) for each in requests]
+        assert [result.ids for result in engine.generate(again)] == alone
 
 
-def whole_text(model: GPTModel) -> Engine:
-    return engine(WholeText(model))
-
-
-PROMPTS = [[3, 1, 4], [1], [5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9], [3, 2, 3, 8]]
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(), Sampling(temperature=0.7, top_k=10), Sampling(top_p=0.9)])
-def test_a_prompt_gets_the_same_text_alone_and_in_any_batch(gpt: GPTModel, sampling: Sampling) -> None:
-    """Right padding, positions and random numbers must all belong to the row, or answers depend on other users."""
-    seeds = [11, 12, 13, 14]
-    together = whole_text(gpt).generate(PROMPTS, tokens_to_generate=12, sampling=sampling, seeds=seeds)
-    for prompt, seed, expected in zip(PROMPTS, seeds, together):
-        (alone,) = whole_text(gpt).generate([prompt], tokens_to_generate=12, sampling=sampling, seeds=[seed])
-        assert alone == expected
-
-
-def test_greedy_text_is_the_argmax_of_the_full_forward_pass(gpt: GPTModel) -> None:
-    """Every generated token is checked against logits of the finished text, where nothing is padded."""
-    for result in whole_text(gpt).generate(PROMPTS, tokens_to_generate=12, sampling=GREEDY, seeds=[0] * 4):
-        likeliest = gpt(torch.tensor([result.tokens])).logits()[0].argmax(-1).tolist()
-        assert result.generated == likeliest[result.prompt_length - 1 : -1]
-
-
-def test_seed_decides(gpt: GPTModel) -> None:
-    def texts(seed: int) -> list[int]:
-        return whole_text(gpt).generate([[1, 2]], tokens_to_generate=12, sampling=Sampling(), seeds=[seed])[0].tokens
-
-    assert texts(1) == texts(1) != texts(2)
-
-
-def test_vocabulary_padding_is_never_generated(gpt: GPTModel) -> None:
-    hot = Sampling(temperature=100.0)
-    results = whole_text(gpt).generate([[1]] * 8, tokens_to_generate=30, sampling=hot, seeds=list(range(8)))
-    assert max(max(result.tokens) for result in results) < VOCABULARY
+def test_a_lost_rank_ends_the_engine() -> None:
+    runner = table()
+    engine = Engine(runner)
+    assert engine.error is None
+    runner.failure = ParallelError("rank 1 is gone")
+    assert engine.error is runner.failure

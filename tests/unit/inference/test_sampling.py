@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.inference.sampling import Sampling, filtered_logits, next_tokens
+from megatron.core.inference.drawing import filtered, picked
+from megatron.core.inference.sampling import Sampling
 from megatron.errors import ConfigError
 
 PROBABILITIES = torch.tensor([[0.05, 0.5, 0.15, 0.3]])
@@ -13,7 +14,12 @@ LOGITS = PROBABILITIES.log()
 
 
 def kept(sampling: Sampling, logits: torch.Tensor = LOGITS) -> list[int]:
-    return torch.nonzero(filtered_logits(logits, sampling)[0].isfinite())[:, 0].tolist()
+    return torch.nonzero(filtered(logits, [sampling], [0])[0])[:, 0].tolist()
+
+
+def next_tokens(logits: torch.Tensor, sampling: Sampling, uniforms: torch.Tensor) -> torch.Tensor:
+    """What each number in [0, 1) draws."""
+    return picked(filtered(logits, [sampling] * len(logits), [0] * len(logits)), uniforms)
 
 
 def odds(sampling: Sampling, logits: torch.Tensor = LOGITS) -> torch.Tensor:
@@ -23,12 +29,9 @@ def odds(sampling: Sampling, logits: torch.Tensor = LOGITS) -> torch.Tensor:
     return torch.bincount(drawn, minlength=logits.shape[-1]) / 100_000
 
 
-@pytest.mark.parametrize(
-    "sampling", [Sampling(top_k=1), Sampling(temperature=0.0), Sampling(temperature=0.0, top_p=0.9)]
-)
-def test_greedy_takes_the_likeliest_whatever_the_random_number(sampling: Sampling) -> None:
+def test_one_token_left_is_taken_whatever_the_random_number() -> None:
     uniforms = torch.tensor([0.0, 0.5, 0.999], dtype=torch.float64)
-    assert next_tokens(LOGITS.expand(3, -1), sampling, uniforms).tolist() == [1, 1, 1]
+    assert next_tokens(LOGITS.expand(3, -1), Sampling(top_k=1), uniforms).tolist() == [1, 1, 1]
 
 
 def test_plain_sampling_draws_the_models_probabilities() -> None:

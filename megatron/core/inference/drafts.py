@@ -1,0 +1,109 @@
+"""Drafts: guesses of a text's next tokens, which the model verifies side by side in one step.
+
+The engine draws each token as it would without drafts, and goes on as long as the drawn token is the draft. So a guess
+changes how many steps a text takes, and never the text.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+from megatron.core.inference.drawing import DrawRow, DrawState, draw
+from megatron.core.inference.scheduler import ScheduledRow, TextState
+from megatron.core.inference.step_plan import ModelRunner, PlanRow, RunnerLimits, StepPlan
+from megatron.errors import ConfigError
+
+
+class Drafter(Protocol):
+    """Guesses tokens."""
+
+    def propose(self, rows: Sequence[ScheduledRow], states: Sequence[DrawState]) -> None:
+        """Set ``drafts`` of the rows of a step, up to ``room`` of them. ``states``: of the rows' requests."""
+        ...
+
+
+class PromptLookup:
+    """Guesses that a text goes on as it did after an earlier place with the same last tokens, the most recent one.
+
+    It costs nothing, and is often right in answers that repeat parts of the prompt, such as summaries, and code.
+    """
+
+    def __init__(self, *, longest: int = 4, shortest: int = 2) -> None:
+        self._lengths = range(longest, shortest - 1, -1)
+
+    def propose(self, rows: Sequence[ScheduledRow], states: Sequence[DrawState]) -> None:
+        """See ``Drafter``."""
+        for row in rows:
+            if row.room:
+                row.drafts = self.after(row.text.tokens, row.room)
+
+    def after(self, tokens: Sequence[int], count: int) -> tuple[int, ...]:
+        """Up to ``count`` guesses of what follows ``tokens``; none where their end is new."""
+        text = array("q", tokens).tobytes()
+        for length in self._lengths:
+            if (start := _last_place(text, 8 * length)) >= 0:
+                return tuple(tokens[start + length : start + length + count])
+        return ()
+
+
+def _last_place(text: bytes, length: int) -> int:
+    """The last token before the end from which the last ``length`` bytes are repeated; -1 without one."""
+    end = len(text) - 8
+    while (place := text.rfind(text[-length:], 0, end)) >= 0 and place % 8:
+        end = place + length - 1
+    return place // 8
+
+
+class DraftModel:
+    """Guesses what a smaller model would say, with the same random numbers.
+
+    ``runner`` has blocks for the same texts, at the same places: it computes every text's tokens just before the model
+    does. ``limits``: of the model, which the smaller one's must equal but for the length.
+    """
+
+    def __init__(self, runner: ModelRunner, limits: RunnerLimits) -> None:
+        for name in ("vocabulary", "num_blocks", "block_size", "max_requests", "max_length"):
+            own, needed = getattr(runner.limits, name), getattr(limits, name)
+            if own != needed and not (name == "max_length" and own > needed):
+                raise ConfigError(
+                    f"the draft model's {name.replace('_', ' ')} is {own}, and the model's is {needed}: name a draft "
+                    "model that was trained with the same vocabulary, and for texts at least as long"
+                )
+        self._runner = runner
+        self._computed: WeakKeyDictionary[TextState, tuple[int, int]] = WeakKeyDictionary()  # attempt, tokens
+
+    def propose(self, rows: Sequence[ScheduledRow], states: Sequence[DrawState]) -> None:
+        """See ``Drafter``."""
+        texts = [(row, state) for row, state in zip(rows, states, strict=True) if not row.encoder]
+        plan_rows = [self._known(row) for row, _ in texts]
+        drafting = [pair for pair in texts if pair[0].room]
+        while plan_rows:
+            logits = self._runner.start(StepPlan(tuple(plan_rows))).logits()
+            drawn = draw(logits, [DrawRow(state, row.drafts) for row, state in drafting]) if drafting else []
+            for (row, _), guess in zip(drafting, drawn, strict=True):
+                row.drafts += (guess.token,) if guess.error is None else ()
+                row.room = row.room if guess.error is None else len(row.drafts)
+            drafting = [pair for pair in drafting if len(pair[0].drafts) < pair[0].room]
+            plan_rows = [_next(row) for row, _ in drafting]
+        for row, _ in texts:
+            self._computed[row.text] = (row.attempt, row.start + len(row.tokens) + max(0, len(row.drafts) - 1))
+
+    def _known(self, row: ScheduledRow) -> PlanRow:
+        """The row's tokens, after one that was accepted without having been computed here."""
+        attempt, computed = self._computed.get(row.text, (-1, 0))
+        start = min(computed, row.start) if attempt == row.attempt else row.start
+        tokens = tuple(row.text.tokens[start : row.start + len(row.tokens)])
+        return _row(row, start=start, tokens=tokens, logits_from=len(tokens) - (row.room > 0))
+
+
+def _next(row: ScheduledRow) -> PlanRow:
+    """The last draft, to find the one after it."""
+    return _row(row, start=row.start + len(row.tokens) + len(row.drafts) - 1, tokens=row.drafts[-1:], logits_from=0)
+
+
+def _row(row: ScheduledRow, *, start: int, tokens: tuple[int, ...], logits_from: int) -> PlanRow:
+    plan_row = row.plan_row()
+    return PlanRow(slot=plan_row.slot, start=start, tokens=tokens, blocks=plan_row.blocks, logits_from=logits_from)

@@ -1,0 +1,112 @@
+"""What a text-generation engine is asked, and what it answers: no tensors, so servers and schedulers share it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatron.core.inference.constrained import Constraint
+from megatron.core.inference.sampling import Sampling
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopRules:
+    """What ends a text before its limit.
+
+    ``token_ids`` end it and are left out of the text, such as the end of a document. ``strings``: the text ends before
+    the first that appears, after it with ``include_string``.
+    """
+
+    token_ids: frozenset[int] = frozenset()
+    strings: tuple[str, ...] = ()
+    include_string: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One text to continue.
+
+    ``id``: unique among unfinished requests. ``prompt``: token ids, one at least. ``max_tokens``: how many are
+    generated at most. ``seed`` and ``choice`` (which of several continuations of a prompt) determine the random
+    numbers; neighbours in a batch don't. ``constraint``: a grammar that the answer follows. ``logprobs``: how many of
+    the likeliest tokens are reported for each generated one beside itself; None: no log-probabilities.
+    ``prompt_logprobs``: the same for the tokens of the prompt. ``encoder_prompt``: what an encoder-decoder model
+    encodes; its ``prompt`` begins the decoder's text. ``skip_special_tokens``: whether those are left out of the text.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    constraint: Constraint | None = None
+    stop: StopRules = field(default_factory=StopRules)
+    seed: int = 0
+    choice: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    encoder_prompt: tuple[int, ...] = ()
+    skip_special_tokens: bool = False
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural logarithms of a token's probability, before temperature, penalties and filters, and of the likeliest
+    tokens' at its place: ``top``, ids and values, the likeliest first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class GeneratedToken:
+    """A generated token; ``logprobs`` where they were asked for."""
+
+    id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Why a text ended: ``reason``; ``stop``: the string or token id that did it; ``error``: what went wrong."""
+
+    reason: FinishReason
+    stop: str | int | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """What a step brought one request.
+
+    ``text``: what may be shown now; the texts of all updates together are the answer. ``tokens``: generated since the
+    last update; one that ended the text is among them. ``prompt_logprobs``: once, with the first update; None for the
+    first token. ``cached_tokens``: tokens of the prompt whose keys and values another request had left.
+    """
+
+    request_id: str
+    text: str = ""
+    tokens: tuple[GeneratedToken, ...] = ()
+    finish: Finish | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """All updates of a request together; ``finish`` is the last one's."""
+
+    request: Request
+    text: str
+    tokens: tuple[GeneratedToken, ...]
+    finish: Finish
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    cached_tokens: int = 0
+
+    @property
+    def ids(self) -> list[int]:
+        """Generated token ids, of the text only: without one that ended it."""
+        ids = [token.id for token in self.tokens]
+        return ids[:-1] if self.finish.reason == "stop" and isinstance(self.finish.stop, int) else ids

@@ -1,0 +1,146 @@
+"""Computes steps of generation with a trained model and a cache: the part of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.core.inference.cache import KeyValueCache
+from megatron.core.inference.invariance import EqualProducts
+from megatron.core.inference.step_plan import PlanRow, RunnerLimits, StepPlan
+from megatron.core.ops.attention.cached import AttentionCache, CachedHeads
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.products import Multiply
+from megatron.core.transformer.output_layer import VocabularyOutput
+
+
+@runtime_checkable
+class GenerativeModel(Protocol):
+    """A model that goes on with texts, or a pipeline stage of it."""
+
+    @property
+    def cached_layers(self) -> Mapping[int, CachedHeads]:
+        """What its layers keep of each token, by the layer's number."""
+        ...
+
+    def continue_texts(
+        self, tokens: Tensor, position_ids: Tensor, *, cache: AttentionCache, hidden: Tensor | None = None
+    ) -> VocabularyOutput | Tensor:
+        """Tokens of several texts side by side, ``[1, t]``, and their positions, to the vocabulary output, or before
+        the last stage to hidden states. ``hidden``: what the stage before returned.
+        """
+        ...
+
+
+@runtime_checkable
+class EncoderDecoder(Protocol):
+    """A :class:`GenerativeModel` whose texts each depend on an encoder prompt."""
+
+    def encode(self, tokens: Tensor) -> Tensor:
+        """Token ids ``[1, T]`` to the encoder's output ``[T, 1, h]``."""
+        ...
+
+
+@dataclass(frozen=True)
+class FinishedStep:
+    """A step that is computed."""
+
+    result: Tensor
+
+    def logits(self) -> Tensor:
+        """See ``RunningStep``."""
+        return self.result.cpu()
+
+
+class CachedRunner:
+    """A :class:`ModelStage`, and for a model on one rank a :class:`ModelRunner`.
+
+    With ``is_batch_invariant`` the logits of a text have the same bits in any batch, chunks and blocks. None: in bf16
+    and fp16 on a CPU, where it costs little. Rotary positions that depend on the length of a text are those of the
+    longest it can get, ``limits.max_length``, so that every text is computed by one function.
+    """
+
+    depth = 1
+    failure = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: ModelConfig,
+        context: ParallelContext,
+        limits: RunnerLimits,
+        *,
+        is_batch_invariant: bool | None = None,
+    ) -> None:
+        """``model``: a :class:`GenerativeModel`, a stage of the pipeline or all of it."""
+        assert isinstance(model, GenerativeModel), f"{type(model).__name__} doesn't generate text"
+        self.limits, self.device = limits, context.device
+        self.logits_dtype = torch.promote_types(context.dtype, torch.float32)
+        self._model, self._config, self._context = model, config, context
+        self._cache = KeyValueCache(model.cached_layers, limits, dtype=context.dtype, device=context.device)
+        if is_batch_invariant is None:
+            is_batch_invariant = context.device.type == "cpu" and context.dtype.itemsize < 4
+        self._is_batch_invariant = is_batch_invariant
+        self._multiply: Multiply = EqualProducts() if is_batch_invariant else F.linear
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the cache of keys and values."""
+        return self._cache.num_bytes
+
+    @torch.inference_mode()
+    def start(self, plan: StepPlan) -> FinishedStep:
+        """Compute a step."""
+        return FinishedStep(self.run(plan, ())[0])
+
+    def buffers(self, plan: StepPlan) -> list[Tensor]:
+        """See ``ModelStage``: hidden states ``[tokens, 1, h]``, in fp32 with an fp32 residual stream."""
+        dtype = self._context.dtype
+        if self._config.fp32_residual_connection:
+            dtype = torch.promote_types(dtype, torch.float32)
+        return [torch.empty(plan.num_tokens, 1, self._config.hidden_size, dtype=dtype, device=self.device)]
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan, received: Sequence[Tensor]) -> list[Tensor]:
+        """See ``ModelStage``."""
+        with self._context.products.by(self._multiply):
+            self._encode(row for row in plan.rows if row.encoder)
+            rows = [row for row in plan.rows if not row.encoder]
+            return [self._run(rows, received[0] if received else None) if rows else self._nothing()]
+
+    def _run(self, rows: Sequence[PlanRow], hidden: Tensor | None) -> Tensor:
+        """One pass through the model: logits ``[wanted, vocabulary]``, or hidden states for the next stage."""
+        ids = [token for row in rows for token in row.tokens]
+        places = [place for row in rows for place in range(row.start, row.start + len(row.tokens))]
+        both = torch.tensor([ids, places], device=self.device)
+        backend = self._config.attention_backend
+        cache = self._cache.step(StepPlan(tuple(rows)), backend=backend, in_tiles=self._is_batch_invariant)
+        output = self._model.continue_texts(both[:1], both[1:], cache=cache, hidden=hidden)
+        return self._logits(output, rows) if isinstance(output, VocabularyOutput) else output
+
+    def _logits(self, output: VocabularyOutput, rows: Sequence[PlanRow]) -> Tensor:
+        wanted, first = list[int](), 0
+        for row in rows:
+            wanted += range(first + row.logits_from, first + len(row.tokens))
+            first += len(row.tokens)
+        if not wanted:
+            return self._nothing()
+        hidden = output.hidden.index_select(0, torch.tensor(wanted, device=self.device))
+        return replace(output, hidden=hidden).logits()[0].to(self.logits_dtype)
+
+    def _nothing(self) -> Tensor:
+        return torch.empty(0, self.limits.vocabulary, dtype=self.logits_dtype, device=self.device)
+
+    def _encode(self, rows: Iterable[PlanRow]) -> None:
+        for row in rows:
+            assert isinstance(self._model, EncoderDecoder), "only models with an encoder get encoder prompts"
+            self._cache.keep_encoded(row.slot, self._model.encode(torch.tensor([row.tokens], device=self.device)))
+
+    def close(self) -> None:
+        """Nothing waits."""

@@ -1,0 +1,319 @@
+"""Which tokens of which requests the model computes next: a function of what has arrived, without model or clock.
+
+Every request is a text, prompt first, of which the cache holds a beginning. A text can go on when it has tokens that
+are not computed yet: many after it has arrived or lost its blocks, one after a token was drawn, none while its next
+token is being computed. So reading a prompt in chunks, generating, and recomputing are the same thing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from megatron.core.inference.block_pool import BlockPool, block_key
+from megatron.core.inference.request import Request
+from megatron.core.inference.step_plan import PlanRow, RunnerLimits, StepPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerOptions:
+    """``max_tokens`` of a step, at least one for each slot. ``max_logits``: rows of logits of a step, to bound memory.
+
+    ``chunked_prefill``: prompts are read in parts that fit into ``max_tokens``; without it a prompt is read whole, a
+    longer one in a step of its own. ``prefix_caching``: blocks of equal beginnings of prompts are used again.
+    ``num_drafts``: tokens that are guessed and verified together with a text's next one.
+    """
+
+    max_tokens: int = 2048
+    max_logits: int = 1024
+    chunked_prefill: bool = True
+    prefix_caching: bool = True
+    num_drafts: int = 0
+
+
+@dataclass(eq=False)
+class TextState:
+    """A request's text and where it is: ``computed`` of its ``tokens`` are in the cache or on the way there.
+
+    ``num_scored``: tokens of the prompt after the first whose log-probabilities have come. ``attempt``: how often the
+    text has begun; results of an earlier attempt are stale.
+    """
+
+    request: Request
+    arrival: int
+    tokens: list[int] = field(init=False)
+    computed: int = 0
+    slot: int | None = None
+    is_encoded: bool = field(init=False)
+    blocks: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    num_registered: int = 0
+    num_scored: int = 0
+    cached_tokens: int = 0
+    attempt: int = 0
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt)
+        self.is_encoded = not self.request.encoder_prompt
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens after the prompt."""
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def remaining(self) -> int:
+        """Known tokens that are not computed yet. A prompt's last token is computed only to draw the next one."""
+        return len(self.tokens) - (self.request.max_tokens == 0) - self.computed
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether logits of the whole prompt are wanted and have not all come."""
+        return self.request.prompt_logprobs is not None and self.num_scored < len(self.request.prompt) - 1
+
+    def extend_keys(self, block_size: int) -> None:
+        """Compute keys of blocks that have become full."""
+        while (start := len(self.keys) * block_size) + block_size <= len(self.tokens):
+            root = block_key(b"", self.request.encoder_prompt)  # decoder keys and values depend on the encoder's text
+            parent = self.keys[-1] if self.keys else root
+            self.keys.append(block_key(parent, self.tokens[start : start + block_size]))
+
+
+@dataclass(eq=False)
+class ScheduledRow:
+    """A text's part of a step.
+
+    ``room``: how many ``drafts`` may be added. ``logits_from``: logits are wanted after the token at this position and
+    all later ones.
+    """
+
+    text: TextState
+    attempt: int
+    start: int
+    tokens: tuple[int, ...]
+    logits_from: int
+    encoder: bool = False
+    room: int = 0
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the text has ended or begun anew since."""
+        return self.text.attempt != self.attempt
+
+    @property
+    def num_logits(self) -> int:
+        """Logits wanted, drafts included."""
+        return self.start + len(self.tokens) - self.logits_from + len(self.drafts)
+
+    @property
+    def draws(self) -> bool:
+        """Whether the text's next token is drawn from the row's logits."""
+        is_last = self.start + len(self.tokens) == len(self.text.tokens)
+        return not self.encoder and is_last and self.text.request.max_tokens > 0
+
+    def plan_row(self) -> PlanRow:
+        """The row as the runner computes it."""
+        assert self.text.slot is not None, "a row of a text without a slot"
+        return PlanRow(
+            slot=self.text.slot,
+            start=self.start,
+            tokens=self.tokens + self.drafts,
+            blocks=() if self.encoder else tuple(self.text.blocks),
+            logits_from=self.logits_from - self.start,
+            encoder=self.encoder,
+        )
+
+
+@dataclass(frozen=True)
+class ScheduledStep:
+    """The rows of a step, to which drafts may be added before ``plan``."""
+
+    rows: tuple[ScheduledRow, ...]
+
+    def plan(self) -> StepPlan:
+        """What the runner computes."""
+        return StepPlan(tuple(row.plan_row() for row in self.rows))
+
+
+class Scheduler:
+    """Owns queue, slots and block tables.
+
+    Running texts go first, oldest first, those that need one token before those that are still being read; then
+    waiting ones in order of arrival. When blocks run out, the youngest running text loses its own and starts again from
+    the head of the queue. ``depth``: steps in flight at once; each gets its share of the generating texts.
+    """
+
+    def __init__(self, limits: RunnerLimits, options: SchedulerOptions, *, depth: int = 1) -> None:
+        self.limits, self.options = limits, options
+        self.pool = BlockPool(limits.num_blocks)
+        self.running: list[TextState] = []  # oldest first
+        self.waiting: deque[TextState] = deque()
+        self.preemptions = self.prompt_tokens = self.prefix_hits = 0
+        self._depth = depth
+        self._slots = list(range(limits.max_requests - 1, -1, -1))
+        self._arrivals = 0
+
+    def add(self, request: Request) -> TextState:
+        """Queue a request, which must fit ``limits``."""
+        text = TextState(request, self._arrivals)
+        self._arrivals += 1
+        self.waiting.append(text)
+        return text
+
+    def remove(self, text: TextState, *, is_broken: bool = False) -> None:
+        """End a text, wherever it is; the content of its blocks is kept for others, unless ``is_broken``."""
+        if text.slot is None:
+            self.waiting.remove(text)
+            text.attempt += 1
+            return
+        if is_broken:
+            self.pool.forget(text.blocks)
+        self._leave(text)
+
+    def advance(self, row: ScheduledRow, drawn: list[int]) -> None:
+        """Add the tokens that were drawn after a row: accepted drafts, which are computed, and one more."""
+        row.text.tokens += drawn
+        row.text.computed += len(drawn) - 1
+        self._register(row.text)
+
+    def next_step(self) -> ScheduledStep | None:
+        """The next step; its tokens count as computed from now on. None when every text waits for a step in flight."""
+        rows: dict[TextState, ScheduledRow] = {}
+        limit = -(-len(self.running) // self._depth)
+        for text in sorted(self.running, key=lambda text: text.remaining > 1):
+            is_generating = text.remaining == 1
+            if text.slot is not None and text.remaining > 0 and (limit > 0 or not is_generating):
+                limit -= is_generating
+                self._schedule(text, rows)
+        for text in list(self.waiting):
+            if not self._slots or not self._admit(text, rows):
+                break
+        self._make_room_for_drafts(rows)
+        for row in rows.values():
+            if row.encoder:
+                row.text.is_encoded = True
+            else:
+                row.text.computed += len(row.tokens)
+                self._register(row.text)
+        return ScheduledStep(tuple(rows.values())) if rows else None
+
+    def _admit(self, text: TextState, rows: dict[TextState, ScheduledRow]) -> bool:
+        """Give a waiting text a slot and its first row; false when it and those behind it must wait."""
+        shared: list[int] = []
+        if self.options.prefix_caching:
+            text.extend_keys(self.limits.block_size)
+            if not text.is_scoring:
+                keys = text.keys[: (len(text.tokens) - 1) // self.limits.block_size]
+                shared = self.pool.find(keys)
+                if len(shared) < len(keys) and self._is_being_computed(len(shared), keys[len(shared)]):
+                    return True  # it waits for an equal prompt; those behind it need not
+        needed = self._num_blocks(len(text.tokens) + 1) - len(shared)
+        available = self.pool.num_available - self.pool.num_cached_of(shared)
+        # A block more for each running text, or the new one would soon lose its own to them.
+        if self.running and available < needed + len(self.running):
+            return False
+        if not self._row_length(text, rows, start=len(shared) * self.limits.block_size):
+            return False
+        self.waiting.remove(text)
+        self.running.append(text)
+        self.running.sort(key=lambda text: text.arrival)
+        text.slot = self._slots.pop()
+        self.pool.hold(shared)
+        text.blocks = shared
+        text.computed = len(shared) * self.limits.block_size
+        text.num_registered = len(shared)
+        if text.attempt == 0:
+            text.cached_tokens = text.computed
+            self.prompt_tokens += len(text.tokens)
+            self.prefix_hits += text.computed
+        self._schedule(text, rows)
+        return True
+
+    def _is_being_computed(self, number: int, key: bytes) -> bool:
+        """Whether a running text has block ``number`` of a chain still to compute."""
+        end = (number + 1) * self.limits.block_size
+        return any(text.computed < end <= len(text.tokens) and text.keys[number] == key for text in self.running)
+
+    def _schedule(self, text: TextState, rows: dict[TextState, ScheduledRow]) -> None:
+        """Add a row for the text, if budget and blocks allow it."""
+        count = self._row_length(text, rows, start=text.computed)
+        if not count:
+            return
+        if not text.is_encoded:
+            rows[text] = ScheduledRow(text, text.attempt, 0, text.request.encoder_prompt, count, encoder=True)
+            return
+        end = text.computed + count
+        while self.pool.num_available < self._num_blocks(end) - len(text.blocks):
+            if (youngest := self.running[-1]) is text:
+                return  # older texts take its blocks when they need them
+            self._preempt(youngest)
+            rows.pop(youngest, None)
+        self._grow(text, end)
+        if text.is_scoring and text.computed < len(text.request.prompt):
+            logits_from = min(end, max(text.computed, text.num_scored))
+        else:
+            logits_from = end - 1 if end == len(text.tokens) else end
+        tokens = tuple(text.tokens[text.computed : end])
+        rows[text] = ScheduledRow(text, text.attempt, text.computed, tokens, logits_from)
+
+    def _row_length(self, text: TextState, rows: dict[TextState, ScheduledRow], *, start: int) -> int:
+        """How many tokens of the text from ``start`` on the step has room for."""
+        budget = self.options.max_tokens - sum(len(row.tokens) for row in rows.values())
+        if not text.is_encoded:
+            length = len(text.request.encoder_prompt)
+            return length if length <= budget or not rows else 0
+        length = text.remaining + text.computed - start
+        if text.is_scoring and start < len(text.request.prompt):
+            wanted = sum(row.start + len(row.tokens) - row.logits_from for row in rows.values())
+            unscored = max(0, text.num_scored - start) + max(1, self.options.max_logits - wanted)
+            length = min(length, len(text.request.prompt) - start, unscored)
+        if self.options.chunked_prefill:
+            return min(length, budget)
+        return length if length <= budget or not rows else 0
+
+    def _make_room_for_drafts(self, rows: dict[TextState, ScheduledRow]) -> None:
+        """Let rows that generate have drafts, of what budget and blocks are left."""
+        budget = self.options.max_tokens - sum(len(row.tokens) for row in rows.values())
+        for text, row in rows.items():
+            if row.encoder or text.remaining != len(row.tokens) or text.request.max_tokens == 0:
+                continue
+            end = row.start + len(row.tokens)
+            most = min(self.options.num_drafts, text.request.max_tokens - text.num_generated - 1, budget)
+            spare = (len(text.blocks) + self.pool.num_available) * self.limits.block_size - end
+            row.room = max(0, min(most, spare))
+            budget -= row.room
+            self._grow(text, end + row.room)
+
+    def _preempt(self, text: TextState) -> None:
+        self._leave(text)
+        self.preemptions += 1
+        older = sum(waiting.arrival < text.arrival for waiting in self.waiting)
+        self.waiting.insert(older, text)
+
+    def _leave(self, text: TextState) -> None:
+        """Give slot and blocks back; whatever is on the way for the text is stale."""
+        assert text.slot is not None, "a text without a slot has nothing to give back"
+        self.pool.release(text.blocks)
+        self._slots.append(text.slot)
+        self.running.remove(text)
+        text.slot, text.blocks, text.computed, text.num_registered = None, [], 0, 0
+        text.is_encoded = not text.request.encoder_prompt
+        text.attempt += 1
+
+    def _grow(self, text: TextState, length: int) -> None:
+        missing = self._num_blocks(length) - len(text.blocks)
+        if missing > 0:
+            text.blocks += self.pool.allocate(missing, after=text.blocks[-1] if text.blocks else None)
+
+    def _register(self, text: TextState) -> None:
+        """Let others find the text's blocks that are full."""
+        if not self.options.prefix_caching:
+            return
+        text.extend_keys(self.limits.block_size)
+        for number in range(text.num_registered, text.computed // self.limits.block_size):
+            self.pool.register(text.blocks[number], text.keys[number])
+            text.num_registered = number + 1
+
+    def _num_blocks(self, length: int) -> int:
+        return -(-length // self.limits.block_size)

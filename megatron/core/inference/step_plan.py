@@ -1,0 +1,159 @@
+"""What a model computes in one step of generation: integers only, so that one message carries it to every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_ROW_FIELDS = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRow:
+    """One request's tokens of a step.
+
+    ``slot``: from 0 to ``max_requests - 1``, a place for state that is not in blocks; no two unfinished requests have
+    the same. ``start``: position of the first of ``tokens`` in the request's text; the cache holds all before it.
+    ``blocks``: the request's block table: position ``p`` is at ``blocks[p // block_size]``. ``logits_from``: logits are
+    wanted after each token from this one on; ``len(tokens)`` for none. ``encoder``: ``tokens`` are the whole encoder
+    prompt of the slot's request, which has no blocks and no logits; decoder rows of the slot follow in later plans.
+    """
+
+    slot: int
+    start: int
+    tokens: tuple[int, ...]
+    blocks: tuple[int, ...]
+    logits_from: int
+    encoder: bool = False
+
+    @property
+    def num_logits(self) -> int:
+        """After how many of the tokens logits are wanted."""
+        return len(self.tokens) - self.logits_from
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The rows of a step. Their tokens, side by side in this order, are one ragged flat batch."""
+
+    rows: tuple[PlanRow, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows."""
+        return sum(len(row.tokens) for row in self.rows)
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of logits wanted: row by row, in the order of tokens."""
+        return sum(row.num_logits for row in self.rows)
+
+    def to_array(self) -> NDArray[np.int64]:
+        """The plan as one flat array: the number of rows; six numbers for each row; all tokens; all block tables."""
+        header = [len(self.rows)]
+        tokens: list[int] = []
+        blocks: list[int] = []
+        for row in self.rows:
+            counts = (len(row.tokens), len(row.blocks))
+            header += (row.slot, row.start, row.logits_from, int(row.encoder), *counts)
+            tokens += row.tokens
+            blocks += row.blocks
+        return np.array(header + tokens + blocks, dtype=np.int64)
+
+    @classmethod
+    def from_array(cls, array: NDArray[np.int64]) -> StepPlan:
+        """The plan that ``to_array`` wrote."""
+        numbers: list[int] = array.tolist()
+        ends = range(1, _ROW_FIELDS * numbers[0] + 2, _ROW_FIELDS)
+        fields = [numbers[start : start + _ROW_FIELDS] for start in ends[:-1]]
+        token_ends = list(accumulate((row[4] for row in fields), initial=ends[-1]))
+        block_ends = list(accumulate((row[5] for row in fields), initial=token_ends[-1]))
+        return cls(
+            tuple(
+                PlanRow(
+                    slot=slot,
+                    start=start,
+                    tokens=tuple(numbers[token_ends[number] : token_ends[number + 1]]),
+                    blocks=tuple(numbers[block_ends[number] : block_ends[number + 1]]),
+                    logits_from=logits_from,
+                    encoder=bool(encoder),
+                )
+                for number, (slot, start, logits_from, encoder, _, _) in enumerate(fields)
+            )
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerLimits:
+    """What a runner has room for.
+
+    ``num_blocks`` of ``block_size`` tokens each, of which block 0 is a dummy that no request is given.
+    ``max_requests``: slots. ``max_length``: tokens of a text, prompt included; ``max_encoder_length``: of an encoder
+    prompt, 0 for a model without encoder. ``vocabulary``: ids, and columns of the logits.
+    """
+
+    num_blocks: int
+    block_size: int
+    max_requests: int
+    max_length: int
+    vocabulary: int
+    max_encoder_length: int = 0
+
+
+class ModelStage(Protocol):
+    """A rank's part of a model and of the cache: all layers, or those of a pipeline stage.
+
+    ``logits_dtype``: of the last stage's result. ``device``: of all tensors.
+    """
+
+    limits: RunnerLimits
+    logits_dtype: torch.dtype
+    device: torch.device
+
+    def buffers(self, plan: StepPlan) -> list[Tensor]:
+        """Empty tensors for what the stage before hands on; none on the first stage."""
+        ...
+
+    def run(self, plan: StepPlan, received: Sequence[Tensor]) -> list[Tensor]:
+        """Compute a plan: what is handed to the next stage; on the last one ``[logits]``,
+        ``[plan.num_logits, vocabulary]`` on all tensor-parallel ranks.
+        """
+        ...
+
+
+class RunningStep(Protocol):
+    """A plan that a runner has begun."""
+
+    def logits(self) -> Tensor:
+        """Wait for the step; ``[plan.num_logits, vocabulary]``, fp32, or fp64 for a fp64 model."""
+        ...
+
+
+class ModelRunner(Protocol):
+    """Computes plans in the order in which they come.
+
+    ``depth``: how many plans should be in flight to keep every pipeline stage busy; 1 without a pipeline.
+    """
+
+    limits: RunnerLimits
+    depth: int
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why no plan can be started any more, such as a lost rank; None while all is well."""
+        ...
+
+    def start(self, plan: StepPlan) -> RunningStep:
+        """Begin a step. Keys and values that it writes are there for every plan that is started after it."""
+        ...
+
+    def close(self) -> None:
+        """No more plans: other ranks stop waiting for them."""
+        ...

@@ -1,0 +1,51 @@
+"""Stop strings: where a text ends, wherever tokens begin and end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopWatch:
+    """Looks for stop strings in a text that comes in pieces, and holds back what may become one.
+
+    A text ends before the stop string that is complete first, after it with ``include_string``. So the result doesn't
+    depend on how the text is cut into pieces. ``matched``: the stop string that was found.
+    """
+
+    def __init__(self, strings: Sequence[str], *, include_string: bool = False) -> None:
+        self._strings = tuple(strings)
+        self._include = include_string
+        self._held = ""
+        self.matched: str | None = None
+
+    def add(self, text: str, *, may_stop: bool = True) -> str:
+        """The text that can be shown now that ``text`` has come.
+
+        Without ``may_stop`` everything is shown, and no stop string may begin in it. After a match nothing is shown.
+        """
+        if self.matched is not None:
+            return ""
+        if not may_stop:
+            return self.finish() + text
+        text, self._held = self._held + text, ""
+        found = [(start + len(each), start, each) for each in self._strings if (start := text.find(each)) >= 0]
+        if found:
+            end, start, self.matched = min(found)
+            return text[: end if self._include else start]
+        keep = len(text) - self._tail(text)
+        text, self._held = text[:keep], text[keep:]
+        return text
+
+    def finish(self) -> str:
+        """What was held back, at the end of the text."""
+        text, self._held = self._held, ""
+        return text
+
+    def _tail(self, text: str) -> int:
+        """Length of the longest end of ``text`` that begins a stop string."""
+        longest = min(len(text), max(map(len, self._strings), default=0) - 1)
+        for length in range(longest, 0, -1):
+            tail = text[-length:]
+            if any(len(each) > length and each.startswith(tail) for each in self._strings):
+                return length
+        return 0

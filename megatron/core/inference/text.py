@@ -1,0 +1,74 @@
+"""Text of tokens as they come: whole characters only, and together the text of all tokens at once."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Container, Sequence
+
+from megatron.core.tokenizers.base import Tokenizer
+
+_UNKNOWN = "\ufffd"
+_FIRST_LOOK = 8  # tokens of a prompt, which usually show how a text goes on
+
+
+class TextStream:
+    """Text that continues ``prompt``, token by token. ``hidden``: tokens without text, such as special ones.
+
+    Only new tokens are decoded, and some before them that have text: tokenizers drop a space at the beginning of what
+    they decode. Bytes that are no character become U+FFFD. Where a tokenizer then replaces the valid characters before
+    them as well, the text keeps these.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, hidden: Container[int] = ()) -> None:
+        self._tokenizer, self._hidden = tokenizer, hidden
+        self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
+        prompt = [token for token in prompt if token not in hidden]
+        length = min(_FIRST_LOOK, len(prompt))
+        while length < len(prompt) and not _is_clear(tokenizer.detokenize(prompt[-length:])):
+            length = min(2 * length, len(prompt))
+        self._tokens = prompt[len(prompt) - length :]
+        self._num_context = length
+        for token in self._tokens:
+            self._bytes.decode(tokenizer.token_bytes(token))
+        text = tokenizer.detokenize(self._tokens)
+        unfinished = text[len(text) - self._num_unfinished :]
+        self._num_shown = len(text) - len(unfinished) + len(unfinished.rstrip(_UNKNOWN))
+        self._new = ""  # text of the tokens after the context
+
+    def add(self, token: int) -> str:
+        """The characters that are complete with this token."""
+        if token in self._hidden:
+            return ""
+        self._tokens.append(token)
+        self._bytes.decode(self._tokenizer.token_bytes(token))
+        if self._num_unfinished:
+            return ""
+        text = self._tokenizer.detokenize(self._tokens)
+        added, self._num_shown = text[self._num_shown :], len(text)
+        self._new += added
+        if self._new.strip():  # enough context for what comes
+            self._tokens = self._tokens[self._num_context :]
+            self._num_context, self._new = len(self._tokens), ""
+            self._num_shown = len(self._tokenizer.detokenize(self._tokens))
+        return added
+
+    def finish(self) -> str:
+        """What stands for an incomplete character at the end of the text."""
+        return self._tokenizer.detokenize(self._tokens)[self._num_shown :]
+
+    @property
+    def _num_unfinished(self) -> int:
+        """Bytes of a character of which more must come."""
+        return len(self._bytes.getstate()[0])
+
+
+def token_texts(tokenizer: Tokenizer, tokens: Sequence[int], *, hidden: Container[int] = ()) -> list[str]:
+    """A text for each token, which together are the text of all: "" where a later one completes the character."""
+    stream = TextStream(tokenizer, hidden=hidden)
+    texts = [stream.add(token) for token in tokens]
+    return [*texts[:-1], texts[-1] + stream.finish()] if texts else []
+
+
+def _is_clear(text: str) -> bool:
+    """Whether a text has something else than spaces, and didn't begin inside a character."""
+    return bool(text.strip()) and _UNKNOWN not in text

@@ -1,0 +1,111 @@
+"""Generation on several ranks: rank 0 decides what is computed, all ranks compute it.
+
+Rank 0 sends every plan to all ranks in one message. A rank runs its stage of the plan as soon as it has what the stage
+before hands on; the last stage's logits go to rank 0, which alone draws tokens and knows requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.core.inference.step_plan import ModelStage, RunnerLimits, StepPlan
+from megatron.core.parallel.collectives import Handle
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.messages import Messages
+from megatron.core.parallel.transport import Transport
+
+_END = -1  # in place of a model's number
+
+
+class Leader:
+    """Rank 0's runner (see ``ModelRunner``) of model ``number`` of those that the other ranks ``follow``."""
+
+    def __init__(self, stage: ModelStage, mesh: Mesh, messages: Messages, *, number: int = 0) -> None:
+        self.limits: RunnerLimits = stage.limits
+        self.depth = mesh.size("pp")
+        self._place, self._messages, self._number = _PipelinePlace(stage, mesh), messages, number
+
+    @property
+    def failure(self) -> Exception | None:
+        """The loss of a rank."""
+        return self._messages.failure
+
+    @torch.inference_mode()
+    def start(self, plan: StepPlan) -> LeaderStep:
+        """Send the plan to the other ranks and compute this rank's stage of it; ParallelError for a lost rank."""
+        self._messages.send([self._number, *plan.to_array().tolist()])
+        return LeaderStep(self._place.logits(plan, self._place.run(plan)))
+
+    def close(self) -> None:
+        """Let the other ranks return from ``follow``."""
+        if self.failure is None:
+            self._messages.send([_END])
+            self._messages.close()
+
+
+@dataclass(frozen=True)
+class LeaderStep:
+    """A plan that all ranks compute."""
+
+    coming: Handle[Sequence[Tensor]]
+
+    def logits(self) -> Tensor:
+        """Wait for the last stage; ``[plan.num_logits, vocabulary]``."""
+        return self.coming.wait()[0].cpu()
+
+
+@torch.inference_mode()
+def follow(stages: Sequence[ModelStage], mesh: Mesh, messages: Messages) -> None:
+    """On the other ranks: compute the plans of rank 0's runners, by number, until it closes.
+
+    Waits for ever while there are no requests. Raises ParallelError when rank 0 is lost.
+    """
+    places = [_PipelinePlace(stage, mesh) for stage in stages]
+    while True:
+        with mesh.activity.during("waiting for requests"):
+            number, *numbers = messages.receive()
+        if number == _END:
+            messages.close()
+            return
+        with mesh.activity.during("generation"):
+            places[number].run(StepPlan.from_array(np.array(numbers, dtype=np.int64)))
+
+
+class _PipelinePlace:
+    """A rank's stage between those before and after it."""
+
+    def __init__(self, stage: ModelStage, mesh: Mesh) -> None:
+        self._stage, self._rank, self._last = stage, mesh.rank("pp"), mesh.size("pp") - 1
+        self._sends_logits = self._rank == self._last and mesh.rank("tp") == 0
+        routes = [(rank, rank + 1) for rank in range(self._last)] + [(self._last, 0)] * (self._last > 0)
+        self._transport = Transport(mesh, stage.device, routes=routes)
+        self._sending: Handle[Sequence[Tensor]] = Handle(())
+
+    def run(self, plan: StepPlan) -> list[Tensor]:
+        """Compute the stage's part of a plan, and send what it hands on."""
+        received: Sequence[Tensor] = ()
+        if self._rank > 0:
+            received = self._transport.receive(self._stage.buffers(plan), self._rank - 1).wait()
+        result = self._stage.run(plan, received)
+        self._sending.wait()
+        if self._rank < self._last:
+            self._sending = self._transport.send(result, self._rank + 1)
+        elif self._sends_logits and self._last > 0 and plan.num_logits:
+            self._sending = self._transport.send(result, 0)
+        return result
+
+    def logits(self, plan: StepPlan, own: Sequence[Tensor]) -> Handle[Sequence[Tensor]]:
+        """On rank 0: the logits of the plan that was just run, ``own`` without a pipeline.
+
+        The receive starts here, in the order of plans: those of a draft model are waited for before earlier ones.
+        """
+        if self._last == 0:
+            return Handle(own)
+        shape = (plan.num_logits, self._stage.limits.vocabulary)
+        buffer = torch.empty(shape, dtype=self._stage.logits_dtype, device=self._stage.device)
+        return self._transport.receive([buffer], self._last) if plan.num_logits else Handle([buffer])

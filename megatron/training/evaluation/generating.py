@@ -1,0 +1,130 @@
+"""A trained model as a generation engine, at any layout that ``trained_model`` loads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from megatron.config.inference import InferenceConfig
+from megatron.config.trained_model import TrainedModelConfig
+from megatron.core.inference.drafts import DraftModel
+from megatron.core.inference.engine import Engine
+from megatron.core.inference.runner import CachedRunner, EncoderDecoder, GenerativeModel
+from megatron.core.inference.scheduler import SchedulerOptions
+from megatron.core.inference.step_plan import RunnerLimits
+from megatron.core.inference.workers import Leader, follow
+from megatron.core.parallel.collectives import gather_objects
+from megatron.core.parallel.messages import Messages
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.errors import ConfigError
+from megatron.training.checkpoints.trained_model import TrainedModel, another_trained_model
+
+
+@contextmanager
+def generation_engine(trained: TrainedModel, config: InferenceConfig) -> Iterator[Engine | None]:
+    """On rank 0 an engine; on other ranks None, after they have computed its steps until rank 0 leaves the block."""
+    check_limits(config)
+    mesh = trained.context.mesh
+    limits = limits_of(trained, config)
+    models = [trained]
+    if config.draft_load is not None:
+        models.append(draft_model(trained, config.draft_load, length=limits.max_length))
+    invariant = config.batch_invariant or None
+    stages = [
+        CachedRunner(each.models[0], each.config.model, each.context, limits, is_batch_invariant=invariant)
+        for each in models
+    ]
+    messages = Messages(mesh)
+    if mesh.world_rank > 0:
+        follow(stages, mesh, messages)
+        yield None
+        return
+    runner, *drafts = [Leader(stage, mesh, messages, number=number) for number, stage in enumerate(stages)]
+    options = SchedulerOptions(
+        max_tokens=config.inference_dynamic_batching_max_tokens,
+        chunked_prefill=not config.disable_chunked_prefill,
+        prefix_caching=config.inference_dynamic_batching_prefix_caching,
+        num_drafts=config.num_speculative_tokens,
+    )
+    drafter = DraftModel(drafts[0], limits) if drafts else None
+    engine = Engine(runner, tokenizer=trained.tokenizer, options=options, drafter=drafter)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def check_limits(config: InferenceConfig) -> None:
+    """Raise ConfigError for settings that cannot work together."""
+    budget, texts = config.inference_dynamic_batching_max_tokens, config.inference_max_requests
+    if budget < texts:
+        raise ConfigError(
+            f"--inference-dynamic-batching-max-tokens {budget} is less than --inference-max-requests {texts}: a step "
+            "computes a token of each text; raise the one or lower the other"
+        )
+    if config.draft_load is not None and not config.num_speculative_tokens:
+        raise ConfigError("--draft-load needs --num-speculative-tokens: how many tokens to guess, such as 4")
+
+
+def limits_of(trained: TrainedModel, config: InferenceConfig) -> RunnerLimits:
+    """What the ranks have room for, at most what the longest texts need. A collective.
+
+    Raises ConfigError when the cache is too small for the shortest text.
+    """
+    model, block_size = trained.config.model, config.inference_dynamic_batching_block_size
+    length = min(model.max_position_embeddings, config.inference_max_seq_length or model.max_position_embeddings)
+    part = trained.models[0]
+    assert isinstance(part, GenerativeModel), f"{type(part).__name__} doesn't generate text"
+    widths = [
+        heads.groups * (heads.key_width + (0 if heads.values_in_keys else heads.value_width))
+        for heads in part.cached_layers.values()
+    ]
+    bytes_per_block = block_size * sum(widths) * trained.context.dtype.itemsize
+    affordable = int(config.inference_dynamic_batching_buffer_size_gb * 2**30) // max(1, bytes_per_block)
+    num_blocks = 1 + config.inference_max_requests * -(-length // block_size)
+    num_blocks = min(num_blocks, *gather_objects(affordable, trained.context.mesh))  # layers may be divided unequally
+    if num_blocks < 2:
+        raise ConfigError(
+            f"--inference-dynamic-batching-buffer-size-gb {config.inference_dynamic_batching_buffer_size_gb:g} has no "
+            f"room for 2 blocks of {block_size} tokens, {2 * bytes_per_block / 2**30:.3g} GiB: give it more, or lower "
+            "--inference-dynamic-batching-block-size"
+        )
+    return RunnerLimits(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_requests=config.inference_max_requests,
+        max_length=length,
+        vocabulary=trained.tokenizer.vocab_size,
+        max_encoder_length=length if isinstance(part, EncoderDecoder) else 0,
+    )
+
+
+def draft_model(trained: TrainedModel, folder: str, *, length: int) -> TrainedModel:
+    """The smaller model of ``--draft-load`` for texts of ``length``, on the ranks of ``trained``. A collective.
+
+    Raises ConfigError for a model with another tokenizer or for shorter texts, CheckpointError when there is none.
+    """
+    draft = another_trained_model(trained, TrainedModelConfig(load=folder))
+    if draft.tokenizer.fingerprint != trained.tokenizer.fingerprint:
+        raise ConfigError(
+            f"--draft-load {folder} has another tokenizer than the model: name one trained with the same tokenizer"
+        )
+    if (longest := draft.config.model.max_position_embeddings) < length:
+        raise ConfigError(
+            f"--draft-load {folder} sees at most {longest} tokens, and texts have up to {length}: give "
+            f"--inference-max-seq-length {longest}"
+        )
+    return draft
+
+
+def end_ids(tokenizer: Tokenizer, words: Iterable[str]) -> frozenset[int]:
+    """Tokens that end a text: the tokenizer's own, and those of ``--end-tokens``. Raises ConfigError for a word that is
+    no single token.
+    """
+    ends = {tokenizer.eod, *([] if tokenizer.eos is None else [tokenizer.eos])}
+    for word in words:
+        ids = tokenizer.tokenize_parts([word])[0]
+        if len(ids) != 1:
+            raise ConfigError(f"--end-tokens {word} is {len(ids)} tokens of this tokenizer; name single tokens")
+        ends.update(ids)
+    return frozenset(ends)

@@ -1,0 +1,147 @@
+"""Ranks that compute another model than one rank would, or that wait for each other, are noticed by users only."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.config.model import ModelConfig
+from megatron.core.inference.drafts import DraftModel
+from megatron.core.inference.engine import Engine
+from megatron.core.inference.request import Request
+from megatron.core.inference.runner import CachedRunner
+from megatron.core.inference.sampling import Sampling
+from megatron.core.inference.scheduler import SchedulerOptions
+from megatron.core.inference.step_plan import RunnerLimits
+from megatron.core.inference.workers import Leader, follow
+from megatron.core.models.gpt.model import GPTModel
+from megatron.core.models.stage import stages_of
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.messages import Messages
+from megatron.errors import ParallelError
+from tests.harness.ranks import fork_server, run_ranks
+
+VOCABULARY = 40
+LIMITS = RunnerLimits(num_blocks=24, block_size=4, max_requests=5, max_length=64, vocabulary=VOCABULARY)
+MODEL = ModelConfig(
+    num_layers=4,
+    hidden_size=32,
+    num_attention_heads=4,
+    group_query_attention=True,
+    num_query_groups=2,
+    position_embedding_type="rope",
+    max_position_embeddings=64,
+    vocab_size=VOCABULARY,
+    make_vocab_size_divisible_by=64,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+    init_method_std=0.3,
+    untie_embeddings_and_output_weights=True,
+)
+REQUESTS = [
+    Request(
+        id=str(number),
+        prompt=tuple(range(1, 3 + 3 * number)),
+        max_tokens=6 + number,
+        sampling=Sampling(temperature=0.0 if number % 2 else 1.0),
+        seed=number,
+        prompt_logprobs=0 if number == 2 else None,
+    )
+    for number in range(7)
+]
+
+
+def cached_runner(context: ParallelContext) -> CachedRunner:
+    stage = stages_of([MODEL.num_layers // context.mesh.size("pp")] * context.mesh.size("pp"))[context.mesh.rank("pp")]
+    model = GPTModel(MODEL, context, stage=stage, seed=5).eval()
+    return CachedRunner(model, MODEL, context, LIMITS)
+
+
+def generates(context: ParallelContext, num_drafts: int = 0) -> list[tuple[list[int], list[float]]] | str:
+    """With drafts of the model itself, which are always right."""
+    stages, messages = [cached_runner(context) for _ in range(2)], Messages(context.mesh)
+    if context.mesh.world_rank:
+        follow(stages, context.mesh, messages)
+        return context.mesh.activity.collective
+    runner, draft = [Leader(stage, context.mesh, messages, number=number) for number, stage in enumerate(stages)]
+    options = SchedulerOptions(max_tokens=16, num_drafts=num_drafts)
+    engine = Engine(runner, options=options, drafter=DraftModel(draft, LIMITS))
+    results = engine.generate(REQUESTS)
+    engine.close()
+    return [(each.ids, [score.logprob for score in each.prompt_logprobs if score is not None]) for each in results]
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2), (4, 1)])
+def test_texts_are_those_of_one_rank(tp: int, pp: int) -> None:
+    """Of four tensor-parallel ranks, two share each key and value head."""
+    expected = generates(ParallelContext.single(dtype=torch.float64))
+    for num_drafts in (0, 2):
+        found, *others = run_ranks(generates, num_drafts, tp=tp, pp=pp, dtype=torch.float64)
+        for (ids, scores), (expected_ids, expected_scores) in zip(found, expected, strict=True):
+            assert ids == expected_ids
+            assert scores == pytest.approx(expected_scores, rel=1e-9, abs=1e-9)
+        assert others == [""] * len(others)
+
+
+def outlives(path: str, rank: int, dying: int, told: Connection) -> None:
+    """Two ranks; one is killed while neither computes anything, the other tells how it found out."""
+    store = dist.FileStore(path, 2)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=1))
+    messages = Messages(Mesh.of(tp=2, rank=rank))
+    if rank == dying:
+        time.sleep(2)  # longer than a collective may take
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        if rank:
+            messages.receive()
+        deadline = time.monotonic() + 30
+        while messages.failure is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        messages.send([1])
+    except ParallelError as error:
+        told.send(str(error))
+
+
+def test_a_killed_rank_is_noticed_without_requests() -> None:
+    """An idle server with a dead rank would answer /health with 200, and the next request never."""
+    context = fork_server()
+    for dying, message in ((1, "rank 1 of 2 is gone"), (0, "rank 0, which sends the requests, is gone")):
+        with tempfile.TemporaryDirectory() as folder:
+            ours, theirs = context.Pipe()
+            ranks = [context.Process(target=outlives, args=(f"{folder}/store", rank, dying, theirs)) for rank in (0, 1)]
+            for process in ranks:
+                process.start()
+            try:
+                assert ours.poll(60), "nobody noticed"
+                assert message in ours.recv()
+            finally:
+                for process in ranks:
+                    process.kill()
+                    process.join()
+
+
+def receives_long(context: ParallelContext) -> list[list[int]]:
+    messages, lengths = Messages(context.mesh), (1, 1024, 1025, 5000)
+    if context.mesh.world_rank == 0:
+        for length in lengths:
+            messages.send(list(range(length)))
+        messages.close()
+        return []
+    received = [messages.receive() for _ in lengths]
+    messages.close()
+    return received
+
+
+def test_messages_of_any_length_arrive_in_order() -> None:
+    """A plan with a long prompt is longer than what travels with its length."""
+    _, *others = run_ranks(receives_long, tp=3)
+    assert others == [[list(range(length)) for length in (1, 1024, 1025, 5000)]] * 2

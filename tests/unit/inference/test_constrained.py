@@ -1,0 +1,166 @@
+"""A program that reads an answer as JSON must be able to, whatever the model likes to write."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.inference.constrained import Constraint, ConstraintCompiler
+from megatron.core.inference.drawing import DrawRow, DrawState, draw
+from megatron.core.inference.request import Request, StopRules
+from megatron.core.inference.sampling import Sampling
+from megatron.core.inference.text import TextStream
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.errors import ConfigError
+from tests.unit.inference.test_text import KINDS
+
+pytest.importorskip("llguidance", reason="the extra constrained is not installed")
+
+FULL = ["byte-level BPE", "Llama in Hugging Face's form", "SentencePiece with bytes and BOS", "tiktoken"]
+
+
+def compiler(kind: str, folder: Path, **settings: Any) -> tuple[Tokenizer, ConstraintCompiler]:
+    tokenizer = KINDS[kind](folder)
+    return tokenizer, ConstraintCompiler(tokenizer, end_ids=[tokenizer.eod], **settings)
+
+
+def answer(tokenizer: Tokenizer, constraint: Constraint, *, seed: int, most: int = 1000) -> str:
+    """What a model of random logits writes until it ends the text; drafts don't change it."""
+    stop = StopRules(token_ids=frozenset({tokenizer.eod}))
+    sampling = Sampling(repetition_penalty=1.1)
+    state = DrawState(
+        Request(id="r", prompt=(5,), max_tokens=most, constraint=constraint, seed=seed, stop=stop, sampling=sampling)
+    )
+    generator = torch.Generator().manual_seed(seed)
+    stream, text = TextStream(tokenizer, [5]), ""
+    for _ in range(most):
+        logits = torch.randn(1, tokenizer.vocab_size + 7, generator=generator)  # columns that are padding
+        drawn = draw(logits, [DrawRow(state)])[0]
+        assert drawn.error is None, text
+        if drawn.token == tokenizer.eod:
+            return text + stream.finish()
+        drafts = [DrawRow(state, drafts=(drawn.token, 7)), DrawRow(state, drafts=(tokenizer.eod,))]
+        draw(logits.expand(2, -1), drafts if seed % 2 else drafts[::-1])
+        state.append(drawn.token)
+        text += stream.add(drawn.token)
+    raise AssertionError(f"the answer didn't end: {text!r}")
+
+
+def random_schema(draw: random.Random, *, depth: int = 2) -> dict[str, Any]:
+    kinds: list[Callable[[], Any]] = [
+        lambda: {"type": "integer", "minimum": draw.randrange(-20, 0), "maximum": draw.randrange(1, 500)},
+        lambda: {"type": "number", "minimum": 0, "maximum": 10},
+        lambda: {"type": "string", "minLength": draw.randrange(3), "maxLength": draw.randrange(3, 9)},
+        lambda: {"type": "string", "pattern": "^[a-c]{1,4}-[0-9]{2}$"},
+        lambda: {"enum": draw.sample(["a", 'b"', 1, None, True, "café"], 3)},
+        lambda: {"type": draw.choice(["boolean", "null"])},
+        lambda: {"const": draw.choice(["x", 5, {"k": []}])},
+    ]
+    if depth:
+        part = [random_schema(draw, depth=depth - 1) for _ in range(3)]
+        names = draw.sample(["name", "id", "tags", "ä b"], 3)
+        kinds = (
+            3
+            * [
+                lambda: {
+                    "type": "object",
+                    "properties": dict(zip(names, part)),
+                    "required": draw.sample(names, 2),
+                    "additionalProperties": False,
+                },
+                lambda: {"type": "array", "items": part[0], "minItems": draw.randrange(3), "maxItems": 3},
+                lambda: {"anyOf": part[:2]},
+            ]
+            + kinds
+        )
+    schema: dict[str, Any] = draw.choice(kinds)()
+    return schema
+
+
+@pytest.mark.parametrize("kind", FULL)
+def test_answers_validate_against_random_schemas(kind: str, tmp_path: Path) -> None:
+    """A grammar that allows too much writes JSON that its reader refuses; a random model finds what is allowed."""
+    jsonschema = pytest.importorskip("jsonschema_rs")
+    tokenizer, compile_for = compiler(kind, tmp_path)
+    numbers = random.Random(kind)
+    for seed in range(15):
+        schema = random_schema(numbers)
+        text = answer(tokenizer, compile_for.json_schema(schema), seed=seed)
+        assert jsonschema.is_valid(schema, json.loads(text)), (schema, text)
+
+
+def test_regular_expressions_choices_and_grammars(tmp_path: Path) -> None:
+    tokenizer, compile_for = compiler("byte-level BPE", tmp_path)
+    for seed in range(10):
+        pattern = "(the |[ab]{2,5})-[0-9]{1,3}é"
+        assert re.fullmatch(pattern, answer(tokenizer, compile_for.regex(pattern), seed=seed))
+        choices = ["yes", 'no "q"\n', "yes, dog"]
+        assert answer(tokenizer, compile_for.choice(choices), seed=seed) in choices
+        nested = answer(tokenizer, compile_for.grammar('start: "1" | "2" | "(" start ")"'), seed=seed)
+        assert nested.strip("()") in ("1", "2") and nested.count("(") == nested.count(")")
+    shared = compile_for.json_object()
+    assert shared.begin().allowed() is not None
+    first, second = shared.begin(), shared.begin()
+    first.append(tokenizer.tokenize("{")[0])
+    before = second.allowed()
+    assert str(before) == str(shared.begin().allowed())  # answers don't share their state
+
+
+def test_drafts_that_leave_the_grammar_are_no_error(tmp_path: Path) -> None:
+    tokenizer, compile_for = compiler("byte-level BPE", tmp_path)
+    state = compile_for.regex("ab+c").begin()
+    a, b, c = (tokenizer.tokenize(letter)[0] for letter in "abc")
+    first = state.allowed()
+    assert state.allowed((a, c)) is None and state.allowed((a, b)) is not None
+    assert str(state.allowed()) == str(first)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda compile_for: compile_for.json_schema({"type": "strange"}), "cannot be followed: Invalid type: strange"),
+        (lambda compile_for: compile_for.json_schema({"not": {}}), "Unimplemented keys"),
+        (lambda compile_for: compile_for.json_schema({"$ref": "http://a.b/c"}), "cannot be followed"),
+        (lambda compile_for: compile_for.regex("a(b"), "unclosed group"),
+        (lambda compile_for: compile_for.grammar("start: other"), "unknown name"),
+        (lambda compile_for: compile_for.choice([]), "empty: name one at least"),
+    ],
+)
+def test_what_cannot_be_followed_is_one_sentence(
+    make: Callable[[ConstraintCompiler], Constraint], sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        make(compiler("tiktoken", tmp_path)[1])
+    assert "\n" not in str(caught.value)
+
+
+class SlowMatcher:
+    def __init__(self, *grammar: object, **settings: object) -> None:
+        time.sleep(0.3)
+
+    def is_error(self) -> bool:
+        return True
+
+    @staticmethod
+    def grammar_from_regex(pattern: str) -> str:
+        return pattern
+
+
+def test_a_grammar_that_takes_too_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_for = compiler("tiktoken", tmp_path, seconds=0.01)[1]
+    monkeypatch.setattr(compile_for, "_matcher", SlowMatcher)
+    with pytest.raises(ConfigError, match="took more than 0.01 s"):
+        compile_for.regex("a")
+
+
+def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="need a token that ends texts"):
+        ConstraintCompiler(KINDS["tiktoken"](tmp_path), end_ids=[])

@@ -1,0 +1,52 @@
+"""A row of a product must have the same bits in any number of rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.inference.invariance import EqualProducts, EqualRows, cancelling
+from megatron.core.parallel.products import Products
+
+ROWS = (1, 3, 5, 33, 47, 130, 513)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_rows_have_the_same_bits_in_any_number(dtype: torch.dtype, has_bias: bool) -> None:
+    """A measurement with random numbers accepted numbers of rows that differ: rounding to bf16 hid most of it. Here
+    products are nothing but what rounding leaves.
+    """
+    for outputs, inputs in ((1024, 512), (96, 1376), (40, 31)):
+        multiply = EqualProducts()
+        few, weight = cancelling(torch.empty(outputs, inputs, dtype=dtype))
+        bias = torch.zeros(outputs, dtype=dtype) if has_bias else None
+        expected = torch.cat([multiply(row[None], weight, bias) for row in few])
+        for rows in ROWS:
+            found = multiply(few.repeat(-(-rows // 4), 1)[:rows], weight, bias)
+            assert torch.equal(found, expected.repeat(-(-rows // 4), 1)[:rows]), (outputs, inputs, rows)
+
+
+def test_products_are_those_of_linear_layers() -> None:
+    """With bias, in three dimensions, by head and without rows."""
+    products, generator = Products(), torch.Generator().manual_seed(1)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    x, weight, bias = random(7, 2, 30), random(50, 30), random(50)
+    by_head = (random(5, 1, 3, 8), random(3, 8, 6))
+    expected = products.by_head(*by_head)
+    with products.by(EqualProducts()):
+        torch.testing.assert_close(products.multiply(x, weight, bias), F.linear(x, weight, bias))
+        torch.testing.assert_close(products.by_head(*by_head), expected)
+        assert products.multiply(x[:0], weight, None).shape == (0, 2, 50)
+    assert products.multiply is F.linear
+
+
+def test_rows_are_cut_with_little_padding() -> None:
+    rule = EqualRows(F.linear, (4, 8, 32))
+    assert [rule.passes(rows) for rows in (0, 3, 9, 17, 70)] == [[], [3], [8, 1], [17], [32, 32, 6]]
+    assert [rule.padded(rows) for rows in (1, 8, 9)] == [4, 8, 32]

@@ -1,0 +1,79 @@
+"""Greedy answers of published models are those of transformers' generate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="parity needs the dev extra's transformers")
+
+from transformers import GenerationConfig
+
+from megatron.core.conversion.huggingface.reading import from_transformers
+from megatron.core.conversion.portable import load_weights
+from megatron.core.inference.engine import Engine
+from megatron.core.inference.request import Request
+from megatron.core.inference.runner import CachedRunner
+from megatron.core.inference.sampling import Sampling
+from megatron.core.inference.step_plan import RunnerLimits
+from megatron.core.models.registry import family_of
+from megatron.core.parallel.context import ParallelContext
+from tests.harness.published import fp64_model, in_fp64, without_dropout
+from tests.published import FIRST, MODELS
+from tests.tiers import tiers
+
+PROMPTS = [(3, 1, 4), (5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6), (7,)]
+NEW = 20
+ENCODERS = ("bert", "megatron-bert", "roberta", "xlm-roberta", "camembert", "modernbert")
+GENERATES = [name for name, (model_type, _) in MODELS.items() if model_type not in ENCODERS]
+
+
+@pytest.mark.parametrize("name", tiers(GENERATES, first=[name for name in FIRST.values() if name in GENERATES]))
+def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
+    """A cache that forgets a window, an offset or a layer's positions says something else after a few tokens."""
+    theirs = fp64_model(*MODELS[name])
+    portable = from_transformers(theirs)
+    context = ParallelContext.single(dtype=torch.float64)
+    config = without_dropout(portable.model)
+    ours = family_of(portable.groups).train_spec.build_model(config, portable.groups, context).eval()
+    load_weights(ours, portable, context.mesh)
+    is_encoder_decoder = bool(theirs.config.is_encoder_decoder)
+    limits = RunnerLimits(
+        num_blocks=40,
+        block_size=4,
+        max_requests=3,
+        max_length=64,
+        vocabulary=portable.model.vocab_size or 0,
+        max_encoder_length=64 if is_encoder_decoder else 0,
+    )
+    first: int | None = theirs.config.decoder_start_token_id if is_encoder_decoder else None
+    requests = [
+        Request(
+            id=str(number),
+            prompt=prompt if first is None else (first,),
+            encoder_prompt=prompt if is_encoder_decoder else (),
+            max_tokens=NEW,
+            sampling=Sampling(temperature=0.0),
+        )
+        for number, prompt in enumerate(PROMPTS)
+    ]
+    results = Engine(CachedRunner(ours, config, context, limits)).generate(requests)
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        assert [token.id for token in result.tokens] == _greedy(theirs, prompt, first)
+
+
+def _greedy(model: Any, prompt: tuple[int, ...], first: int | None) -> list[int]:
+    settings = GenerationConfig(  # type: ignore[no-untyped-call]
+        do_sample=False,
+        max_new_tokens=NEW,
+        eos_token_id=None,
+        pad_token_id=0,
+        decoder_start_token_id=first,
+        use_cache=first is None,  # its cache of a T5 has as many layers as the encoder
+    )
+    model.generation_config = settings
+    with in_fp64():
+        text: list[int] = model.generate(torch.tensor([prompt]), generation_config=settings)[0].tolist()
+    return text[1:] if first is not None else text[len(prompt) :]

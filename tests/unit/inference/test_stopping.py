@@ -1,0 +1,71 @@
+"""Stop strings must end a text at the same place however tokens cut it, and never flash up before they are removed."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.core.inference.stopping import StopWatch
+
+
+def watched(pieces: list[str], stops: list[str], *, include: bool = False) -> tuple[str, str | None]:
+    watch = StopWatch(stops, include_string=include)
+    shown = "".join(map(watch.add, pieces))
+    return shown + watch.finish(), watch.matched
+
+
+def plainly(text: str, stops: list[str], *, include: bool) -> tuple[str, str | None]:
+    """The stop string that is complete first, of several the longest; found character by character."""
+    for end in range(len(text) + 1):
+        for stop in sorted(stops, key=len, reverse=True):
+            if text[:end].endswith(stop):
+                return text[: end if include else end - len(stop)], stop
+    return text, None
+
+
+def splits(text: str) -> list[list[str]]:
+    """Every way to cut a text into pieces."""
+    found = []
+    for cuts in product((False, True), repeat=len(text) - 1):
+        pieces = [text[0]]
+        for cut, character in zip(cuts, text[1:]):
+            pieces = [*pieces, character] if cut else [*pieces[:-1], pieces[-1] + character]
+        found.append(pieces)
+    return found
+
+
+def test_every_split_of_every_stop_string() -> None:
+    for stops in (["\n\n"], ["aab"], ["ab", "b a"], ["</s>", "<"], ["abcd", "bc"], ["aba"]):
+        for stop in stops:
+            for include in (False, True):
+                for pieces in splits(f"aa{stop}b"):
+                    text = "".join(pieces)
+                    assert watched(pieces, stops, include=include) == plainly(text, stops, include=include)
+
+
+@given(
+    st.lists(st.text("ab\n", max_size=4), max_size=8),
+    st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3),
+    st.booleans(),
+)
+def test_shown_text_never_holds_a_stop_string(pieces: list[str], stops: list[str], include: bool) -> None:
+    text = "".join(pieces)
+    assert watched(pieces, stops, include=include) == plainly(text, stops, include=include)
+    watch, shown = StopWatch(stops), ""
+    for piece in pieces:
+        shown += watch.add(piece)
+        assert not any(stop in shown for stop in stops)
+
+
+def test_only_what_may_become_a_stop_string_is_held_back() -> None:
+    watch = StopWatch(["END", "\n\n"])
+    assert [watch.add(piece) for piece in ("text E", "N", "o", "\n", "x\n")] == ["text ", "", "ENo", "", "\nx"]
+    assert watch.finish() == "\n" and watch.matched is None
+
+
+def test_before_min_tokens_nothing_stops() -> None:
+    watch = StopWatch(["\n"])
+    assert [watch.add("a\n", may_stop=False), watch.add("b\nc")] == ["a\n", "b"]
+    assert watch.matched == "\n" and watch.add("more") == "" and watch.finish() == ""

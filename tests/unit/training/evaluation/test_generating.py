@@ -1,0 +1,97 @@
+"""The flags of generation must reach the engine, and those that can't work must be refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config.inference import InferenceConfig
+from megatron.config.trained_model import TrainedModelConfig
+from megatron.core.inference.engine import Engine
+from megatron.core.inference.request import Request, Result
+from megatron.core.inference.sampling import Sampling
+from megatron.core.models.gpt.train_spec import GPTSpec
+from megatron.core.parallel.environment import launch_environment
+from megatron.errors import ConfigError
+from megatron.training.checkpoints.trained_model import TrainedModel, trained_model
+from megatron.training.evaluation.generating import generation_engine, limits_of
+from tests.harness.evaluation import small_gpt2
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model, and smaller ones."""
+    sizes = {"model": (4, 64), "small": (1, 64), "short": (1, 32)}
+    return {
+        name: small_gpt2(tmp_path_factory.mktemp(name), layers=layers, positions=positions).native
+        for name, (layers, positions) in sizes.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def trained(folders: dict[str, Path]) -> Iterator[TrainedModel]:
+    with trained_model(
+        TrainedModelConfig(load=str(folders["model"])), {"gpt": GPTSpec()}, launch_environment({})
+    ) as it:
+        yield it
+
+
+def answers(trained: TrainedModel, **settings: Any) -> tuple[list[Result], Engine]:
+    requests = [
+        Request(id=str(n), prompt=(5 + n, 6, 7), max_tokens=20, sampling=Sampling(temperature=n % 2), seed=n)
+        for n in range(4)
+    ]
+    with generation_engine(trained, InferenceConfig(**settings)) as engine:
+        assert engine is not None
+        return engine.generate(requests), engine
+
+
+def test_drafts_change_steps_and_never_the_text(trained: TrainedModel, folders: dict[str, Path]) -> None:
+    """The model itself as its draft is always right, so that three of four steps are saved."""
+    expected, plain = answers(trained)
+    assert len({result.text for result in expected}) == 4
+    settings: list[tuple[dict[str, Any], float]] = [
+        ({"num_speculative_tokens": 3}, 1.0),
+        ({"num_speculative_tokens": 3, "draft_load": str(folders["small"])}, 1.0),
+        ({"num_speculative_tokens": 3, "draft_load": str(folders["model"])}, 0.3),
+        ({"inference_max_requests": 2, "inference_dynamic_batching_block_size": 4}, 2.1),
+    ]
+    for changed, share in settings:
+        found, engine = answers(trained, **changed)
+        assert [result.text for result in found] == [result.text for result in expected]
+        assert engine.statistics.steps <= share * plain.statistics.steps
+
+
+def test_memory_is_what_texts_need_or_what_is_allowed(trained: TrainedModel) -> None:
+    """A cache of gigabytes for a model of a megabyte, or one that the machine doesn't have."""
+    assert limits_of(trained, InferenceConfig()).num_blocks == 1 + 32
+    assert limits_of(trained, InferenceConfig()).max_length == 64
+    per_token = 4 * 2 * 32 * 4  # layers, keys and values, width, bytes
+    little = InferenceConfig(inference_dynamic_batching_buffer_size_gb=5.5 * 16 * per_token / 2**30)
+    config = InferenceConfig(**{**vars(little), "inference_dynamic_batching_block_size": 16})
+    assert limits_of(trained, config).num_blocks == 5
+    assert limits_of(trained, InferenceConfig(inference_max_seq_length=9)).max_length == 9
+
+
+def test_refuses_settings_that_cannot_work(trained: TrainedModel, folders: dict[str, Path]) -> None:
+    draft = {"num_speculative_tokens": 2, "draft_load": str(folders["short"])}
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"inference_dynamic_batching_buffer_size_gb": 1e-6}, "no room for 2 blocks"),
+        ({"inference_max_requests": 600}, "max-tokens 512 is less than --inference-max-requests 600"),
+        ({"draft_load": str(folders["small"])}, "needs --num-speculative-tokens"),
+        (draft, "give --inference-max-seq-length 32"),
+    ]
+    for settings, message in cases:
+        with pytest.raises(ConfigError, match=message):
+            answers(trained, **settings)
+    assert answers(trained, **draft, inference_max_seq_length=32)[0]
+
+
+def test_stages_must_divide_ranks_and_layers(folders: dict[str, Path]) -> None:
+    choice = TrainedModelConfig(load=str(folders["model"]))
+    stages = trained_model(choice, {"gpt": GPTSpec()}, launch_environment({}), pipeline_stages=2)
+    with pytest.raises(ConfigError, match="--pipeline-model-parallel-size is 2; it must divide the 1 ranks"), stages:
+        pass
