@@ -1,0 +1,247 @@
+"""The server's pages: which path does what."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request as HttpRequest
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from megatron import __version__
+from megatron.config.suggestions import did_you_mean
+from megatron.core.inference.engine import Engine
+from megatron.core.inference.request import Update
+from megatron.serving.chat import ChatAnswer, chat_asked, conversation_ids, read_chat
+from megatron.serving.completions import CompletionAnswer, read_completion
+from megatron.serving.engine_thread import PING, ClientLeftError, EngineThread, Stream
+from megatron.serving.errors import ApiError
+from megatron.serving.generating import Asked, Outcome, outcomes, usage
+from megatron.serving.guarding import CLIENT_LEFT, Keys, RequestIds, read_body
+from megatron.serving.megatron_api import answer_of, read_megatron
+from megatron.serving.metrics import Metrics
+from megatron.serving.model import ServedModel
+from megatron.serving.openapi import document
+from megatron.serving.responses import EventStream, error_response, json_response, watched
+from megatron.serving.settings import ServerConfig
+from megatron.serving.tokenizing import detokenized, tokenized, tokenizer_info
+
+PAGE = Path(__file__).parent / "page" / "index.html"
+Endpoint = Callable[[HttpRequest], Awaitable[ASGIApp]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """What the endpoints work with. ``keys``: those of the flag and of the environment."""
+
+    model: ServedModel
+    thread: EngineThread
+    metrics: Metrics
+    config: ServerConfig
+    keys: Sequence[str] = ()
+
+    @classmethod
+    def around(cls, engine: Engine, model: ServedModel, config: ServerConfig, *, keys: Sequence[str] = ()) -> Server:
+        """A server of ``engine``, which its thread alone calls from then on."""
+        metrics = Metrics(model.name, "vllm:" if config.vllm_metric_names else "megatron_")
+        thread = EngineThread(engine, config.max_queue, metrics)
+        metrics.watch(thread)
+        return cls(model=model, thread=thread, metrics=metrics, config=config, keys=keys)
+
+    @cached_property
+    def app(self) -> Starlette:
+        """The ASGI application."""
+        middleware = [Middleware(RequestIds, log=not self.config.no_access_log)]
+        if self.config.allowed_origins:
+            middleware.append(
+                Middleware(
+                    CORSMiddleware,
+                    allow_origins=list(self.config.allowed_origins),
+                    allow_methods=["GET", "POST", "PUT"],
+                    allow_headers=["*"],
+                    expose_headers=["x-request-id", "retry-after"],
+                )
+            )
+        if self.keys:
+            middleware.append(Middleware(Keys, keys=self.keys))
+        return Starlette(
+            routes=[
+                Route(path, endpoint, methods=methods)
+                for paths, methods, endpoint in self.endpoints()
+                for path in paths
+            ],
+            middleware=middleware,
+            exception_handlers={
+                ApiError: _refused,
+                HTTPException: self._no_such_page,
+                ClientLeftError: _nobody_reads,
+                Exception: _failed,
+            },
+            lifespan=self._lifespan,
+        )
+
+    def endpoints(self) -> list[tuple[tuple[str, ...], list[str], Endpoint]]:
+        """Paths, methods and what answers them."""
+        return [
+            (("/",), ["GET"], self._page),
+            (("/v1/completions", "/completions"), ["POST"], self._completions),
+            (("/v1/chat/completions", "/chat/completions"), ["POST"], self._chat),
+            (("/api",), ["PUT", "POST"], self._megatron),
+            (("/v1/models",), ["GET"], self._models),
+            (("/v1/models/{model:path}",), ["GET"], self._one_model),
+            (("/tokenize",), ["POST"], self._tokenize),
+            (("/detokenize",), ["POST"], self._detokenize),
+            (("/tokenizer_info",), ["GET"], self._tokenizer_info),
+            (("/health", "/v1/health"), ["GET"], self._health),
+            (("/ping",), ["GET", "POST"], self._health),
+            (("/version",), ["GET"], self._version),
+            (("/metrics",), ["GET"], self._metrics),
+            (("/openapi.json",), ["GET"], self._document),
+        ]
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self.thread.start()
+        try:
+            yield
+        finally:
+            self.thread.stop()
+            if self.model.templates is not None:
+                await self.model.templates.close()
+
+    async def _completions(self, request: HttpRequest) -> ASGIApp:
+        body = await self._body(request)
+        asked = await asyncio.to_thread(read_completion, body, self.model, id=request.state.id)
+        return await self._generate(request, asked, CompletionAnswer(self.model, asked, int(time.time())))
+
+    async def _chat(self, request: HttpRequest) -> ASGIApp:
+        fields = read_chat(await self._body(request), self.model)
+        ids = await conversation_ids(fields, self.model, trust_templates=self.config.trust_request_chat_template)
+        asked = await asyncio.to_thread(chat_asked, fields, ids, self.model, id=request.state.id)
+        return await self._generate(request, asked, ChatAnswer(self.model, asked, int(time.time())))
+
+    async def _generate(self, request: HttpRequest, asked: Asked, answer: CompletionAnswer | ChatAnswer) -> ASGIApp:
+        if asked.fields["stream"]:
+            return EventStream(
+                self.thread.open(asked.requests), lambda stream: _frames(stream, asked, answer), self._seconds
+            )
+        return json_response(answer.whole(await self._outcomes(request, asked)))
+
+    async def _outcomes(self, request: HttpRequest, asked: Asked) -> list[Outcome]:
+        with self.thread.open(asked.requests) as stream, watched(stream, request.receive, seconds=self._seconds):
+            return await outcomes(stream, asked.requests)
+
+    async def _megatron(self, request: HttpRequest) -> ASGIApp:
+        try:
+            body = await self._body(request)
+            asked = await asyncio.to_thread(read_megatron, body, self.model, id=request.state.id)
+            request.state.quiet = asked.fields["no_log"]
+            return json_response(answer_of(await self._outcomes(request, asked), asked, self.model))
+        except ApiError as error:  # Megatron-LM's client reads the message at the top
+            body = {"message": str(error), **error.body()}
+            return json_response(body, status=error.status, headers=error.headers)
+
+    async def _tokenize(self, request: HttpRequest) -> ASGIApp:
+        body = await self._body(request)
+        trust = self.config.trust_request_chat_template
+        return json_response(await tokenized(body, self.model, trust_templates=trust))
+
+    async def _detokenize(self, request: HttpRequest) -> ASGIApp:
+        return json_response(detokenized(await self._body(request), self.model))
+
+    async def _tokenizer_info(self, request: HttpRequest) -> ASGIApp:
+        return json_response(tokenizer_info(self.model))
+
+    async def _models(self, request: HttpRequest) -> ASGIApp:
+        return json_response({"object": "list", "data": [self.model.listed()]})
+
+    async def _one_model(self, request: HttpRequest) -> ASGIApp:
+        self.model.check_name(request.path_params["model"])
+        return json_response(self.model.listed())
+
+    async def _health(self, request: HttpRequest) -> ASGIApp:
+        silent = time.monotonic() - self.thread.last_sign
+        if self.thread.failure is not None:
+            raise ApiError(f"the generation engine has failed: {self.thread.failure}", status=503)
+        if self.thread.closing:
+            raise ApiError("the server is shutting down", status=503)
+        if silent > self.config.health_timeout:
+            raise ApiError(f"the generation engine has finished no step for {silent:.0f} s", status=503)
+        return Response()
+
+    async def _version(self, request: HttpRequest) -> ASGIApp:
+        return json_response({"version": __version__})
+
+    async def _metrics(self, request: HttpRequest) -> ASGIApp:
+        return Response(self.metrics.page(), media_type="text/plain; version=1.0.0; charset=utf-8")
+
+    async def _document(self, request: HttpRequest) -> ASGIApp:
+        return json_response(document(has_keys=bool(self.keys)))
+
+    async def _page(self, request: HttpRequest) -> ASGIApp:
+        return FileResponse(PAGE, media_type="text/html", headers={"cache-control": "no-cache"})
+
+    async def _body(self, request: HttpRequest) -> dict[str, Any]:
+        most = self.config.max_body_size_mb << 20
+        return await read_body(request, most_bytes=most, seconds=self.config.client_timeout)
+
+    @property
+    def _seconds(self) -> float:
+        return self.config.request_timeout
+
+    async def _no_such_page(self, request: HttpRequest, error: Exception) -> Response:
+        assert isinstance(error, HTTPException), "it is registered for these"
+        paths = [path for paths, _, _ in self.endpoints() for path in paths]
+        if error.status_code == 404:
+            path = request.url.path[:100]
+            message = f"there is no page {path!r}{did_you_mean(path, paths)}; /openapi.json lists them"
+        else:
+            allowed = (error.headers or {}).get("Allow", "")
+            message = f"{request.method[:20]} {request.url.path[:100]}: {error.detail}; it takes {allowed}"
+        return error_response(ApiError(message, status=error.status_code, headers=error.headers))
+
+
+async def _refused(request: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, ApiError), "it is registered for these"
+    return error_response(error)
+
+
+async def _nobody_reads(request: HttpRequest, error: Exception) -> Response:
+    return Response(status_code=CLIENT_LEFT)
+
+
+async def _failed(request: HttpRequest, error: Exception) -> Response:
+    return error_response(ApiError("the server failed on this request; its log says how", status=500))
+
+
+async def _frames(
+    stream: Stream, asked: Asked, answer: CompletionAnswer | ChatAnswer
+) -> AsyncIterator[Mapping[str, Any] | object]:
+    """The events of a stream: chunks, and the counts at the end of those that ask for them."""
+    index_of = {request.id: index for index, request in enumerate(asked.requests)}
+    found = [Outcome() for _ in asked.requests]
+    options = asked.fields["stream_options"]
+    with_usage, always = options.get("include_usage"), options.get("continuous_usage_stats")
+    async for update in stream:
+        if not isinstance(update, Update):
+            yield PING
+            continue
+        index = index_of[update.request_id]
+        found[index].add(update)
+        for chunk in answer.chunks(index, update):
+            counts = {"usage": usage(asked, found) if always else None} if with_usage or always else {}
+            yield {**chunk, **counts}
+    if with_usage:
+        yield answer.last(usage(asked, found))

@@ -1,0 +1,150 @@
+"""/v1/chat/completions: the next message of a conversation, whole or as a stream, in the shape of OpenAI's answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.core.inference.request import GeneratedToken, Update
+from megatron.serving.errors import ApiError
+from megatron.serving.fields import CHAT, read_fields
+from megatron.serving.generating import Asked, Outcome, asked_of, best_of, check_together, ending, usage
+from megatron.serving.model import ServedModel
+from megatron.serving.token_texts import TokenTexts, finite
+
+
+def read_chat(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
+    """The fields of a request, checked. Raises ApiError."""
+    fields = read_fields(body, CHAT)
+    model.check_name(fields["model"])
+    if fields["max_completion_tokens"] is not None:
+        if fields["max_tokens"] not in (None, fields["max_completion_tokens"]):
+            raise ApiError(
+                f"max_tokens {fields['max_tokens']} and max_completion_tokens {fields['max_completion_tokens']} are "
+                "two names of one limit: give one",
+                param="max_completion_tokens",
+            )
+        fields["max_tokens"] = fields["max_completion_tokens"]
+    if fields["max_tokens"] == 0:
+        raise ApiError("max_tokens is 0; it must be 1 or more", param="max_tokens")
+    if fields["top_logprobs"] and not fields["logprobs"]:
+        raise ApiError("top_logprobs need logprobs: true", param="top_logprobs")
+    check_together(fields, choices=fields["n"])
+    return fields
+
+
+async def conversation_ids(fields: Mapping[str, Any], model: ServedModel, *, trust_templates: bool) -> list[int]:
+    """Token ids of the ``messages`` as the chat template writes them. Raises ApiError."""
+    if fields["chat_template"] is not None and not trust_templates:
+        raise ApiError(
+            "chat_template: this server uses its own template alone (--trust-request-chat-template would change that)",
+            param="chat_template",
+        )
+    if fields["continue_final_message"] and fields["add_generation_prompt"]:
+        raise ApiError(
+            "add_generation_prompt and continue_final_message cannot both be true: the answer either begins a message "
+            "or continues the last one",
+            param="continue_final_message",
+        )
+    if model.templates is None:
+        raise ApiError(
+            "this model has no chat template: start the server with --chat-template FILE, or use /v1/completions",
+            param="messages",
+            code="no_chat_template",
+        )
+    text = await model.templates.write(
+        [_with_text(message) for message in fields["messages"]],
+        source=fields["chat_template"],
+        begin_answer=fields["add_generation_prompt"] is not False,
+        continue_last=fields["continue_final_message"],
+        variables={"documents": fields.get("documents"), **fields["chat_template_kwargs"]},
+    )
+    return model.ids_of_text(text, whole=bool(fields["add_special_tokens"]), param="messages")
+
+
+def chat_asked(fields: Mapping[str, Any], ids: list[int], model: ServedModel, *, id: str) -> Asked:
+    """The engine's requests for a conversation of token ids. Raises ApiError."""
+    return asked_of(model, fields, id=id, prompts=[ids], param="messages", choices=fields["n"])
+
+
+def _with_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose parts are joined."""
+    content = message["content"]
+    joined = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    return {**message, "content": joined}
+
+
+@dataclass
+class ChatAnswer:
+    """Makes the answer, or its chunks, of what the engine tells."""
+
+    model: ServedModel
+    asked: Asked
+    created: int
+    _begun: set[int] = field(default_factory=set)
+
+    def whole(self, found: Sequence[Outcome]) -> dict[str, Any]:
+        """The answer when all has come."""
+        choices = []
+        for index, (_, outcome) in enumerate(best_of(found, self.asked)):
+            message = {"role": "assistant", "content": outcome.text, "refusal": None}
+            choices.append({"index": index, "message": message, **self._rest(outcome, first=True)})
+        answer = self._envelope("chat.completion", choices)
+        return answer | {"usage": usage(self.asked, found)}
+
+    def chunks(self, index: int, update: Update) -> Iterator[dict[str, Any]]:
+        """The chunks of an update of choice ``index``: the role, the text, and the end by itself."""
+        first = index not in self._begun
+        if first:
+            self._begun.add(index)
+            delta = {"role": "assistant", "content": ""}
+            yield self._chunk(index, delta, Outcome(), first=True)
+        part = Outcome(update.text, list(update.tokens))
+        if part.text or (part.tokens and (self.asked.fields["logprobs"] or self.asked.fields["return_token_ids"])):
+            yield self._chunk(index, {"content": part.text}, part)
+        if update.finish is not None:
+            yield self._chunk(index, {}, Outcome(finish=update.finish))
+
+    def last(self, counts: Mapping[str, Any]) -> dict[str, Any]:
+        """The chunk with the counts."""
+        return self._envelope("chat.completion.chunk", []) | {"usage": counts}
+
+    def _chunk(self, index: int, delta: Mapping[str, Any], part: Outcome, *, first: bool = False) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, **self._rest(part, first=first)}
+        return self._envelope("chat.completion.chunk", [choice])
+
+    def _envelope(self, kind: str, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": f"chatcmpl-{self.asked.id}",
+            "object": kind,
+            "created": self.created,
+            "model": self.model.name,
+            "choices": choices,
+            "system_fingerprint": self.model.fingerprint,
+            "seed": self.asked.seed,
+        }
+
+    def _rest(self, part: Outcome, *, first: bool) -> dict[str, Any]:
+        """What whole choices and chunks have besides their text."""
+        fields, tokens = self.asked.fields, part.tokens
+        found: dict[str, Any] = {"logprobs": None, **ending(part.finish, self.asked)}
+        if fields["logprobs"] and tokens:
+            found["logprobs"] = {"content": [self._logprob(token) for token in tokens], "refusal": None}
+        if fields["return_token_ids"]:
+            found["token_ids"] = [token.id for token in tokens]
+            found["prompt_token_ids"] = list(self.asked.prompts[0]) if first else None
+        return found
+
+    def _logprob(self, token: GeneratedToken) -> dict[str, Any]:
+        texts = TokenTexts(self.model.tokenizer, as_ids=self.asked.fields["return_tokens_as_token_ids"])
+        assert token.logprobs is not None, "they were asked for"
+        top = token.logprobs.top[: self.asked.fields["top_logprobs"]]
+        return {
+            **_entry(texts, token.id, token.logprobs.logprob),
+            "top_logprobs": [_entry(texts, each, value) for each, value in top],
+        }
+
+
+def _entry(texts: TokenTexts, token: int, logprob: float) -> dict[str, Any]:
+    return {"token": texts.spelled(token), "logprob": finite(logprob), "bytes": list(texts.bytes_of(token))}

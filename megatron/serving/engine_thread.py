@@ -1,0 +1,241 @@
+"""The engine in a thread of its own, and the streams through which the server's event loop hears of its requests."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Any, Protocol
+
+from megatron.core.inference.engine import Engine
+from megatron.core.inference.request import Request, Update
+from megatron.errors import MegatronError
+from megatron.serving.errors import ApiError
+
+_IDLE_SECONDS = 0.5
+
+
+class ClientLeftError(Exception):
+    """The client has closed its connection: nobody reads an answer."""
+
+
+PING = object()
+"""What a stream yields when it has nothing to say for a while."""
+
+
+@dataclass
+class Progress:
+    """One request on its way, with the times that metrics need (seconds, monotonic)."""
+
+    stream: Stream
+    arrived: float
+    prompt_tokens: int
+    first_token: float | None = None
+    last_token: float = 0.0
+    generated: int = 0
+
+
+@dataclass(eq=False)
+class Stream:
+    """The updates of a few requests, in the order of steps: ``async for update in stream``.
+
+    ``fail``: what ends it before its requests have ended.
+    """
+
+    unfinished: int
+    _items: asyncio.Queue[Update | BaseException | object] = field(default_factory=asyncio.Queue)
+
+    def put(self, update: Update) -> None:
+        """Hand over an update."""
+        self._items.put_nowait(update)
+
+    def fail(self, error: BaseException) -> None:
+        """Raise ``error`` where the stream is read, after what has come before it."""
+        self._items.put_nowait(error)
+
+    def ping(self) -> None:
+        """Yield PING."""
+        self._items.put_nowait(PING)
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Update | object:
+        if self.unfinished == 0:
+            raise StopAsyncIteration
+        item = await self._items.get()
+        if isinstance(item, BaseException):
+            raise item
+        if isinstance(item, Update) and item.finish is not None:
+            self.unfinished -= 1
+        return item
+
+
+class Observer(Protocol):
+    """Who is told of requests, for metrics."""
+
+    def updated(self, progress: Progress, update: Update, now: float) -> None:
+        """A request has got an update."""
+        ...
+
+    def refused(self) -> None:
+        """A request was refused as the queue is full."""
+        ...
+
+
+@dataclass(eq=False)
+class EngineThread:
+    """Runs an engine in a thread; everything public is called in the event loop.
+
+    ``max_queue``: requests that may wait besides those that run. ``on_failure``: called once when the engine raises;
+    open streams raise a 503 then, as every later one does.
+    """
+
+    engine: Engine
+    max_queue: int
+    observer: Observer
+    on_failure: Callable[[BaseException], None] = lambda failure: None
+    failure: BaseException | None = None
+    last_sign: float = field(default_factory=time.monotonic)
+    closing: bool = False
+    _open: dict[str, Progress] = field(default_factory=dict)
+    _commands: queue.SimpleQueue[list[Request] | list[str] | None] = field(default_factory=queue.SimpleQueue)
+    _seconds_per_request: float = 1.0
+
+    def start(self) -> None:
+        """Start the thread; the running loop is the one that is told of updates."""
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def stop(self, *, seconds: float = 5.0) -> None:
+        """End the thread after its current step."""
+        self._commands.put(None)
+        self._thread.join(seconds)
+
+    @property
+    def rows(self) -> int:
+        """Requests that the engine runs at once."""
+        return self.engine.limits.max_requests
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that wait or run."""
+        return len(self._open)
+
+    def cut(self, error: ApiError) -> None:
+        """End all open streams with ``error``."""
+        for stream in {id(progress.stream): progress.stream for progress in self._open.values()}.values():
+            stream.fail(error)
+
+    @contextmanager
+    def open(self, requests: Sequence[Request]) -> Iterator[Stream]:
+        """The stream of ``requests``; those that are unfinished at the end of the block are aborted.
+
+        Raises ApiError when the queue is full (429), and when the engine is gone or about to end (503).
+        """
+        self._check_open()
+        stream, now = Stream(len(requests)), time.monotonic()
+        for request in requests:
+            self._open[request.id] = Progress(stream, now, len(request.prompt))
+        self._commands.put(list(requests))
+        try:
+            yield stream
+        finally:
+            left = [request.id for request in requests if self._open.pop(request.id, None) is not None]
+            if left:
+                self._commands.put(left)
+
+    def _check_open(self) -> None:
+        if self.failure is not None:
+            raise _engine_failed()
+        if self.closing:
+            raise ApiError("the server is shutting down; ask another one", status=503, code="shutting_down")
+        if self.unfinished >= self.rows + self.max_queue:
+            self.observer.refused()
+            seconds = ceil(min(60.0, self._seconds_per_request * self.unfinished / self.rows))
+            raise ApiError(
+                f"the server is busy: {self.unfinished} texts run or wait, and its limit is "
+                f"{self.rows + self.max_queue} (--inference-max-requests and --max-queue); try again in {seconds} s",
+                status=429,
+                code="queue_full",
+                headers={"retry-after": str(seconds)},
+            )
+
+    def _run(self) -> None:
+        try:
+            while self._obey():
+                if self.engine.error is not None:  # a rank was lost while there was nothing to do
+                    raise self.engine.error
+                if self.engine.has_work:
+                    updates = self.engine.step()
+                    if updates:
+                        self._tell(self._deliver, updates)
+                elif self.engine.error is not None:  # a rank is lost while all wait for requests
+                    raise self.engine.error
+                self.last_sign = time.monotonic()
+        except BaseException as error:  # whatever ends the engine must be said
+            self._tell(self._fail, error)
+
+    def _tell(self, callback: Callable[..., None], *arguments: Any) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(callback, *arguments)
+
+    def _obey(self) -> bool:
+        """Do what the event loop has asked, and wait for it a little when there is nothing else to do."""
+        block = not self.engine.has_work
+        while True:
+            try:
+                command = self._commands.get(block=block, timeout=_IDLE_SECONDS)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            block = False
+            for each in command:
+                if isinstance(each, Request):
+                    self._submit(each)
+                else:
+                    self.engine.abort(each)
+
+    def _submit(self, request: Request) -> None:
+        try:
+            self.engine.submit(request)
+        except MegatronError as error:
+            self._tell(self._refuse, request.id, ApiError(str(error)))
+
+    def _refuse(self, request_id: str, error: ApiError) -> None:
+        if progress := self._open.pop(request_id, None):
+            progress.stream.fail(error)
+
+    def _deliver(self, updates: Sequence[Update]) -> None:
+        now = time.monotonic()
+        for update in updates:
+            progress = self._open.get(update.request_id)
+            if progress is None:  # its client has left meanwhile
+                continue
+            self.observer.updated(progress, update, now)
+            if update.tokens:
+                progress.first_token = progress.first_token or now
+                progress.last_token = now
+                progress.generated += len(update.tokens)
+            if update.finish is not None:
+                del self._open[update.request_id]
+                self._seconds_per_request += 0.1 * (now - progress.arrived - self._seconds_per_request)
+            progress.stream.put(update)
+
+    def _fail(self, error: BaseException) -> None:
+        self.failure = error
+        self.cut(_engine_failed())
+        self.on_failure(error)
+
+
+def _engine_failed() -> ApiError:
+    return ApiError(
+        "the generation engine has failed, and the server is about to end", status=503, code="engine_failed"
+    )

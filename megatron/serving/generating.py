@@ -1,0 +1,257 @@
+"""From the fields of an OpenAI request to requests of the engine, and what came of them."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.core.inference.constrained import Constraint
+from megatron.core.inference.request import (
+    Finish,
+    GeneratedToken,
+    Request,
+    StopRules,
+    TokenLogprobs,
+    Update,
+)
+from megatron.core.inference.sampling import Sampling
+from megatron.errors import ConfigError, MegatronError
+from megatron.serving.engine_thread import Stream
+from megatron.serving.errors import ApiError
+from megatron.serving.model import ServedModel
+from megatron.small_files import shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What one HTTP request asks: ``prompts``, and ``choices`` continuations of each, prompt by prompt in ``requests``.
+
+    ``seed``: the one that was given, or drawn. ``answered``: how many of the continuations the answer holds.
+    """
+
+    id: str
+    fields: Mapping[str, Any]
+    prompts: Sequence[Sequence[int]]
+    requests: Sequence[Request]
+    choices: int
+    seed: int
+
+    @property
+    def answered(self) -> int:
+        """Continuations of each prompt in the answer."""
+        return int(self.fields["n"])
+
+
+@dataclass
+class Outcome:
+    """What has come of a request so far."""
+
+    text: str = ""
+    tokens: list[GeneratedToken] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    cached_tokens: int = 0
+    finish: Finish | None = None
+
+    def add(self, update: Update) -> None:
+        """Take what a step brought; raises ApiError (500) for a request that failed."""
+        self.text += update.text
+        self.tokens += update.tokens
+        self.prompt_logprobs = self.prompt_logprobs or update.prompt_logprobs
+        self.cached_tokens = update.cached_tokens
+        self.finish = update.finish
+        if self.finish is not None and self.finish.reason == "error":
+            raise ApiError(f"the model failed on this request: {self.finish.error}", status=500, code="model_failed")
+
+    @property
+    def ending(self) -> Finish:
+        """How it ended."""
+        assert self.finish is not None, "only of a finished request"
+        return self.finish
+
+
+async def outcomes(stream: Stream, requests: Sequence[Request]) -> list[Outcome]:
+    """What came of each request in the end."""
+    found = {request.id: Outcome() for request in requests}
+    async for update in stream:
+        if isinstance(update, Update):
+            found[update.request_id].add(update)
+    return list(found.values())
+
+
+def asked_of(
+    model: ServedModel, fields: Mapping[str, Any], *, id: str, prompts: Sequence[list[int]], param: str, choices: int
+) -> Asked:
+    """The engine's requests for prompts of token ids. Raises ApiError for settings that cannot work."""
+    most, truncate = fields["max_tokens"], fields["truncate_prompt_tokens"]
+    least = 1 if most is None else most
+    checked = [model.checked_prompt(list(ids), truncate=truncate, most_new=least, param=param) for ids in prompts]
+    seed = secrets.randbits(31) if fields["seed"] is None else fields["seed"]
+    sampling, stop = sampling_of(fields, model), stop_rules(fields, model)
+    constraint = constraint_of(fields, model)
+    requests = [
+        Request(
+            id=f"{id}-{number * choices + choice}",
+            prompt=tuple(ids),
+            max_tokens=model.max_length - len(ids) if most is None else least,
+            sampling=sampling,
+            stop=stop,
+            constraint=constraint,
+            skip_special_tokens=fields["skip_special_tokens"],
+            seed=seed,
+            choice=choice,
+            logprobs=_logprobs_of(fields, ranked=choices > fields["n"]),
+            prompt_logprobs=_prompt_logprobs_of(fields),
+        )
+        for number, ids in enumerate(checked)
+        for choice in range(choices)
+    ]
+    return Asked(id=id, fields=fields, prompts=checked, requests=requests, choices=choices, seed=seed)
+
+
+def check_together(fields: Mapping[str, Any], *, choices: int) -> None:
+    """Raise ApiError for fields that can't go together."""
+    if fields["stream_options"] and not fields["stream"]:
+        raise ApiError("stream_options need stream: true", param="stream_options")
+    if fields["stream"] and choices > fields["n"]:
+        raise ApiError(
+            f"best_of {choices} with n {fields['n']} cannot be streamed, since the best are known at the end: leave "
+            "out best_of or stream",
+            param="best_of",
+        )
+    if fields["stream"] and fields.get("prompt_logprobs") is not None:
+        raise ApiError("prompt_logprobs cannot be streamed: leave out one of both", param="prompt_logprobs")
+    if fields["truncate_prompt_tokens"] == 0:
+        raise ApiError(
+            "truncate_prompt_tokens is 0; it must be 1 or more, or -1 for as many as fit",
+            param="truncate_prompt_tokens",
+        )
+    if fields["max_tokens"] is not None and fields["min_tokens"] > fields["max_tokens"]:
+        raise ApiError(
+            f"min_tokens {fields['min_tokens']} is more than max_tokens {fields['max_tokens']}", param="min_tokens"
+        )
+
+
+def sampling_of(fields: Mapping[str, Any], model: ServedModel) -> Sampling:
+    """How tokens are drawn; raises ApiError for ids that the model doesn't have."""
+    bias = {_token_id(key, model): value for key, value in fields["logit_bias"].items()}
+    allowed = fields["allowed_token_ids"]
+    if allowed is not None:
+        model.check_ids(allowed, param="allowed_token_ids")
+    try:
+        return Sampling(
+            temperature=fields["temperature"],
+            top_k=max(fields["top_k"], 0),
+            top_p=fields["top_p"],
+            min_p=fields["min_p"],
+            repetition_penalty=fields["repetition_penalty"],
+            presence_penalty=fields["presence_penalty"],
+            frequency_penalty=fields["frequency_penalty"],
+            logit_bias=tuple(bias.items()),
+            min_tokens=fields["min_tokens"],
+            allowed_ids=None if allowed is None else frozenset(allowed),
+            bad_words=tuple(tuple(ids) for word in fields["bad_words"] for ids in _spellings(word, model)),
+        )
+    except MegatronError as error:
+        raise ApiError(str(error)) from None
+
+
+def constraint_of(fields: Mapping[str, Any], model: ServedModel) -> Constraint | None:
+    """The form of the text that is asked for, which may take seconds to compile; raises ApiError where it can't be."""
+    asked, other = fields["response_format"], fields["structured_outputs"]
+    kinds = dict(other or {})
+    if asked is not None and asked["type"] != "text":
+        kinds[asked["type"]] = asked.get("json_schema")
+    param = "response_format" if other is None else "structured_outputs"
+    if other is not None and len(kinds) != 1:
+        raise ApiError(f"the text can have one form, and {len(kinds)} are given: give one", param=param)
+    try:
+        match kinds:
+            case {"json_object": _}:
+                return model.constraints.json_object()
+            case {"json_schema": None}:
+                raise ApiError("response_format of the type json_schema has no json_schema", param=param)
+            case {"json_schema": {"schema": schema}} | {"json": schema}:
+                return model.constraints.json_schema(schema)
+            case {"regex": pattern}:
+                return model.constraints.regex(pattern)
+            case {"choice": texts}:
+                return model.constraints.choice(texts)
+            case {"grammar": lark}:
+                return model.constraints.grammar(lark)
+        return None
+    except ConfigError as error:
+        raise ApiError(str(error), param=param) from None
+
+
+def stop_rules(fields: Mapping[str, Any], model: ServedModel) -> StopRules:
+    """What ends a text; raises ApiError for ids that the model doesn't have."""
+    model.check_ids(fields["stop_token_ids"], param="stop_token_ids")
+    stop = fields["stop"]
+    return StopRules(
+        token_ids=frozenset(fields["stop_token_ids"]) | (frozenset() if fields["ignore_eos"] else model.end_ids),
+        strings=(stop,) if isinstance(stop, str) else tuple(stop),
+        include_string=fields["include_stop_str_in_output"],
+    )
+
+
+def best_of(found: Sequence[Outcome], asked: Asked) -> Iterator[tuple[int, Outcome]]:
+    """The outcomes that the answer holds, each with its prompt's number: of each prompt those likeliest a token."""
+    for number in range(len(asked.prompts)):
+        group = found[number * asked.choices : (number + 1) * asked.choices]
+        if asked.choices > asked.answered:
+            group = sorted(group, key=_mean_logprob, reverse=True)
+        for outcome in group[: asked.answered]:
+            yield number, outcome
+
+
+def usage(asked: Asked, found: Iterable[Outcome]) -> dict[str, Any]:
+    """Counts of tokens: each prompt once, and all that was generated."""
+    found = list(found)
+    prompt = sum(map(len, asked.prompts))
+    generated = sum(len(outcome.tokens) for outcome in found)
+    cached = sum(outcome.cached_tokens for outcome in found[:: asked.choices])
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def ending(finish: Finish | None, asked: Asked) -> dict[str, Any]:
+    """``finish_reason``, and ``stop_reason``: the string or id of the request that ended the text."""
+    stop = finish.stop if finish else None
+    named = isinstance(stop, str) or stop in asked.fields["stop_token_ids"]
+    return {"finish_reason": finish and finish.reason, "stop_reason": stop if named else None}
+
+
+def _mean_logprob(outcome: Outcome) -> float:
+    values = [token.logprobs.logprob for token in outcome.tokens if token.logprobs is not None]
+    return sum(values) / max(1, len(values))
+
+
+def _spellings(word: str, model: ServedModel) -> list[list[int]]:
+    """A word at the beginning of a text, and after a space."""
+    return [model.ids_of_text(text, whole=False, param="bad_words") for text in (word, f" {word.lstrip()}")]
+
+
+def _token_id(key: str, model: ServedModel) -> int:
+    if not key.isascii() or not key.isdecimal() or len(key) > 10:
+        raise ApiError(f"logit_bias has the key {shown(key)}; keys are token ids", param="logit_bias")
+    model.check_ids([int(key)], param="logit_bias")
+    return int(key)
+
+
+def _logprobs_of(fields: Mapping[str, Any], *, ranked: bool) -> int | None:
+    asked = fields["logprobs"]
+    if isinstance(asked, bool):
+        asked = fields["top_logprobs"] if asked else None
+    return 0 if asked is None and ranked else asked
+
+
+def _prompt_logprobs_of(fields: Mapping[str, Any]) -> int | None:
+    echoed = fields["logprobs"] if fields["echo"] else None
+    asked = fields.get("prompt_logprobs")
+    return max((each for each in (echoed, asked) if each is not None), default=None)

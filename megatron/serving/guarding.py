@@ -1,0 +1,132 @@
+"""What every request passes: its id, the access log, the key, and limits of its body."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import quote
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from megatron.serving.errors import ApiError
+from megatron.serving.responses import error_response
+from megatron.small_files import parse_json
+
+logger = logging.getLogger("megatron.serving.access")
+_OPEN = frozenset({"/", "/health", "/v1/health", "/ping", "/version", "/metrics", "/openapi.json"})
+CLIENT_LEFT = 499
+"""The status that access logs write for a client that has left."""
+
+
+class RequestIds:
+    """Gives each request an id, which its answer names in ``x-request-id``, and writes the access log.
+
+    A client may choose it. The id in the scope's state, by which the engine tells requests apart, is always the
+    server's own: two requests may name the same. Bodies, keys and query strings are never logged.
+    """
+
+    def __init__(self, app: ASGIApp, *, log: bool) -> None:
+        self._app, self._log = app, log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, and log it when it has ended."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        scope["state"]["id"] = own = secrets.token_hex(12)
+        request_id = given if re.fullmatch(r"[\w.-]{1,64}", given) else own
+        scope["state"]["quiet"] = False
+        started, status = time.perf_counter(), CLIENT_LEFT
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            if self._log and not scope["state"]["quiet"]:
+                client = (scope.get("client") or ("-",))[0]
+                line = f"{scope['method']} {quote(scope['path'])}"
+                seconds = time.perf_counter() - started
+                logger.info("%s %s %d %.3f s %s", client, line[:200], status, seconds, request_id)
+
+
+class Keys:
+    """Refuses requests without one of the keys (``Authorization: Bearer KEY``), except for pages about the server."""
+
+    def __init__(self, app: ASGIApp, *, keys: Sequence[str]) -> None:
+        self._app, self._keys = app, [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on that may be."""
+        if scope["type"] != "http" or scope["path"] in _OPEN or self._is_right(scope):
+            await self._app(scope, receive, send)
+            return
+        error = ApiError(
+            "this server needs an API key: send the header Authorization: Bearer KEY with one of its keys",
+            status=401,
+            code="invalid_api_key",
+            headers={"www-authenticate": "Bearer"},
+        )
+        await error_response(error)(scope, receive, send)
+
+    def _is_right(self, scope: Scope) -> bool:
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        given = key.strip().encode("latin-1", "replace")
+        found = [hmac.compare_digest(given, each) for each in self._keys]  # all of them, so the time tells nothing
+        return scheme.lower() == "bearer" and any(found)
+
+
+async def read_body(request: HttpRequest, *, most_bytes: int, seconds: float) -> dict[str, Any]:
+    """The JSON object in a request's body. Raises ApiError for a body that is none, too large, or too slow."""
+    kind = request.headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(
+            f"the content type is {kind[:100]!r}; send the header Content-Type: application/json", status=415
+        )
+    if (coding := request.headers.get("content-encoding", "identity").lower()) != "identity":
+        raise ApiError(f"the content encoding {coding[:100]!r} is not read; send the body as it is", status=415)
+    try:
+        body = await asyncio.wait_for(_whole_body(request, most_bytes), seconds)
+    except asyncio.TimeoutError:
+        raise ApiError(f"the body took more than {seconds:g} s to arrive", status=408, headers=_CLOSE) from None
+    except ClientDisconnect:
+        raise ApiError("the body ends before its length", headers=_CLOSE) from None
+    found: dict[str, Any] = parse_json(body, dict[str, Any], where="the body", error=ApiError)
+    return found
+
+
+async def _whole_body(request: HttpRequest, most_bytes: int) -> bytes:
+    """The body. One that is too large is read to its end and thrown away, or its client would not see the answer."""
+    body, size = bytearray(), 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size <= most_bytes:
+            body += chunk
+        elif size > _MOST_THROWN_AWAY * most_bytes:
+            break
+        else:
+            body.clear()
+    if size > most_bytes:
+        raise ApiError(
+            f"the body is larger than {most_bytes >> 20} MiB (--max-body-size-mb)", status=413, headers=_CLOSE
+        )
+    return bytes(body)
+
+
+_MOST_THROWN_AWAY = 16
+_CLOSE = {"connection": "close"}  # what is left of the body is not read

@@ -1,0 +1,108 @@
+"""/metrics: what Prometheus reads, under our names or those of vLLM that dashboards know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from megatron.core.inference.request import Update
+from megatron.serving.engine_thread import EngineThread, Progress
+
+_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_BETWEEN = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+
+
+@dataclass(eq=False)
+class Metrics:
+    """Counts and times of requests, in a registry of its own. ``model_name``: the label of every series."""
+
+    model_name: str
+    prefix: str
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+
+    def __post_init__(self) -> None:
+        self._prompt = self._counter("prompt_tokens", "Prompt tokens of requests that have begun.")
+        self._generated = self._counter("generation_tokens", "Generated tokens.")
+        self._ended = self._counter("request_success", "Requests that have ended.", "finished_reason")
+        self._refused = self._counter("requests_refused", "Requests refused as the queue was full.")
+        self._first = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN)
+        self._between = self._histogram("inter_token_latency_seconds", "From one token to the next.", _BETWEEN)
+        self._whole = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", _WHOLE)
+        self._decode = self._histogram("request_decode_time_seconds", "From the first token to the last.", _WHOLE)
+        self._prompts = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
+        self._texts = self._histogram("request_generation_tokens", "Generated tokens of a request.", _TOKENS)
+
+    def watch(self, thread: EngineThread) -> None:
+        """Add the engine's own numbers, which are read when somebody asks."""
+        self.registry.register(_EngineNumbers(thread, self.model_name, self.prefix))
+
+    def updated(self, progress: Progress, update: Update, now: float) -> None:
+        """A request has got an update."""
+        if update.tokens:
+            self._generated.labels(self.model_name).inc(len(update.tokens))
+            if progress.first_token is None:
+                self._first.labels(self.model_name).observe(now - progress.arrived)
+                self._prompt.labels(self.model_name).inc(progress.prompt_tokens)
+            else:
+                for _ in update.tokens:  # tokens of one step share its time
+                    self._between.labels(self.model_name).observe((now - progress.last_token) / len(update.tokens))
+        if update.finish is not None:
+            self._ended.labels(self.model_name, update.finish.reason).inc()
+            self._whole.labels(self.model_name).observe(now - progress.arrived)
+            self._decode.labels(self.model_name).observe(now - (progress.first_token or now))
+            self._prompts.labels(self.model_name).observe(progress.prompt_tokens)
+            self._texts.labels(self.model_name).observe(progress.generated + len(update.tokens))
+
+    def refused(self) -> None:
+        """A request was refused as the queue was full."""
+        self._refused.labels(self.model_name).inc()
+
+    def page(self) -> bytes:
+        """What Prometheus reads."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, about: str, *labels: str) -> Counter:
+        return Counter(self.prefix + name, about, ("model_name", *labels), registry=self.registry)
+
+    def _histogram(self, name: str, about: str, edges: tuple[float, ...]) -> Histogram:
+        return Histogram(self.prefix + name, about, ("model_name",), buckets=edges, registry=self.registry)
+
+
+@dataclass(frozen=True)
+class _EngineNumbers(Collector):
+    """Gauges and counters of the engine, as they are when somebody asks."""
+
+    thread: EngineThread
+    model_name: str
+    prefix: str
+
+    def collect(self) -> Iterator[Metric]:
+        """The numbers."""
+        numbers = self.thread.engine.statistics
+        waiting = self.thread.unfinished - numbers.running  # also those that the engine hasn't got yet
+        for name, about, value in (
+            ("num_requests_running", "Requests that run.", numbers.running),
+            ("num_requests_waiting", "Requests that wait.", max(0, waiting)),
+            ("kv_cache_usage_perc", "Share of the cache that texts hold, from 0 to 1.", numbers.cache_usage),
+        ):
+            yield self._with_value(GaugeMetricFamily(self.prefix + name, about, labels=["model_name"]), value)
+        for name, about, value in (
+            ("prefix_cache_queries", "Tokens of prompts looked up in the cache.", numbers.prefix_queries),
+            ("prefix_cache_hits", "Tokens of prompts found in the cache.", numbers.prefix_hits),
+            ("num_preemptions", "Requests that lost their blocks for a while.", numbers.preemptions),
+            ("spec_decode_num_draft_tokens", "Tokens that were guessed.", numbers.drafted_tokens),
+            ("spec_decode_num_accepted_tokens", "Guessed tokens that were right.", numbers.accepted_tokens),
+            ("iterations", "Steps of the engine.", numbers.steps),
+            ("iteration_tokens", "Tokens that steps have computed.", numbers.step_tokens),
+        ):
+            yield self._with_value(CounterMetricFamily(self.prefix + name, about, labels=["model_name"]), value)
+
+    def _with_value(self, metric: GaugeMetricFamily | CounterMetricFamily, value: float) -> Metric:
+        metric.add_metric([self.model_name], value)
+        return metric

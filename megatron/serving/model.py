@@ -1,0 +1,110 @@
+"""The model that is served: its name, its limits, its tokenizer, and where it comes from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.inference.constrained import ConstraintCompiler
+from megatron.core.inference.sampling import ForbiddenAfter
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.errors import MegatronError
+from megatron.serving.errors import ApiError
+
+if TYPE_CHECKING:
+    from megatron.serving.templates import Templates
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """``max_length``: tokens of a prompt and its generated text together. ``vocab_size``: ids that prompts may have.
+
+    ``fingerprint``: says which checkpoint and tokenizer the answers come from. ``end_ids``: tokens that end a text.
+    ``templates``: None where no chat template is known.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    max_length: int
+    fingerprint: str
+    end_ids: frozenset[int]
+    templates: Templates | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @cached_property
+    def constraints(self) -> ConstraintCompiler:
+        """Makes schemas and grammars into constraints; raises ConfigError without the library for it."""
+        return ConstraintCompiler(self.tokenizer, end_ids=self.end_ids)
+
+    @cached_property
+    def newline_after_colon(self) -> ForbiddenAfter:
+        """No token that begins with a newline follows one that ends with a colon."""
+        texts = [self.tokenizer.detokenize([token]) for token in range(self.tokenizer.vocab_size)]
+        return ForbiddenAfter(
+            previous=frozenset(token for token, text in enumerate(texts) if text.endswith(":")),
+            tokens=frozenset(token for token, text in enumerate(texts) if text.startswith("\n")),
+        )
+
+    def check_name(self, asked: str | None) -> None:
+        """Raise ApiError (404) for another model than this one; None is this one."""
+        if asked not in (None, self.name):
+            raise ApiError(
+                f"the model {asked[:100]!r} does not exist here; this server has {self.name!r}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+
+    def listed(self) -> dict[str, Any]:
+        """The model as /v1/models lists it."""
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "megatron",
+            "root": self.name,
+            "parent": None,
+            "max_model_len": self.max_length,
+        }
+
+    def ids_of_text(self, text: str, *, whole: bool, param: str = "prompt") -> list[int]:
+        """Token ids; ``whole``: with those that the tokenizer puts around a text. Raises ApiError."""
+        encode = self.tokenizer.tokenize_batch if whole else self.tokenizer.tokenize_parts
+        try:
+            return list(encode([text])[0])
+        except MegatronError as error:
+            raise ApiError(f"{param}: {error}", param=param) from None
+
+    def check_ids(self, ids: Sequence[int], *, param: str) -> None:
+        """Raise ApiError for an id that the vocabulary doesn't have."""
+        size = self.tokenizer.vocab_size
+        wrong = next((each for each in ids if not 0 <= each < size), None)
+        if wrong is not None:
+            raise ApiError(f"{param} has the token id {wrong}; this model has 0 to {size - 1}", param=param)
+
+    def checked_prompt(
+        self, ids: list[int], *, truncate: int | None, most_new: int, param: str = "prompt"
+    ) -> list[int]:
+        """A prompt that fits: at least one token, and room for ``most_new``. Raises ApiError.
+
+        ``truncate``: keep the last tokens, this many or, at -1, as many as fit.
+        """
+        self.check_ids(ids, param=param)
+        if truncate is not None:
+            keep = self.max_length - most_new if truncate == -1 else truncate
+            ids = ids[-keep:] if keep > 0 else []
+        if not ids:
+            first = self.tokenizer.bos if self.tokenizer.bos is not None else self.tokenizer.eod
+            ids = [first]
+        if len(ids) + most_new > self.max_length:
+            raise ApiError(
+                f"{param} has {len(ids)} tokens; with max_tokens {most_new} that makes {len(ids) + most_new}, and the "
+                f"model sees at most {self.max_length}: shorten it, or ask for at most "
+                f"{max(0, self.max_length - len(ids))} tokens",
+                param=param,
+                code="context_length_exceeded",
+            )
+        return ids

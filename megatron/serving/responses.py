@@ -1,0 +1,106 @@
+"""Answers in HTTP: JSON that any client can read, and streams of server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from megatron.serving.engine_thread import PING, ClientLeftError, Stream
+from megatron.serving.errors import ApiError
+
+_PING_SECONDS = 15.0
+_UNREAD_SECONDS = 5.0
+
+
+def encoded(value: Any) -> bytes:
+    """JSON in UTF-8; an unpaired surrogate, which a message may quote, becomes a question mark."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A response of JSON."""
+    return Response(encoded(value), status, headers, "application/json")
+
+
+def error_response(error: ApiError) -> Response:
+    """A refusal, in the shape of OpenAI's."""
+    return json_response(error.body(), status=error.status, headers=error.headers)
+
+
+@contextmanager
+def watched(stream: Stream, receive: Receive, *, seconds: float) -> Iterator[None]:
+    """Ends ``stream`` when the client leaves, and after ``seconds``; lets it ping while it is silent."""
+    loop = asyncio.get_running_loop()
+    too_late = ApiError(
+        f"the request took more than {seconds:g} s (--request-timeout): ask for fewer tokens",
+        status=504,
+        code="timeout",
+    )
+    deadline = loop.call_later(seconds, stream.fail, too_late)
+    watcher = loop.create_task(_watch(stream, receive))
+    try:
+        yield
+    finally:
+        deadline.cancel()
+        watcher.cancel()
+
+
+async def _watch(stream: Stream, receive: Receive) -> None:
+    while True:
+        with suppress(asyncio.TimeoutError):
+            message = await asyncio.wait_for(receive(), _PING_SECONDS)
+            if message["type"] == "http.disconnect":
+                stream.fail(ClientLeftError())
+                return
+        stream.ping()
+
+
+@dataclass
+class EventStream:
+    """An ASGI response of server-sent events: what ``frames`` makes of the stream that ``opened`` opens.
+
+    The stream is closed, and its requests aborted, however the response ends. An error before the first event is
+    raised, so that it gets a status; a later one is an event.
+    """
+
+    opened: AbstractContextManager[Stream]
+    frames: Callable[[Stream], AsyncIterator[Mapping[str, Any] | object]]
+    seconds: float
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        task = asyncio.current_task()
+        assert task is not None, "a request runs in a task"
+        with self.opened as stream, watched(stream, receive, seconds=self.seconds):
+            # A client that reads nothing holds up `send`, so that the stream's own time limit is not seen.
+            unread = asyncio.get_running_loop().call_later(self.seconds + _UNREAD_SECONDS, task.cancel)
+            try:
+                await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                with suppress(ClientLeftError):
+                    await self._send_all(stream, send)
+            finally:
+                unread.cancel()
+
+    async def _send_all(self, stream: Stream, send: Send) -> None:
+        try:
+            async for frame in self.frames(stream):
+                data = b": ping\n\n" if frame is PING else b"data: " + encoded(frame) + b"\n\n"
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            last = b"data: [DONE]\n\n"
+        except ApiError as error:
+            last = b"data: " + encoded(error.body()) + b"\n\n"
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]

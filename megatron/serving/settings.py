@@ -1,0 +1,58 @@
+"""Flags of the server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.flags import check_flags, flag, switch
+
+API_KEY_VARIABLE = "MEGATRON_API_KEY"
+
+
+@check_flags
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """The text-generation server: where it listens, whom it answers, and its limits."""
+
+    host: str = flag("Address to listen on; the default serves this machine alone, 0.0.0.0 any.", default="127.0.0.1")
+    port: int = flag("Port to listen on; 0: a free one, which is printed.", default=5000, at_least=0, at_most=65535)
+    served_model_name: str | None = flag(
+        "Name of the model in requests and answers; default: the folder of checkpoints.", default=None
+    )
+    api_key: tuple[str, ...] = flag(
+        f"Keys of which a request must bring one (Authorization: Bearer KEY); also ${API_KEY_VARIABLE}, separated by "
+        "commas. Without them anybody is served.",
+        default=(),
+    )
+    allowed_origins: tuple[str, ...] = flag(
+        "Web pages (as https://host:port, or * for all) whose scripts may ask this server.", default=()
+    )
+    max_queue: int = flag(
+        "Texts that may wait for those that run (--inference-max-requests); more are refused with status 429.",
+        default=256,
+        at_least=0,
+    )
+    max_body_size_mb: int = flag("Largest body of a request in MiB.", default=8, at_least=1, at_most=1024)
+    request_timeout: float = flag("Seconds after which a request is ended.", default=600.0, above=0, at_most=1e6)
+    client_timeout: float = flag(
+        "Seconds that a client may take to send a request's headers, and its body.", default=30.0, above=0, at_most=1e6
+    )
+    shutdown_timeout: float = flag(
+        "Seconds that unfinished requests have after SIGTERM.", default=30.0, at_least=0, at_most=1e6
+    )
+    health_timeout: float = flag(
+        "Seconds without a finished step after which GET /health answers 503.", default=120.0, above=0, at_most=1e6
+    )
+    chat_template: str | None = flag(
+        "Jinja file that writes conversations as text; default: the tokenizer's own template, if it has one.",
+        default=None,
+    )
+    end_tokens: tuple[str, ...] = flag(
+        "Further tokens that end a text, such as <|im_end|> after an answer; the tokenizer's own end always does.",
+        default=(),
+    )
+    trust_request_chat_template: bool = switch("Requests may bring a chat template of their own.")
+    vllm_metric_names: bool = switch(
+        "Metrics have vLLM's names (vllm:…), which dashboards know, instead of megatron_…."
+    )
+    no_access_log: bool = switch("Print no line for each request.")

@@ -1,0 +1,66 @@
+"""/tokenize, /detokenize and /tokenizer_info: the tokenizer for clients that have none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.serving.chat import conversation_ids
+from megatron.serving.errors import ApiError
+from megatron.serving.fields import DETOKENIZE, TOKENIZE, read_fields
+from megatron.serving.model import ServedModel
+from megatron.serving.token_texts import TokenTexts
+
+
+async def tokenized(body: Mapping[str, Any], model: ServedModel, *, trust_templates: bool) -> dict[str, Any]:
+    """The token ids of a text or a conversation. Raises ApiError.
+
+    The name of a special token alone, without ``add_special_tokens``, is that token, also where texts cannot spell it:
+    clients know it by its name in /tokenizer_info only.
+    """
+    fields = read_fields(body, TOKENIZE)
+    model.check_name(fields["model"])
+    if (fields["prompt"] is None) == (fields["messages"] is None):
+        raise ApiError("give either prompt or messages", param="prompt")
+    if fields["messages"] is not None:
+        ids = await conversation_ids(fields, model, trust_templates=trust_templates)
+    else:
+        ids = _ids_of_text(fields["prompt"], model, whole=fields["add_special_tokens"] is not False)
+    texts = TokenTexts(model.tokenizer)
+    return {
+        "count": len(ids),
+        "max_model_len": model.max_length,
+        "tokens": ids,
+        "token_strs": [texts.spelled(each) for each in ids] if fields["return_token_strs"] else None,
+    }
+
+
+def detokenized(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
+    """The text of token ids. Raises ApiError."""
+    fields = read_fields(body, DETOKENIZE)
+    model.check_name(fields["model"])
+    model.check_ids(fields["tokens"], param="tokens")
+    return {"prompt": model.tokenizer.detokenize(fields["tokens"])}
+
+
+def tokenizer_info(model: ServedModel) -> dict[str, Any]:
+    """Special tokens and the chat template."""
+    texts = TokenTexts(model.tokenizer)
+    return {
+        "tokenizer_class": model.tokenizer.name,
+        "vocab_size": model.tokenizer.vocab_size,
+        "model_max_length": model.max_length,
+        **{role: None if each is None else texts.spelled(each) for role, each in _special_tokens(model).items()},
+        "chat_template": model.templates.source if model.templates else None,
+    }
+
+
+def _special_tokens(model: ServedModel) -> dict[str, int | None]:
+    tokenizer = model.tokenizer
+    return {"bos_token": tokenizer.bos, "eos_token": tokenizer.eod, "pad_token": tokenizer.pad}
+
+
+def _ids_of_text(text: str, model: ServedModel, *, whole: bool) -> list[int]:
+    texts = TokenTexts(model.tokenizer)
+    special = [each for each in _special_tokens(model).values() if each is not None and texts.spelled(each) == text]
+    return special[:1] if special and not whole else model.ids_of_text(text, whole=whole)

@@ -1,0 +1,76 @@
+"""tools/run_text_generation_server.py as a user starts it: a trained model, a port, signals, and a rank that dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.commands import SERVER, TINY, run, started
+from tests.harness.serving import ask
+
+GREEDY = {"prompt": [1, 2, 3], "max_tokens": 8, "temperature": 0, "logprobs": 1, "echo": True}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("served") / "checkpoints"
+    run("pretrain_gpt.py", f"{TINY} --train-iters 10 --save {folder} --save-interval 10")
+    return str(folder)
+
+
+def choices(url: str) -> Any:
+    """What a greedy request brings."""
+    reply = ask(url, "/v1/completions", GREEDY)
+    assert reply.status == 200, reply.body
+    return [(choice["text"], choice["logprobs"]["tokens"]) for choice in reply.json["choices"]]
+
+
+def children(process: int) -> list[int]:
+    """Processes that it has started, in the order of their start."""
+    return sorted(map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split()))
+
+
+def test_a_model_is_served_until_sigterm(checkpoints: str, tmp_path: Path) -> None:
+    """The model's name is its folder's; a text that takes longer than the shutdown may is cut, and the code is 0."""
+    log = tmp_path / "log"
+    with started(log, "--load", checkpoints, "--shutdown-timeout", "0.3") as (process, url):
+        assert ask(url, "/v1/models").json["data"][0]["id"] == "checkpoints"
+        (text, _) = choices(url)[0]
+        said = run("tools/text_generation_cli.py", "--tokens-to-generate 8 --temperature 0", "--load", checkpoints,
+                   "--prompt", "1 2 3")  # fmt: skip
+        assert said.strip() == text
+        assert ask(url, "/v1/completions", GREEDY).json["system_fingerprint"].startswith("iteration-10-tokenizer-")
+        assert ask(url, "/health").status == 200
+        taken = run(SERVER, "", "--load", checkpoints, "--port", url.rpartition(":")[2], expect=2)
+        assert "Address already in use; name another port" in taken
+        body = {"prompt": [1], "n": 100, "max_tokens": 31, "ignore_eos": True, "stream": True}
+        replies: list[bytes] = []
+        client = threading.Thread(target=lambda: replies.append(ask(url, "/v1/completions", body).body))
+        client.start()
+        time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0, log.read_text()
+        client.join()
+        assert replies[0].endswith((b"data: [DONE]\n\n", b'"code":"shutting_down"}}\n\n'))
+    assert "POST /v1/completions 200" in log.read_text() and "Traceback" not in log.read_text()
+    with socket.socket() as free, pytest.raises(ConnectionRefusedError):
+        free.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+
+
+def test_two_ranks_serve_one_text_and_a_dead_one_ends_both(checkpoints: str, tmp_path: Path) -> None:
+    """The server would answer /health for ever, and no request, if nobody noticed."""
+    log = tmp_path / "log"
+    with started(tmp_path / "alone", "--load", checkpoints) as (_, url):
+        alone = choices(url)
+    with started(log, "--load", checkpoints, ranks=2) as (process, url):
+        assert choices(url) == alone
+        os.kill(children(process.pid)[-1], signal.SIGKILL)
+        assert process.wait(60) != 0
+    assert "SIGKILL" in log.read_text()

@@ -1,0 +1,174 @@
+"""A server whose model is a table: the next token is a hash of those before it, so tests take milliseconds."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+import uvicorn
+from tokenizers import decoders, models, pre_tokenizers
+
+from megatron.core.inference.engine import Engine
+from megatron.core.inference.step_plan import RunnerLimits, StepPlan
+from megatron.core.tokenizers.rust import RustTokenizer
+from megatron.serving.app import Server
+from megatron.serving.model import ServedModel
+from megatron.serving.process import bound_socket, uvicorn_config
+from megatron.serving.settings import ServerConfig
+from megatron.serving.templates import Templates
+from tests.harness.table_model import FinishedTable, Table
+
+END = "<|endoftext|>"
+MERGES = ["t h", "th e", "i n", "e r", "o n", "Ġ t", "Ġ the", "\u00c3 \u00a9"]
+
+
+def byte_tokenizer() -> RustTokenizer:
+    """Bytes, a few longer tokens, and the end of a document."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*letters, *(merge.replace(" ", "") for merge in MERGES), END]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    pipeline = tokenizers.Tokenizer(
+        models.BPE(vocabulary, [(one, other) for one, _, other in (merge.partition(" ") for merge in MERGES)])
+    )
+    pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pipeline.decoder = decoders.ByteLevel()
+    pipeline.add_special_tokens([END])
+    end = vocabulary[END]
+    return RustTokenizer(pipeline, name="HuggingFaceTokenizer", eod=end, pad=None, bos=None, eos=end)
+
+
+@dataclass
+class SlowTable(Table):
+    """A table whose steps take ``seconds``, and raise what ``failure`` is."""
+
+    seconds: float = 0.0
+    failure: Exception | None = None
+
+    def start(self, plan: StepPlan) -> FinishedTable:
+        """Compute a step."""
+        time.sleep(self.seconds)
+        if self.failure is not None:
+            raise self.failure
+        return super().start(plan)
+
+
+def slow_table(*, seconds: float = 0.0, max_requests: int = 8, max_length: int = 512) -> SlowTable:
+    """A table with the vocabulary of ``byte_tokenizer``."""
+    limits = RunnerLimits(
+        num_blocks=max_requests * max_length // 16 + 1,
+        block_size=16,
+        max_requests=max_requests,
+        max_length=max_length,
+        vocabulary=byte_tokenizer().vocab_size,
+    )
+    return SlowTable(limits, seconds=seconds)
+
+
+@dataclass
+class Running:
+    """A server in a thread: its address, and its parts."""
+
+    url: str
+    table: SlowTable
+    engine: Engine
+    server: Server
+
+    def is_idle(self) -> bool:
+        """Whether no request is left anywhere, and no block is held."""
+        numbers = self.engine.statistics
+        return not (self.server.thread.unfinished or numbers.running or numbers.waiting or numbers.cache_usage)
+
+    def wait_until_idle(self, *, seconds: float = 5.0) -> None:
+        """Fail when something is left after ``seconds``."""
+        end = time.monotonic() + seconds
+        while not self.is_idle():
+            assert time.monotonic() < end, self.engine.statistics
+            time.sleep(0.002)
+
+
+def server_of(
+    engine: Engine, *, templates: Templates | None = None, keys: Sequence[str] = (), **settings: Any
+) -> Server:
+    """A server around an engine."""
+    config = ServerConfig(**{"port": 0, "no_access_log": True, **settings})
+    tokenizer = byte_tokenizer()
+    model = ServedModel(
+        name="table",
+        tokenizer=tokenizer,
+        max_length=engine.limits.max_length,
+        fingerprint="step-3-abc",
+        end_ids=frozenset({tokenizer.eod}),
+        templates=templates,
+    )
+    return Server.around(engine, model, config, keys=keys)
+
+
+@contextlib.contextmanager
+def served(table: SlowTable | None = None, **settings: Any) -> Iterator[Running]:
+    """A server on a free port, in a thread, with uvicorn in front."""
+    table = table or slow_table()
+    engine = Engine(table, tokenizer=byte_tokenizer())
+    server = server_of(engine, **settings)
+    process = uvicorn.Server(uvicorn_config(server))
+    listener = bound_socket(server.config)
+    thread = threading.Thread(target=process.run, args=([listener],), daemon=True)
+    thread.start()
+    while not process.started:
+        assert thread.is_alive()
+        time.sleep(0.005)
+    try:
+        yield Running(f"http://127.0.0.1:{listener.getsockname()[1]}", table, engine, server)
+    finally:
+        process.should_exit = True
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+@dataclass
+class Reply:
+    """What a server answered."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def message(self) -> str:
+        """The sentence of a refusal."""
+        return str(self.json["error"]["message"])
+
+    @property
+    def events(self) -> list[Any]:
+        """What came as server-sent events, without the last, [DONE]."""
+        frames = [frame for frame in self.body.decode().split("\n\n") if frame.startswith("data: ")]
+        assert frames[-1] == "data: [DONE]", frames[-1:]
+        return [json.loads(frame.removeprefix("data: ")) for frame in frames[:-1]]
+
+
+def ask(url: str, path: str, body: Any = None, *, method: str | None = None, headers: Any = None) -> Reply:
+    """One request; ``body`` is sent as JSON unless it is bytes."""
+    data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    host = url.removeprefix("http://")
+    connection = http.client.HTTPConnection(host, timeout=60)
+    try:
+        connection.request(
+            method or ("GET" if data is None else "POST"),
+            path,
+            data,
+            {"content-type": "application/json", **(headers or {})},
+        )
+        answer = connection.getresponse()
+        return Reply(answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read())
+    finally:
+        connection.close()

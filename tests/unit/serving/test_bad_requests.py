@@ -1,0 +1,256 @@
+"""A thousand bad requests, made from tables: each is a 4xx with a sentence, and the next good one gets its answer."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.serving import megatron_api
+from megatron.serving.fields import CHAT, COMPLETION, DETOKENIZE, TOKENIZE, Field
+from tests.harness.serving import Reply, Running, ask, served, slow_table
+
+GOOD: dict[str, Any] = {"prompt": "hello the world", "temperature": 0, "max_tokens": 8}
+VALUES = ["true", '"x"', '"1"', "1.5", "-1.5", "1e309", "9223372036854775808e9", "NaN", "[[[]]]", '{"a": {}}', "[null]",
+          '"\\ud800"', f'"{"x" * 9_000_000}"', "[true]"]  # fmt: skip
+COMPLETIONS, CHATS, API, TOKENS, TEXTS = "/v1/completions", "/v1/chat/completions", "/api", "/tokenize", "/detokenize"
+TABLES: dict[str, tuple[tuple[Field, ...], dict[str, Any]]] = {
+    COMPLETIONS: (COMPLETION, {"prompt": "a"}),
+    CHATS: (CHAT, {"messages": [{"role": "user", "content": "a"}]}),
+    API: (megatron_api.FIELDS, {"prompts": ["a"]}),
+    TOKENS: (TOKENIZE, {}),
+    TEXTS: (DETOKENIZE, {}),
+}
+TEXTS_OF_ALL = {"prompt", "stop", "user", "request_id", "service_tier", "prompt_cache_key", "safety_identifier"}
+# What is right after all: texts where texts are, true where switches are.
+FITTING = {
+    '"x"': TEXTS_OF_ALL,
+    '"1"': TEXTS_OF_ALL,
+    "1.5": {"temperature", "repetition_penalty", "presence_penalty", "frequency_penalty", "length_penalty"},
+    "-1.5": {"presence_penalty", "frequency_penalty", "length_penalty"},
+    '{"a": {}}': {"metadata", "chat_template_kwargs"},
+}
+NO_PROMPTS: tuple[Any, ...] = (
+    *([], [[]], [1, "a"], ["a", 1], [[1], "a"], [[1], 1], [1.5], [[1], [None]], ["a"] * 129, [[1]] * 129, [-1]),
+)
+TOGETHER: list[tuple[str, dict[str, Any], str, str]] = [
+    *((COMPLETIONS, {"prompt": ids}, "prompt", "must be a text, a list of") for ids in NO_PROMPTS),
+    (COMPLETIONS, {"prompt": [265]}, "prompt", "this model has 0 to 264"),
+    (COMPLETIONS, {"prompt": [[1], [2**31 - 1]]}, "prompt", "this model has 0 to 264"),
+    (COMPLETIONS, {"prompt": [5] * 513}, "prompt", "513 tokens; with max_tokens 1 that makes 514"),
+    (COMPLETIONS, {"prompt": "hello", "max_tokens": 508}, "prompt", "5 tokens; with max_tokens 508 that makes 513"),
+    (COMPLETIONS, {"max_tokens": 3}, "prompt", "prompt is missing"),
+    (COMPLETIONS, {"prompt": None}, "prompt", "prompt is missing"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens", "echo: true"),
+    (COMPLETIONS, {"prompt": "a", "n": 3, "best_of": 2}, "best_of", "less than n 3"),
+    (COMPLETIONS, {"prompt": "a", "best_of": 2, "stream": True}, "best_of", "cannot be streamed"),
+    (COMPLETIONS, {"prompt": "a", "n": 129}, "n", "from 1 to 128"),
+    (COMPLETIONS, {"prompt": "a", "best_of": 129}, "best_of", "from 1 to 128"),
+    (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs", "from 0 to 20"),
+    (COMPLETIONS, {"prompt": "a", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "cannot be streamed"),
+    (COMPLETIONS, {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options", "need stream"),
+    (COMPLETIONS, {"prompt": "a", "stream": True, "stream_options": {"x": True}}, "stream_options", "can have only"),
+    (COMPLETIONS, {"prompt": "a", "stream": True, "stream_options": {"include_usage": 1}}, "stream_options", "true or"),
+    (COMPLETIONS, {"prompt": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "1 or more"),
+    (COMPLETIONS, {"prompt": "a", "min_tokens": 9, "max_tokens": 8}, "min_tokens", "more than max_tokens 8"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "keys are token ids"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"-1": 1}}, "logit_bias", "keys are token ids"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"265": 1}}, "logit_bias", "this model has 0 to 264"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias", "from -100 to 100"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"\ud800": 1}}, "logit_bias", "unpaired surrogate"),
+    (COMPLETIONS, {"prompt": "a", "stop": [""]}, "stop", "1 to 1,024 characters"),
+    (COMPLETIONS, {"prompt": "a", "stop": ["a"] * 65}, "stop", "must be"),
+    (COMPLETIONS, {"prompt": "a", "stop_token_ids": [265]}, "stop_token_ids", "this model has 0 to 264"),
+    (COMPLETIONS, {"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids", "a list of token ids"),
+    (COMPLETIONS, {"prompt": "a", "allowed_token_ids": [265]}, "allowed_token_ids", "this model has 0 to 264"),
+    (COMPLETIONS, {"prompt": "a", "model": "other"}, "model", "does not exist here"),
+    (COMPLETIONS, {"prompt": "a", "response_format": {"type": "xml"}}, "response_format", '"json_object" or'),
+    (COMPLETIONS, {"prompt": "a", "response_format": {"type": "json_schema"}}, "response_format", "no json_schema"),
+    (COMPLETIONS, {"prompt": "a", "structured_outputs": {}}, "structured_outputs", "0 are given"),
+    (COMPLETIONS, {"prompt": "a", "structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "2"),
+    (COMPLETIONS, {"prompt": "a", "structured_outputs": {"regex": "("}}, "structured_outputs", "cannot be followed"),
+    (COMPLETIONS, {"prompt": "a", "temprature": 1}, "temprature", "did you mean temperature?"),
+    (COMPLETIONS, {"prompt": "a", "\ud800": 1}, "\ud800", "not a field"),
+    (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix", "cannot be inserted before a suffix"),
+    (COMPLETIONS, {"prompt": "a", "use_beam_search": True}, "use_beam_search", "beams are not searched"),
+    (CHATS, {"messages": []}, "messages", "1 to 10,000 items"),
+    (CHATS, {"messages": [{"role": "user"}]}, "messages", "no content"),
+    (CHATS, {"messages": [{"content": "a"}]}, "messages", "no role"),
+    (CHATS, {"messages": [{"role": "user", "content": 5}]}, "messages", "must be a text"),
+    (CHATS, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "reads text alone"),
+    (CHATS, {"tools": [{}]}, "tools", "calls no tools"),
+    (CHATS, {"tool_choice": "required"}, "tool_choice", "calls no tools"),
+    (CHATS, {"functions": [{}]}, "functions", "calls no functions"),
+    (CHATS, {"audio": {}}, "audio", "text alone"),
+    (CHATS, {"modalities": ["audio"]}, "modalities", "text alone"),
+    (CHATS, {"reasoning_effort": "high"}, "reasoning_effort", "control reasoning"),
+    (CHATS, {"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", "two names of one limit"),
+    (CHATS, {"max_tokens": 0}, "max_tokens", "1 or more"),
+    (CHATS, {"top_logprobs": 2}, "top_logprobs", "need logprobs: true"),
+    (CHATS, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20"),
+    (CHATS, {"chat_template": "x"}, "chat_template", "its own template alone"),
+    (CHATS, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "cannot both"),
+    (CHATS, {}, "messages", "no chat template"),
+    (TOKENS, {}, "prompt", "either prompt or messages"),
+    (TOKENS, {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt", "either prompt or messages"),
+    (TEXTS, {"tokens": [265]}, "tokens", "this model has 0 to 264"),
+    (TEXTS, {"tokens": "a"}, "tokens", "a list of token ids"),
+]  # fmt: skip
+BODIES: list[tuple[bytes, dict[str, str], int, str]] = [
+    (b"", {}, 400, "not JSON"),
+    (b"{", {}, 400, "not JSON"),
+    (b'{"prompt": "a"', {}, 400, "not JSON"),
+    (b'{"prompt": "a"} x', {}, 400, "not JSON"),
+    (b'{"prompt": "a", "prompt": "b"}', {}, 400, "twice"),
+    (b'{"prompt": "\xff"}', {}, 400, "not UTF-8"),
+    (b"[" * 100_000, {}, 400, "levels deep"),
+    (b'{"prompt": ' + b"[" * 300 + b"]" * 300 + b"}", {}, 400, "levels deep"),
+    (b'{"n": ' + b"1" * 5000 + b"}", {}, 400, "digits"),
+    (b"[]", {}, 400, "expected an object"),
+    (b"5", {}, 400, "expected an object"),
+    (b'"a"', {}, 400, "expected an object"),
+    (b"null", {}, 400, "expected an object"),
+    (b'{"prompt": "a"}', {"content-type": "text/plain"}, 415, "Content-Type: application/json"),
+    (b'{"prompt": "a"}', {"content-type": ""}, 415, "Content-Type: application/json"),
+    (b"prompt=a", {"content-type": "application/x-www-form-urlencoded"}, 415, "Content-Type: application/json"),
+    (gzip.compress(b'{"prompt": "a"}'), {"content-encoding": "gzip"}, 415, "content encoding 'gzip'"),
+    (b" " * (2 << 20), {}, 413, "larger than 1 MiB"),
+]
+
+
+def good(running: Running) -> Any:
+    """The answer to a request that is always the same, without what is new in each."""
+    answer = ask(running.url, COMPLETIONS, GOOD).json
+    return answer["choices"], answer["usage"]["completion_tokens"]
+
+
+def of_single_values() -> Iterator[tuple[str, str, str]]:
+    """Each field of each endpoint with each value of no use to it: path, field, body."""
+    for path, (table, base) in TABLES.items():
+        for field in table:
+            for value in VALUES:
+                switch = value == "true" and ("'boolean'" in str(field.schema) or "True" in str(field.schema))
+                if switch or field.name in FITTING.get(value, ()) or (field.name == "model" and '"' in value):
+                    continue
+                if len(value) > 1000 and "maxLength': 8388608" not in str(field.schema):
+                    value = '"' + "x" * 2000 + '"'
+                others = json.dumps({name: each for name, each in base.items() if name != field.name})[1:-1]
+                yield path, field.name, f'{{"{field.name}": {value}{", " if others else ""}{others}}}'
+
+
+def refused(running: Running, path: str, body: bytes, headers: dict[str, str] | None = None) -> Reply:
+    """The refusal of a body, which must be one."""
+    reply = ask(running.url, path, body, headers=headers)
+    place = (path, body[:200], reply.body[:300])
+    assert 400 <= reply.status < 500, place
+    assert set(reply.json["error"]) == {"message", "type", "param", "code"}, place
+    assert len(reply.message) > 10 and "Traceback" not in reply.message and "Error(" not in reply.message, place
+    return reply
+
+
+def test_each_field_refuses_what_it_cannot_be(running: Running) -> None:
+    """vLLM's server once answered a string as logprobs with a 500; here each field is named."""
+    before, count = good(running), 0
+    for path, name, body in of_single_values():
+        reply = refused(running, path, body.encode())
+        named = reply.json["error"]["param"]
+        assert named == name or reply.status == 413 or path == TOKENS, (path, body[:100], reply.message)
+        count += 1
+    assert count > 900
+    assert good(running) == before
+    running.wait_until_idle()
+
+
+def test_fields_that_cannot_go_together_are_named(running: Running) -> None:
+    """Each sentence names the field, its value, and what would work."""
+    before = good(running)
+    for path, fields, param, message in TOGETHER:
+        body = fields if path != CHATS or "messages" in fields else {**TABLES[CHATS][1], **fields}
+        reply = refused(running, path, json.dumps(body).encode())
+        assert reply.json["error"]["param"] == param.replace("\ud800", "?"), (fields, reply.json)
+        assert message in reply.message, (fields, reply.message)
+        assert reply.status == (404 if param == "model" else 400)
+    assert good(running) == before
+
+
+def test_bodies_that_are_no_json_object_are_refused() -> None:
+    """Before they are read where their kind or size is wrong."""
+    with served(max_body_size_mb=1) as running:
+        before = good(running)
+        for body, headers, status, message in BODIES:
+            for path in (COMPLETIONS, API):
+                reply = refused(running, path, body, headers)
+                assert (reply.status, message in reply.message) == (status, True), (body[:50], reply.body)
+        assert good(running) == before
+
+
+RAW: list[tuple[bytes, int]] = [
+    (b"GET /nowhere HTTP/1.1\r\nhost: a\r\n\r\n", 404),
+    (b"GET /v1/completions HTTP/1.1\r\nhost: a\r\n\r\n", 405),
+    (b"DELETE /v1/completions HTTP/1.1\r\nhost: a\r\n\r\n", 405),
+    (b"BREW /health HTTP/1.1\r\nhost: a\r\n\r\n", 405),
+    (b"GET /v1/models/other HTTP/1.1\r\nhost: a\r\n\r\n", 404),
+    (b"GET /v1/models/%ff%00 HTTP/1.1\r\nhost: a\r\n\r\n", 404),
+    (b"GET /../../etc/passwd HTTP/1.1\r\nhost: a\r\n\r\n", 404),
+    (b"OPTIONS /v1/completions HTTP/1.1\r\nhost: a\r\n\r\n", 405),
+    (b"HEAD /health HTTP/1.1\r\nhost: a\r\n\r\n", 200),
+    (b"nonsense\r\n\r\n", 400),
+    (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),
+    (b"GET /health HTTP/1.1\r\n\r\n", 400),
+    (b"GET /health HTTP/1.1\r\nhost: a\r\nx: " + b"y" * (1 << 20) + b"\r\n\r\n", 400),
+    (b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\n{}   ", 400),
+    (b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: -5\r\n\r\n", 400),
+    (b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+     b"transfer-encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n", 400),
+]  # fmt: skip
+
+
+def test_what_is_hardly_http_is_refused_and_nothing_ends(running: Running) -> None:
+    """Raw bytes: wrong methods, headers of a megabyte, two lengths, bad chunks."""
+    before = good(running)
+    host, _, port = running.url.removeprefix("http://").partition(":")
+    for data, status in RAW:
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(data)
+            found = connection.recv(1000)
+        assert found.split(b" ")[1:2] == [str(status).encode()], (data[:60], found)
+    assert good(running) == before
+
+
+def test_a_slow_body_and_slow_headers_end() -> None:
+    """A client that sends a byte now and then would hold a connection for ever."""
+    with served(slow_table(), client_timeout=1) as running:
+        host, _, port = running.url.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(
+                b"POST /api HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 90\r\n\r\n{"
+            )
+            assert connection.recv(1000).startswith(b"HTTP/1.1 408 ")
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(b"POST /api HTTP/1.1\r\nhos")
+            assert connection.recv(1000) == b""
+
+
+def test_keys_are_asked_for_where_it_matters() -> None:
+    """Without one, with a wrong one or another scheme: 401; health and metrics stay open for the machines that ask."""
+    with served(keys=("secret", "other")) as running:
+        wrong = [
+            "",
+            "Bearer",
+            "Bearer ",
+            "Bearer secre",
+            "Bearer secrets",
+            "Basic secret",
+            "secret",
+            "Bearer s\xe9cret",
+        ]
+        for path, given in ((path, given) for path in (COMPLETIONS, API, "/v1/models", TOKENS) for given in wrong):
+            method = "GET" if path == "/v1/models" else "POST"
+            reply = ask(running.url, path, b"{}", method=method, headers={"authorization": given})
+            assert (reply.status, reply.json["error"]["type"]) == (401, "authentication_error")
+            assert reply.headers["www-authenticate"] == "Bearer"
+        for key in ("Bearer secret", "bearer  other"):
+            assert ask(running.url, "/v1/models", headers={"authorization": key}).status == 200
+        assert [ask(running.url, path).status for path in ("/health", "/metrics", "/version")] == [200] * 3

@@ -1,0 +1,103 @@
+"""/v1/chat/completions: what the template writes is what the model continues, and no template holds the server up."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from tests.harness.serving import Reply, Running, ask, served
+
+pytest.importorskip("jinja2", reason="chat templates are written in it")
+
+TEMPLATE = (
+    "{% if bos_token is defined %}{{ bos_token }}{% endif %}"
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}{{ extra }}"
+)
+MESSAGES = [{"role": "user", "content": "hello"}]
+PATH = "/v1/chat/completions"
+
+
+def with_template(**settings: Any) -> Any:
+    """A server that has ``TEMPLATE``."""
+    from megatron.serving.templates import Templates
+
+    return served(templates=Templates(TEMPLATE, {"bos_token": "<|endoftext|>"}, seconds=1.0), **settings)
+
+
+def said(running: Running, **fields: Any) -> Reply:
+    """The answer to a conversation."""
+    return ask(running.url, PATH, {"messages": MESSAGES, "temperature": 0, "max_tokens": 6, **fields})
+
+
+def test_a_conversation_is_the_text_that_the_template_writes() -> None:
+    """No second beginning of a text, whatever the tokenizer adds; parts of a message are joined."""
+    with with_template() as running:
+        for fields, text in (
+            ({}, "<|endoftext|>user: hello\nassistant: "),
+            ({"add_generation_prompt": False}, "<|endoftext|>user: hello\n"),
+            ({"messages": [*MESSAGES, {"role": "assistant", "content": "the w"}], "continue_final_message": True},
+             "<|endoftext|>user: hello\nassistant: the w"),
+            ({"chat_template_kwargs": {"extra": "in", "messages": 5}}, "<|endoftext|>user: hello\nassistant: in"),
+            ({"messages": [{"role": "user", "content": [{"type": "text", "text": word} for word in "ab"]}]},
+             "<|endoftext|>user: ab\nassistant: "),
+        ):  # fmt: skip
+            answer = said(running, return_token_ids=True, **fields).json
+            prompt = answer["choices"][0]["prompt_token_ids"]
+            assert ask(running.url, "/detokenize", {"tokens": prompt}).json["prompt"] == text
+            same = {"prompt": prompt, "temperature": 0, "max_tokens": 6}
+            completed = ask(running.url, "/v1/completions", same).json["choices"][0]["text"]
+            assert answer["choices"][0]["message"] == {"role": "assistant", "content": completed, "refusal": None}
+        counted = ask(running.url, "/tokenize", {"messages": MESSAGES, "return_token_strs": True}).json
+        assert counted["tokens"] == said(running, return_token_ids=True).json["choices"][0]["prompt_token_ids"]
+        assert counted["count"] == len(counted["token_strs"])
+
+
+def test_streamed_messages_are_those_that_come_whole() -> None:
+    """The first event has the role, the last the reason; log-probabilities have bytes."""
+    with with_template() as running:
+        for number in range(8):
+            fields = {"n": 1 + number % 3, "seed": number, "temperature": number % 2, "max_tokens": 12}
+            fields |= {"logprobs": True, "top_logprobs": 2} if number % 3 else {}
+            whole = said(running, **fields).json
+            events = said(running, **fields, stream=True, stream_options={"include_usage": True}).events
+            assert events[-1]["usage"]["total_tokens"] == whole["usage"]["total_tokens"]
+            for choice in whole["choices"]:
+                mine = [each for event in events for each in event["choices"] if each["index"] == choice["index"]]
+                assert mine[0]["delta"] == {"role": "assistant", "content": ""} and mine[-1]["delta"] == {}
+                assert [each["finish_reason"] for each in mine if each["finish_reason"]] == [choice["finish_reason"]]
+                assert "".join(each["delta"].get("content", "") for each in mine) == choice["message"]["content"]
+                if choice["logprobs"]:
+                    listed = [entry for each in mine if each["logprobs"] for entry in each["logprobs"]["content"]]
+                    assert listed == choice["logprobs"]["content"]
+                    assert {len(entry["top_logprobs"]) for entry in listed} == {2}
+                    text = b"".join(bytes(entry["bytes"]) for entry in listed).decode(errors="replace")
+                    assert choice["finish_reason"] == "stop" or text == choice["message"]["content"]
+
+
+def test_templates_that_loop_refuse_or_reach_out_are_a_400() -> None:
+    """A stranger's template runs in the sandbox, in a process with a time limit; the next request works."""
+    looping = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with with_template(trust_request_chat_template=True) as running:
+        before = said(running).json["choices"]
+        for template, words in (
+            (looping, "takes more than 1 s"),
+            ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+            ("{{ messages.__class__.__mro__ }}", "unsafe"),
+            ("{{ ''.__class__.__base__.__subclasses__() }}", "unsafe"),
+            ("{% if %}", "not a Jinja template"),
+            ("{{ 'x' * 999999999999 }}", "chat template"),
+            ("{{ 'x' * 9999999 }}", "the chat template"),
+            ("{{ range(10**9) }}", "Range too big"),
+            ("{% include '/etc/passwd' %}", "rejects"),
+            ("{{ 1 / 0 }}", "division by zero"),
+        ):
+            reply = said(running, chat_template=template)
+            assert (reply.status, reply.json["error"]["param"]) == (400, "chat_template"), (template, reply.body)
+            assert words in reply.message, (template, reply.message)
+            assert said(running).json["choices"] == before
+        started = time.monotonic()
+        assert said(running, chat_template="{{ messages[0].content }}").status == 200
+        assert time.monotonic() - started < 5

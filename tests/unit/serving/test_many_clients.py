@@ -1,0 +1,209 @@
+"""Many clients at once, clients that leave or read slowly, a full queue, and an engine that fails."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from tests.harness.serving import Running, ask, served, slow_table
+
+
+def mixed(number: int) -> tuple[str, dict[str, Any]]:
+    """One of many kinds of requests, each with its own seed."""
+    draw = random.Random(number)
+    words = " ".join(draw.choices(("the", "world", "in", "é", "on", "hello"), k=draw.randrange(1, 30)))
+    if number % 8 == 0:
+        return "/api", {"prompts": [words, "hello"], "tokens_to_generate": 12, "random_seed": number, "logprobs": True}
+    fields: dict[str, Any] = {"prompt": words, "seed": number, "max_tokens": draw.randrange(1, 40)}
+    fields |= {"temperature": draw.choice((0, 0.7, 1)), "n": draw.choice((1, 1, 3)), "echo": number % 3 == 0}
+    fields |= {"logprobs": draw.choice((None, 0, 2)), "stream": number % 2 == 1}
+    return "/v1/completions", fields
+
+
+def texts_of(running: Running, number: int) -> Any:
+    """What a request brings, without what is new in each answer."""
+    path, fields = mixed(number)
+    reply = ask(running.url, path, fields)
+    assert reply.status == 200, reply.body
+    if path == "/api":
+        return reply.json
+    if not fields["stream"]:
+        return [(choice["text"], choice["finish_reason"]) for choice in reply.json["choices"]]
+    found = Counter[int]()
+    texts = dict.fromkeys(range(fields["n"]), "")
+    for event in reply.events:
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["text"]
+            found[choice["index"]] += choice["finish_reason"] is not None
+    assert set(found.values()) == {1}
+    return list(texts.values())
+
+
+def test_sixty_four_clients_get_what_each_gets_alone(running: Running) -> None:
+    """Mixed requests that share steps, blocks and beginnings."""
+    alone = [texts_of(running, number) for number in range(64)]
+    with ThreadPoolExecutor(64) as clients:
+        together = list(clients.map(lambda number: texts_of(running, number), range(64)))
+    assert together == alone
+    running.wait_until_idle()
+
+
+def connect(running: Running, fields: dict[str, Any], *, path: str = "/v1/completions") -> socket.socket:
+    """A connection on which a request has been sent."""
+    host, _, port = running.url.removeprefix("http://").partition(":")
+    body = json.dumps(fields).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    connection = socket.create_connection((host, int(port)), timeout=20)
+    connection.sendall(head.encode() + body)
+    return connection
+
+
+def test_whoever_leaves_is_forgotten_within_a_step() -> None:
+    """Queued, reading its prompt, generating, streamed or not: no block is held, and others get their texts."""
+    with served(slow_table(seconds=0.005, max_requests=4)) as running:
+        wanted = ask(running.url, "/v1/completions", {"prompt": "stay", "seed": 1, "max_tokens": 60}).json["choices"]
+        with ThreadPoolExecutor(1) as neighbour:
+            staying = neighbour.submit(
+                ask, running.url, "/v1/completions", {"prompt": "stay", "seed": 1, "max_tokens": 60}
+            )
+            for number in range(12):
+                fields = {"prompt": [number] * 300, "max_tokens": 200, "n": 1 + number % 6, "ignore_eos": True}
+                connection = connect(running, {**fields, "stream": number % 2 == 0, "logprobs": number % 3 or None})
+                time.sleep((0.0, 0.01, 0.04)[number % 3])
+                if number % 4 == 0:  # a reset instead of an orderly end
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
+                connection.close()
+            leaving = connect(running, {"prompts": ["a", "b"], "tokens_to_generate": 400}, path="/api")
+            time.sleep(0.02)
+            leaving.close()
+            assert staying.result().json["choices"] == wanted
+        running.wait_until_idle(seconds=2)
+        assert running.engine.statistics.generated_tokens < 2000
+
+
+def test_requests_of_one_id_are_answered_apart() -> None:
+    """A proxy repeats a request under its x-request-id: the first waited for ever, or the second got its tokens."""
+    with served(slow_table(seconds=0.005)) as running, ThreadPoolExecutor(2) as clients:
+        fields = {"prompt": "hello", "max_tokens": 20, "temperature": 0}
+        alone = ask(running.url, "/v1/completions", fields).json["choices"]
+        headers = {"x-request-id": "same"}
+        both = list(clients.map(lambda _: ask(running.url, "/v1/completions", fields, headers=headers), range(2)))
+        assert [reply.status for reply in both] == [200, 200]
+        assert [reply.json["choices"] for reply in both] == [alone, alone]
+
+
+def test_a_client_that_reads_nothing_holds_nobody_up() -> None:
+    """Its stream waits in the server's memory, the engine goes on, and the connection ends with its time."""
+    with served(request_timeout=1.0, shutdown_timeout=0) as running:
+        fields = {"prompt": "a", "n": 4, "max_tokens": 400, "ignore_eos": True, "logprobs": 20, "stream": True}
+        slow = connect(running, fields)
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        started = time.monotonic()
+        assert ask(running.url, "/v1/completions", {"prompt": "b", "max_tokens": 3}).status == 200
+        assert time.monotonic() - started < 1.0
+        running.wait_until_idle(seconds=20)
+        slow.close()
+
+
+def test_time_limits_of_requests_are_told() -> None:
+    """504 with a sentence; in a stream an event with the error, after the text that has come."""
+    with served(slow_table(seconds=0.02), request_timeout=0.3) as running:
+        fields = {"prompt": "a", "max_tokens": 400, "ignore_eos": True}
+        reply = ask(running.url, "/v1/completions", fields)
+        assert (reply.status, reply.json["error"]["code"]) == (504, "timeout")
+        reply = ask(running.url, "/v1/completions", {**fields, "stream": True})
+        frames = reply.body.decode().strip().split("\n\n")
+        assert len(frames) > 3 and json.loads(frames[-1][6:])["error"]["code"] == "timeout"
+        running.wait_until_idle()
+
+
+def test_a_full_queue_refuses_and_keeps_its_order() -> None:
+    """Two hundred clients, fifty times the queue: each is refused at once or gets its text, and health answers."""
+    with served(slow_table(seconds=0.002, max_requests=2), max_queue=2) as running:
+        alone = ask(running.url, "/v1/completions", {"prompt": "a", "seed": 5, "max_tokens": 9}).json["choices"]
+        latencies, done = list[float](), threading.Event()
+
+        def look() -> None:
+            while not done.is_set():
+                started = time.monotonic()
+                assert ask(running.url, "/health").status == 200
+                latencies.append(time.monotonic() - started)
+                time.sleep(0.01)
+
+        looking = threading.Thread(target=look)
+        looking.start()
+        with ThreadPoolExecutor(200) as clients:
+            fields = {"prompt": "a", "seed": 5, "max_tokens": 9}
+            replies = list(clients.map(lambda _: ask(running.url, "/v1/completions", fields), range(200)))
+        done.set()
+        looking.join()
+        assert {reply.status for reply in replies} == {200, 429}
+        assert all(reply.json["choices"] == alone for reply in replies if reply.status == 200)
+        assert all(int(reply.headers["retry-after"]) >= 1 for reply in replies if reply.status == 429)
+        assert sorted(latencies)[len(latencies) * 9 // 10] < 1.0
+        refused = sum(reply.status == 429 for reply in replies)
+        metrics = ask(running.url, "/metrics").body.decode()
+        assert f'megatron_requests_refused_total{{model_name="table"}} {refused}.0' in metrics
+
+
+def test_an_engine_that_fails_answers_503_everywhere() -> None:
+    """Open requests, streams, later requests and /health; the process is told, so that it can end."""
+    failures: list[BaseException] = []
+    with served(slow_table(seconds=0.01)) as running:
+        running.server.thread.on_failure = failures.append
+        fields = {"prompt": "a", "max_tokens": 400, "ignore_eos": True}
+        with ThreadPoolExecutor(2) as clients:
+            whole = clients.submit(ask, running.url, "/v1/completions", fields)
+            streamed = clients.submit(ask, running.url, "/v1/completions", {**fields, "stream": True})
+            time.sleep(0.2)
+            running.table.failure = RuntimeError("the table is on fire")
+            assert whole.result().status == 503
+            assert json.loads(streamed.result().body.decode().strip().split("\n\n")[-1][6:])["error"]["code"] == (
+                "engine_failed"
+            )
+        assert str(failures[0]) == "the table is on fire"
+        assert ask(running.url, "/v1/completions", fields).status == 503
+        reply = ask(running.url, "/health")
+        assert reply.status == 503 and "on fire" in reply.message
+
+
+def test_a_rank_that_is_lost_while_nobody_asks_is_noticed() -> None:
+    """/health said 200 until the next request, which then waited for ever."""
+    with served() as running:
+        assert ask(running.url, "/health").status == 200
+        running.table.failure = RuntimeError("rank 1 is lost")
+        end = time.monotonic() + 5
+        while ask(running.url, "/health").status == 200:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert "rank 1 is lost" in ask(running.url, "/health").message
+
+
+def test_a_text_whose_logits_are_no_numbers_fails_alone() -> None:
+    """Its client gets a 500 with the cause, and the neighbour its text."""
+    table = slow_table()
+    table.broken = frozenset({7})
+    with served(table) as running:
+        reply = ask(running.url, "/v1/completions", {"prompt": [1, 7]})
+        assert reply.status == 500 and "not finite" in reply.message
+        assert ask(running.url, "/v1/completions", {"prompt": [1, 2], "temperature": 0, "max_tokens": 1}).status == 200
+
+
+def test_counts_of_metrics_are_those_of_answers() -> None:
+    """Under our names, and under vLLM's with the flag."""
+    for vllm, prefix in ((False, "megatron_"), (True, "vllm:")):
+        with served(vllm_metric_names=vllm) as running:
+            usage = ask(running.url, "/v1/completions", {"prompt": "hello", "n": 2, "max_tokens": 7}).json["usage"]
+            running.wait_until_idle()
+            page = ask(running.url, "/metrics").body.decode()
+            label = '{model_name="table"}'
+            assert f"{prefix}generation_tokens_total{label} {usage['completion_tokens']}.0" in page
+            assert f"{prefix}num_requests_running{label} 0.0" in page
+            assert f"{prefix}time_to_first_token_seconds_count{label} 2.0" in page
+            assert f"{prefix}kv_cache_usage_perc{label} 0.0" in page

@@ -1,0 +1,160 @@
+"""Generation with a model in this process: prompts, and a conversation in the terminal."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+
+from megatron.core.inference.engine import Engine
+from megatron.core.inference.request import Request, StopRules, Update
+from megatron.core.inference.sampling import Sampling
+from megatron.core.tokenizers.conversations import OWN, ChatTemplate, load_template, own_template
+from megatron.errors import ConfigError, DataError, MegatronError
+from megatron.training.checkpoints.trained_model import TrainedModel
+from megatron.training.evaluation.generating import end_ids
+from tools.generation.settings import DEFAULT_SEED, GenerateConfig, LocalConfig
+
+
+class Generator:
+    """Prompts in, texts out, on rank 0."""
+
+    def __init__(self, trained: TrainedModel, engine: Engine, config: GenerateConfig, local: LocalConfig) -> None:
+        """Raises ConfigError and DataError for settings and templates that can't be used."""
+        self.tokenizer, self.engine = trained.tokenizer, engine
+        self._config, self._local = config, local
+        self._sampling = Sampling(**config.sampling(), **local.sampling())
+        self._stop = StopRules(token_ids=end_ids(self.tokenizer, local.end_tokens), strings=local.stop)
+        self._interrupted = False
+        self._tokenizer_model = trained.config.tokenizer.tokenizer_model
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The chat template. Raises ConfigError when there is none."""
+        if self._local.chat_template is None and own_template(self._tokenizer_model) is None:
+            raise ConfigError("the tokenizer has no chat template; give one with --chat-template FILE")
+        return load_template(self._local.chat_template or OWN, self._tokenizer_model, learned="assistant")
+
+    def ids_of_conversation(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids up to the beginning of the next answer. Raises ConfigError and DataError of the template."""
+        text = self.template.prompt(messages, begin_answer=True, variables={})
+        return self.tokenizer.tokenize_parts([text])[0]
+
+    def request(self, ids: Sequence[int], *, number: int) -> Request:
+        """The request for the prompt with this number, which its seed depends on."""
+        seed = DEFAULT_SEED if self._config.seed is None else self._config.seed
+        return Request(
+            id=str(number),
+            prompt=tuple(ids),
+            max_tokens=self._config.tokens_to_generate,
+            sampling=self._sampling,
+            stop=self._stop,
+            seed=seed + number,
+        )
+
+    def answer(self, prompts: Sequence[str]) -> None:
+        """Print all prompts with their continuations, in order and as they come."""
+        ids = self.tokenizer.tokenize_batch(list(prompts))
+        waiting = [""] * len(prompts)
+        ended = [False] * len(prompts)
+        shown = -1
+
+        def begin(number: int) -> None:
+            heading = f"-- {number + 1}\n" if len(prompts) > 1 else ""
+            print(f"{heading}{prompts[number]}{waiting[number]}", end="", flush=True)
+
+        def show(update: Update) -> None:
+            nonlocal shown
+            self._end_if_interrupted(update)
+            number = int(update.request_id)
+            ended[number] = update.finish is not None
+            if number == shown:
+                print(update.text, end="", flush=True)
+            else:
+                waiting[number] += update.text
+            while shown < 0 or (shown < len(prompts) and ended[shown]):
+                if shown >= 0:
+                    print(flush=True)
+                shown += 1
+                if shown < len(prompts):
+                    begin(shown)
+
+        requests = [self.request(each, number=number) for number, each in enumerate(ids)]
+        for number, request in enumerate(requests, start=1):
+            try:
+                self.engine.check(request)
+            except MegatronError as error:
+                raise type(error)(f"prompt {number}: {error}") from None
+        for result in self.engine.generate(requests, on_update=show):
+            if result.finish.reason == "error":
+                raise DataError(f"prompt {int(result.request.id) + 1}: {result.finish.error}")
+
+    def converse(self) -> None:
+        """Ask for prompts until the input ends; Ctrl-C ends a text."""
+        while (prompt := _asked("prompt> ")) is not None:
+            if prompt:
+                self._until_interrupted(partial(self.answer, [prompt]))
+
+    def chat(self) -> None:
+        """Hold a conversation until the input ends; Ctrl-C ends an answer.
+
+        The engine's cache keeps the keys and values of what was said before.
+        """
+        messages: list[dict[str, str]] = []
+        if self._local.system is not None:
+            messages.append({"role": "system", "content": self._local.system})
+        self.template  # noqa: B018  (refused before the first question)
+        while (said := _asked("you> ")) is not None:
+            if not said:
+                continue
+            messages.append({"role": "user", "content": said})
+            answer: list[str] = []
+            self._until_interrupted(partial(self._reply, messages, answer))
+            print(flush=True)
+            if answer:
+                messages.append({"role": "assistant", "content": "".join(answer)})
+            else:  # refused, or ended before the first word
+                messages.pop()
+
+    def _reply(self, messages: Sequence[Mapping[str, str]], answer: list[str]) -> None:
+        ids = self.ids_of_conversation(messages)
+        room = self.engine.limits.max_length - len(ids)
+        if room < 1:
+            raise DataError(
+                f"the conversation has {len(ids)} tokens, and the model sees "
+                f"{self.engine.limits.max_length}: begin anew"
+            )
+        request = self.request(ids, number=sum(each["role"] == "user" for each in messages) - 1)
+        request = dataclasses.replace(request, max_tokens=min(request.max_tokens, room))
+
+        def show(update: Update) -> None:
+            self._end_if_interrupted(update)
+            print(update.text, end="", flush=True)
+            answer.append(update.text)
+
+        [result] = self.engine.generate([request], on_update=show)
+        if result.finish.reason == "error":
+            raise DataError(str(result.finish.error))
+
+    def _until_interrupted(self, work: Callable[[], None]) -> None:
+        """Run ``work``; a mistake of the user is told, and Ctrl-C ends the text alone."""
+        self._interrupted, before = False, signal.signal(signal.SIGINT, lambda *_: setattr(self, "_interrupted", True))
+        try:
+            work()
+        except MegatronError as error:
+            print(f"error: {error}", file=sys.stderr)
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _end_if_interrupted(self, update: Update) -> None:
+        if self._interrupted and update.finish is None:
+            self.engine.abort(update.request_id)
+
+
+def _asked(prompt: str) -> str | None:
+    try:
+        return input(prompt if sys.stdin.isatty() else "")
+    except EOFError:
+        return None

@@ -1,0 +1,59 @@
+"""Serve a trained model over HTTP: OpenAI's completions and chat, and Megatron-LM's PUT /api."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+
+from collections.abc import Sequence
+
+from megatron.config.inference import InferenceConfig
+from megatron.config.parse import parse_groups
+from megatron.config.trained_model import TrainedModelConfig, TrainedModelLayoutConfig
+from megatron.core.parallel.environment import errors_once_per_node, launch_environment
+from megatron.errors import ConfigError, run_command
+from megatron.serving.settings import ServerConfig
+
+
+def main(argv: Sequence[str]) -> int:
+    """Load the model, and serve it until a signal ends the server."""
+    with errors_once_per_node():
+        server, inference, choice, layout = parse_groups(
+            argv,
+            ServerConfig,
+            InferenceConfig,
+            TrainedModelConfig,
+            TrainedModelLayoutConfig,
+            prog="run_text_generation_server.py",
+            about=__doc__ or "",
+        )
+        try:
+            from megatron.serving import process
+        except ImportError as error:
+            raise ConfigError(
+                f"the server needs the library {error.name}: pip install starlette uvicorn prometheus_client jinja2, "
+                "or this project's extra serve"
+            ) from None
+    from megatron.core.models.gpt.train_spec import GPTSpec
+    from megatron.training.checkpoints.trained_model import trained_model
+    from megatron.training.evaluation.generating import generation_engine
+
+    launch = launch_environment()
+    # A taken port is noticed before the model is loaded.
+    listener = process.bound_socket(server) if launch.rank == 0 else None
+    with (
+        trained_model(
+            choice, {"gpt": GPTSpec()}, launch, pipeline_stages=layout.pipeline_model_parallel_size
+        ) as trained,
+        generation_engine(trained, inference) as engine,
+    ):
+        if engine is not None and listener is not None:  # else another rank, whose work is done
+            process.serve_trained(trained, engine, server, listener)
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(lambda: main(sys.argv[1:]))
