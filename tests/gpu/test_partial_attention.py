@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.ops.attention.partial import OnlineSoftmax, partial_attention, partial_attention_gradients
+from megatron.core.ops.attention.online_softmax import OnlineSoftmax
+from megatron.core.ops.attention.partial import partial_attention, partial_attention_gradients
 from megatron.core.ops.attention.request import AttentionOptions, PartialResult
 
 EARLY, LATE, ALL = slice(0, 96), slice(96, 200), slice(None)
@@ -24,7 +25,7 @@ def test_flash_kernel_in_parts_equals_reference(groups: int) -> None:
         merged = OnlineSoftmax.over_nothing(q, v)
         for rows, keys, causal in parts:
             options = AttentionOptions(causal=causal, scale=0.125)
-            merged.add(partial_attention(q[rows], k[keys], v[keys], options, backend=backend), rows, ALL)
+            merged.of(rows, ALL).add(partial_attention(q[rows], k[keys], v[keys], options, backend=backend))
         whole = merged.result(q.dtype)
         sums = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
         for rows, keys, causal in parts:

@@ -46,7 +46,8 @@ def attention(
 
     Shapes are those of the slices: ``q`` [s, b, n, d], ``k`` and ``v`` [s, b, g, d] -> [s, b, n·d]. Of the options,
     ``document_ids`` and ``attention_mask`` [b, S] are of the whole sequence, and ``bias`` [n, s, S] has all keys in
-    order; with it ranks can't exchange heads. Causal attention has as many queries as keys. One rank: a plain call.
+    order; with it ranks can't exchange heads. ``sinks`` and ``slopes`` are those of all n heads. Causal attention has
+    as many queries as keys. One rank: a plain call.
     ``documents``: those of ``document_ids``, if the caller has computed them for all layers.
     """
 
@@ -59,6 +60,7 @@ def attention(
     assert options.bias is None or "a2a" not in comm_type, "a bias has no rows for queries of other ranks"
     size = heads_split_over(comm_type, context)
     neighbours, counterparts = everyone.neighbours(size), everyone.counterparts(size)
+    options = _of_heads(options, neighbours)
     if counterparts.size == 1:
         return _with_heads_split(plain, q, k, v, neighbours)
     exchange: KeyExchange = Gather(everyone) if comm_type == "all_gather" else Ring(counterparts)
@@ -87,6 +89,15 @@ def actual_request(request: AttentionRequest, comm_type: CpCommType, context: Pa
         document_ids=False,
         partial=True,
     )
+
+
+def _of_heads(options: AttentionOptions, team: Team) -> AttentionOptions:
+    """The options of this rank's part of the heads."""
+
+    def part(of_all: Tensor | None) -> Tensor | None:
+        return None if of_all is None else of_all.chunk(team.size)[team.rank]
+
+    return dataclasses.replace(options, sinks=part(options.sinks), slopes=part(options.slopes))
 
 
 def _with_heads_split(

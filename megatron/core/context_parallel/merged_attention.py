@@ -16,9 +16,11 @@ from torch import Tensor
 
 from megatron.core.context_parallel.key_exchange import KeyExchange
 from megatron.core.context_parallel.slicing import positions, take
-from megatron.core.context_parallel.visible import Documents, Visible, visible
-from megatron.core.ops.attention.partial import OnlineSoftmax, partial_attention, partial_attention_gradients
+from megatron.core.context_parallel.visible import Documents, Visible, visible, visible_pieces
+from megatron.core.ops.attention.online_softmax import OnlineSoftmax
+from megatron.core.ops.attention.partial import partial_attention, partial_attention_gradients
 from megatron.core.ops.attention.request import AttentionOptions, PartialResult
+from megatron.core.ops.attention.sinks import sinks_gradient, with_sinks
 from megatron.core.ops.dropout import generator_at, generator_state
 
 
@@ -38,15 +40,26 @@ class _Call:
     def parts(self, owner: int, q: Tensor, k: Tensor) -> Iterator[tuple[Visible, AttentionOptions]]:
         """The calls that this rank's queries make to the keys ``k`` of ``owner``."""
         team = self.exchange.team
-        whole = visible(team.rank, owner, queries=q.shape[0], keys=k.shape[0], causal=self.options.causal)
-        cut = [whole] if self.documents is None else self.documents.cut(whole, team.rank, owner, team.size)
+        lengths: dict[str, int] = {"queries": q.shape[0], "keys": k.shape[0]}
+        causal, window = self.options.causal, self.options.window
+        if window is None and self.options.slopes is None:
+            cut = [visible(team.rank, owner, **lengths, causal=causal)]
+        else:
+            cut = visible_pieces(team.rank, owner, team.size, **lengths, causal=causal, window=window)
+        if self.documents is not None:
+            cut = [part for whole in cut for part in self.documents.cut(whole, team.rank, owner, team.size)]
         padding = self.options.attention_mask
         held = None if padding is None else take(padding, owner, team.size, dim=1)
         bias = None if self.options.bias is None else take(self.options.bias, owner, team.size, dim=2)
         for part in cut:
             mask = None if held is None else held[part.samples, part.keys]
             added = None if bias is None else bias[:, part.rows, part.keys]
-            yield part, dataclasses.replace(self.options, causal=part.causal, attention_mask=mask, bias=added)
+            yield (
+                part,
+                dataclasses.replace(
+                    self.options, causal=part.causal, offset=part.offset, attention_mask=mask, bias=added
+                ),
+            )
 
 
 def merged_attention(
@@ -63,15 +76,18 @@ def merged_attention(
 
     ``options.attention_mask`` and ``documents`` are those of the whole sequence. Returns [s, b, n·d].
     """
-    call = _Call(exchange, dataclasses.replace(options, document_ids=None), backend, documents)
-    return _MergedAttention.apply(q, k, v, options.bias, call).flatten(2)  # type: ignore[no-untyped-call, no-any-return]
+    call = _Call(exchange, dataclasses.replace(options, document_ids=None, sinks=None), backend, documents)
+    out: Tensor = _MergedAttention.apply(q, k, v, options.bias, options.sinks, call)  # type: ignore[no-untyped-call]
+    return out.flatten(2)
 
 
 class _MergedAttention(torch.autograd.Function):
-    """Keeps q, k, v, the bias, the result, its log-sum-exp, and the state of the generator."""
+    """Keeps q, k, v, the bias, the sinks, the result, its log-sum-exp, and the state of the generator."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, call: _Call
+    ) -> Tensor:
         ctx.generator_state = generator_state(call.options.dropout, call.options.generator)
         merged = OnlineSoftmax.over_nothing(q, v)
         for owner, packed in call.exchange.visit(_pack(k, v)):
@@ -79,15 +95,17 @@ class _MergedAttention(torch.autograd.Function):
             for part, options in call.parts(owner, q, keys):
                 asked, at = (part.rows, part.samples), (part.keys, part.samples)
                 found = partial_attention(q[asked], keys[at], values[at], options, backend=call.backend)
-                merged.add(found, *asked)
+                merged.of(*asked).add(found)
         whole = merged.result(q.dtype)
-        ctx.save_for_backward(q, k, v, whole.out, whole.lse, bias)
+        if sinks is not None:
+            whole = with_sinks(whole, sinks)
+        ctx.save_for_backward(q, k, v, whole.out, whole.lse, bias, sinks)
         ctx.call = call.with_options(bias=None, generator=None)
         return whole.out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
-        q, k, v, out, lse, bias = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, bias, sinks = ctx.saved_tensors
         call: _Call = ctx.call.with_options(bias=bias, generator=generator_at(ctx.generator_state, q.device))
         grad_q = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
         grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=lse.dtype, device=q.device)
@@ -113,7 +131,9 @@ class _MergedAttention(torch.autograd.Function):
                 yield owner, contribution
 
         grad_k, grad_v = _unpack(call.exchange.sum_at_owner(contributions()), k, v)
-        return grad_q.to(q.dtype), grad_k, grad_v, None if grad_bias is None else grad_bias.to(q.dtype), None
+        grad_sinks = sinks_gradient(grad, PartialResult(out, lse), sinks) if ctx.needs_input_grad[4] else None
+        grad_bias = None if grad_bias is None else grad_bias.to(q.dtype)
+        return grad_q.to(q.dtype), grad_k, grad_v, grad_bias, grad_sinks, None
 
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:

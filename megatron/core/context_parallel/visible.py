@@ -3,7 +3,8 @@
 A rank holds an early and a late piece of the sequence. Its queries see the early piece of a rank before it; its late
 queries see both pieces of a rank after it; of its own keys each query sees the earlier ones. So a pair of ranks is one
 call, without a mask or with the plain causal one, and every call without a mask is half a square.
-Documents make calls smaller: one for each document of which both ranks hold a part.
+Documents make calls smaller: one for each document of which both ranks hold a part. Windows and ALiBi ask how far keys
+are from queries, so each pair of pieces is a call of its own.
 """
 
 from __future__ import annotations
@@ -22,13 +23,22 @@ ALL = slice(None)
 class Visible:
     """A rectangle, or with ``causal`` a triangle, of queries (``rows``) and the ``keys`` they see, in local positions.
 
-    ``samples``: of the microbatch; all of them without documents.
+    ``samples``: of the microbatch; all of them without documents. ``offset``: position of the first query, counted from
+    the first key, where it matters.
     """
 
     rows: slice
     keys: slice
     causal: bool
     samples: slice = field(default_factory=lambda: ALL)
+    offset: int | None = None
+
+    def within(self, rows: slice, keys: slice, samples: slice) -> Visible:
+        """The part of it for these queries and keys."""
+        offset = self.offset
+        if offset is not None:
+            offset += rows.start - self.rows.start - (keys.start - self.keys.start)
+        return Visible(rows, keys, self.causal, samples, offset)
 
 
 def visible(asker: int, owner: int, *, queries: int, keys: int, causal: bool) -> Visible:
@@ -38,6 +48,32 @@ def visible(asker: int, owner: int, *, queries: int, keys: int, causal: bool) ->
     if owner < asker:
         return Visible(slice(0, queries), slice(0, keys // 2), causal=False)
     return Visible(slice(queries // 2, queries), slice(0, keys), causal=False)
+
+
+def visible_pieces(
+    asker: int, owner: int, ranks: int, *, queries: int, keys: int, causal: bool, window: tuple[int, int] | None
+) -> list[Visible]:
+    """As ``visible``, one for each pair of pieces with a key that some query sees, with their distances."""
+    found = []
+    own, others = _pieces(queries, asker, ranks), _pieces(keys, owner, ranks)
+    before, after = window or (keys * ranks, keys * ranks)
+    for rows, asking in own:
+        for columns, owned in others:
+            nearest_before, nearest_after = asking.start - owned.stop + 1, owned.start - asking.stop + 1
+            if nearest_before <= before and nearest_after <= (0 if causal else after):
+                offset = asking.start - owned.start
+                found.append(Visible(rows, columns, causal and offset == 0, offset=offset))
+    return found
+
+
+def _pieces(held: int, rank: int, ranks: int) -> list[tuple[slice, slice]]:
+    """The rank's pieces: its own positions of each, and those in the whole sequence."""
+    pieces, start = [], 0
+    for piece in sequence_slices(held * ranks, rank, ranks):
+        stop = start + piece.stop - piece.start
+        pieces.append((slice(start, stop), piece))
+        start = stop
+    return pieces
 
 
 class Documents:
@@ -61,7 +97,7 @@ class Documents:
             for document in (each for each in asking if each in owned):
                 rows, keys = _overlap(asking[document], whole.rows), _overlap(owned[document], whole.keys)
                 if rows is not None and keys is not None:
-                    found.append(Visible(rows, keys, whole.causal, slice(sample, sample + 1)))
+                    found.append(whole.within(rows, keys, slice(sample, sample + 1)))
         return found
 
     def held(self, rank: int, ranks: int) -> list[dict[int, slice]]:

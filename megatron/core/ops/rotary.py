@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# Llama 3.1: pairs that turn 4 times within the original context keep their frequency, those below one turn are slowed.
-_LLAMA3_ORIGINAL_LENGTH = 8192
-_LLAMA3_LOW, _LLAMA3_HIGH = 1.0, 4.0
+from megatron.core.ops.rotary_scaling import UNSCALED, Scaling
 
 
 @dataclass(frozen=True)
@@ -22,38 +20,31 @@ class RotaryTable:
     sin: Tensor
 
 
-def rotary_frequencies(
-    head_width: int,
-    *,
-    percent: float = 1.0,
-    base: float = 10000.0,
-    interpolation_factor: float | None = None,
-    llama3_factor: float | None = None,
-) -> Tensor:
-    """Angle per position of each pair, [pairs] in fp64 on the CPU, over the first ``percent`` of the head.
-
-    ``interpolation_factor`` divides positions, to stretch a trained context (linear scaling, Chen et al. 2023);
-    ``llama3_factor`` slows only the frequencies that the original context of 8192 doesn't cover (Llama 3.1).
+@dataclass(frozen=True)
+class Rotary:
+    """How a layer turns the first ``width`` channels of its heads: pair i by ``position * base ** (-2i / width)``,
+    unless ``scaling`` changes that.
     """
-    width = int(head_width * percent)
-    width -= width % 2
-    frequencies = base ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
-    if llama3_factor is not None:
-        turns = _LLAMA3_ORIGINAL_LENGTH * frequencies / (2 * math.pi)  # within the original context
-        kept = ((turns - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW)).clamp(0.0, 1.0)
-        frequencies = frequencies * (kept + (1.0 - kept) / llama3_factor)
-    return frequencies if interpolation_factor is None else frequencies / interpolation_factor
+
+    width: int
+    base: float = 10000.0
+    scaling: Scaling = UNSCALED
+
+    def table(self, positions: Tensor, *, length: int, dtype: torch.dtype = torch.float32) -> RotaryTable:
+        """Angles at ``positions`` [s], or [b, s] where every sample has its own, on the device of ``positions``.
+
+        ``length``: of the sequence, on which some kinds of scaling depend. Angles are computed in fp64, so that far
+        positions lose nothing; ``dtype`` is that of the result: fp64 for fp64 models, fp32 for all others.
+        """
+        frequencies = self.scaling.frequencies(self.width, self.base, length=length).to(positions.device)
+        per_sample = positions if positions.dim() == 2 else positions.unsqueeze(0)
+        angles = per_sample.t().unsqueeze(-1).unsqueeze(-1) * frequencies  # [s, b or 1, 1, pairs]
+        factor = self.scaling.attention_factor
+        return RotaryTable((angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype))
 
 
-def rotary_table(frequencies: Tensor, positions: Tensor, *, dtype: torch.dtype = torch.float32) -> RotaryTable:
-    """Angles at ``positions`` [s], or [b, s] where every sample has its own, on the device of ``positions``.
-
-    Angles are computed in fp64, so that far positions lose nothing; ``dtype`` is that of the result: fp64 for fp64
-    models, fp32 for all others.
-    """
-    per_sample = positions if positions.dim() == 2 else positions.unsqueeze(0)
-    angles = per_sample.t().unsqueeze(-1).unsqueeze(-1) * frequencies.to(positions.device)  # [s, b or 1, 1, pairs]
-    return RotaryTable(angles.cos().to(dtype), angles.sin().to(dtype))
+RotaryTables = Mapping[Rotary, RotaryTable]
+"""The tables of a microbatch; layers that turn their heads alike share one."""
 
 
 def apply_rotary(x: Tensor, table: RotaryTable, *, interleaved: bool = False) -> Tensor:

@@ -38,9 +38,12 @@ def linear_cross_entropy(
     *,
     vocabulary: VocabularyPart,
     bias: Tensor | None = None,
+    cap: float | None = None,
     backward_scale: float = 1.0,
 ) -> Tensor:
     """Sum over rows of ``loss_weights`` times the cross entropy of softmax(hidden·weightᵀ + bias), as a scalar.
+
+    With a soft ``cap`` logits x are cap·tanh(x/cap), in fp32 or wider (Gemma 2, arXiv:2408.00118).
 
     ``hidden`` [N, h]; ``weight`` [v, h] and ``bias`` [v], this rank's part; ``labels`` [N], ids of the
     whole vocabulary; ``loss_weights`` [N]. Rows of ``weight`` from ``valid`` on are padding: no probability, no
@@ -56,7 +59,7 @@ def linear_cross_entropy(
     inputs = (hidden, weight) if bias is None else (hidden, weight, bias)
     needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
     return _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call, no-any-return]
-        hidden, weight, bias, labels, loss_weights, vocabulary, backward_scale if needs_grad else None
+        hidden, weight, bias, labels, loss_weights, vocabulary, cap, backward_scale if needs_grad else None
     )
 
 
@@ -68,10 +71,11 @@ def vocab_parallel_token_losses(
     *,
     vocabulary: VocabularyPart,
     bias: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Cross entropy of each row, [N] in fp32 (fp64 for fp64 inputs), without gradient; arguments as above."""
     losses = hidden.new_empty(hidden.shape[0], dtype=_wide(hidden))
-    for chunk in _chunks(hidden, weight, bias, vocabulary):
+    for chunk in _chunks(hidden, weight, bias, vocabulary, cap):
         losses[chunk.rows] = _softmax_(chunk.wide, labels[chunk.rows], vocabulary).losses
     return losses
 
@@ -83,10 +87,11 @@ def vocab_parallel_argmax(
     *,
     vocabulary: VocabularyPart,
     bias: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """The most probable id of each row, [N]; the lowest of several that are equal."""
     best = hidden.new_empty(hidden.shape[0], dtype=torch.int64)
-    for chunk in _chunks(hidden, weight, bias, vocabulary):
+    for chunk in _chunks(hidden, weight, bias, vocabulary, cap):
         top, index = chunk.wide.max(dim=1)
         highest = all_reduce(top.clone(), vocabulary.mesh, "tp", op="max")
         candidate = torch.where(top == highest, index + vocabulary.start, torch.iinfo(torch.int64).max)
@@ -100,14 +105,26 @@ def _wide(x: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Some rows and their ``logits`` [rows, v], in the type of the matmul and in fp32 or wider (perhaps one tensor)."""
+    """Some rows and their ``logits`` [rows, v], in the type of the matmul and in fp32 or wider (perhaps one tensor).
+
+    ``slope`` [rows, v]: derivatives of a soft cap, where they are asked for.
+    """
 
     rows: slice
     logits: Tensor
     wide: Tensor
+    slope: Tensor | None
 
 
-def _chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: VocabularyPart) -> Iterator[_Chunk]:
+def _chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    vocabulary: VocabularyPart,
+    cap: float | None,
+    *,
+    slopes: bool = False,
+) -> Iterator[_Chunk]:
     """Logits of some rows at a time, the lowest finite value for padding; each chunk overwrites the one before.
 
     Ranges of rows are the same on every rank, since padded parts of the vocabulary are equally large.
@@ -118,12 +135,25 @@ def _chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: Voc
         size -= size % 64  # whole vectors, and the same kernels for all chunks but the last
     buffer = hidden.new_empty(min(size, total), columns)
     wide_buffer = torch.empty_like(buffer, dtype=_wide(buffer))
+    slope_buffer = torch.empty_like(wide_buffer) if slopes and cap is not None else None
     for start in range(0, total, size):
         rows = slice(start, min(start + size, total))
         logits = times_transposed(hidden[rows], weight, bias, buffer=buffer)
-        logits[:, vocabulary.valid :] = torch.finfo(logits.dtype).min  # not -inf: a rank may hold only padding
-        is_wide = logits.dtype == wide_buffer.dtype
-        yield _Chunk(rows, logits, logits if is_wide else wide_buffer[: logits.shape[0]].copy_(logits))
+        height, is_wide = logits.shape[0], logits.dtype == wide_buffer.dtype
+        wide = logits if is_wide else wide_buffer[:height].copy_(logits)
+        slope = None if slope_buffer is None else slope_buffer[:height]
+        if cap is not None:
+            _cap_(wide, cap, slope)
+        wide[:, vocabulary.valid :] = torch.finfo(logits.dtype).min  # not -inf: a rank may hold only padding
+        yield _Chunk(rows, logits, wide, slope)
+
+
+def _cap_(logits: Tensor, cap: float, slope: Tensor | None) -> None:
+    """Overwrite ``logits`` x with cap·tanh(x/cap), and ``slope`` with its derivative 1 - tanh²(x/cap)."""
+    logits.div_(cap).tanh_()
+    if slope is not None:
+        torch.mul(logits, logits, out=slope).neg_().add_(1.0)
+    logits.mul_(cap)
 
 
 @dataclass(frozen=True)
@@ -160,7 +190,10 @@ def _softmax_(logits: Tensor, labels: Tensor, vocabulary: VocabularyPart) -> _So
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """dlogits = (softmax - onehot)·weight·scale, a chunk at a time;  dhidden = dlogits·W,  dW = dlogitsᵀ·hidden."""
+    """dlogits = (softmax - onehot)·weight·scale, a chunk at a time;  dhidden = dlogits·W,  dW = dlogitsᵀ·hidden.
+
+    A soft cap multiplies dlogits by its slope.
+    """
 
     @staticmethod
     def forward(
@@ -171,6 +204,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         loss_weights: Tensor,
         vocabulary: VocabularyPart,
+        cap: float | None,
         backward_scale: float | None,
     ) -> Tensor:
         total = hidden.new_zeros((), dtype=_wide(hidden))
@@ -180,7 +214,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if backward_scale is not None:
             grad_hidden = torch.empty_like(hidden) if needs_hidden else None
             grad_bias = torch.zeros_like(bias, dtype=_wide(bias)) if bias is not None and needs_bias else None
-        for chunk in _chunks(hidden, weight, bias, vocabulary):
+        for chunk in _chunks(hidden, weight, bias, vocabulary, cap, slopes=backward_scale is not None):
             weights = loss_weights[chunk.rows]
             softmax = _softmax_(chunk.wide, labels[chunk.rows], vocabulary)
             total += (softmax.losses * weights).sum()
@@ -189,6 +223,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             weights = (weights * backward_scale).unsqueeze(1)
             wide = softmax.local.mul_(weights * softmax.factor)
             wide.scatter_add_(1, softmax.columns, -weights.masked_fill(~softmax.here, 0.0))
+            if chunk.slope is not None:
+                wide.mul_(chunk.slope)
             grad_logits = wide if wide.dtype == chunk.logits.dtype else chunk.logits.copy_(wide)  # rounded once
             if grad_hidden is not None:
                 grad_hidden[chunk.rows] = times_transposed(grad_logits, weight.t())
@@ -205,4 +241,4 @@ class _LinearCrossEntropy(torch.autograd.Function):
         assert gradients is not None, "the backward pass of linear_cross_entropy can run once"
         ctx.gradients = None
         factor = grad / ctx.backward_scale
-        return *(part if part is None else part.mul_(factor) for part in gradients), None, None, None, None
+        return *(part if part is None else part.mul_(factor) for part in gradients), None, None, None, None, None

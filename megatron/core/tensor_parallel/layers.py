@@ -104,12 +104,14 @@ class ReplicatedLinear(nn.Module):
         *,
         init: Initialization,
         partial_grad: tuple[Axis, ...] | None = None,
+        bias: bool = True,
     ) -> None:
         super().__init__()
         self._context = context
         partial = partial_under_sequence_parallel(context) if partial_grad is None else partial_grad
         self.weight = make_parameter(Sharding((out_features, in_features), partial_grad=partial), init, context)
-        self.bias = make_parameter(Sharding((out_features,), partial_grad=partial), Constant(0.0), context)
+        of_outputs = Sharding((out_features,), partial_grad=partial)
+        self.bias = make_parameter(of_outputs, Constant(0.0), context) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply."""

@@ -27,7 +27,7 @@ def linear(
     """
     splits = context.weight_gradients.may_wait
     if not (splits or gathers) or not (torch.is_grad_enabled() and weight.requires_grad):
-        return F.linear(enter(x, context) if gathers else x, weight, bias)
+        return context.products.multiply(enter(x, context) if gathers else x, weight, bias)
     if not x.requires_grad:
         x = x.detach().requires_grad_()  # else there is no backward pass, as autograd doesn't see the weight
     add_gradient = partial(_add_gradient, weight)

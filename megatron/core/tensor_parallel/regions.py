@@ -52,6 +52,35 @@ class _Leave(torch.autograd.Function):
         return (all_gather(grad, context.mesh, "tp") if context.sequence_parallel else grad), None
 
 
+class _OwnRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, context: ParallelContext) -> Tensor:
+        ctx.context, ctx.rows = context, x.shape[0]
+        return _own_part(x, context)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_gather(grad, ctx.context.mesh, "tp")[: ctx.rows], None
+
+
+class _AllRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, context: ParallelContext, rows: int) -> Tensor:
+        ctx.context = context
+        return all_gather(x, context.mesh, "tp")[:rows]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _own_part(grad, ctx.context), None, None
+
+
+def _own_part(x: Tensor, context: ParallelContext) -> Tensor:
+    ranks, rank = context.mesh.size("tp"), context.mesh.rank("tp")
+    size = -(-x.shape[0] // ranks)
+    mine = x[size * rank : size * (rank + 1)]
+    return mine.contiguous() if len(mine) == size else torch.cat((mine, mine.new_zeros(size - len(mine), *x.shape[1:])))
+
+
 class _FirstToken(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, context: ParallelContext) -> Tensor:
@@ -91,6 +120,22 @@ def leave(x: Tensor, context: ParallelContext) -> Tensor:
     if context.mesh.size("tp") == 1:
         return x
     return _Leave.apply(x, context)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def own_rows(x: Tensor, context: ParallelContext) -> Tensor:
+    """This rank's share of rows ``[t, …]`` that every tensor-parallel rank holds, equally many on each; the last ranks'
+    may end with zeros. With sequence parallelism a rank holds its own anyway. Gradients are gathered on the way back.
+    """
+    if context.sequence_parallel or context.mesh.size("tp") == 1:
+        return x
+    return _OwnRows.apply(x, context)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def all_rows(x: Tensor, context: ParallelContext, *, rows: int) -> Tensor:
+    """The ``rows`` of all ranks, of which this one has its ``own_rows``: the way back."""
+    if context.sequence_parallel or context.mesh.size("tp") == 1:
+        return x
+    return _AllRows.apply(x, context, rows)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def sequence_slice(x: Tensor, context: ParallelContext, *, dim: int = 0) -> Tensor:

@@ -12,27 +12,31 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import CpCommType
 from megatron.core.context_parallel.attention import attention, heads_split_over
 from megatron.core.context_parallel.visible import Documents
+from megatron.core.ops.alibi import alibi_slopes
 from megatron.core.ops.attention import AttentionOptions, AttentionRequest
+from megatron.core.ops.attention.cached import AttentionCache, CachedHeads
 from megatron.core.ops.rotary import apply_rotary
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload, costs_of, total_of
 from megatron.core.parallel.recompute import recomputed
 from megatron.core.parallel.rng import StreamKey
-from megatron.core.parallel.sharding import SharedRows
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.parallel.sharding import Sharding, SharedRows
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, make_parameter
 from megatron.core.transformer.initialization import input_init, output_init
 from megatron.core.transformer.inputs import LayerInputs
-from megatron.core.transformer.norm import Norm
+from megatron.core.transformer.norm import HeadNorm, Norm
+from megatron.core.transformer.positions import rotary_of
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Masks and bias of a call; see ``AttentionOptions``."""
+    """Masks and bias of a call; see ``AttentionOptions``. ``cache``: see ``LayerInputs``."""
 
     document_ids: Tensor | None = None
     documents: Documents | None = None
     attention_mask: Tensor | None = None
     bias: Tensor | None = None
+    cache: AttentionCache | None = None
 
 
 class Attention(nn.Module):
@@ -57,21 +61,34 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self._config, self._context = config, context
-        self._number, self._causal, self._recompute_core = number, causal, recompute_core
+        self.number, self.is_causal, self._recompute_core = number, causal, recompute_core
         self._purpose = purpose
         ranks = context.mesh.size("tp")
         self._groups = max(1, config.num_query_groups // ranks)
         self._queries_per_group = config.num_attention_heads // ranks // self._groups
         self._head_dim = config.kv_channels
-        self._width = config.num_attention_heads * config.kv_channels
+        self._width = self._value_width = config.num_attention_heads * config.kv_channels
+        self._scale = 1.0 / math.sqrt(config.kv_channels) if config.softmax_scale is None else config.softmax_scale
+        self._window: tuple[int, int] | None = None
+        self._slopes: Tensor | None = None
+
+    def _add_head_norms(self, config: ModelConfig, context: ParallelContext) -> None:
+        """Norms of query and key heads, where the model has them."""
+        queries, keys = config.num_attention_heads, config.num_query_groups
+        self.q_layernorm: Norm | None = HeadNorm(queries, config, context) if config.has_qk_norms else None
+        self.k_layernorm = HeadNorm(keys, config, context) if config.has_qk_norms else None
 
     def _add_output(self, config: ModelConfig, context: ParallelContext) -> None:
-        """Norms of query and key heads, where the model has them, and the last matmul."""
-        # Each rank normalizes its own heads only, with or without sequence parallelism.
-        self.q_layernorm = Norm(self._head_dim, config, context, partial_grad=("tp",)) if config.qk_layernorm else None
-        self.k_layernorm = Norm(self._head_dim, config, context, partial_grad=("tp",)) if config.qk_layernorm else None
+        """Sinks, where the model has them, and the last matmul."""
+        heads = Sharding((config.num_attention_heads,), {0: "tp"})
+        has_sinks = config.softmax_type == "learnable"
+        self.sinks = make_parameter(heads, input_init(config), context) if has_sinks else None
         self.linear_proj = RowParallelLinear(
-            self._width, config.hidden_size, context, init=output_init(config), bias=config.add_bias_linear
+            self._value_width,
+            config.hidden_size,
+            context,
+            init=output_init(config),
+            bias=config.add_attention_output_bias,
         )
 
     def _columns(self, outputs: int, *, shared_rows: int = 0) -> ColumnParallelLinear:
@@ -82,9 +99,13 @@ class Attention(nn.Module):
             outputs,
             self._context,
             init=input_init(config),
-            bias=config.add_bias_linear or config.add_qkv_bias,
+            bias=config.add_qkv_bias,
             shared=SharedRows(groups=config.num_query_groups, rows=shared_rows) if shared_rows else None,
         )
+
+    def _clipped(self, projected: Tensor) -> Tensor:
+        limit = self._config.clip_qkv
+        return projected if limit is None else projected.clamp(-limit, limit)
 
     def _normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         if self.q_layernorm is None or self.k_layernorm is None:
@@ -104,27 +125,44 @@ class Attention(nn.Module):
         config = self._config
         drop = config.attention_dropout if self.training else 0.0
         if drop:  # seeded here, so that recomputing the scores alone draws the same mask
-            self._context.rng.enter(stream, f"layer {self._number} {self._purpose}")
-        options = AttentionOptions(
-            causal=self._causal,
-            scale=1.0 / math.sqrt(self._head_dim) if config.softmax_scale is None else config.softmax_scale,
-            dropout=drop,
-            generator=self._context.rng.split,
-            document_ids=seen.document_ids,
-            attention_mask=seen.attention_mask,
-            bias=seen.bias,
-            softmax_in_fp32=config.attention_softmax_in_fp32,
-        )
+            self._context.rng.enter(stream, f"layer {self.number} {self._purpose}")
+        if seen.cache is not None:
+            options = self._options(query, seen, drop=drop, window=self._window)
+            return seen.cache.attend(self.number, query, key, value, options)
+        window = self._window_over(key.shape[0] * self._context.mesh.size("cp"))
+        options = self._options(query, seen, drop=drop, window=window)
         return attention(
             query,
             key,
             value,
             options,
             context=self._context,
-            comm_type=self._context.cp_comm_type(self._number),
+            comm_type=self._context.cp_comm_type(self.number),
             documents=seen.documents,
             backend=config.attention_backend,
         )
+
+    def _options(self, query: Tensor, seen: Seen, *, drop: float, window: tuple[int, int] | None) -> AttentionOptions:
+        off_by_one = self._config.softmax_type == "off-by-one"
+        return AttentionOptions(
+            causal=self.is_causal,
+            window=window,
+            scale=self._scale,
+            soft_cap=self._config.attn_logit_softcapping,
+            slopes=self._slopes,
+            sinks=query.new_zeros(query.shape[2]) if off_by_one else self.sinks,
+            dropout=drop,
+            generator=self._context.rng.split,
+            document_ids=seen.document_ids,
+            attention_mask=seen.attention_mask,
+            bias=seen.bias,
+            softmax_in_fp32=self._config.attention_softmax_in_fp32,
+        )
+
+    @property
+    def cached_heads(self) -> CachedHeads:
+        """What generation keeps of each token."""
+        return CachedHeads(self._groups, self._head_dim, self._head_dim)
 
     def request(self, workload: Workload) -> AttentionRequest:
         """The call that ``forward`` makes in training, over whole sequences."""
@@ -135,13 +173,23 @@ class Attention(nn.Module):
             query_length=workload.length,
             key_length=workload.length,
             head_width=self._head_dim,
-            causal=self._causal,
+            causal=self.is_causal,
+            window=self._window_over(workload.length),
+            soft_cap=config.attn_logit_softcapping is not None,
+            slopes=self._slopes is not None,
+            sinks=config.softmax_type != "vanilla",
             dropout=config.attention_dropout,
             document_ids=workload.has_documents,
             attention_mask=workload.has_padding,
             bias=config.position_embedding_type == "relative",
             softmax_in_fp32=config.attention_softmax_in_fp32,
         )
+
+    def _window_over(self, keys: int) -> tuple[int, int] | None:
+        """The window, if a sequence of so many keys is longer."""
+        if self._window is None or (self._window[0] >= keys - 1 and (self.is_causal or self._window[1] >= keys - 1)):
+            return None
+        return self._window
 
     def _with_scores(self, matmuls: Costs, workload: Workload, *, keys: int, projected: int, is_padded: bool) -> Costs:
         """Costs of ``matmuls``, and of attention to ``keys`` keys between them, which is given ``projected`` bytes.
@@ -161,10 +209,20 @@ class Attention(nn.Module):
         # Gradients of queries, keys and values, and the keys of other ranks with theirs.
         exchanged = 0 if kind == "a2a" else 2 * ranks if kind == "all_gather" else 4
         key_rows = workload.batch * keys // ranks
-        gradients = 2 * (workload.tokens * self._queries + key_rows * (2 + exchanged) * self._keys) * workload.itemsize
-        flops = 4.0 * self._width * workload.all_tokens * keys / (2 if self._causal else 1)
+        of_keys = key_rows * (2 + exchanged) * (self._keys + self._values)
+        gradients = (2 * workload.tokens * self._queries + of_keys) * workload.itemsize
+        flops = 2.0 * (self._width + self._value_width) * workload.all_tokens * self._keys_of_a_query(keys)
         working = matmuls.working + gradients + again
         return dataclasses.replace(matmuls, flops=matmuls.flops + flops, kept=matmuls.kept + kept, working=working)
+
+    def _keys_of_a_query(self, keys: int) -> float:
+        """The mean over all queries; half of the keys where attention is causal."""
+        window = self._window_over(keys)
+        if window is None:
+            return keys / 2 if self.is_causal else keys
+        sides = [window[0], 0 if self.is_causal else window[1]]
+        # The first ``side`` queries, or the last, see fewer keys on that side.
+        return 1 + sum(side - side * (side + 1) / (2 * keys) for side in (min(each, keys - 1) for each in sides))
 
     def _scores(self, workload: Workload, *, keys: int) -> int:
         """Bytes of explicit scores of all pairs; with dropout also of the scores after it and its mask."""
@@ -183,7 +241,7 @@ class Attention(nn.Module):
     @property
     def _comm_type(self) -> CpCommType:
         """How this layer exchanges keys with other ranks; "a2a" without context parallelism."""
-        return self._context.cp_comm_type(self._number) if self._context.mesh.size("cp") > 1 else "a2a"
+        return self._context.cp_comm_type(self.number) if self._context.mesh.size("cp") > 1 else "a2a"
 
     @property
     def _queries(self) -> int:
@@ -195,6 +253,11 @@ class Attention(nn.Module):
         """Width of this rank's keys."""
         return self._groups * self._head_dim
 
+    @property
+    def _values(self) -> int:
+        """Width of this rank's values."""
+        return self._keys
+
 
 class SelfAttention(Attention):
     """Query, key and value from one matmul, whose weight has ``[q … q, k, v]`` for each key/value head."""
@@ -204,24 +267,30 @@ class SelfAttention(Attention):
     ) -> None:
         super().__init__(config, context, number=number, causal=causal, recompute_core=recompute_core, purpose="scores")
         rows = 2 * config.kv_channels
+        self._rotary = rotary_of(config, number)
         self.linear_qkv = self._columns(self._width + config.num_query_groups * rows, shared_rows=rows)
+        self._window = config.window_of(number)
+        if config.position_embedding_type == "alibi":
+            heads, mesh = alibi_slopes(config.num_attention_heads), context.mesh
+            self._slopes = heads.chunk(mesh.size("tp"))[mesh.rank("tp")].to(context.device)
+        self._add_head_norms(config, context)
         self._add_output(config, context)
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """``[s, b, h] -> [s, b, h]``."""
         query, key, value = self._project(x)
         query, key = self._normed(query, key)
-        if inputs.rotary is not None:
-            interleaved = self._config.rotary_interleaved
-            query = apply_rotary(query, inputs.rotary, interleaved=interleaved)
-            key = apply_rotary(key, inputs.rotary, interleaved=interleaved)
+        if self._rotary is not None:
+            table, interleaved = inputs.rotary[self._rotary], self._config.rotary_interleaved
+            query = apply_rotary(query, table, interleaved=interleaved)
+            key = apply_rotary(key, table, interleaved=interleaved)
         documents = inputs.documents if self._context.mesh.size("cp") > 1 else None
-        seen = Seen(inputs.document_ids, documents, inputs.attention_mask, inputs.bias)
+        seen = Seen(inputs.document_ids, documents, inputs.attention_mask, inputs.bias, inputs.cache)
         return self._mix(query, key, value, inputs.rng_key, seen)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``[s, b, h]`` to query ``[S, b, n, d]`` and key, value ``[S, b, g, d]``."""
-        fused = self.linear_qkv(x)
+        fused = self._clipped(self.linear_qkv(x))
         length, batch, _ = fused.shape
         per_group = self._queries_per_group
         fused = fused.view(length, batch, self._groups, per_group + 2, self._head_dim)
@@ -247,20 +316,29 @@ class SelfAttention(Attention):
         return super()._scores(workload, keys=keys) + given + keys**2
 
     def _projected(self, workload: Workload) -> int:
-        """Bytes of query, key and value: the fused projection, and the copies that rotation, norm or grouping make."""
+        """Bytes of query, key and value: the fused projection, also before it is clipped, and the copies that rotation,
+        norm or grouping make.
+        """
         queries, keys, config = self._queries, self._keys, self._config
+        clipped = (queries + 2 * keys) * (config.clip_qkv is not None)
         if self._keeps_scores and not self._recompute_core and self._comm_type == "a2a":
-            return workload.tokens * (queries + 2 * keys) * workload.itemsize * config.qk_layernorm
-        moved = config.position_embedding_type == "rope" or config.qk_layernorm
+            return workload.tokens * ((queries + 2 * keys) * config.has_qk_norms + clipped) * workload.itemsize
+        moved = self._rotary is not None or config.has_qk_norms
         grouped = config.num_query_groups != config.num_attention_heads
         one_group = self._groups == 1  # its queries lie side by side
         anew = (queries if moved or grouped else 0) + (keys if moved else 0)
-        again = queries if grouped and not one_group and config.qk_layernorm else 0
+        again = queries if grouped and not one_group and config.has_qk_norms else 0
         if heads_split_over(self._comm_type, self._context) > 1:
             # What arrives, and the result that is sent back; norms keep what they were given.
-            given = queries + 2 * keys + again if config.qk_layernorm else 0
-            return workload.tokens * (2 * queries + 2 * keys + given) * workload.itemsize
-        return workload.tokens * (queries + 2 * keys + anew + again) * workload.itemsize
+            given = queries + 2 * keys + again if config.has_qk_norms else 0
+            return workload.tokens * (2 * queries + 2 * keys + given + clipped) * workload.itemsize
+        return workload.tokens * (queries + 2 * keys + anew + again + clipped) * workload.itemsize
+
+
+def cached_layers(block: nn.Module) -> dict[int, CachedHeads]:
+    """What the causal layers of a stack keep in generation, by the layer's number."""
+    layers = (module for module in block.modules() if isinstance(module, Attention))
+    return {layer.number: layer.cached_heads for layer in layers if layer.is_causal}
 
 
 class CrossAttention(Attention):
@@ -275,17 +353,30 @@ class CrossAttention(Attention):
         rows = 2 * config.kv_channels
         self.linear_q = self._columns(self._width)
         self.linear_kv = self._columns(config.num_query_groups * rows, shared_rows=rows)
+        self._add_head_norms(config, context)
         self._add_output(config, context)
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """``[s, b, h] -> [s, b, h]``."""
-        assert inputs.encoder_hidden_states is not None, "a decoder that attends to an encoder is given its output"
-        query, fused = self.linear_q(x), self.linear_kv(inputs.encoder_hidden_states)
+        query = self._clipped(self.linear_q(x))
         query = query.view(*query.shape[:2], -1, self._head_dim)
-        fused = fused.view(*fused.shape[:2], self._groups, 2, self._head_dim)
-        query, key = self._normed(query, fused[..., 0, :])
+        query = query if self.q_layernorm is None else self.q_layernorm(query)
+        if inputs.cache is not None:
+            options = self._options(query, Seen(), drop=0.0, window=None)
+            mixed = inputs.cache.attend_encoder(self.number, query, self._keys_and_values, options)
+            out: Tensor = self.linear_proj(mixed)
+            return out
+        assert inputs.encoder_hidden_states is not None, "a decoder that attends to an encoder is given its output"
+        key, value = self._keys_and_values(inputs.encoder_hidden_states)
         seen = Seen(attention_mask=inputs.encoder_attention_mask)
-        return self._mix(query, key, fused[..., 1, :], inputs.rng_key, seen)
+        return self._mix(query, key, value, inputs.rng_key, seen)
+
+    def _keys_and_values(self, encoded: Tensor) -> tuple[Tensor, Tensor]:
+        """``[t, b, h]`` to key and value ``[T, b, g, d]``."""
+        fused = self._clipped(self.linear_kv(encoded))
+        fused = fused.view(*fused.shape[:2], self._groups, 2, self._head_dim)
+        key = fused[..., 0, :]
+        return key if self.k_layernorm is None else self.k_layernorm(key), fused[..., 1, :]
 
     def request(self, workload: Workload) -> AttentionRequest:
         """To the encoder's tokens, without a bias."""
@@ -298,7 +389,9 @@ class CrossAttention(Attention):
         encoded, config = workload.of_encoder(), self._config
         shared = dataclasses.replace(costs_of(self.linear_kv, encoded), kept=0)
         projected = (workload.tokens * self._queries + encoded.tokens * 2 * self._keys) * workload.itemsize
-        if config.qk_layernorm:
+        if config.has_qk_norms:
             projected += (workload.tokens * self._queries + encoded.tokens * self._keys) * workload.itemsize
+        if config.clip_qkv is not None:
+            projected += (workload.tokens * self._queries + encoded.tokens * 2 * self._keys) * workload.itemsize
         matmuls = total_of((self.linear_q, self.linear_proj), workload) + shared
         return self._with_scores(matmuls, workload, keys=workload.encoder_length, projected=projected, is_padded=True)

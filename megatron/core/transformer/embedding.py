@@ -20,20 +20,21 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.tensor_parallel.regions import sequence_slice
 from megatron.core.transformer.initialization import input_init
+from megatron.core.transformer.norm import Norm
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 POSITION_EMBEDDINGS = "embedding.position_embeddings.weight"
 
 
 class PositionEmbedding(nn.Module):
-    """A learned vector for each position, held whole by every rank."""
+    """A learned vector for each position, held whole by every rank, behind ``position_embedding_offset`` other rows."""
 
     def __init__(self, config: ModelConfig, context: ParallelContext, *, tied: str | None = None) -> None:
         super().__init__()
         assert config.max_position_embeddings is not None
-        self._context = context
+        self._context, self._offset = context, config.position_embedding_offset
         sharding = Sharding(
-            (config.max_position_embeddings, config.hidden_size),
+            (self._offset + config.max_position_embeddings, config.hidden_size),
             partial_grad=partial_under_sequence_parallel(context),
             tied=tied,
         )
@@ -43,9 +44,10 @@ class PositionEmbedding(nn.Module):
         """Vectors ``[s, b or 1, h]`` for positions ``[b, S]``, or for this rank's of 0, 1, … when None."""
         if position_ids is None:
             mesh = self._context.mesh
-            held = take(self.weight[: length * mesh.size("cp")], mesh.rank("cp"), mesh.size("cp"), dim=0)
+            used = self.weight[self._offset : self._offset + length * mesh.size("cp")]
+            held = take(used, mesh.rank("cp"), mesh.size("cp"), dim=0)
             return sequence_slice(held, self._context).unsqueeze(1)
-        return F.embedding(sequence_slice(position_ids.t(), self._context), self.weight)
+        return F.embedding(sequence_slice(position_ids.t() + self._offset, self._context), self.weight)
 
 
 class TokenTypeEmbedding(nn.Module):
@@ -63,7 +65,8 @@ class TokenTypeEmbedding(nn.Module):
 
 
 class LanguageModelEmbedding(nn.Module):
-    """Word vectors plus, with learned positions, position vectors, and with token types theirs; then dropout.
+    """Word vectors plus, with learned positions, position vectors, and with token types theirs; then a norm, where the
+    model has one, and dropout.
 
     ``copied``: another stage of the model has such an embedding as well, with the same words and positions.
     """
@@ -82,9 +85,12 @@ class LanguageModelEmbedding(nn.Module):
             pad_multiple=config.make_vocab_size_divisible_by,
             tied=WORD_EMBEDDINGS if copied or not config.untie_embeddings_and_output_weights else None,
         )
+        # Rounded as transformers rounds Gemma's: sqrt(3072) is 55.5 in bf16.
+        self._multiplier = torch.tensor(config.embedding_multiplier, dtype=context.dtype).item()
         learned, tied = config.position_embedding_type == "learned_absolute", POSITION_EMBEDDINGS if copied else None
         self.position_embeddings = PositionEmbedding(config, context, tied=tied) if learned else None
         self.tokentype_embeddings = TokenTypeEmbedding(token_types, config, context) if token_types else None
+        self.norm = Norm(config.hidden_size, config, context) if config.embedding_norm else None
 
     def forward(
         self,
@@ -100,11 +106,15 @@ class LanguageModelEmbedding(nn.Module):
         ``stream``: name of the random stream of its dropout.
         """
         x: Tensor = self.word_embeddings(tokens)
+        if self._multiplier != 1.0:
+            x = x * self._multiplier
         if self.position_embeddings is not None:
             x = x + self.position_embeddings(tokens.shape[1], position_ids)
         if self.tokentype_embeddings is not None:
             assert types is not None, "a model with token types is told them"
             x = x + self.tokentype_embeddings(types)
+        if self.norm is not None:
+            x = self.norm(x)
         if self._config.fp32_residual_connection:
             x = x.to(torch.promote_types(x.dtype, torch.float32))
         if not self.training or self._config.hidden_dropout == 0.0:
@@ -113,6 +123,7 @@ class LanguageModelEmbedding(nn.Module):
         return dropout(x, self._config.hidden_dropout, self._context.hidden_generator)
 
     def costs(self, workload: Workload) -> Costs:
-        """The words' look-up, and a mask of dropout."""
-        mask = workload.rows * self._config.hidden_size * (self._config.hidden_dropout > 0)
-        return costs_of(self.word_embeddings, workload) + Costs(kept=mask)
+        """The words' look-up, the input of the norm, and a mask of dropout."""
+        elements = workload.rows * self._config.hidden_size
+        kept = elements * ((self._config.hidden_dropout > 0) + workload.itemsize * self._config.embedding_norm)
+        return costs_of(self.word_embeddings, workload) + Costs(kept=kept)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.context_parallel.visible import Documents
-from megatron.core.ops.rotary import RotaryTable
+from megatron.core.ops.attention.cached import AttentionCache
+from megatron.core.ops.rotary import RotaryTables
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.side_losses import SideLosses
 
@@ -17,8 +19,14 @@ from megatron.core.parallel.side_losses import SideLosses
 class LayerInputs:
     """``rng_key``: the microbatch's random streams. ``side_losses``: takes the losses of layers.
 
-    ``rotary``: cos and sin for the positions, or None. ``document_ids``: ``[b, S]``; attention stays within a document.
-    ``attention_mask``: ``[b, S]``, True where real. ``bias``: ``[n, s, S]``, added to the scores of self-attention.
+    ``rotary``: cos and sin for the positions, by how a layer turns its heads. ``document_ids``: ``[b, S]``; attention
+    stays within a document. ``attention_mask``: ``[b, S]``, True where real. ``bias``: ``[n, s, S]``, added to the
+    scores of self-attention.
+
+    ``cache``: in generation, keys and values of the texts that the step goes on with; then all its tokens are one
+    sequence of a batch of one, and attention finds each token's text.
+
+    ``kept``: what a layer's forward pass leaves for its recomputation, such as choices that must not change.
 
     For cross-attention: ``encoder_hidden_states`` ``[t, b, h]``, the encoder's output, and its
     ``encoder_attention_mask`` ``[b, T]``.
@@ -26,12 +34,14 @@ class LayerInputs:
 
     rng_key: StreamKey
     side_losses: SideLosses
-    rotary: RotaryTable | None = None
+    rotary: RotaryTables = field(default_factory=dict)
     document_ids: Tensor | None = None
     attention_mask: Tensor | None = None
     bias: Tensor | None = None
+    cache: AttentionCache | None = None
     encoder_hidden_states: Tensor | None = None
     encoder_attention_mask: Tensor | None = None
+    kept: dict[nn.Module, Any] = field(default_factory=dict)
 
     @cached_property
     def documents(self) -> Documents | None:

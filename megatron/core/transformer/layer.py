@@ -66,12 +66,22 @@ class TransformerLayer(nn.Module):
         return x
 
     def costs(self, workload: Workload) -> Costs:
-        """Its branches, and a mask of dropout for each of them, one byte an element."""
+        """Its branches, and a mask of dropout for each of them, one byte an element. Branches in parallel keep the
+        same hidden states: those before a norm, or the norm's result.
+        """
         branches = total_of(self.children(), workload)
         elements = workload.rows * self._hidden_size
+        first = self._branches[0].norm
+        shared = [
+            workload.itemsize if each.norm == first else workload.stream_itemsize
+            for each in self._branches
+            if each.parallel
+        ]
         masks = len(self._branches) * elements * (self._dropout > 0)
         gradients = 2 * elements * workload.stream_itemsize
-        return dataclasses.replace(branches, kept=branches.kept + masks, working=branches.working + gradients)
+        return dataclasses.replace(
+            branches, kept=branches.kept + masks - elements * sum(shared), working=branches.working + gradients
+        )
 
     def _drop(self, branch: Tensor, inputs: LayerInputs, stream: str) -> Tensor:
         if not self.training or self._dropout == 0.0:

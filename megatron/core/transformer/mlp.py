@@ -22,8 +22,9 @@ class MLP(nn.Module):
         super().__init__()
         self._kind = config.nonlinearity
         self._gated = config.gated
+        self._limit, self._offset = config.activation_func_clamp_value, config.glu_linear_offset
         matrices = 2 if config.gated else 1
-        hidden, inner, bias = config.hidden_size, config.ffn_hidden_size, config.add_bias_linear
+        hidden, inner, bias = config.hidden_size, config.ffn_hidden_size, config.add_mlp_bias
         self.linear_fc1 = ColumnParallelLinear(
             hidden, matrices * inner, context, init=input_init(config), bias=bias, blocks=matrices
         )
@@ -32,7 +33,10 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """``[s, b, h] -> [s, b, h]``, through ``[S, b, f/tp]``."""
         inner = self.linear_fc1(x)
-        inner = gated_activation(inner, self._kind) if self._gated else activation(inner, self._kind)
+        if self._gated:
+            inner = gated_activation(inner, self._kind, limit=self._limit, offset=self._offset)
+        else:
+            inner = activation(inner, self._kind)
         out: Tensor = self.linear_fc2(inner)
         return out
 

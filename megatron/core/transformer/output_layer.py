@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
@@ -36,8 +35,9 @@ from megatron.core.transformer.initialization import input_init
 class VocabularyOutput:
     """Logits before the product: hidden states ``[S, b, h]`` and this rank's rows of the output matrix.
 
-    ``bias``: this rank's part of what is added to the logits. Losses and single logits are computed from it, and the
-    ``[S, b, vocabulary]`` tensor never exists.
+    ``bias``: this rank's part of what is added to the logits. ``cap``: makes ``cap * tanh(logits / cap)`` of them.
+    Losses and single logits are computed from it, and the ``[S, b, vocabulary]`` tensor never exists. ``later``:
+    outputs for the tokens after the next one, where the model predicts several; ``coefficient``: of such a one's loss.
     """
 
     hidden: Tensor
@@ -45,6 +45,9 @@ class VocabularyOutput:
     vocab_size: int
     context: ParallelContext
     bias: Tensor | None = None
+    cap: float | None = None
+    later: tuple[VocabularyOutput, ...] = ()
+    coefficient: float = 1.0
 
     @property
     def _vocabulary(self) -> VocabularyPart:
@@ -81,6 +84,7 @@ class VocabularyOutput:
             weights,
             vocabulary=self._vocabulary,
             bias=self.bias,
+            cap=self.cap,
             backward_scale=backward_scale,
         )
 
@@ -94,6 +98,7 @@ class VocabularyOutput:
             labels.t().reshape(-1),
             vocabulary=self._vocabulary,
             bias=self.bias,
+            cap=self.cap,
         )
         return losses.view(length, batch).t()
 
@@ -106,6 +111,7 @@ class VocabularyOutput:
             self.weight,
             vocabulary=self._vocabulary,
             bias=self.bias,
+            cap=self.cap,
         )
         return ids.view(length, batch).t()
 
@@ -123,7 +129,9 @@ class VocabularyOutput:
             hidden = hidden[positions, torch.arange(hidden.shape[1], device=hidden.device)]
         elif last_only:
             hidden = hidden[-1]
-        local = F.linear(hidden, self.weight, self.bias)
+        local = self.context.products.multiply(hidden, self.weight, self.bias)
+        if self.cap is not None:
+            local = torch.tanh(local / self.cap) * self.cap
         gathered = all_gather(local, self.context.mesh, "tp", dim=local.dim() - 1)[..., : self.vocab_size]
         return gathered if gathered.dim() == 2 else gathered.transpose(0, 1)
 
@@ -147,14 +155,14 @@ class OutputLayer(nn.Module):
         self.bias = make_parameter(Sharding((config.vocab_size,), **split), Constant(0.0), context) if bias else None
 
 
-def vocabulary_costs(weight: Tensor, workload: Workload) -> Costs:
+def vocabulary_costs(weight: Tensor, workload: Workload, config: ModelConfig) -> Costs:
     """Of ``vocabulary_output`` and its loss, which makes gradients on the way: those of hidden states and ``weight``
-    exist together, and logits by chunks.
+    exist together, and logits by chunks, with the slopes of a soft cap.
     """
     rows, hidden = weight.shape
-    logits = min(DEVICE_CHUNK // workload.itemsize, rows * workload.tokens) * (
-        workload.itemsize if workload.itemsize >= 4 else workload.itemsize + 4
-    )
+    wide = max(workload.itemsize, 4)
+    each = workload.itemsize + wide * (workload.itemsize < 4) + wide * (config.final_logit_softcapping is not None)
+    logits = min(DEVICE_CHUNK // workload.itemsize, rows * workload.tokens) * each
     flops = 2.0 * rows * workload.context.mesh.size("tp") * hidden * workload.predicted * workload.all_tokens
     working = (2 * workload.tokens + rows) * hidden * workload.itemsize + logits
     return Costs.of_product(weight, flops, working=working)
@@ -163,6 +171,11 @@ def vocabulary_costs(weight: Tensor, workload: Workload) -> Costs:
 def vocabulary_output(
     x: Tensor, weight: Tensor, config: ModelConfig, context: ParallelContext, *, bias: Tensor | None = None
 ) -> VocabularyOutput:
-    """Final hidden states ``[s, b, h]`` as an output over the whole vocabulary."""
+    """Final hidden states ``[s, b, h]`` as an output over the whole vocabulary. ``bias`` is added to the logits after
+    they are multiplied.
+    """
     assert config.vocab_size is not None
-    return VocabularyOutput(enter(x, context), weight, config.vocab_size, context, bias)
+    if config.logits_multiplier != 1.0:  # a multiple of the hidden states is as good, and smaller than the logits
+        x = x * config.logits_multiplier
+    cap = config.final_logit_softcapping
+    return VocabularyOutput(enter(x, context), weight, config.vocab_size, context, bias, cap)

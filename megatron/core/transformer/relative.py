@@ -46,9 +46,14 @@ class RelativeBias(nn.Module):
         context, device = self._context, hidden.device
         ranks = context.mesh.size("cp")
         length = hidden.shape[0] * ranks * (context.mesh.size("tp") if context.sequence_parallel else 1)
+        queries = positions(length, context.mesh.rank("cp"), ranks, device=device)
+        return self.between(queries, torch.arange(length, device=device))
+
+    def between(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """``[n/tp, queries, keys]`` for positions ``[queries]`` and ``[keys]``."""
         buckets = relative_buckets(
-            positions(length, context.mesh.rank("cp"), ranks, device=device),
-            torch.arange(length, device=device),
+            queries,
+            keys,
             buckets=self._buckets,
             max_distance=self._max_distance,
             bidirectional=self._bidirectional,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from megatron.config.model import ModelConfig
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.transformer.attention import CrossAttention, SelfAttention
 from megatron.core.transformer.inputs import LayerInputs
+from megatron.core.transformer.latent_attention import LatentAttention
 from megatron.core.transformer.mlp import MLP
 
 
@@ -67,7 +68,7 @@ SELF_ATTENTION = Branch(
     "self_attention",
     "input_layernorm",
     "attention",
-    lambda place: SelfAttention(
+    lambda place: (LatentAttention if place.stack.model.multi_latent_attention else SelfAttention)(
         place.stack.model,
         place.context,
         number=place.number,
@@ -103,5 +104,22 @@ class StackConfig:
     pattern: tuple[Layer, ...] = ((SELF_ATTENTION, FEED_FORWARD),)
 
     def layer(self, number: int) -> Layer:
-        """Branches of layer ``number`` of the stack."""
-        return self.pattern[number % len(self.pattern)]
+        """Branches of layer ``number`` of the stack, with norms where ``--norm-placement`` and
+        ``--no-first-attention-norm`` say and scaled by ``--residual-multiplier``; in parallel they read what the first
+        reads.
+        """
+        model = self.model
+        first, *others = self.pattern[number % len(self.pattern)]
+        if model.parallel_attention:
+            own_norms = model.parallel_layernorm
+            others = [replace(each, norm=each.norm if own_norms else first.norm, parallel=True) for each in others]
+        if number == 0 and not model.first_attention_norm:
+            first = replace(first, norm=None)
+        return tuple(self._scaled_and_normed(branch) for branch in (first, *others))
+
+    def _scaled_and_normed(self, branch: Branch) -> Branch:
+        model, scaled = self.model, replace(branch, scale=branch.scale * self.model.residual_multiplier)
+        if model.norm_placement == "before":
+            return scaled
+        before = branch.norm if model.norm_placement == "both" else None
+        return replace(scaled, norm=before, norm_after=f"post_{branch.name.replace('attention', 'attn')}_layernorm")

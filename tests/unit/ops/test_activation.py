@@ -15,6 +15,7 @@ from megatron.core.ops.activation import activation, gated_activation
 FORMULAS: dict[Nonlinearity, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: x * 0.5 * (1 + torch.erf(x / math.sqrt(2))),
     "gelu_tanh": lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "quick_gelu": lambda x: x / (1 + torch.exp(-1.702 * x)),
     "silu": lambda x: x * torch.sigmoid(x),
     "relu": lambda x: x.clamp(min=0),
     "squared_relu": lambda x: x.clamp(min=0) ** 2,
@@ -35,6 +36,19 @@ def test_gate_is_the_first_half(kind: Nonlinearity) -> None:
     gate, value = x.chunk(2, dim=-1)
     torch.testing.assert_close(gated_activation(x, kind), FORMULAS[kind](gate) * value, rtol=1e-12, atol=1e-12)
     assert torch.autograd.gradcheck(lambda a: gated_activation(a, kind), (x,))
+
+
+@pytest.mark.parametrize("kind", FORMULAS)
+def test_limit_and_offset(kind: Nonlinearity) -> None:
+    """As gpt-oss: gates have no lower limit, and values are cut off before the offset is added."""
+    x = torch.randn(3, 2, 10, dtype=torch.float64, requires_grad=True)
+    gate, value = x.chunk(2, dim=-1)
+    expected = FORMULAS[kind](gate.clamp(max=0.7)) * (value.clamp(-0.7, 0.7) + 1.5)
+    found = gated_activation(x, kind, limit=0.7, offset=1.5)
+    assert ((gate > 0.7).any() and (gate < -0.7).any()) and ((value > 0.7).any() and (value < -0.7).any())
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    (actual,), (wanted,) = (torch.autograd.grad(each.square().sum(), x) for each in (found, expected))
+    torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", FORMULAS)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.ops.attention import AttentionOptions, AttentionRequest, choose, chunked
+from megatron.core.ops.attention import AttentionOptions, AttentionRequest, choose, chunked, sdpa
 from megatron.core.ops.attention import attention as attention_with
 from megatron.core.ops.attention.registry import BACKENDS
 from megatron.errors import ConfigError
@@ -37,23 +37,43 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto", **optio
     return attention_with(q, k, v, AttentionOptions(**{"scale": q.shape[-1] ** -0.5} | options), backend=backend)
 
 
-def by_loops(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+def by_loops(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    window: tuple[int, int] | None = None,
+    soft_cap: float | None = None,
+    slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """One query at a time, in plain arithmetic."""
     sq, b, n, d = q.shape
     sk, _, g, _ = k.shape
     out = torch.zeros(sq, b, n, d, dtype=q.dtype)
     for i in range(sq):
-        visible = sk - sq + i + 1 if causal else sk
+        own = sk - sq + i
+        before, after = window or (sk, sk)
+        seen = [key for key in range(sk) if own - before <= key <= own + (0 if causal else after)]
         for j in range(b):
             for head in range(n):
                 group = head // (n // g)
-                weights = (k[:visible, j, group] @ q[i, j, head] / math.sqrt(d)).softmax(0)
-                out[i, j, head] = weights @ v[:visible, j, group]
+                scores = k[seen, j, group] @ q[i, j, head] / math.sqrt(d)
+                if soft_cap is not None:
+                    scores = soft_cap * (scores / soft_cap).tanh()
+                if slopes is not None:
+                    scores = scores - slopes[head] * torch.tensor([abs(own - key) for key in seen])
+                sink = 0.0 if sinks is None else sinks[head].exp()
+                weights = scores.exp() / (scores.exp().sum() + sink)
+                out[i, j, head] = weights @ v[seen, j, group]
     return out.flatten(2)
 
 
 SEGMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0, 0, 0, 0], [5, 6, 6, 6, 6, 6, 7, 7, 7]])
 NOTHING = torch.tensor([[True] * 9, [False] * 9, [True] * 6 + [False] * 3])
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)
+SINKS = torch.tensor([0.3, -1.0, 2.0, 0.0], dtype=torch.float64)
 PADDING = torch.tensor([[True] * 9, [True] * 6 + [False] * 3, [False] * 2 + [True] * 7])
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -76,17 +96,47 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bias_causal_grouped": ({"g": 2}, {"causal": True, "bias": True}),
     "bias_padding_causal": ({"g": 2}, {"causal": True, "bias": True, "attention_mask": PADDING}),
     "bias_padding_alone": ({"sq": 5, "sk": 9, "g": 2}, {"causal": False, "bias": True, "attention_mask": NOTHING}),
+    "window": ({"g": 2}, {"causal": True, "window": (2, 0)}),
+    "window_without_rest": ({"sq": 8, "g": 1}, {"causal": True, "window": (4, 0)}),
+    "window_of_half": ({}, {"causal": True, "window": (7, 0)}),
+    "window_of_one": ({}, {"causal": True, "window": (0, 0)}),
+    "window_longer_than_the_text": ({}, {"causal": True, "window": (50, 0)}),
+    "window_cached": ({"sq": 4, "sk": 9}, {"causal": True, "window": (3, 0)}),
+    "window_bidirectional": ({"g": 2}, {"causal": False, "window": (3, 1)}),
+    "window_documents": ({}, {"causal": True, "window": (2, 0), "document_ids": SEGMENTS}),
+    "window_padding": ({}, {"causal": False, "window": (2, 2), "attention_mask": PADDING}),
+    "window_padding_causal": ({"g": 1}, {"causal": True, "window": (1, 0), "attention_mask": PADDING}),
+    "window_bias": ({}, {"causal": True, "window": (2, 0), "bias": True}),
+    "soft_cap": ({"g": 2}, {"causal": True, "soft_cap": 0.7}),
+    "soft_cap_window_documents": (
+        {},
+        {"causal": True, "soft_cap": 0.7, "window": (2, 0), "document_ids": SEGMENTS},
+    ),
+    "soft_cap_bias_padding": ({}, {"causal": False, "soft_cap": 0.7, "bias": True, "attention_mask": PADDING}),
+    "alibi": ({"g": 2}, {"causal": True, "slopes": SLOPES}),
+    "alibi_bidirectional": ({}, {"causal": False, "slopes": SLOPES}),
+    "alibi_cached": ({"sq": 4, "sk": 9}, {"causal": True, "slopes": SLOPES}),
+    "alibi_documents": ({}, {"causal": True, "slopes": SLOPES, "document_ids": SEGMENTS}),
+    "alibi_bias_padding": ({}, {"causal": True, "slopes": SLOPES, "bias": True, "attention_mask": PADDING}),
+    "sinks": ({"g": 2}, {"causal": True, "sinks": True}),
+    "sinks_cached": ({"sq": 4, "sk": 9}, {"causal": True, "sinks": True}),
+    "sinks_documents": ({}, {"causal": True, "sinks": True, "document_ids": SEGMENTS}),
+    "sinks_padding": ({}, {"causal": False, "sinks": True, "attention_mask": PADDING}),
+    "everything": ({"g": 2}, {"causal": True, "sinks": True, "window": (3, 0), "soft_cap": 0.7, "slopes": SLOPES}),
     "bias_padding": ({"sq": 5, "sk": 9, "g": 2}, {"causal": False, "bias": True, "attention_mask": PADDING}),
 }
 
 
 def run(inputs: list[Tensor], **options: Any) -> list[Tensor]:
-    """Result and the gradients; ``bias=True`` stands for one of any numbers."""
+    """Result and the gradients; ``bias=True`` stands for one of any numbers, ``sinks=True`` for ``SINKS``."""
     if options.get("bias"):
         generator, (q, k) = torch.Generator().manual_seed(4), inputs[:2]
         bias = torch.randn(q.shape[2], q.shape[0], k.shape[0], dtype=torch.float64, generator=generator)
         options["bias"] = bias.to(q.dtype).requires_grad_()
         inputs = [*inputs, options["bias"]]
+    if options.get("sinks"):
+        options["sinks"] = SINKS.to(inputs[0].dtype).requires_grad_()
+        inputs = [*inputs, options["sinks"]]
     out = attention(*inputs[:3], **options)
     upstream = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
     return [out, *torch.autograd.grad(out, inputs, upstream)]
@@ -98,6 +148,26 @@ def test_reference_is_attention(causal: bool, shape: dict[str, Any]) -> None:
     """Everything else is compared with the reference, so the reference is compared with arithmetic."""
     inputs = make_qkv(**shape)
     torch.testing.assert_close(attention(*inputs, causal=causal, backend="eager"), by_loops(*inputs, causal=causal))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": (2, 0)},
+        {"causal": False, "window": (3, 1)},
+        {"soft_cap": 0.7},
+        {"slopes": SLOPES},
+        {"causal": False, "slopes": SLOPES},
+        {"sinks": SINKS},
+        {"window": (3, 0), "soft_cap": 0.7, "slopes": SLOPES, "sinks": SINKS},
+    ],
+)
+@pytest.mark.parametrize("shape", [{}, {"g": 2}, {"sq": 4, "sk": 9, "g": 1}])
+def test_reference_computes_each_feature(options: dict[str, Any], shape: dict[str, Any]) -> None:
+    """A window one key too wide, or a cap after the bias, is another model."""
+    inputs = make_qkv(**shape)
+    found = attention(*inputs, **{"causal": True} | options, backend="eager")
+    torch.testing.assert_close(found, by_loops(*inputs, **{"causal": True} | options))
 
 
 def test_bias_is_added_to_scaled_scores() -> None:
@@ -114,15 +184,27 @@ def test_bias_is_added_to_scaled_scores() -> None:
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks of queries and a shorter last one."""
     monkeypatch.setattr(chunked, "_BLOCK", 2)
+    monkeypatch.setattr(sdpa, "_SHORTEST_WINDOW", 1)
 
 
 def skip_refused(backend: str, case: str) -> None:
     """Skip a case that the backend refuses."""
     options = CASES[case][1]
-    facts = request(**{name: name in options for name in ("attention_mask", "document_ids", "bias")})
+    known = ("attention_mask", "document_ids", "bias", "soft_cap", "slopes", "sinks")
+    shape, masks = CASES[case][0], {"window": options.get("window"), "causal": options["causal"]}
+    lengths = {"query_length": shape.get("sq", 9), "key_length": shape.get("sk", 9)}
+    facts = request(**{name: name in options for name in known}, **masks, **lengths)
     reason = BACKENDS[backend].supports(facts)
     if reason is not None:
         pytest.skip(f"{backend} refuses {case}: {reason}")
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 7, 8])
+def test_windows_of_every_length(window: int) -> None:
+    """Whole blocks, and a rest of any length."""
+    inputs, options = make_qkv(g=2), {"causal": True, "window": (window - 1, 0)}
+    for actual, expected in zip(run(inputs, backend="sdpa", **options), run(inputs, backend="eager", **options)):
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("backend", OTHERS)
@@ -138,7 +220,9 @@ def test_backend_equals_reference(backend: str, case: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", ["causal", "documents", "padding_causal", "bias_padding"])
+@pytest.mark.parametrize(
+    "case", ["causal", "documents", "padding_causal", "bias_padding", "sinks", "window", "everything"]
+)
 def test_backend_in_low_precision_stays_near_fp64(backend: str, dtype: torch.dtype, case: str) -> None:
     """Kernels differ by type; none may lose more than rounding."""
     skip_refused(backend, case)
@@ -193,18 +277,23 @@ def test_dropout_is_replayed_from_the_generator(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "chunked"])
-@pytest.mark.parametrize("shape", [{}, {"g": 2}])
+@pytest.mark.parametrize("shape", [{}, {"g": 2}, {"sinks": True, "window": (2, 0), "soft_cap": 0.5}])
 def test_dropout_gradient_uses_the_mask_of_the_forward_pass(backend: str, shape: dict[str, Any]) -> None:
     """Whether the mask is kept or drawn again, it must be the same one."""
+    shape = dict(shape)
+
+    options = {name: shape.pop(name) for name in ("window", "soft_cap") if name in shape}
+    sinks = [SINKS.clone().requires_grad_()] if shape.pop("sinks", False) else []
 
     def call(*inputs: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(3)
-        q, k, v = inputs
-        out = attention(q, k, v, causal=True, dropout=0.3, generator=generator, backend=backend)
+        q, k, v, *rest = inputs
+        drop: dict[str, Any] = {"dropout": 0.3, "generator": generator, "sinks": rest[0] if rest else None}
+        out = attention(q, k, v, causal=True, backend=backend, **drop, **options)
         generator.manual_seed(99)  # what later layers do before the backward pass
         return out
 
-    assert torch.autograd.gradcheck(call, make_qkv(sq=6, b=1, d=2, **shape))
+    assert torch.autograd.gradcheck(call, [*make_qkv(sq=6, b=1, d=2, **shape), *sinks])
 
 
 @pytest.mark.parametrize("backend", ["eager", "chunked"])

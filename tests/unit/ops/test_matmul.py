@@ -14,6 +14,13 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 0.1}
 
 
+@pytest.fixture(autouse=True, params=["oneDNN", "torch"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both libraries, whatever the processor."""
+    built = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    monkeypatch.setattr(matmul, "_has_onednn", lambda: bool(built and request.param == "oneDNN"))
+
+
 def tensors(*shapes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
     """Random operands, small enough that sums of products are about 1."""
     torch.manual_seed(0)

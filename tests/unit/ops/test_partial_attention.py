@@ -11,11 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.ops.attention import attention, choose, chunked
-from megatron.core.ops.attention.partial import (
-    OnlineSoftmax,
-    partial_attention,
-    partial_attention_gradients,
-)
+from megatron.core.ops.attention.online_softmax import OnlineSoftmax
+from megatron.core.ops.attention.partial import partial_attention, partial_attention_gradients
 from megatron.core.ops.attention.registry import BACKENDS
 from megatron.core.ops.attention.request import AttentionOptions, AttentionRequest
 
@@ -77,7 +74,7 @@ def by_parts(
 
     for call in calls:
         part = partial_attention(q[call.rows], k[call.keys], v[call.keys], settings(call), backend=backend)
-        merged.add(part, call.rows, ALL)
+        merged.of(call.rows, ALL).add(part)
     whole = merged.result(q.dtype)
     grads = [torch.zeros_like(x) for x in inputs]
     if "generator" in options:
@@ -114,6 +111,39 @@ def test_merged_parts_are_attention(cut: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["chunked", "eager"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, (4, 2)])
+def test_parts_know_how_far_their_keys_are(window: tuple[int, int] | None, causal: bool, backend: str) -> None:
+    """A rank's queries are not at the end of another rank's keys: windows, ALiBi and soft caps would shift."""
+    inputs = [x.requires_grad_() for x in make_qkv(g=2)]
+    q, k, v = inputs
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.1], dtype=torch.float64)
+    features: dict[str, Any] = {"window": window, "soft_cap": 0.8, "slopes": slopes, "scale": 0.3}
+    expected = attention(q, k, v, AttentionOptions(causal=causal, **features), backend="eager").view_as(q)
+    upstream = torch.linspace(-1, 1, expected.numel(), dtype=expected.dtype).view_as(expected)
+    wanted = torch.autograd.grad(expected, inputs, upstream)
+    q, k, v = (x.detach() for x in inputs)
+    merged, cuts = OnlineSoftmax.over_nothing(q, v), (slice(0, 2), slice(2, 5), slice(5, 8), slice(8, 10))
+    pairs = [(rows, keys) for rows in cuts for keys in cuts if not causal or keys.start <= rows.start]
+    calls = [
+        (rows, keys, AttentionOptions(causal=causal and rows == keys, offset=rows.start - keys.start, **features))
+        for rows, keys in pairs
+    ]
+    for rows, keys, options in calls:
+        merged.of(rows, ALL).add(partial_attention(q[rows], k[keys], v[keys], options, backend=backend))
+    whole = merged.result(q.dtype)
+    torch.testing.assert_close(whole.out, expected)
+    found = [torch.zeros_like(x) for x in (q, k, v)]
+    for rows, keys, options in calls:
+        at = type(whole)(whole.out[rows], whole.lse[rows])
+        grads = partial_attention_gradients(upstream[rows], q[rows], k[keys], v[keys], at, options, backend=backend)
+        for total, grad, where in zip(found, (grads.q, grads.k, grads.v), (rows, keys, keys)):
+            total[where] += grad
+    for actual, wish in zip(found, wanted):
+        torch.testing.assert_close(actual, wish)
+
+
+@pytest.mark.parametrize("backend", ["chunked", "eager"])
 def test_merged_parts_have_the_gradient_of_a_bias(backend: str) -> None:
     """Tables of positions would learn from a context-parallel rank's own keys alone, or from the wrong ones."""
     inputs = [x.requires_grad_() for x in make_qkv(sq=6, g=2)]
@@ -127,7 +157,7 @@ def test_merged_parts_have_the_gradient_of_a_bias(backend: str) -> None:
     merged, parts = OnlineSoftmax.over_nothing(q, v), (slice(4, 10), slice(0, 4))
     asked = [AttentionOptions(causal=False, scale=0.3, bias=bias.detach()[:, :, keys]) for keys in parts]
     for keys, options in zip(parts, asked):
-        merged.add(partial_attention(q, k[keys], v[keys], options, backend=backend), ALL, ALL)
+        merged.of(ALL, ALL).add(partial_attention(q, k[keys], v[keys], options, backend=backend))
     whole = merged.result(q.dtype)
     torch.testing.assert_close(whole.out, expected)
     for keys, options in zip(parts, asked):
@@ -183,7 +213,7 @@ def test_query_without_keys_gets_zeros(backend: str) -> None:
     merged = OnlineSoftmax.over_nothing(q, v)
     for keys in (slice(0, 5), slice(5, 10)):
         options = AttentionOptions(causal=False, scale=0.3, attention_mask=padding[:, keys])
-        merged.add(partial_attention(q, k[keys], v[keys], options, backend=backend), ALL, ALL)
+        merged.of(ALL, ALL).add(partial_attention(q, k[keys], v[keys], options, backend=backend))
     expected = attention(q, k, v, AttentionOptions(causal=False, scale=0.3, attention_mask=padding), backend="eager")
     torch.testing.assert_close(merged.out.flatten(2), expected)
     assert (merged.out[:, 2] == 0).all()

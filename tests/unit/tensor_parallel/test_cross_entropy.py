@@ -62,6 +62,27 @@ def test_loss_and_gradients_equal_plain_torch(with_bias: bool) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_capped_logits(dtype: torch.dtype) -> None:
+    """Losses, argmax and every gradient are those of cap·tanh(logits / cap), which padding doesn't get."""
+    inputs = problem(dtype)
+    wide = [each.detach().double().requires_grad_() for each in inputs[:3]]
+    hidden, weight, bias, labels, loss_weights = inputs
+    logits = 2.0 * torch.tanh(functional.linear(wide[0], wide[1][:VOCAB], wide[2][:VOCAB]) / 2.0)
+    losses = functional.cross_entropy(logits, labels, reduction="none")
+    expected = (losses * loss_weights).sum()
+    actual = linear_cross_entropy(hidden, weight, labels, loss_weights, bias=bias, cap=2.0, **ONE_RANK)
+    close: dict[str, Any] = {"rtol": 0, "atol": {8: 1e-12, 4: 1e-5, 2: 0.15}[dtype.itemsize], "check_dtype": False}
+    torch.testing.assert_close(actual, expected, **close)
+    for mine, theirs in zip(torch.autograd.grad(actual, inputs[:3]), torch.autograd.grad(expected, wide)):
+        torch.testing.assert_close(mine, theirs, **close)
+    found = vocab_parallel_token_losses(hidden, weight, labels, bias=bias, cap=2.0, **ONE_RANK)
+    torch.testing.assert_close(found, losses, **close)
+    if dtype == torch.float64:
+        best = vocab_parallel_argmax(hidden, weight, bias=bias, cap=2.0, **ONE_RANK)
+        assert torch.equal(best, logits.argmax(dim=1))
+
+
 @pytest.mark.parametrize("trained", ["hidden", "weight", "bias", "hidden bias", "weight bias"])
 def test_frozen_inputs_get_no_gradient_and_cost_none(trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A frozen matrix cost a third of the loss's time for a gradient nobody wanted, and a bias trained by itself had

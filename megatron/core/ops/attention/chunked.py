@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.ops.attention.masks import each_document
+from megatron.core.ops.attention.masks import alibi, distances, each_document
 from megatron.core.ops.attention.request import AttentionOptions, AttentionRequest, Gradients, PartialResult
 from megatron.core.ops.dropout import draw_kept, dropout, generator_at, generator_state, scale_kept
 
@@ -54,7 +54,7 @@ class _Chunked(torch.autograd.Function):
         ctx.generator_state = generator_state(options.dropout, options.generator)
         out = q.new_empty(*q.shape[:3], v.shape[3])
         for block in _blocks(q, k, v, options):
-            probabilities = dropout(block.probabilities(), options.dropout, options.generator)
+            probabilities = dropout(block.softmax(block.scores()[0]), options.dropout, options.generator)
             block.put(torch.bmm(probabilities, block.v), out, scale=1.0)
         return out.flatten(2)
 
@@ -71,7 +71,7 @@ def attend_partly(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) ->
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     for block in _blocks(q, k, v, options):
-        scores = block.scores().to(lse.dtype)
+        scores = block.scores()[0].to(lse.dtype)
         sums = scores.logsumexp(dim=-1, keepdim=True)
         probabilities = dropout(_exp_less(scores, sums).to(q.dtype), options.dropout, options.generator)
         block.put(torch.bmm(probabilities, block.v), out, scale=1.0)
@@ -96,10 +96,11 @@ def gradients_of_part(
     grad_bias = None if options.bias is None else torch.zeros_like(options.bias)
     for block in _blocks(q, k, v, options):
         grad_out = upstream[:, :, block.rows].flatten(1, 2).contiguous()
+        scores, steepness = block.scores(with_steepness=True)
         if whole is None:
-            probabilities = block.probabilities()
+            probabilities = block.softmax(scores)
         else:
-            probabilities = _exp_less(block.scores().to(wide), all_lse[:, :, block.rows].flatten(1, 2)).to(q.dtype)
+            probabilities = _exp_less(scores.to(wide), all_lse[:, :, block.rows].flatten(1, 2)).to(q.dtype)
         used, grad_probabilities = probabilities, torch.bmm(grad_out, block.v.transpose(1, 2))
         if options.dropout > 0.0:
             kept = draw_kept(probabilities, options.dropout, options.generator)
@@ -111,19 +112,20 @@ def gradients_of_part(
         else:
             means = all_means[:, :, block.rows].flatten(1, 2)
             grad_scores = (grad_probabilities - means).mul_(probabilities).to(q.dtype)
-        visible = slice(0, block.k.shape[1])
         if grad_bias is not None:
             by_head = grad_scores.view(q.shape[1], q.shape[2], -1, grad_scores.shape[2])
-            grad_bias[:, block.rows, visible] = by_head.sum(0)
+            grad_bias[:, block.rows, block.visible] = by_head.sum(0)
+        if steepness is not None:
+            grad_scores.mul_(steepness)
         block.put(torch.bmm(grad_scores, block.k), grad_q, scale=options.scale)
         block_grad_k = torch.bmm(grad_scores.transpose(1, 2), block.q)
-        if block.rows == slice(0, q.shape[0]):  # the only block
+        if block.rows == slice(0, q.shape[0]) and block.k.shape[1] == k.shape[0]:  # the only block
             grad_k, grad_v = block_grad_k, block_grad_v
             break
         if grad_k is None or grad_v is None:
             grad_k, grad_v = (_sum_of_blocks(x) for x in (k, v))
-        grad_k[:, visible] += block_grad_k
-        grad_v[:, visible] += block_grad_v
+        grad_k[:, block.visible] += block_grad_k
+        grad_v[:, block.visible] += block_grad_v
     assert grad_k is not None and grad_v is not None, "there are queries"
     return Gradients(grad_q, _unfold(grad_k.mul_(options.scale), k), _unfold(grad_v, v), grad_bias)
 
@@ -137,26 +139,40 @@ def _exp_less(scores: Tensor, lse: Tensor) -> Tensor:
 class _Block:
     """Some queries and the keys they see, as matrices: ``B`` samples times key heads, each serving ``r`` query heads.
 
-    ``q`` [B, r·rows, d]; ``k`` and ``v`` [B, keys, d]; contiguous. ``later`` [rows, rows]: added to the scores of the
-    last keys so that no query sees later ones; None when all see all. ``padding`` [B, 1, keys]: added so that none sees
-    padding; None without padding. ``blind`` [B, 1 or r·rows, 1]: True for queries that see no key; None without such.
-    ``bias`` [g, r·rows, keys]: added to the scores of every sample.
+    ``rows``, ``visible``: which queries and keys they are. ``q`` [B, r·rows, d]; ``k`` and ``v`` [B, keys, d];
+    contiguous. ``edges``: what is added to the scores of the first or last keys, which not all of the queries see,
+    [rows, some keys]. ``padding`` [B, 1, keys]: added so that none sees padding; None without padding. ``blind``
+    [B, 1 or r·rows, 1]: True for queries that see no key; None without such. ``bias`` [g, r·rows, keys]: added to the
+    scores of every sample.
     """
 
     rows: slice
+    visible: slice
     q: Tensor
     k: Tensor
     v: Tensor
     scale: float
-    later: Tensor | None
+    soft_cap: float | None
+    edges: tuple[tuple[slice, Tensor], ...]
     padding: Tensor | None
     blind: Tensor | None
     bias: Tensor | None
 
-    def scores(self) -> Tensor:
-        """q·kᵀ·scale + bias, [B, r·rows, keys], minus infinity where a key is later than the query, or padding."""
-        keys = self.k.transpose(1, 2)
-        if self.bias is not None:  # the product is added to bias and padding in place, which saves two passes
+    def scores(self, *, with_steepness: bool = False) -> tuple[Tensor, Tensor | None]:
+        """q·kᵀ·scale, capped, + bias, [B, r·rows, keys], minus infinity where a query may not see a key; and, asked
+        for it, the derivative of the soft cap, None without one.
+        """
+        keys, steepness = self.k.transpose(1, 2), None
+        if self.soft_cap is not None:
+            nothing = self.q.new_empty(1, 1, 1)
+            scores = torch.baddbmm(nothing, self.q, keys, beta=0.0, alpha=self.scale / self.soft_cap).tanh_()
+            steepness = 1.0 - scores.square() if with_steepness else None
+            scores.mul_(self.soft_cap)
+            if self.bias is not None:
+                scores.view(-1, *self.bias.shape).add_(self.bias)
+            if self.padding is not None:
+                scores.add_(self.padding)
+        elif self.bias is not None:  # the product is added to bias and padding in place, which saves two passes
             samples = self.q.shape[0] // self.bias.shape[0]
             if self.padding is None:
                 masked_bias = self.bias.repeat(samples, 1, 1)
@@ -167,14 +183,13 @@ class _Block:
             scores = torch.baddbmm(self.padding, self.q, keys, alpha=self.scale)
         else:
             scores = torch.baddbmm(self.q.new_empty(1, 1, 1), self.q, keys, beta=0.0, alpha=self.scale)
-        if self.later is not None:
-            length = self.later.shape[0]
-            scores.view(scores.shape[0], -1, length, scores.shape[2])[..., -length:].add_(self.later)
-        return scores
+        for columns, edge in self.edges:
+            scores.view(scores.shape[0], -1, edge.shape[0], scores.shape[2])[..., columns].add_(edge)
+        return scores, steepness
 
-    def probabilities(self) -> Tensor:
-        """Softmax of the scores over these keys, [B, r·rows, keys]; zeros for a query that sees none of them."""
-        probabilities = self.scores().softmax(dim=-1)
+    def softmax(self, scores: Tensor) -> Tensor:
+        """Over these keys, [B, r·rows, keys]; zeros for a query that sees none of them."""
+        probabilities = scores.softmax(dim=-1)
         return probabilities if self.blind is None else probabilities.masked_fill_(self.blind, 0.0)
 
     def put(self, result: Tensor, out: Tensor, *, scale: float) -> None:
@@ -188,33 +203,75 @@ class _Block:
 def _blocks(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Iterator[_Block]:
     queries, keys, values = _fold_queries(q, k), _fold(k).contiguous(), _fold(v).contiguous()
     sq, sk = q.shape[0], k.shape[0]
+    is_banded = options.causal or options.window is not None
     padding = blind = None
     if options.attention_mask is not None:
         real = options.attention_mask.repeat_interleave(k.shape[2], dim=0).unsqueeze(1)  # [B, 1, keys]
         padding = q.new_zeros(real.shape).masked_fill_(~real, -torch.inf)
-        last_queries = sq if options.causal else 1  # without causality all queries see the same keys
-        blind = (real.cumsum(dim=-1) == 0)[:, :, -last_queries:].transpose(1, 2)
+        blind = _blind(real, sq, options)
         if q.device.type == "cpu" and not bool(blind.any()):  # elsewhere the question would wait for the device
             blind = None
-    size = _BLOCK if options.causal else max(_BLOCK, 16 * _BLOCK**2 // sk)
+    size = _BLOCK if is_banded else max(_BLOCK, 16 * _BLOCK**2 // sk)
     for start in range(0, sq, size):
         rows = slice(start, min(start + size, sq))
-        visible, later = sk, None
-        if options.causal:
-            visible = rows.stop + sk - sq
-            later = q.new_full((rows.stop - start, rows.stop - start), -torch.inf).triu_(1)
-        bias = None if options.bias is None else options.bias[:, rows, :visible]  # [n, rows, keys]
+        visible = options.visible(rows, queries=sq, keys=sk)
+        if visible.start >= visible.stop:  # a part without a visible key
+            visible = slice(0, 1)
         yield _Block(
             rows=rows,
+            visible=visible,
             q=queries[:, :, rows].flatten(1, 2).contiguous(),
-            k=keys[:, :visible].contiguous(),
-            v=values[:, :visible].contiguous(),
+            k=keys[:, visible].contiguous(),
+            v=values[:, visible].contiguous(),
             scale=options.scale,
-            later=later,
-            padding=None if padding is None else padding[:, :, :visible],
-            blind=blind[:, rows].repeat(1, queries.shape[1], 1) if blind is not None and options.causal else blind,
-            bias=None if bias is None else bias.reshape(k.shape[2], -1, visible),
+            soft_cap=options.soft_cap,
+            edges=tuple(_edges(q, rows, visible, keys=sk, options=options)),
+            padding=None if padding is None else padding[:, :, visible],
+            blind=blind[:, rows].repeat(1, queries.shape[1], 1) if blind is not None and is_banded else blind,
+            bias=_bias(q, k, rows, visible, options),
         )
+
+
+def _edges(
+    q: Tensor, rows: slice, visible: slice, *, keys: int, options: AttentionOptions
+) -> Iterator[tuple[slice, Tensor]]:
+    """Columns among the ``visible`` keys that not all queries ``rows`` see, and what hides them, [rows, columns]."""
+    count, width = rows.stop - rows.start, visible.stop - visible.start
+    first = rows.start + (keys - q.shape[0] if options.offset is None else options.offset) - visible.start
+    before, after = options.sides
+    if after is not None and first + after + 1 < width:
+        start = max(first + after + 1, 0)
+        hidden = q.new_full((count, width - start), -torch.inf)
+        yield slice(start, width), hidden.triu_(first + after - start + 1)
+    if before is not None and first + count - 1 - before > 0:
+        stop = min(first + count - 1 - before, width)
+        yield slice(0, stop), q.new_full((count, stop), -torch.inf).tril_(first - before - 1)
+
+
+def _blind(real: Tensor, queries: int, options: AttentionOptions) -> Tensor:
+    """Which queries see no key, of those that are ``real`` [B, 1, keys]: [B, queries or 1, 1]."""
+    keys = real.shape[2]
+    counts = torch.nn.functional.pad(real.cumsum(dim=-1), (1, 0))[:, 0]  # of real keys before each
+    if not options.causal and options.window is None:
+        return (counts[:, -1:] == 0).unsqueeze(-1)
+    first = keys - queries if options.offset is None else options.offset
+    own = torch.arange(first, first + queries, device=real.device)
+    before, after = options.sides
+    start = torch.zeros_like(own) if before is None else (own - before).clamp(0, keys)
+    stop = torch.full_like(own, keys) if after is None else (own + 1 + after).clamp(0, keys)
+    return (counts[:, torch.maximum(start, stop)] == counts[:, start]).unsqueeze(-1)
+
+
+def _bias(q: Tensor, k: Tensor, rows: slice, visible: slice, options: AttentionOptions) -> Tensor | None:
+    """The bias of these queries and keys, that of ALiBi included, [g, r·rows, keys]."""
+    bias = None if options.bias is None else options.bias[:, rows, visible]  # [n, rows, keys]
+    if options.slopes is not None:
+        first = k.shape[0] - q.shape[0] if options.offset is None else options.offset
+        offset = first + rows.start - visible.start
+        ahead = distances(rows.stop - rows.start, visible.stop - visible.start, offset, device=q.device)
+        lost = alibi(options.slopes, ahead, q.dtype)
+        bias = lost if bias is None else bias + lost
+    return None if bias is None else bias.reshape(k.shape[2], -1, visible.stop - visible.start)
 
 
 def _fold(x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.core.ops.attention.masks import allowed_keys
+from megatron.core.ops.attention.masks import alibi, allowed_keys, distances
 from megatron.core.ops.attention.request import AttentionOptions, AttentionRequest, Gradients, PartialResult
 from megatron.core.ops.dropout import draw_kept, dropout, scale_kept
 
@@ -18,11 +18,14 @@ def supports(request: AttentionRequest) -> str | None:
 def attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
     """softmax(q·kᵀ·scale + bias)·v with what may not be attended left out; see ``attention`` for shapes."""
     wide = torch.promote_types(q.dtype, torch.float32) if options.softmax_in_fp32 else q.dtype
-    scores = _scores(q, k, options, wide)
+    scores, _ = _scores(q, k, options, wide)
     allowed = allowed_keys(q, k, options)
     if allowed is not None:
         scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
-    probabilities = scores.softmax(dim=-1).to(v.dtype)
+    if options.sinks is not None:
+        sinks = options.sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    probabilities = scores.softmax(dim=-1)[..., : k.shape[0]].to(v.dtype)
     if options.attention_mask is not None and allowed is not None:
         probabilities = probabilities.masked_fill(~allowed, 0.0)  # a query that sees no key gets zeros, not an average
     probabilities = dropout(probabilities, options.dropout, options.generator)
@@ -31,7 +34,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor
 
 def attend_partly(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> PartialResult:
     """See ``partial_attention``; computed in fp32 or fp64."""
-    scores = _visible_scores(q, k, options)
+    scores, _ = _visible_scores(q, k, options)
     lse = scores.logsumexp(dim=-1)
     probabilities = _probabilities(scores, lse)
     probabilities = dropout(probabilities, options.dropout, options.generator)
@@ -43,7 +46,7 @@ def gradients_of_part(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: PartialResult, options: AttentionOptions
 ) -> Gradients:
     """See ``partial_attention_gradients``; the formulas are those of ``chunked``."""
-    scores = _visible_scores(q, k, options)
+    scores, steepness = _visible_scores(q, k, options)
     query, key, value = (_repeated(x, q).to(scores.dtype) for x in (q, k, v))
     upstream, out = (_by_head(x).to(scores.dtype) for x in (grad, whole.out))
     used = probabilities = _probabilities(scores, whole.lse.permute(1, 2, 0))
@@ -54,7 +57,7 @@ def gradients_of_part(
         grad_probabilities = scale_kept(grad_probabilities, kept, options.dropout)
     grad_scores = probabilities * (grad_probabilities - (upstream * out).sum(-1, keepdim=True))
     grad_bias = None if options.bias is None else grad_scores.sum(0).to(options.bias.dtype)
-    grad_scores = grad_scores * options.scale
+    grad_scores = grad_scores * (options.scale * steepness)
     grad_q, grad_k = torch.matmul(grad_scores, key), torch.matmul(grad_scores.transpose(2, 3), query)
     grad_v = torch.matmul(used.transpose(2, 3), upstream)
     return Gradients(_by_position(grad_q).to(q.dtype), _summed(grad_k, k), _summed(grad_v, v), grad_bias)
@@ -81,17 +84,26 @@ def _summed(grad: Tensor, x: Tensor) -> Tensor:
     return _by_position(grad).reshape(length, batch, groups, -1, width).sum(3).to(x.dtype)
 
 
-def _scores(q: Tensor, k: Tensor, options: AttentionOptions, dtype: torch.dtype) -> Tensor:
-    """[b, n, sq, sk]."""
+def _scores(q: Tensor, k: Tensor, options: AttentionOptions, dtype: torch.dtype) -> tuple[Tensor, Tensor | float]:
+    """[b, n, sq, sk], and the derivative of the soft cap."""
     scores = torch.matmul(_by_head(q).to(dtype) * options.scale, _repeated(k, q).to(dtype).transpose(2, 3))
-    return scores if options.bias is None else scores + options.bias
+    steepness: Tensor | float = 1.0
+    if options.soft_cap is not None:
+        bent = (scores / options.soft_cap).tanh()
+        scores, steepness = bent * options.soft_cap, 1.0 - bent.square()
+    if options.bias is not None:
+        scores = scores + options.bias
+    if options.slopes is not None:
+        ahead = distances(q.shape[0], k.shape[0], options.offset, device=q.device)
+        scores = scores + alibi(options.slopes, ahead, dtype)
+    return scores, steepness
 
 
-def _visible_scores(q: Tensor, k: Tensor, options: AttentionOptions) -> Tensor:
-    """In fp32 or fp64, minus infinity where a query may not see a key."""
-    scores = _scores(q, k, options, torch.promote_types(q.dtype, torch.float32))
+def _visible_scores(q: Tensor, k: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor | float]:
+    """As ``_scores``, in fp32 or fp64, minus infinity where a query may not see a key."""
+    scores, steepness = _scores(q, k, options, torch.promote_types(q.dtype, torch.float32))
     allowed = allowed_keys(q, k, options)
-    return scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)
+    return (scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)), steepness
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:

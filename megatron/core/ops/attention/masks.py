@@ -17,14 +17,14 @@ _known_lengths = WeakIdKeyDictionary()
 
 
 def allowed_keys(q: Tensor, k: Tensor, options: AttentionOptions) -> Tensor | None:
-    """True where a query may see a key, broadcastable to [b, n, sq, sk]; None when every query sees every key.
-
-    Causal: the last query sees every key, as when earlier keys come from a cache.
-    """
+    """True where a query may see a key, broadcastable to [b, n, sq, sk]; None when every query sees every key."""
+    queries, keys = q.shape[0], k.shape[0]
     allowed: Tensor | None = None
-    if options.causal and q.shape[0] > 1:
-        ones = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool, device=q.device)
-        allowed = ones.tril_(k.shape[0] - q.shape[0])
+    if options.window is not None or (options.causal and (queries > 1 or options.offset is not None)):
+        ahead = distances(queries, keys, options.offset, device=q.device)
+        before, after = options.sides
+        allowed = torch.ones_like(ahead, dtype=torch.bool) if before is None else ahead >= -before
+        allowed &= True if after is None else ahead <= after
     if options.document_ids is not None:
         same = (options.document_ids.unsqueeze(2) == options.document_ids.unsqueeze(1)).unsqueeze(1)  # [b, 1, s, s]
         allowed = same if allowed is None else allowed & same
@@ -32,6 +32,18 @@ def allowed_keys(q: Tensor, k: Tensor, options: AttentionOptions) -> Tensor | No
         real = options.attention_mask.unsqueeze(1).unsqueeze(1)  # [b, 1, 1, sk]
         allowed = real if allowed is None else allowed & real
     return allowed
+
+
+def distances(queries: int, keys: int, offset: int | None, *, device: torch.device) -> Tensor:
+    """How far each key is ahead of each query, [sq, sk]; ``offset`` as in ``AttentionOptions``."""
+    first = keys - queries if offset is None else offset
+    return torch.arange(keys, device=device) - torch.arange(first, first + queries, device=device).unsqueeze(1)
+
+
+def alibi(slopes: Tensor, ahead: Tensor, dtype: torch.dtype) -> Tensor:
+    """What ``slopes`` [n] take from the scores of keys ``ahead`` [rows, keys] of their queries, [n, rows, keys]."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return (ahead.abs().to(wide).neg() * slopes.to(wide)[:, None, None]).to(dtype)
 
 
 def each_document(

@@ -12,8 +12,13 @@ from torch import Tensor
 class AttentionOptions:
     """Everything about a call but its three tensors.
 
-    ``causal``: a query sees keys up to its own position; the last query is at the last key, so cached keys may precede.
+    ``causal``: a query sees keys up to its own position.  ``offset``: position of the first query, counted from the
+    first key; None: the last query is at the last key, so cached keys may precede.
+    ``window``: how many keys before and after its own position a query sees (sliding window, arXiv:2004.05150).
     ``scale``: of the scores; usually 1 / sqrt(d).  ``dropout``: on the probabilities, drawn from ``generator``.
+    ``soft_cap``: scaled scores s become cap·tanh(s / cap), before anything is added (Gemma 2, arXiv:2408.00118).
+    ``slopes`` [n]: each score loses slope times the distance between query and key (ALiBi, arXiv:2108.12409).
+    ``sinks`` [n]: scores of one more key, whose value is zero (attention sinks, arXiv:2309.17453); may need a gradient.
     ``document_ids`` [b, s] int: document of each position; a query sees keys of its own document only. A document is
     one run of positions; queries and keys are the same positions.
     ``attention_mask`` [b, sk] bool: True for real keys; a query that sees no key gets zeros.
@@ -23,12 +28,32 @@ class AttentionOptions:
 
     causal: bool
     scale: float
+    offset: int | None = None
+    window: tuple[int, int] | None = None
     dropout: float = 0.0
     generator: torch.Generator | None = None
+    soft_cap: float | None = None
+    slopes: Tensor | None = None
+    sinks: Tensor | None = None
     document_ids: Tensor | None = None
     attention_mask: Tensor | None = None
     bias: Tensor | None = None
     softmax_in_fp32: bool = False
+
+    def visible(self, rows: slice, *, queries: int, keys: int) -> slice:
+        """The keys, of ``keys``, that any of the queries ``rows``, of ``queries``, sees; padding apart."""
+        first = rows.start + (keys - queries if self.offset is None else self.offset)
+        last = first + rows.stop - rows.start - 1
+        before, after = self.sides
+        start = 0 if before is None else max(0, first - before)
+        stop = keys if after is None else min(keys, last + 1 + after)
+        return slice(min(start, keys), max(stop, 0))
+
+    @property
+    def sides(self) -> tuple[int | None, int | None]:
+        """How many keys before and after its own position a query sees; None for all."""
+        before, after = self.window or (None, None)
+        return before, 0 if self.causal else after
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +73,10 @@ class AttentionRequest:
     document_ids: bool = False
     attention_mask: bool = False
     bias: bool = False
+    window: tuple[int, int] | None = None
+    soft_cap: bool = False
+    slopes: bool = False
+    sinks: bool = False
     softmax_in_fp32: bool = False
     needs_grad: bool = True
     partial: bool = False
@@ -67,6 +96,10 @@ class AttentionRequest:
             document_ids=options.document_ids is not None,
             attention_mask=options.attention_mask is not None,
             bias=options.bias is not None,
+            window=options.window,
+            soft_cap=options.soft_cap is not None,
+            slopes=options.slopes is not None,
+            sinks=options.sinks is not None,
             softmax_in_fp32=options.softmax_in_fp32,
             needs_grad=partial or q.requires_grad,
             partial=partial,

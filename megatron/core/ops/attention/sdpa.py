@@ -1,35 +1,70 @@
-"""Attention through torch's scaled_dot_product_attention: no score matrix is kept."""
+"""Attention through torch's scaled_dot_product_attention: no score matrix is kept.
+
+Its flash kernels have no window, so a window is made of causal calls without one: positions are cut into blocks of the
+window's length. A block sees itself causally, and of the block before it the keys after the query's own place, which is
+a causal call on both read backwards. All blocks are two calls, and no score is computed twice.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.ops.attention.masks import allowed_keys, each_document
+from megatron.core.ops.attention.online_softmax import OnlineSoftmax
 from megatron.core.ops.attention.request import AttentionOptions, AttentionRequest, Gradients, PartialResult
+
+# With fewer keys in a window, blocks with masks (``chunked``) are faster than the kernel's short calls.
+_SHORTEST_WINDOW = 64
 
 
 def supports(request: AttentionRequest) -> str | None:
-    """Everything but a bias, whose gradient the fast kernels don't compute, and dropout, which torch draws from its
-    global generator, so that no layer could be replayed.
+    """Plain scores: the fast kernels compute no gradient of a bias and have no window. Torch draws dropout from its
+    global generator, so that no layer could be replayed. Sinks need the log-sum-exp, as partial calls do.
     """
-    if request.bias:
-        return "its flash kernel has no bias"
+    for feature, is_asked in {
+        "bias": request.bias,
+        "soft cap of scores": request.soft_cap,
+        "ALiBi": request.slopes,
+    }.items():
+        if is_asked:
+            return f"its flash kernel has no {feature}"
     if request.dropout > 0.0:
         return f"it draws dropout ({request.dropout}) from torch's global generator, which cannot be replayed"
-    if request.partial and request.attention_mask:
+    if request.window is not None and (reason := _refuses_window(request, request.window)):
+        return reason
+    in_parts = request.partial or request.sinks or request.window is not None
+    if in_parts and request.attention_mask:
         return "its flash kernel has no padding mask"
+    if in_parts and request.causal and request.query_length != request.key_length:
+        return "its flash kernel has no cached keys"
     on_gpu = request.device.type != "cpu"
-    if request.partial and on_gpu and request.dtype not in (torch.float16, torch.bfloat16):
+    if in_parts and on_gpu and request.dtype not in (torch.float16, torch.bfloat16):
         return f"its flash kernel does not support {str(request.dtype).removeprefix('torch.')}"
-    if request.partial and on_gpu and (request.head_width % 8 or request.head_width > 256):
+    if in_parts and on_gpu and (request.head_width % 8 or request.head_width > 256):
         return f"its flash kernel has no heads of {request.head_width}, only multiples of 8 up to 256"
     return None
 
 
+def _refuses_window(request: AttentionRequest, window: tuple[int, int]) -> str | None:
+    if request.partial or request.sinks:
+        return "its flash kernel has no window"
+    if not request.causal:
+        return "its windows are for causal attention"
+    return None if window[0] + 1 >= _SHORTEST_WINDOW else f"windows of {window[0] + 1} make its calls too short"
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
     """See ``attention``. Without masks no tensor is copied: batch and heads are folded into one dim of heads."""
+    if v.shape[3] != q.shape[3]:  # else torch takes a kernel that keeps all scores
+        width = max(q.shape[3], v.shape[3])
+        out = attend(_widened(q, width), _widened(k, width), _widened(v, width), options)
+        return out.unflatten(2, q.shape[2:])[..., : v.shape[3]].flatten(2)  # type: ignore[no-untyped-call, no-any-return]
     causal, scale, grouped = options.causal and q.shape[0] > 1, options.scale, q.shape[2] != k.shape[2]
 
     def folded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -37,6 +72,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor
         out = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scale, enable_gqa=grouped)
         return _unfold(out, q).flatten(2)
 
+    if options.window is not None:
+
+        def windowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if options.window is None or q.shape[0] <= options.window[0] + 1:
+                return folded(q, k, v)
+            return _Windowed.apply(q, k, v, options).flatten(2)  # type: ignore[no-untyped-call, no-any-return]
+
+        return (
+            windowed(q, k, v)
+            if options.document_ids is None
+            else each_document(windowed, q, k, v, options.document_ids)
+        )
     if options.attention_mask is None and (q.shape[0] == k.shape[0] or not causal):
         return folded(q, k, v) if options.document_ids is None else each_document(folded, q, k, v, options.document_ids)
     query, key, value = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [b, n, s, d]
@@ -49,35 +96,159 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor
 
 def attend_partly(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> PartialResult:
     """See ``partial_attention``. Torch's flash kernels return the log-sum-exp that its public function hides."""
-    query, key, value = (_fold(x) for x in (q, k, v))
-    causal, scale = options.causal, options.scale
-    kernels = torch.ops.aten
-    if q.device.type == "cpu":
-        out, lse = kernels._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
-    else:
-        out, lse, *_ = kernels._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
-    return PartialResult(_unfold(out, q), _unfold(lse.unsqueeze(-1), q).squeeze(-1))
+    width = max(q.shape[3], v.shape[3])
+    query, key, value = (_fold(_widened(x, width)) for x in (q, k, v))
+    out, lse = _kernel(query, key, value, options, causal=options.causal)
+    return PartialResult(_unfold(out, q)[..., : v.shape[3]], _unfold(lse.unsqueeze(-1), q).squeeze(-1))
 
 
 def gradients_of_part(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: PartialResult, options: AttentionOptions
 ) -> Gradients:
     """See ``partial_attention_gradients``: the kernels take result and log-sum-exp as given, so they may be merged."""
-    upstream, query, key, value, out = (_fold(x) for x in (grad, q, k, v, whole.out))
-    lse = _fold(whole.lse.unsqueeze(-1)).squeeze(-1).contiguous()
-    causal, scale = options.causal, options.scale
-    kernels = torch.ops.aten
-    if q.device.type == "cpu":
-        found = kernels._scaled_dot_product_flash_attention_for_cpu_backward(
-            upstream, query, key, value, out, lse, 0.0, causal, scale=scale
-        )
+    lse = _fold(whole.lse.unsqueeze(-1)).squeeze(-1)
+    width = max(q.shape[3], v.shape[3])
+    upstream, query, key, value, out = (_fold(_widened(x, width)) for x in (grad, q, k, v, whole.out))
+    found = _kernel_gradients(upstream, query, key, value, out, lse, options, causal=options.causal)
+    return Gradients(*(_unfold(each, x)[..., : x.shape[3]] for each, x in zip(found, (q, k, v))))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Calls of some queries to some keys: in each of ``blocks`` pieces those at ``asking`` see those at ``seen``.
+
+    ``first``: these queries see keys for the first time. ``backwards``: both are read from the end.
+    """
+
+    rows: slice
+    keys: slice
+    blocks: int = 1
+    asking: slice | None = None
+    seen: slice | None = None
+    causal: bool = True
+    first: bool = False
+    backwards: bool = False
+
+    def queries(self, x: Tensor) -> Tensor:
+        """Those of ``x`` [s, b, n, d], as a view [blocks, length, b, n, d]."""
+        return x[self.rows].unflatten(0, (self.blocks, -1))[:, self.asking or slice(None)]  # type: ignore[no-untyped-call, no-any-return]
+
+    def visible(self, x: Tensor) -> Tensor:
+        """The keys, or what belongs to them, in the same form."""
+        return x[self.keys].unflatten(0, (self.blocks, -1))[:, self.seen or slice(None)]  # type: ignore[no-untyped-call, no-any-return]
+
+    def fold(self, x: Tensor) -> Tensor:
+        """[blocks, length, b, n, d] -> [blocks, b·n, length, d]."""
+        folded = x.flatten(2, 3).transpose(1, 2)
+        return folded.flip(2) if self.backwards else folded
+
+    def unfold(self, x: Tensor, like: Tensor) -> Tensor:
+        """The inverse, for the shape of ``like``."""
+        return (x.flip(2) if self.backwards else x).transpose(1, 2).reshape(like.shape)
+
+
+def _parts(length: int, window: int) -> Iterator[_Part]:
+    """The calls that make up a window of ``window`` keys, the query's own included, in as many positions or more."""
+    blocks, rest = divmod(length, window)
+    stop = blocks * window
+    own, last = slice(0, stop), slice(stop, length)
+    yield _Part(own, own, blocks, first=True)
+    if blocks > 1 and window > 1:
+        before, after = slice(0, window - 1), slice(1, window)
+        yield _Part(slice(window, stop), slice(0, stop - window), blocks - 1, asking=before, seen=after, backwards=True)
+    start = stop - window + 1
+    if rest:
+        yield _Part(last, last, first=True)
+        yield _Part(last, slice(start, start + rest), backwards=True)
+        if start + rest < stop:
+            yield _Part(last, slice(start + rest, stop), causal=False)
+
+
+class _Windowed(torch.autograd.Function):
+    """Keeps q, k, v, the result and its log-sum-exp."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        merged = OnlineSoftmax.uninitialized(q, v)
+        for part in _parts(q.shape[0], _length(options)):
+            asking, result, sums = part.queries(q), part.queries(merged.out), part.queries(merged.lse)
+            key, value = part.fold(part.visible(k)), part.fold(part.visible(v))
+            out, lse = _kernel(part.fold(asking), key, value, options, causal=part.causal)
+            found = PartialResult(part.unfold(out, result), part.unfold(lse.unsqueeze(-1), sums.unsqueeze(-1))[..., 0])
+            if part.first:
+                result.copy_(found.out)
+                sums.copy_(found.lse)
+            else:
+                OnlineSoftmax(result, sums).add(found)
+        whole = merged.result(q.dtype)
+        ctx.save_for_backward(q, k, v, whole.out, whole.lse)
+        ctx.options = options
+        return whole.out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, out, lse = ctx.saved_tensors
+        options: AttentionOptions = ctx.options
+        grads = [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v)]
+        for part in _parts(q.shape[0], _length(options)):
+            upstream, query, result = (part.fold(part.queries(x)) for x in (grad, q, out))
+            key, value = (part.fold(part.visible(x)) for x in (k, v))
+            sums = part.fold(part.queries(lse.unsqueeze(-1))).squeeze(-1)
+            given = (upstream, query, key, value, result, sums)
+            found = _kernel_gradients(*given, options, causal=part.causal)
+            targets = (part.queries(grads[0]), part.visible(grads[1]), part.visible(grads[2]))
+            for target, each in zip(targets, found):
+                target.add_(part.unfold(each, target))
+        grad_q, grad_k, grad_v = (total.to(x.dtype) for total, x in zip(grads, (q, k, v)))
+        return grad_q, grad_k, grad_v, None
+
+
+def _length(options: AttentionOptions) -> int:
+    """Keys in a window, the query's own included."""
+    assert options.window is not None
+    return options.window[0] + 1
+
+
+def _kernel(
+    query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Result [b, n, s, d] and log-sum-exp [b, n, s] of torch's flash kernel."""
+    kernels, scale = torch.ops.aten, options.scale
+    if query.device.type == "cpu":
+        out, lse = kernels._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
     else:
-        unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of dropout's generator
+        out, lse, *_ = kernels._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
+    return out, lse
+
+
+def _kernel_gradients(
+    upstream: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    options: AttentionOptions,
+    *,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of query, key and value, for the result ``out`` and log-sum-exp ``lse`` over these and other keys."""
+    kernels, scale = torch.ops.aten, options.scale
+    given = (upstream, query, key, value, out, lse.contiguous())
+    if query.device.type == "cpu":
+        found = kernels._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, causal, scale=scale)
+    else:
+        unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # the state of dropout's generator
         found = kernels._scaled_dot_product_flash_attention_backward(
-            upstream, query, key, value, out, lse, None, None, q.shape[0], k.shape[0], 0.0, causal, unused, unused,
-            scale=scale,
-        )  # fmt: skip
-    return Gradients(*(_unfold(each, x) for each, x in zip(found, (q, k, v))))
+            *given, None, None, query.shape[2], key.shape[2], 0.0, causal, unused, unused, scale=scale
+        )
+    grad_query, grad_key, grad_value = found[:3]
+    return grad_query, grad_key, grad_value
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    """``x`` with zeros up to a width: the flash kernels have one for queries, keys and values."""
+    return x if x.shape[3] == width else F.pad(x, (0, width - x.shape[3]))
 
 
 def _fold(x: Tensor) -> Tensor:

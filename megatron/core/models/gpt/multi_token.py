@@ -1,0 +1,108 @@
+"""Multi-token prediction: further layers, one after another, that each predict one token more ahead."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.costs import Costs, Workload, total_of
+from megatron.core.parallel.recompute import recomputed
+from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.tensor_parallel.regions import enter
+from megatron.core.transformer.block import RecomputePlan
+from megatron.core.transformer.initialization import input_init
+from megatron.core.transformer.inputs import LayerInputs
+from megatron.core.transformer.layer import TransformerLayer
+from megatron.core.transformer.norm import Norm
+from megatron.core.transformer.stack import StackConfig
+
+TOKENS, LABELS, MASK = "mtp_tokens", "mtp_labels", "mtp_loss_mask"
+"""Fields of a batch: what each depth reads beside hidden states, what it predicts, and where that counts."""
+
+
+def loss_name(depth: int) -> str:
+    """Of the loss of ``depth``, counted from 0, as Megatron-LM reports it."""
+    return f"mtp_{depth + 1} loss"
+
+
+def shifted_fields(batch: Mapping[str, Tensor], depths: int) -> dict[str, Tensor]:
+    """``TOKENS``, ``LABELS`` and ``MASK`` ``[b, depths, S]`` of whole sequences: those of ``batch`` ``[b, S]``, one
+    position earlier at each depth. What would come from beyond the sequence or from another document doesn't count.
+    """
+    found: dict[str, list[Tensor]] = {TOKENS: [], LABELS: [], MASK: []}
+    documents = batch.get("document_ids")
+    for shift in range(1, depths + 1):
+        tokens, labels, mask = (_earlier(batch[name], shift) for name in ("tokens", "labels", "loss_mask"))
+        if documents is not None:
+            mask = mask * (_earlier(documents, shift) == documents)
+        for name, each in zip(found, (tokens, labels, mask)):
+            found[name].append(each)
+    return {name: torch.stack(each, dim=1) for name, each in found.items()}
+
+
+def _earlier(x: Tensor, shift: int) -> Tensor:
+    """``x`` ``[b, S]`` from position ``shift`` on, and zeros."""
+    return nn.functional.pad(x[:, shift:], (0, shift))
+
+
+class MultiTokenLayer(nn.Module):
+    """One depth (DeepSeek-V3, arXiv:2412.19437, section 2.2): hidden states of the depth before and the embedding of a
+    later token, normalized and projected together, through a transformer layer and a norm.
+
+    ``number``: of its layer, which comes after those of the model and is like the last of them.
+    """
+
+    def __init__(self, stack: StackConfig, context: ParallelContext, *, number: int, recompute: RecomputePlan) -> None:
+        super().__init__()
+        model = stack.model
+        self._context, self._stream_is_fp32 = context, model.fp32_residual_connection
+        self._recompute, self._hidden_size = recompute.granularity == "full", model.hidden_size
+        self.enorm = Norm(model.hidden_size, model, context)
+        self.hnorm = Norm(model.hidden_size, model, context)
+        init = input_init(model)
+        self.eh_proj = RowParallelLinear(2 * model.hidden_size, model.hidden_size, context, init=init, bias=False)
+        selective = recompute.granularity == "selective"
+        self.transformer_layer = TransformerLayer(stack, context, number=number, recompute_core=selective)
+        self.final_layernorm = Norm(model.hidden_size, model, context)
+
+    def forward(self, hidden: Tensor, embedded: Tensor, inputs: LayerInputs) -> Tensor:
+        """Hidden states of the depth before and embeddings, ``[s, b, h]`` each, to this depth's, normalized."""
+        if self._recompute and self.training:
+            return recomputed(self._run, hidden, embedded, inputs)
+        return self._run(hidden, embedded, inputs)
+
+    def _run(self, hidden: Tensor, embedded: Tensor, inputs: LayerInputs) -> Tensor:
+        mesh = self._context.mesh
+        both = enter(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1), self._context)
+        mine = both.chunk(mesh.size("tp"), dim=-1)[mesh.rank("tp")].contiguous()
+        x: Tensor = self.eh_proj(mine)
+        if self._stream_is_fp32:
+            x = x.to(torch.promote_types(x.dtype, torch.float32))
+        normed: Tensor = self.final_layernorm(self.transformer_layer(x, inputs))
+        return normed
+
+    def costs(self, workload: Workload) -> Costs:
+        """Its parts. Recomputed, it keeps its two inputs."""
+        found = total_of(self.children(), workload)
+        if not self._recompute:
+            return found
+        given = workload.rows * self._hidden_size * (workload.itemsize + workload.stream_itemsize)
+        return dataclasses.replace(found, kept=given, working=found.working + found.kept)
+
+
+class MultiTokenPrediction(nn.Module):
+    """All depths, on the last stage. ``layers``: by depth, counted from 0."""
+
+    def __init__(self, stack: StackConfig, context: ParallelContext, *, recompute: RecomputePlan) -> None:
+        super().__init__()
+        first = stack.model.num_layers
+        self.layers = nn.ModuleDict(
+            {
+                str(depth): MultiTokenLayer(stack, context, number=first + depth, recompute=recompute)
+                for depth in range(stack.model.mtp_num_layers)
+            }
+        )

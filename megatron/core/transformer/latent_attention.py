@@ -1,0 +1,150 @@
+"""Multi-head latent attention: keys and values of all heads from one narrow vector of each token."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from megatron.config.model import ModelConfig
+from megatron.core.ops.attention.cached import CachedHeads
+from megatron.core.ops.rotary import apply_rotary
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.costs import Costs, Workload, total_of
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear
+from megatron.core.tensor_parallel.regions import enter
+from megatron.core.transformer.attention import Attention, Seen
+from megatron.core.transformer.initialization import input_init
+from megatron.core.transformer.inputs import LayerInputs
+from megatron.core.transformer.norm import Norm
+from megatron.core.transformer.positions import rotary_of, score_factor_of
+
+
+class LatentAttention(Attention):
+    """Multi-head latent attention (MLA; DeepSeek-V2, arXiv:2405.04434).
+
+    Every rank computes the latent vectors, of queries (unless ``q_lora_rank`` is None) and of keys and values, and one
+    key with rotary positions that all heads share; the ranks divide the heads that are computed from them. A head's
+    query and key are ``qk_head_dim`` channels without positions, then ``qk_pos_emb_head_dim`` with rotary positions.
+    """
+
+    def __init__(
+        self, config: ModelConfig, context: ParallelContext, *, number: int, causal: bool, recompute_core: bool = False
+    ) -> None:
+        super().__init__(config, context, number=number, causal=causal, recompute_core=recompute_core, purpose="scores")
+        heads, plain = config.num_attention_heads, config.qk_head_dim
+        self._rotary = rotary_of(config, number)
+        self._window = config.window_of(number)
+        self._value_width = heads * config.v_head_dim
+        if config.softmax_scale is None:
+            self._scale = score_factor_of(config) / math.sqrt(config.kv_channels)
+        has_norms, query_rank = config.qk_layernorm, config.q_lora_rank
+        self.linear_q_down_proj = None if query_rank is None else self._down(query_rank)
+        self.q_layernorm = Norm(query_rank, config, context) if has_norms and query_rank is not None else None
+        self.linear_q_up_proj = None if query_rank is None else self._up(query_rank, self._width)
+        self.linear_q_proj = self._up(config.hidden_size, self._width) if query_rank is None else None
+        self.linear_kv_down_proj = self._down(config.kv_lora_rank + config.qk_pos_emb_head_dim)
+        self.kv_layernorm = Norm(config.kv_lora_rank, config, context) if has_norms else None
+        self.linear_kv_up_proj = self._up(config.kv_lora_rank, heads * plain + self._value_width)
+        self._add_output(config, context)
+
+    def _down(self, outputs: int) -> ReplicatedLinear:
+        config = self._config
+        init, bias = input_init(config), config.add_qkv_bias
+        return ReplicatedLinear(config.hidden_size, outputs, self._context, init=init, bias=bias)
+
+    def _up(self, inputs: int, outputs: int) -> ColumnParallelLinear:
+        return ColumnParallelLinear(inputs, outputs, self._context, init=input_init(self._config), bias=False)
+
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """``[s, b, h] -> [s, b, h]``."""
+        latent, shared_key = self._latents(x)
+        query, shared_key = self._query(x), enter(shared_key, self._context).unsqueeze(2)
+        plain, turned = torch.split(query, [self._config.qk_head_dim, self._config.qk_pos_emb_head_dim], dim=-1)
+        if self._rotary is not None:
+            table, interleaved = inputs.rotary[self._rotary], self._config.rotary_interleaved
+            turned = apply_rotary(turned, table, interleaved=interleaved)
+            shared_key = apply_rotary(shared_key, table, interleaved=interleaved)
+        if inputs.cache is not None:
+            return self._attend_to_latents(plain, turned, enter(latent, self._context), shared_key, inputs)
+        key, value = self._keys_and_values(latent)
+        query = torch.cat((plain, turned), dim=-1)
+        key = torch.cat((key, shared_key.expand(-1, -1, key.shape[2], -1)), dim=-1)
+        documents = inputs.documents if self._context.mesh.size("cp") > 1 else None
+        seen = Seen(inputs.document_ids, documents, inputs.attention_mask, inputs.bias)
+        return self._mix(query, key, value, inputs.rng_key, seen)
+
+    def _attend_to_latents(
+        self, plain: Tensor, turned: Tensor, latent: Tensor, shared_key: Tensor, inputs: LayerInputs
+    ) -> Tensor:
+        """Attention of a step of generation, whose cache holds latents: all heads have one key, latent and rotary, and
+        its latent as value. What keys are computed with is multiplied into the queries, and what values are computed
+        with into the results (arXiv:2405.04434, section 2.1.2).
+        """
+        config, products = self._config, self._context.products
+        weight = self.linear_kv_up_proj.weight.view(-1, config.qk_head_dim + config.v_head_dim, config.kv_lora_rank)
+        of_keys, of_values = torch.split(weight, [config.qk_head_dim, config.v_head_dim], dim=1)
+        latent = latent.unsqueeze(2)
+        query = torch.cat((products.by_head(plain, of_keys), turned), dim=-1)
+        key = torch.cat((latent, shared_key), dim=-1)
+        mixed = self._attend(query, key, latent, inputs.rng_key, Seen(cache=inputs.cache))
+        by_head = mixed.view(*mixed.shape[:2], -1, config.kv_lora_rank)
+        out: Tensor = self.linear_proj(products.by_head(by_head, of_values.transpose(1, 2)).flatten(2))
+        return out
+
+    @property
+    def cached_heads(self) -> CachedHeads:
+        """One latent and rotary key for all heads, whole on every rank."""
+        latent = self._config.kv_lora_rank
+        return CachedHeads(1, latent + self._config.qk_pos_emb_head_dim, latent, values_in_keys=True)
+
+    def _latents(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """``[s, b, h]`` to the latent vector of keys and values ``[s, b, kv_lora_rank]``, normalized, and the key that
+        all heads share, not yet turned.
+        """
+        config = self._config
+        latent, shared_key = torch.split(
+            self.linear_kv_down_proj(x), [config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1
+        )
+        return latent if self.kv_layernorm is None else self.kv_layernorm(latent), shared_key
+
+    def _query(self, x: Tensor) -> Tensor:
+        """``[s, b, h]`` to ``[S, b, n, d]``."""
+        if self.linear_q_down_proj is not None:
+            x = self.linear_q_down_proj(x)
+            x = x if self.q_layernorm is None else self.q_layernorm(x)
+        project = self.linear_q_proj or self.linear_q_up_proj
+        assert project is not None
+        query: Tensor = project(x)
+        return query.view(*query.shape[:2], -1, self._head_dim)
+
+    def _keys_and_values(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """``[s, b, kv_lora_rank]`` to keys without positions ``[S, b, n, qk_head_dim]``, and values."""
+        both, widths = self.linear_kv_up_proj(latent), [self._config.qk_head_dim, self._config.v_head_dim]
+        key, value = torch.split(both.view(*both.shape[:2], -1, sum(widths)), widths, dim=-1)
+        return key, value
+
+    def costs(self, workload: Workload) -> Costs:
+        """Its matmuls, and attention of every token to the sequence. Both first matmuls keep the same input."""
+        config = self._config
+        latents = dataclasses.replace(workload, stream_itemsize=workload.itemsize)
+        matmuls = total_of(self.children(), latents)
+        if self.kv_layernorm is not None:  # its input is a part of the matmul's output
+            shared = workload.rows * config.qk_pos_emb_head_dim * workload.itemsize
+            matmuls += Costs(kept=shared)
+        again = workload.rows * config.hidden_size * workload.itemsize
+        matmuls = dataclasses.replace(matmuls, kept=matmuls.kept - again)
+        # Kernels with one width get all of them widened, and keep a wide result; else values are a part of a product.
+        widest, one_width = max(self._queries, self._values), self._queries == self._values
+        per_token = 3 * widest + (self._groups * config.qk_head_dim if one_width else widest)
+        projected = workload.tokens * per_token * workload.itemsize
+        return self._with_scores(
+            matmuls, workload, keys=workload.length, projected=projected, is_padded=workload.has_padding
+        )
+
+    @property
+    def _values(self) -> int:
+        """Width of this rank's values."""
+        return self._groups * self._config.v_head_dim
