@@ -40,6 +40,8 @@ RECURRENT = ModelType(
         "norm_epsilon": "norm_eps",
     },
     by_code=("num_attention_heads", "kv_channels", "num_query_groups"),  # there are no heads
+    read=lambda known: {"num_attention_heads": 1},  # which divides every width
+    kinds={"forget_floor": Rate},
     fixed={
         "normalization": "RMSNorm",
         "activation": "swiglu",
@@ -54,17 +56,12 @@ class RecurrentFormat(HuggingFaceFormat):
     """Published with RMSNorm, SwiGLU, tied embeddings, and neither biases nor positions."""
 
     types: Mapping[str, ModelType] = {"recurrent": RECURRENT}
-    kinds: Mapping[str, Any] = {"forget_floor": Rate}
-
-    def fields(self, known: Known, model_type: str) -> dict[str, Any]:
-        """One head, since that divides every width."""
-        return {"num_attention_heads": 1}
 
     def groups_from_config(self, known: Known, tensors: Collection[str], *, where: str) -> tuple[object, ...]:
         """The family's own settings."""
         return (RecurrentConfig(forget_floor=known("forget_floor")),)
 
-    def own_settings(self, model: ModelConfig, groups: Sequence[object], model_type: str) -> dict[str, Any]:
+    def settings_of_groups(self, groups: Sequence[object], model_type: str, model: ModelConfig) -> dict[str, Any]:
         """The family's own settings."""
         return {"forget_floor": group_among(groups, RecurrentConfig).forget_floor}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -12,21 +11,21 @@ from typing import Literal
 
 from torch import Tensor
 
-from megatron.core.checkpointing.folders import sync_path
 from megatron.core.conversion import proof
-from megatron.core.conversion.aside import folder_aside
+from megatron.core.conversion.huggingface.hub import model_folder
 from megatron.core.conversion.huggingface.reading import read_huggingface
 from megatron.core.conversion.huggingface.writing import write_huggingface
 from megatron.core.conversion.megatron_lm.files import find_folder
 from megatron.core.conversion.megatron_lm.forward import megatron_lm_answer
 from megatron.core.conversion.megatron_lm.known_arguments import not_handed_on
+from megatron.core.conversion.megatron_lm.layer_arguments import notes_for_training
 from megatron.core.conversion.megatron_lm.reading import read_megatron_lm
 from megatron.core.conversion.megatron_lm.writing import write_megatron_lm
 from megatron.core.conversion.native import read_native, write_native
 from megatron.core.conversion.portable import LazyTensor, PortableModel
 from megatron.core.conversion.questions import Answer, Question, question_for
-from megatron.core.conversion.remote import fetched, put
-from megatron.core.files.remote_path import AnyPath, RemotePath
+from megatron.core.conversion.remote import becoming, fetched
+from megatron.core.files.remote_path import AnyPath
 from megatron.core.models.registry import family_of
 from megatron.errors import CheckpointError, exit_code_of
 
@@ -38,7 +37,8 @@ TITLES = {"hf": "Hugging Face", "megatron": "this project's", "megatron-lm": "Me
 class Conversion:
     """What is converted into what.
 
-    ``load`` and ``save`` may be in object storage. ``step``: iteration of a folder of checkpoints, instead of the
+    ``load`` and ``save`` may be in object storage, and ``load`` the name of a repository of the Hugging Face Hub,
+    ``ORG/NAME`` or ``ORG/NAME@REVISION``. ``step``: iteration of a folder of checkpoints, instead of the
     newest. ``max_shard_size``: bytes of one weight file of Hugging Face's. ``dist``: write Megatron-LM's torch_dist
     format, else its torch format. ``true_vocab_size``: words of a Megatron-LM vocabulary before padding, where its
     tokenizer is missing. ``ignored``: arguments saved in a Megatron-LM source that are read as if they weren't
@@ -84,13 +84,17 @@ def _convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
         title = family_of(portable.groups).title
         if job.family not in (None, title):
             raise CheckpointError(f"--model-type {job.family}: {job.load} holds a {title}")
+        for note in portable.notes:
+            say(note)
         say(f"{job.load}: {portable.num_parameters:,} parameters, mostly {str(portable.dtype).removeprefix('torch.')}")
         if "megatron-lm" in (job.source, job.target):
             for warning in not_handed_on(portable.model, was_trained_there=job.source == "megatron-lm"):
                 say(warning)
+        for note in notes_for_training(portable.model) if job.target == "megatron-lm" else ():
+            say(note)
         if not job.skip_proof:
             proof.check_memory(proof.memory_needed(portable, {job.source, job.target}))
-        with _aside(job.save, say) as aside:
+        with becoming(job.save, say=say, check=lambda: check_target(job.save)) as aside:
             _write(job, portable, aside)
             found = None if job.skip_proof else _prove(job, portable, place, aside, step=step)
     say(f"proof: {found}" if found else "NOT PROVEN: --skip-proof skipped the comparison of logits")
@@ -103,8 +107,11 @@ def _convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
 @contextmanager
 def _at_hand(job: Conversion, say: Callable[[str], None]) -> Iterator[tuple[AnyPath, int | None]]:
     """Where the source is read, and the iteration there. Other programs' files are mapped and opened by their
-    libraries, so they are fetched from object storage first.
+    libraries, so they are fetched from object storage first, and those of a repository of the Hub into its cache.
     """
+    if job.source == "hf" and isinstance(job.load, Path):
+        yield model_folder(job.load, flag="--load", say=say), None
+        return
     if isinstance(job.load, Path) or job.source == "megatron":
         yield job.load, job.step
         return
@@ -188,19 +195,3 @@ def _answer(
             return proof.native_answer(place, question, step=step)
         case "megatron-lm":
             return megatron_lm_answer(_folder(place), question, step=step, ignored=ignored)
-
-
-@contextmanager
-def _aside(save: AnyPath, say: Callable[[str], None]) -> Iterator[Path]:
-    """A folder that becomes ``save`` at the end, and vanishes on an error: hidden beside it, or temporary."""
-    parent = Path(tempfile.gettempdir()) if isinstance(save, RemotePath) else save.parent
-    with folder_aside(parent, save.name, say=say) as aside:
-        yield aside
-        if isinstance(save, RemotePath):
-            check_target(save)
-            put(aside, save)
-            return
-        for path in (*aside.rglob("*"), aside):
-            sync_path(path)
-        check_target(save)
-        aside.rename(save)

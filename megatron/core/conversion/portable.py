@@ -5,8 +5,10 @@ Each format has a reader that gives one and a writer that takes one, so any form
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +16,14 @@ from torch import Tensor, nn
 from megatron.config.family import FamilyConfig
 from megatron.config.model import ModelConfig
 from megatron.config.tokenizer import TokenizerConfig
+from megatron.core.checkpointing.boxes import boxes
 from megatron.core.checkpointing.manifest import listed
 from megatron.core.files.remote_path import AnyPath
 from megatron.core.models.registry import family_of
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RngStreams
-from megatron.core.parallel.sharding import Sharding, sharded_parameters
+from megatron.core.parallel.sharding import ShardedState, Sharding, sharded_parameters
 from megatron.errors import CheckpointError
 
 
@@ -40,7 +43,7 @@ class PortableModel:
     ``model``: its architecture, vocabulary size included. ``groups``: the settings that its family alone has, which
     identify the family. ``tensors``: by our parameter names, in logical shape.
     ``tokenizer``: how its tokenizer is built, from the paths where the files are now. ``companions``: files that
-    travel along (the tokenizer's, generation settings), by name.
+    travel along (the tokenizer's, generation settings), by name. ``notes``: lines about the source, for its user.
     """
 
     model: ModelConfig
@@ -51,6 +54,7 @@ class PortableModel:
     groups: tuple[object, ...] = ()
     iteration: int = 0
     consumed_samples: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -63,7 +67,7 @@ class PortableModel:
     @property
     def num_layers(self) -> int:
         """Layers of all stacks."""
-        return _num_layers(self.model, self.groups)
+        return layers_of(self.model, self.groups)
 
     @property
     def num_parameters(self) -> int:
@@ -71,7 +75,8 @@ class PortableModel:
         return sum(int(torch.Size(tensor.shape).numel()) for tensor in self.tensors.values())
 
 
-def _num_layers(model: ModelConfig, groups: Sequence[object]) -> int:
+def layers_of(model: ModelConfig, groups: Sequence[object]) -> int:
+    """Layers of all stacks of a model. ``groups``: settings of its family alone."""
     own = next((group for group in groups if isinstance(group, FamilyConfig)), FamilyConfig())
     return own.num_layers(model)
 
@@ -87,18 +92,66 @@ def parameters_of(model: ModelConfig, groups: Sequence[object] = ()) -> dict[str
     return {name: sharding for name, _, sharding in sharded_parameters(whole)}
 
 
-@torch.no_grad()
 def load_weights(model: nn.Module, portable: PortableModel, mesh: Mesh) -> None:
     """Copy this rank's part of each tensor into ``model``, a stage of the same architecture, in the model's type."""
-    for name, parameter, sharding in sharded_parameters(model):
-        logical = portable.tensors[sharding.tied or name].make()
-        for piece in sharding.pieces(mesh):
-            parameter[piece.slices(of_local=True)] = logical[piece.slices(of_local=False)].to(parameter)
+    parts = ((sharding.tied or name, parameter, sharding) for name, parameter, sharding in sharded_parameters(model))
+    fill((ShardedState(name, parameter.detach(), sharding) for name, parameter, sharding in parts), portable, mesh)
+
+
+@torch.no_grad()
+def fill(state: Iterable[ShardedState], portable: PortableModel, mesh: Mesh) -> None:
+    """Copy this rank's part of each tensor into ``state``, whose names end with those of parameters: ``model.NAME``,
+    and ``optimizer.fp32_param.NAME`` of its master weights. Each tensor is read once, and is then in memory alone.
+
+    Padding of the vocabulary becomes zero: whatever else it were would be in products of the backward pass.
+    """
+    parts: dict[str, list[ShardedState]] = {}
+    for part in state:
+        name = part.name.removeprefix("model.").removeprefix("optimizer.fp32_param.")
+        parts.setdefault(name, []).append(part)
+    for name, same in parts.items():
+        logical = portable.tensors[name].make()
+        for part in same:
+            flat = part.tensor.view(-1).zero_()
+            for box in boxes(part.sharding, mesh, flat_range=part.flat_range):
+                there = logical[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes))]
+                flat.as_strided(box.sizes, box.strides, flat.storage_offset() + box.start).copy_(there)
+
+
+def fitted(portable: PortableModel, model: ModelConfig, groups: Sequence[object], *, where: str) -> PortableModel:
+    """The portable model with the vocabulary size of ``model``, which is otherwise of the same architecture.
+
+    New rows are the mean of those that are there, as in transformers (but for its noise): new tokens then get about the
+    probability of an average one, and the others nearly keep theirs (Hewitt 2021). Surplus rows are cut. Raises
+    CheckpointError for another number of learned positions. ``where``: the source, for messages.
+    """
+    resized = dataclasses.replace(portable.model, vocab_size=model.vocab_size)
+    wanted, resizable = parameters_of(model, groups), parameters_of(resized, portable.groups)
+    tensors = dict(portable.tensors)
+    for name, tensor in portable.tensors.items():
+        if wanted[name].shape != resizable[name].shape:
+            raise CheckpointError(
+                f"--max-position-embeddings {model.max_position_embeddings}: {where} has learned "
+                f"{portable.model.max_position_embeddings} positions ({name}), and others cannot be derived from them; "
+                "leave the flag out, and give a --seq-length of at most as many"
+            )
+        if wanted[name].shape != tensor.shape:
+            tensors[name] = dataclasses.replace(
+                tensor, shape=wanted[name].shape, make=partial(_resized, tensor, wanted[name].shape[0])
+            )
+    return dataclasses.replace(portable, model=resized, tensors=tensors)
+
+
+def _resized(tensor: LazyTensor, rows: int) -> Tensor:
+    there = tensor.make()
+    new = max(rows - len(there), 0)
+    mean = there.mean(0, keepdim=True, dtype=torch.promote_types(there.dtype, torch.float32)).to(there.dtype)
+    return torch.cat([there[:rows], mean.expand(new, *there.shape[1:])])
 
 
 def refuse_more_layers(model: ModelConfig, groups: Sequence[object], tensors: Collection[str], *, where: str) -> None:
     """Raise CheckpointError for more layers than there are ``tensors``, before a billion of them are built."""
-    layers = _num_layers(model, groups)
+    layers = layers_of(model, groups)
     if layers > len(tensors):
         raise CheckpointError(f"{where} describes {layers:,} layers, and there are {len(tensors):,} tensors in all")
 

@@ -7,7 +7,7 @@ our model (a layer in memory at a time), Megatron-LM's by a forward pass written
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.config.model import ModelConfig
 from megatron.core.checkpointing.find import find_checkpoint
 from megatron.core.checkpointing.load import MODEL_NAME, load_checkpoint, read_run_state
-from megatron.core.conversion.portable import PortableModel
+from megatron.core.conversion.portable import PortableModel, fill, layers_of
 from megatron.core.conversion.questions import Answer, Question
 from megatron.core.files.remote_path import AnyPath
 from megatron.core.models.registry import family_of, saved_run
 from megatron.core.models.stage import Stage
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState, sharded_parameters
-from megatron.errors import CheckpointError, MegatronError
+from megatron.errors import RESTART_CANNOT_HELP, CheckpointError, MegatronError
 
 TOLERANCE = 1e-4
 """Largest difference allowed, as a part of the largest logit: fp32 leaves about 1e-6; a mapping that is wrong, 1."""
@@ -46,9 +48,17 @@ class Proof:
         return f"largest difference {self.difference:.3g} between logits of up to {self.largest:.3g}"
 
 
-def compare(source: Answer, target: Answer) -> Proof:
-    """The proof of two answers to a question; ProofError when logits of any kind differ by more than rounding."""
+def compare(source: Answer, target: Answer, *, skip: str = "--skip-proof") -> Proof:
+    """The proof of two answers to a question; ProofError when logits of any kind differ by more than rounding, or are
+    not finite in the source. ``skip``: the flag that does without a proof.
+    """
     assert source.keys() == target.keys(), "both were asked the same"
+    if not all(logits.isfinite().all() for logits in source.values()):
+        raise ProofError(
+            "the source's logits are not all finite, so nothing can be compared: its weights hold NaN, infinity or "
+            f"very large numbers; take other weights, or skip the proof with {skip}",
+            exit_code=RESTART_CANNOT_HELP,
+        )
     proofs = {
         kind: Proof((source[kind] - target[kind]).abs().max().item(), source[kind].abs().max().item())
         for kind in source
@@ -62,24 +72,47 @@ def compare(source: Answer, target: Answer) -> Proof:
     return max(proofs.values(), key=lambda proof: proof.difference / (proof.largest or 1.0))
 
 
-@torch.no_grad()
 def native_answer(root: AnyPath, question: Question, *, step: int | None = None) -> Answer:
     """Logits of our checkpoint in ``root``, computed by our model with one layer in memory at a time."""
     folder = find_checkpoint(root, step=step, verify=False)
     saved = read_run_state(folder)
     run = saved_run(saved["config"], name=saved[MODEL_NAME], where=str(folder.path))
-    build_model = family_of(run.extra).train_spec.build_model
+
+    def load(state: Sequence[ShardedState], mesh: Mesh) -> None:
+        load_checkpoint(folder, state, mesh, exhaust=())
+
+    return _layer_by_layer(run.model, run.extra, question, load)
+
+
+def portable_answer(portable: PortableModel, question: Question) -> Answer:
+    """Logits of a portable model, computed in the same way."""
+
+    def load(state: Sequence[ShardedState], mesh: Mesh) -> None:
+        fill(state, portable, mesh)
+
+    return _layer_by_layer(portable.model, portable.groups, question, load)
+
+
+@torch.no_grad()
+def _layer_by_layer(
+    model: ModelConfig,
+    groups: Sequence[object],
+    question: Question,
+    load: Callable[[Sequence[ShardedState], Mesh], None],
+) -> Answer:
+    """Our model's answer. ``load`` fills the parameters of a layer."""
+    build_model, num_layers = family_of(groups).train_spec.build_model, layers_of(model, groups)
     context = ParallelContext.single()
     handed: Mapping[str, Tensor] = {}
-    for number in range(run.num_layers):
-        stage = Stage(range(number, number + 1), is_first=number == 0, is_last=number == run.num_layers - 1)
-        model = build_model(run.model, run.extra, context, stage=stage).eval().requires_grad_(False)
+    for number in range(num_layers):
+        stage = Stage(range(number, number + 1), is_first=number == 0, is_last=number == num_layers - 1)
+        layer = build_model(model, groups, context, stage=stage).eval().requires_grad_(False)
         state = [
             ShardedState(f"model.{sharding.tied or name}", parameter.detach(), sharding)
-            for name, parameter, sharding in sharded_parameters(model)
+            for name, parameter, sharding in sharded_parameters(layer)
         ]
-        load_checkpoint(folder, state, context.mesh, exhaust=())
-        handed = question.ask_ours(model, handed)
+        load(state, context.mesh)
+        handed = question.ask_ours(layer, handed)
     return handed
 
 
@@ -103,19 +136,19 @@ def huggingface_answer(folder: Path, question: Question) -> Answer:
     except Exception as error:  # transformers raises anything for folders that it doesn't like
         reason = str(error).partition("\n")[0]
         raise CheckpointError(f"transformers cannot load {folder}: {type(error).__name__}: {reason}") from error
-    if report["missing_keys"] or report["mismatched_keys"]:
-        raise CheckpointError(f"transformers misses tensors in {folder}: {sorted(report['missing_keys'])[:5]}")
+    if missing := sorted(report["missing_keys"])[:5]:
+        raise CheckpointError(f"transformers misses tensors in {folder}: {', '.join(missing)}")
     return {kind: logits.float() for kind, logits in question.ask_theirs(model.eval()).items()}
 
 
-def transformers_version() -> str:
-    """Its version; CheckpointError when it isn't installed."""
+def transformers_version(*, skip: str = "--skip-proof") -> str:
+    """Its version; CheckpointError when it isn't installed. ``skip``: the flag that skips the proof."""
     try:
         import transformers
     except ImportError:
         raise CheckpointError(
             "the proof computes logits with transformers, which is not installed: pip install transformers, or skip "
-            "the proof with --skip-proof"
+            f"the proof with {skip}"
         ) from None
     return transformers.__version__
 
@@ -141,13 +174,13 @@ def memory_needed(portable: PortableModel, formats: set[str]) -> int:
     return whole if "hf" in formats else whole // portable.num_layers * 2
 
 
-def check_memory(needed: int) -> None:
-    """Raise CheckpointError before any work when the proof can't fit in this machine's memory."""
+def check_memory(needed: int, *, skip: str = "--skip-proof") -> None:
+    """Raise CheckpointError before any work when the proof can't fit in this machine's memory. ``skip``: as above."""
     free = _free_memory()
     if free is not None and needed > free:
         raise CheckpointError(
             f"the proof needs about {needed / 1e9:.1f} GB of memory to compute logits in fp32, and {free / 1e9:.1f} "
-            "GB are free: convert on a larger machine, or skip the proof with --skip-proof"
+            f"GB are free: use a larger machine, or skip the proof with {skip}"
         )
 
 

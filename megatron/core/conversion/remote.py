@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megatron.core.checkpointing.folders import TRACKER
+from megatron.core.checkpointing.folders import TRACKER, sync_path
 from megatron.core.checkpointing.manifest import MANIFEST
 from megatron.core.conversion.aside import folder_aside
-from megatron.core.files.remote_path import RemotePath
+from megatron.core.files.remote_path import AnyPath, RemotePath
 from megatron.errors import CheckpointError
 
 _LAST = ("metadata.json", "config.json", MANIFEST, TRACKER)
@@ -38,13 +38,41 @@ def _fetch(place: RemotePath, folder: Path) -> None:
             each.copy_to(folder / each.name)
 
 
-def put(folder: Path, place: RemotePath) -> None:
-    """Copy the files below ``folder`` to ``place``; raises OSError, and then nothing is left there.
+@contextmanager
+def becoming(
+    place: AnyPath, *, say: Callable[[str], None], check: Callable[[], object], first: str = ""
+) -> Iterator[Path]:
+    """A folder that becomes ``place`` at the end, and vanishes on an error: hidden beside it, or temporary.
+
+    ``check`` raises unless ``place`` may be written; it is called last. What is there then makes way. ``first``: the
+    file that an interrupted upload is known by.
+    """
+    parent = Path(tempfile.gettempdir()) if isinstance(place, RemotePath) else place.parent
+    with folder_aside(parent, place.name, say=say) as aside:
+        yield aside
+        if isinstance(place, RemotePath):
+            check()
+            with suppress(FileNotFoundError):
+                place.remove_tree()
+            put(aside, place, first=first)
+            return
+        for path in (*aside.rglob("*"), aside):
+            sync_path(path)
+        check()
+        if place.exists() and any(place.iterdir()):
+            place.rename(aside.with_name(f"{place.name}.replaced"))
+        aside.rename(place)
+        sync_path(place.parent)
+
+
+def put(folder: Path, place: RemotePath, *, first: str = "") -> None:
+    """Copy the files below ``folder`` to ``place``, the one called ``first`` before the others; raises OSError, and
+    then nothing is left there.
 
     CheckpointError where not even that can be done.
     """
     files = [path for path in folder.rglob("*") if path.is_file()]
-    files.sort(key=lambda path: _LAST.index(path.name) if path.name in _LAST else -1)
+    files.sort(key=lambda path: -2 if path.name == first else _LAST.index(path.name) if path.name in _LAST else -1)
     try:
         for path in files:
             target = place

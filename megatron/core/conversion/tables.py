@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.portable import LazyTensor, check_shapes, parameters_of
 from megatron.core.conversion.transforms import SAME, Transform
+from megatron.errors import CheckpointError
 
 LAYER = re.compile(r"(\w+\.layers\.)(\d+)(\..*)")
 
@@ -25,13 +26,15 @@ LAYER = re.compile(r"(\w+\.layers\.)(\d+)(\..*)")
 class Row:
     """The module ``ours`` is made of ``theirs``, one or several, by ``transform``: its weight, its bias and so on.
 
-    ``{n}`` stands for the layer's number, in ``theirs`` also ``{before}`` for that of the layer before and ``{last}``
-    for the last one's. A row for one layer, its number written out, goes before the row for all.
+    ``{n}`` stands for the layer's number, in ``theirs`` also ``{before}`` for that of the layer before, ``{last}`` for
+    the last one's and ``{beyond}`` for one after the last. A row for one layer, its number written out, goes before the
+    row for all. ``is_parameter``: both sides name single parameters, not modules.
     """
 
     ours: str
     theirs: str | tuple[str, ...]
     transform: Transform = SAME
+    is_parameter: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,14 +57,17 @@ def matches(table: Sequence[Row], model: ModelConfig, groups: Sequence[object] =
     for name, sharding in parameters_of(model, groups).items():
         module, _, kind = name.rpartition(".")
         layer = LAYER.fullmatch(module)
-        row = rows.get(module) or rows.get(f"{layer[1]}{{n}}{layer[3]}" if layer else module)
+        general = f"{layer[1]}{{n}}{layer[3]}" if layer else module
+        row = rows.get(f"{general}.{kind}") or rows.get(module) or rows.get(general)
         if row is None:
             unnamed.append(name)
             continue
         number = int(layer[2]) if layer else 0
         numbers = {"n": number, "before": number - 1, "last": model.num_layers - 1}
+        numbers["beyond"] = model.num_layers + number
         modules = (row.theirs,) if isinstance(row.theirs, str) else row.theirs
-        theirs = tuple(f"{their.format(**numbers)}.{kind}" for their in modules)
+        theirs = tuple(their.format(**numbers) for their in modules)
+        theirs = theirs if row.is_parameter else tuple(f"{their}.{kind}" for their in theirs)
         found.append(Match(name, theirs, row.transform, sharding.shape))
     check_shapes(dict.fromkeys(unnamed, ()), {}, where=where)
     return found
@@ -87,7 +93,16 @@ def to_ours(
     }
     held = {name: tensor.shape for name, tensor in theirs.items() if name in wanted or not ignored(name)}
     check_shapes(held, wanted, where=where)
+    for match in found:
+        _check_one_type({name: theirs[name].dtype for name in match.theirs}, where)
     return {match.ours: _joined(match, theirs, model) for match in found}
+
+
+def _check_one_type(dtypes: Mapping[str, torch.dtype], where: str) -> None:
+    """Raise CheckpointError for parts of one tensor in several types, which the way back couldn't tell apart."""
+    if len(set(dtypes.values())) > 1:
+        listed = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for name, dtype in dtypes.items())
+        raise CheckpointError(f"{where}: {listed}; they make one tensor here, so save them in one type")
 
 
 def to_theirs(found: Sequence[Match], ours: Mapping[str, LazyTensor], model: ModelConfig) -> dict[str, LazyTensor]:
@@ -114,14 +129,11 @@ def _part(name: str, match: Match, tensor: LazyTensor, model: ModelConfig, waiti
 
 def _joined(match: Match, theirs: Mapping[str, LazyTensor], model: ModelConfig) -> LazyTensor:
     sources = [theirs[name] for name in match.theirs]
-    dtype = sources[0].dtype
-    for source in sources[1:]:
-        dtype = torch.promote_types(dtype, source.dtype)
 
     def make() -> Tensor:
         return match.transform.join([source.make() for source in sources], model)
 
-    return LazyTensor(match.shape, dtype, make)
+    return LazyTensor(match.shape, sources[0].dtype, make)
 
 
 def _without_numbers(shape: Collection[int]) -> Tensor:

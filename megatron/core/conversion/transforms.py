@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -38,12 +39,16 @@ def _join_query_key_value(parts: Sequence[Tensor], model: ModelConfig) -> Tensor
     return torch.cat(grouped, dim=1).flatten(0, 1)
 
 
-def _split_query_key_value(tensor: Tensor, model: ModelConfig) -> list[Tensor]:
+def _split_query_key_value(
+    tensor: Tensor, model: ModelConfig, *, order: Callable[[Tensor, ModelConfig], Tensor] | None = None
+) -> list[Tensor]:
+    """``order``: of rotary pairs; halves unless given."""
     heads, groups, width = model.num_attention_heads, model.num_query_groups, model.kv_channels
     grouped = tensor.reshape(groups, -1, *tensor.shape[1:])
     parts = torch.split(grouped, [heads // groups * width, width, width], dim=1)
     query, key, value = (part.flatten(0, 1) for part in parts)
-    return [halves(query, model), halves(key, model), value.contiguous()]
+    order = order or halves
+    return [order(query, model), order(key, model), value.contiguous()]
 
 
 def _split_key_value(tensor: Tensor, model: ModelConfig) -> list[Tensor]:
@@ -53,13 +58,23 @@ def _split_key_value(tensor: Tensor, model: ModelConfig) -> list[Tensor]:
 
 def halves(rows: Tensor, model: ModelConfig) -> Tensor:
     """``[heads·d, …]`` with the rotary pairs of each head as two halves, whatever the model's order is."""
-    if not (model.position_embedding_type == "rope" and model.rotary_interleaved):
+    if not (model.is_rotary and model.rotary_interleaved):
         return rows.contiguous()
     width = model.kv_channels
-    turned = int(width * model.rotary_percent)
+    turned = model.rotary_width
     heads = rows.reshape(-1, width, *rows.shape[1:])
     order = [*range(0, turned, 2), *range(1, turned, 2), *range(turned, width)]
     return heads[:, order].reshape(rows.shape).contiguous()
+
+
+def neighbours(rows: Tensor, model: ModelConfig) -> Tensor:
+    """``[heads·d, …]`` with the rotary pairs of each head as neighbours, whatever the model's order is."""
+    if not model.is_rotary or model.rotary_interleaved:
+        return rows.contiguous()
+    width, turned = model.kv_channels, model.rotary_width
+    heads = rows.reshape(-1, width, *rows.shape[1:])
+    order = [each for pair in range(turned // 2) for each in (pair, pair + turned // 2)]
+    return heads[:, [*order, *range(turned, width)]].reshape(rows.shape).contiguous()
 
 
 SAME = Transform(lambda parts, model: parts[0], lambda tensor, model: [tensor])
@@ -75,6 +90,40 @@ Rows of queries and keys whose rotary pairs are neighbours, ``(2i, 2i+1)``, beco
 families here rotate.
 """
 
+NEIGHBOURING_QUERY_KEY_VALUE = Transform(_join_query_key_value, partial(_split_query_key_value, order=neighbours))
+"""As ``QUERY_KEY_VALUE`` for types that rotate the pairs ``(2i, 2i+1)``."""
+
+
+def _query_key_value_below_each_other(parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
+    heads, groups, width = model.num_attention_heads, model.num_query_groups, model.kv_channels
+    return _join_query_key_value(torch.split(parts[0], [heads * width, groups * width, groups * width]), model)
+
+
+def _rearranged(tensor: Tensor, order: Callable[[Tensor], Tensor]) -> Tensor:
+    """The tensor with its rows where ``order`` puts their numbers: each row is copied once, or none if all stay.
+
+    Nothing else is done to ``tensor``, which may have no numbers: torch.cat of such tensors imports torch's compiler,
+    a second of work.
+    """
+    rows = torch.arange(len(tensor))
+    ordered = order(rows)
+    return tensor if torch.equal(ordered, rows) else tensor[ordered]
+
+
+FUSED_QUERY_KEY_VALUE = Transform(
+    _query_key_value_below_each_other,
+    lambda tensor, model: [_rearranged(tensor, lambda rows: torch.cat(_split_query_key_value(rows, model)))],
+)
+"""One tensor of all queries, below them all keys, below them all values."""
+
+GROUPED = Transform(
+    lambda parts, model: parts[0],
+    lambda tensor, model: [
+        _rearranged(tensor, lambda rows: _join_query_key_value(_split_query_key_value(rows, model), model))
+    ],
+)
+"""One tensor of query, key and value that is grouped as ours: follows the order of rotary pairs."""
+
 KEY_VALUE = Transform(_join_query_key_value, _split_key_value)
 """Separate key and value, ``[heads·d, …]``, in one tensor of ``[k, v]`` for each head, for cross-attention.
 
@@ -85,7 +134,7 @@ PER_HEAD = Transform(lambda parts, model: parts[0], lambda tensor, model: [halve
 """A vector for the channels of a head: follows the order of a head's rotary pairs."""
 
 TRANSPOSED_THIRDS = Transform(
-    lambda parts, model: _join_query_key_value(TRANSPOSED.join(parts, model).chunk(3), model),
-    lambda tensor, model: TRANSPOSED.split(torch.cat(_split_query_key_value(tensor, model)), model),
+    lambda parts, model: FUSED_QUERY_KEY_VALUE.join([TRANSPOSED.join(parts, model)], model),
+    lambda tensor, model: TRANSPOSED.split(FUSED_QUERY_KEY_VALUE.split(tensor, model)[0], model),
 )
 """One tensor of a Conv1D whose thirds are query, key and value: GPT-2's ``c_attn``."""

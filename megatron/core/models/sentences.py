@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from megatron.config.family import FamilyConfig, Rule
 from megatron.config.flags import flag
@@ -18,6 +19,11 @@ class SentenceConfig(FamilyConfig):
 
     usual_tokenizer = "BertWordPieceLowerCase"  # whole texts need tokens that begin and end them
     varying_counts = "masked tokens"
+    # Biases of outputs are part of the families' own heads.
+    fields_of_others: ClassVar[tuple[str, ...]] = (
+        *("add_output_layer_bias", "parallel_attention", "parallel_layernorm"),
+        *("multi_latent_attention", "mtp_num_layers"),
+    )
 
     mask_prob: float = flag("Fraction of the tokens that are masked.", default=0.15, above=0, below=1)
     short_seq_prob: float = flag(

@@ -29,22 +29,36 @@ class TrainSpec(ABC):
     with prefixes of the parameters that they may lack; a train spec with any never starts from random weights.
     ``batch_fields``: every tensor of a batch that forward or loss may read, with the dimension in which it runs along
     the sequence: context-parallel ranks keep their slices of it. None: each rank needs all of it.
+    ``continues_texts``: whether it is a causal language model, which predicts each token from those before it.
     """
 
     name: str
     starts_from: Mapping[str, tuple[str, ...]] = {}
     batch_fields: Mapping[str, int | None]
+    continues_texts: bool = False
 
     @abstractmethod
     def loss_names(self, run: RunConfig) -> tuple[str, ...]:
         """The losses, and other means such as accuracy, that ``loss`` reports: ranks without the last stage must know.
 
-        A perplexity is reported for those whose names end in "loss".
+        A perplexity is reported for those whose last word is "loss", such as "lm loss".
         """
+
+    def tallies(self, run: RunConfig) -> Mapping[str, int]:
+        """The counts that layers report (``SideLosses.tally``) over all stages: how many numbers each has, by name."""
+        return {}
+
+    def describe_tallies(self, run: RunConfig, counts: Mapping[str, Sequence[int]]) -> tuple[str, Mapping[str, float]]:
+        """A log line about the counts of ``tallies`` over some steps, and numbers for curves."""
+        return "", {}
 
     @abstractmethod
     def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:
         """Names of the tensors of a batch that a rank with these stages needs; none means that it reads no data."""
+
+    def completed(self, batch: Mapping[str, Tensor], run: RunConfig) -> Mapping[str, Tensor]:
+        """A batch of whole samples with the fields that are made of others; by default there are none."""
+        return batch
 
     def stage_inputs(self, run: RunConfig, stage: Stage, context: ParallelContext) -> Mapping[str, TensorSpec]:
         """What the stage receives from the one before, for every microbatch; by default hidden states ``[s, b, h]``."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
 
-from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.checkpoint import CheckpointConfig, keeps_meaning
+from megatron.config.flags import group_name
 from megatron.config.run import RunConfig
 from megatron.core.checkpointing.agreement import run_on_first
 from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint, is_unused
@@ -20,22 +22,22 @@ from megatron.core.parallel.sharding import ShardedState
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.errors import CheckpointError
 from megatron.planning.freezing import FreezingChange
+from megatron.training.checkpoints.published import load_published
 from megatron.training.run.run import Progress, Run
-
-# What a fine-tuning may change in a model whose weights it takes over: the weights keep their meaning.
-CHANGEABLE = frozenset(
-    ("rotary_base", "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor", "norm_epsilon")
-)
 
 
 def load(run: Run) -> None:
-    """Load the checkpoint of ``--load`` or ``--pretrained-checkpoint`` into the run, or leave it as a new one.
+    """Load the checkpoint of ``--load``, or else what ``--load-hf`` or ``--pretrained-checkpoint`` names, into the
+    run, or leave it as a new one.
 
     Raises CheckpointError when there is nothing usable, when the checkpoint is of another model, and when nothing is
     named for a model that is made of a trained one.
     """
     settings = run.config.checkpoint
     folder = checkpoint_to_load(settings, run.context.mesh)
+    if folder is None and settings.load_hf is not None:
+        load_published(run)
+        return
     if folder is None and settings.load is not None:
         run.reporter.say(f"no checkpoint in {settings.load} yet: starting a new run, which will save there")
     if folder is not None:
@@ -170,11 +172,11 @@ def check_same_model(
             f"{folder.path} holds a {state[MODEL_NAME]} model, where a {model_name} model is wanted; name another "
             "folder"
         )
-    differences = []
+    differences, then = [], _saved_values(config, state["config"])
     for spec in config.flags():
         asked = config.value(spec)
-        saved = state["config"].get(spec.group, {}).get(spec.field, asked)
-        may_change = config.checkpoint.finetune and spec.field in CHANGEABLE
+        saved = then.get((spec.group, spec.field), asked)
+        may_change = config.checkpoint.finetune and keeps_meaning(spec.field, saved, asked)
         if spec.options.architecture and saved != asked and not may_change:
             differences.append(f"{spec.positive} is {saved} in the checkpoint and {asked} here")
     if differences:
@@ -185,6 +187,24 @@ def check_same_model(
         )
         raise CheckpointError(f"{folder.path} is of another architecture: {'; '.join(differences)}. {advice}")
     check_same_tokenizer(state, folder, tokenizer)
+
+
+def _saved_values(config: RunConfig, saved: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
+    """The values of a saved run in the groups that this run and that one have, by group and field.
+
+    A run saved before a flag existed had its default, or what followed from its other settings.
+    """
+    found: dict[tuple[str, str], Any] = {}
+    for group in config.groups():
+        title = group_name(type(group))
+        values = saved.get(title)
+        if values is None:
+            continue
+        known = {each.name for each in dataclasses.fields(group)}
+        given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        then = type(group)(**{name: value for name, value in given.items() if name in known})
+        found |= {(title, name): getattr(then, name) for name in known}
+    return found
 
 
 def check_same_tokenizer(state: Mapping[str, Any], folder: CheckpointFolder, tokenizer: Tokenizer) -> None:

@@ -51,7 +51,8 @@ class Saver:
         self._still_held = still_held
         self._root = path_of(run.config.checkpoint.save or "")
         self._pending: _Pending | None = None
-        loaded = None if run.loaded_from is None else path_of(run.loaded_from).parent
+        published = run.config.checkpoint.load_hf  # which may be a folder in --save
+        loaded = None if run.loaded_from in (None, published) else path_of(run.loaded_from or "").parent
         self._saved_at = run.progress.iteration if loaded == self._root else None
         self._staging = Staging() if run.config.checkpoint.async_save else None
         # What every checkpoint keeps of the tokenizer, as it is at the start; rank 0 writes it.

@@ -34,19 +34,22 @@ from megatron.training.run.stages import build_stages, model_state
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainedModel:
-    """This rank's part of a trained model, in evaluation mode: a model for each of its pipeline ``stages``.
-
-    ``folder``: the checkpoint with its weights.
-    """
+class PlacedModel:
+    """This rank's part of a model: a module for each of its pipeline ``stages``."""
 
     config: RunConfig
     train_spec: TrainSpec
     context: ParallelContext
     tokenizer: Tokenizer
-    folder: CheckpointFolder
     stages: list[Stage]
     models: list[nn.Module]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModel(PlacedModel):
+    """This rank's part of a trained model, in evaluation mode. ``folder``: the checkpoint with its weights."""
+
+    folder: CheckpointFolder
 
     @property
     def model(self) -> nn.Module:
@@ -96,24 +99,41 @@ def load_model(config: RunConfig, train_spec: TrainSpec, context: ParallelContex
 
 @contextmanager
 def trained_model(
-    choice: TrainedModelConfig, train_specs: Mapping[str, TrainSpec], launch: LaunchEnvironment
+    choice: TrainedModelConfig,
+    train_specs: Mapping[str, TrainSpec],
+    launch: LaunchEnvironment,
+    *,
+    pipeline_stages: int = 1,
 ) -> Iterator[TrainedModel]:
-    """The chosen model, for the length of a ``with`` block; every launched rank holds a tensor-parallel part.
+    """The chosen model, for the length of a ``with`` block; every launched rank holds a tensor-parallel part of one
+    of ``pipeline_stages``.
 
     ``train_specs``: the families the tool can use, by name; those whose train spec inherits from one work, too. Raises
     CheckpointError when nothing usable is there, ConfigError and DataError for a tokenizer that can't be built.
     """
     with errors_once_per_node():
-        folder = find_checkpoint(choice.load, step=choice.ckpt_step, verify=False)
-        state = read_run_state(folder)
-        family = usable_family(folder, train_specs)
-        saved = saved_run(state["config"], name=family.name, where=str(folder.path))
-        saved = dataclasses.replace(saved, tokenizer=with_kept_files(saved.tokenizer, folder.path))
-        config = _for_inference(saved, choice, launch.world_size)
-    train_spec = train_specs.get(family.name, family.train_spec)
+        config, train_spec = _chosen(choice, train_specs, launch.world_size, pipeline_stages)
     precision, seed = config.precision.params_dtype, config.training.seed
     with parallel_context(config.parallel, launch, params_dtype=precision, seed=seed) as context:
         yield load_model(config, train_spec, context)
+
+
+def another_trained_model(beside: TrainedModel, choice: TrainedModelConfig) -> TrainedModel:
+    """A further model of the same family, on the same ranks and of the same type. A collective; raises as above."""
+    mesh, known = beside.context.mesh, {beside.train_spec.name: beside.train_spec}
+    return load_model(*_chosen(choice, known, mesh.world_size, mesh.size("pp")), beside.context)
+
+
+def _chosen(
+    choice: TrainedModelConfig, train_specs: Mapping[str, TrainSpec], world_size: int, pipeline_stages: int
+) -> tuple[RunConfig, TrainSpec]:
+    """The saved settings of the chosen model, at a layout for inference, and its family's train spec."""
+    folder = find_checkpoint(choice.load, step=choice.ckpt_step, verify=False)
+    state = read_run_state(folder)
+    family = usable_family(folder, train_specs)
+    saved = saved_run(state["config"], name=family.name, where=str(folder.path))
+    saved = dataclasses.replace(saved, tokenizer=with_kept_files(saved.tokenizer, folder.path))
+    return _for_inference(saved, choice, world_size, pipeline_stages), train_specs.get(family.name, family.train_spec)
 
 
 def usable_family(folder: CheckpointFolder, train_specs: Mapping[str, TrainSpec]) -> Family:
@@ -128,17 +148,23 @@ def usable_family(folder: CheckpointFolder, train_specs: Mapping[str, TrainSpec]
     return family
 
 
-def _for_inference(saved: RunConfig, choice: TrainedModelConfig, world_size: int) -> RunConfig:
-    heads, groups = saved.model.num_attention_heads, saved.model.num_query_groups
-    if heads % world_size or not divide(groups, world_size):
+def _for_inference(saved: RunConfig, choice: TrainedModelConfig, world_size: int, pipeline_stages: int) -> RunConfig:
+    heads, groups, layers = saved.model.num_attention_heads, saved.model.num_query_groups, saved.model.num_layers
+    if world_size % pipeline_stages or layers < pipeline_stages:
+        raise ConfigError(
+            f"--pipeline-model-parallel-size is {pipeline_stages}; it must divide the {world_size} ranks that were "
+            f"started, and be at most the {layers} layers of the model in {choice.load}"
+        )
+    parts = world_size // pipeline_stages
+    if heads % parts or not divide(groups, parts):
         raise ConfigError(
             f"{world_size} ranks were started, and each takes a part of every layer's heads; the model's {heads} heads "
-            f"({groups} for keys and values) are not divisible by {world_size}: start 1 rank, or a divisor of both"
+            f"({groups} for keys and values) are not divisible by {parts}: start 1 rank, or a divisor of both"
         )
     return dataclasses.replace(
         saved,
         world_size=world_size,
-        parallel=ParallelConfig(tensor_model_parallel_size=world_size),
+        parallel=ParallelConfig(tensor_model_parallel_size=parts, pipeline_model_parallel_size=pipeline_stages),
         checkpoint=CheckpointConfig(load=choice.load, ckpt_step=choice.ckpt_step),
         tokenizer=_chosen_tokenizer(saved, choice),
     )

@@ -85,7 +85,7 @@ def shards_of(
     if ".linear_fc1." in name and settings.get("activation") == "swiglu":
         gate, up = value.chunk(2)
         return [torch.cat(pair) for pair in zip(gate.chunk(tp), up.chunk(tp))]
-    if ".linear_fc1." in name or ".linear_q." in name:
+    if ".linear_fc1." in name or ".linear_q." in name or name.endswith(".sinks"):
         return list(value.chunk(tp))
     if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
         return list(value.chunk(tp, dim=1))
@@ -158,6 +158,7 @@ def core_stage(tensors: Mapping[str, Tensor], *, fused_norms: bool, t5: bool = F
         if fused_norms and ".layers." in name:
             name = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
             name = name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+        name = name.replace("attention.sinks", "attention.core_attention.softmax_offset")
         for stack in ("encoder", "decoder"):
             name = name.replace(f"{stack}_positions.", f"{stack}_relative_pos_emb.relative_attention_bias.")
         state[name] = tensor

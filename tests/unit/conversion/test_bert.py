@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,45 +16,23 @@ import torch
 from megatron.config.model import ModelConfig
 from megatron.core.conversion import convert as conversion
 from megatron.core.conversion.convert import Conversion, convert
-from megatron.core.conversion.huggingface.format import config_from_model
+from megatron.core.conversion.huggingface.format import config_from_model, model_from_config
 from megatron.core.conversion.huggingface.reading import read_huggingface, tensors_in
 from megatron.core.conversion.native import read_native
 from megatron.core.conversion.portable import LazyTensor
-from megatron.core.conversion.proof import ProofError, huggingface_answer, native_answer
-from megatron.core.conversion.questions import question_for
-from megatron.core.models.bert.config import BertConfig
+from megatron.core.conversion.proof import ProofError
+from megatron.core.models.bert.config import BertConfig, TokenTypesConfig
 from megatron.core.models.registry import FAMILIES
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.errors import CheckpointError
 from megatron.training.checkpoints.loading import load
 from tests.harness.runs import tiny_run
-from tests.unit.conversion.conftest import BERTS
+from tests.published.bert import MODERNBERT
 from tests.unit.conversion.megatron_checkpoints import CLASSIC
 from tests.unit.conversion.test_families import assert_same_bytes, do, weights
 
 Folder = Callable[[str], Path]
-
-
-@pytest.mark.parametrize("name", BERTS)
-def test_there_and_back(name: str, model_folder: Folder, tmp_path: Path) -> None:
-    """A norm that lands in the wrong layer, or a head that is lost, would train on quietly from a worse model."""
-    source = model_folder(name)
-    said = do("hf", source, "megatron", tmp_path / "ours")
-    assert said[1].startswith("proof: largest difference")
-    found = read_native(tmp_path / "ours")
-    assert found.groups == (BertConfig(bert_binary_head=BERTS[name][2]),)
-    question = question_for(found.model, found.groups)
-    theirs, ours = huggingface_answer(source, question), native_answer(tmp_path / "ours", question)
-    assert set(theirs) == {"words"} | ({"order"} if BERTS[name][2] else set())
-    for kind, logits in theirs.items():
-        assert (logits - ours[kind]).abs().max() < 1e-5 * logits.abs().max(), kind
-    do("megatron", tmp_path / "ours", "hf", tmp_path / "back", max_shard_size=40_000)
-    assert_same_bytes(source, tmp_path / "back")
-    for kind, logits in huggingface_answer(tmp_path / "back", question).items():
-        assert torch.equal(logits, theirs[kind])
-    written, original = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "back", source))
-    assert written["architectures"] == original["architectures"]
 
 
 def test_a_wrong_head_is_found(model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +85,10 @@ def test_files_of_other_times(model_folder: Folder, tmp_path: Path) -> None:
     pooled = {name: tensor for name, tensor in source.items() if "seq_relationship" not in name}
     save_file(pooled, tmp_path / "old/model.safetensors", metadata={"format": "pt"})
     found = read_huggingface(tmp_path / "old")
-    assert found.groups == (BertConfig(bert_binary_head=False),) and "pooler.dense.weight" not in found.tensors
+    assert (
+        found.groups == (BertConfig(bert_binary_head=False), TokenTypesConfig())
+        and "pooler.dense.weight" not in found.tensors
+    )
 
     body = {name.removeprefix("bert."): tensor for name, tensor in source.items() if not name.startswith("cls.")}
     save_file(body, tmp_path / "old/model.safetensors", metadata={"format": "pt"})
@@ -117,7 +99,7 @@ def test_files_of_other_times(model_folder: Folder, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"type_vocab_size": 3}, "says type_vocab_size = 3: this project supports only 2"),
+        ({"type_vocab_size": 3}, "bert.embeddings.token_type_embeddings.weight is [2, 48] and should be [3, 48]"),
         ({"position_embedding_type": "relative_key"}, "supports only 'absolute'"),
         ({"is_decoder": True}, "says is_decoder = True"),
         ({"tie_word_embeddings": False}, "says tie_word_embeddings = False"),
@@ -149,8 +131,82 @@ def test_berts_that_hugging_face_does_not_have() -> None:
     with pytest.raises(CheckpointError, match=r"the GELU is exact in the head only \(--exact-gelu-head\)"):
         config_from_model(model, half, **known)
     rotary = dataclasses.replace(model, position_embedding_type="rope", qk_layernorm=True)
-    with pytest.raises(CheckpointError, match="has no BERT of this architecture: positions are not learned; queries"):
+    with pytest.raises(
+        CheckpointError,
+        match="no BERT of this architecture. For megatron-bert, the nearest type, positions are not learned; queries",
+    ):
         config_from_model(rotary, (BertConfig(),), **known)
+
+
+def test_the_padding_id_of_a_roberta() -> None:
+    """transformers counts positions from it: with the tokenizer's other id, every position was off by one there."""
+    more: dict[str, Any] = {
+        "apply_residual_connection_post_layernorm": True,
+        "activation": "gelu",
+        "position_embedding_offset": 2,
+    }
+    model, groups = ModelConfig(**CLASSIC, **more), (BertConfig(bert_binary_head=False), TokenTypesConfig())
+    known: dict[str, Any] = {"dtype": "float32", "source": {}}
+    for padding in (None, 1):
+        written = config_from_model(model, groups, **known, tokens={"pad_token_id": padding})
+        assert (written["model_type"], written["pad_token_id"]) == ("roberta", 1)
+        assert written["max_position_embeddings"] == CLASSIC["max_position_embeddings"] + 2
+    with pytest.raises(CheckpointError, match="has the padding id 1, and the tokenizer's is 0: .*-offset 1$"):
+        config_from_model(model, groups, **known, tokens={"pad_token_id": 0})
+
+
+MODERN = (BertConfig(bert_binary_head=False, head_bias=False), TokenTypesConfig(num_tokentypes=0))
+HUB_MODERNBERT = {
+    **MODERNBERT,
+    "model_type": "modernbert",
+    "global_attn_every_n_layers": 2,
+    "global_rope_theta": 5e4,
+    "local_rope_theta": 700.0,
+    "local_attention": 128,
+    "norm_bias": False,
+}
+
+
+def test_a_modernbert_of_transformers_4() -> None:
+    """The Hub's files have the two bases and the layers with full attention in settings that transformers 5 replaced;
+    both are written.
+    """
+    model = model_from_config(HUB_MODERNBERT, where="x")
+    assert (model.rotary_base, model.rotary_base_local, model.window_size) == (5e4, 700.0, (64, 64))
+    assert [model.window_of(layer) is None for layer in range(4)] == [True, False, True, False]
+    written = config_from_model(model, MODERN, dtype="float32", source={}, tokens={})
+    left_out = {"pad_token_id": None, "architectures": None}
+    assert (HUB_MODERNBERT | left_out).items() <= (written | left_out).items()
+    layers = ["full_attention", "sliding_attention"] * 2
+    assert (written["layer_types"], written["classifier_bias"]) == (layers, False)
+    bases = {name: each["rope_theta"] for name, each in written["rope_parameters"].items()}
+    assert bases == {"full_attention": 5e4, "sliding_attention": 700.0}
+
+
+def test_modernberts_that_cannot_be_converted() -> None:
+    """By name, in both directions."""
+    settings: list[tuple[dict[str, Any], str]] = [
+        ({"decoder_bias": False}, "says decoder_bias = False: this project supports only True"),
+        ({"classifier_activation": "silu"}, "says classifier_activation = 'silu': this project supports only 'gelu'"),
+        ({"hidden_activation": "relu"}, "says hidden_activation = 'relu'"),
+        ({"layer_types": ["full_attention"]}, "says layer_types"),
+        ({"global_attn_every_n_layers": 0}, "global_attn_every_n_layers is 0"),
+    ]
+    for changed, words in settings:
+        with pytest.raises(CheckpointError, match=re.escape(words)):
+            model_from_config({**HUB_MODERNBERT, **changed}, where="x")
+    model, (head, types) = model_from_config(HUB_MODERNBERT, where="x"), MODERN
+    reasons: list[tuple[dict[str, Any], tuple[object, ...], str]] = [
+        ({"window_size": (64, 0)}, MODERN, "windows are not as long before a token as after it"),
+        ({"first_attention_norm": True}, MODERN, "the first layer's attention has a norm"),
+        ({}, (head, TokenTypesConfig()), "there are token types (--num-tokentypes 0 is not given)"),
+        ({}, (dataclasses.replace(head, bert_binary_head=True), types), "there is a head for the order of texts"),
+        ({"activation": "swiglu"}, MODERN, "the GELU of the head is not exact (--exact-gelu-head is not given)"),
+    ]
+    for changed, groups, words in reasons:
+        other = dataclasses.replace(model, **changed)
+        with pytest.raises(CheckpointError, match=f"For modernbert, the nearest type, {re.escape(words)}"):
+            config_from_model(other, groups, dtype="float32", source={}, tokens={})
 
 
 def test_a_family_that_is_not_there_is_said(model_folder: Folder, tmp_path: Path) -> None:
@@ -163,7 +219,7 @@ def test_a_family_that_is_not_there_is_said(model_folder: Folder, tmp_path: Path
 @pytest.mark.parametrize("name", ["megatron-bert", "megatron-bert, masked tokens only"])
 def test_by_way_of_megatron_lm(name: str, model_folder: Folder, tmp_path: Path) -> None:
     """With the exact GELU everywhere it is the same model in all three; token types that are nowhere there stop it."""
-    if BERTS[name][2]:
+    if "only" not in name:
         do("hf", model_folder(name), "megatron-lm", tmp_path / "theirs")
         do("megatron-lm", tmp_path / "theirs", "hf", tmp_path / "back")
         assert_same_bytes(model_folder(name), tmp_path / "back")

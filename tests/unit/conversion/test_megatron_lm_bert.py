@@ -15,7 +15,7 @@ from megatron.core.checkpointing.stored_tensors import StoredTensors
 from megatron.core.conversion.megatron_lm.reading import read_megatron_lm
 from megatron.core.conversion.native import read_native, write_native
 from megatron.core.conversion.proof import ProofError
-from megatron.core.models.bert.config import BertConfig
+from megatron.core.models.bert.config import BertConfig, TokenTypesConfig
 from megatron.core.models.bert.megatron_lm import BertFormat
 from megatron.core.models.registry import FAMILIES
 from megatron.core.parallel.context import ParallelContext
@@ -27,11 +27,11 @@ from tests.unit.conversion.megatron_checkpoints import CLASSIC, portable, random
 from tests.unit.conversion.test_megatron_lm import VERSIONS, assert_holds, do
 
 TYPES = "embedding.tokentype_embeddings.weight"
-BARE = (BertConfig(bert_binary_head=False, exact_gelu_head=True),)
-BERTS = {"bert": (BertConfig(exact_gelu_head=True),), "masked tokens only": BARE}
+BARE = (BertConfig(bert_binary_head=False, exact_gelu_head=True), TokenTypesConfig())
+BERTS = {"bert": (BertConfig(exact_gelu_head=True), TokenTypesConfig()), "masked tokens only": BARE}
 
 
-def bert(groups: tuple[BertConfig, ...], **settings: Any) -> tuple[ModelConfig, dict[str, Tensor], dict[str, Tensor]]:
+def bert(groups: tuple[Any, ...], **settings: Any) -> tuple[ModelConfig, dict[str, Tensor], dict[str, Tensor]]:
     """A BERT as Megatron-LM trains it, its tensors here and there: without the second head it has no token types."""
     model = ModelConfig(**{**CLASSIC, **settings})
     values = random_tensors(model, groups)
@@ -106,7 +106,10 @@ def test_the_gelu_of_the_head(style: str, flags: dict[str, Any], activation: str
     write_torch(tmp_path / "theirs", CLASSIC, bert(BERTS["bert"])[2], style=style, **flags)
     do("megatron-lm", tmp_path / "theirs", "megatron", tmp_path / "ours")
     found = read_native(tmp_path / "ours")
-    assert (found.model.activation, found.groups) == (activation, (BertConfig(exact_gelu_head=head),))
+    assert (found.model.activation, found.groups) == (
+        activation,
+        (BertConfig(exact_gelu_head=head), TokenTypesConfig()),
+    )
 
 
 def test_a_run_goes_on_from_it(tmp_path: Path) -> None:
@@ -133,6 +136,11 @@ def test_token_types_without_the_second_head(tmp_path: Path) -> None:
 
 
 BERT_THAT_MEGATRON_LM_LACKS: list[tuple[dict[str, Any], BertConfig, str]] = [
+    (
+        {"activation": "gelu"},
+        BertConfig(head_bias=False),
+        "Megatron-LM has no head for masked tokens without a bias (--bert-no-head-bias), so",
+    ),
     ({}, BertConfig(), "Megatron-LM has the exact GELU in a BERT's head for masked tokens (--exact-gelu-head), so"),
     (
         {"position_embedding_type": "rope"},

@@ -15,7 +15,7 @@ from megatron.core.conversion.megatron_lm import forward
 from megatron.core.conversion.megatron_lm.reading import read_megatron_lm
 from megatron.core.conversion.native import read_native, write_native
 from megatron.core.conversion.proof import ProofError
-from megatron.core.models.bert.config import BertConfig
+from megatron.core.models.bert.config import BertConfig, TokenTypesConfig
 from megatron.core.models.t5 import questions
 from megatron.core.models.t5.config import T5Config
 from megatron.core.tokenizers.build import build_tokenizer
@@ -158,8 +158,8 @@ def test_megatron_lms_own_spelling(title: str, tmp_path: Path, capsys: pytest.Ca
     """With a vocab.txt, whose words and sentinels say where padding begins; back again the tokenizer is the same."""
     (tmp_path / "vocab.txt").write_text("\n".join([*SPECIAL_TOKENS, *(f"w{number}" for number in range(60))]) + "\n")
     settings = {**CLASSIC, "vocab_size": 65 + 2 + 10}
-    group = EQUAL if title == "T5" else BertConfig(exact_gelu_head=True)
-    values = random_tensors(ModelConfig(**settings), (group,))
+    groups = (EQUAL,) if title == "T5" else (BertConfig(exact_gelu_head=True), TokenTypesConfig())
+    values = random_tensors(ModelConfig(**settings), groups)
     files = {"tokenizer_type": "BertWordPieceLowerCase", "vocab_file": str(tmp_path / "vocab.txt")}
     flags: dict[str, Any] = {**files, "vocab_extra_ids": 10, "vocab_size": None, "decoder_seq_length": 20}
     write_torch(tmp_path / "theirs", settings, values, style="core", tp=2, **flags)
@@ -171,7 +171,7 @@ def test_megatron_lms_own_spelling(title: str, tmp_path: Path, capsys: pytest.Ca
     for name in ("ours", "back"):
         found = read_native(tmp_path / name)
         assert_holds(found, values)
-        assert found.groups == (group,)
+        assert found.groups == groups
         assert build_tokenizer(found.tokenizer).vocab_size == 77
         assert found.tokenizer.vocab_file == str(tmp_path / name / "iter_0000500/tokenizer/vocab.txt")
     other = "BERT" if title == "T5" else "T5"
@@ -221,7 +221,7 @@ THAT_THEY_LACK: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {},
         "has a bias in a T5's tied output layer even with --disable-bias-linear, so",
     ),
-    ({"softmax_scale": 1.0}, {}, "has no flag for the scale of attention scores (--softmax-scale)"),
+    ({"qk_l2_norm": True}, {}, "has no norms of queries and keys in a T5, so"),
 ]
 
 

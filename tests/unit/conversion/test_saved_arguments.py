@@ -22,14 +22,8 @@ from tests.unit.conversion.megatron_checkpoints import CLASSIC, MODERN, argument
 from tools.checkpoint import convert as tool
 
 CHANGES: dict[str, Any] = {
-    "window_size": (128, 0),
-    "softmax_type": "off-by-one",
-    "softmax_scale": 0.5,
-    "qk_l2_norm": True,
-    "no_rope_freq": 4,
     "activation_func_clamp_value": 7.0,
     "glu_linear_offset": 1.0,
-    "quick_geglu": True,
     "normalization": "L2Norm",
     "rope_type": "yarn",
     "rotary_base_per_layer": [1e4, 1e6],
@@ -44,13 +38,13 @@ CHANGES: dict[str, Any] = {
 def check(**values: Any) -> None:
     """What a conversion says about saved arguments, in milliseconds."""
     saved = Arguments(arguments({**CLASSIC, **values}), "x/model_optim_rng.pt")
-    check_is_known(saved, "GPT", FamilyConfig.position_embedding_types)
+    check_is_known(saved, FamilyConfig)
 
 
 def test_arguments_that_change_the_function_are_refused_together() -> None:
     """Each moved logits by 0.2 to 1.4 of the largest and left no trace in names or shapes."""
     with pytest.raises(CheckpointError) as caught:
-        check(**CHANGES, window_attn_skip_freq=2)
+        check(**CHANGES)
     for name, value in CHANGES.items():
         assert f"({name} = {value!r})" in str(caught.value)
         assert name in LIMITED
@@ -63,14 +57,13 @@ def test_values_under_which_a_model_is_one_of_ours() -> None:
     """Defaults, dependents of what is off, and specifications that build the usual layers."""
     check(
         **dict.fromkeys(LIMITED),
-        window_attn_skip_freq=4,
         kv_lora_rank=512,
         moe_router_topk=8,
         mamba_state_dim=128,
         linear_conv_kernel_dim=4,
         rotary_scaling_factor=40.0,
     )
-    check(softmax_type="vanilla", rope_type="rope", glu_linear_offset=0.0, normalization="RMSNorm", num_experts=0)
+    check(rope_type="rope", glu_linear_offset=0.0, normalization="RMSNorm", num_experts=0)
     check(spec=["megatron.core.models.gpt.gpt_layer_specs", "get_gpt_layer_with_transformer_engine_spec"])
 
 
@@ -89,10 +82,10 @@ def test_unknown_arguments() -> None:
 def test_ignoring_is_for_what_is_unknown(tmp_path: Path) -> None:
     """On the user's word an unknown argument is left out, in the conversion and in its proof; a known one never is."""
     values = random_tensors(ModelConfig(**CLASSIC))
-    write_torch(tmp_path / "x", CLASSIC, values, style="core", cluster="north", window_size=(8, 0))
-    with pytest.raises(CheckpointError, match=r"--ignore-saved-args window_size: .* can be ignored are cluster$"):
-        read_megatron_lm(tmp_path / "x", ignored=["cluster", "window_size"])
-    with pytest.raises(CheckpointError, match="attention over a sliding window"):
+    write_torch(tmp_path / "x", CLASSIC, values, style="core", cluster="north", use_mup=True)
+    with pytest.raises(CheckpointError, match=r"--ignore-saved-args use_mup: .* can be ignored are cluster$"):
+        read_megatron_lm(tmp_path / "x", ignored=["cluster", "use_mup"])
+    with pytest.raises(CheckpointError, match="is a model with MuP's multipliers"):
         read_megatron_lm(tmp_path / "x", ignored=["cluster"])
     write_torch(tmp_path / "y", CLASSIC, values, style="core", cluster="north")
     with pytest.raises(CheckpointError, match="cluster = north"):

@@ -1,4 +1,4 @@
-"""BERT computes what transformers' BertForPreTraining computes, forward and backward, from the same weights."""
+"""What a BERT makes of masks and padding, and BERTs of transformers for other tests; test_published compares them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from megatron.config.model import ModelConfig
 from megatron.core.models.bert.model import BertModel, BertOutput
@@ -69,16 +68,6 @@ def body_weights(reference: Any) -> dict[str, Tensor]:
     return found
 
 
-def weights(reference: Any) -> dict[str, Tensor]:
-    """All of the reference's tensors under our names."""
-    source, found = {name: tensor.detach() for name, tensor in reference.named_parameters()}, body_weights(reference)
-    for kind in ("weight", "bias"):
-        found[f"lm_head.dense.{kind}"] = source[f"cls.predictions.transform.dense.{kind}"]
-        found[f"lm_head.layer_norm.{kind}"] = source[f"cls.predictions.transform.LayerNorm.{kind}"]
-        found[f"binary_head.{kind}"] = source[f"cls.seq_relationship.{kind}"]
-    return found | {"output_layer.bias": source["cls.predictions.bias"]}
-
-
 def reference_model(kind: str = "BertForPreTraining", **settings: Any) -> Any:
     """A random BERT of transformers, with weights large enough that a mistake shows."""
     torch.manual_seed(0)
@@ -113,37 +102,6 @@ def load(model: nn.Module, source: dict[str, Tensor]) -> None:
     with torch.no_grad():
         for name, tensor in source.items():
             parameters[name][: tensor.shape[0]].copy_(tensor)
-
-
-def test_forward_loss_and_gradients() -> None:
-    """Embeddings, padding mask, post-norm layers, both heads and both losses are those of BERT, to fp64's rounding."""
-    reference, model, given = reference_model(), ours(), batch()
-    load(model, weights(reference))
-    expected = reference(
-        given["tokens"],
-        attention_mask=given["real"].long(),
-        token_type_ids=given["types"],
-        labels=given["labels"],
-        next_sentence_label=given["order"],
-    )
-    output = model(given["tokens"], given["types"], attention_mask=given["real"])
-    assert isinstance(output, BertOutput) and output.order is not None
-    real = given["real"]
-    torch.testing.assert_close(output.words.logits()[real], expected.prediction_logits[real], rtol=0, atol=1e-9)
-    torch.testing.assert_close(output.order, expected.seq_relationship_logits, rtol=0, atol=1e-9)
-
-    mask = (given["labels"] >= 0).double()
-    lm_loss = output.words.cross_entropy_where_weighted(given["labels"].clamp(min=-1), mask) / mask.sum()
-    loss = lm_loss + cross_entropy(output.order, given["order"])
-    assert loss.item() == pytest.approx(expected.loss.item(), abs=1e-9)
-    torch.autograd.backward((loss, expected.loss))
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    for parameter in reference.parameters():
-        parameter.data = parameter.grad  # so that the weight mapping maps gradients
-    for name, gradient in weights(reference).items():
-        found = gradients[name]
-        assert found is not None
-        torch.testing.assert_close(found[: gradient.shape[0]], gradient, rtol=0, atol=1e-9, msg=name)
 
 
 def test_only_weighted_words_are_multiplied_out() -> None:

@@ -6,14 +6,18 @@ architecture that no table and no code of the family converts must have the valu
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from megatron.config.flags import flags_of
-from megatron.config.model import Activation, ModelConfig
+from megatron.config.model import LAYER_BIASES, ROTARY_FIELDS, Activation, ModelConfig
+from megatron.config.rules.positions import rotated_channels
 from megatron.core.conversion.bounds import KINDS, Count
 from megatron.core.conversion.huggingface.known import Json, Known
+from megatron.core.conversion.huggingface.nearest import unknown_type
+from megatron.core.conversion.huggingface.quantized import check_quantization
 from megatron.core.conversion.portable import LazyTensor
 from megatron.core.conversion.tables import Row
 from megatron.core.models.registry import FAMILIES, Family, all_families, family_of
@@ -22,21 +26,41 @@ from megatron.errors import CheckpointError
 
 # Fields that every format converts: the ties by ``tie_word_embeddings``, the order of rotary pairs by moving rows.
 _BY_ALL = ("untie_embeddings_and_output_weights", "rotary_interleaved")
+# Settings of a source that may contradict the written ones.
+_NOT_KEPT = (
+    *("rope_parameters", "rope_scaling", "original_max_position_embeddings"),
+    *("dtype", "torch_dtype", "transformers_version", "auto_map", "quantization_config"),
+)
 _BY_ALL_KINDS: dict[str, Any] = {"model_type": str, "vocab_size": Count, "tie_word_embeddings": bool}
 # Why a model isn't of a type, by field or by field and the value that the type has.
 _REASONS: dict[Any, str] = {
     ("position_embedding_type", "learned_absolute"): "positions are not learned",
     ("position_embedding_type", "rope"): "positions are not rotary",
     ("position_embedding_type", "relative"): "positions are not relative",
+    ("position_embedding_offset", 0): "its table of positions has rows before position 0",
     "rotary_percent": "only a part of each head is rotated",
+    "no_rope_freq": "some layers have no rotary positions",
+    "rotary_base_local": "layers with a window have a rotary base of their own",
     ("normalization", "LayerNorm"): "norms are not LayerNorm",
     ("normalization", "RMSNorm"): "norms are not RMSNorm",
     "apply_layernorm_1p": "norm weights are stored with one subtracted",
     ("apply_residual_connection_post_layernorm", False): "the residuals branch off after the norms",
+    ("multi_latent_attention", False): "keys and values are computed from latents",
+    ("mtp_num_layers", 0): "it predicts several tokens",
+    ("parallel_attention", False): "attention and MLP are computed in parallel",
+    ("parallel_attention", True): "attention and MLP are computed one after the other",
+    ("parallel_layernorm", False): "attention and MLP, in parallel, have a norm each",
+    ("parallel_layernorm", True): "attention and MLP have one norm together",
+    ("embedding_norm", False): "the embedding has a norm",
+    ("embedding_norm", True): "the embedding has no norm",
+    ("first_attention_norm", True): "the first layer's attention has no norm",
+    ("first_attention_norm", False): "the first layer's attention has a norm",
     ("add_bias_linear", True): "linear layers have no biases",
     ("add_bias_linear", False): "linear layers have biases",
-    ("add_qkv_bias", True): "linear layers have no biases",
-    ("add_qkv_bias", False): "linear layers have biases",
+    **{(each, True): "linear layers have no biases" for each in LAYER_BIASES},
+    **{(each, False): "linear layers have biases" for each in LAYER_BIASES},
+    ("add_output_layer_bias", False): "the output layer has a bias",
+    ("add_output_layer_bias", True): "the output layer has no bias",
     ("activation", "gelu_tanh"): "the MLP is not plain GELU",
     ("activation", "swiglu"): "the MLP is not SwiGLU",
     ("softmax_scale", None): "attention scores have another scale",
@@ -52,13 +76,25 @@ _REASONS: dict[Any, str] = {
 class ModelType:
     """Models with one ``model_type`` in config.json.
 
+    For the documentation, ``about`` says which of them convert, and ``example`` is a repository of one.
+
     ``architecture``: their class in transformers. ``table``: which of their modules are which of ours. ``settings``: by
     field of our architecture, the setting that holds it. ``optional``: settings that may be null, where the field then
-    follows from others. ``activation``, ``activations``: the setting, and ours by its values. ``by_code``: fields that
-    the format's ``fields`` and ``own_settings`` convert. ``fixed``: values of other fields in all these models, where
-    they aren't the default. ``expected``: settings whose other values aren't available. ``written``: settings of all
-    these models. ``defaults``: what transformers takes for a missing setting. ``prefix``: what names of the bare model
-    begin with inside the model with its heads.
+    follows from others. ``activation``, ``activations``: the setting, and ours by its values. ``fixed``: values of
+    other fields in all these models, where they aren't the default. ``expected``: settings whose other values aren't
+    available. ``written``: settings of all these models. ``shared_settings``: settings without a field of their own
+    here, and the field whose value they get where the source doesn't say them. ``defaults``: what transformers takes
+    for a missing setting.
+
+    What no table can say: ``rows`` of a model replace those of the table, ``by_code`` names fields of ours, ``read``
+    makes them of the settings, ``write`` makes the settings of the architecture, ``refuse`` gives reasons why an
+    architecture isn't of this type. ``kinds``: types and bounds of the settings that ``read`` asks for.
+
+    ``prefix``: what names of the bare model begin with inside the model with its heads; ``heads``: beginnings of names
+    outside the bare model. ``unused``: ends of names of tensors that no model needs, such as buffers of older versions.
+    ``tied_copies``: tensors that files may hold a second time. ``copies``: tensors that files hold a
+    second time, and which. ``aliases``: other names of tensors, and those in files.
+    ``older_settings``: former names of settings, and today's.
     """
 
     architecture: str
@@ -71,13 +107,42 @@ class ModelType:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     expected: Mapping[str, Any] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)
+    shared_settings: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    kinds: Mapping[str, Any] = field(default_factory=dict)
+    rows: Callable[[ModelConfig], Sequence[Row]] = lambda model: ()
+    read: Callable[[Known], dict[str, Any]] = lambda known: {}
+    write: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
+    refuse: Callable[[ModelConfig], list[str]] = lambda model: []
     prefix: str = "model."
+    heads: tuple[str, ...] = ("lm_head.",)
+    unused: tuple[str, ...] = ()
+    tied_copies: tuple[str, ...] = ()
+    copies: Callable[[ModelConfig], Mapping[str, str]] = lambda model: {}
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    older_settings: Mapping[str, str] = field(default_factory=dict)
+    about: str = ""
+    example: str = ""
+
+    def current_names(self, names: Iterable[str]) -> dict[str, str]:
+        """Each name of a tensor with the one that it has in today's language model: the bare model's lack its prefix,
+        and TensorFlow's norms had others.
+        """
+        names = list(names)
+        whole = any(name.startswith(self.prefix) for name in names)
+        found = {}
+        for name in names:
+            today = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+            today = today if whole or today.startswith(self.heads) else f"{self.prefix}{today}"
+            found[name] = self.aliases.get(today, today)
+        return found
 
     def differences(self, model: ModelConfig) -> list[str]:
         """What ``model`` has that no model of this type has."""
         converted = {*self.settings, *self.by_code, *_BY_ALL} - self.fixed.keys()
         fields = {**{name: getattr(model, name) for name in converted}, **self.fixed}
+        if "position_embedding_type" in self.by_code and model.is_rotary:  # whatever scales the frequencies
+            fields["position_embedding_type"] = model.position_embedding_type
         if self.activations:
             named = self.activations.values()
             fields["activation"] = model.activation if model.activation in named else next(iter(named))
@@ -85,39 +150,36 @@ class ModelType:
         found = []
         for flag in flags_of(ModelConfig):
             name, wanted, own = flag.field, getattr(usual, flag.field), getattr(model, flag.field)
-            of_rope = name.startswith(("rotary", "rope", "use_rope")) and usual.position_embedding_type != "rope"
+            of_rope = name in ROTARY_FIELDS and not usual.is_rotary
             said_elsewhere = of_rope or name == "group_query_attention"  # num_query_groups says how many
             if flag.options.architecture and own != wanted and not said_elsewhere:
                 reason = _REASONS.get((name, wanted)) or _REASONS.get(name)
                 found.append(reason or f"{flag.positive} is {own} and not {wanted}")
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys([*found, *self.refuse(model)]))
 
 
 class HuggingFaceFormat:
     """The published models of one family.
 
-    ``types``: by ``model_type``; where several have the same architecture, the first is written. ``kinds``: types and
-    bounds of the settings that only code reads. ``unused``: ends of names of tensors that no model needs, such as
-    buffers of older versions. ``tied_copies``: tensors that files may hold a second time. ``heads``: beginnings of
-    names that are outside the bare model.
+    ``types``: by ``model_type``; where several have the same architecture, the first is written. ``unknown_tokens``:
+    ids of special tokens where neither a source nor a tokenizer tells them, and transformers' own may not exist.
     """
 
     types: Mapping[str, ModelType]
-    kinds: Mapping[str, Any] = {}
-    unused: tuple[str, ...] = ()
-    tied_copies: tuple[str, ...] = ()
-    heads: tuple[str, ...] = ("lm_head.",)
+    unknown_tokens: Mapping[str, Any] = MappingProxyType({})
 
     def kinds_of(self, model_type: str) -> dict[str, Any]:
         """Types and bounds of all settings that are read."""
         described = self.types[model_type]
         by_table = {theirs: KINDS[ours] for ours, theirs in described.settings.items()}
-        return {**_BY_ALL_KINDS, **by_table, described.activation: str, **self.kinds}
+        return {**_BY_ALL_KINDS, **by_table, described.activation: str, **described.kinds}
 
     def known(self, config: Json, *, where: str) -> Known:
         """The settings of a config.json; CheckpointError for one of another type. ``where``: the file."""
         model_type = config["model_type"]
-        return Known(config, self.types[model_type].defaults, where, kinds=self.kinds_of(model_type))
+        described = self.types[model_type]
+        older = {today: config[name] for name, today in described.older_settings.items() if name in config}
+        return Known({**older, **config}, described.defaults, where, kinds=self.kinds_of(model_type))
 
     def model_from_config(self, known: Known, model_type: str) -> ModelConfig:
         """The architecture that a config.json describes; CheckpointError for a setting that isn't available."""
@@ -129,50 +191,53 @@ class HuggingFaceFormat:
                 found[ours] = known(theirs)
         if described.activations:
             found["activation"] = known.one_of(described.activation, described.activations)
-        found |= self.fields(known, model_type)
+        found |= described.read(known)
         heads, groups = found["num_attention_heads"], found.get("num_query_groups")
         if groups and heads % groups:
             names = described.settings
             advice = f"{names['num_attention_heads']} = {heads} is not divisible by it"
             raise known.refuse(names["num_query_groups"], advice)
-        return ModelConfig(**found, group_query_attention=groups not in (None, heads))
+        model = ModelConfig(**found, group_query_attention=groups not in (None, heads))
+        if wrong := rotated_channels(model):
+            raise known.error(wrong)
+        return model
 
     def config_from_model(self, model: ModelConfig, groups: Sequence[object], source: Json) -> dict[str, Any]:
         """Type, class and settings of a model that came from the config.json ``source``, or none; CheckpointError for
         an architecture that no published model has.
         """
         wrong = {
-            name: [*each.differences(model), *self.differences(model, groups)] for name, each in self.types.items()
+            name: [*each.differences(model), *self.differences(name, model, groups)]
+            for name, each in self.types.items()
         }
         fitting = [name for name, reasons in wrong.items() if not reasons]
         if not fitting:
-            raise CheckpointError(self.refusal(wrong, title=family_of(groups).title))
+            raise CheckpointError(_refusal(wrong, title=family_of(groups).title))
         model_type = source["model_type"] if source.get("model_type") in fitting else fitting[0]
         described = self.types[model_type]
-        names = {ours: theirs for theirs, ours in [*described.activations.items()][::-1]}  # the first of several
+        names = [theirs for theirs, ours in described.activations.items() if ours == model.activation]
+        if source.get(described.activation) in names:  # of several with one meaning
+            names = [source[described.activation]]
         return {
             "architectures": [described.architecture],
             "model_type": model_type,
             **{theirs: getattr(model, ours) for ours, theirs in described.settings.items()},
-            **({described.activation: names[model.activation]} if names else {}),
+            **({described.activation: names[0]} if names else {}),
             **described.written,
-            **self.own_settings(model, groups, model_type),
+            **described.write(model),
+            **self.settings_of_groups(groups, model_type, model),
         }
 
-    def refusal(self, wrong: Mapping[str, list[str]], *, title: str) -> str:
-        """A sentence about a model of none of the types. ``wrong``: reasons by type. ``title``: the family's."""
-        return f"Hugging Face has no {title} of this architecture: {'; '.join(common_reasons(wrong.values()))}"
+    def classes(self, model_type: str) -> tuple[str, ...]:
+        """The classes of transformers that hold such models."""
+        return (self.types[model_type].architecture,)
 
-    def fields(self, known: Known, model_type: str) -> dict[str, Any]:
-        """The fields of our architecture that no table converts."""
+    def settings_of_groups(self, groups: Sequence[object], model_type: str, model: ModelConfig) -> dict[str, Any]:
+        """The settings that the family's own groups say."""
         return {}
 
-    def own_settings(self, model: ModelConfig, groups: Sequence[object], model_type: str) -> dict[str, Any]:
-        """The settings that no table converts."""
-        return {}
-
-    def differences(self, model: ModelConfig, groups: Sequence[object]) -> list[str]:
-        """Differences from all published models of the family that the tables don't cover."""
+    def differences(self, model_type: str, model: ModelConfig, groups: Sequence[object]) -> list[str]:
+        """Differences from all published models of the type that lie in the family's own groups."""
         return []
 
     def groups_from_config(self, known: Known, tensors: Collection[str], *, where: str) -> tuple[object, ...]:
@@ -181,27 +246,29 @@ class HuggingFaceFormat:
         """
         return ()
 
-    def table(self, model_type: str, model: ModelConfig) -> Sequence[Row]:
-        """Which of their modules are which of ours."""
-        return self.types[model_type].table
+    def table(self, model_type: str, model: ModelConfig, groups: Sequence[object] = ()) -> Sequence[Row]:
+        """Which of their modules are which of ours. ``groups``: settings of the family alone."""
+        described = self.types[model_type]
+        return (*described.table, *described.rows(model))
 
     def complete(self, model: ModelConfig, tensors: dict[str, LazyTensor]) -> ModelConfig:
         """The architecture, completed from the names of the files' tensors; aliases are added to ``tensors``."""
         return model
 
-    def is_unused(self, name: str) -> bool:
-        """Whether no model needs the tensor of this name."""
-        return name.endswith(self.unused)
+    def is_unused(self, name: str, model_type: str) -> bool:
+        """Whether no model of this type needs the tensor of this name."""
+        return name.endswith(self.types[model_type].unused)
 
     def special_tokens(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """Ids of special tokens in config.json, beside those of every model."""
         return {}
 
 
-def common_reasons(wrong: Collection[list[str]]) -> list[str]:
-    """The reasons that hold for each of several types; all reasons where there is none."""
-    everywhere = [reason for reason in next(iter(wrong)) if all(reason in reasons for reasons in wrong)]
-    return everywhere or list(dict.fromkeys(reason for reasons in wrong for reason in reasons))
+def _refusal(wrong: Mapping[str, list[str]], *, title: str) -> str:
+    """A sentence about a model of none of the types. ``wrong``: reasons by type. ``title``: the family's."""
+    nearest = min(wrong, key=lambda name: len(wrong[name]))
+    reasons = "; ".join(wrong[nearest])
+    return f"Hugging Face has no {title} of this architecture. For {nearest}, the nearest type, {reasons}"
 
 
 def format_of(model_type: str) -> HuggingFaceFormat | None:
@@ -219,15 +286,17 @@ def format_for(groups: Sequence[object]) -> HuggingFaceFormat:
     return _format(family)
 
 
-def model_types() -> tuple[str, ...]:
-    """Every ``model_type`` that is known."""
-    return tuple(name for each in _formats() for name in each.types)
-
-
 def _formats() -> Iterator[HuggingFaceFormat]:
-    """Those that are built in come first: others are looked up when none of them is the one."""
-    yield from map(_format, FAMILIES.values())
-    yield from (_format(each) for each in all_families() if each.name not in FAMILIES and each.has("huggingface"))
+    return (found for _, found in formats())
+
+
+def formats() -> Iterator[tuple[Family, HuggingFaceFormat]]:
+    """Every family with a format. Those that are built in come first: others are looked up when none of them is the
+    one.
+    """
+    yield from ((family, _format(family)) for family in FAMILIES.values())
+    others = (family for family in all_families() if family.name not in FAMILIES and family.has("huggingface"))
+    yield from ((family, _format(family)) for family in others)
 
 
 def _format(family: Family) -> HuggingFaceFormat:
@@ -235,20 +304,16 @@ def _format(family: Family) -> HuggingFaceFormat:
     return found
 
 
-def model_from_config(config: Json, *, where: str) -> ModelConfig:
+def model_from_config(config: Json, *, where: str, tensors: Collection[str] = ()) -> ModelConfig:
     """The architecture that a config.json describes; CheckpointError for a type or a setting that isn't available.
 
-    ``where``: the file, for messages.
+    ``where``: the file, for messages. ``tensors``: names of the model's, which tell which type is nearest.
     """
     model_type = str(config.get("model_type"))
     known_format = format_of(model_type)
     if known_format is None:
-        raise CheckpointError(
-            f"{where} describes a model of type {config.get('model_type')!r}; the types that can be converted are "
-            f"{', '.join(model_types())}"
-        )
-    if "quantization_config" in config:
-        raise CheckpointError(f"{where} has quantized weights; convert the model in bf16, fp16 or fp32")
+        raise unknown_type(config, tensors, list(_formats()), where=where)
+    check_quantization(config, where=where)
     return known_format.model_from_config(known_format.known(config, where=where), model_type)
 
 
@@ -261,11 +326,21 @@ def config_from_model(
     CheckpointError for an architecture that no published model has.
     """
     described = format_for(groups).config_from_model(model, groups, source)
+    padding, wanted = tokens.get("pad_token_id"), described.get("pad_token_id")
+    if padding is not None and wanted not in (None, padding):
+        raise CheckpointError(
+            f"a {described['model_type']} of this architecture has the padding id {wanted}, and the tokenizer's is "
+            f"{padding}: positions begin after it, so train with --position-embedding-offset {padding + 1}"
+        )
+    published = format_for(groups)
+    shared = published.types[described["model_type"]].shared_settings
     kept = dict(source) if source.get("model_type") == described["model_type"] else {}
-    for dropped in ("rope_parameters", "rope_scaling", "dtype", "torch_dtype", "transformers_version"):
+    for dropped in _NOT_KEPT:
         kept.pop(dropped, None)
     return {
+        **published.unknown_tokens,
         **tokens,
+        **{theirs: getattr(model, ours) for theirs, ours in shared.items()},
         **kept,
         **described,
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,

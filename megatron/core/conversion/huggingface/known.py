@@ -18,6 +18,8 @@ GELUS: dict[str, Activation] = {
     "gelu": "gelu",
 }
 """Their names of GELU, and ours."""
+UNGATED: dict[str, Activation] = {**GELUS, "relu": "relu", "relu2": "squared_relu"}
+"""Their names of activations without a gate, and ours."""
 
 
 class Known:
@@ -47,9 +49,17 @@ class Known:
         inside = {key: value for name in names for key, value in (self.get(name) or {}).items()}
         return Known(inside, {}, f"{self._where}: {names[-1]}", kinds=self._kinds)
 
+    def but(self, **values: Any) -> Known:
+        """These settings with some other values."""
+        return Known({**self._values, **values}, {}, self._where, kinds=self._kinds)
+
     def refuse(self, name: str, advice: str) -> CheckpointError:
         """The error for a setting that can't be converted."""
         return CheckpointError(f"{self._where} says {name} = {self.get(name)!r}: {advice}")
+
+    def error(self, sentence: str) -> CheckpointError:
+        """The error for settings that don't fit together."""
+        return CheckpointError(f"{self._where}: {sentence}")
 
     def expect(self, **values: Any) -> None:
         """Raise CheckpointError for a setting that is there and is not the one value that can be converted."""

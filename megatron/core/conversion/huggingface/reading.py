@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,7 @@ from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.checkpointing.torch_files import load_torch_file
 from megatron.core.conversion.companions import companions_in, tokenizer_in
 from megatron.core.conversion.huggingface.format import format_of, model_from_config
+from megatron.core.conversion.huggingface.quantized import QUANTIZED, widened
 from megatron.core.conversion.portable import LazyTensor, PortableModel, refuse_more_layers
 from megatron.core.conversion.tables import matches, to_ours
 from megatron.core.files.remote_path import AnyPath
@@ -23,6 +26,8 @@ from megatron.errors import CheckpointError
 from megatron.small_files import VOCABULARY_BYTES, as_kind, read_json
 
 CONFIG = "config.json"
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+"""Files of weights where they are whole; the first kind is read where there are both."""
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -32,9 +37,24 @@ def read_huggingface(folder: Path) -> PortableModel:
     Raises CheckpointError for a folder that isn't one, a family or setting that can't be converted, and tensors that
     don't fit the settings.
     """
-    portable = _portable(read_config(folder), tensors_in(folder), str(folder), settings=str(folder / CONFIG))
+    config, settings = read_config(folder), str(folder / CONFIG)
+    try:
+        tensors = tensors_in(folder)
+    except CheckpointError:
+        model_from_config(config, where=settings)  # what is wrong with these goes first
+        raise
+    tensors = widened(config, tensors, where=str(folder))
+    portable = _portable(config, tensors, str(folder), settings=settings)
     tokenizer = tokenizer_in(folder, rows=portable.model.vocab_size or 0)
-    return replace(portable, tokenizer=tokenizer, companions=companions_in(folder))
+    notes = []
+    if config.get("auto_map"):
+        notes.append(
+            f"note: {settings} names code of the model's own (auto_map), which is never executed: the model is read as "
+            f"transformers' {config['model_type']}"
+        )
+    if tokenizer.tokenizer_type == "NullTokenizer" and (folder / "tokenizer_config.json").is_file():
+        notes.append(f"note: {folder} has no tokenizer file that is read here: token ids are used as numbers")
+    return replace(portable, tokenizer=tokenizer, companions=companions_in(folder), notes=tuple(notes))
 
 
 def from_transformers(model: Any) -> PortableModel:
@@ -46,28 +66,49 @@ def from_transformers(model: Any) -> PortableModel:
     def shared(tensor: Tensor) -> LazyTensor:
         return LazyTensor(tuple(tensor.shape), tensor.dtype, lambda: tensor.detach())
 
-    tensors = {name: shared(tensor) for name, tensor in model.state_dict().items()}
-    where = type(model).__name__
-    return _portable(json.loads(model.config.to_json_string()), tensors, where, settings=f"{where}.config")
+    config, where = json.loads(model.config.to_json_string()), type(model).__name__
+    published, parameters = format_of(config["model_type"]), dict(model.named_parameters(remove_duplicate=False))
+    copies = published.types[config["model_type"]].tied_copies if published else ()
+    uses = Counter(map(id, parameters.values()))
+    tied = {name for name in copies if name in parameters and uses[id(parameters[name])] > 1}
+    tensors = {name: shared(tensor) for name, tensor in _as_in_files(model).items() if name not in tied}
+    return _portable(config, tensors, where, settings=f"{where}.config")
+
+
+def _as_in_files(model: Any) -> dict[str, Tensor]:
+    """The tensors of a model of transformers, by their names in files: in memory it stacks those of experts."""
+    state: dict[str, Tensor] = model.state_dict()
+    if not any(".experts." in name for name in state):
+        return state
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(model, state))
 
 
 def _portable(config: dict[str, Any], tensors: dict[str, LazyTensor], where: str, *, settings: str) -> PortableModel:
     """The model of these settings and tensors, with ids for a tokenizer. ``where``, ``settings``: names in messages."""
-    model = model_from_config(config, where=settings)
+    model = model_from_config(config, where=settings, tensors=tensors)
     model_type = config["model_type"]
     published = format_of(model_type)
     assert published is not None, "its settings were read"
-    theirs = _as_today(tensors, published.types[model_type].prefix, heads=published.heads)
+    described = published.types[model_type]
+    theirs = {today: tensors[name] for name, today in described.current_names(tensors).items()}
     model = published.complete(model, theirs)
     known = published.known(config, where=settings)
     groups = published.groups_from_config(known, theirs, where=settings)
     refuse_more_layers(model, groups, theirs, where=settings)
-    found = matches(published.table(model_type, model), model, groups, where=where)
+    found = matches(published.table(model_type, model, groups), model, groups, where=where)
     wanted = {name for match in found for name in match.theirs}
+    copies = described.copies(model)
 
     def ignored(name: str) -> bool:
-        return published.is_unused(name) or (name in published.tied_copies and name not in wanted)
+        is_copy = name in copies or (name in described.tied_copies and name not in wanted)
+        return is_copy or published.is_unused(name, model_type)
 
+    for copy, original in copies.items():
+        if copy in theirs and original in theirs and _digest(theirs[copy]) != _digest(theirs[original]):
+            raise CheckpointError(f"{where}: {copy} differs from {original}, which it must be a copy of")
+    _check_tied_copies(theirs, wanted, described.tied_copies, settings=settings)
     return PortableModel(
         model=model,
         groups=groups,
@@ -77,11 +118,34 @@ def _portable(config: dict[str, Any], tensors: dict[str, LazyTensor], where: str
     )
 
 
+def _check_tied_copies(
+    theirs: Mapping[str, LazyTensor], wanted: Collection[str], copies: Collection[str], *, settings: str
+) -> None:
+    """Raise CheckpointError for a copy of a tied tensor that isn't one. Copies of equal shape alone are compared: the
+    shapes of others are told with those of all tensors.
+    """
+    for name in sorted(theirs.keys() & {*copies} - {*wanted}):
+        copy = theirs[name]
+        alike = [other for other in wanted if other in theirs and theirs[other].shape == copy.shape]
+        if alike and all(_digest(theirs[other]) != _digest(copy) for other in alike):
+            raise CheckpointError(
+                f"{settings} ties the output to the word embeddings (tie_word_embeddings), but {name} in the files "
+                f"differs from {alike[0]}: if the output has weights of its own, set tie_word_embeddings to false"
+            )
+
+
+def _digest(tensor: LazyTensor) -> bytes:
+    """Of its bytes, so that only one tensor is in memory at a time."""
+    return hashlib.blake2b(tensor.make().contiguous().view(-1).view(torch.uint8).numpy().data).digest()
+
+
 def read_config(folder: AnyPath) -> dict[str, Any]:
     """``config.json`` of a model folder."""
     path = folder / CONFIG
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder: give the folder of a Hugging Face model")
+        raise CheckpointError(
+            f"{folder} is not a folder: give the folder of a Hugging Face model, or a repository's name, ORG/NAME"
+        )
     try:
         config: dict[str, Any] = read_json(path, dict[str, Any], error=CheckpointError)
     except FileNotFoundError:
@@ -96,30 +160,56 @@ def read_config(folder: AnyPath) -> dict[str, Any]:
 
 def tensors_in(folder: Path) -> dict[str, LazyTensor]:
     """Every tensor of the folder's weight files, by their names; safetensors where there are both kinds."""
-    for single, read in (("model.safetensors", _safetensors), ("pytorch_model.bin", _torch_bin)):
-        files = _weight_files(folder, single)
-        if files:
-            return {name: tensor for file in files for name, tensor in read(file)}
-    raise CheckpointError(f"{folder} holds no model.safetensors or pytorch_model.bin, whole or in parts with an index")
+    for single, read in zip(WEIGHTS, (_safetensors, _torch_bin)):
+        if (folder / single).exists():
+            return dict(read(folder / single))
+        if homes := homes_of_tensors(folder, single):
+            return _joined_parts(folder, homes, read)
+    raise CheckpointError(f"{folder} holds no {' or '.join(WEIGHTS)}, whole or in parts with an index")
 
 
-def _weight_files(folder: Path, single: str) -> list[Path]:
+def homes_of_tensors(folder: Path, single: str) -> dict[str, str]:
+    """The file of each tensor, as the index of the parts of the weight file ``single`` says; none without an index."""
     index = folder / f"{single}.index.json"
-    if (folder / single).exists():
-        return [folder / single]
     if not index.exists():
-        return []
+        return {}
     try:
         found = read_json(index, dict[str, Any], error=CheckpointError, most_bytes=VOCABULARY_BYTES)
     except OSError as error:
         raise CheckpointError(f"{index} cannot be read ({error.strerror})") from None
-    weights = as_kind(found.get("weight_map"), dict[str, str], where=f"{index}: weight_map", error=CheckpointError)
+    homes: dict[str, str] = as_kind(
+        found.get("weight_map"), dict[str, str], where=f"{index}: weight_map", error=CheckpointError
+    )
+    if not homes:
+        raise CheckpointError(f"{index} names no files at all: download it again")
+    return homes
+
+
+def _joined_parts(
+    folder: Path, homes: Mapping[str, str], read: Callable[[Path], Iterator[tuple[str, LazyTensor]]]
+) -> dict[str, LazyTensor]:
+    """The tensors of the files that an index names; CheckpointError where it and the files disagree."""
+    files = sorted(set(homes.values()))
     held = {path.name for path in folder.iterdir() if path.is_file()}
-    missing = sorted(set(weights.values()) - held)
-    if missing or not weights:
-        named = ", ".join(map(repr, missing[:6])) or "no files at all"
-        raise CheckpointError(f"{index} names files that are not in the folder: {named}")
-    return [folder / name for name in sorted(set(weights.values()))]
+    if missing := [name for name in files if name not in held]:
+        raise CheckpointError(
+            f"the index in {folder} names files that are not in the folder: {', '.join(map(repr, missing[:6]))}; "
+            "download them"
+        )
+    tensors: dict[str, LazyTensor] = {}
+    found: dict[str, str] = {}
+    for file in files:
+        for name, tensor in read(folder / file):
+            if name in found:
+                raise CheckpointError(f"{folder} holds {name} twice, in {found[name]} and in {file}: keep one of them")
+            tensors[name], found[name] = tensor, file
+    for name, file in homes.items():
+        if found.get(name) != file:
+            actual = f"it is in {found[name]}" if name in found else "no file has it"
+            raise CheckpointError(
+                f"the index in {folder} says that {name} is in {file}, but {actual}: download it again"
+            )
+    return tensors
 
 
 def _safetensors(path: Path) -> Iterator[tuple[str, LazyTensor]]:
@@ -133,10 +223,15 @@ def _safetensors(path: Path) -> Iterator[tuple[str, LazyTensor]]:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  (it is no mapping)
                 view = file.get_slice(name)
-                if view.get_dtype() not in _DTYPES:
+                if view.get_dtype() not in _DTYPES | QUANTIZED:
                     kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES.values())
                     raise CheckpointError(f"{path}: {name} is of type {view.get_dtype()}; weights are {kinds}")
-                yield name, LazyTensor(tuple(view.get_shape()), _DTYPES[view.get_dtype()], partial(_read, path, name))
+                yield (
+                    name,
+                    LazyTensor(
+                        tuple(view.get_shape()), (_DTYPES | QUANTIZED)[view.get_dtype()], partial(_read, path, name)
+                    ),
+                )
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is damaged or incomplete ({error})") from None
 
@@ -158,13 +253,3 @@ def _torch_bin(path: Path) -> Iterator[tuple[str, LazyTensor]]:
         if not isinstance(tensor, Tensor):
             raise CheckpointError(f"{path}: {name} is not a tensor")
         yield str(name), LazyTensor(tuple(tensor.shape), tensor.dtype, tensor.detach)
-
-
-def _as_today(tensors: dict[str, LazyTensor], prefix: str, *, heads: tuple[str, ...]) -> dict[str, LazyTensor]:
-    """Names as today's language model has them: the bare model's lack its prefix, and TensorFlow's norms had others."""
-    whole = any(name.startswith(prefix) for name in tensors)
-    renamed: dict[str, LazyTensor] = {}
-    for name, tensor in tensors.items():
-        today = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
-        renamed[today if whole or today.startswith(heads) else f"{prefix}{today}"] = tensor
-    return renamed

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron.config.model import ModelConfig
 from megatron.core.conversion.companions import TOKENIZER_FILES, copy_files, tokenizer_of
 from megatron.core.conversion.huggingface.format import config_from_model, format_for
 from megatron.core.conversion.huggingface.reading import CONFIG, read_config
 from megatron.core.conversion.portable import LazyTensor, PortableModel
-from megatron.core.conversion.tables import matches, to_theirs
+from megatron.core.conversion.tables import Match, matches, to_theirs
 from megatron.errors import CheckpointError
 
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -33,15 +35,28 @@ def write_huggingface(portable: PortableModel, folder: Path, *, max_shard_size: 
     config = config_from_model(
         portable.model, portable.groups, dtype=dtype, source=source, tokens=_special_tokens(portable)
     )
-    model_type = config["model_type"]
-    table = format_for(portable.groups).table(model_type, portable.model)
-    found = matches(table, portable.model, portable.groups, where=f"a {model_type} model")
+    found = _matches(portable.model, portable.groups, config["model_type"])
     folder.mkdir(parents=True)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     along = ("generation_config.json", *TOKENIZER_FILES)
     copy_files({name: path for name, path in portable.companions.items() if name in along}, folder)
     _name_pieces(portable, folder)
-    _write_weights(to_theirs(found, portable.tensors, portable.model), folder, max_shard_size)
+    tensors = to_theirs(found, portable.tensors, portable.model)
+    copies = format_for(portable.groups).types[config["model_type"]].copies(portable.model)
+    tensors |= {copy: tensors[original] for copy, original in copies.items()}
+    _write_weights(tensors, folder, max_shard_size)
+
+
+def check_writable(model: ModelConfig, groups: Sequence[object]) -> None:
+    """Raise CheckpointError for a model that ``write_huggingface`` would refuse. ``groups`` identify its family."""
+    model = dataclasses.replace(model, vocab_size=model.vocab_size or 1)
+    config = config_from_model(model, groups, dtype="float32", source={}, tokens={})
+    _matches(model, groups, config["model_type"])
+
+
+def _matches(model: ModelConfig, groups: Sequence[object], model_type: str) -> list[Match]:
+    table = format_for(groups).table(model_type, model, groups)
+    return matches(table, model, groups, where=f"a {model_type} model")
 
 
 def _name_pieces(portable: PortableModel, folder: Path) -> None:

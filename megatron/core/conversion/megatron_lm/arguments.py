@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 from argparse import Namespace
-from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Collection, Mapping
+from functools import partial
+from typing import Annotated, Any, Literal
 
-from megatron.config.model import Activation, ModelConfig
+from megatron.config.family import FamilyConfig
+from megatron.config.flags import flags_of
+from megatron.config.model import LAYER_BIASES, Activation, ModelConfig
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.core.conversion.bounds import KINDS, Count, Small
-from megatron.core.conversion.megatron_lm.known_arguments import limits, refuse, without
+from megatron.core.conversion.bounds import KINDS, Count, Factor, Small
+from megatron.core.conversion.megatron_lm import layer_arguments
+from megatron.core.conversion.megatron_lm.known_arguments import OF_QUICK_GEGLU, limits, refuse, without
+from megatron.core.conversion.megatron_lm.layer_arguments import (
+    YARN,
+    is_plain_rotary,
+    read_attention,
+    read_mlp,
+    read_yarn,
+    refused_windows,
+    written_attention,
+    written_mlp,
+    written_yarn,
+)
 from megatron.core.conversion.portable import PortableModel
 from megatron.errors import CheckpointError, ConfigError
 from megatron.small_files import Between, check_kinds
 
 _ABSENT = object()
+_POSITIONS = ("learned_absolute", "rope", "yarn", "relative", "none")
 # What the newest releases call a flag.
 _TODAY = {"apply_layernorm_1p": "layernorm_zero_centered_gamma", "norm_epsilon": "layernorm_epsilon"}
 _KINDS: dict[str, Any] = {
@@ -24,6 +40,15 @@ _KINDS: dict[str, Any] = {
     "layernorm_epsilon": Small,
     **dict.fromkeys(("tokenizer_type", "tiktoken_pattern", "vocab_file", "merge_file", "tokenizer_model"), str),
     **dict.fromkeys(("vocab_extra_ids", "tiktoken_num_special_tokens"), Annotated[int, Between(0, 1 << 24)]),
+    "softmax_type": Literal["vanilla", "off-by-one", "learnable"],
+    "softmax_scale": Factor,
+    "quick_geglu": bool,
+    "activation_func_clamp_value": Factor,
+    "glu_linear_offset": Annotated[float, Between(-1e12, 1e12)],
+    **dict.fromkeys(("yarn_rotary_scaling_factor", "yarn_beta_fast", "yarn_beta_slow"), Factor),
+    **dict.fromkeys(("yarn_mscale", "yarn_mscale_all_dim"), Annotated[float, Between(0, 1e12)]),
+    "yarn_original_max_position_embeddings": Count,
+    "yarn_correction_range_round_to_int": bool,
 }
 # Arguments that have the name and the meaning of a field of ours; and those that the files leave open or say otherwise.
 _SAME = (
@@ -35,6 +60,13 @@ _SAME = (
 _COMPUTED = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "group_query_attention"),
     *("num_query_groups", "max_position_embeddings", "position_embedding_type"),
+)
+_BY_CODE = (
+    *("activation", "apply_residual_connection_post_layernorm", "vocab_size"),
+    *LAYER_BIASES,
+    *OF_QUICK_GEGLU,
+    *layer_arguments.FIELDS,
+    *YARN,
 )
 _DEFAULTS = {
     each.name: each.default
@@ -82,12 +114,23 @@ class Arguments:
         return default
 
 
-def check_is_known(args: Arguments, title: str, position_embedding_types: Sequence[str]) -> None:
-    """Raise CheckpointError for arguments that are unknown here, or have a value that isn't available here."""
+def check_is_known(args: Arguments, family: type[FamilyConfig], *, has_latest_attention: bool = True) -> None:
+    """Raise CheckpointError for arguments that are unknown here, or have a value that isn't available here.
+
+    ``has_latest_attention``: see ``MegatronLMFormat``.
+    """
     limited, positions = limits(args.values), args("position_embedding_type", "learned_absolute")
-    if positions not in position_embedding_types:
-        known = ", ".join(position_embedding_types)
-        limited.append(f"positions of type {positions!r} in a {title} (it converts with {known})")
+    theirs = [each for each in _POSITIONS if has_latest_attention or each != "yarn"]
+    converted = [each for each in family.position_embedding_types if each in theirs]
+    if positions not in converted:
+        known = ", ".join(converted)
+        limited.append(f"positions of type {positions!r} in a {family.title} (it converts with {known})")
+    elif positions == "yarn" and not is_plain_rotary(args):
+        limited.append("YaRN over a part of each head, over neighbouring channels or with a second scaling")
+    limited += refused_windows(args, family)
+    if not has_latest_attention:
+        norms = [name for name in ("qk_layernorm", "qk_l2_norm") if args(name, False)]
+        limited += [f"norms of queries and keys in a {family.title} ({name} = True)" for name in norms]
     refuse(args.where, limited, args.values)
 
 
@@ -106,7 +149,7 @@ def model_from_arguments(args: Arguments, *, vocab_size: int, num_layers: int, l
     if not found.get("use_rope_scaling"):
         found.pop("rope_scaling_factor", None)
     return ModelConfig(
-        **found,
+        **{**found, **read_yarn(args), **read_attention(args, num_layers=num_layers), **read_mlp(args)},
         num_layers=num_layers,
         hidden_size=hidden,
         ffn_hidden_size=args("ffn_hidden_size", 4 * hidden),
@@ -127,6 +170,8 @@ def has_residual_behind_norm(args: Arguments, *, legacy: bool) -> bool:
 
 
 def _activation(args: Arguments, *, legacy: bool) -> Activation:
+    if args("quick_geglu", False):
+        return "quick_geglu"
     if args("swiglu", False):
         return "swiglu"
     if args("squared_relu", False):
@@ -175,13 +220,33 @@ def arguments_of(
     ``own``, ``unsupported``: of the model's family, see ``MegatronLMFormat``.
     """
     model, tokenizer = portable.model, portable.tokenizer
+    llama3 = (model.rope_low_freq_factor, model.rope_high_freq_factor, model.original_max_position_embeddings)
     unknown_there = {
+        f"no positions of type {model.position_embedding_type}": model.position_embedding_type not in _POSITIONS,
+        "no YaRN over a part of each head or over neighbouring channels": (
+            model.position_embedding_type == "yarn" and not is_plain_rotary(partial(getattr, model))
+        ),
+        "Llama 3.1's scaling of rotary positions only (factors 1 and 4, original length 8192)": (
+            model.use_rope_scaling and llama3 != (1.0, 4.0, 8192)
+        ),
         "no flag for an MLP gated by GELU (--geglu)": model.activation in ("geglu", "geglu_tanh"),
+        "no clamped MLP and no offset but in --quick-geglu": model.activation != "quick_geglu"
+        and any(getattr(model, name) for name in OF_QUICK_GEGLU),
         "no flag for ReLU (--relu)": model.activation == "relu",
-        "no flag for the scale of attention scores (--softmax-scale)": model.softmax_scale is not None,
+        "no flag for biases in some of the layers (--add-attention-output-bias, --add-mlp-bias)": (
+            not model.add_bias_linear and (model.add_attention_output_bias or model.add_mlp_bias)
+        ),
         "no tanh approximation of GELU in layers without biases (--exact-gelu is not given)": (
             model.activation == "gelu_tanh" and not model.add_bias_linear
         ),
+    }
+    converted = {*_SAME, *_COMPUTED, *_BY_CODE}
+    unknown_there |= {
+        f"no argument for {spec.typed(value)}": True
+        for spec in flags_of(ModelConfig)
+        if spec.options.architecture
+        and spec.field not in converted
+        and (value := getattr(model, spec.field)) != spec.default
     }
     for what, asked in {**unknown_there, **unsupported}.items():
         if asked:
@@ -191,10 +256,13 @@ def arguments_of(
             "Megatron-LM's core ignores --apply-residual-connection-post-layernorm, so such a model can't be written "
             "for it"
         )
-    rope = model.position_embedding_type == "rope"
+    rope = model.position_embedding_type == "rope"  # their use_rotary_position_embeddings is another word for this
     return Namespace(
         **{name: getattr(model, name) for name in (*_COMPUTED, *_SAME) if name != "rotary_base"},
         rotary_base=int(model.rotary_base) if model.rotary_base.is_integer() else model.rotary_base,
+        **written_attention(model),
+        **written_mlp(model),
+        **written_yarn(model),
         **own,
         use_rotary_position_embeddings=rope,
         add_position_embedding=not rope,

@@ -19,7 +19,8 @@ class MegatronLMFormat:
     ``names``: of its tensors. ``marker_names``: parts of names of tensors that no other family has. ``replicated``:
     tensors that every tensor-parallel rank has all of. ``layer_count_arguments``: by stack, the argument that holds its
     own number of layers. ``output_has_extra_state``: Megatron-LM's loader asks for a state of kernels beside the output
-    weights. ``kinds``: types and bounds of the saved arguments that only the family reads.
+    weights. ``has_latest_attention``: core's layers of the family can normalize queries and keys, and have YaRN.
+    ``kinds``: types and bounds of the saved arguments that only the family reads.
     """
 
     names: Names
@@ -27,6 +28,7 @@ class MegatronLMFormat:
     replicated: tuple[str, ...] = ()
     layer_count_arguments: Mapping[str, str] = {}
     output_has_extra_state: bool = False
+    has_latest_attention: bool = True
     kinds: Mapping[str, Any] = {}
 
     def check(self, args: Arguments) -> None:

@@ -22,7 +22,8 @@ from megatron.core.conversion.megatron_lm.files import DistFiles, ShardFiles, op
 from megatron.core.conversion.megatron_lm.format import family_among, format_of
 from megatron.core.conversion.megatron_lm.names import is_legacy, is_weight
 from megatron.core.conversion.questions import Answer, Question
-from megatron.core.ops.rotary import apply_rotary, rotary_frequencies, rotary_table
+from megatron.core.ops.rotary import Rotary, apply_rotary
+from megatron.core.ops.rotary_scaling import Linear, Llama3, Scaling, Yarn
 from megatron.errors import CheckpointError
 
 Shard = Mapping[str, Tensor]
@@ -112,6 +113,13 @@ def _sum(parts: Iterable[Tensor], bias: Tensor | None) -> Tensor:
     return summed if bias is None else summed + bias
 
 
+def _marks(pattern: int | list[int], number: int) -> bool:
+    """Whether an argument marks layer ``number``, counted from 0: by a list, or every N-th layer."""
+    if isinstance(pattern, list):
+        return bool(pattern[number])
+    return bool(pattern) and (number + 1) % pattern == 0
+
+
 _INPUT_NORM = ("input_norm.", "input_layernorm.", "linear_qkv.layer_norm_")
 _PROJECTION = ("self_attention.linear_proj", "self_attention.dense", "attention.dense")
 _CROSS_PROJECTION = ("cross_attention.linear_proj", "inter_attention.dense")
@@ -159,15 +167,25 @@ class MegatronLMModel:
         ``seen`` to those of the attention to what an encoder made.
         """
         branches: list[tuple[tuple[str, ...], Callable[[Tensor, list[Shard]], Tensor]]]
-        branches = [(_INPUT_NORM, partial(self._attention, scores=bias)), (_MLP_NORM, self._mlp)]
-        if encoded is not None and seen is not None:
-            branches.insert(1, (_CROSS_NORM, partial(self._crossing, encoded=encoded, scores=seen)))
         behind = has_residual_behind_norm(self.args, legacy=self.is_legacy)
-        for ranks in _layers(self._files, stack):
+        for number, ranks in enumerate(_layers(self._files, stack)):
+            scores = bias + self._out_of_window(number, x.shape[1])
+            attention = partial(self._attention, number=number, scores=scores)
+            branches = [(_INPUT_NORM, attention), (_MLP_NORM, self._mlp)]
+            if encoded is not None and seen is not None:
+                branches.insert(1, (_CROSS_NORM, partial(self._crossing, encoded=encoded, scores=seen)))
             for names, branch in branches:
                 normed = self._norm(x, ranks[0], *names)
                 x = (normed if behind else x) + branch(normed, ranks)
         return self._norm(x, self._ends[0], f"{stack}.final_norm.", f"{stack}.final_layernorm.")
+
+    def _out_of_window(self, number: int, length: int) -> Tensor:
+        """Added to scores in layer ``number``, counted from 0: none of what is out of its window."""
+        window, full = self.args("window_size", None), self.args("window_attn_skip_freq", 0)
+        is_full = _marks(full, number) != isinstance(full, list)  # a list marks the layers with a window
+        before, after = (length if side < 0 or is_full else side for side in window or (-1, -1))
+        distance = torch.arange(length) - torch.arange(length)[:, None]
+        return torch.zeros(length, length).masked_fill((distance < -before) | (distance > after), -torch.inf)
 
     def words(self, x: Tensor) -> Tensor:
         """Hidden states to the logits of all ranks' words."""
@@ -200,9 +218,10 @@ class MegatronLMModel:
             return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self._eps) * weight
         return F.layer_norm(x, weight.shape, weight, bias, self._eps)
 
-    def _attention(self, x: Tensor, ranks: list[Shard], *, scores: Tensor) -> Tensor:
-        """Every rank's heads, and the sum of their outputs."""
+    def _attention(self, x: Tensor, ranks: list[Shard], *, number: int, scores: Tensor) -> Tensor:
+        """Every rank's heads in layer ``number``, counted from 0, and the sum of their outputs."""
         parts = []
+        is_rotated = not _marks(self.args("no_rope_freq", 0), number)
         for rank, shard in enumerate(ranks):
             mine = scores if scores.shape[1] == 1 else scores.chunk(len(ranks), dim=1)[rank]
             fused = _linear(x, shard, "linear_qkv", "query_key_value")
@@ -210,7 +229,12 @@ class MegatronLMModel:
             if (norm := _pick(shard, "q_layernorm.weight")) is not None:
                 query = self._normed(query, norm, _pick(shard, "q_layernorm.bias"))
                 key = self._normed(key, _need(shard, "k_layernorm.weight"), _pick(shard, "k_layernorm.bias"))
-            mixed = self._mix(self._rotated(query), self._rotated(key), value, mine)
+            if self.args("qk_l2_norm", False):
+                query, key = (each / (each.square().mean(-1, keepdim=True) + self._eps).sqrt() for each in (query, key))
+            if is_rotated:
+                query, key = self._rotated(query), self._rotated(key)
+            offset = _pick(shard, "self_attention.core_attention.softmax_offset")
+            mixed = self._mix(query, key, value, mine, offset=offset)
             parts.append(_linear(mixed.flatten(2), shard, *_PROJECTION, bias=False))
         return _sum(parts, _pick(ranks[0], *(f"{name}.bias" for name in _PROJECTION)))
 
@@ -220,7 +244,8 @@ class MegatronLMModel:
         for shard in ranks:
             (query,) = self._kinds_of(_linear(x, shard, "linear_q", "inter_attention.query"), 1, heads)
             key, value = self._kinds_of(_linear(encoded, shard, "linear_kv", "inter_attention.key_value"), 2, heads)
-            mixed = self._mix(query, key, value, scores)
+            offset = _pick(shard, "cross_attention.core_attention.softmax_offset")
+            mixed = self._mix(query, key, value, scores, offset=offset)
             parts.append(_linear(mixed.flatten(2), shard, *_CROSS_PROJECTION, bias=False))
         return _sum(parts, _pick(ranks[0], *(f"{name}.bias" for name in _CROSS_PROJECTION)))
 
@@ -243,25 +268,49 @@ class MegatronLMModel:
         return fused.view(*shape, heads, kinds, self._width).unbind(3)
 
     def _rotated(self, x: Tensor) -> Tensor:
-        args = self.args
-        if args("position_embedding_type", "") != "rope" and not args("use_rotary_position_embeddings", False):
+        args, positions = self.args, self.args("position_embedding_type", "")
+        if positions not in ("rope", "yarn") and not args("use_rotary_position_embeddings", False):
             return x
-        frequencies = rotary_frequencies(
-            self._width,
-            percent=args("rotary_percent", 1.0),
-            base=args("rotary_base", 10000),
-            interpolation_factor=args("rotary_seq_len_interpolation_factor", None),
-            llama3_factor=args("rope_scaling_factor", 8.0) if args("use_rope_scaling", False) else None,
-        )
-        table = rotary_table(frequencies, torch.arange(x.shape[1]))
+        scaling: Scaling = Linear(factor=args("rotary_seq_len_interpolation_factor", 1.0))
+        if args("use_rope_scaling", False):
+            scaling = Llama3(factor=args("rope_scaling_factor", 8.0), low=1.0, high=4.0, original_length=8192)
+        if positions == "yarn":
+            scaling = self._yarn()
+        rotary = Rotary(int(self._width * args("rotary_percent", 1.0)), args("rotary_base", 10000), scaling)
+        table = rotary.table(torch.arange(x.shape[1]), length=x.shape[1])
         return apply_rotary(x.transpose(0, 1), table, interleaved=args("rotary_interleaved", False)).transpose(0, 1)
 
-    def _mix(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
-        """Softmax attention, ``[b, s, heads, d]``."""
+    def _yarn(self) -> Yarn:
+        """YaRN's scaling, whose temperature is a ratio where both scales are saved."""
+        args = self.args
+        factor, mscale, mscale_all_dim = (
+            args("yarn_rotary_scaling_factor"),
+            args("yarn_mscale", None),
+            args("yarn_mscale_all_dim", None),
+        )
+        growth = 0.1 * math.log(max(factor, 1.0))
+        scales = (1.0, 0.0) if mscale is None or mscale_all_dim is None else (mscale, mscale_all_dim)
+        return Yarn(
+            factor=factor,
+            beta_fast=args("yarn_beta_fast", 32.0),
+            beta_slow=args("yarn_beta_slow", 1.0),
+            original_length=args("yarn_original_max_position_embeddings"),
+            round_to_int=args("yarn_correction_range_round_to_int", True),
+            attention_factor=(scales[0] * growth + 1.0) / (scales[1] * growth + 1.0),
+        )
+
+    def _mix(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, *, offset: Tensor | None = None) -> Tensor:
+        """Softmax attention, ``[b, s, heads, d]``, whose sum has one more term where each head has an ``offset``."""
         repeats = query.shape[2] // key.shape[2]
         key, value = key.repeat_interleave(repeats, dim=2), value.repeat_interleave(repeats, dim=2)
-        scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / math.sqrt(self._width)
-        return torch.einsum("bhqk,bkhd->bqhd", (scores + bias).softmax(-1), value)
+        scale = self.args("softmax_scale", 1 / math.sqrt(self._width))
+        bias = bias.masked_fill(bias.isneginf().all(-1, keepdim=True), 0.0)  # padding that sees nothing: any number
+        scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * scale + bias
+        if self.args("softmax_type", "vanilla") == "off-by-one":
+            offset = scores.new_zeros(scores.shape[1])
+        if offset is not None:
+            scores = torch.cat([scores, offset[:, None, None].expand(*scores.shape[:-1], 1)], dim=-1)
+        return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1)[..., : key.shape[1]], value)
 
     def _mlp(self, x: Tensor, ranks: list[Shard]) -> Tensor:
         """Every rank's part of the inner width, and the sum of their outputs."""
@@ -271,6 +320,12 @@ class MegatronLMModel:
         return _sum(parts, _pick(ranks[0], *(f"{name}.bias" for name in second)))
 
     def _activated(self, inner: Tensor) -> Tensor:
+        if self.args("quick_geglu", False):
+            limit = self.args("activation_func_clamp_value", math.inf)
+            gate, up = inner.chunk(2, dim=-1)
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            gated: Tensor = gate * torch.sigmoid(1.702 * gate) * (up + self.args("glu_linear_offset", 0.0))
+            return gated
         if self.args("swiglu", False):
             gate, up = inner.chunk(2, dim=-1)
             return F.silu(gate) * up

@@ -21,20 +21,26 @@ group_query_attention num_query_groups max_position_embeddings position_embeddin
 relative_attention_num_buckets relative_attention_max_distance use_rotary_position_embeddings rotary_percent
 rotary_base rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor
 norm_epsilon layernorm_epsilon apply_layernorm_1p layernorm_zero_centered_gamma
-apply_residual_connection_post_layernorm add_bias_linear add_qkv_bias swiglu squared_relu bias_gelu_fusion openai_gelu
-qk_layernorm untie_embeddings_and_output_weights bert_binary_head attention_dropout hidden_dropout
+apply_residual_connection_post_layernorm add_bias_linear add_qkv_bias swiglu quick_geglu squared_relu bias_gelu_fusion
+openai_gelu qk_layernorm untie_embeddings_and_output_weights bert_binary_head attention_dropout hidden_dropout
+window_size window_attn_skip_freq softmax_type softmax_scale qk_l2_norm no_rope_freq
+yarn_rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_mscale
+yarn_mscale_all_dim yarn_correction_range_round_to_int
 """
 """Arguments that a conversion reads."""
 
 _SPECS = "megatron.core.models.gpt.gpt_layer_specs"
 _HYBRID = "a hybrid of attention and state-space layers"
 _UNEQUAL = "layers of different kinds"
+OF_QUICK_GEGLU = ("activation_func_clamp_value", "glu_linear_offset")
+"""Arguments whose meaning with other activations differs from release to release."""
+
 LIMITED: dict[str, tuple[str, tuple[object, ...]]] = {
-    "activation_func_clamp_value": ("an MLP whose inner values are clamped", ()),
+    "activation_func_clamp_value": ("a clamped MLP not gated by quick GELU", ()),
     "attention_output_gate": ("gates on the output of attention", ()),
     "enable_hyper_connections": ("hyper-connections", ()),
     "experimental_attention_variant": ("an experimental kind of attention", ()),
-    "glu_linear_offset": ("an offset in the gated MLP", ()),
+    "glu_linear_offset": ("an offset in an MLP not gated by quick GELU", ()),
     "head_wise_attn_gate": ("gates on the output of attention", ()),
     "heterogeneous_block_specs": (_UNEQUAL, ()),
     "heterogeneous_layers_config_encoded_json": (_UNEQUAL, ()),
@@ -47,17 +53,12 @@ LIMITED: dict[str, tuple[str, tuple[object, ...]]] = {
     "linear_attention_type": ("linear attention", ()),
     "mtp_num_layers": ("multi-token prediction", ()),
     "multi_latent_attention": ("multi-latent attention", ()),
-    "no_rope_freq": ("layers without rotary positions", ()),
     "normalization": ("another kind of norm", ("LayerNorm", "RMSNorm")),
     "num_experts": ("a mixture of experts", ()),
     "onnx_safe": ("a GELU for export to ONNX", ()),
-    "qk_l2_norm": ("an L2 norm of queries and keys", ()),
-    "quick_geglu": ("an MLP gated by quick GELU", ()),
     "retro_add_retriever": ("RETRO's retriever", ()),
     "rope_type": ("another kind of rotary positions", ("rope",)),
     "rotary_base_per_layer": ("a rotary base for each layer", ()),
-    "softmax_scale": ("attention scores with a scale of their own", ()),
-    "softmax_type": ("an attention softmax with an offset", ("vanilla",)),
     "spec": (
         "layers that a specification builds",
         (
@@ -68,7 +69,6 @@ LIMITED: dict[str, tuple[str, tuple[object, ...]]] = {
     ),
     "use_mup": ("MuP's multipliers", ()),
     "vision_pretraining": ("images", ()),
-    "window_size": ("attention over a sliding window", ()),
     "yaml_cfg": ("settings in a YAML file", ()),
 }
 """Arguments that change what a model computes: what a model has under them, and the values under which it has not.
@@ -82,7 +82,6 @@ kv_lora_rank linear_attention_freq linear_conv_kernel_dim linear_cp_mode linear_
 linear_num_value_heads linear_value_head_dim mamba_* mhc_* moe_* mok_* mrope_section mscale mscale_all_dim mtp_* mup_*
 num_residual_streams original_max_position_embeddings q_lora_rank qk_head_dim qk_pos_emb_head_dim retro_*
 rotary_scaling_factor use_fused_mhc use_mamba_mem_eff_path disable_mamba_mem_eff_path use_mok_megakernel v_head_dim
-window_attn_skip_freq yarn_*
 """
 """Arguments that only have an effect with one of ``LIMITED``, or with positions that are refused. ``*``: any ending."""
 
@@ -173,7 +172,9 @@ def limits(values: Mapping[str, Any]) -> list[str]:
     return [
         f"{title} ({name} = {values[name]!r})"
         for name, (title, allowed) in LIMITED.items()
-        if values.get(name) and values[name] not in allowed
+        if values.get(name)
+        and values[name] not in allowed
+        and not (values.get("quick_geglu") and name in OF_QUICK_GEGLU)
     ]
 
 

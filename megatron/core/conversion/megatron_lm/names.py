@@ -55,11 +55,17 @@ def both(name: str, legacy: str) -> Iterator[Spelling]:
     return (same(f"{name}.{kind}", f"{legacy}.{kind}") for kind in ("weight", "bias"))
 
 
+def sinks(attention: str) -> Spelling:
+    """The attention sinks of a module."""
+    return same(f"{attention}.sinks", None, core=f"{attention}.core_attention.softmax_offset")
+
+
 def stack(
     stack: str, legacy: str, parts: Iterable[tuple[str, str, str | None]] = (*ATTENTION, *MLP)
 ) -> Iterator[Spelling]:
     """The layers of a stack, and the norm behind them."""
     before, theirs = f"{stack}.layers.{{n}}", f"language_model.{legacy}"
+    yield sinks(f"{before}.self_attention")
     for name, old, fused in parts:
         for kind in ("weight", "bias"):
             ours = f"{before}.{name}.{kind}"

@@ -47,7 +47,7 @@ def read_megatron_lm(
     family = family_among(files.names())
     theirs = format_of(family)
     files.args.check_kinds(theirs.kinds)
-    check_is_known(files.args, family.title, family.settings.position_embedding_types)
+    check_is_known(files.args, family.settings, has_latest_attention=theirs.has_latest_attention)
     theirs.check(files.args)
     stored = _parts_of_shards(files, family) if isinstance(files, ShardFiles) else _parts_of_dist(files, family)
     if EMBEDDING not in stored:

@@ -22,6 +22,7 @@ from megatron.core.conversion.megatron_lm.format import MegatronLMFormat, format
 from megatron.core.conversion.megatron_lm.names import LAYER, Names, depths_of
 from megatron.core.conversion.portable import LazyTensor, PortableModel
 from megatron.core.files.remote_path import AnyPath
+from megatron.core.models.registry import family_of
 
 _VERSION = 3.0
 _BY_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
@@ -36,7 +37,13 @@ def write_megatron_lm(portable: PortableModel, root: Path, *, dist: bool, final:
     root.mkdir(parents=True)
     copy_files(portable.companions, root / FOLDER)
     theirs = format_for(portable.groups)
-    args = arguments_of(portable, dist=dist, own=theirs.arguments(portable), unsupported=theirs.unsupported(portable))
+    model, title, is_older = portable.model, family_of(portable.groups).title, not theirs.has_latest_attention
+    unsupported = {
+        f"no norms of queries and keys in a {title}": is_older and model.has_qk_norms,
+        f"no YaRN in a {title}": is_older and model.position_embedding_type == "yarn",
+        **theirs.unsupported(portable),
+    }
+    args = arguments_of(portable, dist=dist, own=theirs.arguments(portable), unsupported=unsupported)
     if portable.companions:
         moved = copied_tokenizer(portable.tokenizer, final / FOLDER)
         args.tokenizer_model, args.vocab_file, args.merge_file = (

@@ -1,17 +1,14 @@
-"""What only BERT has: its second head."""
+"""What only BERT has: its second head, and token types."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.config.family import Rule
-from megatron.config.flags import check_flags, switch
+from megatron.config.flags import check_flags, flag, switch
 from megatron.core.models.sentences import SentenceConfig
-
-TOKEN_TYPES = 2
-"""Number of token types: one for the first text of a sample, one for the second."""
 
 
 @check_flags
@@ -21,6 +18,7 @@ class BertConfig(SentenceConfig):
 
     name: ClassVar[str] = "bert"
     title: ClassVar[str] = "BERT"
+    window_sides: ClassVar[int] = 2
 
     bert_binary_head: bool = switch(
         "Train on masked words only: a sample is one text, without the sentence-order head.",
@@ -29,6 +27,12 @@ class BertConfig(SentenceConfig):
     )
     exact_gelu_head: bool = switch(
         "Use exact GELU in the head for masked words, as Megatron-LM does, whatever the layers use.", architecture=True
+    )
+
+    head_bias: bool = switch(
+        "No bias in the dense layer of the head for masked words (ModernBERT).",
+        off="--bert-no-head-bias",
+        architecture=True,
     )
 
     def rules(self) -> Sequence[Rule]:
@@ -44,4 +48,24 @@ class BertConfig(SentenceConfig):
         return REMARKS
 
 
-GROUPS: tuple[type, ...] = (BertConfig,)
+@check_flags
+@dataclass(frozen=True, kw_only=True)
+class TokenTypesConfig:
+    """Flags of every BERT's embedding, also of one that is fine-tuned."""
+
+    num_tokentypes: int = flag(
+        "Token types. BERT has 2, for the first and the second text of a pair, RoBERTa 1 and ModernBERT 0: their texts "
+        "have one type.",
+        default=2,
+        at_least=0,
+        at_most=1024,
+        architecture=True,
+    )
+
+
+GROUPS: tuple[type, ...] = (BertConfig, TokenTypesConfig)
+
+
+def token_types(groups: Iterable[object]) -> int:
+    """How many token types the model of these groups has."""
+    return next((group for group in groups if isinstance(group, TokenTypesConfig)), TokenTypesConfig()).num_tokentypes

@@ -13,7 +13,7 @@ from megatron.core.conversion.megatron_lm.arguments import Arguments
 from megatron.core.conversion.megatron_lm.format import MegatronLMFormat
 from megatron.core.conversion.megatron_lm.names import OUTPUT, POSITIONS, WORDS, Names, both, same, stack
 from megatron.core.conversion.portable import LazyTensor, PortableModel
-from megatron.core.models.bert.config import TOKEN_TYPES, BertConfig
+from megatron.core.models.bert.config import BertConfig, TokenTypesConfig, token_types
 from megatron.errors import CheckpointError
 
 _TOKEN_TYPES = "embedding.tokentype_embeddings.weight"
@@ -36,28 +36,33 @@ class BertFormat(MegatronLMFormat):
     )
     marker_names = ("lm_head.dense.",)
     output_has_extra_state = True
+    has_latest_attention = False
 
     def groups_from_arguments(
         self, args: Arguments, model: ModelConfig, stored: Collection[str], *, legacy: bool
     ) -> tuple[object, ...]:
         """With the second head where there are tensors of one."""
         exact = has_exact_head(args, legacy=legacy) and model.activation != "gelu"
-        return (BertConfig(bert_binary_head="binary_head.weight" in stored, exact_gelu_head=exact),)
+        head = BertConfig(bert_binary_head="binary_head.weight" in stored, exact_gelu_head=exact)
+        return (head, TokenTypesConfig())
 
     def default_tensors(self, stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
         """Zeros for the token types of a BERT without the second head."""
         if "binary_head.weight" in stored:
             return {}
         like = stored[WORDS.ours]
-        shape = (TOKEN_TYPES, like.shape[1])
+        shape = (TokenTypesConfig.num_tokentypes, like.shape[1])
         return {_TOKEN_TYPES: LazyTensor(shape, like.dtype, lambda: torch.zeros(shape, dtype=like.dtype))}
 
     def unsupported(self, portable: PortableModel) -> dict[str, bool]:
         """Other positions than learned ones, and the tanh approximation in the head."""
         model, group = portable.model, group_among(portable.groups, BertConfig)
+        types = token_types(portable.groups)
         positions, is_exact = model.position_embedding_type, model.activation == "gelu" or group.exact_gelu_head
         return {
             f"no BERT with positions of type {positions}": positions != "learned_absolute",
+            f"no BERT with --num-tokentypes {types}": types != TokenTypesConfig.num_tokentypes,
+            "no head for masked tokens without a bias (--bert-no-head-bias)": not group.head_bias,
             "the exact GELU in a BERT's head for masked tokens (--exact-gelu-head)": not is_exact,
         }
 

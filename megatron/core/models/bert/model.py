@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
-from megatron.core.models.bert.config import TOKEN_TYPES
+from megatron.core.models.bert.config import TokenTypesConfig
 from megatron.core.models.stage import Stage
 from megatron.core.ops.activation import activation
 from megatron.core.parallel.context import ParallelContext
@@ -43,11 +43,18 @@ class BertBody(nn.Module):
     """The stage's part of what every BERT has: embeddings and layers. Subclasses add the heads."""
 
     def __init__(
-        self, config: ModelConfig, context: ParallelContext, *, stage: Stage, recompute: RecomputePlan | None
+        self,
+        config: ModelConfig,
+        context: ParallelContext,
+        *,
+        stage: Stage,
+        token_types: int,
+        recompute: RecomputePlan | None,
     ) -> None:
         super().__init__()
         self._config, self._context, self._is_last = config, context, stage.is_last
-        self.embedding = LanguageModelEmbedding(config, context, token_types=TOKEN_TYPES) if stage.is_first else None
+        self._has_types = token_types > 1
+        self.embedding = LanguageModelEmbedding(config, context, token_types=token_types) if stage.is_first else None
         self.encoder = TransformerBlock(
             StackConfig(config, causal=False),
             context,
@@ -72,7 +79,8 @@ class BertBody(nn.Module):
         """
         if self.embedding is not None:
             assert tokens is not None, "the first stage needs tokens"
-            hidden = self.embedding(tokens, None, rng_key, types=torch.zeros_like(tokens) if types is None else types)
+            types = types if self._has_types and types is not None else torch.zeros_like(tokens)
+            hidden = self.embedding(tokens, None, rng_key, types=types)
         assert hidden is not None, "a later stage needs the hidden states of the one before"
         inputs = LayerInputs(
             rng_key=rng_key,
@@ -102,14 +110,16 @@ class BertModel(BertBody):
         stage: Stage | None = None,
         binary_head: bool = True,
         exact_gelu_head: bool = False,
+        head_bias: bool = True,
+        token_types: int = TokenTypesConfig.num_tokentypes,
         recompute: RecomputePlan | None = None,
         seed: int | None = None,
     ) -> None:
         stage = stage or Stage(range(config.num_layers), is_first=True, is_last=True)
-        super().__init__(config, context, stage=stage, recompute=recompute)
+        super().__init__(config, context, stage=stage, token_types=token_types, recompute=recompute)
         shares_embedding = stage.is_first and not config.untie_embeddings_and_output_weights
         exact = config.nonlinearity == "gelu" or exact_gelu_head
-        self.lm_head = MaskedLMHead(config, context, exact=exact) if stage.is_last else None
+        self.lm_head = MaskedLMHead(config, context, exact=exact, bias=head_bias) if stage.is_last else None
         self.output_layer = (
             OutputLayer(config, context, has_weight=not shares_embedding, bias=True) if stage.is_last else None
         )
@@ -146,7 +156,7 @@ class BertModel(BertBody):
         """The body's, those of the words that are predicted, and of the order on one token."""
         found = super().costs(workload) + costs_of(self.lm_head, workload)
         if self._is_last:
-            found += vocabulary_costs(self._output_weight(), workload)
+            found += vocabulary_costs(self._output_weight(), workload, self._config)
         return found + total_of((self.pooler, self.binary_head), dataclasses.replace(workload, length=1))
 
     def _output_weight(self) -> Tensor:
@@ -168,10 +178,12 @@ class BertModel(BertBody):
 class MaskedLMHead(nn.Module):
     """Dense, GELU and norm between the last layer and the output layer; each rank holds all of it."""
 
-    def __init__(self, config: ModelConfig, context: ParallelContext, *, exact: bool) -> None:
+    def __init__(self, config: ModelConfig, context: ParallelContext, *, exact: bool, bias: bool) -> None:
         super().__init__()
         self._exact = exact
-        self.dense = ReplicatedLinear(config.hidden_size, config.hidden_size, context, init=input_init(config))
+        self.dense = ReplicatedLinear(
+            config.hidden_size, config.hidden_size, context, init=input_init(config), bias=bias
+        )
         self.layer_norm = Norm(config.hidden_size, config, context)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.megatron_lm.forward import MegatronLMModel, padding
 from megatron.core.conversion.questions import Answer, real_tokens, tokens_for
-from megatron.core.models.bert.config import TOKEN_TYPES, BertConfig
+from megatron.core.models.bert.config import BertConfig, token_types
 from megatron.core.models.bert.megatron_lm import has_exact_head
 from megatron.core.models.bert.model import BertOutput
 
@@ -23,11 +23,11 @@ from megatron.core.models.bert.model import BertOutput
 class MaskedQuestion:
     """What stands at each place of ``tokens`` ``[b, s]``, and in which order are its two texts (``types``)?
 
-    ``real``: False for padding, whose answers don't count.
+    ``types``: None for a model without token types. ``real``: False for padding, whose answers don't count.
     """
 
     tokens: Tensor
-    types: Tensor
+    types: Tensor | None
     real: Tensor
     binary_head: bool
 
@@ -38,7 +38,8 @@ class MaskedQuestion:
 
     def ask_theirs(self, model: Any) -> Answer:
         """Logits of words and of the order."""
-        output = model(self.tokens, attention_mask=self.real.long(), token_type_ids=self.types)
+        types = {} if self.types is None else {"token_type_ids": self.types}
+        output = model(self.tokens, attention_mask=self.real.long(), **types)
         if not self.binary_head:
             return {"words": output.logits[self.real]}
         return {"words": output.prediction_logits[self.real], "order": output.seq_relationship_logits}
@@ -76,5 +77,11 @@ def question_for(model: ModelConfig, groups: Sequence[object]) -> MaskedQuestion
     """The same one every time."""
     tokens = tokens_for(model)
     length = tokens.shape[1]
-    types = (torch.arange(length) * TOKEN_TYPES // length).expand_as(tokens)
-    return MaskedQuestion(tokens, types, real_tokens(length), group_among(groups, BertConfig).bert_binary_head)
+    real = real_tokens(length)
+    if (
+        pad := model.position_embedding_offset
+    ):  # then padding is the id before: it has no position, and only it has none
+        tokens = tokens.masked_fill(tokens == pad - 1, pad % (model.vocab_size or 1)).masked_fill(~real, pad - 1)
+    count = token_types(groups)
+    types = (torch.arange(length) * count // length).expand_as(tokens) if count else None
+    return MaskedQuestion(tokens, types, real, group_among(groups, BertConfig).bert_binary_head)

@@ -14,7 +14,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.splits import SplitSizes
-from megatron.core.models.bert.config import BertConfig
+from megatron.core.models.bert.config import BertConfig, token_types
 from megatron.core.models.bert.data import build_bert_splits
 from megatron.core.models.bert.model import BertModel, BertOutput
 from megatron.core.models.stage import Stage
@@ -75,6 +75,8 @@ class BertSpec(TrainSpec):
             stage=stage,
             binary_head=group.bert_binary_head,
             exact_gelu_head=group.exact_gelu_head,
+            head_bias=group.head_bias,
+            token_types=token_types(groups),
             recompute=recompute,
             seed=seed,
         )

@@ -1,3 +1,5 @@
-"""A decoder language model has no settings but those of every model."""
+"""Settings that only a decoder language model has: its experts."""
 
-GROUPS: tuple[type, ...] = ()
+from megatron.config.moe import MoEConfig
+
+GROUPS: tuple[type, ...] = (MoEConfig,)

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
+from megatron.config.moe import experts_of
+from megatron.core.models.gpt.multi_token import MultiTokenPrediction
 from megatron.core.models.stage import Stage
+from megatron.core.moe.layer import expert_layers, feed_forward
+from megatron.core.ops.attention.cached import AttentionCache, CachedHeads
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload, total_of
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.side_losses import SideLosses
 from megatron.core.tensor_parallel.initialize import initialize
+from megatron.core.transformer.attention import cached_layers
 from megatron.core.transformer.block import RecomputePlan, TransformerBlock
 from megatron.core.transformer.embedding import LanguageModelEmbedding
 from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.output_layer import OutputLayer, VocabularyOutput, vocabulary_costs, vocabulary_output
 from megatron.core.transformer.positions import RotaryPositions
-from megatron.core.transformer.stack import StackConfig
+from megatron.core.transformer.stack import SELF_ATTENTION, StackConfig
+
+
+def decoder_stack(model: ModelConfig, groups: Sequence[object]) -> StackConfig:
+    """Causal layers, each with its own kind of feed-forward network; those of multi-token prediction have that of the
+    last. ``groups``: settings that only a decoder has.
+    """
+    moe = experts_of(groups)
+    layers = ((SELF_ATTENTION, feed_forward(moe, has_experts=has_experts)) for has_experts in expert_layers(moe, model))
+    return StackConfig(model, causal=True, pattern=tuple(layers))
 
 
 class GPTModel(nn.Module):
@@ -37,18 +54,19 @@ class GPTModel(nn.Module):
     ) -> None:
         super().__init__()
         stage = stage or Stage(range(config.num_layers), is_first=True, is_last=True)
-        self._config, self._context = config, context
-        self.embedding = LanguageModelEmbedding(config, context) if stage.is_first else None
+        self._config, self._context, self._stage = config, context, stage
+        predicts_later = stage.is_last and config.mtp_num_layers > 0
+        has_embedding, copied = stage.is_first or predicts_later, config.mtp_num_layers > 0
+        self.embedding = LanguageModelEmbedding(config, context, copied=copied) if has_embedding else None
+        stack, recompute = stack or StackConfig(config, causal=True), recompute or RecomputePlan()
         self.decoder = TransformerBlock(
-            stack or StackConfig(config, causal=True),
-            context,
-            layer_numbers=stage.layers,
-            final_norm=stage.is_last,
-            recompute=recompute or RecomputePlan(),
+            stack, context, layer_numbers=stage.layers, final_norm=stage.is_last, recompute=recompute
         )
-        shares_embedding = stage.is_first and not config.untie_embeddings_and_output_weights
-        self.output_layer = OutputLayer(config, context) if stage.is_last and not shares_embedding else None
-        self._is_last = stage.is_last
+        shares_embedding = has_embedding and not config.untie_embeddings_and_output_weights
+        bias, has_weight = config.add_output_layer_bias, not shares_embedding
+        has_layer = stage.is_last and (bias or has_weight)
+        self.output_layer = OutputLayer(config, context, has_weight=has_weight, bias=bias) if has_layer else None
+        self.mtp = MultiTokenPrediction(stack, context, recompute=recompute) if predicts_later else None
         self._rotary = RotaryPositions(config, context)
         if seed is not None:
             initialize(self, context.mesh, seed=seed)
@@ -62,6 +80,8 @@ class GPTModel(nn.Module):
         document_ids: Tensor | None = None,
         hidden: Tensor | None = None,
         side_losses: SideLosses | None = None,
+        cache: AttentionCache | None = None,
+        later_tokens: Tensor | None = None,
     ) -> VocabularyOutput | Tensor:
         """Token ids ``[b, S]`` (None after the first stage) to the vocabulary output, before the last to hidden states.
 
@@ -69,28 +89,62 @@ class GPTModel(nn.Module):
         ``document_ids`` are whole. ``position_ids`` ``[b, S]``: None means 0, 1, … of the whole sequence.
         ``document_ids`` ``[b, S]``: documents that attention doesn't cross. ``hidden`` ``[s, b, h]``: what the stage
         before returned. ``rng_key``: the microbatch's random streams, needed only when dropout draws.
-        ``side_losses``: takes the losses of layers.
+        ``side_losses``: takes the losses of layers. ``cache``: see ``LayerInputs``; tokens are ``[1, t]``.
+        ``later_tokens`` ``[b, depths, S]``: what each depth of multi-token prediction reads; without them the last
+        stage predicts the next token alone.
         """
         rng_key = rng_key or StreamKey(0)
-        if self.embedding is not None:
+        if self._stage.is_first:
+            assert self.embedding is not None
             assert tokens is not None, "the first stage needs tokens"
             hidden = self.embedding(tokens, position_ids, rng_key)
         assert hidden is not None, "a later stage needs the hidden states of the one before"
         inputs = LayerInputs(
             rng_key=rng_key,
-            rotary=self._rotary(hidden, position_ids),
+            rotary=self._rotary(hidden, position_ids, length=None if cache is None else cache.max_length),
             document_ids=document_ids,
             side_losses=side_losses or SideLosses(),
+            cache=cache,
         )
         hidden = self.decoder(hidden, inputs)
-        if not self._is_last:
+        if not self._stage.is_last:
             return hidden
-        return vocabulary_output(hidden, self._output_weight(), self._config, self._context)
+        output = self._output(hidden)
+        if self.mtp is None or later_tokens is None:
+            return output
+        assert self.embedding is not None
+        later = list[VocabularyOutput]()
+        for depth, ids in zip(self.mtp.layers, later_tokens.unbind(1)):
+            embedded = self.embedding(ids, position_ids, rng_key, stream=f"mtp {depth} embedding")
+            hidden = self.mtp.layers[depth](hidden, embedded, inputs)
+            coefficient = self._config.mtp_loss_scaling_factor / len(self.mtp.layers)
+            later.append(dataclasses.replace(self._output(hidden), coefficient=coefficient))
+        return dataclasses.replace(output, later=tuple(later))
+
+    def _output(self, hidden: Tensor) -> VocabularyOutput:
+        bias = None if self.output_layer is None else self.output_layer.bias
+        return vocabulary_output(hidden, self._output_weight(), self._config, self._context, bias=bias)
+
+    @property
+    def cached_layers(self) -> dict[int, CachedHeads]:
+        """See ``GenerativeModel``."""
+        return cached_layers(self.decoder)
+
+    def continue_texts(
+        self, tokens: Tensor | None, position_ids: Tensor, *, cache: AttentionCache, hidden: Tensor | None = None
+    ) -> VocabularyOutput | Tensor:
+        """See ``GenerativeModel``."""
+        return self.forward(tokens, position_ids, cache=cache, hidden=hidden)
 
     def costs(self, workload: Workload) -> Costs:
-        """Embedding, layers and output."""
-        parts = total_of((self.embedding, self.decoder), workload)
-        return parts + vocabulary_costs(self._output_weight(), workload) if self._is_last else parts
+        """Embedding, layers and output, and embedding and output again for each depth of multi-token prediction."""
+        found = total_of((self.embedding if self._stage.is_first else None, self.decoder), workload)
+        if not self._stage.is_last:
+            return found
+        output = vocabulary_costs(self._output_weight(), workload, self._config)
+        for layer in self.mtp.layers.values() if self.mtp is not None else ():
+            found += total_of((self.embedding, layer), workload) + output
+        return found + output
 
     def _output_weight(self) -> Tensor:
         if self.output_layer is not None and self.output_layer.weight is not None:

@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
+from megatron.config.moe import LOSS_NAMES, Z_LOSS, experts_of
 from megatron.config.run import RunConfig
 from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.gpt.data import build_gpt_splits
-from megatron.core.models.gpt.model import GPTModel
+from megatron.core.models.gpt.model import GPTModel, decoder_stack
+from megatron.core.models.gpt.multi_token import LABELS, MASK, TOKENS, loss_name, shifted_fields
 from megatron.core.models.stage import Stage
 from megatron.core.models.train_spec import TrainSpec
+from megatron.core.moe.layer import tallies
+from megatron.core.moe.report import Balance, balance_curves, balance_line
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs
 from megatron.core.tokenizers.base import Tokenizer
@@ -23,32 +28,52 @@ from megatron.core.transformer.output_layer import VocabularyOutput
 
 
 class GPTSpec(TrainSpec):
-    """A causal language model whose loss is the cross entropy of every unmasked token."""
+    """A causal language model whose loss is the cross entropy of every unmasked token, and with multi-token prediction
+    that of later tokens.
+    """
 
     name = "gpt"
+    continues_texts = True
     batch_fields: Mapping[str, int | None] = {
         "tokens": 1,
         "labels": 1,
         "loss_mask": 1,
         "position_ids": 1,
         "document_ids": None,
+        **dict.fromkeys((TOKENS, LABELS, MASK), 2),
     }
 
     def loss_names(self, run: RunConfig) -> tuple[str, ...]:
-        """One."""
-        return ("lm loss",)
+        """That of the next token, of each depth of multi-token prediction, and those of routers."""
+        later = map(loss_name, range(run.model.mtp_num_layers))
+        return ("lm loss", *later, *experts_of(run.groups()).loss_names)
+
+    def tallies(self, run: RunConfig) -> Mapping[str, int]:
+        """Choices of experts."""
+        return tallies(experts_of(run.groups()), run.model)
+
+    def describe_tallies(self, run: RunConfig, counts: Mapping[str, Sequence[int]]) -> tuple[str, Mapping[str, float]]:
+        """How evenly experts are used."""
+        ranks = run.parallel.expert_model_parallel_size
+        layers = {name.rpartition(" of ")[2]: Balance.of(each, ranks=ranks) for name, each in counts.items()}
+        return balance_line(layers), balance_curves(layers, per_layer=experts_of(run.groups()).moe_per_layer_logging)
 
     def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:
         """Tokens for the embedding, labels for the loss; positions and documents wherever they matter."""
-        rotary = run.model.position_embedding_type == "rope"
+        rotary = run.model.is_rotary
         needed = {
             "tokens": any(stage.is_first for stage in stages),
             "position_ids": run.data.reset_position_ids and (rotary or any(stage.is_first for stage in stages)),
             "document_ids": run.data.reset_attention_mask,
-            "labels": any(stage.is_last for stage in stages),
-            "loss_mask": any(stage.is_last for stage in stages),
+            **dict.fromkeys(("labels", "loss_mask"), any(stage.is_last for stage in stages)),
+            **dict.fromkeys((TOKENS, LABELS, MASK), run.model.mtp_num_layers and any(each.is_last for each in stages)),
         }
         return frozenset(name for name, is_needed in needed.items() if is_needed)
+
+    def completed(self, batch: Mapping[str, Tensor], run: RunConfig) -> Mapping[str, Tensor]:
+        """With the later tokens of multi-token prediction."""
+        depths = run.model.mtp_num_layers
+        return {**batch, **shifted_fields(batch, depths)} if depths and batch else batch
 
     def build_model(
         self,
@@ -61,7 +86,8 @@ class GPTSpec(TrainSpec):
         seed: int | None = None,
     ) -> nn.Module:
         """The stage's part of the GPT."""
-        return GPTModel(model, context, stage=stage, recompute=recompute, seed=seed)
+        stack = decoder_stack(model, groups)
+        return GPTModel(model, context, stage=stage, stack=stack, recompute=recompute, seed=seed)
 
     def forward(self, model: nn.Module, stage_inputs: StageInputs, microbatch: Microbatch) -> Any:
         """Tokens (or the previous stage's hidden states) through this stage."""
@@ -72,20 +98,30 @@ class GPTSpec(TrainSpec):
             document_ids=microbatch.tensors.get("document_ids"),
             hidden=stage_inputs.get("hidden"),
             side_losses=microbatch.side_losses,
+            later_tokens=microbatch.tensors.get(TOKENS),
         )
         return output if isinstance(output, VocabularyOutput) else {"hidden": output}
 
     def loss(self, output: Any, microbatch: Microbatch) -> LossSum:
-        """Cross entropy summed over the tokens that the loss mask keeps."""
+        """Cross entropy summed over the tokens that the loss mask keeps, and over those of each later token."""
         assert isinstance(output, VocabularyOutput)
-        mask = microbatch.tensors["loss_mask"]
-        total = output.cross_entropy(microbatch.tensors["labels"], mask, backward_scale=microbatch.backward_scale)
-        return LossSum.single("lm loss", total, mask.sum())
+        tensors, scale = microbatch.tensors, microbatch.backward_scale
+        mask = tensors["loss_mask"]
+        parts = {"lm loss": (output.cross_entropy(tensors["labels"], mask, backward_scale=scale), mask.sum())}
+        for depth, later in enumerate(output.later):
+            labels, mask = tensors[LABELS][:, depth], tensors[MASK][:, depth]
+            parts[loss_name(depth)] = (later.cross_entropy(labels, mask, backward_scale=scale), mask.sum())
+        coefficients = {loss_name(depth): later.coefficient for depth, later in enumerate(output.later)}
+        return LossSum.of(parts, weights=microbatch.loss_weights, coefficients=coefficients)
 
     def counts(self, microbatch: Microbatch, context: ParallelContext) -> dict[str, Tensor]:
-        """Tokens that the loss mask keeps."""
+        """Tokens that the loss mask keeps, and those of each later token; routers' losses are means over all tokens."""
         tensors = microbatch.tensors
-        return {"lm loss": tensors["loss_mask"].sum()} if "loss_mask" in tensors else {}
+        if "loss_mask" not in tensors:
+            return {}
+        mask, later = tensors["loss_mask"], tensors[MASK].sum((0, 2)) if MASK in tensors else ()
+        found = {"lm loss": mask.sum()} | {loss_name(depth): count for depth, count in enumerate(later)}
+        return found | dict.fromkeys((*LOSS_NAMES.values(), Z_LOSS), torch.tensor(mask.numel()))
 
     def build_datasets(self, run: RunConfig, tokenizer: Tokenizer, sizes: SplitSizes) -> DatasetSplits:
         """Packed samples of ``--seq-length`` tokens from ``--data-path`` and its relatives."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from megatron.config.data import DataConfig
 from megatron.config.family import Rule
 from megatron.config.flags import check_flags, flag, switch
-from megatron.config.model import ModelConfig
+from megatron.config.model import ROTARY_TYPES, ModelConfig
 from megatron.core.models.sentences import SentenceConfig
 
 if TYPE_CHECKING:
@@ -25,7 +25,15 @@ class T5Config(SentenceConfig):
 
     name: ClassVar[str] = "t5"
     title: ClassVar[str] = "T5"
-    position_embedding_types: ClassVar[tuple[str, ...]] = ("learned_absolute", "rope", "none", "relative")
+    window_sides: ClassVar[int] = 0
+    # A pattern of layers is of one stack.
+    fields_of_others: ClassVar[tuple[str, ...]] = (
+        *SentenceConfig.fields_of_others,
+        "embedding_norm",
+        "first_attention_norm",
+        "no_rope_freq",
+    )
+    position_embedding_types: ClassVar[tuple[str, ...]] = ("learned_absolute", *ROTARY_TYPES, "none", "relative")
 
     decoder_seq_length: int = flag(
         "Tokens of one decoder sample.",

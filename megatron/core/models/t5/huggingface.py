@@ -67,6 +67,35 @@ _ACTIVATIONS: dict[tuple[str, bool], Activation] = {
     **{(name, True): "geglu" if ours == "gelu" else "geglu_tanh" for name, ours in GELUS.items()},
 }
 GATED_TABLE = _rows(gated=True)
+
+
+def _read(known: Known) -> dict[str, Any]:
+    """The output, and the MLP: ``dense_act_fn`` and ``is_gated_act`` go before ``feed_forward_proj``, as in
+    transformers.
+    """
+    words = str(known("feed_forward_proj")).split("-")
+    gated = bool(known.get("is_gated_act", words[0] == "gated"))
+    usual = "gelu_new" if words == ["gated", "gelu"] else words[-1]
+    activation = _ACTIVATIONS.get((known.get("dense_act_fn", usual), gated))
+    if activation is None:
+        advice = "this project has relu, gated-silu, and gelu and gelu_new, gated or not"
+        raise known.refuse("feed_forward_proj", advice)
+    return {"activation": activation, "untie_embeddings_and_output_weights": not _is_scaled(known)}
+
+
+def _written(model: ModelConfig) -> dict[str, Any]:
+    """The MLP, and the one rate of dropout."""
+    activation = next(name for (name, _), ours in _ACTIVATIONS.items() if ours == model.activation)
+    # "gated-gelu" is what all files of v1.1 say
+    plain = "gelu" if model.activation in ("geglu", "geglu_tanh") else activation
+    return {
+        "feed_forward_proj": f"gated-{plain}" if model.gated else plain,
+        "dense_act_fn": activation,
+        "is_gated_act": model.gated,
+        "dropout_rate": model.hidden_dropout,
+    }
+
+
 T5 = ModelType(
     architecture="T5ForConditionalGeneration",
     table=_rows(gated=False),
@@ -98,61 +127,58 @@ T5 = ModelType(
         "dropout_rate": 0.1,
         "layer_norm_epsilon": 1e-6,
     },
-    prefix="",
-)
-
-
-class T5Format(HuggingFaceFormat):
-    """The original and v1.1. ``initializer_range`` is not written: it is a factor on numbers of T5's own."""
-
-    types: Mapping[str, ModelType] = {"t5": T5}
-    kinds: Mapping[str, Any] = {
+    kinds={
         "num_decoder_layers": Layers,
         **dict.fromkeys(("relative_attention_num_buckets", "relative_attention_max_distance"), Width),
         **dict.fromkeys(("is_gated_act", "scale_decoder_outputs"), bool),
         **dict.fromkeys(("feed_forward_proj", "dense_act_fn"), str),
-    }
-    unused = (".EncDecAttention.relative_attention_bias.weight",)  # a table that T5 never read
-    tied_copies = ("lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+    },
+    read=_read,
+    write=_written,
+    refuse=lambda model: ["the MLP is squared ReLU"] if model.activation == "squared_relu" else [],
+    prefix="",
+    unused=(".EncDecAttention.relative_attention_bias.weight",),  # a table that T5 never read
+    tied_copies=("lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
+    about=(
+        "the original T5 (ReLU, scaled and tied output), v1.1 and Flan (gated GELU, an output layer), UL2 (gated SiLU)"
+    ),
+    example="google/flan-t5-small",
+)
 
-    def fields(self, known: Known, model_type: str) -> dict[str, Any]:
-        """The output, and the MLP: ``dense_act_fn`` and ``is_gated_act`` go before ``feed_forward_proj``, as in
-        transformers.
-        """
-        words = str(known("feed_forward_proj")).split("-")
-        gated = bool(known.get("is_gated_act", words[0] == "gated"))
-        usual = "gelu_new" if words == ["gated", "gelu"] else words[-1]
-        activation = _ACTIVATIONS.get((known.get("dense_act_fn", usual), gated))
-        if activation is None:
-            advice = "this project has relu, gated-silu, and gelu and gelu_new, gated or not"
-            raise known.refuse("feed_forward_proj", advice)
-        return {"activation": activation, "untie_embeddings_and_output_weights": not _is_scaled(known)}
 
-    def own_settings(self, model: ModelConfig, groups: Sequence[object], model_type: str) -> dict[str, Any]:
-        """The decoder, the relative positions, the MLP and the output."""
+MT5 = dataclasses.replace(
+    T5,
+    architecture="MT5ForConditionalGeneration",
+    defaults={**T5.defaults, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    # Settings say nothing true about the tie: 5 writes true for every model; ``complete`` looks for an output layer.
+    read=lambda known: {**_read(known), "untie_embeddings_and_output_weights": True},
+    about="mT5, as T5 v1.1; umT5 has positions in every layer and does not convert",
+    example="google/mt5-small",
+)
+
+
+class T5Format(HuggingFaceFormat):
+    """The original, v1.1 and mT5. ``initializer_range`` is not written: it is a factor on numbers of T5's own."""
+
+    types: Mapping[str, ModelType] = {"t5": T5, "mt5": MT5}
+
+    def settings_of_groups(self, groups: Sequence[object], model_type: str, model: ModelConfig) -> dict[str, Any]:
+        """The decoder, the relative positions and the scale of the output."""
         group = group_among(groups, T5Config)
-        activation = next(name for (name, _), ours in _ACTIVATIONS.items() if ours == model.activation)
-        # "gated-gelu" is what all files of v1.1 say
-        plain = "gelu" if model.activation in ("geglu", "geglu_tanh") else activation
         return {
+            **({"scale_decoder_outputs": group.scale_output} if model_type == "t5" else {}),
             "num_decoder_layers": group.decoder_num_layers,
             "relative_attention_num_buckets": group.relative_attention_num_buckets,
             "relative_attention_max_distance": group.relative_attention_max_distance,
-            "feed_forward_proj": f"gated-{plain}" if model.gated else plain,
-            "dense_act_fn": activation,
-            "is_gated_act": model.gated,
-            "dropout_rate": model.hidden_dropout,
-            "scale_decoder_outputs": group.scale_output,
         }
 
-    def differences(self, model: ModelConfig, groups: Sequence[object]) -> list[str]:
-        """An MLP, and an output, that no T5 has."""
-        untied = model.untie_embeddings_and_output_weights
-        wrong = {
-            "the MLP is squared ReLU": model.activation == "squared_relu",
-            "the output is scaled and not tied": group_among(groups, T5Config).scale_output and untied,
-        }
-        return [reason for reason, holds in wrong.items() if holds]
+    def differences(self, model_type: str, model: ModelConfig, groups: Sequence[object]) -> list[str]:
+        """An output that no T5 has."""
+        if not group_among(groups, T5Config).scale_output:
+            return []
+        if model_type == "mt5":
+            return ["the output is scaled (--scale-output is given)"]
+        return ["the output is scaled and not tied"] if model.untie_embeddings_and_output_weights else []
 
     def groups_from_config(self, known: Known, tensors: Collection[str], *, where: str) -> tuple[object, ...]:
         """The decoder and the relative positions."""
@@ -165,11 +191,11 @@ class T5Format(HuggingFaceFormat):
             decoder_num_layers=known.get("num_decoder_layers") or known("num_layers"),
             relative_attention_num_buckets=known("relative_attention_num_buckets"),
             relative_attention_max_distance=known("relative_attention_max_distance"),
-            scale_output=_is_scaled(known),
+            scale_output=known("model_type") == "t5" and _is_scaled(known),
         )
         return (group,)
 
-    def table(self, model_type: str, model: ModelConfig) -> Sequence[Row]:
+    def table(self, model_type: str, model: ModelConfig, groups: Sequence[object] = ()) -> Sequence[Row]:
         """By the kind of MLP."""
         return GATED_TABLE if model.gated else T5.table
 

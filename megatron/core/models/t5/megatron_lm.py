@@ -20,6 +20,7 @@ from megatron.core.conversion.megatron_lm.names import (
     Names,
     depths_of,
     same,
+    sinks,
     stack,
 )
 from megatron.core.conversion.portable import PortableModel
@@ -47,6 +48,7 @@ class T5Format(MegatronLMFormat):
         same("decoder_positions.weight", None, core=f"decoder_{_RELATIVE}"),
         *stack("encoder", "encoder"),
         *stack("decoder", "decoder", (*ATTENTION, *_CROSS, *_MLP_BEHIND_CROSS)),
+        sinks("decoder.layers.{n}.cross_attention"),
         same(OUTPUT.ours, OUTPUT.legacy, core=f"lm_head.{OUTPUT.core}", copy=OUTPUT.core),
         same("output_layer.bias", "lm_head.bias", core="lm_head.output_layer.bias", copy="output_layer.bias"),
     )
@@ -54,6 +56,7 @@ class T5Format(MegatronLMFormat):
     replicated = ("encoder_positions.weight", "decoder_positions.weight")
     layer_count_arguments: Mapping[str, str] = {"decoder": "decoder_num_layers"}
     output_has_extra_state = True
+    has_latest_attention = False
     kinds: Mapping[str, Any] = {
         **dict.fromkeys(("encoder_num_layers", "decoder_num_layers"), Layers),
         "decoder_seq_length": Count,

@@ -11,11 +11,13 @@ from megatron.config.model import ModelConfig
 from megatron.config.pipeline import EncoderDecoderLayers
 from megatron.core.models.stage import Stage
 from megatron.core.models.t5.config import T5Config
+from megatron.core.ops.attention.cached import AttentionCache, CachedHeads
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload, costs_of, total_of
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.side_losses import SideLosses
 from megatron.core.tensor_parallel.initialize import initialize
+from megatron.core.transformer.attention import cached_layers
 from megatron.core.transformer.block import RecomputePlan, TransformerBlock
 from megatron.core.transformer.embedding import LanguageModelEmbedding
 from megatron.core.transformer.inputs import LayerInputs
@@ -154,9 +156,40 @@ class T5Model(nn.Module):
             else {"hidden": hidden, "encoder_hidden_states": encoder_hidden_states}
         )
 
-    def _embedded(self, tokens: Tensor | None, rng_key: StreamKey, stream: str) -> Tensor:
+    @property
+    def cached_layers(self) -> dict[int, CachedHeads]:
+        """See ``GenerativeModel``."""
+        assert self.decoder is not None, "a model with its decoder"
+        return cached_layers(self.decoder)
+
+    def encode(self, tokens: Tensor) -> Tensor:
+        """Token ids ``[1, S]`` to the encoder's output ``[S, 1, h]``; for a model with all its stages."""
+        assert self.encoder is not None, "a model with its encoder"
+        hidden = self._embedded(tokens, StreamKey(0), "embedding")
+        bias = None if self.encoder_positions is None else self.encoder_positions(hidden)
+        inputs = LayerInputs(
+            rng_key=StreamKey(0), rotary=self._rotary(hidden, None), bias=bias, side_losses=SideLosses()
+        )
+        encoded: Tensor = self.encoder(hidden, inputs)
+        return encoded
+
+    def continue_texts(
+        self, tokens: Tensor, position_ids: Tensor, *, cache: AttentionCache, hidden: Tensor | None = None
+    ) -> VocabularyOutput:
+        """The decoder of a model with all its stages; see ``GenerativeModel``."""
+        assert self.decoder is not None and hidden is None, "a model with all its stages"
+        hidden = self._embedded(tokens, StreamKey(0), "decoder embedding", position_ids)
+        if self.decoder_positions is not None:
+            cache = cache.with_bias(self.decoder_positions.between)
+        rotary = self._rotary(hidden, position_ids, length=cache.max_length)
+        inputs = LayerInputs(rng_key=StreamKey(0), rotary=rotary, side_losses=SideLosses(), cache=cache)
+        return self._output(self.decoder(hidden, inputs))
+
+    def _embedded(
+        self, tokens: Tensor | None, rng_key: StreamKey, stream: str, position_ids: Tensor | None = None
+    ) -> Tensor:
         assert self.embedding is not None and tokens is not None, "a stage that begins a stack needs its tokens"
-        hidden: Tensor = self.embedding(tokens, None, rng_key, stream=stream)
+        hidden: Tensor = self.embedding(tokens, position_ids, rng_key, stream=stream)
         return hidden
 
     def costs(self, workload: Workload) -> Costs:
@@ -170,7 +203,7 @@ class T5Model(nn.Module):
             found += costs_of(self.embedding, stack) if begins else Costs()
         if self.decoder is not None:
             found += Costs(kept=encoding.rows * self._config.hidden_size * workload.itemsize)
-        return found + vocabulary_costs(self._output_weight(), decoding) if self._stage.is_last else found
+        return found + vocabulary_costs(self._output_weight(), decoding, self._config) if self._stage.is_last else found
 
     def _output_weight(self) -> Tensor:
         if self.output_layer is not None and self.output_layer.weight is not None:

@@ -6,6 +6,7 @@ from math import lcm
 
 from megatron.config.family import Rule, rule
 from megatron.config.flags import flags_of
+from megatron.config.rules.positions import beyond_positions
 from megatron.config.rules.sizes import multiples_near
 from megatron.config.run import RunConfig
 from megatron.core.models.t5.config import T5Config
@@ -13,14 +14,7 @@ from megatron.core.models.t5.config import T5Config
 
 def decoder_fits_positions(run: RunConfig) -> str | None:
     """--decoder-seq-length is at most --max-position-embeddings."""
-    t5, most = run.group(T5Config), run.model.max_position_embeddings
-    if t5.decoder_seq_length <= most:
-        return None
-    length = t5.decoder_seq_length
-    return (
-        f"--decoder-seq-length {length} is longer than --max-position-embeddings {most}; use --max-position-embeddings "
-        f"{length} or a --decoder-seq-length of at most {most}"
-    )
+    return beyond_positions(run, "--decoder-seq-length", run.group(T5Config).decoder_seq_length)
 
 
 def decoder_divides_over_ranks(run: RunConfig) -> str | None:

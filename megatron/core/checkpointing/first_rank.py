@@ -1,0 +1,77 @@
+"""Long work on rank 0 alone, during which the ranks keep meeting: it is no stall, and may ask all ranks for help."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from megatron.core.checkpointing.agreement import run_on_first
+from megatron.core.parallel.collectives import broadcast
+from megatron.core.parallel.context import ParallelContext
+
+T = TypeVar("T")
+Help = Callable[[int], Any]
+
+_BEAT = 1.0
+"""Seconds between two meetings while nothing is asked."""
+_DONE, _NOTHING = -1, -2
+
+
+def _no_help(number: int) -> Any:
+    raise AssertionError("this work asks for nothing")
+
+
+def work_on_first(work: Callable[[Help], T], context: ParallelContext, *, help: Help = _no_help) -> T:
+    """Rank 0's ``work(ask)`` on all ranks, from a thread of rank 0. A collective; fails everywhere when it fails there.
+
+    ``ask(number)`` in it calls ``help(number)`` on all ranks at once, a collective of any kind, and returns rank 0's
+    result.
+    """
+    mesh = context.mesh
+    if mesh.world_size == 1:
+        return run_on_first(lambda: work(help), mesh)
+    asked: queue.SimpleQueue[int] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    outcome: list[Callable[[], T]] = []
+
+    def ask(number: int) -> Any:
+        asked.put(number)
+        return answers.get()
+
+    def run() -> None:
+        try:
+            result = work(ask)
+            outcome.append(lambda: result)
+        except BaseException as error:
+            outcome.append(_raising(error))
+        asked.put(_DONE)
+
+    if mesh.world_rank == 0:
+        threading.Thread(target=run, daemon=True, name="work of rank 0").start()
+    number = torch.zeros((), dtype=torch.int64, device=context.device)
+    while number.item() != _DONE:
+        if mesh.world_rank == 0:
+            number.fill_(_next(asked))
+        broadcast(number, mesh, "pp", "dp", "cp", "tp")
+        if number.item() >= 0:
+            answer = help(int(number.item()))
+            answers.put(answer)
+    return run_on_first(lambda: outcome[0](), mesh)
+
+
+def _next(asked: queue.SimpleQueue[int]) -> int:
+    try:
+        return asked.get(timeout=_BEAT)
+    except queue.Empty:
+        return _NOTHING
+
+
+def _raising(error: BaseException) -> Callable[[], Any]:
+    def again() -> Any:
+        raise error
+
+    return again

@@ -1,0 +1,145 @@
+"""What a model of an unknown type has in common with the known types: its settings and the names of its tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.checkpointing.manifest import listed
+from megatron.core.conversion.tables import matches
+from megatron.errors import CheckpointError, MegatronError
+from megatron.small_files import shown
+
+if TYPE_CHECKING:
+    from megatron.core.conversion.huggingface.format import HuggingFaceFormat
+
+# Sizes with which a model is built for the names of its tensors.
+_SIZES = {
+    **dict.fromkeys(("hidden_size", "ffn_hidden_size", "vocab_size", "max_position_embeddings"), 64),
+    **dict.fromkeys(("num_attention_heads", "num_query_groups"), 4),
+    "kv_channels": 16,
+    "num_layers": 2,
+}
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+# Settings of any model, on which its architecture doesn't depend.
+_OF_ANY_MODEL = re.compile(
+    r"_.*|.*token_ids?|architectures|auto_map|model_type|(torch_)?dtype|transformers_version|use_cache|pretraining_tp|"
+    r"output_.*|return_.*|id2label|label2id|initializer_.*|task_specific_params|tokenizer_class|.*dropout.*|"
+    r".*pdrop|summary_.*|classifier_.*"
+)
+
+
+@dataclass(frozen=True)
+class _Differences:
+    """What a model lacks of a type's tensors and settings, and what it has beyond them; layers' numbers are N.
+
+    ``shared``: how many tensors have the same names.
+    """
+
+    model_type: str
+    lacks: tuple[str, ...]
+    more: tuple[str, ...]
+    missing_settings: tuple[str, ...]
+    more_settings: tuple[str, ...]
+    shared: int
+
+    @property
+    def distance(self) -> tuple[bool, int, int]:
+        """To order types: by tensors, and by settings where most tensors have other names or equally many differ."""
+        has_other_names = self.shared < len(self.lacks)
+        tensors = 0 if has_other_names else len(self.lacks) + len(self.more)
+        return has_other_names, tensors, len(self.missing_settings) + len(self.more_settings)
+
+    def __str__(self) -> str:
+        said = {
+            "lacks the tensors": self.lacks,
+            "also has the tensors": self.more,
+            "lacks the settings": self.missing_settings,
+            "also has the settings": self.more_settings,
+        }
+        parts = [f"{what} {listed(names, most=4)}" for what, names in said.items() if names]
+        if parts:
+            return f"but this model {', '.join(parts)}"
+        return f"with the same settings{' and tensors' if self.shared else ''}, but maybe other code"
+
+
+def unknown_type(
+    config: Mapping[str, Any], tensors: Collection[str], formats: Iterable[HuggingFaceFormat], *, where: str
+) -> CheckpointError:
+    """The error for a config.json of a type that no format has, which names the nearest type and what differs.
+
+    ``tensors``: names of those in the model's files, or none where there are no files. ``where``: the config.json.
+    """
+    formats = tuple(formats)
+    found = [_differences(config, tensors, known, name) for known in formats for name in known.types]
+    nearest = min((each for each in found if each), key=lambda each: each.distance)
+    said = f"{where} describes a model of type {config.get('model_type')!r}, which does not convert"
+    inner = config.get("text_config")
+    if isinstance(inner, dict) and any(inner.get("model_type") in known.types for known in formats):
+        said += f"; its text model is a {inner['model_type']}, which converts from a folder of its own"
+    else:
+        said += f"; the nearest type that does is {nearest.model_type}, {nearest}"
+    if config.get("auto_map"):
+        said += "; the code that comes with it (auto_map) is never executed"
+    return CheckpointError(f"{said} (tools/checkpoint/convert.py --list prints the types that convert)")
+
+
+def _differences(
+    config: Mapping[str, Any], tensors: Collection[str], known: HuggingFaceFormat, model_type: str
+) -> _Differences | None:
+    """Those from one type; None where not even a small model of it can be described."""
+    described = known.types[model_type]
+    held = {_NUMBER.sub("N", name) for name in described.current_names(tensors).values()}
+    rows = [(row.theirs,) if isinstance(row.theirs, str) else row.theirs for row in described.table]
+    possible = {re.sub(r"\{\w+\}", "N", module) for modules in rows for module in modules}
+    exact = _wanted(config, held, known, model_type)
+    wanted = exact or _wanted({}, possible, known, model_type)
+    if wanted is None:
+        return None
+    more = [
+        name
+        for name in sorted(held - wanted)
+        if (exact or name.rpartition(".")[0] not in possible)
+        and not known.is_unused(name, model_type)
+        and name not in described.tied_copies
+    ]
+    names = {*known.kinds_of(model_type), *described.expected, *described.written, *described.defaults}
+    needed = {name for name in described.settings.values() if name not in {*described.optional, *described.defaults}}
+    return _Differences(
+        model_type,
+        lacks=tuple(sorted(wanted - held)) if tensors else (),
+        more=tuple(more),
+        missing_settings=tuple(sorted(needed - config.keys())),
+        more_settings=tuple(
+            f"{name} = {shown(config[name])}"
+            for name in sorted(config.keys() - names)
+            if config[name] and not _OF_ANY_MODEL.fullmatch(name)
+        ),
+        shared=len(held & wanted),
+    )
+
+
+def _wanted(
+    config: Mapping[str, Any], held: Collection[str], known: HuggingFaceFormat, model_type: str
+) -> set[str] | None:
+    """Names of the tensors of a small model of the type with the settings of ``config``; None where the type can't have
+    them. ``held``: names of tensors, by which some families tell their heads.
+    """
+    described = known.types[model_type]
+    sizes = {described.settings[ours]: size for ours, size in _SIZES.items() if ours in described.settings}
+    layers = config.get(described.settings["num_layers"])
+    few = {
+        name: 2 if name.endswith("layers") else value[:2] if isinstance(value, list) and len(value) == layers else value
+        for name, value in config.items()
+        if name not in described.optional
+    }
+    try:
+        settings = known.known({**few, **sizes, "model_type": model_type}, where="")
+        model = known.model_from_config(settings, model_type)
+        groups = known.groups_from_config(settings, held, where="")
+        found = matches(known.table(model_type, model, groups), model, groups, where="")
+    except MegatronError:
+        return None
+    return {_NUMBER.sub("N", name) for match in found for name in match.theirs}

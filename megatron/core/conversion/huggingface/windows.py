@@ -1,0 +1,75 @@
+"""Sliding windows in config.json: ``sliding_window``, a length that includes the query's own position, and the layers
+that have one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.config.layer_patterns import window_pattern
+from megatron.config.model import ModelConfig
+from megatron.core.conversion.bounds import Count, Layers
+from megatron.core.conversion.huggingface.known import Known
+
+FIELDS = ("window_size", "window_attn_skip_freq")
+"""Fields of our architecture that ``read_layer_types`` makes."""
+
+KINDS: dict[str, Any] = {
+    "sliding_window": Count,
+    "layer_types": list[str],
+    "use_sliding_window": bool,
+    "max_window_layers": Layers,
+}
+"""Types of the settings that are asked for."""
+
+_TYPES = {"sliding_attention": True, "full_attention": False}
+
+
+def read_window(known: Known) -> dict[str, Any]:
+    """The window of a model in which every layer has it."""
+    window = known.get("sliding_window")
+    return {"window_size": None if window is None else (window - 1, 0)}
+
+
+def read_layer_types(known: Known, *, usual: Sequence[bool]) -> dict[str, Any]:
+    """The window, and which layers have it: those of ``layer_types``, else those that are True in ``usual``."""
+    layers, window = _layer_types(known) or tuple(usual), known.get("sliding_window")
+    if not any(layers):
+        return {"window_size": None, "window_attn_skip_freq": None}
+    if window is None:
+        raise known.refuse("sliding_window", "some layers have a window")
+    return {"window_size": (window - 1, 0), "window_attn_skip_freq": window_pattern(layers)}
+
+
+def written_window(model: ModelConfig) -> dict[str, Any]:
+    """``sliding_window`` of a model in which every layer has it, or none."""
+    return {"sliding_window": None if model.window_size is None else model.window_size[0] + 1}
+
+
+def written_layer_types(model: ModelConfig) -> dict[str, Any]:
+    """``sliding_window`` and ``layer_types``."""
+    names = {has_window: name for name, has_window in _TYPES.items()}
+    windows = [model.window_of(layer) is not None for layer in range(model.num_layers)]
+    return {**written_window(model), "layer_types": [names[each] for each in windows]}
+
+
+def written_beside_full(model: ModelConfig) -> dict[str, Any]:
+    """``written_layer_types`` for types that need a ``sliding_window`` even where no layer has one: then it stays."""
+    found = written_layer_types(model)
+    return found if model.window_size else {"layer_types": found["layer_types"]}
+
+
+def without_later_keys(model: ModelConfig) -> list[str]:
+    """Why a model isn't one of these: no window of theirs has keys after the query."""
+    return ["windows have keys after the query"] if model.window_size and model.window_size[1] else []
+
+
+def _layer_types(known: Known) -> tuple[bool, ...] | None:
+    found = known.get("layer_types")
+    if found is None:
+        return None
+    if not {*found} <= _TYPES.keys() or len(found) != known("num_hidden_layers"):
+        advice = f"it must name each of the {known('num_hidden_layers')} layers, as {' or '.join(_TYPES)}"
+        raise known.refuse("layer_types", advice)
+    return tuple(_TYPES[each] for each in found)

@@ -1,0 +1,149 @@
+"""The arguments of attention and MLP in Megatron-LM's checkpoints and our settings, each from the other.
+
+Core has windows, attention sinks, a scale of scores, L2 norms of queries and keys, and MLPs gated by quick GELU.
+``--use-checkpoint-args`` doesn't take them from a checkpoint, so a training run there needs them as flags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from megatron.config.family import FamilyConfig
+from megatron.config.flags import flags_of
+from megatron.config.layer_patterns import listed_layers, marked_layers, window_layers, window_pattern
+from megatron.config.model import ModelConfig
+from megatron.core.conversion.megatron_lm.known_arguments import OF_QUICK_GEGLU
+from megatron.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from megatron.core.conversion.megatron_lm.arguments import Arguments
+
+YARN = {
+    "rotary_scaling_factor": "yarn_rotary_scaling_factor",
+    "original_max_position_embeddings": "yarn_original_max_position_embeddings",
+    "yarn_beta_fast": "yarn_beta_fast",
+    "yarn_beta_slow": "yarn_beta_slow",
+    "yarn_correction_range_round_to_int": "yarn_correction_range_round_to_int",
+    "mscale": "yarn_mscale",
+    "mscale_all_dim": "yarn_mscale_all_dim",
+}
+"""By field of ours, the argument that holds a setting of YaRN."""
+_PLAIN_ROTARY = {"rotary_percent": 1.0, "rotary_interleaved": False, "use_rope_scaling": False}
+FIELDS = ("window_size", "window_attn_skip_freq", "softmax_type", "softmax_scale", "qk_l2_norm", "no_rope_freq")
+"""Fields of our architecture that are made here."""
+
+
+def read_attention(args: Arguments, *, num_layers: int) -> dict[str, Any]:
+    """The fields that the arguments describe; CheckpointError for windows and patterns of layers that aren't any."""
+    found = {name: value for name in ("softmax_type", "softmax_scale") if (value := args(name, None)) is not None}
+    if args("qk_l2_norm", False):
+        found |= {"qk_l2_norm": True, "qk_layernorm": False}  # core has one norm of queries and keys, and prefers this
+    if args("use_rotary_position_embeddings", False) or args("position_embedding_type", "") in ("rope", "yarn"):
+        found["no_rope_freq"] = _pattern(args, "no_rope_freq", num_layers)
+    window, pattern = _window(args), _pattern(args, "window_attn_skip_freq", num_layers)
+    if window is not None and any(windows := window_layers(pattern, num_layers)):
+        found |= {"window_size": window, "window_attn_skip_freq": window_pattern(windows)}
+    return found
+
+
+def _pattern(args: Arguments, name: str, num_layers: int) -> str | None:
+    """A pattern of layers as our settings write it; CheckpointError for one that core doesn't take."""
+    layers = args(name, None)
+    if layers is None or (type(layers) is int and layers > num_layers):
+        return None
+    if type(layers) is int and layers > 0:
+        return str(layers)
+    if not isinstance(layers, list) or len(layers) != num_layers or not {*layers} <= {0, 1}:
+        raise _wrong(args, name, f"a number of layers, or a list of 0 and 1 for {num_layers} layers")
+    return listed_layers(tuple(map(bool, layers)))
+
+
+def read_yarn(args: Arguments) -> dict[str, Any]:
+    """The fields of YaRN; empty for other positions. CheckpointError where the factor or the length is missing."""
+    if args("position_embedding_type", "") != "yarn":
+        return {}
+    needed = [*YARN.values()][:2]
+    found = {ours: args(name) if name in needed else args(name, None) for ours, name in YARN.items()}
+    if found["mscale"] is None or found["mscale_all_dim"] is None:
+        found["mscale"] = found["mscale_all_dim"] = None
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def written_yarn(model: ModelConfig) -> dict[str, Any]:
+    """The arguments of the fields of YaRN; empty for other positions."""
+    is_yarn = model.position_embedding_type == "yarn"
+    return {name: getattr(model, ours) for ours, name in YARN.items()} if is_yarn else {}
+
+
+def is_plain_rotary(settings: Callable[[str, Any], Any]) -> bool:
+    """Whether whole heads are turned in halves, as core's YaRN always does. ``settings``: gives one by name, with a
+    default.
+    """
+    interpolated = settings("rotary_seq_len_interpolation_factor", None) is not None
+    return not interpolated and all(settings(name, value) == value for name, value in _PLAIN_ROTARY.items())
+
+
+def refused_windows(args: Arguments, family: type[FamilyConfig]) -> list[str]:
+    """What is not available about the window of a model of the family, as ``limits``."""
+    window = _window(args)
+    sides = 2 if window and window[1] else 1
+    if window is None or (min(window) >= 0 and sides <= family.window_sides):
+        return []
+    return [f"attention over a window in a {family.title} (window_size = {window})"]
+
+
+def _window(args: Arguments) -> tuple[int, int] | None:
+    """How many keys before and after its own a query sees, -1 for all of them; None for all on both sides."""
+    window = args("window_size", None)
+    if not window:
+        return None
+    if not isinstance(window, tuple | list) or [type(side) for side in window] != [int, int] or min(window) < -1:
+        raise _wrong(args, "window_size", "two numbers of keys, each at least -1")
+    before, after = window
+    return None if before == -1 and after <= 0 else (before, after)
+
+
+def _wrong(args: Arguments, name: str, expected: str) -> CheckpointError:
+    shown = str(args(name))[:60]
+    return CheckpointError(f"{args.where}: its saved settings: {name} is {shown}; expected {expected}")
+
+
+def written_attention(model: ModelConfig) -> dict[str, Any]:
+    """The arguments of the fields."""
+    found: dict[str, Any] = {name: getattr(model, name) for name in FIELDS}
+    pattern = model.window_attn_skip_freq
+    if pattern is not None:
+        layers = [int(each) for each in window_layers(pattern, model.num_layers)]
+        found["window_attn_skip_freq"] = layers if "[" in pattern else int(pattern)
+    if model.no_rope_freq is not None:
+        marked = marked_layers(model.no_rope_freq, model.num_layers, flag="--no-rope-freq")
+        found["no_rope_freq"] = [int(each) for each in marked]
+    return found
+
+
+def read_mlp(args: Arguments) -> dict[str, Any]:
+    """The fields of an MLP gated by quick GELU; empty for others."""
+    if not args("quick_geglu", False):
+        return {}
+    return {name: value for name in OF_QUICK_GEGLU if (value := args(name, None)) is not None}
+
+
+def written_mlp(model: ModelConfig) -> dict[str, Any]:
+    """The arguments of an MLP gated by quick GELU."""
+    found = {name: getattr(model, name) for name in OF_QUICK_GEGLU}
+    return {"quick_geglu": model.activation == "quick_geglu", **found}
+
+
+def notes_for_training(model: ModelConfig) -> list[str]:
+    """What such a model needs in Megatron-LM beside ``--use-checkpoint-args``, a line each."""
+    defaults = {spec.field: spec.default for spec in flags_of(ModelConfig)}
+    flags, settings = [], [f"{name} = {value}" for name, value in written_yarn(model).items()]
+    for name, value in {**written_attention(model), **written_mlp(model)}.items():
+        if value != defaults.get(name, False):
+            joined = ",".join(map(str, value)) if isinstance(value, tuple | list) else value
+            shown = f"'[{joined}]'" if isinstance(value, list) else joined
+            flags.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {shown}"))
+    given = f"note: give Megatron-LM {' '.join(flags)}: its --use-checkpoint-args does not take them from a checkpoint"
+    set_there = f"note: Megatron-LM's releases have no flags for YaRN: set {', '.join(settings)} in its configuration"
+    return [*([given] if flags else []), *([set_there] if settings else [])]

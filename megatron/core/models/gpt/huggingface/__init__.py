@@ -1,0 +1,102 @@
+"""Published decoder models: a module for each kind, whose ``TYPES`` are its ``model_type``s."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron.config.model import ModelConfig
+from megatron.config.moe import experts_of
+from megatron.core.conversion.huggingface.format import HuggingFaceFormat, ModelType
+from megatron.core.conversion.huggingface.known import Known
+from megatron.core.conversion.portable import LazyTensor
+from megatron.core.conversion.tables import Row
+from megatron.core.models.gpt.huggingface import (
+    bloom,
+    cohere,
+    deepseek,
+    falcon,
+    gemma,
+    glm,
+    glm4_moe,
+    gpt2,
+    gpt_neox,
+    gpt_oss,
+    gptj,
+    granite,
+    llama,
+    mixtral,
+    nemotron,
+    olmo,
+    opt,
+    phi,
+    phi3,
+    smollm3,
+    stablelm,
+    starcoder2,
+)
+from megatron.core.models.gpt.huggingface.experts import ExpertType
+
+
+class DecoderFormat(HuggingFaceFormat):
+    """Of two types that fit a model the first is written."""
+
+    unknown_tokens: Mapping[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    types: Mapping[str, ModelType] = {
+        **gpt2.TYPES,
+        **llama.TYPES,
+        **olmo.TYPES,
+        **granite.TYPES,
+        **gemma.TYPES,
+        **starcoder2.TYPES,
+        **falcon.TYPES,
+        **gpt_neox.TYPES,
+        **gptj.TYPES,
+        **nemotron.TYPES,
+        **stablelm.TYPES,
+        **phi.TYPES,
+        **opt.TYPES,
+        **bloom.TYPES,
+        **cohere.TYPES,
+        **smollm3.TYPES,
+        **phi3.TYPES,
+        **glm.TYPES,
+        **mixtral.TYPES,
+        **deepseek.TYPES,
+        **gpt_oss.TYPES,
+        **glm4_moe.TYPES,
+    }
+
+    def complete(self, model: ModelConfig, tensors: dict[str, LazyTensor]) -> ModelConfig:
+        """Files that transformers saved lack the layers of multi-token prediction."""
+        has_later = any(name.endswith(".eh_proj.weight") for name in tensors)
+        return model if has_later or not model.mtp_num_layers else replace(model, mtp_num_layers=0)
+
+    def groups_from_config(self, known: Known, tensors: Collection[str], *, where: str) -> tuple[object, ...]:
+        """The experts of types that have some."""
+        described = self.types[known("model_type")]
+        return (described.experts(known),) if isinstance(described, ExpertType) else ()
+
+    def settings_of_groups(self, groups: Sequence[object], model_type: str, model: ModelConfig) -> dict[str, Any]:
+        """Those of the experts."""
+        described = self.types[model_type]
+        if not isinstance(described, ExpertType):
+            return {}
+        return described.write_experts(experts_of(groups), model)
+
+    def differences(self, model_type: str, model: ModelConfig, groups: Sequence[object]) -> list[str]:
+        """Those of the experts."""
+        described, moe = self.types[model_type], experts_of(groups)
+        if isinstance(described, ExpertType):
+            return described.expert_differences(moe, model)
+        return ["it has experts"] if moe.has_experts else []
+
+    def table(self, model_type: str, model: ModelConfig, groups: Sequence[object] = ()) -> Sequence[Row]:
+        """With the rows of the experts."""
+        described, moe = self.types[model_type], experts_of(groups)
+        of_experts = described.expert_rows(moe) if isinstance(described, ExpertType) and moe.has_experts else ()
+        return (*super().table(model_type, model, groups), *of_experts)
+
+
+FORMAT = DecoderFormat()

@@ -1,0 +1,131 @@
+"""Published types with experts: their settings and tensors beside those of a dense model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Annotated, Any
+
+import torch
+
+from megatron.config.flags import flags_of
+from megatron.config.layer_patterns import shortest_pattern
+from megatron.config.model import ModelConfig
+from megatron.config.moe import MoEConfig
+from megatron.core.conversion.bounds import Layers, Width
+from megatron.core.conversion.huggingface.format import ModelType
+from megatron.core.conversion.huggingface.known import Known
+from megatron.core.conversion.tables import Row
+from megatron.core.conversion.transforms import Transform, stacked
+from megatron.errors import CheckpointError
+from megatron.small_files import Between
+
+Experts = Annotated[int, Between(1, 4096)]
+
+KINDS: dict[str, Any] = {
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), Experts),
+    **dict.fromkeys(("n_shared_experts", "n_group", "topk_group"), Experts),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), Width),
+    "first_k_dense_replace": Annotated[int, Between(0, 100_000)],
+    "decoder_sparse_step": Layers,
+    "mlp_only_layers": list[int],
+    "norm_topk_prob": bool,
+}
+"""Types of the settings of experts."""
+
+STACKED = Transform(
+    lambda parts, model: torch.stack(list(parts)),
+    lambda tensor, model: [part.contiguous() for part in tensor.unbind()],
+)
+"""A matrix of each expert in one tensor of all experts."""
+
+STACKED_PAIRS = Transform(
+    lambda parts, model: torch.stack(list(parts)).view(-1, 2, *parts[0].shape),
+    lambda tensor, model: [part.contiguous() for part in tensor.flatten(0, 1).unbind()],
+)
+"""Gate and up of each expert in one tensor of all experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertType(ModelType):
+    """Models with experts.
+
+    ``read_experts``: fields of ``MoEConfig`` from the settings. ``write_experts``: the settings from those fields; what
+    reading doesn't find again is refused. ``expert_rows``: of the table.
+    """
+
+    read_experts: Callable[[Known], dict[str, Any]]
+    write_experts: Callable[[MoEConfig, ModelConfig], dict[str, Any]]
+    expert_rows: Callable[[MoEConfig], Sequence[Row]]
+
+    def experts(self, known: Known) -> MoEConfig:
+        """The settings of experts; CheckpointError for some that don't fit together."""
+        found = MoEConfig(**self.read_experts(known))
+        count, choices = found.num_experts or 0, found.moe_router_topk
+        groups, kept = found.moe_router_num_groups or 1, found.moe_router_group_topk or 1
+        if choices > count:
+            raise known.refuse("num_experts_per_tok", f"there are {count} experts")
+        if count % groups or kept > groups or choices > count // groups * kept or choices % kept:
+            advice = f"{count} experts of which a token chooses {choices} have no such groups, of which it keeps {kept}"
+            raise known.refuse("n_group", advice)
+        return found
+
+    def expert_differences(self, moe: MoEConfig, model: ModelConfig) -> list[str]:
+        """What ``moe`` has that no model of this type has."""
+        if not moe.has_experts:
+            return ["it has no experts"]
+        settings = {
+            "num_hidden_layers": model.num_layers,
+            "intermediate_size": model.ffn_hidden_size,
+            "hidden_size": model.hidden_size,
+            **self.write_experts(moe, model),
+        }
+        kinds = dict.fromkeys({*self.kinds, *self.settings.values(), *settings}, Any)
+        try:
+            usual = MoEConfig(**self.read_experts(Known(settings, self.defaults, "it", kinds=kinds)))
+        except CheckpointError as error:  # a combination that this type doesn't have
+            return [str(error)]
+        return [
+            f"{flag.positive} is {getattr(moe, flag.field)} and not {getattr(usual, flag.field)}"
+            for flag in flags_of(MoEConfig)
+            if flag.options.architecture and getattr(moe, flag.field) != getattr(usual, flag.field)
+        ]
+
+
+def with_experts(
+    base: ModelType,
+    *,
+    read: Callable[[Known], dict[str, Any]],
+    write: Callable[[MoEConfig, ModelConfig], dict[str, Any]],
+    rows: Callable[[MoEConfig], Sequence[Row]],
+) -> ExpertType:
+    """The type ``base`` with experts."""
+    shared = {each.name: getattr(base, each.name) for each in fields(base)}
+    return ExpertType(**shared, read_experts=read, write_experts=write, expert_rows=rows)
+
+
+def expert_layers(layers: Sequence[bool]) -> str:
+    """The pattern of the layers that have experts."""
+    return shortest_pattern(tuple(layers))
+
+
+def expert_rows(
+    moe: MoEConfig, ours: str, theirs: str, *, names: Sequence[str] = ("gate_proj", "up_proj", "down_proj")
+) -> tuple[Row, ...]:
+    """Router and experts in ``theirs``, where each expert has three matrices of these ``names``."""
+    each = [f"{theirs}.experts.{number}" for number in range(moe.num_experts or 0)]
+    *pair, down = names
+    return (
+        Row(f"{ours}.mlp.router", f"{theirs}.gate"),
+        Row(f"{ours}.mlp.experts.linear_fc1", tuple(f"{one}.{name}" for one in each for name in pair), STACKED_PAIRS),
+        Row(f"{ours}.mlp.experts.linear_fc2", tuple(f"{one}.{down}" for one in each), STACKED),
+    )
+
+
+def shared_rows(ours: str, theirs: str) -> tuple[Row, ...]:
+    """Shared experts."""
+    pair = (f"{theirs}.gate_proj", f"{theirs}.up_proj")
+    return (
+        Row(f"{ours}.mlp.shared_experts.linear_fc1", pair, stacked(2)),
+        Row(f"{ours}.mlp.shared_experts.linear_fc2", f"{theirs}.down_proj"),
+    )

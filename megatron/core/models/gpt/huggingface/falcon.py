@@ -1,0 +1,119 @@
+"""Falcon: the decoder of 7B, with one norm for attention and MLP in parallel, and the newer one of 40B and 11B."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from megatron.config.model import ModelConfig
+from megatron.core.conversion.huggingface.biases import BIAS_FIELDS, even_biases, partly_biased
+from megatron.core.conversion.huggingface.format import ModelType
+from megatron.core.conversion.huggingface.known import UNGATED, Known
+from megatron.core.conversion.huggingface.rotary import FIELDS, KINDS, read_rotary, written_rotary
+from megatron.core.conversion.tables import Row
+from megatron.core.conversion.transforms import GROUPED
+from megatron.small_files import Between
+
+OURS, THEIRS = "decoder.layers.{n}", "transformer.h.{n}"
+
+
+def _read_layers(known: Known) -> dict[str, Any]:
+    """Norms, branches and key/value heads, which the newer decoder says otherwise than the older one."""
+    newer, parallel = bool(known.get("new_decoder_architecture")), bool(known("parallel_attn"))
+    norms, heads, groups = known.get("num_ln_in_parallel_attn"), known("num_attention_heads"), known.get("num_kv_heads")
+    if newer and not parallel:
+        raise known.refuse("parallel_attn", "the newer decoder (new_decoder_architecture) has them in parallel only")
+    if norms == 2 and not newer:
+        raise known.refuse("num_ln_in_parallel_attn", "only the newer decoder (new_decoder_architecture) has two norms")
+    if not newer:
+        shared = 1 if known("multi_query") else heads
+        return {"num_query_groups": shared, "parallel_attention": parallel, "parallel_layernorm": False}
+    return {"num_query_groups": groups or heads, "parallel_attention": True, "parallel_layernorm": norms in (None, 2)}
+
+
+def _written_layers(model: ModelConfig) -> dict[str, Any]:
+    groups, heads = model.num_query_groups, model.num_attention_heads
+    newer = model.parallel_layernorm or groups not in (1, heads)
+    return {
+        "new_decoder_architecture": newer,
+        "parallel_attn": model.parallel_attention,
+        "num_ln_in_parallel_attn": (2 if model.parallel_layernorm else 1) if newer else None,
+        "multi_query": groups == 1,
+        "bias": model.add_bias_linear,
+    }
+
+
+def _groups_of_sequential_layers(model: ModelConfig) -> list[str]:
+    either = model.parallel_attention or model.num_query_groups in (1, model.num_attention_heads)
+    return (
+        [] if either else ["attention and MLP are in sequence, with more than one key/value head for several queries"]
+    )
+
+
+def _norms(model: ModelConfig) -> Sequence[Row]:
+    if not model.parallel_layernorm:
+        return ()
+    return (Row(f"{OURS}.input_layernorm", f"{THEIRS}.ln_attn"), Row(f"{OURS}.pre_mlp_layernorm", f"{THEIRS}.ln_mlp"))
+
+
+FALCON = ModelType(
+    architecture="FalconForCausalLM",
+    table=(
+        Row("embedding.word_embeddings", "transformer.word_embeddings"),
+        Row(f"{OURS}.input_layernorm", f"{THEIRS}.input_layernorm"),
+        Row(f"{OURS}.self_attention.linear_qkv", f"{THEIRS}.self_attention.query_key_value", GROUPED),
+        Row(f"{OURS}.self_attention.linear_proj", f"{THEIRS}.self_attention.dense"),
+        Row(f"{OURS}.pre_mlp_layernorm", f"{THEIRS}.post_attention_layernorm"),
+        Row(f"{OURS}.mlp.linear_fc1", f"{THEIRS}.mlp.dense_h_to_4h"),
+        Row(f"{OURS}.mlp.linear_fc2", f"{THEIRS}.mlp.dense_4h_to_h"),
+        Row("decoder.final_layernorm", "transformer.ln_f"),
+        Row("output_layer", "lm_head"),
+    ),
+    rows=_norms,
+    settings={
+        "num_layers": "num_hidden_layers",
+        "hidden_size": "hidden_size",
+        "num_attention_heads": "num_attention_heads",
+        "num_query_groups": "num_kv_heads",
+        "ffn_hidden_size": "ffn_hidden_size",
+        "max_position_embeddings": "max_position_embeddings",
+        "vocab_size": "vocab_size",
+        "norm_epsilon": "layer_norm_epsilon",
+        "attention_dropout": "attention_dropout",
+        "hidden_dropout": "hidden_dropout",
+        "init_method_std": "initializer_range",
+    },
+    optional=("ffn_hidden_size", "num_kv_heads"),
+    activation="activation",
+    activations=UNGATED,
+    by_code=("group_query_attention", "parallel_attention", "parallel_layernorm", *BIAS_FIELDS, *FIELDS),
+    fixed={"position_embedding_type": "rope"},
+    expected={"alibi": False},
+    written={"alibi": False},
+    defaults={
+        "activation": "gelu",
+        "max_position_embeddings": 2048,
+        "layer_norm_epsilon": 1e-5,
+        "initializer_range": 0.02,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "multi_query": True,
+        "parallel_attn": True,
+        "bias": False,
+        "rope_theta": 10000.0,
+    },
+    kinds={
+        **KINDS,
+        **dict.fromkeys(("new_decoder_architecture", "parallel_attn", "multi_query", "bias", "alibi"), bool),
+        "num_ln_in_parallel_attn": Annotated[int, Between(1, 2)],
+    },
+    read=lambda known: {**_read_layers(known), **even_biases(bool(known("bias"))), **read_rotary(known)},
+    write=lambda model: {**_written_layers(model), **written_rotary(model)},
+    refuse=lambda model: [*partly_biased(model), *_groups_of_sequential_layers(model)],
+    prefix="transformer.",
+    unused=(".inv_freq",),
+    tied_copies=("lm_head.weight",),
+    about="Falcon 7B, 40B, 180B and Falcon 2 11B, with rotary positions; any number of key/value heads; tied or not",
+    example="tiiuae/falcon-7b",
+)
+TYPES = {"falcon": FALCON}

@@ -1,0 +1,162 @@
+"""Gemma 1, 2 and 3 (text): norm weights stored minus one, embeddings times sqrt(hidden size), GELU gates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron.config.model import ModelConfig
+from megatron.core.conversion.bounds import Factor, Layers
+from megatron.core.conversion.huggingface import two_rotaries, windows
+from megatron.core.conversion.huggingface.biases import attention_biases, uneven_biases
+from megatron.core.conversion.huggingface.format import ModelType
+from megatron.core.conversion.huggingface.known import Known
+from megatron.core.conversion.huggingface.rotary import read_rotary, written_rotary
+from megatron.core.conversion.tables import Row
+from megatron.core.models.gpt.huggingface.llama import LLAMA, OURS, THEIRS
+
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+_SCALAR = "query_pre_attn_scalar"
+
+
+def _embedding_multiplier(hidden_size: int) -> float:
+    return float(hidden_size**0.5)
+
+
+def _read_embedding(known: Known) -> dict[str, Any]:
+    known.expect(use_bidirectional_attention=False)
+    return {**attention_biases(known), "embedding_multiplier": _embedding_multiplier(known("hidden_size"))}
+
+
+def _written(model: ModelConfig) -> dict[str, Any]:
+    return {"attention_bias": model.add_qkv_bias, **written_rotary(model)}
+
+
+def _other_multiplier(model: ModelConfig) -> list[str]:
+    usual = model.embedding_multiplier == _embedding_multiplier(model.hidden_size)
+    return [*uneven_biases(model), *([] if usual else ["embeddings are not multiplied by sqrt(hidden size)"])]
+
+
+GEMMA = replace(
+    LLAMA,
+    architecture="GemmaForCausalLM",
+    activations={"gelu_pytorch_tanh": "geglu_tanh", "gelu": "geglu_tanh"},  # transformers reads "gelu" as the other
+    by_code=(*LLAMA.by_code, "embedding_multiplier"),
+    fixed={**LLAMA.fixed, "apply_layernorm_1p": True, "add_bias_linear": False, "add_mlp_bias": False},
+    defaults={
+        **LLAMA.defaults,
+        "hidden_act": "gelu_pytorch_tanh",
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
+    kinds={**LLAMA.kinds, "use_bidirectional_attention": bool},
+    read=lambda known: {**_read_embedding(known), **read_rotary(known)},
+    write=_written,
+    refuse=_other_multiplier,
+    about="Gemma 1; rotary scaling as for llama; tied or not",
+    example="google/gemma-2b",
+)
+
+
+def _softmax_scale(known: Known) -> float | None:
+    """None where it is the usual one."""
+    scalar = known(_SCALAR)
+    return None if scalar == known("head_dim") else float(scalar**-0.5)
+
+
+def _read_attention(known: Known, *, usual: Sequence[bool]) -> dict[str, Any]:
+    """``usual``: which layers have a window where no setting says it."""
+    caps = {name: float(value) if (value := known.get(name)) else None for name in _CAPS}
+    layers = windows.read_layer_types(known, usual=usual)
+    return {**layers, **caps, "softmax_scale": _softmax_scale(known)}
+
+
+def _read_2(known: Known) -> dict[str, Any]:
+    usual = [layer % 2 == 0 for layer in range(known("num_hidden_layers"))]
+    return {**_read_embedding(known), **read_rotary(known), **_read_attention(known, usual=usual)}
+
+
+def _written_2(model: ModelConfig) -> dict[str, Any]:
+    scalar = model.kv_channels if model.softmax_scale is None else model.softmax_scale**-2
+    return {
+        **_written(model),
+        **windows.written_beside_full(model),
+        **{name: getattr(model, name) for name in _CAPS},
+        _SCALAR: round(scalar),
+    }
+
+
+def _not_gemma_2(model: ModelConfig) -> list[str]:
+    scale = model.softmax_scale
+    whole = scale is None or scale == round(scale**-2) ** -0.5
+    found = [*_other_multiplier(model), *windows.without_later_keys(model)]
+    return found if whole else [*found, "the scale of attention scores is not 1 / sqrt(a whole number)"]
+
+
+GEMMA2 = replace(
+    GEMMA,
+    architecture="Gemma2ForCausalLM",
+    table=(
+        *(row for row in LLAMA.table if row.ours != f"{OURS}.pre_mlp_layernorm"),
+        Row(f"{OURS}.post_self_attn_layernorm", f"{THEIRS}.post_attention_layernorm"),
+        Row(f"{OURS}.pre_mlp_layernorm", f"{THEIRS}.pre_feedforward_layernorm"),
+        Row(f"{OURS}.post_mlp_layernorm", f"{THEIRS}.post_feedforward_layernorm"),
+    ),
+    activation="hidden_activation",
+    activations={"gelu_pytorch_tanh": "geglu_tanh"},
+    by_code=(*GEMMA.by_code, *windows.FIELDS, *_CAPS, "softmax_scale"),
+    fixed={**GEMMA.fixed, "norm_placement": "both"},
+    defaults={
+        **GEMMA.defaults,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "num_key_value_heads": 4,
+        "sliding_window": 4096,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        _SCALAR: 256,
+    },
+    kinds={**GEMMA.kinds, **windows.KINDS, **dict.fromkeys(_CAPS, Factor), _SCALAR: Factor},
+    read=_read_2,
+    write=_written_2,
+    refuse=_not_gemma_2,
+    about="Gemma 2; windows in any layers, soft caps or none; rotary scaling as for llama; tied or not",
+    example="google/gemma-2-2b",
+)
+
+
+def _read_3(known: Known) -> dict[str, Any]:
+    every = known.get("_sliding_window_pattern") or known("sliding_window_pattern")
+    usual = [(layer + 1) % every != 0 for layer in range(known("num_hidden_layers"))]
+    found = {**_read_attention(known, usual=usual), **_read_embedding(known)}
+    return {**found, **two_rotaries.read_rotaries(known, has_windows=found["window_size"] is not None)}
+
+
+GEMMA3 = replace(
+    GEMMA2,
+    architecture="Gemma3ForCausalLM",
+    by_code=(*(name for name in GEMMA2.by_code if name != _CAPS[0]), "rotary_base_local"),
+    expected={_CAPS[0]: None},  # transformers ignores it
+    fixed={**GEMMA2.fixed, "qk_layernorm": True},
+    defaults={
+        **GEMMA2.defaults,
+        **dict.fromkeys(_CAPS),
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "sliding_window_pattern": 6,
+    },
+    kinds={
+        **GEMMA2.kinds,
+        **two_rotaries.KINDS,
+        **dict.fromkeys(("sliding_window_pattern", "_sliding_window_pattern"), Layers),
+    },
+    read=_read_3,
+    write=lambda model: {**_written_2(model), **two_rotaries.written_rotaries(model)},
+    refuse=lambda model: [*_not_gemma_2(model), *two_rotaries.scaled_windows(model)],
+    about="Gemma 3, text only; windows in any layers; linear, Llama 3 and YaRN scaling of the others; tied or not",
+    example="google/gemma-3-1b-pt",
+)
+TYPES: dict[str, ModelType] = {"gemma": GEMMA, "gemma2": GEMMA2, "gemma3_text": GEMMA3}

@@ -1,0 +1,108 @@
+"""GPT-NeoX and Pythia: attention and MLP in parallel with a norm each, and a part of each head rotated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.config.model import ModelConfig
+from megatron.core.conversion.bounds import Factor
+from megatron.core.conversion.huggingface.biases import BIAS_FIELDS, biases, uneven_biases
+from megatron.core.conversion.huggingface.format import ModelType
+from megatron.core.conversion.huggingface.known import UNGATED, Known
+from megatron.core.conversion.huggingface.rotary import FIELDS, KINDS, read_rotary, written_rotary
+from megatron.core.conversion.tables import Row
+from megatron.core.conversion.transforms import GROUPED
+
+OURS, THEIRS = "decoder.layers.{n}", "gpt_neox.layers.{n}"
+
+
+def _read(known: Known) -> dict[str, Any]:
+    parallel, attention = bool(known("use_parallel_residual")), bool(known("attention_bias"))
+    found = {
+        "parallel_attention": parallel,
+        "parallel_layernorm": parallel,
+        **biases(qkv=attention, output=attention, mlp=True),
+        **read_rotary(known, partial=True),
+    }
+    rope = known.within("rope_scaling", "rope_parameters")  # without them, rotary settings have names of their own
+    if not rope.get("rope_theta"):
+        found["rotary_base"] = float(known("rotary_emb_base"))
+    if not rope.get("partial_rotary_factor"):
+        found["rotary_percent"] = float(known("rotary_pct"))
+    return found
+
+
+def _write(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "use_parallel_residual": model.parallel_attention,
+        "attention_bias": model.add_qkv_bias,
+        "rotary_pct": model.rotary_percent,
+        "rotary_emb_base": model.rotary_base,
+        **written_rotary(model, partial=True),
+    }
+
+
+def _one_norm(model: ModelConfig) -> list[str]:
+    shared = model.parallel_attention and not model.parallel_layernorm
+    return ["attention and MLP have one norm together"] if shared else []
+
+
+GPT_NEOX = ModelType(
+    architecture="GPTNeoXForCausalLM",
+    table=(
+        Row("embedding.word_embeddings", "gpt_neox.embed_in"),
+        Row(f"{OURS}.input_layernorm", f"{THEIRS}.input_layernorm"),
+        Row(f"{OURS}.self_attention.linear_qkv", f"{THEIRS}.attention.query_key_value", GROUPED),
+        Row(f"{OURS}.self_attention.linear_proj", f"{THEIRS}.attention.dense"),
+        Row(f"{OURS}.pre_mlp_layernorm", f"{THEIRS}.post_attention_layernorm"),
+        Row(f"{OURS}.mlp.linear_fc1", f"{THEIRS}.mlp.dense_h_to_4h"),
+        Row(f"{OURS}.mlp.linear_fc2", f"{THEIRS}.mlp.dense_4h_to_h"),
+        Row("decoder.final_layernorm", "gpt_neox.final_layer_norm"),
+        Row("output_layer", "embed_out"),
+    ),
+    settings={
+        "num_layers": "num_hidden_layers",
+        "hidden_size": "hidden_size",
+        "num_attention_heads": "num_attention_heads",
+        "ffn_hidden_size": "intermediate_size",
+        "max_position_embeddings": "max_position_embeddings",
+        "vocab_size": "vocab_size",
+        "norm_epsilon": "layer_norm_eps",
+        "attention_dropout": "attention_dropout",
+        "hidden_dropout": "hidden_dropout",
+        "init_method_std": "initializer_range",
+    },
+    activations=UNGATED,
+    by_code=("parallel_attention", "parallel_layernorm", "rotary_percent", *BIAS_FIELDS, *FIELDS),
+    fixed={"position_embedding_type": "rope", "add_mlp_bias": True},
+    defaults={
+        "hidden_act": "gelu",
+        "max_position_embeddings": 2048,
+        "layer_norm_eps": 1e-5,
+        "initializer_range": 0.02,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": False,
+        "use_parallel_residual": True,
+        "attention_bias": True,
+        "rope_theta": 10000.0,
+        "rotary_emb_base": 10000.0,
+        "rotary_pct": 0.25,
+    },
+    kinds={
+        **KINDS,
+        **dict.fromkeys(("use_parallel_residual", "attention_bias"), bool),
+        **dict.fromkeys(("rotary_emb_base", "rotary_pct"), Factor),
+    },
+    read=_read,
+    write=_write,
+    refuse=lambda model: [*uneven_biases(model), *_one_norm(model)],
+    prefix="gpt_neox.",
+    heads=("embed_out.", "lm_head."),
+    aliases={"lm_head.weight": "embed_out.weight"},  # in memory, since transformers 5
+    unused=(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),
+    tied_copies=("embed_out.weight",),
+    about="GPT-NeoX 20B, Pythia and others: attention and MLP in parallel or in sequence; tied or not",
+    example="EleutherAI/pythia-160m",
+)
+TYPES = {"gpt_neox": GPT_NEOX}

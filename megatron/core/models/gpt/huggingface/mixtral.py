@@ -1,0 +1,217 @@
+"""Mixtral, and the types with a router of softmax scores and ordinary attention: Qwen 2 and 3 MoE, OLMoE."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any
+
+from megatron.config.model import ModelConfig
+from megatron.config.moe import MoEConfig
+from megatron.core.conversion.bounds import Factor
+from megatron.core.conversion.huggingface import windows
+from megatron.core.conversion.huggingface.known import Known
+from megatron.core.conversion.huggingface.windows import read_window, without_later_keys, written_window
+from megatron.core.conversion.tables import Row
+from megatron.core.models.gpt.huggingface.experts import (
+    KINDS,
+    expert_layers,
+    expert_rows,
+    shared_rows,
+    with_experts,
+)
+from megatron.core.models.gpt.huggingface.llama import LLAMA, OURS, THEIRS, like_llama, qwen
+from megatron.small_files import Between
+
+
+def _mixtral_experts(known: Known) -> dict[str, Any]:
+    return {
+        "num_experts": known("num_local_experts"),
+        "moe_router_topk": known("num_experts_per_tok"),
+        "moe_ffn_hidden_size": known("intermediate_size"),
+    }
+
+
+def _written_mixtral(moe: MoEConfig, model: ModelConfig) -> dict[str, Any]:
+    return {
+        "num_local_experts": moe.num_experts,
+        "num_experts_per_tok": moe.moe_router_topk,
+        "intermediate_size": moe.moe_ffn_hidden_size,
+    }
+
+
+MIXTRAL = with_experts(
+    like_llama(
+        "MixtralForCausalLM",
+        defaults={
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1000000.0,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        kinds={**windows.KINDS, **KINDS, "router_jitter_noise": float},
+        by_code=("window_size",),
+        read=read_window,
+        write=written_window,
+        refuse=without_later_keys,
+        expected={"router_jitter_noise": 0.0},
+        about="Mixtral 8x7B and 8x22B, with a sliding window in all layers or none",
+        example="mistralai/Mixtral-8x7B-v0.1",
+    ),
+    read=_mixtral_experts,
+    write=_written_mixtral,
+    rows=lambda moe: expert_rows(moe, OURS, f"{THEIRS}.block_sparse_moe", names=("w1", "w3", "w2")),
+)
+
+
+def _sparse_layers(known: Known) -> list[bool]:
+    dense, step = known.get("mlp_only_layers") or (), known("decoder_sparse_step")
+    return [layer not in dense and (layer + 1) % step == 0 for layer in range(known("num_hidden_layers"))]
+
+
+def _softmax_experts(known: Known, *, count: str, width: str) -> dict[str, Any]:
+    return {
+        "num_experts": known(count),
+        "moe_router_topk": known("num_experts_per_tok"),
+        "moe_ffn_hidden_size": known(width),
+        "moe_router_pre_softmax": not known("norm_topk_prob"),
+    }
+
+
+def _written_softmax(moe: MoEConfig, *, width: str) -> dict[str, Any]:
+    return {
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.moe_router_topk,
+        width: moe.moe_ffn_hidden_size,
+        "norm_topk_prob": not moe.moe_router_pre_softmax,
+    }
+
+
+def _written_sparse(moe: MoEConfig, model: ModelConfig) -> dict[str, Any]:
+    marked = moe.expert_layers(model.num_layers)
+    layers = {"decoder_sparse_step": 1, "mlp_only_layers": [number for number, each in enumerate(marked) if not each]}
+    return {**_written_softmax(moe, width="moe_intermediate_size"), **layers}
+
+
+def _qwen2_experts(known: Known) -> dict[str, Any]:
+    return {
+        **_softmax_experts(known, count="num_experts", width="moe_intermediate_size"),
+        "moe_layer_freq": expert_layers(_sparse_layers(known)),
+        "moe_shared_expert_intermediate_size": known("shared_expert_intermediate_size"),
+        "moe_shared_expert_gate": True,
+    }
+
+
+def _written_qwen2(moe: MoEConfig, model: ModelConfig) -> dict[str, Any]:
+    shared = moe.moe_shared_expert_intermediate_size
+    return {**_written_sparse(moe, model), "shared_expert_intermediate_size": shared or 1}
+
+
+def _qwen2_rows(moe: MoEConfig) -> Sequence[Row]:
+    theirs = f"{THEIRS}.mlp"
+    gate = Row(f"{OURS}.mlp.shared_experts.gate", f"{theirs}.shared_expert_gate")
+    return (*expert_rows(moe, OURS, theirs), *shared_rows(OURS, f"{theirs}.shared_expert"), gate)
+
+
+_SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": False}
+_QWEN2 = qwen(
+    "Qwen2MoeForCausalLM",
+    defaults={
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "qkv_bias": True,
+        **_SPARSE,
+    },
+    about="Qwen 1.5 and 2 with experts; any layers dense; sliding windows in any layers",
+    example="Qwen/Qwen1.5-MoE-A2.7B",
+)
+QWEN2_MOE = with_experts(
+    replace(
+        _QWEN2,
+        kinds={
+            **_QWEN2.kinds,
+            **KINDS,
+            "qkv_bias": bool,
+            "sliding_window": Annotated[int, Between(0, 1 << 31)],
+        },
+        by_code=(*_QWEN2.by_code, "add_qkv_bias"),
+        fixed={name: value for name, value in _QWEN2.fixed.items() if name != "add_qkv_bias"},
+        read=lambda known: {**_QWEN2.read(known), "add_qkv_bias": known("qkv_bias")},
+        write=lambda model: {**_QWEN2.write(model), "qkv_bias": model.add_qkv_bias},
+    ),
+    read=_qwen2_experts,
+    write=_written_qwen2,
+    rows=_qwen2_rows,
+)
+
+
+def _qwen3_experts(known: Known) -> dict[str, Any]:
+    return {
+        **_softmax_experts(known, count="num_local_experts", width="moe_intermediate_size"),
+        "moe_layer_freq": expert_layers(_sparse_layers(known)),
+    }
+
+
+QWEN3_MOE = with_experts(
+    replace(
+        like_llama(
+            "Qwen3MoeForCausalLM",
+            defaults={
+                "max_position_embeddings": 32768,
+                "num_key_value_heads": 4,
+                "num_local_experts": 128,
+                "num_experts_per_tok": 8,
+                "moe_intermediate_size": 768,
+                **_SPARSE,
+            },
+            kinds={**windows.KINDS, **KINDS, "attention_bias": bool},
+            by_code=("window_size",),
+            read=lambda known: read_window(
+                known if known.get("use_sliding_window") else known.but(sliding_window=None)
+            ),
+            write=lambda model: {"use_sliding_window": model.window_size is not None, **written_window(model)},
+            refuse=without_later_keys,
+            expected={"attention_bias": False},
+            written={"attention_bias": False},
+            about="Qwen 3 with experts; any layers dense; a sliding window in all layers or none",
+            example="Qwen/Qwen3-30B-A3B",
+            qk_layernorm=True,
+        ),
+        older_settings={"num_experts": "num_local_experts"},
+    ),
+    read=_qwen3_experts,
+    write=lambda moe, model: {**_written_sparse(moe, model), "num_local_experts": moe.num_experts},
+    rows=lambda moe: expert_rows(moe, OURS, f"{THEIRS}.mlp"),
+)
+
+OLMOE = with_experts(
+    replace(
+        like_llama(
+            "OlmoeForCausalLM",
+            defaults={
+                "max_position_embeddings": 4096,
+                "rms_norm_eps": 1e-5,
+                "num_experts": 64,
+                "num_experts_per_tok": 8,
+                "norm_topk_prob": False,
+            },
+            kinds={**KINDS, "attention_bias": bool, "clip_qkv": Factor},
+            expected={"attention_bias": False, "clip_qkv": None},
+            written={"attention_bias": False, "clip_qkv": None},
+            about="OLMoE",
+            example="allenai/OLMoE-1B-7B-0924",
+            qk_layernorm=True,
+            qk_layernorm_kind="all_heads",
+        ),
+        settings={name: theirs for name, theirs in LLAMA.settings.items() if name != "kv_channels"},
+    ),
+    read=lambda known: _softmax_experts(known, count="num_experts", width="intermediate_size"),
+    write=lambda moe, model: _written_softmax(moe, width="intermediate_size"),
+    rows=lambda moe: expert_rows(moe, OURS, f"{THEIRS}.mlp"),
+)
+
+TYPES = {"mixtral": MIXTRAL, "qwen2_moe": QWEN2_MOE, "qwen3_moe": QWEN3_MOE, "olmoe": OLMOE}

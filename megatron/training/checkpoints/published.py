@@ -1,0 +1,213 @@
+"""Runs that start from published weights: the Hugging Face model of ``--load-hf``."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import shutil
+from collections.abc import Sequence
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.family import FamilyConfig
+from megatron.config.flags import group_name
+from megatron.config.run import RunConfig
+from megatron.core.checkpointing.agreement import gather_from_all, run_on_all, run_on_first
+from megatron.core.checkpointing.find import is_unused
+from megatron.core.checkpointing.first_rank import work_on_first
+from megatron.core.checkpointing.folders import write_durably
+from megatron.core.conversion import proof
+from megatron.core.conversion.companions import FOLDER, SETTINGS, companions_in, tokenizer_files, tokenizer_of
+from megatron.core.conversion.huggingface.hub import model_folder
+from megatron.core.conversion.huggingface.reading import CONFIG, read_huggingface
+from megatron.core.conversion.portable import PortableModel, fill, fitted
+from megatron.core.conversion.questions import question_for
+from megatron.core.files.remote_path import AnyPath, RemotePath, is_url, path_of
+from megatron.core.models.registry import family_of
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.mesh import Mesh
+from megatron.errors import RESTART_CANNOT_HELP, CheckpointError, ParallelError
+from megatron.training.run.run import Run
+
+_SKIP = "--load-hf-proof off"
+
+
+def published_config(folder: str, groups: Sequence[type]) -> dict[str, Any]:
+    """The settings of the model in ``folder`` as a checkpoint would have them, for a command with these ``groups``.
+
+    Raises CheckpointError as ``read_huggingface``, and for a model of another family than the command's.
+    """
+    portable = read_published(folder)
+    family, own = family_of(portable.groups), [kind.name for kind in groups if issubclass(kind, FamilyConfig)]
+    if family.name not in (own or [FamilyConfig.name]):
+        raise CheckpointError(f"--load-hf {folder} holds a {family.title}: start it with pretrain_{family.name}.py")
+    settings = (portable.model, portable.tokenizer, *portable.groups)
+    return {"data": {"seq_length": portable.seq_length}, **{group_name(type(each)): _plain(each) for each in settings}}
+
+
+def _plain(settings: Any) -> dict[str, Any]:
+    values = dataclasses.asdict(settings)
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+@cache  # a name of the Hub is looked up once, and means one revision then
+def folder_of(load_hf: str) -> Path:
+    """The folder of ``--load-hf``, which may be the name of a repository of the Hub."""
+    if is_url(load_hf):
+        raise CheckpointError(f"--load-hf {load_hf} is a URL: download the model, and give its folder")
+    folder = model_folder(Path(load_hf), flag="--load-hf", say=lambda words: None)
+    assert isinstance(folder, Path), "it is on this machine"
+    return folder
+
+
+def read_published(load_hf: str) -> PortableModel:
+    """The model of ``--load-hf``; of its weights only names, shapes and types are read now."""
+    folder = folder_of(load_hf)
+    try:
+        return read_huggingface(folder)
+    except CheckpointError as error:
+        raise CheckpointError(f"--load-hf: {error}", exit_code=error.exit_code) from error
+
+
+def starts_from_published(settings: CheckpointConfig) -> bool:
+    """Whether a run starts from ``--load-hf``: there is nothing to resume in ``--load``."""
+    if settings.load_hf is None:
+        return False
+    return settings.load is None or (settings.may_be_new and is_unused(settings.load))
+
+
+def weights_for(config: RunConfig, published: PortableModel) -> PortableModel:
+    """The published model with the vocabulary size of the run; CheckpointError where it can't be that of the run."""
+    return fitted(published, config.model, config.extra, where=f"--load-hf {config.checkpoint.load_hf}")
+
+
+def describe_published(config: RunConfig) -> str:
+    """What the run starts from, in words; raises CheckpointError as ``read_published`` and ``weights_for``."""
+    folder = config.checkpoint.load_hf or ""
+    published = read_published(folder)
+    before, after = published.model.vocab_size or 0, weights_for(config, published).model.vocab_size or 0
+    resized = f", without the last {before - after:,} of {before:,} rows of the vocabulary" if after < before else ""
+    if after > before:
+        resized = f", with {after - before:,} new rows of the vocabulary, each the mean of the {before:,} there"
+    dtype = str(published.dtype).removeprefix("torch.")
+    at = folder_of(folder)
+    of = "" if at == Path(folder) else f" (revision {at.name}, in {at})"
+    return f"the published weights in {folder}{of}, {published.num_parameters:,} parameters in {dtype}{resized}"
+
+
+def load_published(run: Run) -> None:
+    """Fill the run's model from ``--load-hf``, after its weights are proven. A collective.
+
+    Raises CheckpointError on all ranks when a rank can't read them, and when they compute something else here.
+    """
+    config, mesh = run.config, run.context.mesh
+    folder = config.checkpoint.load_hf
+    assert folder is not None, "the caller asks for it"
+    new = "" if config.checkpoint.load is None else f"no checkpoint in {config.checkpoint.load} yet: "
+    _check_same_everywhere(folder, mesh)
+    run.reporter.say(f"{new}starting from {run_on_first(lambda: describe_published(config), mesh)}")
+    run.reporter.say(f"  {prove(config, run.context)}")
+
+    def read() -> PortableModel:
+        published = read_published(folder)
+        portable = weights_for(config, published)
+        fill(chain(run.model_state(), run.optimizer.master_entries()), portable, mesh)
+        return published
+
+    published = run_on_all(read, mesh)
+    run.loaded_from = folder
+    if remark := run_on_first(lambda: _keep_companions(run, published), mesh):
+        run.reporter.say(f"  {remark}")
+
+
+def _check_same_everywhere(load_hf: str, mesh: Mesh) -> None:
+    """Raise ParallelError when nodes have different files under one name. A collective."""
+
+    def seen() -> str:
+        folder = folder_of(load_hf)
+        sizes = sorted((path.name, path.stat().st_size) for path in folder.iterdir() if path.is_file())
+        return hashlib.sha256(repr((sizes, (folder / CONFIG).read_bytes())).encode()).hexdigest()
+
+    everyone = gather_from_all(seen, mesh)
+    other = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)
+    if other is not None:
+        raise ParallelError(
+            f"rank {other} sees another model in --load-hf {load_hf} than rank 0: its files must be the same on every "
+            "node; copy them again, or name a revision of the Hub as ORG/NAME@REVISION",
+            exit_code=RESTART_CANNOT_HELP,
+        )
+
+
+def prove(config: RunConfig, context: ParallelContext) -> str:
+    """Compare the logits of the published model with those of transformers, as ``--load-hf-proof`` asks; the result in
+    words. A collective, in which rank 0 works. Raises CheckpointError when they differ, or must be compared and can't.
+    """
+    asked, folder = config.checkpoint.load_hf_proof, config.checkpoint.load_hf or ""
+
+    def compared() -> str:
+        portable = read_published(folder)
+        question = question_for(portable.model, portable.groups)
+        try:
+            proof.transformers_version(skip=_SKIP)
+            proof.check_memory(proof.memory_needed(portable, {"hf"}), skip=_SKIP)
+        except CheckpointError as error:
+            if asked == "required":
+                raise
+            return f"NOT PROVEN: {error}"
+        try:
+            theirs = proof.huggingface_answer(folder_of(folder), question)
+        except CheckpointError as error:  # evidence against the weights
+            raise CheckpointError(f"--load-hf: {error}; correct the folder, or skip the proof with {_SKIP}") from error
+        try:
+            return f"proof: {proof.compare(theirs, proof.portable_answer(portable, question), skip=_SKIP)}"
+        except proof.ProofError as error:
+            raise CheckpointError(f"--load-hf {folder}: {error}") from error
+
+    if asked == "off":
+        return f"NOT PROVEN: {_SKIP} skipped the comparison of logits"
+    return work_on_first(lambda ask: compared(), context)
+
+
+def _keep_companions(run: Run, published: PortableModel) -> str:
+    """Keep settings and tokenizer of the published model beside the checkpoints, for models in Hugging Face's format
+    that are written later; not with another tokenizer, whose ids mean something else. A remark, or nothing.
+    """
+    checkpoint, is_same = run.config.checkpoint, _has_tokenizer_of(published, run)
+    if checkpoint.save is not None:
+        place: AnyPath = path_of(checkpoint.save) / FOLDER
+        if place.exists():  # a start that was killed before its first checkpoint
+            place.remove_tree() if isinstance(place, RemotePath) else shutil.rmtree(place)
+        for name, path in published.companions.items() if is_same else ():
+            place.mkdir(parents=True, exist_ok=True)
+            write_durably(place / name, path.read_bytes())
+    if is_same:
+        return ""
+    return (
+        f"note: {run.tokenizer.name} is another tokenizer than that of {checkpoint.load_hf}: every id keeps the row of "
+        "the embeddings that it has there"
+    )
+
+
+def _has_tokenizer_of(published: PortableModel, run: Run) -> bool:
+    """Whether ids mean the same in the run; a model without tokenizer files has no meaning to lose."""
+    if published.tokenizer.tokenizer_type == "NullTokenizer":
+        return True
+    own = tokenizer_of(published.tokenizer)
+    return own is not None and own.fingerprint == run.tokenizer.fingerprint
+
+
+def companions_of(run: Run) -> dict[str, AnyPath]:
+    """Files that travel with the run's model, by name, where they are now: settings of the published model that it
+    started from, and the run's tokenizer.
+    """
+    checkpoint, found = run.config.checkpoint, dict[str, AnyPath]()
+    if checkpoint.save is not None:
+        found = companions_in(path_of(checkpoint.save) / FOLDER)
+    elif checkpoint.load_hf is not None:
+        published = read_published(checkpoint.load_hf)
+        found = dict(published.companions) if _has_tokenizer_of(published, run) else {}
+    own = {name: path for name, path in tokenizer_files(run.config.tokenizer).items() if name not in SETTINGS}
+    return {**found, **own}

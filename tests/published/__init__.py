@@ -1,0 +1,19 @@
+"""Small models of every published type: ``model_type`` and settings of transformers.
+
+A module for each kind of model has ``CASES``, of which the first of each type is checked in the first tier everywhere.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {}
+"""``model_type`` and settings, by the name of the case."""
+
+for _module in sorted(each.name for each in iter_modules(__path__)):
+    MODELS |= getattr(import_module(f"{__name__}.{_module}"), "CASES", {})
+
+FIRST = {settings[0]: name for name, settings in [*MODELS.items()][::-1]}
+"""The first case of each ``model_type``."""

@@ -1,0 +1,223 @@
+"""Hugging Face folders that are not what they say: unknown types, code, files that disagree, types that are mixed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from megatron.core.conversion.convert import Conversion, convert
+from megatron.core.conversion.huggingface.format import model_from_config
+from megatron.core.conversion.huggingface.reading import read_huggingface
+from megatron.errors import CheckpointError
+from tests.harness.published import random_model
+from tests.published.sizes import SIZES
+from tests.unit.conversion.test_families import assert_same_bytes
+from tests.unit.conversion.test_mistakes import change
+
+Folder = Callable[[str], Path]
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def llama(model_folder: Folder, tmp_path: Path) -> Path:
+    """A folder of a small Llama that a test may damage."""
+    return Path(shutil.copytree(model_folder("llama"), tmp_path / "llama"))
+
+
+def rewrite(folder: Path, edit: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    """Write the weights anew, after ``edit``."""
+    save_file(edit(load_file(folder / "model.safetensors")), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def refused(folder: Path) -> str:
+    """The one sentence about a folder, whose exit code is that of a user's mistake."""
+    with pytest.raises(CheckpointError) as caught:
+        read_huggingface(folder)
+    assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_an_unknown_type_is_compared_with_the_known_ones(llama: Path) -> None:
+    """The nearest, and what differs: whether it is one setting or another model is what the user wants to know."""
+    change(llama, model_type="llama9", logit_scale=0.5, some_switch=False)
+
+    def other_norms(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name.replace("input_layernorm", "odd_layernorm"): each for name, each in tensors.items()}
+
+    rewrite(llama, other_norms)
+    assert refused(llama) == (
+        f"{llama}/config.json describes a model of type 'llama9', which does not convert; the nearest type that does "
+        "is llama, but this model lacks the tensors model.layers.N.input_layernorm.weight, also has the tensors "
+        "model.layers.N.odd_layernorm.weight, also has the settings logit_scale = 0.5 "
+        "(tools/checkpoint/convert.py --list prints the types that convert)"
+    )
+
+
+def test_the_nearest_type_of_each_family(model_folder: Folder, tmp_path: Path) -> None:
+    """Among types with the same names of tensors, biases and norms decide; without weights the settings do."""
+    for case in ("gpt2", "llama", "qwen2", "qwen3"):
+        folder = Path(shutil.copytree(model_folder(case), tmp_path / case))
+        change(folder, model_type="unheard-of")
+        assert f"the nearest type that does is {case}, with the same settings and tensors, but" in refused(folder)
+    config = {"d_model": 512, "d_ff": 1024, "num_layers": 6, "num_heads": 8, "d_kv": 64, "vocab_size": 100}
+    bert: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16}
+    bert |= {"vocab_size": 100, "type_vocab_size": 2, "layer_norm_eps": 1e-12}
+    for settings, nearest in ((config, "t5"), (bert, "bert")):
+        with pytest.raises(
+            CheckpointError, match=f"the nearest type that does is {nearest}, with the same settings, but"
+        ):
+            model_from_config({**settings, "model_type": "unheard-of"}, where="x")
+
+
+def test_a_text_model_beside_another_one(llama: Path) -> None:
+    """Gemma 3 with images was told that it is nearest to GPT-2, with names of tensors that its files don't have."""
+    change(llama, model_type="gemma3", text_config={"model_type": "gemma3_text"})
+    assert refused(llama).startswith(
+        f"{llama}/config.json describes a model of type 'gemma3', which does not convert; its text model is a "
+        "gemma3_text, which converts from a folder of its own ("
+    )
+
+
+def test_code_that_comes_with_a_model_is_never_executed(llama: Path, tmp_path: Path) -> None:
+    """Neither by the converter nor by the proof; of a known type, the code is not needed."""
+    (llama / "modeling_evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
+    names = {name: f"modeling_evil.{name}" for name in ("AutoConfig", "AutoModelForCausalLM")}
+    change(llama, auto_map=names)
+    (llama / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["modeling_evil.X", None]}}))
+    said: list[str] = []
+    convert(Conversion("hf", llama, "megatron", tmp_path / "ours"), said.append)
+    assert said[0].endswith("(auto_map), which is never executed: the model is read as transformers' llama")
+    assert said[1] == f"note: {llama} has no tokenizer file that is read here: token ids are used as numbers"
+    convert(Conversion("megatron", tmp_path / "ours", "hf", tmp_path / "back"), said.append)
+    assert "auto_map" not in json.loads((tmp_path / "back/config.json").read_text())
+    change(llama, model_type="evil")
+    assert "; the code that comes with it (auto_map) is never executed (" in refused(llama)
+    assert not (tmp_path / "executed").exists()
+
+
+def in_parts(folder: Path) -> dict[str, str]:
+    """Cut the weights into two files with an index; the file of each tensor."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    homes = {name: f"model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(tensors)}
+    for file in set(homes.values()):
+        save_file({name: each for name, each in tensors.items() if homes[name] == file}, folder / file)
+    write_index(folder, homes)
+    return homes
+
+
+def write_index(folder: Path, homes: Any) -> None:
+    """An index of the parts."""
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": homes}))
+
+
+def test_parts_that_are_missing_or_elsewhere(llama: Path) -> None:
+    """An index that names a missing file, or one elsewhere on the disk, or none."""
+    homes = in_parts(llama)
+    assert read_huggingface(llama).num_parameters > 0
+    second = max(homes.values())
+    (llama / second).rename(llama.parent / second)
+    assert f"names files that are not in the folder: '{second}'; download them" in refused(llama)
+    write_index(llama, {**homes, "x": f"../{second}"})
+    assert f"names files that are not in the folder: '../{second}', '{second}'" in refused(llama)
+    (llama.parent / second).rename(llama / second)
+    write_index(llama, homes)
+    (llama / second).write_bytes((llama / second).read_bytes()[:-8])
+    assert f"{second} is damaged or incomplete" in refused(llama)
+    (llama / INDEX).write_text("{}")
+    assert "weight_map is null; expected an object" in refused(llama)
+    write_index(llama, {})
+    assert "names no files at all: download it again" in refused(llama)
+
+
+def test_an_index_that_disagrees_with_the_files(llama: Path) -> None:
+    """Which of two tensors of one name is the model's, nobody can tell; one was taken in silence."""
+    homes = in_parts(llama)
+    first, second = sorted(set(homes.values()))
+    norm = "model.norm.weight"
+    other = {first: second, second: first}[homes[norm]]
+    write_index(llama, {**homes, norm: other})
+    assert f"says that {norm} is in {other}, but it is in {homes[norm]}: download it again" in refused(llama)
+    write_index(llama, {**homes, "model.more.weight": first})
+    assert f"says that model.more.weight is in {first}, but no file has it: download it again" in refused(llama)
+    write_index(llama, homes)
+    save_file({**load_file(llama / other), norm: torch.zeros(48)}, llama / other)
+    assert f"holds {norm} twice, in {first} and in {second}: keep one of them" in refused(llama)
+
+
+def types_of(folder: Path) -> dict[str, torch.dtype]:
+    """The type of each tensor."""
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        return {name: file.get_tensor(name).dtype for name in file.keys()}  # noqa: SIM118  (it is no mapping)
+
+
+@pytest.mark.parametrize("through", ["megatron", "megatron-lm"])
+def test_mixed_types_are_kept(through: Any, llama: Path, tmp_path: Path) -> None:
+    """bf16 with norms in fp32 and an output in fp16: every tensor comes back in its own type, to the byte."""
+
+    def mix(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {
+            name: each if "norm" in name else each.half() if "lm_head" in name else each.bfloat16()
+            for name, each in tensors.items()
+        }
+
+    rewrite(llama, mix)
+    for source, load, target, save in (("hf", llama, through, "there"), (through, tmp_path / "there", "hf", "back")):
+        convert(Conversion(source, load, target, tmp_path / save), lambda line: None)  # type: ignore[arg-type]
+    assert set(types_of(llama).values()) == {torch.float32, torch.bfloat16, torch.float16}
+    assert types_of(tmp_path / "back") == types_of(llama)
+    assert_same_bytes(llama, tmp_path / "back")
+
+
+def test_types_that_cannot_be_kept(llama: Path) -> None:
+    """Of three matrices that are one here, the way back can't tell which was in fp32."""
+    key = "model.layers.1.self_attn.k_proj.weight"
+    rewrite(llama, lambda tensors: {name: each if name == key else each.bfloat16() for name, each in tensors.items()})
+    words = (
+        "q_proj.weight is bfloat16, model.layers.1.self_attn.k_proj.weight is float32, model.layers.1.self_attn.v_proj"
+    )
+    assert words in (said := refused(llama)) and "they make one tensor here, so save them in one type" in said
+
+
+def test_quantized_weights(llama: Path) -> None:
+    """By their settings, or by types that no weights have."""
+    change(llama, quantization_config=None)
+    assert read_huggingface(llama).num_parameters > 0
+    rewrite(llama, lambda tensors: {**tensors, "model.norm.weight": torch.zeros(48, dtype=torch.int8)})
+    words = r"model\.norm\.weight is of type I8; weights are float64, float32, float16, bfloat16"
+    assert re.search(words, refused(llama))
+    change(llama, quantization_config={"quant_method": "gptq", "bits": 4})
+    assert "has a quantization_config, so the weights are quantized; convert the model in bf16" in refused(llama)
+
+
+def test_settings_go_before_weights(llama: Path) -> None:
+    """Of an unknown type, files in a form that isn't read are not what is wrong."""
+    change(llama, model_type="unheard-of")
+    (llama / "model.safetensors").unlink()
+    assert "of type 'unheard-of', which does not convert" in refused(llama)
+
+
+def test_a_tied_output_that_has_weights_of_its_own(tmp_path: Path) -> None:
+    """They were dropped without a word: the model was another one wherever no proof was asked for."""
+
+    model = random_model("llama", {**SIZES, "tie_word_embeddings": True})
+    model.save_pretrained(tmp_path / "model")
+    file = tmp_path / "model/model.safetensors"
+    tensors = load_file(file)
+    words = tensors["model.embed_tokens.weight"]
+    save_file({**tensors, "lm_head.weight": words.clone()}, file, metadata={"format": "pt"})
+    read_huggingface(tmp_path / "model")
+    save_file({**tensors, "lm_head.weight": words + 1}, file, metadata={"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=r"but lm_head\.weight in the files differs from model\.embed_tokens\.weight"
+    ):
+        read_huggingface(tmp_path / "model")

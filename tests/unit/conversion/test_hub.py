@@ -1,0 +1,193 @@
+"""Models named as repositories of the Hugging Face Hub, which a server of its protocol plays."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron.core.conversion.huggingface.hub import model_folder as found_at
+from megatron.core.parallel.context import ParallelContext
+from megatron.errors import CheckpointError
+from megatron.training.checkpoints.published import folder_of
+from tests.harness.data import REPOSITORY
+from tests.harness.hub import COMMIT, Hub, running_hub
+from tests.unit.conversion.test_families import assert_same_bytes
+from tests.unit.conversion.test_starting import started
+from tools.checkpoint import convert as tool
+
+Folder = Callable[[str], Path]
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub, and a cache of its own in an empty folder, which is the working directory."""
+    from huggingface_hub import constants
+
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with running_hub() as running:
+        monkeypatch.setattr(constants, "ENDPOINT", running.url)
+        template = running.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        yield running
+
+
+def place_of(load: str) -> Path:
+    """The folder of ``load``, silently."""
+    found = found_at(Path(load), flag="--load", say=lambda line: None)
+    assert isinstance(found, Path)
+    return found
+
+
+def publish(hub: Hub, folder: Path) -> Path:
+    """A copy of ``folder`` that is the repository ``org/model``."""
+    repository = Path(shutil.copytree(folder, Path.cwd().parent / "published"))
+    hub.repositories["org/model"] = repository
+    return repository
+
+
+def test_a_repository_converts_by_its_name(
+    hub: Hub, model_folder: Folder, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As its folder would, to the byte; its code and other forms of its weights are not even downloaded."""
+    repository = publish(hub, model_folder("llama"))
+    for name in ("modeling_x.py", "pytorch_model.bin", "consolidated.safetensors", "README.md"):
+        (repository / name).write_text("not needed")
+    (repository / "tokenizer_config.json").write_text("{}")
+    tool.main(["--from", "hf", "--load", "org/model", "--to", "megatron", "--save", "ours"])
+    said = capfd.readouterr()
+    assert f"org/model: revision {COMMIT}, in {tmp_path}/cache/models--org--model/snapshots/{COMMIT}" in said.out
+    assert "No files matched" not in said.err
+    expected = ["config.json", "generation_config.json", "model.safetensors", "tokenizer_config.json"]
+    assert sorted(hub.asked) == expected
+    tool.main(["--from", "megatron", "--load", "ours", "--to", "hf", "--save", "back"])
+    assert_same_bytes(model_folder("llama"), Path("back"))
+    assert place_of("org/model@v1") == place_of("org/model")
+    assert sorted(hub.asked) == expected  # a file is downloaded once
+
+
+def test_training_starts_from_a_repository(
+    hub: Hub, model_folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--load-hf looks the name up once: a revision that is published meanwhile would give other weights."""
+    publish(hub, model_folder("llama"))
+    folder_of.cache_clear()
+    run = started(ParallelContext.single(), "gpt", "--load-hf org/model --load-hf-proof off")
+    at = f"{tmp_path}/cache/models--org--model/snapshots/{COMMIT}"
+    assert f"the published weights in org/model (revision {COMMIT}, in {at}), 65,328 para" in capsys.readouterr().out
+    assert run.config.provenance["num_layers"] == "org/model/config.json"
+    with pytest.raises(CheckpointError, match=r"^--load-hf org/missing is not a folder, and .* no such repository"):
+        started(ParallelContext.single(), "gpt", "--load-hf org/missing")
+
+
+def test_weights_in_parts(hub: Hub, model_folder: Folder) -> None:
+    """The index says which files; pickles where there is nothing else."""
+    repository = publish(hub, model_folder("llama"))
+    (repository / "model.safetensors").rename(repository / "first.safetensors")
+    (repository / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "first.safetensors"}}))
+    (repository / "pytorch_model.bin").write_text("not needed")
+    assert (place_of("org/model") / "first.safetensors").exists()
+    assert "pytorch_model.bin" not in hub.asked
+
+
+def test_pickles_where_there_is_nothing_else(hub: Hub, model_folder: Folder) -> None:
+    repository = publish(hub, model_folder("llama"))
+    (repository / "model.safetensors").rename(repository / "pytorch_model.bin")
+    assert (place_of("org/model") / "pytorch_model.bin").exists()
+
+
+def test_no_weights_that_are_read(hub: Hub, model_folder: Folder) -> None:
+    """Such as a repository of GGUF files, which would be gigabytes for nothing."""
+    repository = publish(hub, model_folder("llama"))
+    (repository / "model.safetensors").rename(repository / "model.gguf")
+    with pytest.raises(CheckpointError, match=r"^org/model holds no model\.safetensors or pytorch_model\.bin"):
+        place_of("org/model")
+    (repository / "config.json").unlink()
+    hub.repositories["org/text"] = repository
+    with pytest.raises(CheckpointError, match=r"has no config\.json, so it is not a Hugging Face model"):
+        place_of("org/text")
+
+
+def test_a_folder_of_the_same_name_comes_first(hub: Hub, model_folder: Folder) -> None:
+    """Whoever downloaded it by hand means what lies there."""
+    publish(hub, model_folder("llama"))
+    shutil.copytree(model_folder("gpt2"), "org/model")
+    assert place_of("org/model") == Path("org/model")
+    assert not hub.asked
+    for words in ("nowhere", "a/b/c", "../model", "/org/model", "-x/model"):
+        assert place_of(words) == Path(words)
+
+
+def test_repositories_that_cannot_be_had(hub: Hub, model_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sentence each, and what to do; 1 is the exit code where the same command may work later."""
+    from huggingface_hub import constants
+
+    hub.repositories["org/gated"] = publish(hub, model_folder("llama"))
+    hub.gated = ("org/gated",)
+    cases = {
+        "models/lama": "is not a folder, and http://127.0.0.1:PORT has no such repository: correct the name or, for a",
+        "org/gated": "is a gated repository: ask for access at http://127.0.0.1:PORT/org/gated, then log in with `hf",
+        "org/model@v9": "--load org/model@v9: http://127.0.0.1:PORT/org/model has no revision v9",
+        "org/mo--del": "--load org/mo--del is neither a folder nor a repository's name: ",
+    }
+    for load, words in cases.items():
+        with pytest.raises(CheckpointError) as caught:
+            place_of(load)
+        assert words.replace("http://127.0.0.1:PORT", hub.url) in str(caught.value)
+        assert "\n" not in str(caught.value) and caught.value.exit_code == 2
+    hub.fails = 503
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    with pytest.raises(CheckpointError, match="and http.* answered with status 503: run `hf download") as caught:
+        place_of("org/model")
+    assert caught.value.exit_code == 1
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(CheckpointError, match="and http://127.0.0.1:9 cannot be reached \\(Connect") as caught:
+        place_of("org/model")
+    assert caught.value.exit_code == 1 and "\n" not in str(caught.value)
+
+
+def test_without_the_network(hub: Hub, model_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache is enough; what it lacks is said as the command that fetches it."""
+    from huggingface_hub import constants
+
+    publish(hub, model_folder("llama"))
+    whole = place_of("org/model@v1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert place_of("org/model@v1") == whole
+    (whole / "model.safetensors").unlink()
+    command = "HF_HUB_OFFLINE is set: run `hf download org/model --revision v1 --local-dir org/model` where there is a"
+    with pytest.raises(CheckpointError, match=command) as caught:
+        place_of("org/model@v1")
+    assert caught.value.exit_code == 2
+    with pytest.raises(CheckpointError, match="run `hf download org/other --local-dir org/other` where"):
+        place_of("org/other")
+
+
+def test_a_cache_that_cannot_be_written(hub: Hub, model_folder: Folder, tmp_path: Path) -> None:
+    publish(hub, model_folder("llama"))
+    (tmp_path / "cache").write_text("not a folder")
+    with pytest.raises(CheckpointError, match="--load org/model cannot be kept in the cache: .*cache") as caught:
+        place_of("org/model")
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.slow
+def test_the_librarys_variables(hub: Hub, model_folder: Folder, tmp_path: Path) -> None:
+    """Server and cache come from the environment, as wherever the library is used."""
+    publish(hub, model_folder("llama"))
+    words = [sys.executable, str(REPOSITORY / "tools/checkpoint/convert.py"), "--from", "hf", "--load", "org/model"]
+    environ = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
+    done = subprocess.run(
+        [*words, "--to", "megatron", "--save", "ours"], env=environ, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "home/hub/models--org--model").is_dir()
+    assert "proof: largest difference" in done.stdout
