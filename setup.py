@@ -26,12 +26,16 @@ STORAGE = ["fsspec"]  # --save, --load and data at URLs; each kind of storage ne
 S3 = [*STORAGE, "s3fs"]  # s3:// URLs
 CHAT = ["jinja2"]  # --chat-template of tools/preprocess_sft.py
 TIKTOKEN = ["tiktoken"]  # --tokenizer-type TikTokenizer
-HUGGINGFACE = ["transformers", "safetensors"]  # conversion from and to its format, and the proof; parity tests
-LM_EVAL = ["lm_eval>=0.4.13"]  # tasks/lm_eval.py
+# Conversion from and to its format, the proof and parity tests; models named as repositories of its Hub.
+HUGGINGFACE = ["transformers", "safetensors", "huggingface_hub"]
+SERVE = ["starlette>=1", "uvicorn>=0.30", "prometheus_client", *CHAT]  # tools/run_text_generation_server.py
+LM_EVAL = ["lm_eval[api]>=0.4.13"]  # tasks/lm_eval.py, and the harness's clients of servers
 PLOT = ["matplotlib"]  # the picture of a loss curve
 GCS = [*STORAGE, "gcsfs"]  # gs:// URLs
 TEST = ["pytest>=9", "pytest-xdist", "hypothesis", "moto[s3]", "flask", "flask-cors", "gcp-storage-emulator"]
 # moto and the emulator: servers of S3's and Google Cloud Storage's protocols
+CONSTRAINED = ["llguidance>=1.9,<2"]  # answers that follow a JSON schema or a grammar; wheels for all platforms
+CLIENTS = ["openai", "schemathesis"]  # of the server, for its tests
 CHECK = ["ruff", "mypy", "import-linter", "types-PyYAML"]
 
 
@@ -63,7 +67,7 @@ setup(
     # as megatron-core's, in site-packages.
     package_dir={"": "."},
     packages=find_packages(include=["megatron", "megatron.*"]),
-    package_data={"megatron": ["py.typed"]},
+    package_data={"megatron": ["py.typed", "serving/page/*.html"]},
     cmdclass={"build_py": BuildWithPrograms},
     entry_points={"console_scripts": ["megatron = megatron.__main__:main"]},
     install_requires=[
@@ -88,7 +92,21 @@ setup(
         "s3": S3,
         "gcs": GCS,
         "chat": CHAT,
+        "serve": SERVE,
+        "constrained": CONSTRAINED,
         "plot": PLOT,
-        "dev": PARQUET + GIGATOKEN + TIKTOKEN + HUGGINGFACE + S3 + GCS + CHAT + PLOT + TEST + CHECK,
+        "dev": PARQUET
+        + GIGATOKEN
+        + TIKTOKEN
+        + HUGGINGFACE
+        + S3
+        + GCS
+        + CHAT
+        + SERVE
+        + CONSTRAINED
+        + PLOT
+        + TEST
+        + CLIENTS
+        + CHECK,
     },
 )

@@ -1,11 +1,12 @@
-"""Converting a 500 MB Llama against loading it with transformers and saving it again.
+"""Converting a 500 MB model against loading it with transformers and saving it again.
 
-    python benchmarks/checkpoint_conversion.py --megabytes 500 --rounds 3
+    python benchmarks/checkpoint_conversion.py --megabytes 500 --rounds 3 --model-type llama
 
-The model is random, in bf16. Every contender is a process of its own that takes turns with the others; timed is the
-work without imports. Memory is the most private memory held beyond what the imports left; pages of mapped files, which
-the kernel can drop, are not counted. Without a proof, since the comparison of logits costs the same whoever converts;
-the last contender shows what it adds. Printed are medians over rounds; ratios are medians of the rounds' ratios.
+The model is random, in bf16: a GPT-2 or any published type with the usual names of sizes. Every contender is a process
+of its own that takes turns with the others; timed is the work without imports. Memory is the most private memory held
+beyond what the imports left; pages of mapped files, which the kernel can drop, are not counted. Without a proof, since
+the comparison of logits costs the same whoever converts; the last contender shows what it adds. Printed are medians of
+rounds; ratios are medians of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -26,47 +27,37 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-WIDTH, INNER, WORDS, HEADS = 1024, 2816, 32000, 16
+SIZES = {
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "num_hidden_layers": 1,
+}
+OF_GPT2 = {"vocab_size": 32000, "n_embd": 1024, "n_inner": 4096, "n_head": 16, "n_layer": 1}
 PEER = "transformers: load, save"
 
 
-def write_model(folder: Path, megabytes: int) -> int:
-    """A random Llama of about the size asked; its size in bytes."""
+def write_model(folder: Path, megabytes: int, model_type: str) -> int:
+    """A random model of about the size asked; its size in bytes."""
     import torch
+    import transformers
 
-    from megatron.core.conversion.huggingface.writing import write_safetensors
-    from megatron.core.conversion.portable import LazyTensor
+    sizes = OF_GPT2 if model_type == "gpt2" else SIZES
+    layers = "n_layer" if model_type == "gpt2" else "num_hidden_layers"
 
-    layers = round((megabytes * 1e6 / 2 - 2 * WORDS * WIDTH) / (4 * WIDTH * WIDTH + 3 * WIDTH * INNER))
+    def build(number: int) -> Any:
+        config = transformers.AutoConfig.for_model(model_type, **{**sizes, layers: number})
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
-    def random(*shape: int) -> LazyTensor:
-        return LazyTensor(shape, torch.bfloat16, lambda: torch.randn(shape, dtype=torch.bfloat16) * 0.02)
-
-    tensors = {"model.embed_tokens.weight": random(WORDS, WIDTH), "lm_head.weight": random(WORDS, WIDTH)}
-    tensors["model.norm.weight"] = random(WIDTH)
-    for number in range(layers):
-        layer = f"model.layers.{number}"
-        tensors |= {f"{layer}.self_attn.{name}_proj.weight": random(WIDTH, WIDTH) for name in "qkvo"}
-        tensors |= {f"{layer}.mlp.{name}_proj.weight": random(INNER, WIDTH) for name in ("gate", "up")}
-        tensors[f"{layer}.mlp.down_proj.weight"] = random(WIDTH, INNER)
-        tensors |= {f"{layer}.{name}.weight": random(WIDTH) for name in ("input_layernorm", "post_attention_layernorm")}
-    folder.mkdir()
-    write_safetensors(tensors, folder / "model.safetensors")
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": WORDS,
-        "hidden_size": WIDTH,
-        "intermediate_size": INNER,
-        "num_hidden_layers": layers,
-        "num_attention_heads": HEADS,
-        "max_position_embeddings": 2048,
-        "torch_dtype": "bfloat16",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return (folder / "model.safetensors").stat().st_size
+    with torch.device("meta"):
+        one, two = (sum(each.numel() for each in build(number).parameters()) for number in (1, 2))
+    build(1 + round((megabytes * 1e6 / 2 - one) / (two - one))).save_pretrained(folder)
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def with_transformers(source: Path, target: Path) -> Callable[[], object]:
@@ -157,6 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model-type", default="llama", help="as in config.json")
     parser.add_argument("--folder", type=Path, help="where to work; a temporary folder unless given")
     parser.add_argument("--contender", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -165,7 +157,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
-        size = write_model(folder / "model", options.megabytes)
+        size = write_model(folder / "model", options.megabytes, options.model_type)
         converted("hf", folder / "model", "megatron", folder / "ours")()
         names = list(contenders(folder, folder))
         results: dict[str, list[dict[str, float]]] = {name: [] for name in names}

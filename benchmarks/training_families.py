@@ -239,6 +239,49 @@ def transformers_t5(shape: Shape, attention: str = "sdpa") -> tuple[Any, Loss]:
     return model, lambda: model(batch.tokens, **given).loss
 
 
+def published_settings(model_type: str, shape: Shape) -> Any:
+    """transformers' settings of a published decoder of this shape: grouped queries, no dropout, half-long windows."""
+    from transformers import AutoConfig
+
+    given: dict[str, Any] = {
+        "vocab_size": shape.vocabulary, "hidden_size": shape.hidden, "intermediate_size": 4 * shape.hidden,
+        "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.heads // 2, "head_dim": shape.hidden // shape.heads,
+        "query_pre_attn_scalar": shape.hidden // shape.heads, "max_position_embeddings": shape.sequence,
+        "sliding_window": shape.sequence // 2, "attention_dropout": 0.0, "use_cache": False, "pad_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    return AutoConfig.for_model(model_type, **given)
+
+
+def our_published(model_type: str, shape: Shape, config: Any, context: Any) -> tuple[Any, Loss]:
+    """GPTModel with the architecture of the published type, whatever ``config`` says."""
+    import dataclasses
+
+    from megatron.core.conversion.huggingface.format import model_from_config
+
+    described = model_from_config(published_settings(model_type, shape).to_dict(), where=model_type)
+    return our_gpt(shape, dataclasses.replace(described, attention_dropout=0.0, hidden_dropout=0.0), context)
+
+
+def transformers_published(model_type: str, attention: str, shape: Shape) -> tuple[Any, Loss]:
+    """The published type in transformers, with the kind of attention named."""
+    from transformers import AutoModelForCausalLM
+
+    config = published_settings(model_type, shape)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()  # type: ignore[no-untyped-call]
+    tokens, _ = random_batch(shape)
+    return model, lambda: model(tokens, labels=tokens).loss
+
+
+def published(model_type: str, *attentions: str) -> Case:
+    """A case of one published type against transformers with each kind of attention."""
+    peers = {
+        f"transformers-{attention}": partial(transformers_published, model_type, attention) for attention in attentions
+    }
+    return Case(partial(our_published, model_type), peers, {})
+
+
 ORIGINAL_T5 = {
     "position_embedding_type": "relative", "softmax_scale": 1.0, "normalization": "RMSNorm", "norm_epsilon": 1e-6,
     "add_bias_linear": False, "activation": "relu",
@@ -252,4 +295,6 @@ CASES = {
         {"transformers": transformers_t5, "transformers-eager": partial(transformers_t5, attention="eager")},
         ORIGINAL_T5,
     ),
+    "gemma2": published("gemma2", "eager"),  # its soft cap exists in eager attention alone
+    "olmo2": published("olmo2", "sdpa", "eager"),
 }

@@ -3,6 +3,7 @@
     python -m benchmarks.training_step --dtype bf16
     python -m benchmarks.training_step --dtype bf16 --model-type BERT
     python -m benchmarks.training_step --dtype bf16 --model-type T5
+    python -m benchmarks.training_step --model-type gemma2
 
 Every contender lives in a process of its own, so that peak memory is its own, and they take turns for a few steps at a
 time, so that whatever else the machine does falls on all of them. Printed are medians over turns, as ratios to the best

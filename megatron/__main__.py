@@ -26,9 +26,11 @@ PROGRAMS = {
     "plot-loss": "tools/plot_loss.py",
     "inspect-checkpoint": "tools/checkpoint/inspect_checkpoint.py",
     "convert-checkpoint": "tools/checkpoint/convert.py",
+    "upcycle-checkpoint": "tools/checkpoint/upcycle.py",
     "evaluate": "tasks/main.py",
     "lm-eval": "tasks/lm_eval.py",
     "generate-text": "tools/text_generation_cli.py",
+    "serve-text": "tools/run_text_generation_server.py",
     "fill-mask": "tools/fill_mask.py",
     "fill-spans": "tools/fill_spans.py",
 }

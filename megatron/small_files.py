@@ -79,7 +79,7 @@ def parse_json(text: str | bytes, kind: Any = Any, *, where: str, error: type[Me
         if len(found) < len(pairs):
             names = [name for name, _ in pairs]
             repeated = next(name for name in names if names.count(name) > 1)
-            raise error(f"{where} has the key {_shown(repeated)} twice")
+            raise error(f"{where} has the key {shown(repeated)} twice")
         return found
 
     def whole(digits: str) -> int:
@@ -147,7 +147,7 @@ def _scalars(node: Any, where: str, error: type[MegatronError]) -> Iterator[Any]
         parts = each if isinstance(each, tuple) else (each,)
         if isinstance(each, tuple) and isinstance(each[0].value, str):
             if each[0].value in seen:
-                raise error(f"{where}:{_line(each[0].start_mark)} has the key {_shown(each[0].value)} twice")
+                raise error(f"{where}:{_line(each[0].start_mark)} has the key {shown(each[0].value)} twice")
             seen.add(each[0].value)
         for part in parts:
             yield from _scalars(part, where, error)
@@ -221,7 +221,7 @@ class _Reader:
 
     def wrong(self, value: Any, expected: str, key: str) -> MegatronError:
         where = f"{self.where}: {key} is" if key else f"{self.where} is"
-        return self.error(f"{where} {_shown(value)}; expected {expected}")
+        return self.error(f"{where} {shown(value)}; expected {expected}")
 
 
 def _is_of(value: Any, kind: Any) -> bool:
@@ -245,18 +245,18 @@ def _is_of(value: Any, kind: Any) -> bool:
 def _words(kind: Any) -> str:
     origin = get_origin(kind) or kind
     if origin is Literal:
-        return " or ".join(map(_shown, get_args(kind)))
+        return " or ".join(map(shown, get_args(kind)))
     if origin is Annotated:
         return _words(get_args(kind)[0])
     return _WORDS.get(origin, "a list" if origin in (list, tuple) else "an object")
 
 
 def _joined(key: str, name: str) -> str:
-    shown = name if re.fullmatch(r"[\w./-]{1,60}", name) else _shown(name)
-    return f"{key}.{shown}" if key else shown
+    part = name if re.fullmatch(r"[\w./-]{1,60}", name) else shown(name)
+    return f"{key}.{part}" if key else part
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value as JSON has it, or its beginning."""
     if isinstance(value, (dict, list)):
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from megatron.config.parse import read_given
 from megatron.config.run import RunConfig
 from megatron.config.typed_spellings import errors_as_typed
+from megatron.core.models.bert.config import TokenTypesConfig
 from megatron.core.models.registry import family_of
 from megatron.core.parallel.environment import errors_once_per_node, launch_environment
 from megatron.errors import kept_on_interrupt, run_command
@@ -57,8 +58,9 @@ def settings(argv: Sequence[str], task: Task | None) -> RunConfig:
     defaults, given = DEFAULTS, read_given(argv, TaskConfig)
     if given.value("task") in ZERO_SHOT:
         groups = (TaskConfig, *family_to_evaluate(argv, TaskConfig).groups)
-    elif task is not None and given.value("epochs") != 0:
-        defaults = task.defaults
+    elif task is not None:
+        groups = (TaskConfig, TokenTypesConfig)
+        defaults = DEFAULTS if given.value("epochs") == 0 else task.defaults
     return parse(argv, prog=PROG, groups=groups, defaults=defaults)
 
 

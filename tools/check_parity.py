@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from megatron.config.flags import check_flags, flag
 from megatron.config.run import RunConfig
 from megatron.core.models.registry import family_of
+from megatron.core.parallel.environment import errors_once_per_node, launched_world_size
 from megatron.errors import ConfigError, ParallelError, run_command
 from megatron.planning.shrinking import SMALL_VOCABULARY, on_one_rank, shrunk, without_files
 from megatron.training.pretrain import parse_any_family
@@ -47,6 +48,12 @@ class ParityConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Compare and print a table; 1 when anything differs."""
+    if "LOCAL_RANK" in os.environ and launched_world_size() > 1:
+        with errors_once_per_node():
+            raise ConfigError(
+                "a launcher has started this command several times, and it starts its ranks itself: run it with "
+                f"python tools/check_parity.py, and give --world-size {launched_world_size()}"
+            )
     config = parse_any_family([*argv, "--dry-run"], ParityConfig, prog="check_parity.py")
     parity = config.group(ParityConfig)
     config = without_files(config, vocab_size=vocabulary(config, parity), steps=parity.steps)

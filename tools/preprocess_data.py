@@ -38,7 +38,13 @@ from megatron.core.datasets.metadata import DatasetMetadata, TokenizerStamp
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.encode import EncodedBatch, Encoding, encode_in_order, shared_tokenizer
 from megatron.core.tokenizers.engine import GIGATOKEN, OWN, PROBE_BYTES, EngineChoice, choose_engine
-from megatron.core.tokenizers.sentences import LEARNED_FROM_BYTES, SentenceRules, installed_rules, learned_rules
+from megatron.core.tokenizers.sentences import (
+    LEARNED_FROM_BYTES,
+    SentenceRules,
+    installed_rules,
+    learned_rules,
+    needs_leading_space,
+)
 from megatron.core.tokenizers.text_files import (
     BadLine,
     LineBatch,
@@ -178,7 +184,7 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> T
     tokenizer = shared_tokenizer(tokenizer_config)
     dtype = token_dtype(tokenizer.vocab_size)
     head, batches = _head(read_batches(paths, keys=config.json_keys), config)
-    rules = sentence_rules(config, head) if config.split_sentences else None
+    rules = sentence_rules(config, head, tokenizer) if config.split_sentences else None
     with ThreadPoolExecutor(1) as pool:  # encoding the probe and computing the fingerprint take about equally long
         probe = list(itertools.islice(_texts(head, config.json_keys), 1000))
         choosing = pool.submit(_engine, config, tokenizer, probe, dtype.name)
@@ -323,11 +329,12 @@ def _is_unicode(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def sentence_rules(config: PreprocessConfig, head: Sequence[LineBatch]) -> SentenceRules:
+def sentence_rules(config: PreprocessConfig, head: Sequence[LineBatch], tokenizer: Tokenizer) -> SentenceRules:
     """NLTK's rules of the language if they are installed, else rules that punkt learns from the first batches."""
     texts, keep_whitespace = _texts(head, config.json_keys), config.keep_newlines
     installed = installed_rules(config.lang, keep_whitespace=keep_whitespace)
-    return installed or learned_rules(texts, language=config.lang, keep_whitespace=keep_whitespace)
+    rules = installed or learned_rules(texts, language=config.lang, keep_whitespace=keep_whitespace)
+    return dataclasses.replace(rules, leading_space=not keep_whitespace and needs_leading_space(tokenizer))
 
 
 def _settings(config: PreprocessConfig, stamp: TokenizerStamp, rules: SentenceRules | None) -> dict[str, Any]:

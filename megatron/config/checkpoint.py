@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from megatron.config.flags import check_flags, flag, switch
+from megatron.config.model import ROTARY_FIELDS, ROTARY_TYPES
+
+_CHANGEABLE = frozenset({*ROTARY_FIELDS, "norm_epsilon"} - {"rotary_percent", "rotary_interleaved", "no_rope_freq"})
+
+
+def keeps_meaning(field: str, before: Any, after: Any) -> bool:
+    """Whether weights keep their meaning when a field of the architecture changes, so that a new run on them may do so:
+    how positions are scaled, and what norms add.
+    """
+    return field in _CHANGEABLE or (before in ROTARY_TYPES and after in ROTARY_TYPES)
 
 
 @check_flags
@@ -34,6 +46,26 @@ class CheckpointConfig:
     pretrained_checkpoint: str | None = flag(
         "Folder to take weights from when --load has no checkpoint yet.", default=None
     )
+    load_hf: str | None = flag(
+        "Hugging Face model to start from at iteration 0, a folder or ORG/NAME of the Hub: architecture, tokenizer and "
+        "weights. A run that finds a checkpoint in --load resumes from it and does not read this model.",
+        default=None,
+    )
+    load_hf_proof: Literal["auto", "required", "off"] = flag(
+        "Before training from --load-hf, compare logits with those of transformers. auto: with a remark instead where "
+        "transformers or memory is missing; required: that is an error.",
+        default="auto",
+    )
+    save_hf: str | None = flag(
+        "New folder for the trained model in Hugging Face's format, written after the last iteration; may be a URL.",
+        default=None,
+    )
+    save_hf_interval: int | None = flag(
+        "Iterations between models in --save-hf, a multiple of --save-interval. Each model then has its own folder "
+        "there, iter_0000500, also the last one.",
+        default=None,
+        at_least=1,
+    )
     exit_on_missing_checkpoint: bool = switch(
         "Fail when --load has no checkpoint, even if --load and --save name the same new folder."
     )
@@ -48,11 +80,20 @@ class CheckpointConfig:
     @property
     def may_be_new(self) -> bool:
         """Whether ``--load`` may be empty: it is the ``--save`` folder, and nothing asks for one of its checkpoints."""
-        if self.save is None or self.load is None or self.ckpt_step is not None or self.exit_on_missing_checkpoint:
-            return False
-        return _place(self.save) == _place(self.load)
+        return self.resumes_own and self.ckpt_step is None and not self.exit_on_missing_checkpoint
+
+    @property
+    def resumes_own(self) -> bool:
+        """Whether ``--load`` is the ``--save`` folder, so that a restart of the command resumes what it has saved."""
+        return self.save is not None and self.load is not None and place_of(self.save) == place_of(self.load)
+
+    @property
+    def saved_place(self) -> str:
+        """A digest that names the ``--save`` folder, the same for every start of the command; empty without one."""
+        return "" if self.save is None else hashlib.sha256(place_of(self.save).encode()).hexdigest()[:16]
 
 
-def _place(named: str) -> str:
+def place_of(named: str) -> str:
+    """One spelling of a folder or URL, however it is ``named``."""
     path = named.removeprefix("file://")
     return path.rstrip("/") if "://" in path else os.path.realpath(path)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
+from megatron.config.model import ROTARY_TYPES
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -68,14 +70,17 @@ class FamilyConfig:
 
     ``name``: of the family, as in the registry. ``title``: in messages and ``--model-type``; the name unless given.
     ``position_embedding_types``: values of ``--position-embedding-type`` that such a model has. ``usual_tokenizer``:
-    ``--tokenizer-type`` unless given. ``varying_counts``: what makes microbatches differ in the number of tokens that
-    have a loss, if anything does.
+    ``--tokenizer-type`` unless given. ``fields_of_others``: architecture in ``ModelConfig`` that such a model can't
+    have. ``window_sides``: of a query on which it may see keys of ``--window-size``. ``varying_counts``: what makes
+    microbatches differ in the number of tokens that have a loss, if anything does.
     """
 
     name: ClassVar[str] = "gpt"
-    position_embedding_types: ClassVar[tuple[str, ...]] = ("learned_absolute", "rope", "none")
+    position_embedding_types: ClassVar[tuple[str, ...]] = ("learned_absolute", *ROTARY_TYPES, "alibi", "none")
+    window_sides: ClassVar[int] = 1
     title: ClassVar[str] = "GPT"
     usual_tokenizer: ClassVar[str] = "GPT2BPETokenizer"
+    fields_of_others: ClassVar[tuple[str, ...]] = ()
     varying_counts: ClassVar[str | None] = None
 
     def __init_subclass__(cls) -> None:
@@ -101,6 +106,10 @@ class FamilyConfig:
     def layers_asked(self, model: ModelConfig) -> str:
         """The flags that set the number of layers, with their values."""
         return f"--num-layers {model.num_layers}"
+
+    def more_parts(self, model: ModelConfig) -> Sequence[str]:
+        """What the line about the model in reports says besides what all models have."""
+        return ()
 
     def longest_sequence(self, data: DataConfig) -> int:
         """Length of the longest sequence of a stack, in tokens."""

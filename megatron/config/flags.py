@@ -145,6 +145,8 @@ class FlagSpec:
             given = words(raw) if isinstance(raw, list) else raw
             raise ConfigError(f"{self.positive} is on or off and takes no value, so {given!r} cannot follow it")
         values = list(raw) if isinstance(raw, (list, tuple)) else [raw]
+        if self.is_list and self.kind is not str and len(values) == 1 and isinstance(values[0], str):
+            values = values[0].split(",")
         expected = self.count if self.is_list else 1
         if not values or (expected is not None and len(values) != expected):
             given = f"{len(values)}: {words(values)}" if values else "none"

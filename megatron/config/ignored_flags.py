@@ -87,9 +87,11 @@ the run's settings are printed at the start and saved in every checkpoint
     config-logger-dir
 there is no rerun engine; --no-check-for-nan-in-loss-and-grad turns the check for non-finite losses off
     rerun-mode
+texts are always generated in batches that change at every step, and prompts are read in parts
+    inference-dynamic-batching enable-chunked-prefill
 it is a setting of text generation, not of training
     inference-batch-times-seqlen-threshold max-tokens-to-oom flash-decode inference-logging-step-interval
-    use-legacy-static-engine decode-only-cuda-graphs mlp-chunks-for-prefill disable-chunked-prefill
+    use-legacy-static-engine decode-only-cuda-graphs mlp-chunks-for-prefill
     inference-wandb-logging-step-interval inference-max-batch-size inference-ckpt-non-strict cache-mla-latents
 there is no configuration file of communicators; set NCCL's environment variables
     nccl-communicator-config-path
@@ -115,6 +117,16 @@ gradients are reduced in fp32 unless --grad-reduce-in-bf16
     ddp-reduce-scatter-with-fp32-accumulation
 --distributed-timeout-minutes applies from startup to the end
     distributed-timeout-seconds-after-init
+experts are always computed by grouped products, where a library has them for the type
+    moe-grouped-gemm moe-use-legacy-grouped-gemm
+experts take as many tokens as choose them, without padding
+    moe-pad-expert-input-to-capacity
+shared experts are computed after the others
+    moe-shared-expert-overlap
+routing and its permutations have one implementation
+    moe-permute-fusion moe-router-fusion
+tokens travel to their experts by all-to-all, with the library of --distributed-backend
+    moe-enable-deepep moe-flex-dispatcher-backend moe-deepep-num-sms moe-hybridep-* moe-ncclep-*
 --pipeline-schedule zb-h1 and zb-v defer weight gradients
     delay-wgrad-compute
 DeepSpeed is not used; --use-distributed-optimizer is ZeRO 1

@@ -6,12 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.config.checkpoint import keeps_meaning
 from megatron.config.command import CommandConfig
 from megatron.config.deepspeed import DEEPSPEED_CONFIG, deepspeed_settings
 from megatron.config.files import read_settings, words_of
 from megatron.config.flags import FlagSpec, flags_of, group_name, words
+from megatron.config.layer_patterns import canonical
 from megatron.config.legacy_flags import LEGACY_WORDS, LegacyFlag, legacy_flag
-from megatron.config.run import CORE_GROUPS, CheckpointReader, FlagOwner, nobody
+from megatron.config.model import ROTARY_FIELDS
+from megatron.config.run import CORE_GROUPS, CheckpointReader, FlagOwner, PublishedReader, nobody
 from megatron.config.suggestions import did_you_mean, meant_by
 from megatron.errors import ConfigError
 
@@ -122,43 +125,68 @@ class Intake:
         for field, value in defaults.items():
             self._offer(self._by_field[field], Given(value, f"default of {prog}", COMMAND))
 
-    def read_checkpoint(self, reader: CheckpointReader | None) -> None:
-        """Take the architecture from the settings saved in the checkpoint that ``--load`` names."""
-        if not self.value("use_checkpoint_args"):
+    def read_checkpoint(self, reader: CheckpointReader | None, published: PublishedReader | None) -> None:
+        """Take the architecture from the settings saved in the checkpoint that ``--load`` names, or, while there is
+        none, from the Hugging Face model of ``--load-hf``.
+        """
+        hf, asked = self.value("load_hf"), self.value("use_checkpoint_args")
+        if hf is None and not asked:
             return
         load, pretrained = self.value("load"), self.value("pretrained_checkpoint")
-        path = load or pretrained
-        if path is None:
-            asked = self.given["use_checkpoint_args"]
-            taker = "this command" if asked.rank == COMMAND else "--use-checkpoint-args"
+        path, saved = load or pretrained, None
+        if path is not None:
+            assert reader is not None, "a command with --use-checkpoint-args passes checkpoint_config"
+            saved = reader(path, self.value("ckpt_step") if load else None)
+            if saved is None and load and pretrained:  # a run that has saved nothing yet
+                path, saved = pretrained, reader(pretrained, None)
+        if saved is not None:
+            self._take_architecture(saved, f"checkpoint {path}")
+        elif hf is not None:
+            assert published is not None, "a command with --load-hf passes published_config"
+            self._take_architecture(published(hf, self.groups), f"{hf}/config.json", is_published=True)
+        elif path is None:
+            taker = "this command" if self.given["use_checkpoint_args"].rank == COMMAND else "--use-checkpoint-args"
             sentence = f"{taker} takes the architecture from a checkpoint: name its folder with --load"
             self._wrong(sentence, self._checkpoint_fields())
-            return
-        assert reader is not None, "a command with --use-checkpoint-args passes checkpoint_config"
-        saved = reader(path, self.value("ckpt_step") if load else None)
-        if saved is None and load and pretrained:  # a run that has saved nothing yet
-            path, saved = pretrained, reader(pretrained, None)
-        if saved is None:
+        else:
             sentence = f"there is no checkpoint in {path} to take the architecture from: give another --load or the "
             self._wrong(f"{sentence}sizes as flags", self._checkpoint_fields())
-            return
-        saved = self._with_one_tokenizer(saved)
+
+    def _take_architecture(self, saved: Mapping[str, Any], source: str, *, is_published: bool = False) -> None:
+        """Take what neither flags nor files give. ``is_published``: they must not contradict the architecture."""
+        saved, lost, wrong = self._with_one_tokenizer(saved), self._replaced_positions(saved), list[str]()
+        layers = saved.get("model", {}).get("num_layers")
         for spec in self._checkpoint_fields():
-            value = spec.restore(saved.get(spec.group, {}).get(spec.field))
-            if value is not None:
-                self._offer(spec, Given(value, f"checkpoint {path}", CHECKPOINT))
+            value, known = spec.restore(saved.get(spec.group, {}).get(spec.field)), self.given.get(spec.field)
+            is_given = known is not None and known.rank > CHECKPOINT and spec.options.architecture
+            asked = known.value if known is not None and is_given else value
+            asked = canonical(spec.field, asked, layers) if is_published else asked
+            if is_published and asked != value and not keeps_meaning(spec.field, value, asked):
+                wrong.append(f"{spec.typed(asked)} ({'not set' if value is None else words(value)} there)")
+            elif value is not None and spec.field not in lost:
+                self._offer(spec, Given(value, source, CHECKPOINT))
+        if wrong:
+            self._wrong(f"{', '.join(wrong)}: the architecture comes from {source} of --load-hf; leave the flags out")
+
+    def _replaced_positions(self, saved: Mapping[str, Any]) -> set[str]:
+        """Settings of the saved model's rotary positions that those of a given, other type lack."""
+        given, before = self.given.get("position_embedding_type"), saved.get("model", {}).get("position_embedding_type")
+        if given is None or given.rank <= CHECKPOINT or given.value == before:
+            return set()
+        lacking = {field for field, types in ROTARY_FIELDS.items() if given.value not in types}
+        return lacking - {"original_max_position_embeddings"} if self.value("use_rope_scaling") else lacking
 
     def _with_one_tokenizer(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
         """The saved settings, without those of the tokenizer if another kind is given; the vocabulary size stays."""
         own: Mapping[str, Any] = saved.get("tokenizer") or {}
         kind, rows = own.get("tokenizer_type"), own.get("vocab_size")
         given = {field: each.value for field, each in self.given.items() if each.rank > CHECKPOINT}
-        if kind == "NullTokenizer" and not given.keys().isdisjoint(("vocab_file", "merge_file", "tokenizer_model")):
+        if any(own.get(file) is None for file in ("vocab_file", "merge_file", "tokenizer_model") if file in given):
             given.setdefault("tokenizer_type", None)  # what follows from the files
         if given.get("tokenizer_type", kind) == kind:
             return saved
-        if kind == "NullTokenizer" and rows is not None:
-            rows += 1  # the id that ends documents
+        if rows is not None:  # of the model: a NullTokenizer adds the id that ends documents
+            rows += (kind == "NullTokenizer") - (given.get("tokenizer_type") == "NullTokenizer")
         return {**saved, "tokenizer": {"vocab_size": rows}}
 
     def _checkpoint_fields(self) -> Iterator[FlagSpec]:

@@ -92,10 +92,13 @@ _SAME_VALUE = {
     "pipeline_model_parallel_size": "pipeline-parallel-size",
     "untie_embeddings_and_output_weights": "no-tie-embed-logits",
     "accumulate_allreduce_grads_in_fp32": "fp32-allreduce",
+    "final_logit_softcapping": "output-logit-softcapping",
 }
 
 _OTHERS = {
     "use-rotary-position-embeddings use-llama2-rotary-position-embeddings": taken_as(position_embedding_type="rope"),
+    "use-alibi-position-embeddings": taken_as(position_embedding_type="alibi"),
+    "add-rmsnorm-offset": taken_as(apply_layernorm_1p=True),
     "use-rms-norm": taken_as(normalization="RMSNorm"),
     "apply-query-key-layer-scaling": taken_as(
         "dividing scores by the layer number and multiplying them back in the softmax cancels out",
@@ -166,9 +169,7 @@ _HARMLESS = {
     "num-distributed-optimizer-instances": "1",
     "ds-sequence-parallel-size": "1",
     "remote-device": "none",
-    "softmax-type": "vanilla",
     "rope-type": "rope",
-    "glu-linear-offset": "0 0.0",
     "most-recent-k": "-1",
     "exit-signal": "SIGTERM SIGINT SIGUSR1 SIGUSR2",
     "mlp-type": "standard",
@@ -183,7 +184,6 @@ _HARMLESS = {
     "expert-model-parallel-size": "1",
     "expert-tensor-parallel-size": "1",
     "moe-layer-freq": "1",
-    "mtp-num-layers": "0",
     "cuda-graph-impl": "none",
     "main-grads-dtype": "fp32",
     "main-params-dtype": "fp32",

@@ -2,22 +2,51 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, cast
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
 
 from megatron.config.flags import check_flags, derive, flag, switch
+from megatron.config.latent_attention import LatentAttentionConfig
+from megatron.config.layer_patterns import canonical, marked_layers, shortened, window_layers
+from megatron.config.multi_token import MultiTokenConfig
 
-Activation = Literal["gelu_tanh", "gelu", "relu", "squared_relu", "swiglu", "geglu_tanh", "geglu"]
-Nonlinearity = Literal["gelu_tanh", "gelu", "silu", "relu", "squared_relu"]
+Activation = Literal["gelu_tanh", "gelu", "relu", "squared_relu", "swiglu", "geglu_tanh", "geglu", "quick_geglu"]
+Nonlinearity = Literal["gelu_tanh", "gelu", "quick_gelu", "silu", "relu", "squared_relu"]
 
-_GATES: dict[str, Nonlinearity] = {"swiglu": "silu", "geglu_tanh": "gelu_tanh", "geglu": "gelu"}
+LAYER_BIASES = ("add_qkv_bias", "add_attention_output_bias", "add_mlp_bias")
+"""Biases that ``add_bias_linear`` adds together."""
+
+PATTERNS = ("window_attn_skip_freq", "no_rope_freq")
+"""Fields that say which layers have something."""
+
+_GATES: dict[str, Nonlinearity] = {
+    "swiglu": "silu",
+    "geglu_tanh": "gelu_tanh",
+    "geglu": "gelu",
+    "quick_geglu": "quick_gelu",
+}
+
+ROTARY_TYPES = ("rope", "yarn", "dynamic_ntk", "longrope")
+"""Values of ``position_embedding_type`` that turn queries and keys by their positions."""
+ROTARY_FIELDS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("rotary_percent", "rotary_base", "rotary_base_local", "rotary_interleaved"), ROTARY_TYPES),
+    "no_rope_freq": ROTARY_TYPES,
+    **dict.fromkeys(("rotary_seq_len_interpolation_factor", "use_rope_scaling"), ("rope",)),
+    **dict.fromkeys(("rope_scaling_factor", "rope_low_freq_factor", "rope_high_freq_factor"), ("rope",)),
+    **dict.fromkeys(("original_max_position_embeddings", "rotary_scaling_factor"), ROTARY_TYPES[1:]),
+    "rotary_attention_factor": ("yarn", "longrope"),
+    **dict.fromkeys(("yarn_beta_fast", "yarn_beta_slow", "yarn_correction_range_round_to_int"), ("yarn",)),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), ("yarn",)),
+    **dict.fromkeys(("longrope_short_factors", "longrope_long_factors"), ("longrope",)),
+}
+"""Settings of rotary positions, and the types that have them; ``use_rope_scaling`` has an original length, too."""
 
 _FLASH = "auto takes sdpa, PyTorch's fused and flash kernels, wherever they support the request"
 
 
 @check_flags
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(LatentAttentionConfig, MultiTokenConfig):
     """The transformer. Sizes that are not given follow from the others."""
 
     num_layers: int = flag("Transformer layers.", at_least=1, at_most=10_000, architecture=True)
@@ -32,8 +61,11 @@ class ModelConfig:
     num_attention_heads: int = flag("Query heads of each attention layer.", at_least=1, architecture=True)
     kv_channels: int = flag(
         "Width of one attention head.",
-        derived="hidden size / heads",
-        follows=("hidden_size", "num_attention_heads"),
+        derived="hidden size / heads; with --multi-latent-attention --qk-head-dim + --qk-pos-emb-head-dim",
+        follows=(
+            *("hidden_size", "num_attention_heads"),
+            *("multi_latent_attention", "qk_head_dim", "qk_pos_emb_head_dim"),
+        ),
         at_least=1,
         architecture=True,
     )
@@ -46,20 +78,29 @@ class ModelConfig:
         architecture=True,
     )
     max_position_embeddings: int = flag(
-        "Longest sequence the model may see; rows of the learned position table.",
+        "Longest sequence the model may see; positions of the learned table.",
         derived="--seq-length",
         follows=("seq_length", "decoder_seq_length"),
         at_least=1,
         from_checkpoint=True,
     )
-    position_embedding_type: Literal["learned_absolute", "rope", "relative", "none"] = flag(
-        "Position embedding type; relative: a learned bias on attention scores, for encoder-decoder models.",
+    position_embedding_offset: int = flag(
+        "Rows of the learned position table before that of position 0: 2 in OPT, the padding id + 1 in some encoders.",
+        default=0,
+        at_least=0,
+        at_most=1024,
+        architecture=True,
+    )
+    position_embedding_type: Literal[
+        "learned_absolute", "rope", "yarn", "dynamic_ntk", "longrope", "alibi", "relative", "none"
+    ] = flag(
+        "Position embedding type. rope: rotary positions; yarn, dynamic_ntk and longrope: rotary positions scaled for "
+        "sequences longer than --original-max-position-embeddings; alibi: scores fall with the distance, at a slope "
+        "for each head; relative: a learned bias on attention scores, for encoder-decoder models.",
         default="learned_absolute",
         renamed_values={"rotary": ("rope", ""), "absolute": ("learned_absolute", "")},
         refused_values={
             "mrope": "positions of images are outside this project; use rope",
-            "alibi": "ALiBi is not available yet; use rope",
-            "yarn": "YaRN is not available yet; use rope, with --use-rope-scaling as Llama 3 does",
         },
         architecture=True,
     )
@@ -67,6 +108,19 @@ class ModelConfig:
         "Fraction of each head's width that is rotated.", default=1.0, above=0, at_most=1, architecture=True
     )
     rotary_base: float = flag("Base of the rotary frequencies (theta).", default=10000.0, above=1, architecture=True)
+    rotary_base_local: float | None = flag(
+        "Base of the rotary frequencies in layers with a window (--window-size), which are then not scaled; without it "
+        "these layers have the frequencies of the others.",
+        default=None,
+        above=1,
+        architecture=True,
+    )
+    no_rope_freq: str | None = flag(
+        "Layers without rotary positions: N for every N-th layer, or a list such as '[0]*3+[1]' with a 1 for each "
+        "such layer.",
+        default=None,
+        architecture=True,
+    )
     rotary_interleaved: bool = switch(
         "Rotate neighbouring pairs instead of the two halves of a head.", architecture=True
     )
@@ -75,6 +129,93 @@ class ModelConfig:
     )
     use_rope_scaling: bool = switch("Scale rotary frequencies as Llama 3 does.", architecture=True)
     rope_scaling_factor: float = flag("Factor of --use-rope-scaling.", default=8.0, at_least=1, architecture=True)
+    rope_low_freq_factor: float = flag(
+        "Frequencies that turn fewer times than this within the original length are divided (--use-rope-scaling).",
+        default=1.0,
+        above=0,
+        aliases=("--low-freq-factor",),
+        architecture=True,
+    )
+    rope_high_freq_factor: float = flag(
+        "Frequencies that turn more times than this within the original length are kept (--use-rope-scaling).",
+        default=4.0,
+        above=0,
+        aliases=("--high-freq-factor",),
+        architecture=True,
+    )
+    original_max_position_embeddings: int | None = flag(
+        "Length of the sequences that the model was trained on before its rotary positions were scaled.",
+        derived="8192 with --use-rope-scaling",
+        follows=("use_rope_scaling",),
+        at_least=2,
+        aliases=(
+            "--yarn-original-max-position-embeddings",
+            "--rope-scaling-original-max-position-embeddings",
+        ),
+        architecture=True,
+    )
+    rotary_scaling_factor: float = flag(
+        "How many times the original length the model reads with yarn, dynamic_ntk or longrope.",
+        default=1.0,
+        at_least=1,
+        architecture=True,
+    )
+    rotary_attention_factor: float | None = flag(
+        "Factor of rotated queries and of rotated keys with yarn or longrope; follows from --rotary-scaling-factor "
+        "unless given.",
+        default=None,
+        above=0,
+        architecture=True,
+    )
+    yarn_beta_fast: float = flag(
+        "YaRN keeps frequencies that turn more often than this within the original length.",
+        default=32.0,
+        above=0,
+        aliases=("--beta-fast", "--rope-scaling-beta-fast"),
+        architecture=True,
+    )
+    yarn_beta_slow: float = flag(
+        "YaRN divides frequencies that turn less often than this within the original length.",
+        default=1.0,
+        above=0,
+        aliases=("--beta-slow", "--rope-scaling-beta-slow"),
+        architecture=True,
+    )
+    yarn_correction_range_round_to_int: bool = switch(
+        "Don't round the range between YaRN's two frequencies to whole pairs of channels.",
+        off="--no-yarn-correction-range-round-to-int",
+        architecture=True,
+    )
+    mscale: float = flag(
+        "YaRN: with --mscale-all-dim, the attention factor is (0.1 mscale ln(factor) + 1) / (0.1 mscale-all-dim "
+        "ln(factor) + 1).",
+        default=1.0,
+        at_least=0,
+        aliases=("--rope-scaling-mscale",),
+        architecture=True,
+    )
+    mscale_all_dim: float = flag(
+        "YaRN: see --mscale. With --multi-latent-attention scores are multiplied by the square of (0.1 mscale-all-dim "
+        "ln(factor) + 1), too.",
+        default=0.0,
+        at_least=0,
+        aliases=("--rope-scaling-mscale-all-dim",),
+        architecture=True,
+    )
+    longrope_short_factors: tuple[float, ...] = flag(
+        "LongRoPE's divisor of each rotary frequency in sequences up to the original length.",
+        default=(),
+        above=0,
+        aliases=("--short-factor",),
+        architecture=True,
+    )
+    longrope_long_factors: tuple[float, ...] = flag(
+        "LongRoPE's divisor of each rotary frequency in longer sequences.",
+        default=(),
+        above=0,
+        aliases=("--long-factor",),
+        architecture=True,
+    )
     normalization: Literal["LayerNorm", "RMSNorm"] = flag(
         "Kind of norm.",
         default="LayerNorm",
@@ -85,25 +226,72 @@ class ModelConfig:
     apply_layernorm_1p: bool = switch(
         "Store norm weights minus one, so that a weight of zero scales by one.", architecture=True
     )
+    norm_parameters: Literal["weight_and_bias", "weight", "none"] = flag(
+        "What norms have beside the normalization. RMSNorm has no bias.", default="weight_and_bias", architecture=True
+    )
+    norm_placement: Literal["before", "after", "both"] = flag(
+        "Where a layer has its norms: before each sublayer; after it, on what is added to the residual (OLMo 2); or "
+        "both (Gemma 2).",
+        default="before",
+        architecture=True,
+    )
     apply_residual_connection_post_layernorm: bool = switch(
         "Post-LN: the residual branches off after the norm.", architecture=True
+    )
+    embedding_norm: bool = switch(
+        "Apply a norm to the embedding, before its dropout (BLOOM).", aliases=("--embed-layernorm",), architecture=True
+    )
+    first_attention_norm: bool = switch(
+        "No norm before the attention of the first layer, for models whose embedding has one.",
+        off="--no-first-attention-norm",
+        architecture=True,
+    )
+    parallel_attention: bool = switch(
+        "Compute attention and MLP from the same hidden states and add both: x + attention(norm(x)) + mlp(norm(x)).",
+        aliases=("--parallel-attn",),
+        architecture=True,
+    )
+    parallel_layernorm: bool = switch(
+        "Give the MLP a norm of its own with --parallel-attention (Pythia); else both read one norm (Falcon 7B).",
+        architecture=True,
     )
     add_bias_linear: bool = switch("No biases in linear layers.", off="--disable-bias-linear", architecture=True)
     add_qkv_bias: bool = switch(
         "Add biases to the query/key/value layer; always on without --disable-bias-linear.", architecture=True
     )
+    add_attention_output_bias: bool = switch(
+        "Add biases to the output layer of attention; always on without --disable-bias-linear.",
+        aliases=("--add-dense-bias",),
+        architecture=True,
+    )
+    add_mlp_bias: bool = switch(
+        "Add biases to both layers of the MLP; always on without --disable-bias-linear.", architecture=True
+    )
+    add_output_layer_bias: bool = switch("Add a bias to the logits.", architecture=True)
     activation: Activation = flag(  # noqa: RUF009
-        "Activation of the MLP. gelu uses the error function, gelu_tanh its tanh approximation; swiglu, geglu and "
-        "geglu_tanh have a gate.",
+        "Activation of the MLP. gelu uses the error function, gelu_tanh its tanh approximation, quick_geglu "
+        "that by a sigmoid; swiglu, geglu, geglu_tanh and quick_geglu have a gate.",
         default="gelu_tanh",
         short_forms={
             "--swiglu": "swiglu",
             "--geglu": "geglu_tanh",
+            "--quick-geglu": "quick_geglu",
             "--relu": "relu",
             "--squared-relu": "squared_relu",
             "--exact-gelu": "gelu",
         },
         combined={frozenset({"geglu_tanh", "gelu"}): "geglu"},
+        architecture=True,
+    )
+    activation_func_clamp_value: float | None = flag(
+        "Cut off the gates of a gated MLP above this, and its values beyond it on both sides (arXiv:2508.10925: 7).",
+        default=None,
+        above=0,
+        architecture=True,
+    )
+    glu_linear_offset: float = flag(
+        "Add this to the values of a gated MLP, which gates multiply (arXiv:2508.10925: 1).",
+        default=0.0,
         architecture=True,
     )
     softmax_scale: float | None = flag(
@@ -112,9 +300,59 @@ class ModelConfig:
         above=0,
         architecture=True,
     )
-    qk_layernorm: bool = switch("Apply the norm to the queries and keys of each head.", architecture=True)
+    window_size: tuple[int, int] | None = flag(
+        "Sliding window: how many keys before and after its own position a query sees, such as 4095,0.",
+        default=None,
+        at_least=0,
+        architecture=True,
+    )
+    window_attn_skip_freq: str | None = flag(
+        "Layers with full attention beside those with a window: every N-th for a number N; or a list such as "
+        "'[1]*5+[0]' with 1 for a window.",
+        default=None,
+        architecture=True,
+    )
+    attn_logit_softcapping: float | None = flag(
+        "Soft cap c of scaled attention scores s: c tanh(s / c), as in Gemma 2.",
+        default=None,
+        above=0,
+        architecture=True,
+    )
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = flag(
+        "Attention sinks: off-by-one adds 1 to the softmax's sum, learnable a learned number for each head.",
+        default="vanilla",
+        architecture=True,
+    )
+    qk_layernorm: bool = switch("Apply the norm to queries and keys.", architecture=True)
+    qk_layernorm_kind: Literal["shared", "per_head", "all_heads"] = flag(
+        "What --qk-layernorm normalizes: shared: each head, with one weight for all of them (Qwen 3); per_head: each "
+        "head, with a weight of its own and no bias (Cohere, StableLM); all_heads: all heads together (OLMo 2).",
+        default="shared",
+        architecture=True,
+    )
+    qk_l2_norm: bool = switch(
+        "Divide each head's queries and keys by their root mean square, without weights (Llama 4).", architecture=True
+    )
+    clip_qkv: float | None = flag(
+        "Clip queries, keys and values to at most this absolute value.", default=None, above=0, architecture=True
+    )
     untie_embeddings_and_output_weights: bool = switch(
         "Use separate weights for the output layer, not those of the word embeddings.", architecture=True
+    )
+    embedding_multiplier: float = flag(
+        "Multiply word embeddings by this, rounded to the type of the weights as in Gemma.",
+        default=1.0,
+        above=0,
+        architecture=True,
+    )
+    residual_multiplier: float = flag(
+        "Multiply what each sublayer adds to the residual by this (Granite).", default=1.0, above=0, architecture=True
+    )
+    logits_multiplier: float = flag(
+        "Multiply logits by this (Cohere; 1 / Granite's logits_scaling).", default=1.0, above=0, architecture=True
+    )
+    final_logit_softcapping: float | None = flag(
+        "Cap logits softly: cap x tanh(logits / cap) (Gemma 2).", default=None, above=0, architecture=True
     )
     attention_dropout: float = flag(
         "Dropout on attention probabilities.", default=0.1, at_least=0, below=1, from_checkpoint=True
@@ -156,12 +394,20 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         heads = max(self.num_attention_heads, 1)
+        if self.multi_latent_attention:
+            object.__setattr__(self, "kv_channels", self.qk_head_dim + self.qk_pos_emb_head_dim)
         derive(self, "kv_channels", self.hidden_size // heads)
         derive(self, "num_query_groups", 1 if self.group_query_attention else self.num_attention_heads)
         gated_width = self.hidden_size * 8 // 3 // 64 * 64
         derive(self, "ffn_hidden_size", (gated_width or 64) if self.gated else 4 * self.hidden_size)
+        for pattern in PATTERNS:  # two spellings become equal; a rule says what is wrong with one
+            if getattr(self, pattern) is not None:
+                object.__setattr__(self, pattern, canonical(pattern, getattr(self, pattern), self.num_layers))
+        if self.use_rope_scaling:
+            derive(self, "original_max_position_embeddings", 8192)
         if self.add_bias_linear:
-            object.__setattr__(self, "add_qkv_bias", True)
+            for each in LAYER_BIASES:
+                object.__setattr__(self, each, True)
 
     @property
     def nonlinearity(self) -> Nonlinearity:
@@ -169,9 +415,55 @@ class ModelConfig:
         return _GATES.get(self.activation) or cast(Nonlinearity, self.activation)
 
     @property
+    def has_qk_norms(self) -> bool:
+        """Whether queries and keys are normalized in any way."""
+        return self.qk_layernorm or self.qk_l2_norm
+
+    @property
     def gated(self) -> bool:
         """Whether the MLP has a gate: its first matmul is then twice as wide."""
         return self.activation in _GATES
+
+    def window_of(self, layer: int) -> tuple[int, int] | None:
+        """Keys before and after its own that a query sees in ``layer``, counted from 0; None for all. Layers of
+        multi-token prediction come after the last, and are like it.
+
+        Raises ConfigError for a pattern of layers that isn't one.
+        """
+        if self.window_size is None:
+            return None
+        layers = window_layers(self.window_attn_skip_freq, self.num_layers)
+        return self.window_size if layers[min(layer, self.num_layers - 1)] else None
+
+    def of_depth(self, num_layers: int) -> ModelConfig:
+        """The first ``num_layers`` layers of this model."""
+        patterns: Any = {each: shortened(getattr(self, each), self.num_layers, num_layers) for each in PATTERNS}
+        return replace(self, num_layers=num_layers, **patterns)
+
+    @property
+    def is_rotary(self) -> bool:
+        """Whether queries and keys are turned by their positions."""
+        return self.position_embedding_type in ROTARY_TYPES
+
+    def has_rotary(self, layer: int) -> bool:
+        """Whether queries and keys are turned in ``layer``, counted from 0; see ``window_of``.
+
+        Raises ConfigError for a pattern of layers that isn't one.
+        """
+        if self.no_rope_freq is None:
+            return self.is_rotary
+        marked = marked_layers(self.no_rope_freq, self.num_layers, flag="--no-rope-freq")
+        return self.is_rotary and not marked[min(layer, self.num_layers - 1)]
+
+    @property
+    def rotary_width(self) -> int:
+        """Channels of each head that are turned."""
+        return int(self.positional_width * self.rotary_percent)
+
+    @property
+    def positional_width(self) -> int:
+        """Channels of each head, of which ``rotary_percent`` are turned."""
+        return self.qk_pos_emb_head_dim if self.multi_latent_attention else self.kv_channels
 
     def padded_vocab_size(self, tensor_model_parallel_size: int) -> int:
         """Rows of the word embeddings over all ranks; ``vocab_size`` must be known."""

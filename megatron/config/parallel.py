@@ -49,8 +49,8 @@ class ParallelConfig:
         "Count output and loss as a layer when layers are divided over stages."
     )
     pipeline_model_parallel_layout: str | None = flag(
-        "Contents of the stages, in order: E is the embedding, t a layer, L the loss; a bar separates stages; *N "
-        "repeats the letter, bar or parentheses before it.",
+        "Contents of the stages, in order: E is the embedding, t a layer, m a layer of multi-token prediction, L the "
+        "loss; a bar separates stages; *N repeats the letter, bar or parentheses before it.",
         default=None,
     )
     stage_layers: tuple[int, ...] | None = flag(
@@ -75,6 +75,14 @@ class ParallelConfig:
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = flag(
         "With --cp-comm-type a2a+p2p: number of ranks of an a2a group, and of a ring.", default=None, at_least=1
     )
+    expert_model_parallel_size: int = flag(
+        "Ranks that divide the experts of a layer among them, out of those of tensor, context and data parallelism.",
+        default=1,
+        at_least=1,
+    )
+    expert_tensor_parallel_size: int | None = flag(
+        "Ranks that split each expert's matrices; --tensor-model-parallel-size unless given.", default=None, at_least=1
+    )
     sequence_parallel: bool = switch("Also split activations along the sequence between the tensor-parallel matmuls.")
     use_tp_pp_dp_mapping: bool = switch(
         "Number ranks in the order tensor, context, pipeline, data (fastest first) instead of tensor, context, "
@@ -94,6 +102,11 @@ class ParallelConfig:
     distributed_timeout_minutes: float = flag(
         "Minutes a collective may wait for a rank; then the run ends and names the rank.", default=10.0, above=0
     )
+
+    @property
+    def etp(self) -> int:
+        """Ranks that split each expert's matrices."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     @property
     def cp_comm_types(self) -> tuple[CpCommType, ...]:

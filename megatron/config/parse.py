@@ -13,7 +13,7 @@ from megatron.config.intake import Intake
 from megatron.config.legacy_flags import LegacyFlag
 from megatron.config.rules import failures, listed, remarks
 from megatron.config.rules.remarking import without_effect
-from megatron.config.run import CORE_GROUPS, CheckpointReader, FlagOwner, RunConfig
+from megatron.config.run import CORE_GROUPS, CheckpointReader, FlagOwner, PublishedReader, RunConfig
 from megatron.config.typed_spellings import as_typed
 from megatron.errors import ConfigError
 
@@ -26,6 +26,7 @@ def parse_run(
     extra_groups: Sequence[type],
     owner_of: FlagOwner,
     checkpoint_config: CheckpointReader | None,
+    published_config: PublishedReader | None,
     defaults: Mapping[str, Any],
 ) -> RunConfig:
     """See ``RunConfig.parse``."""
@@ -34,7 +35,7 @@ def parse_run(
     intake = Intake(groups, owner_of=owner_of)
     intake.read_command_line(argv)
     intake.read_defaults(defaults, prog)
-    intake.read_checkpoint(checkpoint_config)
+    intake.read_checkpoint(checkpoint_config, published_config)
     intake.finish()
     command: CommandConfig = intake.build(CommandConfig)
     out_of_bounds = dict(_out_of_bounds(command))

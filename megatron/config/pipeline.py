@@ -11,8 +11,8 @@ from megatron.config.flags import one_of
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 
-_EMBEDDING, _LAYER, _LOSS = "E", "t", "L"
-_TOKEN = re.compile(r"(?:([EtL|()])(?:(?<!\()\*(\d+))?)|(\*\d*|.)")  # a letter and its repetitions, or what is wrong
+_EMBEDDING, _LAYER, _LATER, _LOSS = "E", "t", "m", "L"
+_TOKEN = re.compile(r"(?:([EtmL|()])(?:(?<!\()\*(\d+))?)|(\*\d*|.)")  # a letter and its repetitions, or what is wrong
 _LONGEST = 100_000  # letters of a layout
 _MOST_PASSES = 500_000  # largest schedule that is computed
 LAYOUT_EXAMPLE = "'Et*2|t*3|t*2L' for 7 layers in 3 stages"
@@ -105,7 +105,13 @@ def stage_sizes(run: RunConfig) -> list[int]:
     """
     parallel, layers, stages = run.parallel, run.num_layers, num_stages(run)
     if parallel.pipeline_model_parallel_layout is not None:
-        sizes = [stage.count(_LAYER) for stage in parse_layout(parallel.pipeline_model_parallel_layout)]
+        layout = parse_layout(parallel.pipeline_model_parallel_layout)
+        sizes, later = [stage.count(_LAYER) for stage in layout], layout[-1].count(_LATER)
+        if later and later != run.model.mtp_num_layers:
+            raise ConfigError(
+                f"--pipeline-model-parallel-layout holds {later} layers of multi-token prediction (m) but "
+                f"--mtp-num-layers is {run.model.mtp_num_layers}; write as many"
+            )
         if sum(sizes) != layers:
             raise ConfigError(
                 f"--pipeline-model-parallel-layout holds {sum(sizes)} layers (t) but the model has "
@@ -179,8 +185,9 @@ def _sizes_with_given_ends(run: RunConfig) -> list[int]:
 def parse_layout(text: str) -> list[str]:
     """Stages of a ``--pipeline-model-parallel-layout``: ``Et*2|(t|)*2tL`` is ``Ett``, ``t``, ``t``, ``tL``.
 
-    ``E`` embedding, ``t`` layer, ``L`` final norm, output and loss, ``|`` between stages, ``x*3`` or ``(xy)*3`` three
-    times, ``,`` nothing. Raises ConfigError for anything else, and when an end or a stage is missing.
+    ``E`` embedding, ``t`` layer, ``m`` layer of multi-token prediction, ``L`` final norm, output and loss, ``|``
+    between stages, ``x*3`` or ``(xy)*3`` three times, ``,`` nothing. Raises ConfigError for anything else, and when an
+    end or a stage is missing.
     """
     stages = _expanded(text).split("|")
     whole = "".join(stages)
@@ -193,6 +200,10 @@ def parse_layout(text: str) -> list[str]:
                 f"--pipeline-model-parallel-layout {text!r} needs {letter}, {what}, once and {place}; write it like "
                 f"{LAYOUT_EXAMPLE}"
             )
+    if _LATER in "|".join(stages)[: -len(_LOSS)].rstrip(_LATER):
+        raise ConfigError(
+            f"--pipeline-model-parallel-layout {text!r}: m, multi-token prediction, is on the last stage, before L"
+        )
     if "" in stages:
         raise ConfigError(
             f"--pipeline-model-parallel-layout {text!r}: stage {stages.index('')} is empty; give it a layer (t) or "
@@ -223,11 +234,11 @@ def _expanded(text: str) -> str:
 
 
 def _not_in_a_layout(where: str, token: str) -> ConfigError:
-    if token == "m":
-        return ConfigError(f"{where} has m, multi-token prediction, which is not available yet; leave it out")
     if token.startswith("*"):
-        return ConfigError(f"{where}: {token} must follow E, t, L, | or a ) and have a number, as in t*3")
-    return ConfigError(f"{where} has {token!r}; it consists of E, t, L, |, (, ), * and numbers, like {LAYOUT_EXAMPLE}")
+        return ConfigError(f"{where}: {token} must follow E, t, m, L, | or a ) and have a number, as in t*3")
+    return ConfigError(
+        f"{where} has {token!r}; it consists of E, t, m, L, |, (, ), * and numbers, like {LAYOUT_EXAMPLE}"
+    )
 
 
 @dataclass(frozen=True)

@@ -97,14 +97,14 @@ give the blend of each split with --train-data-path, --valid-data-path and --tes
 with --per-split-data-args-path
     train-weighted-split-paths train-weighted-split-paths-path valid-weighted-split-paths
     valid-weighted-split-paths-path test-weighted-split-paths test-weighted-split-paths-path
-layers are pre-norm, with attention before the MLP; leave it out to train that model
-    parallel-attn parallel-layernorm use-post-ln post-norm
+give --norm-placement; the original post-norm transformer is --apply-residual-connection-post-layernorm
+    use-post-ln post-norm
 give --softmax-scale: 1 divided by the square root of this number
     query-pre-attn-scalar
 for instruction data use tools/preprocess_sft.py and --sft; for pretraining leave it out
     loss-on-targets-only norm-target-loss prompt-type is-instruction-dataset stage data-type train-mode dataset
     max-padding-length fix-sub-seq-length variable-seq-lengths neat-pack no-pad-to-seq-lengths
-convert the model first: tools/checkpoint/convert.py
+start from a Hugging Face model with --load-hf FOLDER
     enable-hf2mg-convert load-hf-checkpoint
 recomputation is --recompute-granularity full (layers) or --recompute-granularity selective (attention core)
     recompute-activation-function recompute-activation-function-num-layers recompute-norm recompute-norm-num-layers
@@ -131,44 +131,57 @@ encoder and decoder share the model-parallel sizes; leave it out
     torch-fsdp2-no-reshard-after-forward
 skipping iterations is not available yet; leave it out
     iterations-to-skip skip-train-iteration-range
-attention with another softmax is not available yet; leave it out
-    softmax-type
-attention within a window is not available yet; leave it out for full attention
-    cp-window-size window-attn-skip-freq window-size sliding-window-size interleave-sliding-window
-an L2 norm of queries and keys is not available yet; --qk-layernorm has learned weights
-    qk-l2-norm
-layers without rotary positions are not available yet; leave it out
-    no-rope-freq
-YaRN is not available yet; leave it out, or use --use-rope-scaling as Llama 3 does
-    rope-type rope-scaling-* beta-fast beta-slow dynamic-factor rotary-scale-factor
+give --window-size with the keys before and after a query
+    cp-window-size sliding-window-size interleave-sliding-window
+give --position-embedding-type yarn, longrope or dynamic_ntk with --rotary-scaling-factor and
+--original-max-position-embeddings, or --use-rope-scaling for Llama 3's scaling
+    rope-type rope-scaling-* dynamic-factor rotary-scale-factor
 LoRA is not available yet; leave it out to train all weights
     lora-*
-MiniCPM's scaled embeddings and layers are not available yet; leave it out
+for MiniCPM's scales give --embedding-multiplier (scale-emb), --residual-multiplier (scale-depth / sqrt(layers)) and
+--logits-multiplier (dim-model-base / hidden size)
     scale-emb scale-depth dim-model-base
 a gate on the output of attention is not available yet; leave it out
     attention-output-gate
 choose with --activation
     no-swiglu no-geglu no-relu no-squared-relu no-exact-gelu
-it is not available yet; the gated MLPs are --swiglu and --geglu
-    quick-geglu activation-func-clamp-value glu-linear-offset
 a separate standard deviation for embeddings is not available yet; use --init-method-std
     embedding-init-method-std
 fp8 is not available yet; train with --bf16
     fp8-* reuse-grad-buf-for-mxfp8-param-ag kitchen-config-file kitchen-recipe-number te-precision-config-file
     no-fp8-wgrad first-last-layers-bf16 num-layers-at-start-in-bf16 num-layers-at-end-in-bf16
-mixture of experts is not available yet; leave it out for a dense model
-    moe-* fix-router first-k-dense-replace overlap-moe-expert-parallel-comm num-experts-teacher expert-interval mlp-type
-    topk noisy-gate-policy create-moe-param-group disable-moe-token-dropping expert-model-parallel-size
-    expert-tensor-parallel-size num-experts moe-layer-freq
+give --moe-layer-freq with the layers that have experts
+    first-k-dense-replace expert-interval
+give --num-experts and --moe-router-topk
+    mlp-type topk
+give --moe-router-num-groups with a group for each device, and --moe-router-group-topk
+    moe-router-topk-limited-devices
+give --expert-tensor-parallel-size
+    moe-extended-tp
+train with --bf16: experts in fp8, CUDA graphs of experts and their buffers are not available
+    moe-router-padding-for-quantization moe-router-padding-for-fp8 moe-paged-stash* moe-use-grouped-tensor
+    moe-single-grouped-* moe-mlp-glu-interleave-size moe-expert-rank-capacity-factor moe-enable-routing-replay
+weights of chosen experts multiply their activations; scaling their inputs instead is not available
+    moe-apply-probs-on-input
+experts in a projected width are not available; leave it out
+    moe-latent-size
+random numbers on a router's input depend on the layout of ranks; leave it out
+    moe-input-jitter-eps
+a router is trained with the rest of the model; --freeze '*.router.*' keeps it as it is
+    fix-router
+make the checkpoint of experts first, with tools/checkpoint/upcycle.py, and start from it with --load and --finetune
+    moe-use-upcycling moe-upcycling-granularity
+experts have no such setting here; leave it out
+    moe-* num-experts-teacher noisy-gate-policy create-moe-param-group disable-moe-token-dropping
+a pass over one microbatch is not computed beside another one's communication; leave it out
+    overlap-moe-expert-parallel-comm
 reinforcement learning is not available: this project pretrains; leave it out
     rl-* rollout-* sglang-* vllm-* advantage-estimator kl-loss-coef kl-loss-type kl-coef use-kl-loss entropy-coef
     eps-clip eps-clip-high use-dynamic-batch-size max-tokens-per-gpu langrl-* grpo-* perform-rl-step
 Mamba and hybrid models are not available yet; leave it out for a transformer
     hybrid-* mamba-* disable-mamba-mem-eff-path is-hybrid-model
-a norm after the embedding is not available yet; leave it out to train without it
-    embed-layernorm embedding-norm input-embeds-norm
-ALiBi is not available yet; use --position-embedding-type rope
-    use-alibi-position-embeddings
+for Gemma's factor of the embeddings give --embedding-multiplier with the square root of --hidden-size
+    input-embeds-norm
 offloading to CPU memory is not available yet; --recompute-granularity full, --use-distributed-optimizer and more
 model-parallel ranks save GPU memory
     cpu-optimizer cpu_torch_adam swap-optimizer fine-grained-activation-offloading offload-modules
@@ -184,13 +197,8 @@ curriculum learning and token dropping are not available; leave it out
     train-data-exact-num-epochs
 distillation is not available yet; leave it out
     kd load-teacher compression-training mos
-Gemma's layers are not available yet; --apply-layernorm-1p stores norm weights minus one
-    output-logit-softcapping attn-logit-softcapping add-rmsnorm-offset
-multi-latent attention is not available yet; --group-query-attention reduces the size of keys and values
-    multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim rotary-scaling-factor
-    mscale mscale-all-dim
-multi-token prediction is not available yet; leave it out
-    mtp-* mtp-num-layers
+that part of multi-token prediction is not available; leave it out
+    mtp-*
 an optimizer with reduced precision or on the CPU is not available yet; --use-distributed-optimizer shards its state
 over data-parallel ranks
     use-precision-aware-optimizer main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype
@@ -215,8 +223,8 @@ straggler detection is not available yet; --timing-log-level 1 --timing-log-opti
     log-straggler disable-straggler-on-startup straggler-ctrlr-port straggler-minmax-count
 NVIDIA's fault-tolerance package is not available: torchrun or Slurm restarts ranks, and --load resumes the run
     enable-ft-package calc-ft-timeouts
-the batching inference engine is not available yet; leave it out
-    inference-dynamic-batching-* inference-dynamic-batching
+that part of the generation engine is not available; leave it out
+    inference-dynamic-batching-*
 fp4 is not available yet; train with --bf16
     fp4-*
 the Muon optimizer is not available yet; use --optimizer adam

@@ -29,16 +29,16 @@ def layout_report(run: RunConfig, *, ranks_per_node: int) -> list[str]:
     nodes = -(-run.world_size // ranks_per_node)
     where = f"{nodes:,} nodes of {ranks_per_node}" if nodes > 1 else "one node"
     lines = [f"{run.world_size:,} rank{plural_s(run.world_size)} on {where}"]
-    for name, size, stride in axes(run):
-        if size == 1:
-            continue
+    shown_axes = [(name, size, stride) for name, size, stride in axes(run) if size > 1]
+    width = max(len(name) for name in ("pipeline", *(name for name, *_ in shown_axes)))
+    for name, size, stride in shown_axes:
         members = range(0, size * stride, stride)
         shown = ", ".join(map(str, members)) if size <= 4 else f"{members[0]}, {members[1]}, ... {members[-1]}"
         # Groups lie in blocks of consecutive ranks; unless blocks fill nodes evenly, some group is in two nodes.
         within = "within a node" if nodes == 1 or ranks_per_node % (stride * size) == 0 else "across nodes"
         groups = run.world_size // size
         which = f"{groups:,} groups, the first is {shown}" if groups > 1 else "all of them"
-        lines.append(f"{name:<8} {size:>5,} ranks: {which} ({within})")
+        lines.append(f"{name:<{width}} {size:>5,} ranks: {which} ({within})")
     return lines
 
 
@@ -55,6 +55,9 @@ def axes(run: RunConfig) -> Iterator[tuple[str, int, int]]:
     ):
         yield name, size, stride
         stride *= size
+    if parallel.etp != parallel.tensor_model_parallel_size:
+        yield "expert tensor", parallel.etp, 1
+    yield "expert", parallel.expert_model_parallel_size, parallel.etp
 
 
 def stages_report(run: RunConfig) -> str:

@@ -17,6 +17,19 @@ class ReportingConfig:
     log_throughput: bool = switch("Show TFLOP/s per GPU in the log line.")
     log_params_norm: bool = switch("Show the norm of the parameters.")
     log_num_zeros_in_grad: bool = switch("Show how many gradient elements are zero.")
+    generate_samples_interval: int | None = flag(
+        "Iterations between samples of what the model writes, in the log, TensorBoard and Weights & Biases; none "
+        "unless given.",
+        default=None,
+        at_least=1,
+    )
+    generate_samples_prompts: tuple[str, ...] = flag(
+        "Texts that samples continue; without them one sample begins a document.", default=()
+    )
+    generate_samples_tokens: int = flag("Maximum number of tokens in a sample.", default=64, at_least=1)
+    generate_samples_temperature: float = flag(
+        "Divides the logits of samples; 0 always takes the most probable token.", default=1.0, at_least=0
+    )
     log_progress: bool = switch("Append progress lines to progress.txt in the --save folder.")
     timing_log_level: Literal[0, 1, 2] = flag("Timers: 0 whole iterations, 1 their parts, 2 everything.", default=0)
     timing_log_option: Literal["max", "minmax", "all"] = flag(

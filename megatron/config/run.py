@@ -31,6 +31,7 @@ from megatron.small_files import as_kind, check_kinds
 
 Group = TypeVar("Group")
 CheckpointReader = Callable[[str, "int | None"], "Mapping[str, Any] | None"]
+PublishedReader = Callable[[str, Sequence[type]], "Mapping[str, Any]"]
 FlagOwner = Callable[[str], "str | None"]
 
 
@@ -120,6 +121,7 @@ class RunConfig:
         extra_groups: Sequence[type] = (),
         owner_of: FlagOwner = nobody,
         checkpoint_config: CheckpointReader | None = None,
+        published_config: PublishedReader | None = None,
         defaults: Mapping[str, Any] | None = None,
     ) -> RunConfig:
         """The run that a command line describes; precedence: flag > file > checkpoint > default.
@@ -127,7 +129,9 @@ class RunConfig:
         ``world_size``: ranks that were started; ``--world-size`` of a dry run goes before it.
         ``owner_of(spelling)`` names the kind of run that has a flag which this one lacks, or returns None.
         ``checkpoint_config(load, step)`` reads the ``to_json()`` stored in a checkpoint, or returns None when there is
-        none; it is called only with ``--use-checkpoint-args``.
+        none; it is called only with ``--use-checkpoint-args`` or ``--load-hf``.
+        ``published_config(folder, groups)`` gives those of the Hugging Face model of ``--load-hf``, whose family must
+        have these ``groups`` of settings.
         ``defaults``: the command's own defaults by field, which replace those of its flags.
         Raises ConfigError with every failure at once. ``--help`` prints and exits with code 0.
         """
@@ -140,6 +144,7 @@ class RunConfig:
             extra_groups=extra_groups,
             owner_of=owner_of,
             checkpoint_config=checkpoint_config,
+            published_config=published_config,
             defaults=defaults or {},
         )
 
@@ -254,6 +259,13 @@ class RunConfig:
         Raises ConfigError when ``--vocab-size`` is smaller than the tokenizer's vocabulary.
         """
         asked = self.model.vocab_size
+        source, published = self.provenance.get("vocab_size", ""), f"{self.checkpoint.load_hf}/config.json"
+        if asked is not None and asked < vocab_size and (source == published or source.startswith("checkpoint ")):
+            resize = f"; or give --vocab-size {vocab_size} to add rows, each the mean of those there"
+            raise ConfigError(
+                f"the tokenizer has {vocab_size} ids, and the model of {source} embeds {asked}: name the model's own "
+                f"tokenizer{resize if source == published else ''}"
+            )
         if asked is not None and asked < vocab_size:
             raise ConfigError(
                 f"--vocab-size {asked} is smaller than the tokenizer's vocabulary of {vocab_size}: "

@@ -30,3 +30,13 @@ class TrainedModelConfig:
     vocab_file: str | None = flag("Path of vocab.json, if it has moved since training.", default=None)
     merge_file: str | None = flag("Path of merges.txt, if it has moved.", default=None)
     tokenizer_model: str | None = flag("Path of the tokenizer's model file, if it has moved.", default=None)
+
+
+@check_flags
+@dataclass(frozen=True, kw_only=True)
+class TrainedModelLayoutConfig:
+    """How the ranks that were started divide the trained model."""
+
+    pipeline_model_parallel_size: int = flag(
+        "Pipeline stages. Each takes an equal part of the ranks, which divide its layers' heads.", default=1, at_least=1
+    )

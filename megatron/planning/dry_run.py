@@ -12,10 +12,12 @@ from megatron.config.vocabulary import vocabulary_size
 from megatron.core.models.train_spec import TrainSpec
 from megatron.planning.estimate import (
     MemoryEstimate,
+    active_parameters,
     frozen_parameters,
     memory_estimate,
     model_parameters,
     rank_parameters,
+    stage_costs,
 )
 from megatron.planning.fitting import what_fits
 from megatron.planning.freezing import check_freezing
@@ -43,6 +45,7 @@ def dry_run_report(run: RunConfig, train_spec: TrainSpec, *, files: Sequence[str
         "batch and length": _batch(run),
         "parameters": _parameters(run, train_spec),
         "pipeline": _pipeline(run),
+        "experts": _experts(run, train_spec),
         title: [*_memory(memory, only_reads=run.purpose.only_reads), *_verdict(run, train_spec, memory)],
     }
     texts = ("\n   ".join([f"== {title}", *lines]) for title, lines in sections.items() if lines)
@@ -76,9 +79,10 @@ def _batch(run: RunConfig) -> list[str]:
 
 def _parameters(run: RunConfig, train_spec: TrainSpec) -> list[str]:
     whole, ranks = model_parameters(run, train_spec), run.parallel.pipeline_model_parallel_size
-    frozen = frozen_parameters(run, train_spec)
+    frozen, active = frozen_parameters(run, train_spec), active_parameters(run, train_spec)
+    for_a_token = f", {active:,} for a token ({count(active)})" if active < whole else ""
     return [
-        f"{whole:,} in the model ({count(whole)})" + (f", {frozen:,} of them frozen" if frozen else ""),
+        f"{whole:,} in the model ({count(whole)}){for_a_token}" + (f", {frozen:,} of them frozen" if frozen else ""),
         *(
             _parameters_of(run, train_spec, rank, "each rank" if ranks == 1 else f"pipeline rank {rank}")
             for rank in range(ranks)
@@ -97,6 +101,17 @@ def _parameters_of(run: RunConfig, train_spec: TrainSpec, pipeline_rank: int, wh
     }
     named = ", ".join(f"{number:,} in {part}" for part, number in parts.items() if number)
     return f"{here.total:,} on {where}: {named}"
+
+
+def _experts(run: RunConfig, train_spec: TrainSpec) -> list[str]:
+    """What reaching experts on other ranks sends; nothing where all are on each rank."""
+    sent = max(costs.exchanged for costs in stage_costs(run, train_spec))
+    if not sent:
+        return []
+    return [
+        f"a rank sends {gigabytes(sent)} to experts on others in the forward pass of a microbatch and as much in the "
+        "backward pass, if choices are balanced; the busiest rank's time, kept activations and bytes grow with its load"
+    ]
 
 
 def _pipeline(run: RunConfig) -> list[str]:

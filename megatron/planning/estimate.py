@@ -18,7 +18,7 @@ from megatron.core.distributed.parameter_policy import matches
 from megatron.core.models.stage import Stage
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.costs import Costs, costs_of
-from megatron.core.parallel.sharding import sharded_parameters
+from megatron.core.parallel.sharding import sharded_parameters, sharding_of
 from megatron.planning.model import planned_context, stage_model, stage_models, whole_model
 from megatron.planning.schedule import schedule_facts
 
@@ -75,6 +75,15 @@ def parameter_sizes(run: RunConfig, train_spec: TrainSpec) -> dict[str, int]:
 def model_parameters(run: RunConfig, train_spec: TrainSpec) -> int:
     """Parameters of the whole model, without vocabulary padding; the vocabulary size must be known."""
     return sum(parameter_sizes(run, train_spec).values())
+
+
+def active_parameters(run: RunConfig, train_spec: TrainSpec) -> int:
+    """Those of ``model_parameters`` that take part for one token: of experts, as many as a token chooses."""
+    sizes = {
+        sharding.tied or name: (math.prod(sharding.shape), getattr(parameter, "active_share", 1.0))
+        for name, parameter, sharding in sharded_parameters(whole_model(run, train_spec))
+    }
+    return round(sum(size * share for size, share in sizes.values()))
 
 
 def frozen_parameters(run: RunConfig, train_spec: TrainSpec) -> int:
@@ -146,8 +155,8 @@ def _rank_memory(
     moments = 2 if run.optimizer.optimizer == "adam" else int(run.optimizer.sgd_momentum > 0)
     mine = [costs for costs, shape in zip(by_stage, stage_shapes(run)) if shape.rank == pipeline_rank]
     width = planned_context(run).dtype.itemsize
-    shards = run.data_parallel_size * run.parallel.context_parallel_size
-    owned = -(-trained // shards) if run.parallel.use_distributed_optimizer else trained
+    owned = sum(-(-each.numel() // _shards(run, each)) for each in held if each.requires_grad)
+    owned = 0 if run.purpose.only_reads else owned
     return MemoryEstimate(
         weights=parameters * width,
         gradients=trained * (2 if run.precision.grad_reduce_in_bf16 else 4),
@@ -157,6 +166,18 @@ def _rank_memory(
         working=max(costs.working for costs in mine),
         uncounted=frozenset().union(*(costs.uncounted for costs in mine)),
     )
+
+
+def _shards(run: RunConfig, parameter: nn.Parameter) -> int:
+    """Ranks over which the optimizer state of a parameter is divided."""
+    parallel = run.parallel
+    if not parallel.use_distributed_optimizer:
+        return 1
+    replicas = run.data_parallel_size * parallel.context_parallel_size
+    if "edp" not in sharding_of(parameter).reduce:
+        return replicas
+    experts = parallel.expert_model_parallel_size * parallel.etp
+    return replicas * parallel.tensor_model_parallel_size // experts
 
 
 def _costs(run: RunConfig, train_spec: TrainSpec, model: nn.Module) -> Costs:

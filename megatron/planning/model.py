@@ -29,6 +29,9 @@ class _Layout:
 
     tp: int
     cp: int
+    dp: int
+    ep: int
+    etp: int
     sequence_parallel: bool
     cp_comm_types: tuple[CpCommType, ...]
     cp_sizes: tuple[int, ...]
@@ -37,9 +40,13 @@ class _Layout:
     @classmethod
     def of(cls, run: RunConfig) -> _Layout:
         parallel = run.parallel
+        divides_experts = parallel.expert_model_parallel_size > 1 or parallel.expert_tensor_parallel_size is not None
         return cls(
             parallel.tensor_model_parallel_size,
             parallel.context_parallel_size,
+            run.data_parallel_size if divides_experts else 1,
+            parallel.expert_model_parallel_size,
+            parallel.etp,
             parallel.sequence_parallel,
             parallel.cp_comm_type,
             parallel.hierarchical_context_parallel_sizes or (),
@@ -56,7 +63,7 @@ def planned_context(run: RunConfig) -> ParallelContext:
 
 @functools.lru_cache(maxsize=64)
 def _context(layout: _Layout) -> ParallelContext:
-    mesh = Mesh.of(tp=layout.tp, cp=layout.cp)
+    mesh = Mesh.of(tp=layout.tp, cp=layout.cp, dp=layout.dp, ep=layout.ep, etp=layout.etp)
     return ParallelContext(
         mesh=mesh,
         rng=RngStreams(0, mesh, torch.device("cpu")),
@@ -97,5 +104,5 @@ def _build(
 ) -> nn.Module:
     built = train_spec.build_model(model, groups, _context(layout), stage=stage, recompute=recompute)
     for name, parameter, sharding in sharded_parameters(built):
-        parameter.requires_grad_(not matches(sharding.tied or name, freeze))
+        parameter.requires_grad_(parameter.requires_grad and not matches(sharding.tied or name, freeze))
     return built

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
@@ -66,7 +67,10 @@ def on_one_rank(run: RunConfig) -> RunConfig:
 
 def shrunk(run: RunConfig) -> RunConfig:
     """The run with few narrow layers, short sequences and at most two data-parallel replicas."""
-    replicas = min(run.data_parallel_size, 2)
+    parallel = run.parallel
+    inside = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    experts = parallel.expert_model_parallel_size * parallel.etp
+    replicas = max(min(run.data_parallel_size, 2), experts // math.gcd(experts, inside))
     depth = _small_depth(run)
     multiple = 2 * run.parallel.context_parallel_size * run.parallel.tensor_model_parallel_size
     length = multiple * -(-_LENGTH // multiple)
@@ -90,12 +94,14 @@ def _small_model(run: RunConfig, *, num_layers: int, seq_length: int) -> ModelCo
     heads = groups * min(model.num_attention_heads // model.num_query_groups, 2)
     if heads % unit:
         heads = math.lcm(groups, unit)
+    window = None if model.window_size is None else (seq_length // 4, model.window_size[1] and seq_length // 8)
     return dataclasses.replace(
-        model,
-        num_layers=num_layers,
+        model.of_depth(num_layers),
+        window_size=window,
         hidden_size=heads * _HEAD_WIDTH,
         ffn_hidden_size=2 * heads * _HEAD_WIDTH,
         kv_channels=_HEAD_WIDTH,
+        **_latent_widths(model),
         num_attention_heads=heads,
         num_query_groups=groups,
         group_query_attention=groups < heads,
@@ -103,6 +109,16 @@ def _small_model(run: RunConfig, *, num_layers: int, seq_length: int) -> ModelCo
         vocab_size=SMALL_VOCABULARY,
         init_method_std=0.2,  # so that small layers still matter to the loss
     )
+
+
+def _latent_widths(model: ModelConfig) -> dict[str, Any]:
+    """Those of latent attention, where the model has it."""
+    if not model.multi_latent_attention:
+        return {}
+    widths: dict[str, Any] = dict.fromkeys(
+        ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"), _HEAD_WIDTH
+    )
+    return widths if model.q_lora_rank is None else widths | {"q_lora_rank": 2 * _HEAD_WIDTH}
 
 
 def _ranks_among_heads(run: RunConfig) -> int:

@@ -36,7 +36,8 @@ def with_stages(run: RunConfig, train_spec: TrainSpec) -> RunConfig:
         return stage_flops(run, train_spec, Stage(range(number, number + 1), is_first=is_first, is_last=is_last))
 
     layers = [flops(number) for number in range(run.num_layers)]
-    if not any(layers) or (max(layers) <= min(layers) * (1 + 1e-9) and len(layers) % stages == 0):
+    are_alike = max(layers) <= min(layers) * (1 + 1e-9) and not run.model.mtp_num_layers
+    if not any(layers) or (are_alike and len(layers) % stages == 0):
         return run
     layers[0], layers[-1] = flops(0, is_first=True), flops(len(layers) - 1, is_last=True)
     cut = dataclasses.replace(parallel, stage_layers=tuple(even_cut(layers, stages)))

@@ -11,9 +11,11 @@ from megatron.core.datasets.splits import SplitName
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import kept_on_interrupt
+from megatron.training.checkpoints.huggingface_folders import HuggingFaceFolders
 from megatron.training.checkpoints.loading import load
 from megatron.training.checkpoints.saving import Saver, holding_save_folder, saving
 from megatron.training.evaluation.evaluate import evaluate
+from megatron.training.evaluation.samples import Samples
 from megatron.training.reporting.metrics import Evaluation
 from megatron.training.reporting.profiling import Profiled, profiling
 from megatron.training.reporting.startup import startup_report
@@ -82,6 +84,9 @@ def train(run: Run, saver: Saver, profiled: Profiled) -> bool:
             length = f"--train-samples {config.train_samples} ({config.train_iters} iterations)"
         reporter.say(f"already at iteration {progress.iteration} of {length}: nothing to train")
 
+    samples = Samples(run)
+    folders = HuggingFaceFolders(run, saver)
+    folders.write_if_due()  # a start before this one may have ended between checkpoint and model
     batches = run.data.training_batches(progress.consumed_samples)
     reporter.restart_clock(progress.iteration)
     while progress.iteration < config.train_iters and reason is None:
@@ -102,6 +107,7 @@ def train(run: Run, saver: Saver, profiled: Profiled) -> bool:
         if training.eval_iters and progress.iteration % training.eval_interval == 0 and not repeated_at_the_end:
             number = progress.iteration // training.eval_interval - 1
             validate(run, "valid", f"iteration {progress.iteration}", evaluation=number)
+        samples.write_if_due()
         reason = run.exit_watch.reason(progress.iteration)
         is_due = checkpoint.save_interval is not None and progress.iteration % checkpoint.save_interval == 0
         is_last = reason is not None or progress.iteration == config.train_iters
@@ -109,6 +115,7 @@ def train(run: Run, saver: Saver, profiled: Profiled) -> bool:
             with reporter.aside("save-checkpoint"):
                 saver.save()
             saved_at = progress.iteration
+        folders.write_if_due()
 
     if reason is not None:
         reporter.say(reason)

@@ -40,8 +40,13 @@ def pretrain(family: Family, argv: Sequence[str], *, prog: str | None = None) ->
         dry_run(config, family.train_spec)
         return 0
 
-    from megatron.core.parallel.environment import launch_environment
+    from megatron.core.parallel.environment import errors_once_per_node, launch_environment
 
+    if config.checkpoint.load_hf is not None or config.checkpoint.save_hf is not None:
+        from megatron.training.checkpoints.huggingface_folders import check_huggingface
+
+        with errors_once_per_node(), errors_as_typed(config):
+            check_huggingface(config)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     launch_on_ranks(family, config, launch_environment(), started=started)
     return 0
@@ -53,6 +58,7 @@ def dry_run(config: RunConfig, train_spec: TrainSpec, *, more: Callable[[Finding
     ``more``: further checks of a command. Raises one ConfigError that lists every bad file.
     """
     from megatron.planning.dry_run import dry_run_report
+    from megatron.training.run.attention import check_backend
 
     lines: Sequence[str] = ()
     if config.command.check_files:
@@ -65,6 +71,8 @@ def dry_run(config: RunConfig, train_spec: TrainSpec, *, more: Callable[[Finding
                 more(found)
             found.raise_errors()
         lines = found.lines
+    with errors_as_typed(config):
+        check_backend(config, train_spec)
     print(dry_run_report(config, train_spec, files=lines))
 
 
@@ -82,6 +90,7 @@ def parse(
             extra_groups=groups,
             owner_of=owner_of,
             checkpoint_config=_saved_config,
+            published_config=_published_config,
             defaults=defaults,
         )
 
@@ -95,6 +104,12 @@ def _saved_config(load: str, step: int | None) -> Mapping[str, Any] | None:
     from megatron.training.checkpoints.loading import saved_config
 
     return saved_config(load, step)
+
+
+def _published_config(folder: str, groups: Sequence[type]) -> Mapping[str, Any]:
+    from megatron.training.checkpoints.published import published_config
+
+    return published_config(folder, groups)
 
 
 def launch_on_ranks(family: Family, config: RunConfig, launch: LaunchEnvironment, *, started: float) -> None:

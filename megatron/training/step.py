@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.optimizer.grad_norm import nonfinite_gradients
 from megatron.core.parallel.collectives import all_reduce
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.tallying import Tallying
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch
 from megatron.errors import ConfigError
 from megatron.training.reporting.metrics import StepRecord
@@ -58,6 +59,28 @@ def global_loss(loss: LossSum | None, names: Sequence[str], context: ParallelCon
     with context.mesh.activity.waiting("the device's work", range(context.mesh.world_size)):
         totals = all_reduce(pairs, context.mesh, "pp", "dp", "cp").tolist()
     return GlobalLoss({name: (total, count) for name, (total, count) in zip(names, totals[1:])}, max(totals[0][1], 1.0))
+
+
+def global_tallies(loss: LossSum | None, widths: Mapping[str, int], context: ParallelContext) -> dict[str, Tensor]:
+    """Counts of what layers did in the global batch, by name, on every rank. A collective where there are any.
+
+    ``widths``: how many numbers each has, those of other stages included.
+    """
+    if not widths:
+        return {}
+    here = {} if loss is None else loss.tallies
+    device = context.device
+    flat = [here.get(name, torch.zeros(width, dtype=torch.int64, device=device)) for name, width in widths.items()]
+    totals = all_reduce(torch.cat(flat), context.mesh, "pp", "dp", "cp", "tp")
+    return dict(zip(widths, torch.split(totals, [*widths.values()])))
+
+
+def learn_from_tallies(models: Iterable[nn.Module], tallies: Mapping[str, Tensor]) -> None:
+    """Let each module that adjusts itself by a step's counts, not by a gradient, do so."""
+    for model in models if tallies else ():
+        for module in model.modules():
+            if isinstance(module, Tallying):
+                module.learn(tallies[module.tally_name])
 
 
 def total_counts(
@@ -142,6 +165,9 @@ def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepRecord:
             global_batch_size=batch_size,
         )
 
+    tallies = global_tallies(loss_sum, run.train_spec.tallies(run.config), run.context)
+    if not update.skipped:
+        learn_from_tallies(run.models, tallies)
     progress.iteration += 1
     progress.consumed_samples += batch_size
     progress.scheduled_samples += 0 if update.skipped else batch_size
@@ -157,4 +183,5 @@ def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepRecord:
         num_zeros=update.num_zeros,
         params_norm=run.optimizer.parameter_norm() if run.config.reporting.log_params_norm else None,
         skipped=update.skipped,
+        tallies={name: counts.tolist() for name, counts in tallies.items()},
     )

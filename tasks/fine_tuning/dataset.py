@@ -22,7 +22,7 @@ NO_LABEL = -1
 class PairLayout:
     """``[CLS] A [SEP] B [SEP]`` in ``seq_length`` tokens; a longer pair is cut before the last [SEP].
 
-    ``longest_first``: maximum number of tokens of A.
+    Between the texts are as many [SEP] as the tokenizer has there. ``longest_first``: maximum number of tokens of A.
     """
 
     seq_length: int
@@ -34,12 +34,13 @@ class PairLayout:
         tokenizer, room = self.tokenizer, self.seq_length - 1
         one, two = tokenizer.tokenize_parts([first, second])
         one = one[: self.longest_first]
-        whole = [tokenizer.cls, *one, tokenizer.sep, *two][:room]
+        head = [tokenizer.cls, *one, *[tokenizer.sep] * tokenizer.separators]
+        whole = [*head, *two][:room]
         found = np.zeros((3, self.seq_length), np.int64)
         found[0] = tokenizer.pad or 0
         size = len(whole) + 1
         found[0, :size] = [*whole, tokenizer.sep]
-        found[1, min(len(one) + 2, room) : size] = 1
+        found[1, min(len(head), room) : size] = 1
         found[2, :size] = 1
         return found
 

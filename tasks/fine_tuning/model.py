@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
+from megatron.core.models.bert.config import TokenTypesConfig
 from megatron.core.models.bert.model import BertBody, Pooler, head_of_first_token
 from megatron.core.models.stage import Stage
 from megatron.core.ops.dropout import dropout
@@ -39,12 +40,13 @@ class BertClassifier(BertBody):
         context: ParallelContext,
         *,
         classes: int,
+        token_types: int = TokenTypesConfig.num_tokentypes,
         stage: Stage | None = None,
         recompute: RecomputePlan | None = None,
         seed: int | None = None,
     ) -> None:
         stage = stage or Stage(range(config.num_layers), is_first=True, is_last=True)
-        super().__init__(config, context, stage=stage, recompute=recompute)
+        super().__init__(config, context, stage=stage, token_types=token_types, recompute=recompute)
         self.pooler = Pooler(config, context) if stage.is_last else None
         head = head_of_first_token(classes, config, context) if stage.is_last else None
         self.classification_head = head if classes > 1 else None

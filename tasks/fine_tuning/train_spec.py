@@ -15,6 +15,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.splits import SplitSizes
+from megatron.core.models.bert.config import token_types
 from megatron.core.models.bert.data import check_marks_texts
 from megatron.core.models.bert.train_spec import run_bert
 from megatron.core.models.stage import Stage
@@ -91,7 +92,15 @@ class ClassificationSpec(TrainSpec):
     ) -> BertClassifier:
         """The stage's part of the BERT."""
         classes = _answers(group_among(groups, TaskConfig)).classes
-        return BertClassifier(model, context, classes=classes, stage=stage, recompute=recompute, seed=seed)
+        return BertClassifier(
+            model,
+            context,
+            classes=classes,
+            token_types=token_types(groups),
+            stage=stage,
+            recompute=recompute,
+            seed=seed,
+        )
 
     def forward(self, model: nn.Module, stage_inputs: StageInputs, microbatch: Microbatch) -> Any:
         """Tokens (or the previous stage's hidden states) through this stage."""

@@ -14,7 +14,7 @@ from megatron.core.models.registry import family_of
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.tokenizers.text_files import parse_line
 from megatron.errors import DataError
-from megatron.training.checkpoints.trained_model import load_model
+from megatron.training.checkpoints.trained_model import TrainedModel, load_model
 from megatron.training.evaluation.evaluate import Evaluator
 from megatron.training.evaluation.metrics import Likelihoods
 from megatron.training.reporting.progress import ProgressBar
@@ -57,12 +57,12 @@ def read_documents(path: Path, *, key: str) -> Iterator[str]:
         yield read_text(path)
 
 
-def load_evaluator(config: RunConfig, context: ParallelContext) -> Evaluator:
+def load_evaluator(config: RunConfig, context: ParallelContext) -> Evaluator[TrainedModel]:
     """An evaluator of the model that the settings name. A collective."""
     return Evaluator(load_model(config, family_of(config.extra).train_spec, context))
 
 
-def likelihoods(evaluator: Evaluator, samples: Sequence[Sample], *, compare: bool) -> Tensor:
+def likelihoods(evaluator: Evaluator[TrainedModel], samples: Sequence[Sample], *, compare: bool) -> Tensor:
     """A row for each sample: nats, wrong greedy predictions (with ``compare``), predictions. A collective."""
     progress = report_progress(evaluator.trained.context, len(samples))
     table = evaluator.evaluate(samples, Likelihoods(compare), progress=progress)
@@ -70,7 +70,7 @@ def likelihoods(evaluator: Evaluator, samples: Sequence[Sample], *, compare: boo
     return table
 
 
-def score(evaluator: Evaluator, samples: Sequence[Sample]) -> TextScore:
+def score(evaluator: Evaluator[TrainedModel], samples: Sequence[Sample]) -> TextScore:
     """The sum of the samples' scores. A collective."""
     nats, _, count = likelihoods(evaluator, samples, compare=False).sum(dim=0).tolist()
     return TextScore(nats, int(count))

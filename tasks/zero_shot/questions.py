@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from megatron.core.inference.engine import Engine, GenerationLimits
+from megatron.core.inference.engine import Engine
+from megatron.core.inference.request import Request, StopRules
+from megatron.core.inference.runner import CachedRunner, GenerativeModel
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.scoring import Sample
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, DataError
 from megatron.training.checkpoints.trained_model import TrainedModel
 from megatron.training.evaluation.evaluate import Evaluator
 from megatron.training.evaluation.metrics import Likelihoods
+from megatron.training.evaluation.whole_text_runner import WholeTextRunner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +54,7 @@ class Questions:
     def __init__(self, trained: TrainedModel) -> None:
         self.tokenizer, self.length = trained.tokenizer, trained.config.data.seq_length
         self._trained, self._evaluator = trained, Evaluator(trained)
-        self._engine = Engine(self._evaluator.next_logits, GenerationLimits(self.tokenizer.eod, self.length))
+        self._batch = trained.config.training.micro_batch_size * trained.context.mesh.size("dp")
 
     def likelihoods(self, samples: Sequence[Sample]) -> list[tuple[float, bool]]:
         """Log-likelihood of each sample's scored tokens, and whether greedy generation gives them. A collective."""
@@ -82,21 +86,31 @@ class Questions:
                 f"{asked.tokens} tokens to generate leave no room for a text in the model's {self.length}: "
                 "give fewer with --gen_kwargs max_gen_toks=N"
             )
-        texts, training = [""] * len(prompts), self._trained.config.training
-        size = training.micro_batch_size * self._trained.context.mesh.size("dp")
-        order = sorted(range(len(prompts)), key=lambda which: -min(len(prompts[which]), room))
-        for first in range(0, len(order), size):
-            batch = order[first : first + size]
-            results = self._engine.generate(
-                [prompts[which][-room:] for which in batch],
-                tokens_to_generate=asked.tokens,
+        requests = [
+            Request(
+                id=str(number),
+                prompt=tuple(prompt[-room:]),
+                max_tokens=asked.tokens,
                 sampling=asked.sampling,
-                seeds=[training.seed + numbers[which] for which in batch],
-                stop=lambda ids: any(end in self.tokenizer.detokenize(ids) for end in asked.until),
+                stop=StopRules(token_ids=frozenset({self.tokenizer.eod}), strings=asked.until),
+                seed=self._trained.config.training.seed + number,
             )
-            for which, result in zip(batch, results):
-                texts[which] = cut_at(self.tokenizer.detokenize(result.generated), asked.until)
-        return texts
+            for prompt, number in zip(prompts, numbers)
+        ]
+        results = self._engine.generate(requests)
+        for result in results:
+            if result.finish.reason == "error":
+                raise DataError(f"request {result.request.id}: {result.finish.error}")
+        return [result.text for result in results]
+
+    @cached_property
+    def _engine(self) -> Engine:
+        """Every rank has one, which answers the same requests: with a cache on one rank, else at any layout."""
+        trained, runner = self._trained, WholeTextRunner(self._evaluator, max_requests=self._batch)
+        if trained.context.mesh.world_size > 1 or not isinstance(trained.model, GenerativeModel):
+            return Engine(runner, tokenizer=self.tokenizer)
+        cached = CachedRunner(trained.model, trained.config.model, trained.context, runner.limits)
+        return Engine(cached, tokenizer=self.tokenizer)
 
 
 def sample_of(context: list[int], continuation: list[int], *, length: int) -> Sample:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import PurePosixPath
 
 from megatron.config.flags import flags_of
+from megatron.config.moe import MoEConfig
 from megatron.core.models.registry import FAMILIES
 from tests.architecture.source_tree import Function, Source, is_library
 
@@ -27,6 +28,7 @@ OPTIONAL_LIBRARIES = {
     "gigatoken",
     "huggingface_hub",
     "jinja2",
+    "llguidance",
     "lm_eval",
     "matplotlib",
     "pyarrow",
@@ -37,6 +39,7 @@ OPTIONAL_LIBRARIES = {
     "transformers",
     "triton",
 }
+SERVER_LIBRARIES = {"prometheus_client", "starlette", "uvicorn"}  # megatron/serving is written around them
 # Installed, but slow to load, and not every run needs them.
 HEAVY_LIBRARIES = {"nltk", "sentencepiece", "tensorboard", "yaml", "zstandard"}
 NOTE_TO_SELF = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X|HA" r"CK)\b")
@@ -51,18 +54,23 @@ NAMES = {
     for name, family in FAMILIES.items()
 }
 NAMES["gpt"] = re.compile(r"(?<![A-Za-z])gpt(?![a-z0-9])|GPT(?!2|Sentence)")  # tokenizers have that name, too
+
+
 # What one family alone has: its settings, and parts of its samples and of its output that no setting names.
+def _fields(groups: Iterable[type]) -> set[str]:
+    return {spec.field for group in groups for spec in flags_of(group)}
+
+
+PARTS = {"experts": MoEConfig}
+"""Settings of parts of models, which any family may have."""
 FACTS = {
-    name: {spec.field for group in family.groups for spec in flags_of(group)}.difference(
-        spec.field
-        for other in FAMILIES.values()
-        if other != family
-        for group in other.groups
-        for spec in flags_of(group)
+    name: _fields(family.groups).difference(
+        _fields(PARTS.values()), *(_fields(other.groups) for other in FAMILIES.values() if other != family)
     )
     for name, family in FAMILIES.items()
 }
-FACTS["bert"] |= {"is_random", "sop", "nsp", "sop_loss", "binary_head", "pooler", "num_tokentypes"}
+FACTS |= {name: _fields([group]) for name, group in PARTS.items()}
+FACTS["bert"] |= {"is_random", "sop", "nsp", "sop_loss", "binary_head", "pooler"}
 FACTS["t5"] |= {"decoder_layers", "decoder_length", "encoder_num_layers", "relative_pos_emb"}
 KNOWS_FAMILIES = (
     *(f"{family.package.replace('.', '/')}/" for family in FAMILIES.values()),
@@ -87,6 +95,9 @@ KNOWS_NOT_EVEN_GPT = (
 KNOWS_FACTS = (
     *KNOWS_FAMILIES,
     "megatron/core/transformer/",  # parts of models are theirs
+    "megatron/core/moe/",
+    "megatron/config/moe.py",  # settings of such a part, for any decoder
+    "megatron/config/rules/moe.py",
     "megatron/config/model.py",  # names the other lengths that positions follow
 )
 CUDA_CODE = ("megatron/core/parallel/launch.py", "megatron/core/ops/")
@@ -263,12 +274,14 @@ def optional_import_at_top(source: Source) -> list[str]:
     """A library that may be absent is imported by the function that needs it, or by the file named after it."""
     if not source.path.startswith("megatron/"):
         return []
+    is_server = source.path.startswith("megatron/serving/")
+    absent = OPTIONAL_LIBRARIES if is_server else OPTIONAL_LIBRARIES | SERVER_LIBRARIES
     found = []
     for node in _run_at_import(source.tree.body):
         for name in _imported(node):
             library = name.split(".")[0]
             named_after = PurePosixPath(source.path).stem in (library, library.split("_")[0])
-            if library in OPTIONAL_LIBRARIES and not named_after:
+            if library in absent and not named_after:
                 found.append(f"{source.at(node)} imports {name} at import time")
     return found
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,7 @@ from tests import mock_data
 from tests.harness.scripts import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
+SERVER = "tools/run_text_generation_server.py"
 
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
@@ -137,3 +140,24 @@ def assert_same_tensors(first: AnyPath, second: AnyPath, *, names: Sequence[str]
     assert one.keys() == other.keys()
     for name in names or one:
         assert torch.equal(one[name], other[name]), f"{name} differs by {(one[name] - other[name]).abs().max()}"
+
+
+@contextlib.contextmanager
+def started(log: Path, *flags: str, ranks: int = 1) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """The server's process and its address; it is killed when it hasn't ended by itself."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command(SERVER, "--port 0 --inference-max-requests 4", *flags, ranks=ranks),
+            env=environment(),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        while not (found := re.search(r"serving \S+ at (http://\S+)", log.read_text())):
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.05)
+        yield process, found[1]
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()

@@ -21,8 +21,8 @@ from megatron.errors import run_command
 from tools import check_parity
 
 class Partial(norm.Norm):
-    def __init__(self, *arguments, partial_grad=(), **options):
-        super().__init__(*arguments, partial_grad=(), **options)
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
         for parameter in self.parameters():  # its gradient is this rank's part, and nobody adds the others'
             object.__setattr__(parameter.sharding, "partial_grad", ())
 
@@ -83,3 +83,11 @@ def test_layout_that_does_not_fit_is_refused_in_a_sentence() -> None:
     """Before any process is started."""
     said = run(TOOL, f"{TINY} --train-iters 3 --world-size 3 --tensor-model-parallel-size 3", expect=2)
     assert "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3" in said
+
+
+def test_a_launcher_is_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun each process started ranks of its own, and the comparison hung or lost ranks."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="run it with python tools/check_parity.py, and give --world-size 2"):
+        check_parity.main([])

@@ -29,8 +29,12 @@ FEWER = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a reader stands: the repository's scripts, a downloaded model, a corpus."""
-    folder = tmp_path_factory.mktemp("reader")
+    """Where a reader stands."""
+    return make_reader(tmp_path_factory.mktemp("reader"))
+
+
+def make_reader(folder: Path) -> Path:
+    """The ``folder``, with the repository's scripts, a downloaded model and a corpus."""
     for name in ("tools", "pretrain_gpt.py"):
         (folder / name).symlink_to(ROOT / name)
     texts = [f"Document {n}: the quick brown fox jumps over {n * 7} lazy dogs. " * 10 for n in range(1000)]

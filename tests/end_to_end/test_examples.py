@@ -25,6 +25,7 @@ PARAMETERS = {
     "train_llama2_7b.sh": "6.74 B",
     "train_llama3_8b.sh": "8.03 B",
     "train_llama3_70b.sh": "70.6 B",
+    "train_mixtral_8x7b.sh": "46,702,792,704 in the model (46.7 B), 12,879,925,248 for a token (12.9 B)",
     "train_gpt3_175b_distributed.sh": "175 B",
     "train_bert_340m_distributed.sh": "336,228,158 in the model",
     "train_t5_220m_distributed.sh": "221,748,480 in the model",

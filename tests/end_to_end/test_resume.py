@@ -42,6 +42,30 @@ RUNS = {
         2,
         "--train-iters 8 --tensor-model-parallel-size 2 --sequence-parallel --recompute-activations",
     ),
+    "layers of Gemma 2 and 3, with YaRN and sinks": (
+        2,
+        "--train-iters 5 --tensor-model-parallel-size 2 --normalization RMSNorm --apply-layernorm-1p --geglu "
+        "--disable-bias-linear --norm-placement both --qk-layernorm --qk-layernorm-kind all_heads "
+        "--group-query-attention --num-query-groups 2 --kv-channels 16 --softmax-scale 0.3 --window-size 7,0 "
+        "--window-attn-skip-freq 2 --attn-logit-softcapping 5 --final-logit-softcapping 10 --embedding-multiplier 5.7 "
+        "--position-embedding-type yarn --original-max-position-embeddings 16 --rotary-scaling-factor 2 "
+        "--rotary-base-local 500 --softmax-type learnable --add-attention-output-bias --add-mlp-bias",
+    ),
+    "layers of Falcon and Phi, with LongRoPE": (
+        2,
+        "--train-iters 5 --tensor-model-parallel-size 2 --sequence-parallel --parallel-attention --parallel-layernorm "
+        "--group-query-attention --num-query-groups 1 --disable-bias-linear --add-qkv-bias "
+        "--add-output-layer-bias --exact-gelu --qk-layernorm --qk-layernorm-kind per_head --norm-parameters weight "
+        "--position-embedding-type longrope --original-max-position-embeddings 16 --rotary-scaling-factor 2 "
+        "--longrope-short-factors 1 1 1 1 --longrope-long-factors 1 2 3 4 --no-rope-freq [1,0] "
+        "--untie-embeddings-and-output-weights --use-distributed-optimizer",
+    ),
+    "layers of BLOOM and OLMo 1, with multipliers": (
+        2,
+        "--train-iters 5 --tensor-model-parallel-size 2 --position-embedding-type alibi --embedding-norm "
+        "--norm-parameters none --clip-qkv 1 --softmax-type off-by-one --qk-l2-norm --residual-multiplier 0.5 "
+        "--logits-multiplier 2 --recompute-granularity full",
+    ),
 }
 SLOW = (
     "context parallel, sharded optimizer",

@@ -51,9 +51,13 @@ def test_perplexity_is_the_same_on_one_rank_and_on_two(checkpoints: str, tmp_pat
     ("more", "words", "code"),
     [
         (["--load", "nowhere", "--prompt", "1"], "--load nowhere: there is no such folder", 2),
-        (["localhost:5000"], "localhost:5000 is the address of a text-generation server", 2),
+        (["localhost:1", "--prompt", "1"], "is a server running there", 2),
         (["--prompt", "1"], "missing: --load (folder of checkpoints)", 2),
-        (["--load", "{}", "--prompt", " ".join(["1"] * 30)], "prompt 1 has 30 tokens; with 64 generated ones", 2),
+        (
+            ["--load", "{}", "--prompt", " ".join(["1"] * 30)],
+            "prompt 1: the prompt has 30 tokens; with 64 generated ones",
+            2,
+        ),
         (["--load", "{}", "--prompt", "1 301"], "301", 2),
         (["--load", "{}", "--prompt-file", "missing"], "--prompt-file missing cannot be read", 2),
         (["--load", "{}", "--top-p", "1.5", "--prompt", "1"], "--top-p", 2),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,17 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.config.data import DataConfig
+from megatron.config.family import FamilyConfig
 from megatron.config.model import ModelConfig
+from megatron.config.moe import experts_of
 from megatron.config.run import RunConfig
+from megatron.core.conversion.portable import PortableModel
+from megatron.core.models.bert.config import BertConfig
 from megatron.core.models.bert.model import BertModel
 from megatron.core.models.bert.train_spec import ORDER, WORDS, BertSpec
 from megatron.core.models.gpt.model import GPTModel
 from megatron.core.models.gpt.train_spec import GPTSpec
+from megatron.core.models.registry import family_of
 from megatron.core.models.stage import Stage
 from megatron.core.models.t5.config import T5Config
 from megatron.core.models.t5.model import T5Model
 from megatron.core.models.t5.train_spec import T5Spec
 from megatron.core.models.train_spec import TrainSpec
+from megatron.core.moe.layer import tallies
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.pipeline_parallel.chunk import Microbatch, TensorSpec
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
@@ -42,7 +50,7 @@ class Family:
 
     ``build``: the model from its config, context, and keywords ``stage``, ``recompute`` and ``seed``. ``stage_inputs``:
     of a stage that isn't the first, for a function from length to hidden states. ``more_layers``: those that the
-    model has besides its config's.
+    model has besides its config's. ``tallies``: what its layers count.
     """
 
     train_spec: TrainSpec
@@ -55,6 +63,7 @@ class Family:
         lambda config, stage, hidden: {"hidden": hidden(LENGTH)}
     )
     more_layers: int = 0
+    tallies: Callable[[ModelConfig], dict[str, int]] = lambda model: {}
 
 
 def causal_batch(step: int) -> dict[str, Tensor]:
@@ -72,6 +81,23 @@ def causal_batch(step: int) -> dict[str, Tensor]:
         "loss_mask": mask,
         "document_ids": boundary.int().cumsum(1).int(),
     }
+
+
+def later_batch(step: int) -> dict[str, Tensor]:
+    """``causal_batch`` with two later tokens, position by position: none from beyond the sequence or the document."""
+    batch = causal_batch(step)
+    found = {name: torch.zeros(GLOBAL_BATCH, 2, LENGTH, dtype=torch.int64) for name in ("mtp_tokens", "mtp_labels")}
+    found["mtp_loss_mask"] = torch.zeros(GLOBAL_BATCH, 2, LENGTH, dtype=torch.float64)
+    for sample, depth, place in itertools.product(range(GLOBAL_BATCH), range(2), range(LENGTH)):
+        source = place + depth + 1
+        if source < LENGTH:
+            at = (sample, depth, place)
+            found["mtp_tokens"][at] = batch["tokens"][sample, source]
+            found["mtp_labels"][at] = batch["labels"][sample, source]
+            documents = batch["document_ids"][sample]
+            if documents[source] == documents[place]:
+                found["mtp_loss_mask"][at] = batch["loss_mask"][sample, source]
+    return batch | found
 
 
 def masked_batch(step: int) -> dict[str, Tensor]:
@@ -219,6 +245,9 @@ def arranged_model(config: ModelConfig, context: ParallelContext, **options: Any
 FAMILIES = {
     "arranged": Family(GPTSpec(), arranged_model, causal_batch, ("lm loss",), optional=("document_ids",)),
     "gated": Family(GatedSpec(), gated_model, causal_batch, ("lm loss", GATE), optional=("document_ids",)),
+    "gpt, later tokens": Family(
+        GPTSpec(), GPTModel, later_batch, ("lm loss", "mtp_1 loss", "mtp_2 loss"), optional=("document_ids",)
+    ),
     "gpt": Family(GPTSpec(), GPTModel, causal_batch, ("lm loss",), optional=("document_ids",)),
     "bert": Family(BertSpec(), BertModel, masked_batch, (WORDS, ORDER)),
     "classes": answering(choices=1, classes=3),
@@ -232,3 +261,33 @@ FAMILIES = {
         more_layers=T5_SETTINGS["decoder_num_layers"],
     ),
 }
+
+
+def family_of_published(portable: PortableModel) -> Family:
+    """That of a published model, which is built with its own settings and has its losses."""
+    groups, spec = portable.groups, family_of(portable.groups).train_spec
+    family = FAMILIES[family_of(groups).name]
+    has_order = any(group.bert_binary_head for group in groups if isinstance(group, BertConfig))
+    return replace(
+        family,
+        build=lambda model, context, **options: spec.build_model(model, groups, context, **options),
+        losses=tuple(name for name in family.losses if name != ORDER or has_order),
+        more_layers=portable.num_layers - portable.model.num_layers,
+    )
+
+
+def family_with_groups(family: Family, groups: tuple[FamilyConfig, ...]) -> Family:
+    """``family`` with settings of its own, such as those of experts, and the losses that follow from them."""
+    if not groups:
+        return family
+    return replace(
+        family,
+        build=lambda model, context, **options: family.train_spec.build_model(
+            model, [group.resolved(model, NO_DATA) for group in groups], context, **options
+        ),
+        losses=(*family.losses, *experts_of(groups).loss_names),
+        tallies=lambda model: tallies(experts_of(groups), model),
+    )
+
+
+NO_DATA = DataConfig(seq_length=LENGTH)

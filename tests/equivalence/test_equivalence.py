@@ -57,9 +57,121 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "position_embedding_type": "rope",
         "untie_embeddings_and_output_weights": True,
     },
+    "parallel, one norm, biases of output, mlp and logits": LLAMA
+    | STILL
+    | {
+        "parallel_attention": True,
+        "add_attention_output_bias": True,
+        "add_mlp_bias": True,
+        "add_output_layer_bias": True,
+    },
+    "parallel, two norms, norm of the embedding, bias of tied logits": SMALL
+    | STILL
+    | {"parallel_attention": True, "parallel_layernorm": True, "add_output_layer_bias": True, "embedding_norm": True},
+    "windows and full attention, soft cap, sinks, documents": LLAMA
+    | STILL
+    | {
+        "window_size": (3, 0),
+        "window_attn_skip_freq": "2",
+        "attn_logit_softcapping": 0.5,
+        "softmax_type": "learnable",
+        "document_ids": True,
+    },
+    "alibi, windows, off by one": SMALL
+    | STILL
+    | {
+        "position_embedding_type": "alibi",
+        "num_attention_heads": 8,
+        "window_size": (5, 0),
+        "window_attn_skip_freq": "[0,1]",
+        "softmax_type": "off-by-one",
+    },
+    "quick geglu, clamped, offset": LLAMA
+    | STILL
+    | {"activation": "quick_geglu", "activation_func_clamp_value": 0.3, "glu_linear_offset": 1.0},
+    "bert, windows": BERT | STILL | {"window_size": (4, 2), "window_attn_skip_freq": "[1,0]"},
+    "bert, norm of the embedding instead of the first": BERT
+    | STILL
+    | {"embedding_norm": True, "first_attention_norm": False, "norm_parameters": "weight"},
     "squared relu, no positions, qkv bias": SMALL
     | STILL
     | {"activation": "squared_relu", "position_embedding_type": "none", "add_bias_linear": False, "add_qkv_bias": True},
+}
+VARIANTS |= {
+    "norms after, qk norm over all heads": LLAMA
+    | STILL
+    | {"norm_placement": "after", "qk_layernorm": True, "qk_layernorm_kind": "all_heads", "document_ids": True},
+    "norms without bias before and after, qk norm weights per head": SMALL
+    | STILL
+    | {"norm_placement": "both", "norm_parameters": "weight", "qk_layernorm": True, "qk_layernorm_kind": "per_head"},
+    "norms without weights, clipped qkv": SMALL | STILL | {"norm_parameters": "none", "clip_qkv": 0.5},
+    "qk l2 norm": LLAMA | STILL | {"qk_l2_norm": True},
+    "multipliers, capped logits": LLAMA
+    | STILL
+    | {
+        "embedding_multiplier": 5.0,
+        "residual_multiplier": 0.3,
+        "logits_multiplier": 2.0,
+        "final_logit_softcapping": 1.5,
+        "apply_layernorm_1p": True,
+    },
+}
+VARIANTS |= {
+    "yarn, layers without rotary positions, another base in windows": LLAMA
+    | STILL
+    | {
+        "position_embedding_type": "yarn",
+        "original_max_position_embeddings": 4,
+        "rotary_scaling_factor": 4.0,
+        "num_layers": 4,
+        "no_rope_freq": "[0,0,1,0]",
+        "window_size": (3, 0),
+        "window_attn_skip_freq": "2",
+        "rotary_base_local": 100.0,
+        "document_ids": True,
+    },
+    "longrope, half of each head": SMALL
+    | STILL
+    | {
+        "position_embedding_type": "longrope",
+        "original_max_position_embeddings": 4,
+        "rotary_scaling_factor": 4.0,
+        "rotary_percent": 0.5,
+        "longrope_short_factors": (1.0,) * 2,
+        "longrope_long_factors": (2.0, 3.0),
+    },
+}
+LATENT: dict[str, Any] = {name: value for name, value in (LLAMA | STILL).items() if "group" not in name}
+LATENT |= {
+    "multi_latent_attention": True,
+    "kv_lora_rank": 10,
+    "qk_head_dim": 6,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 5,
+}
+VARIANTS |= {
+    "latent attention, yarn with a factor of scores, documents": LATENT
+    | {
+        "q_lora_rank": 14,
+        "qk_layernorm": True,
+        "add_qkv_bias": True,
+        "position_embedding_type": "yarn",
+        "original_max_position_embeddings": 4,
+        "rotary_scaling_factor": 4.0,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.3,
+        "rotary_interleaved": True,
+        "document_ids": True,
+    },
+    "latent attention without latent queries and norms, wide values, windows, sinks": LATENT
+    | {"v_head_dim": 12, "window_size": (3, 0), "window_attn_skip_freq": "2", "softmax_type": "learnable"},
+}
+LATER: dict[str, Any] = {"family": "gpt, later tokens", "mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.7}
+VARIANTS |= {
+    "later tokens, documents": LLAMA | STILL | LATER | {"document_ids": True},
+    "later tokens, tied, norms after, latent attention": LATENT
+    | LATER
+    | {"untie_embeddings_and_output_weights": False, "norm_placement": "both", "q_lora_rank": 14},
 }
 TWELVE_HEADS: dict[str, Any] = SMALL | STILL | {"hidden_size": 48, "num_attention_heads": 12}
 THREES: dict[str, dict[str, Any]] = {
@@ -71,8 +183,16 @@ FEW_GROUPS: dict[str, dict[str, Any]] = {
     "two groups, qk norm, documents": LLAMA
     | STILL
     | {"num_query_groups": 2, "qk_layernorm": True, "document_ids": True, "untie_embeddings_and_output_weights": False},
+    "two groups, qk norm over all heads": LLAMA
+    | STILL
+    | {"num_query_groups": 2, "qk_layernorm": True, "qk_layernorm_kind": "all_heads", "norm_placement": "after"},
+    "one group, qk norm weights per head": LLAMA
+    | STILL
+    | {"num_query_groups": 1, "qk_layernorm": True, "qk_layernorm_kind": "per_head"},
 }
 DRAWING: dict[str, dict[str, Any]] = {
+    "windows, sinks, dropout": LLAMA
+    | {"attention_dropout": 0.2, "hidden_dropout": 0.2, "window_size": (3, 0), "softmax_type": "learnable"},
     "gpt2 with dropout": SMALL | {"attention_dropout": 0.2, "hidden_dropout": 0.2},
     "llama with dropout": LLAMA | {"attention_dropout": 0.2, "hidden_dropout": 0.2},
     "bert with dropout": BERT | {"attention_dropout": 0.2, "hidden_dropout": 0.2},
@@ -119,7 +239,7 @@ LAYOUTS |= {
     "cp2 gather": Layout(cp=2, cp_comm_types=GATHER, **HALVES),
     "cp4 heads": Layout(cp=4, cp_comm_types=HEADS, **HALVES),
     "cp4 heads and rings": Layout(cp=4, **LEVELS, **HALVES),
-    "cp2 another way in each layer": Layout(cp=2, cp_comm_types=("a2a", "p2p"), **HALVES),
+    "cp2 another way in each layer": Layout(cp=2, cp_comm_types=("a2a", "p2p", "p2p", "a2a"), **HALVES),  # of 2 or 4
     "cp2 recompute full": Layout(cp=2, recompute=FULL, **HALVES),
     "cp2 heads, recompute selective": Layout(cp=2, cp_comm_types=HEADS, recompute=SELECTIVE, **HALVES),
     "cp2 recompute selective": Layout(cp=2, recompute=SELECTIVE, **HALVES),
@@ -195,6 +315,8 @@ def train_at(settings: Mapping[str, Any], layout: Layout) -> list[Observed]:
         cp=layout.cp,
         dp=layout.dp,
         pp=layout.pp,
+        ep=layout.ep,
+        etp=layout.etp,
         pp_before_dp=layout.pp_before_dp,
         dtype=torch.float64,
         sequence_parallel=layout.sequence_parallel,
@@ -215,7 +337,13 @@ def check(outcomes: list[Observed], expected: list[Observed]) -> None:
         VARIANTS,
         LAYOUTS,
         always=KEY_LAYOUTS,
-        more={"llama": LAYOUTS, "gpt2 tied": MORE_LAYOUTS, "bert": MORE_LAYOUTS},
+        more={
+            "llama": LAYOUTS,
+            "gpt2 tied": MORE_LAYOUTS,
+            "bert": MORE_LAYOUTS,
+            "windows and full attention, soft cap, sinks, documents": ("cp4 heads and rings", "cp2 tp2 heads"),
+            "alibi, windows, off by one": ("cp4 heads and rings", "cp4"),
+        },
     ),
 )
 def test_layout_computes_the_model_of_one_rank(variant: str, layout: str) -> None:

@@ -22,6 +22,8 @@ FULL, SELECTIVE = RecomputePlan("full"), RecomputePlan("selective")
 VEE: dict[str, Any] = {"pp": 2, "chunks": 2, "schedule": "zb-v"}
 LOOPED: dict[str, Any] = {"pp": 2, "chunks": 2, "schedule": "interleaved"}
 OVERLAPPED: dict[str, Any] = {"overlap": True, "bucket_size": 1000}
+LATER = ("later tokens, documents", "later tokens, tied, norms after, latent attention")
+LATENT = "latent attention, yarn with a factor of scores, documents"
 BERT = ("bert", "bert, residuals behind norms")
 
 STAGES: dict[str, Layout] = {
@@ -87,7 +89,7 @@ def reference(variant: str, *, layers: int) -> list[Observed]:
 @pytest.mark.parametrize(
     ("variant", "layout"),
     pairs(
-        ["gpt2 tied", "gpt2 untied", "llama", "llama tied, qk norm, documents", *BERT],
+        ["gpt2 tied", "gpt2 untied", "llama", "llama tied, qk norm, documents", LATENT, *LATER, *BERT],
         STAGES,
         always=("pp2 zb-v",),
         more={"gpt2 tied": STAGES, "llama": ("pp4", "pp2 vpp2"), "bert": ("pp4", "pp2 vpp2")},

@@ -13,9 +13,11 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import CpCommType
 from megatron.config.pipeline import balanced_sizes
 from megatron.config.precision import PrecisionConfig
+from megatron.core.conversion.portable import load_weights
 from megatron.core.distributed.buffers import build_buffers
 from megatron.core.distributed.grad_sync import GradSync
 from megatron.core.distributed.parameter_policy import parameter_policies
+from megatron.core.models.bert.train_spec import ORDER
 from megatron.core.models.stage import stages_of
 from megatron.core.models.train_spec import ModelChunk
 from megatron.core.optimizer.optimizer import Optimizer
@@ -33,8 +35,16 @@ from megatron.training.evaluation.parity import Observed, parts_of, whole_gradie
 from megatron.training.run.data import held_slices
 from megatron.training.run.pipeline import Plans, routes
 from megatron.training.run.stages import model_state, named_parameters, share_tied_parameters
-from megatron.training.step import global_loss, loss_weights, total_counts
-from tests.equivalence.families import FAMILIES, GLOBAL_BATCH, LENGTH, VOCABULARY, Family
+from megatron.training.step import global_loss, global_tallies, learn_from_tallies, loss_weights, total_counts
+from tests.equivalence.families import (
+    FAMILIES,
+    GLOBAL_BATCH,
+    LENGTH,
+    VOCABULARY,
+    Family,
+    family_of_published,
+    family_with_groups,
+)
 
 STEPS = 3
 
@@ -62,6 +72,8 @@ class Layout:
     overlap_p2p: bool = True
     pp_before_dp: bool = True
     stage_sizes: tuple[int, ...] = ()
+    ep: int = 1
+    etp: int | None = None
 
 
 def microbatches(
@@ -78,13 +90,20 @@ def microbatches(
 
 
 def train(context: ParallelContext, settings: Mapping[str, Any], layout: Layout) -> Observed:
-    """Three steps of AdamW at ``layout``."""
+    """Three steps of AdamW at ``layout``, of a model with ``settings`` or of the ``published`` one."""
     context = replace(context, cp_comm_types=layout.cp_comm_types, cp_sizes=layout.cp_sizes)
     settings = dict(settings)
     family, freeze = FAMILIES[settings.pop("family", "gpt")], settings.pop("freeze", ())
+    published = settings.pop("published", None)
+    family = family_of_published(published) if published else family
+    family = family_with_groups(family, settings.pop("groups", ()))
     unused = [name for name in family.optional if not settings.pop(name, False)]
+    unused += [] if ORDER in family.losses else ["is_random"]
     fields = [name for name in family.train_spec.batch_fields if name in family.batch(0) and name not in unused]
-    config = ModelConfig(max_position_embeddings=LENGTH, vocab_size=VOCABULARY, **settings)
+    if published:
+        config = published.model
+    else:
+        config = ModelConfig(max_position_embeddings=LENGTH, vocab_size=VOCABULARY, **settings)
     plans = Plans(
         PipelineSettings(layout.schedule, layout.pp, layout.chunks, None, layout.overlap_p2p), context.mesh.rank("pp")
     )
@@ -92,6 +111,8 @@ def train(context: ParallelContext, settings: Mapping[str, Any], layout: Layout)
     chunks = build_chunks(config, context, layout, plans.settings.placement, family)
     models = [chunk.model for chunk in chunks]
     share_tied_parameters(models)
+    for model in models if published else ():
+        load_weights(model, published, context.mesh)
     outcome = Observed(
         shapes={entry.name.removeprefix("model."): entry.sharding.shape for entry in model_state(*models)},
         initial=parts_of(model_state(*models), context.mesh),
@@ -127,12 +148,15 @@ def train(context: ParallelContext, settings: Mapping[str, Any], layout: Layout)
         sync.zero()
         loss = runner.step(plans.training(len(batch)), batch)
         sync.finish()
-        here = torch.zeros(2, dtype=torch.float64) if loss is None else torch.stack((loss.sum, loss.count))
+        here = torch.zeros(2, dtype=torch.float64) if loss is None else torch.stack((loss.sum, loss.count)).double()
         total = all_reduce(here, context.mesh, "pp", "dp", "cp")
         parts = global_loss(loss, family.losses, context)
         if step == 0:
             outcome.gradients = whole_gradients(buffers, context.mesh, sharded=layout.sharded)
         update = optimizer.update(count=total[1].item(), lr=1e-2, weight_decay=0.1)
+        counted = global_tallies(loss, family.tallies(config), context)
+        learn_from_tallies(models, counted)
+        outcome.losses += [float(number) for each in counted.values() for number in each]
         outcome.losses += [(total[0] / total[1]).item(), *parts.means.values()]
         assert update.grad_norm is not None
         outcome.grad_norms.append(update.grad_norm)

@@ -11,7 +11,13 @@ from megatron.core.models.registry import FAMILIES, Family
 
 GOLDEN = Path(__file__).with_name("examples.json")
 FLAG_FILES = sorted((Path(__file__).resolve().parents[2] / "examples").rglob("*.flags"))
-WORLD_SIZES = {"gpt_345m": 1, "llama2_7b": 16, "llama3_70b": 512, "gpt3_175b_distributed": 1024}  # others: 8
+WORLD_SIZES = {
+    "gpt_345m": 1,
+    "llama2_7b": 16,
+    "llama3_70b": 512,
+    "mixtral_8x7b": 64,
+    "gpt3_175b_distributed": 1024,
+}  # others: 8
 FILES = ["--data-path", "data", "--vocab-file", "vocab", "--merge-file", "merges", "--tokenizer-model", "model"]
 
 

@@ -39,7 +39,7 @@ def outline_of(run: RunConfig) -> Outline:
             position_buckets=t5.relative_attention_num_buckets if relative else 0,
             has_output_bias=tied and model.add_bias_linear,
         )
-    return Outline()
+    return Outline(has_output_bias=model.add_output_layer_bias)
 
 
 def model_parameters(run: RunConfig) -> int:
@@ -59,19 +59,26 @@ def rank_parameters(run: RunConfig, *, pipeline_rank: int = 0) -> int:
 def _parameters(run: RunConfig, stages: Sequence[StageShape], *, ranks: int, vocabulary: int) -> int:
     model, outline = run.model, outline_of(run)
     hidden, tied = model.hidden_size, not model.untie_embeddings_and_output_weights
-    norm = hidden * (2 if model.normalization == "LayerNorm" else 1)
+    norm = hidden * _norm_weights(model)
     learned = model.position_embedding_type == "learned_absolute"
     # Without a decoder all layers are the encoder's.
     held = [EncoderDecoderLayers.of(stage.layers, model.num_layers) for stage in stages]
     last = any(stage.is_last for stage in stages)
     embeds = any(stage.is_first for stage in stages) or any(each.opens_decoder for each in held)
+    embeds = embeds or (last and model.mtp_num_layers > 0)
     attention = _attention_parameters(model, ranks)
-    layer, cross = attention + _mlp_parameters(model, ranks) + 2 * norm, attention + norm
+    layer, cross = (
+        attention + _mlp_parameters(model, ranks) + _norms(model, first=1, others=1) * norm,
+        attention + _norms(model, first=1, others=0) * norm,
+    )
     positions = (model.max_position_embeddings if learned else 0) + outline.token_types
     counts = {
         "word_embeddings": vocabulary * hidden * embeds,
         "position_embeddings": positions * hidden * embeds + _position_tables(run, held, ranks),
         "layers": sum(len(stage.layers) * layer for stage in stages) + sum(len(each.decoder) * cross for each in held),
+        "embedding_norm": norm * model.embedding_norm * embeds,
+        "first_attention_norm": -norm * (not model.first_attention_norm) * embeds,
+        "later_tokens": (layer + 2 * hidden * hidden // ranks + 3 * norm) * model.mtp_num_layers * last,
         "final_norm": norm * (last + (outline.decoder_layers > 0 and any(each.closes_encoder for each in held))),
         "output_layer": vocabulary * hidden * (last and outline.predicts_words and not (tied and embeds)),
         "heads": _head_parameters(outline, hidden=hidden, norm=norm, vocabulary=vocabulary) if last else 0,
@@ -94,22 +101,65 @@ def _position_tables(run: RunConfig, held: Sequence[EncoderDecoderLayers], ranks
     return stacks * outline_of(run).position_buckets * run.model.num_attention_heads // ranks
 
 
+def _latent_attention_parameters(model: ModelConfig, ranks: int) -> int:
+    hidden, heads = model.hidden_size, model.num_attention_heads // ranks
+    latent, query_latent = model.kv_lora_rank, model.q_lora_rank
+    down = latent + model.qk_pos_emb_head_dim + (query_latent or 0)
+    norms = (latent + (query_latent or 0)) * _norm_weights(model) * model.qk_layernorm
+    queries = (query_latent or hidden) * heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
+    keys_and_values = latent * heads * (model.qk_head_dim + model.v_head_dim)
+    output = heads * model.v_head_dim * hidden + hidden * model.add_attention_output_bias
+    sinks = heads if model.softmax_type == "learnable" else 0
+    return down * (hidden + model.add_qkv_bias) + norms + queries + keys_and_values + output + sinks
+
+
 def _attention_parameters(model: ModelConfig, ranks: int) -> int:
+    if model.multi_latent_attention:
+        return _latent_attention_parameters(model, ranks)
     hidden, width = model.hidden_size, model.num_attention_heads * model.kv_channels
     fused = width + 2 * max(model.num_query_groups, ranks) * model.kv_channels  # ranks may have to share heads
-    split = fused * hidden + width * hidden + (fused if model.add_bias_linear or model.add_qkv_bias else 0)
-    head_norms = 2 * model.kv_channels * (2 if model.normalization == "LayerNorm" else 1) if model.qk_layernorm else 0
-    return split // ranks + (hidden if model.add_bias_linear else 0) + head_norms
+    split = fused * hidden + width * hidden + fused * model.add_qkv_bias
+    head_norms = _head_norm_parameters(model, ranks) if model.qk_layernorm else 0
+    sinks = model.num_attention_heads // ranks if model.softmax_type == "learnable" else 0
+    return split // ranks + hidden * model.add_attention_output_bias + head_norms + sinks
+
+
+def _norm_weights(model: ModelConfig) -> int:
+    """Numbers for each channel."""
+    biased = model.norm_parameters == "weight_and_bias" and model.normalization == "LayerNorm"
+    return (model.norm_parameters != "none") + biased
+
+
+def _norms(model: ModelConfig, *, first: int, others: int) -> int:
+    """Of so many branches."""
+    share = model.parallel_attention and not model.parallel_layernorm
+    before = first + (0 if share else others)
+    after = first + others
+    return (before if model.norm_placement != "after" else 0) + (after if model.norm_placement != "before" else 0)
+
+
+def _head_norm_parameters(model: ModelConfig, ranks: int) -> int:
+    if model.qk_layernorm_kind == "shared":
+        return 2 * model.kv_channels * _norm_weights(model)
+    heads = (model.num_attention_heads + max(model.num_query_groups, ranks)) // ranks
+    return heads * model.kv_channels * (model.norm_parameters != "none")
 
 
 def _mlp_parameters(model: ModelConfig, ranks: int) -> int:
     hidden, inner = model.hidden_size, model.ffn_hidden_size * (2 if model.gated else 1)
-    split = inner * hidden + model.ffn_hidden_size * hidden + (inner if model.add_bias_linear else 0)
-    return split // ranks + (hidden if model.add_bias_linear else 0)
+    split = inner * hidden + model.ffn_hidden_size * hidden + inner * model.add_mlp_bias
+    return split // ranks + hidden * model.add_mlp_bias
 
 
 def layers_flops_per_token(model: ModelConfig, keys: float) -> float:
     """Model FLOPs of all layers for one token that attends to ``keys`` others, forward and backward."""
+    if model.multi_latent_attention:
+        weights = _latent_attention_parameters(
+            dataclasses.replace(model, qk_layernorm=False, softmax_type="vanilla"), 1
+        )
+        scores = model.num_attention_heads * (model.kv_channels + model.v_head_dim) * keys
+        products = weights + scores + model.ffn_hidden_size * model.hidden_size * (3 if model.gated else 2)
+        return 6 * model.num_layers * products
     query_width = model.num_attention_heads * model.kv_channels
     mlp = model.ffn_hidden_size * (1.5 if model.gated else 1.0)
     attention = query_width * (1 + model.num_query_groups / model.num_attention_heads + keys / model.hidden_size)
@@ -120,11 +170,14 @@ def gpt_flops_per_sample(model: ModelConfig, seq_length: int, *, tensor_model_pa
     """Model FLOPs of one sequence, forward and backward: 2 per multiply-add, times 3.
 
     Megatron's formula: every matrix product of the dense model, half of the attention square (the causal half), the
-    vocabulary as padded for the tensor-parallel size. Recomputation, norms and activations are not counted.
+    vocabulary as padded for the tensor-parallel size; all again for each later token. Recomputation, norms and
+    activations are not counted.
     """
     padded_vocab_size = model.padded_vocab_size(tensor_model_parallel_size)
-    layers = layers_flops_per_token(model, seq_length / 2)
-    return float(seq_length * (layers + 6 * model.hidden_size * padded_vocab_size))
+    later = model.mtp_num_layers
+    layers = layers_flops_per_token(dataclasses.replace(model, num_layers=model.num_layers + later), seq_length / 2)
+    outputs = (1 + later) * 6 * model.hidden_size * padded_vocab_size + later * 12 * model.hidden_size**2
+    return float(seq_length * (layers + outputs))
 
 
 def bert_flops_per_sample(

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 
+from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.ops.attention import partial, registry
 from megatron.core.ops.attention.registry import Choice
 from megatron.core.ops.attention.request import AttentionRequest
 from megatron.core.parallel.context import ParallelContext
-from megatron.training.run.run import attention_choices
+from megatron.errors import ConfigError
+from megatron.training.run.attention import attention_choices, check_backend
 from megatron.training.step import train_step
 from tests.harness import run_ranks
-from tests.harness.runs import tiny_run
+from tests.harness.runs import tiny_config, tiny_run
 
 
 def told_and_called(context: ParallelContext, flags: str, ways: dict[str, Any]) -> tuple[str, set[tuple[str, bool]]]:
@@ -55,3 +59,13 @@ def test_report_names_what_is_called(
 ) -> None:
     """Somebody who looks for the reason of a slow run is led astray by any other name."""
     assert run_ranks(told_and_called, flags, ways, cp=2) == [(told, called)] * 2
+
+
+def test_a_dry_run_refuses_a_backend_that_no_device_has() -> None:
+    """A backend that couldn't compute ALiBi passed the dry run, and the job ended when it started."""
+    run = tiny_config("--mock-data --position-embedding-type alibi --attention-dropout 0")
+    backends: dict[Any, str | None] = {"sdpa": "--attention-backend sdpa cannot be used: ", "chunked": None}
+    for backend, words in backends.items():
+        asked = replace(run, model=replace(run.model, attention_backend=backend))
+        with pytest.raises(ConfigError, match=words) if words else nullcontext():
+            check_backend(asked, GPTSpec())

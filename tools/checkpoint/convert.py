@@ -13,12 +13,15 @@ if not __package__:  # started as a script: take megatron and the like from this
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
 import re
+import shutil
 import signal
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Literal
 
-from megatron.config.flags import check_flags, flag
+from megatron.config.flags import check_flags, flag, switch
 from megatron.config.parse import parse_groups
 from megatron.core.checkpointing.manifest import MANIFEST
 from megatron.core.files.remote_path import AnyPath, path_of
@@ -60,12 +63,18 @@ WITHOUT_EFFECT = {
 class ConvertConfig:
     """What is converted into what."""
 
+    list_types: bool = switch(
+        "Print the published types of models that --from hf and --to hf convert, and nothing else.", name="--list"
+    )
     source: Literal["hf", "megatron", "megatron-lm"] | None = flag(
         "Format of --load: Hugging Face, this project's, Megatron-LM's (torch or torch_dist).",
         name="--from",
         default=None,
     )
-    load: str | None = flag("Folder of the model, or of checkpoints.", default=None)
+    load: str | None = flag(
+        "Folder of the model or of checkpoints; with --from hf also a repository, ORG/NAME or ORG/NAME@REVISION.",
+        default=None,
+    )
     target: Literal["hf", "megatron", "megatron-lm"] | None = flag("Format of --save.", name="--to", default=None)
     save: str | None = flag("New folder for the converted model.", default=None)
     ckpt_step: int | None = flag("Iteration to convert instead of the newest.", default=None, at_least=0)
@@ -105,12 +114,32 @@ class ConvertConfig:
 def main(argv: Sequence[str]) -> int:
     """Convert, and say what was done."""
     (config,) = parse_groups(with_effect(argv), ConvertConfig, prog="convert.py", about=__doc__ or "")
+    if config.list_types:
+        if config != ConvertConfig(list_types=True):
+            raise ConfigError("--list prints the types that convert, and converts nothing: leave out the other flags")
+        print_types()
+        return 0
     job = job_of(config)
     from megatron.core.conversion.convert import convert
 
     with kept_on_interrupt(lambda: f"nothing is written to --save {job.save}"):
         convert(job, say=print)
     return 0
+
+
+def print_types() -> None:
+    """A row for each published type: ``model_type``, our family, transformers' classes and what converts."""
+    from megatron.core.conversion.huggingface.listing import published_types
+
+    rows = [(["model_type"], ["family"], ["class in transformers"], ["what converts"])]
+    for each in published_types():
+        only = f"; only with {', '.join(each.only)}" if each.only else ""
+        rows.append(([each.model_type], [each.family], list(each.classes), [each.converts + only]))
+    widths = [max(len(line) for row in rows for line in row[column]) for column in range(3)]
+    room = max(40, shutil.get_terminal_size((160, 0)).columns - sum(widths) - 6)
+    for *cells, text in rows:
+        for parts in zip_longest(*cells, textwrap.wrap(text[0], room, break_on_hyphens=False), fillvalue=""):
+            print("  ".join(part.ljust(width) for part, width in zip(parts, [*widths, 0])).rstrip())
 
 
 def job_of(config: ConvertConfig) -> Conversion:

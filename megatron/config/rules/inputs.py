@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 
+from megatron.config.checkpoint import place_of
 from megatron.config.data import DEFAULT_SPLIT
-from megatron.config.family import Rule, rule
+from megatron.config.family import Purpose, Rule, rule
 from megatron.config.rules.sizes import multiples_near
 from megatron.config.run import RunConfig
 
@@ -109,6 +110,74 @@ def retained_checkpoints_exist(run: RunConfig) -> str | None:
     )
 
 
+def samples_have_an_interval(run: RunConfig) -> str | None:
+    """Settings of samples come with --generate-samples-interval."""
+    fields = [f"generate_samples_{name}" for name in ("prompts", "tokens", "temperature")]
+    given = [f"--{field.replace('_', '-')}" for field in fields if run.given(field)]
+    if not given or run.reporting.generate_samples_interval is not None:
+        return None
+    listed = " and ".join(given)
+    return f"without --generate-samples-interval there are no samples for {listed}: give it, or leave {listed} out"
+
+
+def exports_are_at_checkpoints(run: RunConfig) -> str | None:
+    """--save-hf-interval is a multiple of --save-interval: a model in --save-hf is then one that a restart has, too."""
+    checkpoint = run.checkpoint
+    written, saved = checkpoint.save_hf_interval, checkpoint.save_interval
+    if written is None or (checkpoint.save and checkpoint.save_hf and saved and written % saved == 0):
+        return None
+    lacking = [
+        f"--{name.replace('_', '-')}"
+        for name in ("save_hf", "save", "save_interval")
+        if getattr(checkpoint, name) is None
+    ]
+    if lacking:
+        return f"--save-hf-interval {written} needs {' and '.join(lacking)}: models are written at checkpoints"
+    assert saved is not None, "else it is lacking"
+    near = multiples_near(written, saved)
+    return f"--save-hf-interval {written} is not divisible by --save-interval {saved}; use {near}"
+
+
+def exports_are_beside_checkpoints(run: RunConfig) -> str | None:
+    """--save-hf is a new folder, which checkpoints must not fill before the model is written."""
+    save, save_hf = run.checkpoint.save, run.checkpoint.save_hf
+    if save is None or save_hf is None:
+        return None
+    one, other = (f"{place_of(each).rstrip('/')}/" for each in (save, save_hf))
+    if not (one.startswith(other) or other.startswith(one)):
+        return None
+    return f"--save-hf {save_hf} and --save {save} must be two folders, neither inside the other"
+
+
+def published_weights_are_the_start(run: RunConfig) -> str | None:
+    """With --load-hf, --load is where the run itself saves, and --finetune is not given beside it."""
+    checkpoint = run.checkpoint
+    hf, load = f"--load-hf {checkpoint.load_hf}", f"--load {checkpoint.load}"
+    if checkpoint.load_hf is None or checkpoint.load is None:
+        return None
+    if not checkpoint.resumes_own:
+        return (
+            f"{hf} with {load}: give the --save folder as --load, so that a restart resumes what was saved; without a "
+            f"checkpoint there the run starts from {checkpoint.load_hf}"
+        )
+    if checkpoint.finetune:
+        return (
+            f"--finetune with {hf} and {load} would begin at iteration 0 again whenever the command is restarted; "
+            "leave --finetune out: weights of --load-hf always start at iteration 0"
+        )
+    return None
+
+
+def published_weights_are_for_pretraining(run: RunConfig) -> str | None:
+    """Commands that do something else with a model read checkpoints."""
+    checkpoint = run.checkpoint
+    given = {"--load-hf": checkpoint.load_hf, "--save-hf": checkpoint.save_hf}
+    named = [f"{flag} {value}" for flag, value in given.items() if value is not None]
+    if not named or run.find(Purpose) is None:
+        return None
+    return f"{' and '.join(named)}: only pretraining has this; convert the model with tools/checkpoint/convert.py"
+
+
 def _per_split(run: RunConfig) -> dict[str, tuple[str, ...]]:
     data = run.data
     return {
@@ -187,8 +256,25 @@ RULES: tuple[Rule, ...] = (
     ),
     rule(
         "--finetune has no weights to start from; give --load or --pretrained-checkpoint",
-        lambda run: run.checkpoint.finetune and not (run.checkpoint.load or run.checkpoint.pretrained_checkpoint),
+        lambda run: (
+            run.checkpoint.finetune
+            and not (run.checkpoint.load or run.checkpoint.pretrained_checkpoint or run.checkpoint.load_hf)
+        ),
     ),
+    rule(
+        "--load-hf {run.checkpoint.load_hf} and --pretrained-checkpoint {run.checkpoint.pretrained_checkpoint} both "
+        "name weights to start from; keep one",
+        lambda run: run.checkpoint.load_hf and run.checkpoint.pretrained_checkpoint,
+    ),
+    published_weights_are_the_start,
+    published_weights_are_for_pretraining,
+    exports_are_at_checkpoints,
+    exports_are_beside_checkpoints,
+    rule(
+        "--save-hf {run.checkpoint.save_hf} writes the trained model, and --skip-train trains nothing; leave one out",
+        lambda run: run.checkpoint.save_hf and run.training.skip_train and run.find(Purpose) is None,
+    ),
+    samples_have_an_interval,
     rule(
         "--use-mp-args-from-checkpoint-args needs --use-checkpoint-args",
         lambda run: run.checkpoint.use_mp_args_from_checkpoint_args and not run.checkpoint.use_checkpoint_args,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron.config.family import Rule, rule
+from megatron.config.moe import MoEConfig
 from megatron.config.rules.sizes import divide, divisors, multiples_near, some, tensor_parallel_sizes
 from megatron.config.run import RunConfig
 
@@ -49,6 +50,11 @@ def ffn_divides_over_ranks(run: RunConfig) -> str | None:
     return _splits(run, "--ffn-hidden-size", run.model.ffn_hidden_size)
 
 
+def projection_divides_over_ranks(run: RunConfig) -> str | None:
+    """The projection of multi-token prediction reads hidden states and embeddings side by side."""
+    return _splits(run, "twice --hidden-size", 2 * run.model.hidden_size) if run.model.mtp_num_layers else None
+
+
 def _splits(run: RunConfig, flag: str, size: int) -> str | None:
     ranks = run.parallel.tensor_model_parallel_size
     if size % ranks == 0:
@@ -81,11 +87,25 @@ def param_gather_overlap_needs_sharding(run: RunConfig) -> str | None:
     return f"--overlap-param-gather needs {' and '.join(lacking)}, too"
 
 
+def expert_ranks_need_experts(run: RunConfig) -> str | None:
+    """Only experts are divided over ranks of their own."""
+    given = [f"--{field.replace('_', '-')}" for field in _OF_EXPERTS if (getattr(run.parallel, field) or 1) > 1]
+    moe = run.find(MoEConfig)
+    if not given or (moe is not None and moe.has_experts):
+        return None
+    what = "give --num-experts, or leave it out" if moe is not None else f"a {run.family.title} has none; leave it out"
+    return f"{' and '.join(given)} {'divides' if len(given) == 1 else 'divide'} experts; {what}"
+
+
+_OF_EXPERTS = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+
 RULES: tuple[Rule, ...] = (
+    expert_ranks_need_experts,
     world_divides,
     heads_divide_over_ranks,
     query_groups_divide_over_ranks,
     ffn_divides_over_ranks,
+    projection_divides_over_ranks,
     sequence_divides_over_tensor_ranks,
     param_gather_overlap_needs_sharding,
     rule(

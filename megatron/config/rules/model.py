@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from megatron.config.family import Rule, rule
-from megatron.config.flags import one_of
+from megatron.config.flags import flags_of
+from megatron.config.latent_attention import LatentAttentionConfig
+from megatron.config.layer_patterns import window_layers
+from megatron.config.model import LAYER_BIASES, ROTARY_TYPES, ModelConfig
+from megatron.config.rules.positions import beyond_positions
 from megatron.config.rules.sizes import divisors, divisors_near, multiples_near, some
 from megatron.config.run import RunConfig
+from megatron.errors import ConfigError
 
 
 def heads_divide_hidden_size(run: RunConfig) -> str | None:
     """Without an explicit head width, the heads share the hidden size evenly."""
     hidden, heads = run.model.hidden_size, run.model.num_attention_heads
-    if hidden % heads == 0 or run.given("kv_channels") or run.model.kv_channels != hidden // heads:
+    if (
+        run.model.multi_latent_attention
+        or hidden % heads == 0
+        or run.given("kv_channels")
+        or run.model.kv_channels != hidden // heads
+    ):
         return None
     return (
         f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; use a width of "
@@ -30,47 +40,122 @@ def query_groups_divide_heads(run: RunConfig) -> str | None:
     )
 
 
-def rotated_width_is_even(run: RunConfig) -> str | None:
-    """Rotary positions turn pairs of channels."""
+def biases_have_one_name(run: RunConfig) -> str | None:
+    """A model has one set of flags: biases in every layer are what runs without --disable-bias-linear have."""
     model = run.model
-    rotated = int(model.kv_channels * model.rotary_percent)
-    if model.position_embedding_type != "rope" or (rotated > 0 and rotated % 2 == 0):
+    if model.add_bias_linear or not all(getattr(model, each) for each in LAYER_BIASES):
+        return None
+    flags = " and ".join(f"--{each.replace('_', '-')}" for each in LAYER_BIASES)
+    return f"--disable-bias-linear has no effect with {flags}; leave out all four for biases in every layer"
+
+
+def fields_are_of_the_family(run: RunConfig) -> str | None:
+    """Not every family has every part."""
+    given = [
+        spec.typed(getattr(run.model, spec.field))
+        for spec in flags_of(ModelConfig)
+        if spec.field in run.family.fields_of_others and getattr(run.model, spec.field) != spec.default
+    ]
+    if not given:
         return None
     return (
-        f"--rotary-percent {model.rotary_percent:g} of --kv-channels {model.kv_channels} rotates {rotated} channels; "
-        "their number must be even and more than 0"
+        f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} not available for {run.family.title}; leave it out"
     )
 
 
-def rotary_settings_need_rope(run: RunConfig) -> str | None:
-    """Settings of rotary positions need rotary positions."""
+def windows_are_of_the_family(run: RunConfig) -> str | None:
+    """A causal model sees nothing after a query, and not every family has windows."""
+    window, sides = run.model.window_size, run.family.window_sides
+    if window is None or sides == 2 or (sides == 1 and window[1] == 0):
+        return None
+    given = f"--window-size {window[0]},{window[1]}"
+    if sides == 0:
+        return f"{given} is not available for {run.family.title}; leave it out"
+    return f"{given}: a query of {run.family.title} sees no later keys; use --window-size {window[0]},0"
+
+
+def window_pattern_fits(run: RunConfig) -> str | None:
+    """A pattern of layers is one, is as long as the stack, and leaves both kinds of layers."""
+    pattern, layers = run.model.window_attn_skip_freq, run.model.num_layers
+    try:
+        windows = window_layers(pattern, layers)
+    except ConfigError as error:
+        return str(error)
+    if pattern is None or (any(windows) and not all(windows)):
+        return None
+    if any(windows):
+        return f"--window-attn-skip-freq {pattern} leaves a window in all of the {layers} layers; leave it out"
+    return f"--window-attn-skip-freq {pattern} leaves no layer with a window; leave it and --window-size out"
+
+
+def latent_settings_need_latent_attention(run: RunConfig) -> str | None:
+    """Widths of latent attention need it."""
+    if run.model.multi_latent_attention:
+        return None
+    given = [
+        spec.spelling for spec in flags_of(LatentAttentionConfig) if getattr(run.model, spec.field) != spec.default
+    ]
+    if not given:
+        return None
+    verb = "has" if len(given) == 1 else "have"
+    return f"{' and '.join(given)} {verb} no effect without --multi-latent-attention; add it"
+
+
+def latent_attention_fits(run: RunConfig) -> str | None:
+    """What other attention has and latent attention doesn't."""
     model = run.model
-    asked = {
-        "--rotary-percent": model.rotary_percent != 1.0,
-        "--rotary-base": model.rotary_base != 10000.0,
-        "--rotary-interleaved": model.rotary_interleaved,
-        "--rotary-seq-len-interpolation-factor": model.rotary_seq_len_interpolation_factor is not None,
-        "--use-rope-scaling": model.use_rope_scaling,
+    if not model.multi_latent_attention:
+        return None
+    kind = model.position_embedding_type
+    if kind not in (*ROTARY_TYPES, "none"):
+        return (
+            f"--position-embedding-type {kind} is not available with --multi-latent-attention; use "
+            "--position-embedding-type rope, or yarn"
+        )
+    others = {
+        "--group-query-attention": model.group_query_attention,
+        "--qk-l2-norm": model.qk_l2_norm,
+        f"--qk-layernorm-kind {model.qk_layernorm_kind}": model.qk_layernorm_kind != "shared",
+        f"--clip-qkv {model.clip_qkv}": model.clip_qkv is not None,
     }
-    named = [flag for flag, given in asked.items() if given]
-    if model.position_embedding_type == "rope" or not named:
+    named = [flag for flag, given in others.items() if given]
+    if not named:
         return None
-    return (
-        f"{' and '.join(named)} {'has' if len(named) == 1 else 'have'} no effect with --position-embedding-type "
-        f"{model.position_embedding_type}; use --position-embedding-type rope"
-    )
-
-
-def positions_are_of_the_family(run: RunConfig) -> str | None:
-    """Not every family has every type of position embedding."""
-    kind, known = run.model.position_embedding_type, run.family.position_embedding_types
-    if kind in known:
-        return None
-    return f"--position-embedding-type {kind} is not available for {run.family.title}; use {one_of(known)}"
+    verb = "is" if len(named) == 1 else "are"
+    return f"{' and '.join(named)} {verb} not available with --multi-latent-attention; leave it out"
 
 
 RULES: tuple[Rule, ...] = (
-    positions_are_of_the_family,
+    latent_settings_need_latent_attention,
+    latent_attention_fits,
+    rule(
+        "--mtp-num-layers {run.model.mtp_num_layers} is not available with --position-embedding-type learned_absolute; "
+        "use --position-embedding-type rope, or none",
+        lambda run: run.model.mtp_num_layers and run.model.position_embedding_type == "learned_absolute",
+    ),
+    rule(
+        "--mtp-num-layers {run.model.mtp_num_layers} is no less than --seq-length {run.data.seq_length}; "
+        "use fewer layers",
+        lambda run: run.model.mtp_num_layers >= run.data.seq_length,
+    ),
+    rule(
+        "--activation-func-clamp-value {run.model.activation_func_clamp_value:g} has no effect with --activation "
+        "{run.model.activation}, which has no gate; use a gated one, such as --quick-geglu",
+        lambda run: run.model.activation_func_clamp_value is not None and not run.model.gated,
+    ),
+    rule(
+        "--glu-linear-offset {run.model.glu_linear_offset:g} has no effect with --activation {run.model.activation}, "
+        "which has no gate; use a gated one, such as --quick-geglu",
+        lambda run: run.model.glu_linear_offset and not run.model.gated,
+    ),
+    fields_are_of_the_family,
+    biases_have_one_name,
+    windows_are_of_the_family,
+    window_pattern_fits,
+    rule(
+        "--window-attn-skip-freq {run.model.window_attn_skip_freq} has no effect without --window-size; give both",
+        lambda run: run.model.window_attn_skip_freq is not None and run.model.window_size is None,
+    ),
     heads_divide_hidden_size,
     query_groups_divide_heads,
     rule(
@@ -79,20 +164,52 @@ RULES: tuple[Rule, ...] = (
         lambda run: run.model.num_query_groups != run.model.num_attention_heads and not run.model.group_query_attention,
     ),
     rule(
-        "--seq-length {run.data.seq_length} is longer than --max-position-embeddings "
-        "{run.model.max_position_embeddings}; use --max-position-embeddings {run.data.seq_length} or a --seq-length "
-        "of at most {run.model.max_position_embeddings}",
-        lambda run: run.data.seq_length > run.model.max_position_embeddings,
+        "--position-embedding-offset {run.model.position_embedding_offset} has no effect with "
+        "--position-embedding-type {run.model.position_embedding_type}; use --position-embedding-type learned_absolute",
+        lambda run: run.model.position_embedding_offset and run.model.position_embedding_type != "learned_absolute",
     ),
-    rotated_width_is_even,
-    rotary_settings_need_rope,
+    lambda run: beyond_positions(run, "--seq-length", run.data.seq_length),
     rule(
-        "--use-rope-scaling and --rotary-seq-len-interpolation-factor are mutually exclusive; keep one",
-        lambda run: run.model.use_rope_scaling and run.model.rotary_seq_len_interpolation_factor is not None,
+        "--parallel-layernorm has no effect without --parallel-attention; give both",
+        lambda run: run.model.parallel_layernorm and not run.model.parallel_attention,
     ),
     rule(
-        "--rope-scaling-factor {run.model.rope_scaling_factor:g} has no effect without --use-rope-scaling; give both",
-        lambda run: run.model.rope_scaling_factor != 8.0 and not run.model.use_rope_scaling,
+        "--parallel-layernorm has no effect with --norm-placement after, where no norm precedes the MLP; leave it out",
+        lambda run: run.model.parallel_layernorm and run.model.norm_placement == "after",
+    ),
+    rule(
+        "--parallel-attention and --apply-residual-connection-post-layernorm are mutually exclusive; keep one",
+        lambda run: run.model.parallel_attention and run.model.apply_residual_connection_post_layernorm,
+    ),
+    rule(
+        "--norm-placement {run.model.norm_placement} and --apply-residual-connection-post-layernorm are mutually "
+        "exclusive; keep one",
+        lambda run: run.model.norm_placement != "before" and run.model.apply_residual_connection_post_layernorm,
+    ),
+    rule(
+        "--no-first-attention-norm has no effect with --norm-placement after; leave it out",
+        lambda run: not run.model.first_attention_norm and run.model.norm_placement == "after",
+    ),
+    rule(
+        "--norm-parameters weight has no effect with --normalization RMSNorm, which has no bias; leave it out",
+        lambda run: run.model.norm_parameters == "weight" and run.model.normalization == "RMSNorm",
+    ),
+    rule(
+        "--apply-layernorm-1p has no effect with --norm-parameters none; keep one",
+        lambda run: run.model.apply_layernorm_1p and run.model.norm_parameters == "none",
+    ),
+    rule(
+        "--qk-layernorm and --qk-l2-norm are mutually exclusive; keep one",
+        lambda run: run.model.qk_layernorm and run.model.qk_l2_norm,
+    ),
+    rule(
+        "--qk-layernorm-kind {run.model.qk_layernorm_kind} has no effect without --qk-layernorm; give both",
+        lambda run: run.model.qk_layernorm_kind != "shared" and not run.model.qk_layernorm,
+    ),
+    rule(
+        "--qk-layernorm-kind all_heads is not available with --normalization {run.model.normalization}; use "
+        "--normalization RMSNorm, or another --qk-layernorm-kind",
+        lambda run: run.model.qk_layernorm_kind == "all_heads" and run.model.normalization != "RMSNorm",
     ),
     rule(  # its kernels draw dropout from a generator that cannot be replayed
         "--attention-backend sdpa cannot be combined with --attention-dropout {run.model.attention_dropout:g}; "

@@ -48,14 +48,27 @@ NEEDS: tuple[tuple[str, str, Callable[[RunConfig], object]], ...] = (
     ),
     ("memory_snapshot_path", " without --record-memory-history", lambda run: run.profiling.record_memory_history),
     ("pytorch_profiler_collect_callstack", " without --use-pytorch-profiler", lambda run: run.profiling.with_torch),
-    ("inference_max_seq_length inference_max_requests", " on training", lambda run: False),
+    (
+        "inference_max_seq_length inference_max_requests inference_dynamic_batching_buffer_size_gb "
+        "inference_dynamic_batching_block_size inference_dynamic_batching_max_tokens disable_chunked_prefill "
+        "inference_dynamic_batching_prefix_caching num_speculative_tokens draft_load",
+        " on training",
+        lambda run: False,
+    ),
     (
         "recompute_num_layers",
         " without --recompute-granularity full",
         lambda run: run.training.recompute_granularity == "full",
     ),
+    (
+        "kv_channels",
+        " with --multi-latent-attention: heads are --qk-head-dim + --qk-pos-emb-head-dim wide",
+        lambda run: not run.model.multi_latent_attention,
+    ),
+    ("mtp_loss_scaling_factor", " without --mtp-num-layers", lambda run: run.model.mtp_num_layers),
     ("decoupled_min_lr", " without --decoupled-lr", lambda run: run.optimizer.decoupled_lr is not None),
     ("log_progress", " without --save, the folder of progress.txt", lambda run: run.checkpoint.save),
+    ("load_hf_proof", " without --load-hf", lambda run: run.checkpoint.load_hf),
     ("save_interval", " without --save", lambda run: run.checkpoint.save),
     ("manual_gc_interval", " without --manual-gc", lambda run: run.training.manual_gc),
     (

@@ -45,6 +45,8 @@ def tensor_parallel_sizes(run: RunConfig) -> list[int]:
     common = gcd(model.num_attention_heads, gcd(model.ffn_hidden_size, ranks))
     if parallel.sequence_parallel:
         common = gcd(common, run.data.seq_length // parallel.context_parallel_size)
+    if model.mtp_num_layers:
+        common = gcd(common, 2 * model.hidden_size)
     return [size for size in divisors(common) if divide(model.num_query_groups, size)]
 
 

@@ -18,8 +18,9 @@ _QUERY_AND_KEY_NORMS = ("*.q_layernorm.*", "*.k_layernorm.*")
 class ParameterPolicy:
     """What training does to a parameter; all parameters of a flat buffer have the same policy.
 
-    ``is_trained``: a frozen parameter has no gradient, no optimizer state and no reduction. ``decays``: weight decay
-    applies to it. ``is_decoupled``: it has the learning rate of ``--decoupled-lr``.
+    ``is_trained``: a frozen parameter, or one that was built without a gradient, has no gradient, no optimizer state
+    and no reduction. ``decays``: weight decay applies to it. ``is_decoupled``: it has the learning rate of
+    ``--decoupled-lr``.
     """
 
     is_trained: bool
@@ -41,7 +42,7 @@ def parameter_policies(
         name = sharding.tied or name
         decays_too = config.no_weight_decay_cond_type is not None and matches(name, _QUERY_AND_KEY_NORMS)
         policies[name] = ParameterPolicy(
-            is_trained=not matches(name, config.freeze),
+            is_trained=parameter.requires_grad and not matches(name, config.freeze),
             decays=_is_matrix(sharding) or decays_too,
             is_decoupled=config.decoupled_lr is not None and _is_vocabulary_table(sharding),
         )

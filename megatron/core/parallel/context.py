@@ -8,6 +8,7 @@ import torch
 
 from megatron.config.parallel import CpCommType
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.products import Products
 from megatron.core.parallel.rng import RngStreams
 from megatron.core.parallel.weight_gradients import WeightGradients
 
@@ -18,7 +19,7 @@ class ParallelContext:
 
     ``sequence_parallel``: tensor-parallel ranks split the sequence between their matmuls. ``cp_comm_types``: how
     context-parallel ranks exchange keys, for all layers or one for each; ``cp_sizes``: the two levels of "a2a+p2p".
-    ``weight_gradients``: whether layers compute them at once.
+    ``weight_gradients``: whether layers compute them at once. ``products``: how they multiply in generation.
     """
 
     mesh: Mesh
@@ -29,6 +30,7 @@ class ParallelContext:
     cp_comm_types: tuple[CpCommType, ...] = ("p2p",)
     cp_sizes: tuple[int, ...] = ()
     weight_gradients: WeightGradients = field(default_factory=WeightGradients, compare=False)
+    products: Products = field(default_factory=Products, compare=False)
 
     @property
     def hidden_generator(self) -> torch.Generator:
@@ -36,8 +38,8 @@ class ParallelContext:
         return self.rng.split if self.sequence_parallel else self.rng.replicated
 
     def cp_comm_type(self, layer: int) -> CpCommType:
-        """The one of ``cp_comm_types`` for layer number ``layer``."""
-        return self.cp_comm_types[layer] if len(self.cp_comm_types) > 1 else self.cp_comm_types[0]
+        """The one of ``cp_comm_types`` for layer number ``layer``; layers beyond them are like the last."""
+        return self.cp_comm_types[min(layer, len(self.cp_comm_types) - 1)]
 
     @classmethod
     def single(cls, *, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 1234) -> ParallelContext:

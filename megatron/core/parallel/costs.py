@@ -63,7 +63,8 @@ class Costs:
     ``flops``: of the matrix products of a forward pass over all tensor- and context-parallel ranks, 2 for each
     multiply-add. ``kept``: bytes that this rank keeps from the forward to the backward pass. ``working``: bytes that
     this rank needs besides, at most, while it computes. ``uncounted``: classes of modules without a method ``costs``.
-    ``frozen_flops``: those of ``flops`` whose weight is frozen.
+    ``frozen_flops``: those of ``flops`` whose weight is frozen. ``exchanged``: bytes that this rank sends to ranks with
+    other experts in the forward pass, if choices are balanced; the backward pass sends as many.
     """
 
     flops: float = 0.0
@@ -71,6 +72,7 @@ class Costs:
     working: int = 0
     uncounted: frozenset[str] = frozenset()
     frozen_flops: float = 0.0
+    exchanged: int = 0
 
     def __add__(self, other: Costs) -> Costs:
         """Costs of both modules, computed one after the other."""
@@ -80,6 +82,7 @@ class Costs:
             max(self.working, other.working),
             self.uncounted | other.uncounted,
             self.frozen_flops + other.frozen_flops,
+            self.exchanged + other.exchanged,
         )
 
     @classmethod

@@ -102,3 +102,11 @@ def all_to_all(x: Tensor, team: Team) -> Tensor:
     with team.waiting("all-to-all"):
         dist.all_to_all_single(out, x.contiguous(), group=group)
     return out
+
+
+def all_to_all_rows(x: Tensor, team: Team, sends: list[int], receives: list[int]) -> Tensor:
+    """Send ``sends[i]`` rows of ``x``, in the order of ranks, to rank *i* and receive ``receives[i]``."""
+    out = x.new_empty(sum(receives), *x.shape[1:])
+    with team.waiting("all-to-all"):
+        dist.all_to_all_single(out, x.contiguous(), receives, sends, group=team.group)
+    return out

@@ -70,7 +70,14 @@ def mesh_of(parallel: ParallelConfig, *, world_size: int, rank: int) -> Mesh:
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     pp = parallel.pipeline_model_parallel_size
     return Mesh.of(
-        tp=tp, cp=cp, pp=pp, dp=world_size // (tp * cp * pp), rank=rank, pp_before_dp=not parallel.use_tp_pp_dp_mapping
+        tp=tp,
+        cp=cp,
+        pp=pp,
+        dp=world_size // (tp * cp * pp),
+        ep=parallel.expert_model_parallel_size,
+        etp=parallel.expert_tensor_parallel_size,
+        rank=rank,
+        pp_before_dp=not parallel.use_tp_pp_dp_mapping,
     )
 
 

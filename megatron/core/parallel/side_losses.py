@@ -1,4 +1,4 @@
-"""Losses that layers report beside hidden states, such as a router's: added up by name, each a sum and a count."""
+"""What layers report beside hidden states, such as a router's losses and choices: added up by name."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class SideLosses:
     def __init__(self, *, backward_scale: float = 1.0, weights: Mapping[str, Tensor] | None = None) -> None:
         self._scale, self._weights = backward_scale, weights or {}
         self._totals: dict[str, Tensor] = {}
+        self._tallies: dict[str, Tensor] = {}
 
     def add(
         self,
@@ -49,10 +50,16 @@ class SideLosses:
         scale = coefficient * self._scale * self._weights.get(name, torch.ones((), device=total.device))
         return _WithLoss.apply(hidden, total, scale)  # type: ignore[no-untyped-call, no-any-return]
 
-    def take(self) -> dict[str, Tensor]:
-        """``[sum, count]`` by name of what was reported since the last call."""
-        totals, self._totals = self._totals, {}
-        return totals
+    def tally(self, name: str, counts: Tensor) -> None:
+        """Add whole numbers, int64: how often this rank's tokens did each of several things. They are added over the
+        ranks that hold different tokens; ranks that hold the same report zeros, all but one.
+        """
+        self._tallies[name] = self._tallies[name] + counts if name in self._tallies else counts
+
+    def take(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What was reported since the last call, by name: losses as ``[sum, count]``, and tallies."""
+        found, self._totals, self._tallies = (self._totals, self._tallies), {}, {}
+        return found
 
 
 class _WithLoss(torch.autograd.Function):

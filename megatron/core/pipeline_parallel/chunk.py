@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -58,38 +59,47 @@ class LossSum:
     """A loss as a sum and a count, never a mean: independent of how tokens are divided into microbatches and ranks.
 
     ``sum``: fp32 scalar whose gradient is accumulated. ``count``: fp32 scalar by which the sum is divided in the end.
-    ``parts``: named losses to report, each a ``[sum, count]`` pair.
+    ``parts``: named losses to report, each a ``[sum, count]`` pair. ``tallies``: named counts of what layers did.
     """
 
     sum: Tensor
     count: Tensor
     parts: Mapping[str, Tensor] = field(default_factory=dict)
+    tallies: Mapping[str, Tensor] = field(default_factory=dict)
 
     def detached(self) -> LossSum:
         """The same numbers without their graph."""
         parts = {name: part.detach() for name, part in self.parts.items()}
-        return LossSum(self.sum.detach(), self.count.detach(), parts)
+        return LossSum(self.sum.detach(), self.count.detach(), parts, self.tallies)
 
     def plus(self, other: LossSum) -> LossSum:
-        """Sums and counts of both, and of the parts of either."""
-        parts = dict(self.parts)
-        for name, part in other.parts.items():
-            parts[name] = parts[name] + part if name in parts else part
-        return LossSum(self.sum + other.sum, self.count + other.count, parts)
+        """Sums and counts of both, and of the parts and tallies of either."""
+        parts, tallies = _added(self.parts, other.parts), _added(self.tallies, other.tallies)
+        return LossSum(self.sum + other.sum, self.count + other.count, parts, tallies)
 
     @classmethod
-    def of_parts(cls, parts: Mapping[str, Tensor]) -> LossSum:
-        """Parts that are reported only, ``[sum, count]`` each: the loss and its gradient are zero."""
-        nothing = next(iter(parts.values())).new_zeros(())
-        return cls(nothing, nothing, parts)
+    def reported(cls, parts: Mapping[str, Tensor], tallies: Mapping[str, Tensor], *, device: torch.device) -> LossSum:
+        """Parts, ``[sum, count]`` each, and tallies that are reported only: the loss and its gradient are zero."""
+        nothing = torch.zeros((), device=device)
+        return cls(nothing, nothing, parts, tallies)
 
     @classmethod
-    def of(cls, parts: Mapping[str, tuple[Tensor, Tensor]], *, weights: Mapping[str, Tensor] | None = None) -> LossSum:
+    def of(
+        cls,
+        parts: Mapping[str, tuple[Tensor, Tensor]],
+        *,
+        weights: Mapping[str, Tensor] | None = None,
+        coefficients: Mapping[str, float] = MappingProxyType({}),
+    ) -> LossSum:
         """Losses by name, each a sum and a count. All sums are divided by the first count; ``weights`` multiply the
-        sums: quotients of the global counts make each a mean over its own count.
+        sums: quotients of the global counts make each a mean over its own count. ``coefficients``: of losses, 1 unless
+        given; what is reported is without them.
         """
         _, count = next(iter(parts.values()))
-        scaled = [total * weights[name] if weights else total for name, (total, _) in parts.items()]
+        scaled = [
+            total * coefficients.get(name, 1.0) * (weights[name] if weights else 1.0)
+            for name, (total, _) in parts.items()
+        ]
         reported = {
             name: torch.stack((total.detach(), number.detach().to(total.dtype)))
             for name, (total, number) in parts.items()
@@ -100,6 +110,13 @@ class LossSum:
     def single(cls, name: str, total: Tensor, count: Tensor) -> LossSum:
         """A loss with one reported part: itself."""
         return cls.of({name: (total, count)})
+
+
+def _added(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    found = dict(some)
+    for name, other in others.items():
+        found[name] = found[name] + other if name in found else other
+    return found
 
 
 class Chunk(Protocol):

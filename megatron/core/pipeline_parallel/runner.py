@@ -139,8 +139,8 @@ class Runner:
             kept.ends = {name: _end_of_graph(tensor) for name, tensor in floating.items() if tensor.requires_grad}
             step.stage_inputs[key] = {name: tensor.detach() for name, tensor in output.items()}
         reported = microbatch.side_losses.take()
-        if reported:
-            step.report(LossSum.of_parts(reported))
+        if any(reported):
+            step.report(LossSum.reported(*reported, device=self._device))
         if step.trains:
             step.kept[key] = kept
 

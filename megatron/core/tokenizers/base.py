@@ -51,6 +51,15 @@ class Tokenizer(Protocol):
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of the ids, special tokens included."""
 
+    def token_bytes(self, token: int) -> bytes:
+        """What a token adds to a text that has begun, as UTF-8: some tokens are parts of characters."""
+        return self.detokenize([token, token])[len(self.detokenize([token])) :].encode()
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that shape a text and are none of it, such as the one that ends documents."""
+        return frozenset(found for found in (self.eod, self.pad, self.bos, self.eos) if found is not None)
+
 
 class SpanTokenizer(Tokenizer, Protocol):
     """A tokenizer with sentinels, which stand for masked spans.
@@ -68,11 +77,15 @@ class SpanTokenizer(Tokenizer, Protocol):
 
 
 class MaskingTokenizer(SpanTokenizer, Protocol):
-    """A tokenizer with the ids that begin a sample (``cls``), end each part of it (``sep``) and mask a token."""
+    """A tokenizer with the ids that begin a sample (``cls``), end each part of it (``sep``) and mask a token.
+
+    ``separators``: how many ``sep`` stand between two texts.
+    """
 
     cls: int
     sep: int
     mask: int
+    separators: int
 
 
 def encoded_texts(texts: Iterable[str]) -> list[bytes]:

@@ -110,12 +110,15 @@ class Span(NamedTuple):
 class ChatTemplate:
     """A compiled template. ``tokens``: the special tokens by role (``bos_token``), which templates refer to.
 
+    ``learned``: the role that is trained on.
+
     Raises ConfigError without the jinja2 library, DataError for an invalid template.
     """
 
     def __init__(self, source: str, *, tokens: Mapping[str, str], learned: str = "assistant") -> None:
+        self.source, self.tokens = source, tokens
         self.marks_answers = _GENERATION.search(source) is not None
-        self._tokens, self._learned = tokens, learned
+        self._learned = learned
         self._begin, self._end = (f"\x00{secrets.token_hex(8)}\x00" for _ in range(2))
         self._template = _compiled(source, self._begin, self._end)
 
@@ -127,14 +130,24 @@ class ChatTemplate:
         messages = record.get("messages")
         if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
             raise DataError('"messages" is not a list of objects')
+        variables = {name: record.get(name) for name in ("tools", "documents")}
         if self.marks_answers:
-            return self._cut(self._write(messages, record))
-        return self._compared(messages, record)
+            return self._cut(self._write(messages, variables))
+        return self._compared(messages, variables)
 
-    def _write(self, messages: Sequence[Any], record: Mapping[str, Any], *, prompt: bool = False) -> str:
-        settings = {"tools": record.get("tools"), "documents": record.get("documents"), **self._tokens}
+    def prompt(self, messages: Sequence[Any], *, begin_answer: bool, variables: Mapping[str, Any]) -> str:
+        """The text that a model continues: a conversation and, with ``begin_answer``, the beginning of its answer.
+
+        ``variables``: what else the template may use. Raises DataError for a conversation that the template rejects.
+        """
+        text = self._write(messages, variables, prompt=begin_answer)
+        return text.replace(self._begin, "").replace(self._end, "")
+
+    def _write(self, messages: Sequence[Any], variables: Mapping[str, Any], *, prompt: bool = False) -> str:
+        settings = {"tools": None, "documents": None, **variables, **self.tokens}
+        settings |= {"messages": messages, "add_generation_prompt": prompt}
         try:
-            text: str = self._template.render(messages=messages, add_generation_prompt=prompt, **settings)
+            text: str = self._template.render(settings)
         except Exception as error:  # templates may raise anything
             raise DataError(f"the chat template rejects the conversation: {error}") from None
         return text
@@ -151,13 +164,13 @@ class ChatTemplate:
                 text += piece
         return text, spans
 
-    def _compared(self, messages: Sequence[Any], record: Mapping[str, Any]) -> tuple[str, list[Span]]:
-        whole, spans = self._write(messages, record), list[Span]()
+    def _compared(self, messages: Sequence[Any], variables: Mapping[str, Any]) -> tuple[str, list[Span]]:
+        whole, spans = self._write(messages, variables), list[Span]()
         for number, message in enumerate(messages):
             if message.get("role") != self._learned:
                 continue
-            before = self._write(messages[:number], record, prompt=True) if number else ""
-            until = self._write(messages[: number + 1], record)
+            before = self._write(messages[:number], variables, prompt=True) if number else ""
+            until = self._write(messages[: number + 1], variables)
             if not (until.startswith(before) and whole.startswith(until)):
                 raise DataError(
                     f"the chat template writes message {number} differently once others follow, so the answers cannot "
@@ -212,9 +225,13 @@ def load_template(choice: str, tokenizer_model: str | None, *, learned: str) -> 
 
     Raises ConfigError when there is none, DataError for an invalid one.
     """
-    folder = Path(tokenizer_model or ".")
-    folder = folder if folder.is_dir() else folder.parent
-    source = _own_template(folder) if choice == OWN else _read(Path(choice))
+    folder = _folder(tokenizer_model)
+    source = own_template(tokenizer_model) if choice == OWN else _read(Path(choice))
+    if source is None:
+        raise ConfigError(
+            f"--chat-template {OWN}: {folder} has no chat_template.jinja and no chat_template in "
+            "tokenizer_config.json: name a file, or describe turns with --turn-start and --turn-end"
+        )
     tokens = {role: word for role, word in special_tokens(folder).items() if role.endswith("_token")}
     template = ChatTemplate(source, tokens=tokens, learned=learned)
     if template.marks_answers and learned != "assistant":
@@ -222,7 +239,14 @@ def load_template(choice: str, tokenizer_model: str | None, *, learned: str) -> 
     return template
 
 
-def _own_template(folder: Path) -> str:
+def _folder(tokenizer_model: str | None) -> Path:
+    path = Path(tokenizer_model or ".")
+    return path if path.is_dir() else path.parent
+
+
+def own_template(tokenizer_model: str | None) -> str | None:
+    """The template in the tokenizer's folder, if there is one."""
+    folder = _folder(tokenizer_model)
     if (folder / "chat_template.jinja").is_file():
         return _read(folder / "chat_template.jinja")
     path = folder / "tokenizer_config.json"
@@ -230,12 +254,7 @@ def _own_template(folder: Path) -> str:
     if isinstance(found, list):  # several by name
         named = [each for each in found if isinstance(each, dict) and each.get("name") == "default"]
         found = named[0].get("template") if named else None
-    if not isinstance(found, str):
-        raise ConfigError(
-            f"--chat-template {OWN}: {folder} has no chat_template.jinja and no chat_template in "
-            "tokenizer_config.json: name a file, or describe turns with --turn-start and --turn-end"
-        )
-    return found
+    return found if isinstance(found, str) else None
 
 
 def _read(path: Path) -> str:

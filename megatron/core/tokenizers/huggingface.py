@@ -30,6 +30,7 @@ class HuggingFaceTokenizer(RustTokenizer):
     cls: int
     sep: int
     mask: int
+    separators: int
 
     def __init__(
         self, pipeline: tokenizers.Tokenizer, *, roles: Mapping[str, int], eod: int, bos: int | None, extra_ids: int
@@ -39,9 +40,11 @@ class HuggingFaceTokenizer(RustTokenizer):
         self.decoder_start = pad if bos is None else bos
         if roles.keys() >= {"cls_token", "sep_token", "mask_token"}:
             self.cls, self.sep, self.mask = (roles[f"{name}_token"] for name in ("cls", "sep", "mask"))
-        self._vocabulary = pipeline.get_vocab(with_added_tokens=True)
-        names = takewhile(self._vocabulary.__contains__, extra_id_tokens(len(self._vocabulary)))
-        self.sentinels = tuple(self._vocabulary[name] for name in names)
+            self.separators = max(pipeline.num_special_tokens_to_add(is_pair=True) - 2, 1)  # RoBERTa has two
+        own = pipeline.get_vocab(with_added_tokens=True)
+        mark = "" if extra_id_tokens(1)[0] in own else _SPACES[0]  # mT5's are spelled with a space before
+        names = takewhile(own.__contains__, (f"{mark}{name}" for name in extra_id_tokens(len(own))))
+        self.sentinels = tuple(own[name] for name in names)
 
     def continuations(self) -> Sequence[bool]:
         """For each id whether it continues the previous word, judged by its spelling; added tokens never do."""

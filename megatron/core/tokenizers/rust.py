@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import tokenizers
+from tokenizers import decoders
 
 from megatron.core.tokenizers.base import Tokenizer, encoded_texts, extra_id_tokens, fingerprint_of
 from megatron.errors import DataError
 
+_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
+# GPT-2 writes printable bytes of Latin-1 as themselves and the others as characters from 256 on, in order.
+_PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+_OTHERS = [value for value in range(256) if value not in _PRINTABLE]
+_BYTES = {chr(value): value for value in _PRINTABLE} | {chr(256 + n): value for n, value in enumerate(_OTHERS)}
 _MOST_HOLES = 100_000  # ids without a token; real vocabularies have a few
 
 
@@ -78,6 +85,31 @@ class RustTokenizer(Tokenizer):
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of the ids, special tokens included."""
         return self.pipeline.decode(list(ids), skip_special_tokens=False)
+
+    def token_bytes(self, token: int) -> bytes:
+        """What a token adds to a text that has begun, as UTF-8."""
+        piece = self.pipeline.id_to_token(token) or ""
+        if self._is_byte_level:
+            if all(character in _BYTES for character in piece):
+                return bytes(_BYTES[character] for character in piece)
+            return piece.encode()  # an added token
+        if self._has_byte_fallback and (found := _BYTE_PIECE.fullmatch(piece)):
+            return bytes.fromhex(found[1])
+        return super().token_bytes(token)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that shape a text and are none of it: those with a role, and added tokens that are special."""
+        added = self.pipeline.get_added_tokens_decoder().items()
+        return super().special_ids.union(number for number, token in added if token.special)
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        return isinstance(self.pipeline.decoder, decoders.ByteLevel)
+
+    @cached_property
+    def _has_byte_fallback(self) -> bool:
+        return "ByteFallback" in str(self.pipeline.decoder)
 
 
 def _check_ids(vocabulary: Mapping[str, int], *, kind: str) -> None:

@@ -48,6 +48,10 @@ class PlainSentencePiece(Tokenizer):
         """Text of the ids."""
         return str(self._model.decode(list(ids)))
 
+    def token_bytes(self, token: int) -> bytes:
+        """What a token adds to a text that has begun, as UTF-8."""
+        return _piece_bytes(self._model, token)
+
 
 class SentencePieceTokenizer(Tokenizer):
     """The model's vocabulary and special tokens appended to it, which are recognised when a text spells them out.
@@ -73,6 +77,7 @@ class SentencePieceTokenizer(Tokenizer):
         self._cut = re.compile("(" + "|".join(map(re.escape, self._special)) + ")")
         self.vocab_size = len(known)
         self.cls, self.sep, self.eod, self.mask = (known[token] for token in special[:4])
+        self.separators = 1
         self.pad, self.bos, self.eos = (known[role] for role in roles)
         self.sentinels = tuple(known[token] for token in extra_id_tokens(extra_ids))
         self.decoder_start = self.bos
@@ -113,6 +118,15 @@ class SentencePieceTokenizer(Tokenizer):
                 run.append(number)
         return text + str(self._model.decode(run))
 
+    def token_bytes(self, token: int) -> bytes:
+        """What a token adds to a text that has begun, as UTF-8; special tokens are spelled out."""
+        return self._spelled[token].encode() if token in self._spelled else _piece_bytes(self._model, token)
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The special tokens."""
+        return frozenset(self._spelled)
+
 
 def _load(tokenizer_model: str | None, name: str) -> SentencePieceProcessor:
     path = required_file(tokenizer_model, flag="--tokenizer-model", kind=name, holds="a SentencePiece .model file")
@@ -129,6 +143,16 @@ def _load(tokenizer_model: str | None, name: str) -> SentencePieceProcessor:
 def _encode(model: SentencePieceProcessor, texts: Sequence[str], *, begin: bool = False) -> list[list[int]]:
     encoded_texts(texts)  # refuses lone surrogates
     return list(model.encode(list(texts), out_type=int, add_bos=begin, num_threads=1))
+
+
+def _piece_bytes(model: SentencePieceProcessor, token: int) -> bytes:
+    """The byte of a piece that stands for one, else the piece as the library shows it inside a text."""
+    piece = model.id_to_piece(token)
+    if model.is_byte(token):
+        return bytes.fromhex(piece[3:5])  # <0xE2>
+    if model.is_control(token) or model.is_unknown(token):
+        return str(model.decode([token])).encode()
+    return str(piece).replace(_SPACE, " ").encode()
 
 
 def _own_ids(model: SentencePieceProcessor) -> list[int | None]:

@@ -13,6 +13,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+from megatron.core.tokenizers.base import Tokenizer
 from megatron.errors import ConfigError
 
 LEARNED_FROM_BYTES = 4 << 20
@@ -24,19 +25,35 @@ class SentenceRules:
 
     ``parameters``: punkt's, as JSON. ``origin``: where they come from, for messages. ``keep_whitespace``: whitespace
     between two sentences belongs to the first, so that a document's sentences together are its text.
+    ``leading_space``: a sentence begins with a space where whitespace separates it from the one before.
     """
 
     parameters: str
     origin: str
     keep_whitespace: bool = False
+    leading_space: bool = False
 
     def split(self, text: str) -> list[str]:
-        """Sentences of one text, without the whitespace around them unless ``keep_whitespace``."""
+        """Sentences of one text, without the whitespace around them unless asked for."""
         spans = list(_splitter(self.parameters).span_tokenize(text))
         if not self.keep_whitespace:
-            return [text[start:end] for start, end in spans]
+            spaces = [self.leading_space and start > 0 and text[start - 1].isspace() for start, _ in spans]
+            spaces[:1] = [False] * len(spaces[:1])
+            return [" " * space + text[start:end] for space, (start, end) in zip(spaces, spans)]
         bounds = [0, *(start for start, _ in spans[1:]), len(text)]
         return [text[start:end] for start, end in pairwise(bounds)] if text else []
+
+
+def needs_leading_space(tokenizer: Tokenizer) -> bool:
+    """Whether sentences after the first need the space before them to get the ids that they have in the whole text.
+
+    Byte-level BPE spells it in the first piece. Only kinds that mask tokens are asked: what others make of sentences is
+    what Megatron-LM makes of them.
+    """
+    if not hasattr(tokenizer, "mask"):
+        return False
+    whole, first, bare, spaced = tokenizer.tokenize_parts(["a. b", "a.", "b", " b"])
+    return whole == first + spaced and whole != first + bare
 
 
 def installed_rules(language: str, *, keep_whitespace: bool = False) -> SentenceRules | None:

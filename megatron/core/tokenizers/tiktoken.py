@@ -88,6 +88,15 @@ class TikTokenizer(Tokenizer):
         """Text of the ids; bytes that end inside a character come back as U+FFFD."""
         return self._encoding.decode(list(ids))
 
+    def token_bytes(self, token: int) -> bytes:
+        """What a token adds to a text, as UTF-8."""
+        return self._encoding.decode_single_token_bytes(token)
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The special tokens."""
+        return frozenset(self._special.values())
+
 
 def _special_tokens(spelled: Sequence[str], count: int) -> list[str]:
     """All ``count`` special tokens: the spelled ones and fillers."""

@@ -54,9 +54,15 @@ class WordPieceTokenizer(RustTokenizer):
             extra_ids=extra_ids,
         )
         self.cls, self.sep, self.mask = pieces["[CLS]"], pieces["[SEP]"], pieces["[MASK]"]
+        self.separators = 1
         self._vocabulary = pipeline.get_vocab(with_added_tokens=True)
         self.sentinels = tuple(self._vocabulary[token] for token in extra_id_tokens(extra_ids))
         self.decoder_start = self.bos
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The special tokens; an unknown word is part of a text."""
+        return super().special_ids.union((self.cls, self.sep, self.mask), self.sentinels)
 
     def continuations(self) -> Sequence[bool]:
         """For each id whether it continues the previous word."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Generic, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,12 +19,14 @@ from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch
 from megatron.core.pipeline_parallel.runner import Runner
 from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.core.transformer.output_layer import VocabularyOutput
-from megatron.training.checkpoints.trained_model import TrainedModel
-from megatron.training.evaluation.metrics import Logits, Metric
+from megatron.training.checkpoints.trained_model import PlacedModel
+from megatron.training.evaluation.metrics import Metric
 from megatron.training.run.data import held_slices
 from megatron.training.run.pipeline import Plans, routes
 from megatron.training.run.run import Run
 from megatron.training.step import GlobalLoss, global_loss
+
+AnyModel = TypeVar("AnyModel", bound=PlacedModel, covariant=True)
 
 
 def evaluate(run: Run, batches: Iterator[list[Microbatch]]) -> GlobalLoss:
@@ -41,14 +43,14 @@ def evaluate(run: Run, batches: Iterator[list[Microbatch]]) -> GlobalLoss:
     return global_loss(total, run.train_spec.loss_names(run.config), run.context)
 
 
-class Evaluator:
+class Evaluator(Generic[AnyModel]):
     """Computes metrics of samples with a trained causal language model. Its methods are collectives.
 
     The last stage computes a row of numbers for each sample. Rows are zero on other ranks, so their sum over the ranks
     is the whole table, on every rank.
     """
 
-    def __init__(self, trained: TrainedModel) -> None:
+    def __init__(self, trained: AnyModel) -> None:
         self.trained = trained
         mesh, settings = trained.context.mesh, PipelineSettings.of(trained.config)
         self._plans = Plans(settings, mesh.rank("pp"))
@@ -85,16 +87,6 @@ class Evaluator:
                 table[mine[number]] = rows[: len(mine[number])].cpu()
             progress(first + len(step))
         return all_reduce(table.to(self.trained.context.device), mesh, "pp", "dp", "cp").cpu()
-
-    def next_logits(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """Logits ``[b, vocabulary]`` after the first ``lengths`` ``[b]`` of ``tokens`` ``[b, t]``.
-
-        ``NextLogits`` for generation: the whole text goes through the model for every token.
-        """
-        ids, ends = tokens.cpu().numpy(), lengths.tolist()
-        # The label of the last position is unknown; Logits doesn't read it.
-        samples = [Sample(np.append(ids[row, :end], 0), first_scored=end - 1) for row, end in enumerate(ends)]
-        return self.evaluate(samples, Logits())
 
     def _step(self, batches: Sequence[Sequence[Sample]], longest: int, size: int, metric: Metric) -> dict[int, Tensor]:
         """Rows ``[size, width]`` by number of the microbatch; none on ranks without the last stage."""

@@ -17,7 +17,7 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState, Sharding
 from megatron.errors import ParallelError
 from megatron.training.run.run import build_run
-from megatron.training.step import global_loss, ready_to_learn
+from megatron.training.step import global_loss, global_tallies, learn_from_tallies, ready_to_learn
 
 TOLERANCE = 1e-9
 """In fp64 the error of a wrong collective is far above rounding errors."""
@@ -73,6 +73,7 @@ def observe(config: RunConfig, train_spec: TrainSpec, context: ParallelContext, 
                 run.buffers, context.mesh, sharded=run.config.parallel.use_distributed_optimizer
             )
         update = run.optimizer.update(count=total.count, lr=1e-2, weight_decay=0.1)
+        learn_from_tallies(run.models, global_tallies(loss, train_spec.tallies(run.config), context))
         seen.losses.append(sum(total.means.values()))
         seen.grad_norms.append(update.grad_norm)
     seen.weights = parts_of(run.model_state(), context.mesh)

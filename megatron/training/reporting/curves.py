@@ -152,6 +152,16 @@ class Curves:
 
         self._each(write)
 
+    def texts(self, values: Mapping[str, str], *, iteration: int) -> None:
+        """Texts that belong to an iteration, by name."""
+
+        def write(writer: Writer) -> None:
+            for name, text in values.items():
+                writer.add_text(name, text, iteration)
+            writer.flush()
+
+        self._each(write)
+
     def close(self) -> None:
         """Close the event file and the wandb run."""
         self._each(lambda writer: writer.close())

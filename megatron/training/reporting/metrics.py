@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -16,7 +16,7 @@ class StepRecord:
 
     ``losses``: means over the global batch. ``learning_rate``: set after the step, which the next step uses.
     ``decoupled_learning_rate``: of word embeddings and output layer, where they have their own. ``skipped``: the
-    optimizer left the weights unchanged (an overflow).
+    optimizer left the weights unchanged (an overflow). ``tallies``: counts of what layers did, by name.
     """
 
     iteration: int
@@ -30,6 +30,7 @@ class StepRecord:
     num_zeros: int | None = None
     params_norm: float | None = None
     skipped: bool = False
+    tallies: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class IntervalTotals:
     samples: int = 0
     skipped_iterations: int = 0
     nan_iterations: int = 0
+    tallies: dict[str, list[int]] = field(default_factory=dict)
     _sums: dict[str, float] = field(default_factory=dict)
 
     def add(self, step: StepRecord) -> None:
@@ -59,6 +61,8 @@ class IntervalTotals:
         self.samples += step.global_batch_size
         self.skipped_iterations += step.skipped
         self.nan_iterations += not all(map(math.isfinite, step.losses.values()))
+        for name, counts in step.tallies.items():
+            self.tallies[name] = [sum(pair) for pair in zip(counts, self.tallies.get(name, [0] * len(counts)))]
         for name, loss in step.losses.items():
             self._sums[name] = self._sums.get(name, 0.0) + (0.0 if step.skipped else loss)
 
@@ -104,8 +108,8 @@ def training_line(
 
 
 def has_perplexity(name: str) -> bool:
-    """Whether the mean of this name is a loss; an accuracy has no perplexity."""
-    return name.endswith("loss")
+    """Whether the mean of this name is a cross entropy, as "lm loss" is and "load_balancing_loss" is not."""
+    return name.endswith(" loss")
 
 
 def validation_block(where: str, losses: Mapping[str, float]) -> str:

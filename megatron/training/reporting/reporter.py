@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -53,6 +54,10 @@ class Speaker:
         return self.rank == self.world_size - 1
 
 
+TallyReport = Callable[[Mapping[str, Sequence[int]]], tuple[str, Mapping[str, float]]]
+"""From counts of what layers did, a log line and numbers for curves."""
+
+
 class Reporter:
     """Called by the loop on every rank; only the last rank prints.
 
@@ -72,12 +77,13 @@ class Reporter:
         clock: Callable[[], float] = time.perf_counter,
         now: Callable[[], datetime] = datetime.now,
         out: TextIO | None = None,
+        describe_tallies: TallyReport | None = None,
     ) -> None:
         self.timers = timers
         self._config, self._speaker = config, speaker
         self._train_iters, self._scale = train_iters, scale
         self._curves, self._clock, self._now, self._out = curves, clock, now, out
-        self._terminal = terminal
+        self._terminal, self._describe_tallies = terminal, describe_tallies
         self._progress = self._bar(train_iters)
         self._totals = IntervalTotals()
         self._interval_start = clock()
@@ -127,6 +133,8 @@ class Reporter:
         """Add a finished step to the curves; every ``--log-interval`` iterations print the log line. A collective."""
         self._totals.add(step)
         self._curves.step(step)
+        if step.tallies and self._describe_tallies is not None and self._curves.wants(step.iteration):
+            self._curves.scalars(self._describe_tallies(step.tallies)[1], iteration=step.iteration)
         if self._config.log_memory_to_tensorboard and self._curves.wants(step.iteration):
             self._curves.scalars(memory_scalars(self._speaker.device), iteration=step.iteration)
         if step.iteration % self._config.log_interval == 0:
@@ -147,6 +155,8 @@ class Reporter:
         self.say(line)
         if self._config.log_throughput:
             self.say(throughput_line(speed, self._scale))
+        if totals.tallies and self._describe_tallies is not None:
+            self.say(self._describe_tallies(totals.tallies)[0])
         if not self._memory_reported:
             self._report_memory(step.iteration)
         times = self._speaker.gather(self.timers.take()) if self.timers.level > 0 else []
@@ -204,6 +214,14 @@ class Reporter:
         self.say(validation_block(f"{where} ({data_set})" if data_set else where, losses))
         if not where.endswith("on test set"):
             self._curves.validation(losses, iteration=iteration, consumed_samples=consumed_samples, data_set=data_set)
+
+    def samples(self, continued: Sequence[tuple[str, str]], *, iteration: int) -> None:
+        """Print prompts and what the model wrote after them, and add the texts to the curves."""
+        quoted = [tuple(json.dumps(text, ensure_ascii=False) for text in pair) for pair in continued]
+        lines = [f"   {prompt} -> {text}" for prompt, text in quoted]
+        self.say("\n".join([f"samples at iteration {iteration}:", *lines]))
+        texts = {f"sample {number}": prompt + text for number, (prompt, text) in enumerate(continued, start=1)}
+        self._curves.texts(texts, iteration=iteration)
 
     def close(self) -> None:
         """Clear the progress bar and close the curves' writers."""

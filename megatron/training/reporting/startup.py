@@ -12,7 +12,8 @@ from megatron.config.run import RunConfig
 class StartupFacts:
     """Facts for the report that are not in the settings.
 
-    ``parameters``: of the whole model; ``parameters_here``: of this rank; ``frozen``: of the whole model, not trained.
+    ``parameters``: of the whole model; ``parameters_here``: of this rank; ``active``: that take part for
+    one token; ``frozen``: of the whole model, not trained.
     ``uncounted``: classes of modules whose FLOPs are missing. ``attention``: its backend, and why others were refused.
     """
 
@@ -20,6 +21,7 @@ class StartupFacts:
     device: str
     parameters: int
     parameters_here: int
+    active: int = 0
     frozen: int = 0
     flops_per_sample: float
     uncounted: frozenset[str] = frozenset()
@@ -56,14 +58,17 @@ def describe_model(run: RunConfig) -> str:
     heads = f"{model.num_attention_heads} heads of {model.kv_channels}"
     if model.num_query_groups != model.num_attention_heads:
         heads += f" ({model.num_query_groups} for keys and values)"
+    if model.multi_latent_attention:
+        heads += f" with values of {model.v_head_dim} from latents of {model.kv_lora_rank}"
     mlp = {"swiglu": "SwiGLU", "geglu": "GEGLU", "geglu_tanh": "GEGLU"}.get(model.activation, model.activation)
     decoder = run.num_layers - model.num_layers
     layers = f"{model.num_layers} encoder and {decoder} decoder" if decoder else f"{model.num_layers}"
     parts = [
         f"{layers} layers of {model.hidden_size}",
         heads,
-        f"{mlp} MLP of {model.ffn_hidden_size}",
-        model.normalization,
+        f"{mlp} MLP of {model.ffn_hidden_size}{' in parallel with attention' if model.parallel_attention else ''}",
+        *run.family.more_parts(model),
+        model.normalization + (f" {model.norm_placement} sublayers" if model.norm_placement != "before" else ""),
         f"{model.position_embedding_type} positions",
         f"vocabulary {model.vocab_size:,}, padded to {run.padded_vocab_size:,}",
     ]
@@ -74,7 +79,8 @@ def _parameters(run: RunConfig, facts: StartupFacts) -> str:
     which = "each rank" if run.parallel.pipeline_model_parallel_size == 1 else "ranks of the last pipeline stage"
     here = "" if facts.parameters_here == facts.parameters else f", {count(facts.parameters_here)} on {which}"
     frozen = f"; {count(facts.frozen)} frozen, {count(facts.parameters - facts.frozen)} trained" if facts.frozen else ""
-    return f"{count(facts.parameters)}{here}{frozen}"
+    active = f", {count(facts.active)} for a token" if 0 < facts.active < facts.parameters else ""
+    return f"{count(facts.parameters)}{active}{here}{frozen}"
 
 
 def _ranks(run: RunConfig, facts: StartupFacts) -> str:
@@ -83,7 +89,10 @@ def _ranks(run: RunConfig, facts: StartupFacts) -> str:
         "pipeline": run.parallel.pipeline_model_parallel_size,
         "context": run.parallel.context_parallel_size,
         "data": run.data_parallel_size,
+        "expert": run.parallel.expert_model_parallel_size,
     }
+    if run.parallel.etp != run.parallel.tensor_model_parallel_size:
+        sizes["expert tensor"] = run.parallel.etp
     layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
     return f"{run.world_size} on {facts.device}" + (f": {layout}" if layout else "")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ class WandbWriter:
                 f"--wandb-project {config.wandb_project} needs the wandb package, which is not installed; "
                 "pip install wandb, or leave the flag out"
             ) from None
-        self._step = 0
+        self._step, self._wandb = 0, wandb
         folder = Path(config.wandb_save_dir or Path("." if save is None or is_url(save) else save, "wandb"))
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -54,8 +55,12 @@ class WandbWriter:
             self._run.log({tag: scalar_value}, step=global_step)
 
     def add_text(self, tag: str, text_string: str, global_step: int) -> None:
-        """A setting of the run."""
-        self._run.config[tag] = text_string
+        """At step 0 a setting of the run, later a text of an iteration."""
+        if global_step == 0:
+            self._run.config[tag] = text_string
+        else:
+            self._step = global_step
+            self._run.log({tag: self._wandb.Html(f"<pre>{html.escape(text_string)}</pre>")}, step=global_step)
 
     def flush(self) -> None:
         """Nothing: wandb writes in the background."""

@@ -69,10 +69,11 @@ def check_parameter_count(
     mine = {
         entry.name: entry.sharding.counted_elements(context.mesh)
         for entry in state
+        if context.mesh.rank(*entry.sharding.reduce) == 0
         if entry.sharding.tied is None or holders[entry.sharding.tied][0] == context.mesh.world_rank
     }
     held = torch.tensor(sum(mine.values()), dtype=torch.int64, device=context.device)
-    total = int(all_reduce(held, context.mesh, "pp", "tp").item())
+    total = int(all_reduce(held, context.mesh, "pp", "dp", "cp", "tp").item())
     expected = model_parameters(config, train_spec)
     if total != expected:
         raise ParallelError(
@@ -84,10 +85,11 @@ def check_parameter_count(
 
 def check_replicas_agree(state: Iterable[ShardedState], context: ParallelContext, *, iteration: int) -> None:
     """Raise ParallelError when data-parallel replicas of a parameter are not bitwise equal. A collective."""
-    mine = {entry.name: _digest(entry.tensor) for entry in state}
+    entries = {entry.name: entry for entry in state}
+    mine = {name: _digest(entry.tensor) for name, entry in entries.items()}
     everyone = gather_objects(mine, context.mesh)
-    for rank in context.mesh.members("dp", "cp"):
-        for name, digest in mine.items():
+    for name, digest in mine.items():
+        for rank in context.mesh.members(*entries[name].sharding.reduce):
             if everyone[rank][name] != digest:
                 raise ParallelError(
                     f"after iteration {iteration} the weights of rank {rank} differ from those of its replica, rank "

@@ -173,7 +173,8 @@ class TrainingData:
             yield self._microbatch(batch, StreamKey(first + number * size * mesh.size("dp"), split))
 
     def _microbatch(self, batch: Batch, key: StreamKey) -> Microbatch:
-        needed = {name: tensor for name, tensor in batch.items() if name in self._fields}
+        whole = self._train_spec.completed(batch, self._config)
+        needed = {name: tensor for name, tensor in whole.items() if name in self._fields}
         held = held_slices(needed, self._train_spec.batch_fields, self._context.mesh)
         return Microbatch(
             {name: tensor.to(self._context.device, non_blocking=True) for name, tensor in held.items()}, key

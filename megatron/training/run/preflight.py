@@ -77,6 +77,10 @@ def check_files(run: RunConfig, found: Findings, *, model_name: str, bodies: Seq
     if not run.data.mock_data:
         _check_data(run, found, tokenizer=tokenizer, vocab_size=None if sized is None else sized.model.vocab_size)
     _check_load(sized or run, found, tokenizer if sized else None, model_name=model_name, bodies=bodies)
+    if run.checkpoint.load_hf is not None or run.checkpoint.save_hf is not None:
+        from megatron.training.checkpoints.huggingface_folders import check_huggingface
+
+        found.lines += found.check(lambda: check_huggingface(sized or run)) or ()
     _check_folders(run, found)
     return sized or run
 
@@ -107,6 +111,11 @@ def _check_load(
     settings = run.checkpoint
     if settings.load is None and settings.pretrained_checkpoint is None:
         return
+    if settings.load_hf is not None:
+        from megatron.training.checkpoints.published import starts_from_published
+
+        if starts_from_published(settings):
+            return
     is_new = settings.may_be_new and not is_url(settings.load or "") and not path_of(settings.load or "").exists()
     if is_new and settings.pretrained_checkpoint is None:
         found.lines.append(f"checkpoint: none in {settings.load} yet, a new run")

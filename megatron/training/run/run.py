@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
 
 from megatron.config.run import RunConfig
-from megatron.core.context_parallel.attention import actual_request
 from megatron.core.distributed.buffers import FlatBuffer, build_buffers, frozen_parts
 from megatron.core.distributed.grad_sync import GradSync
 from megatron.core.distributed.parameter_policy import parameter_policies
 from megatron.core.models.train_spec import ModelChunk, TrainSpec
-from megatron.core.ops.attention.registry import choose
-from megatron.core.ops.attention.request import AttentionRequest
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.optimizer.schedule import Schedule
 from megatron.core.parallel.collectives import all_reduce, barrier, gather_objects
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.costs import workloads_of
 from megatron.core.parallel.launch import describe_device
 from megatron.core.parallel.sharding import ShardedState
 from megatron.core.parallel.transport import Transport
@@ -29,10 +26,8 @@ from megatron.core.pipeline_parallel.runner import Runner
 from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.core.transformer.attention import Attention
-from megatron.planning.estimate import flops_per_sample, frozen_parameters, whole_costs
+from megatron.planning.estimate import active_parameters, flops_per_sample, frozen_parameters, whole_costs
 from megatron.planning.freezing import check_freezing
-from megatron.planning.model import planned_context, whole_model
 from megatron.planning.stages import with_stages
 from megatron.training.reporting.curves import Curves, open_writers
 from megatron.training.reporting.flops import SpeedScale, device_peak
@@ -42,6 +37,7 @@ from megatron.training.reporting.profiling import annotated
 from megatron.training.reporting.reporter import Reporter, Speaker
 from megatron.training.reporting.startup import StartupFacts
 from megatron.training.reporting.timers import Timers
+from megatron.training.run.attention import attention_choices
 from megatron.training.run.data import TrainingData
 from megatron.training.run.pipeline import Plans, routes
 from megatron.training.run.stages import build_stages, model_state, named_parameters
@@ -199,7 +195,15 @@ def build_reporter(config: RunConfig, train_spec: TrainSpec, context: ParallelCo
     writers = open_writers(reporting, save=config.checkpoint.save) if speaker.is_last else []
     curves = Curves(reporting, writers, world_size=mesh.world_size)
     curves.settings({spec.positive.removeprefix("--"): config.value(spec) for spec in config.flags()})
-    return Reporter(reporting, speaker, train_iters=config.train_iters, scale=scale, timers=timers, curves=curves)
+    return Reporter(
+        reporting,
+        speaker,
+        train_iters=config.train_iters,
+        scale=scale,
+        timers=timers,
+        curves=curves,
+        describe_tallies=partial(train_spec.describe_tallies, config),
+    )
 
 
 def build_exit_watch(config: RunConfig, context: ParallelContext, started: float) -> ExitWatch:
@@ -222,6 +226,7 @@ def startup_facts(run: Run, *, parameters: int) -> StartupFacts:
         device=describe_device(run.context.device),
         parameters=parameters,
         parameters_here=sum(entry.sharding.local_elements(run.context.mesh) for entry in run.model_state()),
+        active=active_parameters(run.config, run.train_spec),
         frozen=frozen_parameters(run.config, run.train_spec),
         flops_per_sample=flops_per_sample(run.config, run.train_spec),
         uncounted=whole_costs(run.config, run.train_spec).uncounted,
@@ -229,22 +234,3 @@ def startup_facts(run: Run, *, parameters: int) -> StartupFacts:
         loaded_from=run.loaded_from,
         attention=attention_choices(run.config, run.train_spec, run.context),
     )
-
-
-def attention_choices(config: RunConfig, train_spec: TrainSpec, context: ParallelContext) -> str:
-    """The attention backend for each kind of layer and each ``--cp-comm-type``, in words."""
-    model, asked = whole_model(config, train_spec), dict[AttentionRequest, str]()
-    names = {id(module): name for name, module in model.named_modules()}
-    for module, workload in workloads_of(model, train_spec.workload(config, planned_context(config))):
-        if isinstance(module, Attention):
-            request = replace(
-                module.request(workload), device=context.device, needs_grad=not config.training.skip_train
-            )
-            path = [part for part in names[id(module)].split(".") if part != "layers" and not part.isdecimal()]
-            asked.setdefault(request, " ".join(path))
-    backend, kinds, texts = config.model.attention_backend, config.parallel.cp_comm_types, list[str]()
-    for request, name in asked.items():
-        for kind in kinds or ("p2p",):
-            served = choose(actual_request(request, kind, context), backend).describe()
-            texts.append(": ".join(filter(None, (name if len(asked) > 1 else "", kind if kinds else "", served))))
-    return "; ".join(texts)

@@ -29,8 +29,15 @@ def words(changes: str = "", *, without: str = "") -> list[str]:
 
 
 def parse(changes: str = "", *, without: str = "", ranks: int = 1, **options: Any) -> RunConfig:
-    """The run of such a command line on ``ranks`` ranks."""
-    return RunConfig.parse(words(changes, without=without), world_size=ranks, owner_of=owner_of, **options)
+    """The run of such a command line on ``ranks`` ranks. Unless ``options`` have other readers, there is no checkpoint
+    yet, and a published model is that of ``run_of``.
+    """
+    readers: dict[str, Any] = {
+        "checkpoint_config": lambda load, step: None,
+        "published_config": lambda folder, groups: run_of().to_json(),
+    }
+    given = words(changes, without=without)
+    return RunConfig.parse(given, world_size=ranks, owner_of=owner_of, **{**readers, **options})
 
 
 def run_of(*, ranks: int = 1, length: int = 32, **sections: dict[str, Any]) -> RunConfig:

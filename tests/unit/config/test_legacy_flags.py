@@ -9,6 +9,7 @@ import pytest
 from megatron.config.command import CommandConfig
 from megatron.config.flags import flags_of
 from megatron.config.legacy_flags import LEGACY_FLAGS, legacy_flag
+from megatron.config.moe import MoEConfig
 from megatron.config.refused_flags import ZERO
 from megatron.config.run import CORE_GROUPS
 from megatron.config.typed_spellings import as_typed, errors_as_typed
@@ -20,7 +21,10 @@ from tests.unit.config.command_lines import parse
 # Every flag of Megatron-LM 2.6 and 0.12, and those that its main branch added until 2026.
 KNOWN = (Path(__file__).parents[2] / "golden" / "megatron_flags.txt").read_text().split()
 OURS = {
-    spelling for group in (*CORE_GROUPS, CommandConfig) for spec in flags_of(group) for spelling in spec.spellings()
+    spelling
+    for group in (*CORE_GROUPS, MoEConfig, CommandConfig)
+    for spec in flags_of(group)
+    for spelling in spec.spellings()
 }
 
 
@@ -282,17 +286,13 @@ def test_other_dashes_are_meant_as_flags(typed: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ("--num-experts 8", "mixture of experts is not available yet; leave it out for a dense model"),
-        ("--moe-unheard-of 8", "mixture of experts is not available yet; leave it out for a dense model"),
-        (
-            "--multi-latent-attention",
-            "multi-latent attention is not available yet; --group-query-attention reduces the size of keys and values",
-        ),
+        ("--num-experts-teacher 8", "experts have no such setting here; leave it out"),
+        ("--moe-unheard-of 8", "experts have no such setting here; leave it out"),
+        ("--mtp-use-repeated-layer", "that part of multi-token prediction is not available; leave it out"),
         ("--fp8-format hybrid", "fp8 is not available yet; train with --bf16"),
         ("--zero-stage 3", ZERO),
         ("--data-parallel-sharding-strategy optim_grads_params", ZERO),
         ("--glu-activation reglu", "the gated MLPs are --swiglu and --geglu"),
-        ("--embed-layernorm", "a norm after the embedding is not available yet; leave it out to train without it"),
         (
             "--train-tokens 300",
             "lengths in tokens are not available: give --train-samples, --lr-decay-samples and "

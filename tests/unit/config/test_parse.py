@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,8 +159,8 @@ def test_settings_file_in_json_and_several(tmp_path: Path) -> None:
         ("x.json", "{\n1}", "--config {path}:2 is not JSON: Expecting property name enclosed in double quotes"),
         (
             "x.yaml",
-            "moe_router_topk: 2",
-            "--moe-router-topk 2: mixture of experts is not available yet; leave it out for a dense model",
+            "moe_latent_size: 2",
+            "--moe-latent-size 2: experts in a projected width are not available; leave it out",
         ),
     ],
 )
@@ -260,6 +260,103 @@ def test_checkpoint_args_need_a_checkpoint() -> None:
     )
 
 
+def published(model: dict[str, Any], calls: list[str]) -> Any:
+    """A reader of Hugging Face models; ``calls`` receives their folders."""
+
+    def read(folder: str, groups: Sequence[type]) -> dict[str, Any]:
+        calls.append(folder)
+        return run_of(model=model).to_json()
+
+    return read
+
+
+def test_a_published_model_gives_the_architecture() -> None:
+    """--load-hf alone says what is built. A flag may repeat it, and change what does not alter the weights' meaning."""
+    calls: list[str] = []
+    sizes = "--num-layers --hidden-size --num-attention-heads --vocab-size"
+    more = "--load-hf hf --swiglu --rotary-base 5e5 --attention-dropout 0 --seq-length 16 --max-position-embeddings 512"
+    model = {"activation": "swiglu", "position_embedding_type": "rope", "norm_epsilon": 1e-6}
+    run = parse(more, without=sizes, published_config=published(model, calls))
+    assert (run.model.num_layers, run.model.activation, run.model.norm_epsilon) == (4, "swiglu", 1e-6)
+    assert (run.model.rotary_base, run.model.max_position_embeddings, run.data.seq_length) == (5e5, 512, 16)
+    assert run.model.vocab_size == 100
+    assert run.provenance["num_layers"] == "hf/config.json"
+    assert calls == ["hf"]
+
+
+def test_other_rotary_positions_leave_those_of_a_published_model() -> None:
+    """A flag for other positions was refused for settings of the model's own that nobody had typed."""
+    sizes, scaled = "--num-layers --hidden-size --num-attention-heads --vocab-size", "original_max_position_embeddings"
+    yarn = {"position_embedding_type": "yarn", scaled: 4096, "rotary_scaling_factor": 4.0, "yarn_beta_fast": 16.0}
+    llama3 = {"position_embedding_type": "rope", "use_rope_scaling": True, scaled: 4096, "rope_scaling_factor": 32.0}
+    for model, flags, expected in (
+        (yarn, "rope --rotary-base 5e5", ("rope", None, 1, False, 5e5)),
+        (yarn, "rope --use-rope-scaling", ("rope", 4096, 1, True, 2e4)),
+        (yarn, "dynamic_ntk", ("dynamic_ntk", 4096, 4, False, 2e4)),
+        (llama3, "yarn --rotary-scaling-factor 8", ("yarn", 4096, 8, False, 2e4)),
+        (llama3, "rope", ("rope", 4096, 1, True, 2e4)),
+    ):
+        read = published({**model, "rotary_base": 2e4}, [])
+        found = parse(f"--load-hf hf --position-embedding-type {flags}", without=sizes, published_config=read).model
+        fields = ("position_embedding_type", scaled, "rotary_scaling_factor", "use_rope_scaling", "rotary_base")
+        assert tuple(getattr(found, field) for field in fields) == expected, flags
+
+
+def test_flags_that_contradict_a_published_model_are_one_sentence() -> None:
+    """Training would start with tensors that do not fit, or, worse, that fit and mean something else."""
+    said = message_of(
+        "--load-hf hf --num-layers 6 --swiglu --softmax-scale 0.5 --hidden-size 64 --hidden-dropout 0",
+        without="--num-attention-heads --vocab-size",
+        published_config=published({}, []),
+    )
+    assert said == (
+        "--num-layers 6 (4 there), --activation swiglu (gelu_tanh there), --softmax-scale 0.5 (not set there): the "
+        "architecture comes from hf/config.json of --load-hf; leave the flags out"
+    )
+
+
+def test_a_resumed_run_reads_no_published_model() -> None:
+    """Its folder may be gone, and the checkpoint's vocabulary may have been resized."""
+    saved, calls = run_of(model={"vocab_size": 133}).to_json(), list[str]()
+    saved["tokenizer"]["vocab_size"] = 132
+    changes = "--load-hf hf --load runs --save runs --save-interval 5"
+    sizes = "--num-layers --hidden-size --num-attention-heads --vocab-size"
+    run = parse(changes, without=sizes, checkpoint_config=reader(saved, []), published_config=published({}, calls))
+    assert (run.model.vocab_size, run.provenance["num_layers"], calls) == (133, "checkpoint runs", [])
+    run = parse(changes, without=sizes, checkpoint_config=reader(None, []), published_config=published({}, calls))
+    assert (run.model.vocab_size, calls) == (100, ["hf"])
+
+
+def test_a_tokenizer_with_more_ids_than_a_published_model_has_rows() -> None:
+    """The sentence named --vocab-size, which nobody had given."""
+    for given, source, more in (
+        ("--load-hf hf", "hf/config.json", "; or give --vocab-size 120 to add rows, each the mean of those there"),
+        ("--use-checkpoint-args --load a", "checkpoint a", ""),
+    ):
+        readers: Any = {"checkpoint_config": reader(run_of().to_json() if "--load a" in given else None, [])}
+        run = parse(given, without="--vocab-size", published_config=published({}, []), **readers)
+        with pytest.raises(ConfigError) as caught:
+            run.with_vocab_size(120)
+        assert str(caught.value) == (
+            f"the tokenizer has 120 ids, and the model of {source} embeds 100: name the model's own tokenizer{more}"
+        )
+    resized = parse("--load-hf hf --vocab-size 119", published_config=published({}, []))
+    assert resized.with_vocab_size(120).model.vocab_size == 120
+
+
+def test_ids_as_numbers_for_a_model_with_a_tokenizer() -> None:
+    """NullTokenizer adds an id; the model kept one row too few for it, and could not be loaded."""
+    saved = run_of().to_json()
+    saved["tokenizer"] = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "folder", "vocab_size": 100}
+    for given in ("--use-checkpoint-args --load a", "--load-hf hf"):
+        readers: Any = {"checkpoint_config": reader(saved if "--load a" in given else None, [])}
+        readers["published_config"] = lambda folder, groups: saved
+        run = parse(f"{given} --tokenizer-type NullTokenizer", without="--vocab-size", **readers)
+        assert (run.tokenizer.tokenizer_type, run.model.vocab_size) == ("NullTokenizer", 100)
+        run = parse(f"{given} --vocab-file v --merge-file m", without="--vocab-size", **readers)
+        assert (run.tokenizer.tokenizer_type, run.tokenizer.tokenizer_model) == ("GPT2BPETokenizer", None)
+
+
 def test_checkpoint_is_not_read_unasked() -> None:
     """Without the flag nothing is read: the callback may be expensive."""
     calls: list[tuple[str, int | None]] = []
@@ -269,12 +366,12 @@ def test_checkpoint_is_not_read_unasked() -> None:
 
 def test_every_failure_at_once() -> None:
     """One attempt shows all mistakes: spelling, values, missing flags, bounds, and rules between flags."""
-    text = "--num-layers 0 --hidden-size 100 --num-attention-heads 12 --lr abc --num-experts 8 --hiden-size 4"
+    text = "--num-layers 0 --hidden-size 100 --num-attention-heads 12 --lr abc --moe-latent-size 8 --hiden-size 4"
     with pytest.raises(ConfigError) as caught:
         RunConfig.parse([*text.split(), "--bf16", "--fp16", "--mock-data", "--train-iters", "5"])
     assert str(caught.value) == (
-        "8 problems in the settings:\n  1. --lr is a number, not 'abc'\n  2. --num-experts 8: mixture of experts is "
-        "not available yet; leave it out for a dense model\n  3. there is no flag --hiden-size (did you mean "
+        "8 problems in the settings:\n  1. --lr is a number, not 'abc'\n  2. --moe-latent-size 8: experts in a "
+        "projected width are not available; leave it out\n  3. there is no flag --hiden-size (did you mean "
         "--hidden-size?)\n  4. missing: --micro-batch-size (samples of one forward pass on one rank), --seq-length "
         "(tokens of one sample)\n  5. --num-layers is 0; it must be at least 1\n  6. --hidden-size 100 is not "
         "divisible by --num-attention-heads 12; use a width of 96 or 108, or 10 or 20 heads, or give "

@@ -21,7 +21,13 @@ def test_up_to_date(name: str, text: str) -> None:
 def test_reference_is_complete() -> None:
     """Every flag and every legacy flag is in the reference, as rows of well-formed tables."""
     text = reference()
-    for spelling in ("`--num-layers N`", "`--override-opt_param-scheduler`", "`--num-experts`", "`--dry-run`"):
+    for spelling in (
+        "`--num-layers N`",
+        "`--override-opt_param-scheduler`",
+        "`--num-experts N`",
+        "`--moe-latent-size`",
+        "`--dry-run`",
+    ):
         assert spelling in text
     for line in text.splitlines():
         if line.startswith("|"):

@@ -12,6 +12,7 @@ import pytest
 
 from megatron.config import ParallelConfig, RunConfig, rules
 from megatron.config.family import Rule
+from megatron.config.moe import MoEConfig
 from megatron.config.rules import (
     RULES,
     check,
@@ -29,7 +30,7 @@ from megatron.config.rules import (
 )
 from megatron.config.rules.sizes import divisors, divisors_near, multiples_near, some, tensor_parallel_sizes
 from megatron.core.models.bert import rules as bert_rules
-from megatron.core.models.bert.config import BertConfig
+from megatron.core.models.bert.config import GROUPS, BertConfig
 from megatron.core.models.t5 import rules as t5_rules
 from megatron.core.models.t5.config import T5Config
 from megatron.core.optimizer.schedule import Schedule
@@ -61,8 +62,13 @@ BAD = _read_cases()
 
 
 def parsed(changes: str, without: str, ranks: int) -> RunConfig:
-    """The run of a transcript; one that begins with BERT or T5 is of that family's script, TASK of tasks/main.py."""
-    known: dict[str, tuple[type, ...]] = {"BERT": (BertConfig,), "T5": (T5Config,), "TASK": (TaskConfig,)}
+    """The run of a transcript; GPT, BERT, T5 and TASK (tasks/main.py) name the script that has it."""
+    known: dict[str, tuple[type, ...]] = {
+        "GPT": (MoEConfig,),
+        "BERT": GROUPS,
+        "T5": (T5Config,),
+        "TASK": (TaskConfig,),
+    }
     name = changes.partition(" ")[0]
     groups = known.get(name, ())
     return parse(changes.removeprefix(name) if groups else changes, without=without, ranks=ranks, extra_groups=groups)
@@ -95,7 +101,7 @@ def of_tasks() -> set[Rule]:
 def test_every_rule_has_a_bad_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule that no bad configuration meets may be dead."""
     met = set()
-    known = {*RULES, *of_tasks(), *BertConfig().rules(), *T5Config().rules()}
+    known = {*RULES, *of_tasks(), *BertConfig().rules(), *T5Config().rules(), *MoEConfig().rules()}
     monkeypatch.setattr(rules, "rules_of", lambda run: ())
     for changes, without, ranks, message in BAD:
         try:
@@ -125,7 +131,9 @@ def test_every_rule_is_listed(module: ModuleType) -> None:
 def test_every_rule_of_a_kind_of_run_is_listed(module: ModuleType) -> None:
     """As above."""
     written = {
-        function for _, function in inspect.getmembers(module, inspect.isfunction) if "run" in function.__annotations__
+        function
+        for _, function in inspect.getmembers(module, inspect.isfunction)
+        if function.__module__ == module.__name__ and "run" in function.__annotations__
     }
     assert written <= {*module.RULES, *getattr(module, "REMARKS", ())}
 
@@ -171,6 +179,9 @@ GOOD = [
     ),
     ("--load a --finetune", "", 1),
     ("--pretrained-checkpoint a --finetune", "", 1),
+    ("--load-hf a --finetune --save b --save-interval 5", "", 1),
+    ("--load-hf a --load b --save b/ --save-interval 5 --save-hf c --save-hf-interval 10", "", 1),
+    ("--load-hf a --skip-train", "", 1),
     ("--split 1", "", 1),
     ("--split .5,.25,.25", "", 1),
     ("--pipeline-model-parallel-size 3 --pipeline-schedule zb-h1 --num-layers 8", "", 3),
@@ -202,6 +213,12 @@ REMARKS = [
         "--wandb-exp-name, --wandb-save-dir: no effect without --wandb-project",
     ),
     ("--use-pytorch-profiler", "", "--use-pytorch-profiler: no effect without --profile"),
+    (
+        "--multi-latent-attention --position-embedding-type rope --kv-channels 64",
+        "",
+        "--kv-channels: no effect with --multi-latent-attention: heads are --qk-head-dim + --qk-pos-emb-head-dim wide",
+    ),
+    ("--mtp-loss-scaling-factor 0.3", "", "--mtp-loss-scaling-factor: no effect without --mtp-num-layers"),
     ("--decoupled-min-lr 1e-5", "", "--decoupled-min-lr: no effect without --decoupled-lr"),
     ("--profile-ranks 1", "", "--profile-ranks: no effect without --profile or --record-memory-history"),
     ("--memory-snapshot-path a", "", "--memory-snapshot-path: no effect without --record-memory-history"),
@@ -231,6 +248,7 @@ REMARKS = [
         "--account-for-loss-in-pipeline-split: no effect, because --pipeline-model-parallel-size is 1",
     ),
     ("--save runs", "", "--save runs without --save-interval: the only checkpoint is saved when the run ends"),
+    ("--load-hf-proof required", "", "--load-hf-proof: no effect without --load-hf"),
     ("--log-progress", "", "--log-progress: no effect without --save, the folder of progress.txt"),
     (
         "--train-samples 100 --lr-decay-iters 40 --lr-warmup-iters 5",

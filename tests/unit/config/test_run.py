@@ -10,8 +10,9 @@ import pytest
 
 from megatron.config import ParallelConfig, PrecisionConfig, RunConfig, TokenizerConfig
 from megatron.config.batch_ramp import BatchRamp
+from megatron.config.moe import MoEConfig
 from megatron.config.saved_settings import in_current_names
-from megatron.core.models.bert.config import BertConfig
+from megatron.core.models.bert.config import BertConfig, TokenTypesConfig
 from megatron.core.models.registry import saved_run
 from megatron.errors import ConfigError
 from tests.unit.config.command_lines import parse, run_of, words
@@ -107,9 +108,12 @@ def test_json_round_trip() -> None:
 
 def test_a_familys_own_settings_come_back() -> None:
     """A BERT without a second head would be loaded, converted and shown as one with it."""
-    bert = dataclasses.replace(run_of(), extra=(BertConfig(bert_binary_head=False, mask_prob=0.2),))
+    bert = dataclasses.replace(run_of(), extra=(BertConfig(bert_binary_head=False, mask_prob=0.2), TokenTypesConfig()))
     assert saved_run(json.loads(json.dumps(bert.to_json())), name="bert", where="x") == bert
-    assert saved_run(run_of().to_json(), name="gpt", where="x").extra == ()
+    settings = bert.to_json()
+    del settings["tokentypes"]  # which earlier versions had not
+    assert saved_run(settings, name="bert", where="x") == bert
+    assert saved_run(run_of().to_json(), name="gpt", where="x").extra == (MoEConfig(),)
 
 
 def test_digest_sees_every_setting_and_nothing_else() -> None:

@@ -32,6 +32,7 @@ class RecordedTokenizer:
     cls: int = RECORDED["cls"]
     sep: int = RECORDED["sep"]
     mask: int = RECORDED["mask"]
+    separators: int = 1
     pad: int | None = RECORDED["pad"]
     bos: int | None = RECORDED["bos"]
     eos: int | None = RECORDED["eos"]
@@ -39,6 +40,7 @@ class RecordedTokenizer:
     eod: int = RECORDED["sep"]
     fingerprint: str = "f1" * 32
     sentinels: tuple[int, ...] = tuple(RECORDED["extra"])
+    special_ids: frozenset[int] = frozenset()
 
     def continuations(self) -> list[bool]:
         return [piece.startswith("##") for piece in RECORDED["vocab_order"]]
@@ -53,6 +55,9 @@ class RecordedTokenizer:
         raise NotImplementedError
 
     def detokenize(self, ids: Any) -> str:
+        raise NotImplementedError
+
+    def token_bytes(self, token: int) -> bytes:
         raise NotImplementedError
 
 

@@ -29,7 +29,7 @@ def test_counts_in_half_precision_are_exact() -> None:
         side, hidden = SideLosses(), torch.ones(2, dtype=dtype)
         for _ in range(40):
             side.add(hidden, "gate", torch.tensor(0.5, dtype=dtype), 4097, context=SINGLE)
-        assert side.take()["gate"].tolist() == [20.0, 40 * 4097]
+        assert side.take()[0]["gate"].tolist() == [20.0, 40 * 4097]
 
 
 def test_gradient_has_every_factor() -> None:
@@ -47,7 +47,7 @@ def test_a_statistic_has_no_gradient() -> None:
     side, hidden = SideLosses(backward_scale=8.0), torch.ones(2, requires_grad=True)
     torch.autograd.backward(side.add(hidden, "dropped", torch.tensor(3), 7, context=SINGLE).sum())
     assert hidden.grad is not None and hidden.grad.tolist() == [1.0, 1.0]
-    assert side.take()["dropped"].tolist() == [3.0, 7.0]
+    assert side.take()[0]["dropped"].tolist() == [3.0, 7.0]
 
 
 class Gated:

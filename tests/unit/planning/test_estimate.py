@@ -37,6 +37,13 @@ LLAMA = {
     "num_query_groups": 2,
     "untie_embeddings_and_output_weights": True,
 }
+LATENT = {
+    **{name: value for name, value in LLAMA.items() if "group" not in name},
+    "multi_latent_attention": True,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2": QUIET,
     "hidden dropout": {"attention_dropout": 0.0},
@@ -48,10 +55,35 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "head norms, rotary, grouped": {**LLAMA, "qk_layernorm": True},
     "head norms, one group": {**QUIET, "group_query_attention": True, "qk_layernorm": True},
     "head norms, scores": {"qk_layernorm": True},
+    "norm over all heads": {**LLAMA, "qk_layernorm": True, "qk_layernorm_kind": "all_heads", "norm_placement": "after"},
+    "norm weights per head": {**QUIET, "qk_layernorm": True, "qk_layernorm_kind": "per_head"},
+    "l2 norm": {**LLAMA, "qk_l2_norm": True},
+    "norms before and after": {**QUIET, "norm_placement": "both"},
+    "norms after": {**QUIET, "norm_placement": "after"},
+    "norms without weights": {**QUIET, "norm_parameters": "none"},
+    "clipped": {**LLAMA, "clip_qkv": 8.0},
+    "clipped scores": {"clip_qkv": 8.0},
+    "multipliers": {**LLAMA, "embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_multiplier": 0.5},
+    "multipliers, dropout": {"embedding_multiplier": 2.0, "residual_multiplier": 0.5},
+    "capped logits": {**QUIET, "final_logit_softcapping": 30.0},
     "wide heads": {**QUIET, "kv_channels": 32},
     "squared relu": {**QUIET, "activation": "squared_relu"},
+    "clamped": {**QUIET, "activation": "quick_geglu", "activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0},
     "geglu": {**QUIET, "activation": "geglu_tanh"},
     "qkv bias": {**LLAMA, "add_qkv_bias": True},
+    "mlp and output biases": {**LLAMA, "add_mlp_bias": True, "add_attention_output_bias": True},
+    "norm of the embedding": {"attention_dropout": 0.0, "embedding_norm": True},
+    "first attention without norm": {**QUIET, "embedding_norm": True, "first_attention_norm": False},
+    "parallel, one norm": {**QUIET, "parallel_attention": True},
+    "parallel, two norms": {"attention_dropout": 0.0, "parallel_attention": True, "parallel_layernorm": True},
+    "bias of the output layer": {**QUIET, "add_output_layer_bias": True},
+    "windows, soft cap": {**LLAMA, "window_size": (31, 0), "attn_logit_softcapping": 5.0, "attention_backend": "auto"},
+    "sinks": {**LLAMA, "softmax_type": "learnable"},
+    "alibi, scores": {**QUIET, "position_embedding_type": "alibi", "attention_backend": "auto"},
+    "latent attention": {**LATENT, "q_lora_rank": 48, "qk_layernorm": True, "v_head_dim": 12},
+    "latent attention, equal widths": {**LATENT, "qk_layernorm": True, "v_head_dim": 24},
+    "latent attention without norms": {**LATENT, "v_head_dim": 16, "add_qkv_bias": True},
+    "later tokens": {**LLAMA, "mtp_num_layers": 2},
     "no positions": {**QUIET, "position_embedding_type": "none"},
 }
 RECOMPUTATION: dict[str, dict[str, Any]] = {
@@ -110,7 +142,9 @@ def measured(run: RunConfig) -> int:
     torch.nn.init.normal_(model.get_parameter("embedding.word_embeddings.weight"))
     tokens = torch.zeros(run.training.micro_batch_size, run.data.seq_length, dtype=torch.int64)
     mask = {"attention_mask": torch.ones_like(tokens, dtype=torch.bool)} if run.extra else {}
-    return bytes_kept(model, tokens, **mask)
+    depths = run.model.mtp_num_layers
+    later = {"later_tokens": tokens.unsqueeze(1).expand(-1, depths, -1)} if depths else {}
+    return bytes_kept(model, tokens, **mask, **later)
 
 
 def run_with(model: dict[str, Any], precision: dict[str, Any], training: dict[str, Any] | None = None) -> RunConfig:

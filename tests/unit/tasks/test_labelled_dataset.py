@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import models, processors
 
 from megatron.core.datasets.loader import BatchLoader
 from megatron.core.datasets.sampler import MicrobatchSampler
+from megatron.core.tokenizers.base import MaskingTokenizer
+from megatron.core.tokenizers.huggingface import load
 from megatron.core.tokenizers.wordpiece import WordPieceTokenizer
 from megatron.errors import DataError
 from tasks.fine_tuning.dataset import EpochsDataset, LabelledDataset, PairLayout, batches_of_an_epoch
@@ -186,3 +192,20 @@ def test_places(tokenizer: WordPieceTokenizer) -> None:
     assert data.describe() == ["x.tsv: 3 samples; 1 epochs"]
     with pytest.raises(IndexError):
         data[4]
+
+
+def test_pairs_as_roberta_separates_them(tmp_path: Path) -> None:
+    """RoBERTa was trained with two separators between texts; with one, fine-tuning began from a worse model."""
+    special = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "<mask>": 4}
+    model = models.WordLevel({**special, "a": 5, "b": 6}, unk_token="<unk>")
+    pipeline = tokenizers.Tokenizer(model)
+    pipeline.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
+    pipeline.add_special_tokens([*special])
+    pipeline.save(str(tmp_path / "tokenizer.json"))
+    roles = {"cls_token": "<s>", "pad_token": "<pad>", "sep_token": "</s>", "mask_token": "<mask>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(roles))
+    roberta = cast("MaskingTokenizer", load(str(tmp_path), extra_ids=0))
+    text, types, attention_mask = PairLayout(8, roberta).sequence("a", "b")
+    assert text.tolist() == [*pipeline.encode("a", "b").ids, 1, 1] == [0, 5, 2, 2, 6, 2, 1, 1]
+    assert types.tolist() == [0, 0, 0, 0, 1, 1, 0, 0]
+    assert attention_mask.tolist() == [1, 1, 1, 1, 1, 1, 0, 0]

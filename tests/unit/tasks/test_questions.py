@@ -175,7 +175,7 @@ def test_samples_are_batched_with_others_of_their_length(gpt2: SmallGPT2, monkey
     asked = questions(ParallelContext.single(), str(gpt2.native), micro_batch_size=4)
     read, step = list[int](), Evaluator._step
 
-    def counted(evaluator: Evaluator, batches: Any, longest: int, size: int, metric: Any) -> Any:
+    def counted(evaluator: Evaluator[Any], batches: Any, longest: int, size: int, metric: Any) -> Any:
         read.append(longest * size * len(batches))
         return step(evaluator, batches, longest, size, metric)
 

@@ -201,14 +201,16 @@ def test_gpt2_as_transformers_saves_it(tmp_path: Path) -> None:
     assert tokenizer.fingerprint == GPT2_FINGERPRINT
 
 
-def t5_folder(tmp_path: Path) -> Path:
-    """A tokenizer as T5's: spaces spelled in pieces, an end behind every text, sentinels from the last id down."""
+def t5_folder(tmp_path: Path, *, mark: str = "") -> Path:
+    """A tokenizer as T5's: spaces spelled in pieces, an end behind every text, sentinels from the last id down, which
+    begin with ``mark``.
+    """
     pieces = ["<pad>", "</s>", "<unk>", "\u2581the", "\u2581cat", "s", "\u2581dog", "\u2581"]
     pipeline = tokenizers.Tokenizer(models.WordLevel({piece: n for n, piece in enumerate(pieces)}, unk_token="<unk>"))
     pipeline.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Metaspace(), pre_tokenizers.Split("s", "isolated")]
     )
-    pipeline.add_special_tokens([*pieces[:3], *(f"<extra_id_{number}>" for number in (2, 1, 0))])
+    pipeline.add_special_tokens([*pieces[:3], *(f"{mark}<extra_id_{number}>" for number in (2, 1, 0))])
     pipeline.post_processor = processors.TemplateProcessing("$A </s>", "$A </s> $B </s>", [("</s>", 1)])
     pipeline.save(str(tmp_path / "tokenizer.json"))
     settings = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
@@ -225,6 +227,12 @@ def test_vocabulary_of_a_t5(tmp_path: Path) -> None:
     assert tokenizer.tokenize_parts(["the cats", "dog"]) == [[3, 4, 5], [6]]
     assert [n for n, continues in enumerate(tokenizer.continuations()) if continues] == [5]
     assert not hasattr(tokenizer, "mask")
+
+
+def test_sentinels_of_an_mt5(tmp_path: Path) -> None:
+    """They are spelled with a space before, so pretraining an mT5 further asked for --vocab-extra-ids."""
+    tokenizer = cast("SpanTokenizer", build(t5_folder(tmp_path, mark="\u2581")))
+    assert tokenizer.sentinels == (10, 9, 8)
 
 
 def test_vocabulary_of_a_bert(tmp_path: Path) -> None:

@@ -13,10 +13,13 @@ import pytest
 import torch
 
 from megatron.core.checkpointing import storage
+from megatron.core.checkpointing.find import find_checkpoint
+from megatron.core.checkpointing.load import read_run_state
 from megatron.core.checkpointing.manifest import MANIFEST, Manifest, checksum
 from megatron.core.models.registry import FAMILIES
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import CheckpointError, ConfigError
+from megatron.training.checkpoints.loading import check_same_model
 from megatron.training.checkpoints.saving import Saver
 from tests.harness.runs import TINY_RUN, tiny_run
 from tools.checkpoint import inspect_checkpoint as tool
@@ -187,6 +190,22 @@ def test_what_cannot_load_and_why(more: str, reason: str, root: Path, said: Said
     assert code == 1
     assert text.startswith("no: ")
     assert reason in text
+
+
+def test_flags_that_are_younger_than_the_checkpoint(root: Path) -> None:
+    """A run saved before there were windows had none: --window-size trained it on as another model."""
+    folder = find_checkpoint(root, verify=False)
+    state = read_run_state(folder)
+    model = {name: value for name, value in state["config"]["model"].items() if name != "window_size"}
+    older = {**state, "config": {**state["config"], "model": model}}
+
+    def check(more: str) -> None:
+        run = tiny_run(ParallelContext.single(), f"--mock-data --swiglu {more}")
+        check_same_model(older, folder, model_name="gpt", config=run.config, tokenizer=run.tokenizer)
+
+    check("")
+    with pytest.raises(CheckpointError, match=r"--window-size is None in the checkpoint and \(3, 0\) here"):
+        check("--window-size 3,0")
 
 
 def test_weights_alone_need_to_be_asked_for(said: Said, tmp_path: Path) -> None:

@@ -129,3 +129,24 @@ def test_bert_reads_them(tmp_path: Path, vocabulary: Path) -> None:
         if not sample["truncated"]:
             seen.add(" ".join(PIECES[each] for each in whole))
     assert {f"[CLS] {first} [SEP] {second} [SEP]" for first, second in pairs} <= seen
+
+
+def test_bpe_keeps_the_space_between_sentences(tmp_path: Path) -> None:
+    """The second sentence of a RoBERTa's text began as if it continued the last word, and was masked with it."""
+    import tokenizers
+
+    pipeline = tokenizers.ByteLevelBPETokenizer()
+    special = ["<s>", "<pad>", "</s>", "<mask>"]
+    pipeline.train_from_iterator([*TEXTS, *LEARNED], vocab_size=300, special_tokens=special, show_progress=False)
+    (tmp_path / "roberta").mkdir()
+    pipeline.save(str(tmp_path / "roberta/tokenizer.json"))
+    roles = zip(("cls_token", "pad_token", "sep_token", "mask_token"), special)
+    (tmp_path / "roberta/tokenizer_config.json").write_text(json.dumps({**dict(roles), "eos_token": "</s>"}))
+    source = write_lines(tmp_path / "in.jsonl", [{"text": text} for text in [*TEXTS, *LEARNED]])
+    kind = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path / "roberta")]
+    files = ["--input", str(source), "--output-prefix", str(tmp_path / "out"), "--workers", "1"]
+    preprocess_data.main([*files, *kind, "--split-sentences"])
+    data = IndexedDataset(str(tmp_path / "out_text_sentence"))
+    assert data.boundaries[1] == 3, "sentences stay apart"
+    whole = pipeline.encode("He slept. Dr. Smith woke. He slept.").ids
+    assert data.get_range(0, 3).tolist() == whole

@@ -149,7 +149,8 @@ def test_progress_has_the_projects_style(tmp_path: Path, monkeypatch: pytest.Mon
         made.append(trainer(**how))
         return made[0]
 
-    monkeypatch.setattr(trainers, "BpeTrainer", make)
+    # Two modules have the name tokenizers.trainers: the compiled one, until somebody imports the Python one.
+    monkeypatch.setattr("tools.train_tokenizer.trainers.BpeTrainer", make)
     monkeypatch.setattr(ProgressBar, "show", lambda self, done, *facts: shown.extend(facts))
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     text = write_lines(tmp_path / "text.jsonl", [{"text": "low lower lowest"}] * 5)

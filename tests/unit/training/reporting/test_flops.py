@@ -123,6 +123,21 @@ def test_within_one_percent_of_a_counter(changes: dict[str, object]) -> None:
     assert gpt_flops_per_sample(config, s) + other_half == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
+@pytest.mark.parametrize("window", [0, 7, 126, 127, 500])
+def test_windows_count_the_keys_that_queries_see(window: int) -> None:
+    """A model of windows was reported at the FLOPs of full attention, and its stages cut by them."""
+
+    def flops(**changes: object) -> float:
+        data, training = DataConfig(seq_length=s), TrainingConfig(micro_batch_size=2, train_iters=1)
+        run = RunConfig(model=model(**changes), data=data, training=training)
+        return flops_per_sample(run, FAMILIES["gpt"].train_spec)
+
+    s, layers, width = 128, 2, 64  # of three layers, the second has full attention
+    full, less = flops(), flops(window_size=(window, 0), window_attn_skip_freq="2")
+    seen = s * s / 2 if window >= s - 1 else sum(min(query + 1, window + 1) for query in range(s))
+    assert full - less == pytest.approx(12 * width * (s * s / 2 - seen) * layers)
+
+
 def test_frozen_weights_have_no_gradient_product() -> None:
     """TFLOP/s and MFU of a run with --freeze counted weight gradients that nobody computes."""
     config, s = model(activation="swiglu"), 128
@@ -218,6 +233,33 @@ def test_line_without_a_peak_invents_none() -> None:
 
 
 LLAMA = {"activation": "swiglu", "group_query_attention": True, "num_query_groups": 2, "kv_channels": 32}
+
+
+def test_later_tokens_count_a_layer_a_projection_and_the_vocabulary_each() -> None:
+    config = model(position_embedding_type="rope", mtp_num_layers=2)
+    training = TrainingConfig(micro_batch_size=3, train_iters=1)
+    run = RunConfig(model=config, data=DataConfig(seq_length=128), training=training)
+    told = flops_per_sample(run, FAMILIES["gpt"].train_spec)
+    assert told == pytest.approx(gpt_flops_per_sample(config, 128), rel=1e-12)
+
+
+@pytest.mark.parametrize("q_lora_rank", [None, 24])
+def test_latent_attention_counts_its_products(q_lora_rank: int | None) -> None:
+    """Latents, what is computed from them, and scores and values of different widths."""
+    config = model(
+        activation="swiglu",
+        position_embedding_type="rope",
+        add_bias_linear=False,
+        multi_latent_attention=True,
+        q_lora_rank=q_lora_rank,
+        qk_head_dim=16,
+        qk_pos_emb_head_dim=8,
+        v_head_dim=20,
+    )
+    training = TrainingConfig(micro_batch_size=3, train_iters=1)
+    run = RunConfig(model=config, data=DataConfig(seq_length=128), training=training)
+    told = flops_per_sample(run, FAMILIES["gpt"].train_spec)
+    assert told == pytest.approx(gpt_flops_per_sample(config, 128), rel=1e-12)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

@@ -34,7 +34,9 @@ def install(monkeypatch: pytest.MonkeyPatch, run: FakeRun) -> dict[str, Any]:
     """Put a wandb module in place; returns what init was called with."""
     asked: dict[str, Any] = {}
     module = types.ModuleType("wandb")
-    vars(module).update(Error=type("Error", (Exception,), {}), init=lambda **options: asked.update(options) or run)
+    vars(module).update(
+        Error=type("Error", (Exception,), {}), init=lambda **options: asked.update(options) or run, Html=str
+    )
     monkeypatch.setitem(sys.modules, "wandb", module)
     return asked
 
@@ -47,10 +49,15 @@ def test_names_and_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     writer.add_text("lr", "0.1", 0)
     writer.add_scalar("lm loss", 2.5, 7)
     writer.add_scalar("lm loss vs samples", 2.5, 70)
+    writer.add_text("sample 1", "a <b>\n", 8)
     writer.flush()
     writer.close()
     assert asked == {"project": "p", "entity": "e", "name": "n", "dir": str(tmp_path / "wandb")}
-    assert run.logged == [({"lm loss": 2.5}, 7), ({"samples vs steps": 70}, 7)]
+    assert run.logged == [
+        ({"lm loss": 2.5}, 7),
+        ({"samples vs steps": 70}, 7),
+        ({"sample 1": "<pre>a &lt;b&gt;\n</pre>"}, 8),
+    ]
     assert run.config == {"lr": "0.1"} and run.finished
 
 
