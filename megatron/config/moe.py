@@ -99,11 +99,14 @@ class MoEConfig(FamilyConfig):
         "experts with less than the mean load and down for others (arXiv:2408.15664).",
         architecture=True,
     )
-    moe_router_bias_update_rate: float = flag("Step of --moe-router-enable-expert-bias.", default=1e-3, at_least=0)
+    moe_router_bias_update_rate: float = flag(
+        "By how much a step moves the biases of --moe-router-enable-expert-bias.", default=1e-3, at_least=0
+    )
     moe_router_load_balancing_type: tuple[LoadBalancing, ...] = flag(
-        "Losses that balance the load of experts. aux_loss: over each microbatch; seq_aux_loss: over each sequence; "
-        "global_aux_loss: over the microbatches that data-parallel replicas compute at the same time, which more "
-        "replicas make more; none. Weighed by --moe-aux-loss-coeff.",
+        "Losses that balance the load of experts, each with a weight in --moe-aux-loss-coeff. aux_loss: over each "
+        "microbatch; seq_aux_loss: over each sequence; global_aux_loss: over the microbatches that all data-parallel "
+        "replicas compute at the same time. The first and the last depend on --micro-batch-size, the last also on "
+        "the number of replicas; none depends on how other ranks divide the work.",
         default=("aux_loss",),
         refused_values={
             "sinkhorn": "it depends on how tokens are divided over ranks; use aux_loss, or none with "
@@ -124,7 +127,7 @@ class MoEConfig(FamilyConfig):
     moe_expert_capacity_factor: float | None = flag(
         "Drop choices in training: of each sequence an expert takes at most this times the choices that it would get "
         "if all were balanced. Dropping is the same at every layout; Megatron-LM's capacity is that of a rank's "
-        "tokens. A negative factor drops nothing.",
+        "tokens. A negative factor drops nothing, as without the flag.",
         default=None,
     )
     moe_token_drop_policy: Literal["probs", "position"] = flag(
@@ -217,7 +220,7 @@ class MoEConfig(FamilyConfig):
     def resolved(self, model: ModelConfig, data: DataConfig) -> Self:
         """Unless given: experts, if there are any, as wide as the dense network. Spellings of the same become equal."""
         changes: dict[str, Any] = {"num_experts": self.num_experts or None}
-        if self.moe_expert_capacity_factor is not None and self.moe_expert_capacity_factor <= 0:
+        if self.moe_expert_capacity_factor is not None and self.moe_expert_capacity_factor < 0:
             changes["moe_expert_capacity_factor"] = None
         if self.moe_ffn_hidden_size is None and self.has_experts:
             changes["moe_ffn_hidden_size"] = model.ffn_hidden_size

@@ -145,12 +145,27 @@ def losses_have_weights(run: RunConfig) -> str | None:
     if len({*kinds}) < len(kinds):
         return f"{asked} names a loss twice; name each once"
     if len(kinds) != len(weights):
-        return f"{asked} names {len(kinds)} losses, and {_typed(weights)} has {len(weights)}; give one for each"
+        losses = f"{len(kinds)} loss{'es' if len(kinds) > 1 else ''}"
+        return f"{asked} names {losses}, and {_typed(weights)} has {len(weights)}; give one for each"
     return None
 
 
 def _typed(weights: tuple[float, ...]) -> str:
     return f"--moe-aux-loss-coeff {' '.join(f'{weight:g}' for weight in weights)}"
+
+
+def load_is_balanced(run: RunConfig) -> str | None:
+    """Something keeps tokens from choosing a few experts only."""
+    moe = run.group(MoEConfig)
+    if not moe.has_experts or moe.balancing_losses or moe.moe_router_enable_expert_bias:
+        return None
+    if moe.moe_router_force_load_balancing or (moe.num_experts or 0) == moe.moe_router_topk:
+        return None
+    kinds = " ".join(moe.moe_router_load_balancing_type)
+    why = "" if kinds == "none" else f": --moe-router-load-balancing-type {kinds} weighs nothing"
+    return (
+        f"nothing balances the load of experts{why}; --moe-aux-loss-coeff 0.01 or --moe-router-enable-expert-bias would"
+    )
 
 
 RULES: tuple[Rule, ...] = (
@@ -163,6 +178,10 @@ RULES: tuple[Rule, ...] = (
     choice_has_enough_experts,
     groups_are_of_experts,
     losses_have_weights,
+    rule(
+        "--moe-expert-capacity-factor 0 would drop every choice; give more than 0, or leave it out",
+        lambda run: run.group(MoEConfig).moe_expert_capacity_factor == 0,
+    ),
     rule(
         "--moe-router-topk 1 needs --moe-router-pre-softmax or --moe-router-score-function sigmoid: a softmax over one "
         "expert is always 1, and the router would not learn",
@@ -204,6 +223,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 REMARKS: tuple[Rule, ...] = (
+    load_is_balanced,
     rule(
         "--moe-expert-capacity-factor: capacity is that of a sequence, so "
         "every layout drops the same choices; Megatron-LM's is that of a rank's tokens",
@@ -216,5 +236,17 @@ REMARKS: tuple[Rule, ...] = (
     rule(
         "--moe-router-pre-softmax: no effect with another --moe-router-score-function than softmax",
         lambda run: (moe := run.group(MoEConfig)).moe_router_pre_softmax and moe.moe_router_score_function != "softmax",
+    ),
+    rule(
+        "--moe-router-bias-update-rate: no effect without --moe-router-enable-expert-bias",
+        lambda run: run.given("moe_router_bias_update_rate") and not run.group(MoEConfig).moe_router_enable_expert_bias,
+    ),
+    rule(
+        "--moe-per-layer-logging: no effect without --tensorboard-dir or --wandb-project",
+        lambda run: (
+            run.group(MoEConfig).moe_per_layer_logging
+            and not run.reporting.tensorboard_dir
+            and not run.reporting.wandb_project
+        ),
     ),
 )

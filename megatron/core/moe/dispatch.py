@@ -109,7 +109,7 @@ class _Dispatch(torch.autograd.Function):
         rows = x.index_select(0, route.sent // route.choices)
         of_rows = weights.flatten().index_select(0, route.sent)
         if route.team.size > 1:
-            both = _forth(packed(rows, of_rows.unsqueeze(1)), route)
+            both = _to_experts(packed(rows, of_rows.unsqueeze(1)), route)
             rows, of_rows = unpacked(both, rows.shape[1], of_rows.dtype)
         return rows, of_rows.view(-1)
 
@@ -117,7 +117,7 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, grad_weights: Tensor) -> tuple[Tensor, Tensor, None]:
         route: Route = ctx.route
         if route.team.size > 1:
-            back = _back(packed(grad, grad_weights.unsqueeze(1)), route)
+            back = _from_experts(packed(grad, grad_weights.unsqueeze(1)), route)
             grad, grad_weights = unpacked(back, grad.shape[1], grad_weights.dtype)
             grad_weights = grad_weights.view(-1)
         of_choices = _padded(grad_weights, route).index_select(0, route.rows.flatten()).view(*ctx.shape, -1).sum(-1)
@@ -128,21 +128,21 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
         ctx.route = route
-        return _summed(_back(rows, route) if route.team.size > 1 else rows, route)
+        return _summed(_from_experts(rows, route) if route.team.size > 1 else rows, route)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         route: Route = ctx.route
         rows = grad.index_select(0, route.sent // route.choices)
-        return (_forth(rows, route) if route.team.size > 1 else rows), None
+        return (_to_experts(rows, route) if route.team.size > 1 else rows), None
 
 
-def _forth(rows: Tensor, route: Route) -> Tensor:
+def _to_experts(rows: Tensor, route: Route) -> Tensor:
     received = all_to_all_rows(rows, route.team, route.sends, route.receives)
     return received if route.arrived is None else received.index_select(0, route.arrived)
 
 
-def _back(rows: Tensor, route: Route) -> Tensor:
+def _from_experts(rows: Tensor, route: Route) -> Tensor:
     if route.arrived is not None:
         rows = rows.index_select(0, _inverse(route.arrived))
     return all_to_all_rows(rows, route.team, route.receives, route.sends)

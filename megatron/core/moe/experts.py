@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.initialize import Constant, Initialization
 from megatron.core.tensor_parallel.layers import make_parameter
 from megatron.core.transformer.initialization import input_init, output_init
 
-_OVER: tuple[Axis, ...] = ("edp",)  # replicas of an expert
+_REPLICAS: tuple[Axis, ...] = ("edp",)  # over which the gradients of an expert are summed
 
 
 class StackedLinear(nn.Module):
@@ -36,10 +36,10 @@ class StackedLinear(nn.Module):
         bias_dims: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
-        self.weight = make_parameter(Sharding(shape, split, reduce=_OVER), init, context)
+        self.weight = make_parameter(Sharding(shape, split, reduce=_REPLICAS), init, context)
         held = {place: split[dim] for place, dim in enumerate(bias_dims) if dim in split}
         partial_grad: tuple[Axis, ...] = () if "etp" in held.values() else ("etp",)
-        bias = Sharding(tuple(shape[dim] for dim in bias_dims), held, reduce=_OVER, partial_grad=partial_grad)
+        bias = Sharding(tuple(shape[dim] for dim in bias_dims), held, reduce=_REPLICAS, partial_grad=partial_grad)
         self.bias = make_parameter(bias, Constant(0.0), context) if bias_dims else None
 
 

@@ -64,6 +64,8 @@ class Router(nn.Module):
         if ids is None:
             ids = inputs.kept[self] = choose_experts(scores, self._moe, bias=self.expert_bias)
         routing = Routing(ids, weights_of(ids, logits, scores, self._moe))
+        if inputs.cache is not None:  # generation, where a step's tokens are no sequences, and replicas run apart
+            return routing
         weights = self._losses.attach(routing, logits, scores, batch=x.shape[1], losses=inputs.side_losses)
         kept = None
         if self.training and self._moe.moe_expert_capacity_factor is not None:
@@ -86,10 +88,12 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def learn(self, counts: Tensor) -> None:
-        """Move the biases towards balance: up for experts with less than the mean of ``counts`` [E + 1], the last of
-        which is that of dropped choices. Dropped choices count for their expert, too: they are what it should lose.
+        """Move the biases towards balance: up for experts that were chosen less often than the mean of ``counts``, down
+        for the others; not those of a frozen router.
+
+        ``counts`` [E + 1]: choices of each expert, dropped ones included, then how many were dropped in all.
         """
-        if self.expert_bias is not None:
+        if self.expert_bias is not None and self.weight.requires_grad:
             load = counts[:-1].to(self.expert_bias.dtype)
             self.expert_bias += self._moe.moe_router_bias_update_rate * torch.sign(load.mean() - load)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from megatron.config.moe import MoEConfig
 from megatron.core.moe.capacity import within_capacity
 from megatron.core.moe.layer import MoELayer
 from megatron.core.moe.routing import Routing, choose_experts, chosen, scores_of, weights_of
+from megatron.core.ops.attention.cached import AttentionCache
 from megatron.core.ops.grouped_matmul import BACKENDS, Groups
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.recompute import recomputed
@@ -330,6 +332,9 @@ def test_biases_move_towards_balance() -> None:
         router.expert_bias.zero_()
     router.learn(torch.tensor([9, 1, 5, 5, 3]))
     assert router.expert_bias.tolist() == pytest.approx([-1e-3, 1e-3, 0.0, 0.0])
+    router.weight.requires_grad_(False)
+    router.learn(torch.tensor([9, 1, 5, 5, 3]))
+    assert router.expert_bias.tolist() == pytest.approx([-1e-3, 1e-3, 0.0, 0.0])  # a frozen router stays as it is
     bf16 = layer(model_config(), moe, dtype=torch.bfloat16).router.expert_bias
     assert bf16 is not None
     assert bf16.dtype == torch.float32  # steps of 1e-3 vanish in bf16
@@ -346,6 +351,15 @@ def test_choices_are_counted_once() -> None:
     assert counts.sum() == 3 * 12 * 2  # the runner drops what comes after a forward pass
     first, second = inputs(), inputs()
     assert torch.equal(built(x, first), built(x, second))
+
+
+def test_generation_reports_nothing() -> None:
+    """A loss over the microbatches of all replicas would wait for replicas that generate nothing at this time."""
+    moe = moe_config(moe_router_load_balancing_type=("global_aux_loss",), moe_aux_loss_coeff=(0.1,))
+    built, given, x = layer(model_config(), moe), inputs(), hidden_states()
+    given = dataclasses.replace(given, cache=cast("AttentionCache", object()))
+    assert torch.equal(built(x, given), built(x, inputs()))
+    assert not any(given.side_losses.take())
 
 
 def test_forced_balance() -> None:
