@@ -5,51 +5,46 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from megatron.core.inference.engine import Engine, joined
 from megatron.core.inference.request import Request, Result, Update
-from megatron.core.tokenizers.text_files import parse_line
-from megatron.errors import ConfigError, DataError, MegatronError
+from megatron.errors import ConfigError, DataError
 from megatron.training.reporting.progress import ProgressBar
 from tools.generation.local import Generator
-
-ANSWER = ("text", "finish_reason", "prompt_tokens", "completion_tokens", "seed")
-"""What a line of answers has beside the fields of its question."""
+from tools.generation.questions import ANSWER, Question, encoded, read_questions
 
 
 def answer_file(generator: Generator, questions: Path, answers: Path) -> None:
     """Answer each line of ``questions`` that ``answers`` has no line for; a line depends on its place and itself alone.
 
     All questions are checked before the first is answered. Raises DataError for one that can't be answered and for
-    files that can't be read or written, ConfigError for answers to other questions.
+    files that can't be read or written, ConfigError for a file of something else than answers to these questions.
     """
-    records, requests = list[dict[str, Any]](), list[Request]()
-    for where, record in _questions(questions):
-        try:
-            ids = _ids(generator, record)
-            requests.append(generator.request(ids, number=len(records)))
-            generator.engine.check(requests[-1])
-        except MegatronError as error:
-            raise type(error)(f"{where}: {error}") from None
-        records.append(record)
+    if answers.exists() and questions.exists() and answers.samefile(questions):
+        raise ConfigError(
+            f"--output-jsonl {answers} is the file of --input-jsonl, and answers would be written behind the "
+            "questions: name another file"
+        )
+    asked = read_questions(generator, questions)
     try:
         with answers.open("ab+") as file:
-            done = _answered(file, records, answers)
+            done = _answered(file, asked, answers)
             if done:
-                print(f"{answers} has {done:,} of {len(records):,} answers; the others follow", flush=True)
-            bar = ProgressBar(len(records), initial=done)
-            for record, result in zip(records[done:], in_order(generator.engine, requests[done:])):
+                print(f"{answers} has {done:,} of {len(asked):,} answers; the others follow", flush=True)
+            bar = ProgressBar(len(asked), initial=done)
+            left = asked[done:]
+            for question, result in zip(left, in_order(generator.engine, [each.request for each in left])):
                 if result.finish.reason == "error":
                     raise DataError(f"answer {done + 1}: {result.finish.error}")
-                file.write(_line(record, result))
+                file.write(_line(question, result))
                 file.flush()
                 done += 1
                 bar.show(done, "answers")
             bar.clear()
     except OSError as error:
         raise DataError(f"--output-jsonl {answers} cannot be written: {error.strerror}") from None
-    print(f"{len(records):,} answers in {answers}", flush=True)
+    print(f"{len(asked):,} answers in {answers}", flush=True)
 
 
 def in_order(engine: Engine, requests: Sequence[Request]) -> Iterator[Result]:
@@ -67,59 +62,47 @@ def in_order(engine: Engine, requests: Sequence[Request]) -> Iterator[Result]:
             first += 1
 
 
-def _line(record: dict[str, Any], result: Result) -> bytes:
-    values = (result.text, result.finish.reason, len(result.request.prompt), len(result.tokens), result.request.seed)
-    return json.dumps({**record, **dict(zip(ANSWER, values))}, ensure_ascii=False).encode() + b"\n"
+def _line(question: Question, result: Result) -> bytes:
+    request = question.request
+    read = len(request.encoder_prompt or request.prompt)
+    values = (result.text, result.finish.reason, read, len(result.tokens), request.seed, question.fingerprint)
+    own = {name: value for name, value in zip(ANSWER, values) if name not in question.record}  # it may have a seed
+    return encoded({**question.record, **own}) + b"\n"
 
 
-def _questions(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each line after its file and number; DataError for one that is no question."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--input-jsonl {path} cannot be read: {error}") from None
-    found = 0
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = parse_line(line)
-        except DataError as error:
-            raise DataError(f"{path}:{number} is {error}") from None
-        if not isinstance(record, dict) or (isinstance(record.get("prompt"), str) == ("messages" in record)):
-            raise DataError(f'{path}:{number} is no question: it needs either a text "prompt" or a list "messages"')
-        found += 1
-        yield f"{path}:{number}", record
-    if not found:
-        raise DataError(f"--input-jsonl {path} holds no questions")
+def _answered(file: BinaryIO, asked: Sequence[Question], path: Path) -> int:
+    """How many questions have an answer; what a killed batch wrote of a line is cut off.
 
-
-def _ids(generator: Generator, record: dict[str, Any]) -> list[int]:
-    if "prompt" in record:
-        return generator.tokenizer.tokenize_batch([record["prompt"]])[0]
-    return generator.ids_of_conversation(record["messages"])
-
-
-def _answered(file: BinaryIO, records: list[dict[str, Any]], path: Path) -> int:
-    """How many questions have an answer; what a killed batch wrote of a line is cut off."""
+    Raises ConfigError, and leaves the file as it is, where it holds anything else than their answers.
+    """
     file.seek(0)
-    whole = [line for line in file if line.endswith(b"\n")]
-    file.truncate(sum(map(len, whole)))
-    for number, line in enumerate(whole):
-        if number >= len(records) or _question_of(line) != _without_answer(records[number]):
+    *whole, rest = file.read().split(b"\n")
+    for number, line in enumerate(whole, start=1):
+        if wrong := _why_no_answer(line, asked[number - 1] if number <= len(asked) else None):
+            raise ConfigError(f"--output-jsonl {path}: line {number} {wrong}")
+    if rest:
+        expected = asked[len(whole)].beginning if len(whole) < len(asked) else b""
+        if not expected or rest[: len(expected)] != expected[: len(rest)]:
             raise ConfigError(
-                f"--output-jsonl {path}: line {number + 1} answers another question than that of --input-jsonl; name a "
-                "new file, or remove this one"
+                f"--output-jsonl {path}: its end is not the beginning of the next answer; name a new file"
             )
+        file.truncate(sum(len(line) + 1 for line in whole))
     return len(whole)
 
 
-def _question_of(line: bytes) -> dict[str, Any] | None:
+def _why_no_answer(line: bytes, question: Question | None) -> str | None:
+    """What is wrong with a line that should answer ``question``."""
     try:
-        return _without_answer(json.loads(line))
-    except (ValueError, AttributeError):  # not JSON, or no object
-        return None
-
-
-def _without_answer(record: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in record.items() if name not in ANSWER}
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not {*ANSWER} <= {*found}:
+        return "is no answer that this tool wrote; name a new file"
+    if question is None or not line.startswith(question.beginning):
+        return "answers another question than that of --input-jsonl; name a new file, or remove this one"
+    if found["fingerprint"] != question.fingerprint:
+        return (
+            "was answered with another checkpoint, tokenizer or setting (--tokens-to-generate, --seed, sampling, "
+            "stops, chat template); give those of the first start, or name a new file"
+        )
+    return None

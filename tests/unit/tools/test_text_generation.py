@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,39 +101,129 @@ def test_holds_a_conversation(
         text_generation_cli.main([*settings, "--chat"])
 
 
-def test_a_killed_batch_goes_on(gpt2: SmallGPT2, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def batch(gpt2: SmallGPT2, tmp_path: Path) -> Batch:
+    texts = ("The keeper", "After the storm", "It was", "Sailors", "On clear nights")
+    return Batch(gpt2, tmp_path, [{"prompt": text, "id": n} for n, text in enumerate(texts)])
+
+
+@dataclass
+class Batch:
+    """A file of questions and the command that answers it."""
+
+    gpt2: SmallGPT2
+    folder: Path
+    records: list[dict[str, Any]]
+
+    def __post_init__(self) -> None:
+        self.questions, self.answers = self.folder / "questions.jsonl", self.folder / "answers.jsonl"
+        self.ask(self.records)
+
+    def ask(self, records: Sequence[dict[str, Any] | str]) -> None:
+        lines = (each if isinstance(each, str) else json.dumps(each) for each in records)
+        self.questions.write_text("".join(f"{line}\n" for line in lines))
+
+    def run(self, *more: str) -> list[dict[str, Any]]:
+        words = ["--load", str(self.gpt2.native), "--tokens-to-generate", "9", "--inference-max-requests", "2"]
+        words += ["--input-jsonl", str(self.questions), "--output-jsonl", str(self.answers)]
+        text_generation_cli.main([*words, *more])
+        return [json.loads(line) for line in self.answers.read_bytes().splitlines()]
+
+
+def test_a_killed_batch_goes_on(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
     """Its answers are those of an uninterrupted one, byte for byte."""
-    questions, answers = tmp_path / "questions.jsonl", tmp_path / "answers.jsonl"
-    texts = ["The keeper", "After the storm", "It was", "Sailors", "On clear nights"]
-    questions.write_text("".join(json.dumps({"prompt": text, "id": n}) + "\n" for n, text in enumerate(texts)))
-    words = ["--load", str(gpt2.native), "--tokens-to-generate", "9", "--inference-max-requests", "2"]
-    words += ["--input-jsonl", str(questions), "--output-jsonl", str(answers)]
-    text_generation_cli.main(words)
-    whole = answers.read_bytes()
-    records = [json.loads(line) for line in whole.splitlines()]
-    assert [(each["prompt"], each["id"]) for each in records] == list(zip(texts, range(5)))
-    assert all(each["completion_tokens"] <= 9 and each["seed"] == 1234 + each["id"] for each in records)
+    found = batch.run()
+    whole = batch.answers.read_bytes()
+    assert [{"prompt": each["prompt"], "id": each["id"]} for each in found] == batch.records
+    assert all(each["completion_tokens"] <= 9 and each["seed"] == 1234 + each["id"] for each in found)
     for length in (0, len(whole) // 3, len(whole) - 1, len(whole)):
-        answers.write_bytes(whole[:length])
-        text_generation_cli.main(words)
-        assert answers.read_bytes() == whole
+        batch.answers.write_bytes(whole[:length])
+        batch.run()
+        assert batch.answers.read_bytes() == whole
     assert "answers.jsonl has 4 of 5 answers; the others follow" in capsys.readouterr().out
 
-    questions.write_text(questions.read_text().replace("It was", "It is"))
-    with pytest.raises(ConfigError, match="answers.jsonl: line 3 answers another question"):
-        text_generation_cli.main(words)
-    assert answers.read_bytes() == whole
-    for line, message in {
-        "{broken": r"questions.jsonl:6 is not JSON",
-        '{"prompt": 3}': r"questions.jsonl:6 is no question",
-        json.dumps({"prompt": "sea " * 80}): r"questions.jsonl:6: the prompt has \d+ tokens",
+
+def test_a_batch_goes_on_with_the_settings_it_began_with(batch: Batch, tmp_path: Path) -> None:
+    """Else one file would hold answers of two temperatures, or of two checkpoints, and nobody could tell which."""
+    batch.run()
+    begun = b"".join(batch.answers.read_bytes().splitlines(keepends=True)[:2])
+    batch.answers.write_bytes(begun)
+    other = small_gpt2(tmp_path / "other", layers=1)
+    for more in (("--temperature", "0"), ("--seed", "5"), ("--tokens-to-generate", "8"), ("--load", str(other.native))):
+        with pytest.raises(ConfigError, match="line 1 was answered with another checkpoint, tokenizer or setting"):
+            batch.run(*more)
+        assert batch.answers.read_bytes() == begun
+    assert len(batch.run("--inference-max-requests", "3")) == 5  # which changes no text
+
+
+def test_files_of_something_else_stay_as_they_are(batch: Batch) -> None:
+    """A file of notes without a line end was once emptied, and questions were taken for answers."""
+    batch.run()
+    whole, lines = batch.answers.read_bytes(), batch.answers.read_bytes().splitlines(keepends=True)
+    for held, message in {
+        b"my notes": "its end is not the beginning of the next answer",
+        b"".join(lines[:2]) + b"my notes": "its end is not the beginning of the next answer",
+        whole + b'{"prompt"': "its end is not the beginning of the next answer",
+        b"my notes\n": "line 1 is no answer that this tool wrote",
+        batch.questions.read_bytes(): "line 1 is no answer that this tool wrote",
+        whole + lines[0]: "line 6 answers another question",
+        lines[0] + lines[2]: "line 2 answers another question",
     }.items():
-        questions.write_text(
-            "".join(json.dumps({"prompt": text, "id": n}) + "\n" for n, text in enumerate(texts)) + line
-        )
-        with pytest.raises(DataError, match=message):
-            text_generation_cli.main(words)
-        assert answers.read_bytes() == whole
+        batch.answers.write_bytes(held)
+        with pytest.raises(ConfigError, match=f"answers.jsonl: {message}"):
+            batch.run()
+        assert batch.answers.read_bytes() == held
+    asked = batch.questions.read_bytes()
+    for path in (batch.questions, batch.folder / "." / "questions.jsonl"):
+        with pytest.raises(ConfigError, match="questions.jsonl is the file of --input-jsonl"):
+            batch.run("--output-jsonl", str(path))
+        assert batch.questions.read_bytes() == asked
+
+
+def test_all_questions_are_checked_before_the_first_is_answered(batch: Batch) -> None:
+    for line, message in {
+        "{broken": r"is not JSON",
+        '{"prompt": 3}': r"is no question",
+        '{"prompt": "a", "messages": []}': r"is no question",
+        json.dumps({"prompt": "sea " * 80}): r"the prompt has \d+ tokens",
+        '{"prompt": "a", "text": "b"}': r"the answer has a field text, too, which would replace the line's own",
+        '{"prompt": "a", "logprobs": 3}': r"the field logprobs has no effect here: leave it out",
+        '{"prompt": "a", "tokens_to_generate": 3}': r"the field tokens_to_generate has no effect here",
+        '{"prompt": "a", "max_tokens": "3"}': r"max_tokens",
+        '{"prompt": "a", "max_tokens": 0}': r"max_tokens",
+        '{"prompt": "a", "temperature": -1}': r"temperature",
+        '{"messages": [{"role": "user"}]}': r"messages\[0\] has no content",
+    }.items():
+        batch.ask([*batch.records, line])
+        with pytest.raises(DataError, match=f"questions.jsonl:6:? {message}"):
+            batch.run()
+        assert not batch.answers.exists()
+
+
+def test_a_line_has_settings_of_its_own(batch: Batch) -> None:
+    """They were once ignored, and a line's seed was replaced by another."""
+    plain = batch.run()
+    first = plain[0]["prompt"]
+    batch.answers.unlink()
+    cut = plain[0]["text"][3:6]
+    batch.ask(
+        [
+            {"prompt": first, "max_tokens": 3, "min_p": None},
+            {"prompt": first, "seed": 1234, "id": 7},
+            {"prompt": first, "seed": 1234, "stop": cut},
+            {"prompt": first, "temperature": 0, "metadata": {"n": 1}},
+            {"prompt": first, "top_k": 1},
+        ]
+    )
+    short, same, stopped, *greedy = batch.run()
+    assert short["completion_tokens"] == 3 and plain[0]["text"].startswith(short["text"])
+    assert (same["text"], same["seed"], same["id"]) == (plain[0]["text"], 1234, 7)
+    assert stopped["text"] == plain[0]["text"].partition(cut)[0] and stopped["finish_reason"] == "stop"
+    assert greedy[0]["text"] == greedy[1]["text"] and greedy[0]["metadata"] == {"n": 1}
+    whole = batch.answers.read_bytes()
+    batch.answers.write_bytes(whole[: len(whole) // 2])
+    batch.run()
+    assert batch.answers.read_bytes() == whole
 
 
 def test_results_are_in_order_whatever_ends_first() -> None:

@@ -1,0 +1,137 @@
+"""Lines of ``--input-jsonl`` as requests of the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megatron.core.checkpointing.manifest import MANIFEST
+from megatron.core.inference.request import Request
+from megatron.core.tokenizers.base import fingerprint_of
+from megatron.core.tokenizers.text_files import parse_line
+from megatron.errors import DataError, MegatronError
+from megatron.serving.fields import CHAT, COMPLETION
+from megatron.serving.megatron_api import FIELDS
+from megatron.serving.schema import checked
+from tools.generation.local import Generator
+
+ANSWER = ("text", "finish_reason", "prompt_tokens", "completion_tokens", "seed", "fingerprint")
+"""What a line of answers has beside the fields of its question."""
+SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+)
+HONOURED = ("max_tokens", *SAMPLING, "stop", "seed")
+"""Fields of a line that replace flags; ranges and meaning are those of /v1/completions."""
+_CARRIED = ("prompt", "messages", "user", "metadata", "request_id")
+_SCHEMAS = {field.name: field.schema for field in (*COMPLETION, *CHAT)} | {
+    "max_tokens": {"type": "integer", "minimum": 1}
+}
+_OF_REQUESTS = {field.name for field in (*COMPLETION, *CHAT, *FIELDS)}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A line: its fields, and what the engine is asked. ``fingerprint`` of the request and the checkpoint."""
+
+    record: dict[str, Any]
+    request: Request
+    fingerprint: str
+
+    @cached_property
+    def beginning(self) -> bytes:
+        """How the line of its answer begins, up to the text."""
+        return encoded(self.record)[:-1] + b', "text": '
+
+
+def encoded(record: Mapping[str, Any]) -> bytes:
+    """A line of JSON; ASCII alone where it holds half a character, which UTF-8 can't spell."""
+    try:
+        return json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return json.dumps(record).encode()
+
+
+def read_questions(generator: Generator, path: Path) -> list[Question]:
+    """Every line as a request that the engine can answer; raises DataError with the line's number."""
+    checkpoint = hashlib.sha256((generator.folder.path / MANIFEST).read_bytes()).hexdigest()
+    found = list[Question]()
+    for where, record in _records(path):
+        try:
+            request = _request(generator, record, number=len(found))
+            generator.engine.check(request)
+        except MegatronError as error:
+            raise DataError(f"{where}: {error}") from None
+        asked = dataclasses.asdict(dataclasses.replace(request, id=""))
+        fingerprint = fingerprint_of([checkpoint, json.dumps(asked, sort_keys=True, default=sorted)])[:16]
+        found.append(Question(record, request, fingerprint))
+    if not found:
+        raise DataError(f"--input-jsonl {path} holds no questions")
+    return found
+
+
+def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each line after its file and number, without fields of requests that are null."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--input-jsonl {path} cannot be read: {error}") from None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            record = parse_line(line)
+        except DataError as error:
+            raise DataError(f"{where} is {error}") from None
+        if isinstance(record, dict):
+            record = {name: value for name, value in record.items() if value is not None or name not in _OF_REQUESTS}
+        if not isinstance(record, dict) or (isinstance(record.get("prompt"), str) == ("messages" in record)):
+            raise DataError(f'{where} is no question: it needs either a text "prompt" or a list "messages"')
+        yield where, record
+
+
+def _request(generator: Generator, record: dict[str, Any], *, number: int) -> Request:
+    """The request with the line's own settings. Raises MegatronError for fields that can't have an effect."""
+    for name in record:
+        if name in ANSWER and name not in HONOURED:
+            raise DataError(f"the answer has a field {name}, too, which would replace the line's own: rename that")
+        if name in _OF_REQUESTS and name not in (*HONOURED, *_CARRIED):
+            raise DataError(
+                f"the field {name} has no effect here: leave it out (a line may have {', '.join(HONOURED)} of its own)"
+            )
+    own = {name: checked(record[name], _SCHEMAS[name], name) for name in HONOURED if name in record}
+    if "prompt" in record:
+        ids = generator.tokenizer.tokenize_batch([record["prompt"]])[0]
+    else:
+        messages = checked(record["messages"], _SCHEMAS["messages"], "messages")
+        ids = generator.ids_of_conversation([{**each, "content": _text(each["content"])} for each in messages])
+    request = generator.request(ids, number=number)
+    sampling = {name: own[name] for name in SAMPLING if name in own}
+    if "top_k" in sampling:
+        sampling["top_k"] = max(0, sampling["top_k"])
+    stop = own.get("stop", request.stop.strings)
+    return dataclasses.replace(
+        request,
+        max_tokens=own.get("max_tokens", request.max_tokens),
+        seed=own.get("seed", request.seed),
+        sampling=dataclasses.replace(request.sampling, **sampling),
+        stop=dataclasses.replace(request.stop, strings=(stop,) if isinstance(stop, str) else tuple(stop)),
+    )
+
+
+def _text(content: str | Sequence[Mapping[str, str]]) -> str:
+    """Of a message, whose parts are joined."""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
