@@ -11,28 +11,40 @@ import sys
 if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.config.inference import InferenceConfig
 from megatron.config.parse import parse_groups
-from megatron.config.trained_model import TrainedModelConfig
+from megatron.config.trained_model import TrainedModelConfig, TrainedModelLayoutConfig
 from megatron.core.parallel.environment import errors_once_per_node, launch_environment
 from megatron.errors import DataError, run_command
-from tools.generation.settings import GenerateConfig, LocalConfig, check_ways
-
-_ADDRESS = re.compile(r"([\w.\-]+|\[[\da-fA-F:.]+\]):\d+")
+from tools.generation.settings import (
+    ClientConfig,
+    GenerateConfig,
+    LocalConfig,
+    check_ways,
+    flags_of_clients,
+    flags_without_effect,
+)
 
 
 def main(argv: Sequence[str]) -> int:
     """Continue prompts: with a server when its HOST:PORT is the first argument, otherwise with a checkpoint."""
     prog, about = "text_generation_cli.py", __doc__ or ""
-    if argv and _ADDRESS.fullmatch(argv[0]):
-        from tools.generation.client import Client
+    if argv and not argv[0].startswith(("-", "@")):
+        from tools.generation.client import Client, api_of
 
-        (config,) = parse_groups(argv[1:], GenerateConfig, prog=f"{prog} {argv[0]}", about=about)
-        client = Client(argv[0], config)
+        url = api_of(argv[0])
+        config, settings = parse_groups(
+            argv[1:],
+            GenerateConfig,
+            ClientConfig,
+            prog=f"{prog} {argv[0]}",
+            about=about,
+            legacy=flags_without_effect(),
+        )
+        client = Client(url, config, settings)
         prompts = prompts_of(config)
         if prompts:
             client.answer(prompts)
@@ -40,8 +52,16 @@ def main(argv: Sequence[str]) -> int:
             client.converse()
         return 0
     with errors_once_per_node():
-        config, local, inference, choice = parse_groups(
-            argv, GenerateConfig, LocalConfig, InferenceConfig, TrainedModelConfig, prog=prog, about=about
+        config, local, inference, choice, layout = parse_groups(
+            argv,
+            GenerateConfig,
+            LocalConfig,
+            InferenceConfig,
+            TrainedModelConfig,
+            TrainedModelLayoutConfig,
+            prog=prog,
+            about=about,
+            legacy=flags_of_clients(),
         )
         check_ways(config, local)
         prompts = prompts_of(config)
@@ -52,7 +72,9 @@ def main(argv: Sequence[str]) -> int:
     from tools.generation.local import Generator
 
     with (
-        trained_model(choice, {"gpt": GPTSpec()}, launch_environment()) as trained,
+        trained_model(
+            choice, {"gpt": GPTSpec()}, launch_environment(), pipeline_stages=layout.pipeline_model_parallel_size
+        ) as trained,
         generation_engine(trained, inference) as engine,
     ):
         if engine is None:  # another rank, whose work is done

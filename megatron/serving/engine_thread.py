@@ -170,14 +170,12 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while self._obey():
-                if self.engine.error is not None:  # a rank was lost while there was nothing to do
+                if self.engine.error is not None:  # a rank may be lost while there is nothing to do
                     raise self.engine.error
                 if self.engine.has_work:
                     updates = self.engine.step()
                     if updates:
                         self._tell(self._deliver, updates)
-                elif self.engine.error is not None:  # a rank is lost while all wait for requests
-                    raise self.engine.error
                 self.last_sign = time.monotonic()
         except BaseException as error:  # whatever ends the engine must be said
             self._tell(self._fail, error)

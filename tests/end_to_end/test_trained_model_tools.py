@@ -24,11 +24,16 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_text_is_the_same_on_one_rank_and_on_two(checkpoints: str) -> None:
+    """Which have parts of each layer, or half of the layers."""
     flags = ["--load", checkpoints, "--prompt", "1 2 3", "7", "--tokens-to-generate", "12"]
-    for how in (["--temperature", "0"], ["--top-k", "20", "--temperature", "0.9"], ["--top-p", "0.8"]):
+    for how, layout in (
+        (["--temperature", "0"], []),
+        (["--top-k", "20", "--temperature", "0.9"], []),
+        (["--top-p", "0.8"], ["--pipeline-model-parallel-size", "2"]),
+    ):
         alone = run(GENERATE, "", *flags, *how)
         assert re.fullmatch(r"-- 1\n1 2 3( \d+){1,12}\n-- 2\n7( \d+){1,12}\n", alone)
-        together = run(GENERATE, "", *flags, *how, ranks=2)
+        together = run(GENERATE, "", *flags, *how, *layout, ranks=2)
         assert alone in together  # the launcher may add words of its own
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
+import re
 import sys
 import urllib.error
 import urllib.request
@@ -11,16 +13,27 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.errors import ConfigError, DataError, MegatronError
-from tools.generation.settings import GenerateConfig
+from tools.generation.settings import ClientConfig, GenerateConfig
 
 API_KEY_VARIABLE = "MEGATRON_API_KEY"
+_ADDRESS = re.compile(r"(?:(https?)://)?((?:[\w.\-]+|\[[\da-fA-F:.]+\])(?::(\d{1,5}))?)(?:/api)?/?", re.IGNORECASE)
+
+
+def api_of(address: str) -> str:
+    """The URL of /api on the server at HOST:PORT, with or without http:// or https://. Raises ConfigError."""
+    found = _ADDRESS.fullmatch(address)
+    if found is None or not (found[1] or found[3]) or not 0 < int(found[3] or 80) < 1 << 16:
+        raise ConfigError(
+            f"{address} is no address of a server: give HOST:PORT, such as localhost:5000; flags begin with --"
+        )
+    return f"{(found[1] or 'http').lower()}://{found[2]}/api"
 
 
 class Client:
-    """Asks the server at ``address`` (HOST:PORT) for continuations."""
+    """Asks the server at ``url`` for continuations."""
 
-    def __init__(self, address: str, config: GenerateConfig) -> None:
-        self._url, self._config = f"http://{address}/api", config
+    def __init__(self, url: str, config: GenerateConfig, settings: ClientConfig) -> None:
+        self._url, self._config, self._seconds = url, config, settings.request_timeout
 
     def answer(self, prompts: Sequence[str]) -> None:
         """Print each prompt with its continuation."""
@@ -59,12 +72,17 @@ class Client:
             headers["Authorization"] = f"Bearer {key.split(',')[0]}"
         request = urllib.request.Request(self._url, json.dumps(asked).encode(), headers, method="PUT")
         try:
-            with urllib.request.urlopen(request) as response:
+            with urllib.request.urlopen(request, timeout=self._seconds) as response:
                 answer = json.loads(response.read())
         except urllib.error.HTTPError as error:
             raise DataError(f"{self._url} answers {error.code}: {_message(error.read())}") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
+            if isinstance(reason, TimeoutError):
+                raise DataError(
+                    f"{self._url} has not answered in {self._seconds:g} s: give it more with --request-timeout, or ask "
+                    "for less with --tokens-to-generate"
+                ) from None
             raise ConfigError(
                 f"{self._url}: {reason}; is a server running there (tools/run_text_generation_server.py)?"
             ) from None
@@ -74,9 +92,12 @@ class Client:
 
 
 def _message(body: bytes) -> str:
-    """The sentence in the body of a refusal: an object with ``message``, a bare JSON string, or plain text."""
+    """The sentence in the body of a refusal: under ``message`` or ``error``, a JSON string, or plain text."""
     try:
         found = json.loads(body)
     except ValueError:
         return body.decode(errors="replace").strip()[:200]
-    return str(found["message"] if isinstance(found, dict) and "message" in found else found)
+    for name in ("error", "message"):
+        if isinstance(found, dict) and name in found:
+            found = found[name]
+    return str(found)

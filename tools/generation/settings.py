@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.flags import check_flags, flag, switch
+from megatron.config.flags import check_flags, flag, flags_of, switch
+from megatron.config.inference import InferenceConfig
+from megatron.config.legacy_flags import LegacyFlag
+from megatron.config.trained_model import TrainedModelConfig, TrainedModelLayoutConfig
 from megatron.errors import ConfigError
 
 DEFAULT_SEED = 1234
@@ -42,6 +45,14 @@ class GenerateConfig:
     def sampling(self) -> dict[str, Any]:
         """Fields of ``Sampling``, which are also those of ``PUT /api``."""
         return {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "top_p_decay", "top_p_bound")}
+
+
+@check_flags
+@dataclass(frozen=True, kw_only=True)
+class ClientConfig:
+    """Generation with a server, whose HOST:PORT is the first argument."""
+
+    request_timeout: float = flag("Seconds to wait for an answer.", default=600.0, above=0, at_most=1e6)
 
 
 @check_flags
@@ -87,6 +98,30 @@ class LocalConfig:
         """Fields of ``Sampling``."""
         names = ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
         return {name: getattr(self, name) for name in names}
+
+
+def flags_without_effect() -> dict[str, LegacyFlag]:
+    """What to do instead, by spelling, of flags of this tool that a server isn't asked for."""
+    own = "PUT /api has no such field; leave it out, or give --load in place of the server's address"
+    servers = "a setting of the server; give it to run_text_generation_server.py, and leave it out here"
+    groups = {
+        LocalConfig: own,
+        TrainedModelConfig: servers,
+        TrainedModelLayoutConfig: servers,
+        InferenceConfig: servers,
+    }
+    return {
+        spelling: LegacyFlag("refused", word)
+        for group, word in groups.items()
+        for spec in flags_of(group)
+        for spelling in spec.spellings()
+    }
+
+
+def flags_of_clients() -> dict[str, LegacyFlag]:
+    """What to do instead, by spelling, of flags that have an effect with a server alone."""
+    word = "it is about a server; give its HOST:PORT as the first argument, or leave it out"
+    return {spelling: LegacyFlag("refused", word) for spec in flags_of(ClientConfig) for spelling in spec.spellings()}
 
 
 def check_ways(config: GenerateConfig, local: LocalConfig) -> None:

@@ -56,7 +56,8 @@ class ConstraintCompiler:
             import llguidance
         except ImportError:
             raise ConfigError(
-                "answers that follow a schema need the llguidance library: pip install llguidance"
+                "answers that follow a schema need the llguidance library: pip install llguidance, or this project's "
+                "extra constrained"
             ) from None
         if not end_ids:
             raise ConfigError("answers that follow a schema need a token that ends texts, and this tokenizer has none")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -164,3 +165,9 @@ def test_a_grammar_that_takes_too_long_is_refused(tmp_path: Path, monkeypatch: p
 def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="need a token that ends texts"):
         ConstraintCompiler(KINDS["tiktoken"](tmp_path), end_ids=[])
+
+
+def test_names_the_extra_when_the_library_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ConfigError, match="pip install llguidance, or this project's extra constrained"):
+        compiler("byte-level BPE", tmp_path)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import re
+import socket
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ from tests.harness.evaluation import SmallGPT2, small_gpt2
 from tests.harness.serving import Running, ask, byte_tokenizer, served, slow_table
 from tools import text_generation_cli
 from tools.generation.batch import in_order
+from tools.generation.client import _message, api_of
 
 TEMPLATE = "{% for each in messages %}{{ each.role }}: {{ each.content }}\n{% endfor %}assistant:"
 
@@ -58,6 +61,55 @@ def test_client_says_what_the_server_refuses(server: Running) -> None:
         text_generation_cli.main([address, "--prompt", "Hello", "--tokens-to-generate", "9999"])
     with pytest.raises(ConfigError, match="http://127.0.0.1:1/api: .*is a server running there"):
         text_generation_cli.main(["127.0.0.1:1", "--prompt", "Hello"])
+
+
+def test_client_says_which_flags_a_server_is_not_asked_for() -> None:
+    """It once said that there was no flag --chat, which there is."""
+    for words, message in {
+        "--chat --stop a": "--chat, --stop a: PUT /api has no such field; leave it out, or give --load in place of",
+        "--load runs/a": "--load runs/a: a setting of the server; give it to run_text_generation_server.py",
+        "--no-such-flag": "there is no flag --no-such-flag",
+    }.items():
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            text_generation_cli.main(["localhost:5000", *words.split()])
+    with pytest.raises(ConfigError, match="--request-timeout 3: it is about a server; give its HOST:PORT"):
+        text_generation_cli.main(["--load", "somewhere", "--request-timeout", "3"])
+
+
+def test_client_takes_addresses_as_browsers_show_them(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    for address in (server.url, f"{server.url}/", f"{server.url}/api", server.url.replace("http", "HTTP")):
+        text_generation_cli.main([address, "--prompt", "Hello", "--seed", "1", "--tokens-to-generate", "3"])
+    assert len({*capsys.readouterr().out.splitlines()}) == 1
+    assert api_of("https://models.example.org") == "https://models.example.org/api"
+    assert api_of("[::1]:5000") == "http://[::1]:5000/api"
+    for wrong in ("localhost", "ftp://localhost:1", "localhost:99999", "localhost:5000/v1", "Hello there"):
+        with pytest.raises(ConfigError, match=f"{wrong} is no address of a server: give HOST:PORT"):
+            text_generation_cli.main([wrong, "--prompt", "Hello"])
+
+
+def test_client_does_not_wait_for_ever() -> None:
+    """A machine that takes connections and says nothing, before an answer or in the middle of it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        asked = [address, "--prompt", "Hello", "--request-timeout"]
+        with pytest.raises(DataError, match="/api has not answered in 0.1 s: give it more with --request-timeout"):
+            text_generation_cli.main([*asked, "0.1"])
+        listener.accept()[0].close()
+        half = threading.Thread(target=lambda: halves.append(listener.accept()[0]))
+        halves = list[socket.socket]()
+        half.start()
+        sending = threading.Timer(0.05, lambda: halves[0].sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{"))
+        sending.start()
+        with pytest.raises(DataError, match="/api has not answered in 0.3 s"):
+            text_generation_cli.main([*asked, "0.3"])
+        half.join()
+        halves[0].close()
+
+
+@pytest.mark.parametrize("body", ['{"message": "no"}', '{"error": {"message": "no"}}', '{"error": "no"}', '"no"', "no"])
+def test_client_finds_the_sentence_in_any_refusal(body: str) -> None:
+    """Of this server, of a proxy before it, and of Megatron-LM's."""
+    assert _message(body.encode()) == "no"
 
 
 def test_client_sends_its_key_and_its_seed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
