@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
@@ -42,6 +43,11 @@ def main(argv: Sequence[str]) -> int:
     from megatron.training.evaluation.generating import generation_engine
 
     launch = launch_environment()
+    if (
+        launch.rank > 0
+    ):  # a launcher sends its signal to all ranks, and rank 0 needs the others until its texts have ended
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_IGN)
     # A taken port is noticed before the model is loaded.
     listener = process.bound_socket(server) if launch.rank == 0 else None
     with (

@@ -172,7 +172,7 @@ class Server:
         return json_response(self.model.listed())
 
     async def _health(self, request: HttpRequest) -> ASGIApp:
-        silent = time.monotonic() - self.thread.last_sign
+        silent = time.monotonic() - self.thread.last_heartbeat
         if self.thread.failure is not None:
             raise ApiError(f"the generation engine has failed: {self.thread.failure}", status=503)
         if self.thread.closing:

@@ -101,7 +101,7 @@ class EngineThread:
     observer: Observer
     on_failure: Callable[[BaseException], None] = lambda failure: None
     failure: BaseException | None = None
-    last_sign: float = field(default_factory=time.monotonic)
+    last_heartbeat: float = field(default_factory=time.monotonic)
     closing: bool = False
     _open: dict[str, Progress] = field(default_factory=dict)
     _commands: queue.SimpleQueue[list[Request] | list[str] | None] = field(default_factory=queue.SimpleQueue)
@@ -137,9 +137,10 @@ class EngineThread:
     def open(self, requests: Sequence[Request]) -> Iterator[Stream]:
         """The stream of ``requests``; those that are unfinished at the end of the block are aborted.
 
-        Raises ApiError when the queue is full (429), and when the engine is gone or about to end (503).
+        Raises ApiError for more requests than the queue ever has room for (400), when it has no room now (429), and
+        when the engine is gone or about to end (503).
         """
-        self._check_open()
+        self._check_room(len(requests))
         stream, now = Stream(len(requests)), time.monotonic()
         for request in requests:
             self._open[request.id] = Progress(stream, now, len(request.prompt))
@@ -151,17 +152,29 @@ class EngineThread:
             if left:
                 self._commands.put(left)
 
-    def _check_open(self) -> None:
+    def _check_room(self, count: int) -> None:
         if self.failure is not None:
             raise _engine_failed()
         if self.closing:
-            raise ApiError("the server is shutting down; ask another one", status=503, code="shutting_down")
-        if self.unfinished >= self.rows + self.max_queue:
+            raise ApiError(
+                "the server is shutting down; ask another one",
+                status=503,
+                code="shutting_down",
+                headers={"retry-after": "1", "connection": "close"},
+            )
+        limit = self.rows + self.max_queue
+        if count > limit:
+            raise ApiError(
+                f"the request asks for {count:,} texts, and this server takes at most {limit:,} "
+                "(--inference-max-requests and --max-queue): send fewer prompts in a request, or ask for fewer choices",
+                code="too_many_texts",
+            )
+        if self.unfinished + count > limit:
             self.observer.refused()
             seconds = ceil(min(60.0, self._seconds_per_request * self.unfinished / self.rows))
             raise ApiError(
-                f"the server is busy: {self.unfinished} texts run or wait, and its limit is "
-                f"{self.rows + self.max_queue} (--inference-max-requests and --max-queue); try again in {seconds} s",
+                f"the server is busy: {self.unfinished:,} texts run or wait, {count:,} more are asked for, and its "
+                f"limit is {limit:,} (--inference-max-requests and --max-queue); try again in {seconds} s",
                 status=429,
                 code="queue_full",
                 headers={"retry-after": str(seconds)},
@@ -169,23 +182,26 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            while self._obey():
-                if self.engine.error is not None:  # a rank may be lost while there is nothing to do
+            while self._take_commands():
+                if self.engine.error is not None:  # a rank may be lost while there was nothing to do
                     raise self.engine.error
                 if self.engine.has_work:
                     updates = self.engine.step()
                     if updates:
-                        self._tell(self._deliver, updates)
-                self.last_sign = time.monotonic()
+                        self._call_in_loop(self._deliver, updates)
+                self.last_heartbeat = time.monotonic()
         except BaseException as error:  # whatever ends the engine must be said
-            self._tell(self._fail, error)
+            self._call_in_loop(self._fail, error)
 
-    def _tell(self, callback: Callable[..., None], *arguments: Any) -> None:
+    def _call_in_loop(self, callback: Callable[..., None], *arguments: Any) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(callback, *arguments)
 
-    def _obey(self) -> bool:
-        """Do what the event loop has asked, and wait for it a little when there is nothing else to do."""
+    def _take_commands(self) -> bool:
+        """Submit and abort what the event loop has asked; wait for it a little when there is nothing else to do.
+
+        False when the thread is to end.
+        """
         block = not self.engine.has_work
         while True:
             try:
@@ -205,7 +221,7 @@ class EngineThread:
         try:
             self.engine.submit(request)
         except MegatronError as error:
-            self._tell(self._refuse, request.id, ApiError(str(error)))
+            self._call_in_loop(self._refuse, request.id, ApiError(str(error)))
 
     def _refuse(self, request_id: str, error: ApiError) -> None:
         if progress := self._open.pop(request_id, None):

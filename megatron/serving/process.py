@@ -8,6 +8,8 @@ import os
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +32,7 @@ from megatron.serving.templates import Templates
 from megatron.training.checkpoints.trained_model import TrainedModel
 from megatron.training.evaluation.generating import end_ids
 
-_GRACE_SECONDS = 5.0
+_GRACE_SECONDS = 5
 _LARGEST_HEADERS = 1 << 16
 
 
@@ -78,9 +80,10 @@ def served_model(trained: TrainedModel, config: ServerConfig, *, max_length: int
 def serve(server: Server, listener: socket.socket) -> None:
     """Serve until a signal ends the server; raises what the engine raised when that ends it."""
     _log_to_stderr()
-    _Process(uvicorn_config(server), server).run([listener])
-    if server.thread.failure is not None:
-        raise server.thread.failure
+    ServerProcess(server).run([listener])
+    # The loss of a rank may be noticed after a launcher has sent SIGTERM for it.
+    if (failure := server.thread.engine.error or server.thread.failure) is not None:
+        raise failure
 
 
 def uvicorn_config(server: Server) -> uvicorn.Config:
@@ -94,7 +97,7 @@ def uvicorn_config(server: Server) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         timeout_keep_alive=max(1, int(server.config.client_timeout)),
-        timeout_graceful_shutdown=int(server.config.shutdown_timeout + _GRACE_SECONDS),
+        timeout_graceful_shutdown=_GRACE_SECONDS,
         h11_max_incomplete_event_size=_LARGEST_HEADERS,
     )
 
@@ -109,17 +112,23 @@ def _log_to_stderr() -> None:
         logger.setLevel(level)
 
 
-class _Process(uvicorn.Server):
+class ServerProcess(uvicorn.Server):
     """uvicorn's server, which ends in order on SIGTERM, and when the engine fails."""
 
-    def __init__(self, config: uvicorn.Config, server: Server) -> None:
-        super().__init__(config)
+    def __init__(self, server: Server) -> None:
+        super().__init__(uvicorn_config(server))
         self._server = server
         server.thread.on_failure = self._end_after
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle signals for as long as the server runs; unlike uvicorn's, a signal isn't raised again at the end."""
+        """Handle signals for as long as the server runs; unlike uvicorn's, a signal isn't raised again at the end.
+
+        Only a main thread can.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         before = {each: signal.signal(each, self.handle_exit) for each in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
@@ -129,7 +138,7 @@ class _Process(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Refuse new requests, give unfinished ones their time, and end; a second signal ends at once."""
-        self.force_exit = self.should_exit
+        self.force_exit = self._server.thread.closing
         self.should_exit = True
         self._server.thread.closing = True
 
@@ -142,12 +151,23 @@ class _Process(uvicorn.Server):
                 f"serving {self._server.model.name} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True
             )
 
+    async def main_loop(self) -> None:
+        """Serve; after a signal, answer until unfinished texts have ended, and cut them when their time is over.
+
+        Load balancers learn from /health that the server ends, and their clients from a 503.
+        """
+        await super().main_loop()
+        thread = self._server.thread
+        deadline = time.monotonic() + self._server.config.shutdown_timeout
+        while thread.unfinished and not self.force_exit and thread.failure is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        thread.cut(ApiError("the server is shutting down; the text ends here", status=503, code="shutting_down"))
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait for unfinished requests, and cut them when their time is over."""
-        cut = ApiError("the server is shutting down; the text ends here", status=503, code="shutting_down")
-        late = asyncio.get_running_loop().call_later(self._server.config.shutdown_timeout, self._server.thread.cut, cut)
+        """Close connections, and end the engine's thread, which uvicorn leaves out after a second signal."""
         await super().shutdown(sockets)
-        late.cancel()
+        if self.force_exit:
+            await self.lifespan.shutdown()
 
     def _end_after(self, failure: BaseException) -> None:
         self.should_exit = True

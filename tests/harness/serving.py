@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import tokenizers
-import uvicorn
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron.core.inference.engine import Engine
@@ -20,7 +19,7 @@ from megatron.core.inference.step_plan import RunnerLimits, StepPlan
 from megatron.core.tokenizers.rust import RustTokenizer
 from megatron.serving.app import Server
 from megatron.serving.model import ServedModel
-from megatron.serving.process import bound_socket, uvicorn_config
+from megatron.serving.process import ServerProcess, bound_socket
 from megatron.serving.settings import ServerConfig
 from megatron.serving.templates import Templates
 from tests.harness.table_model import FinishedTable, Table
@@ -79,6 +78,7 @@ class Running:
     table: SlowTable
     engine: Engine
     server: Server
+    process: ServerProcess
 
     def is_idle(self) -> bool:
         """Whether no request is left anywhere, and no block is held."""
@@ -116,7 +116,7 @@ def served(table: SlowTable | None = None, **settings: Any) -> Iterator[Running]
     table = table or slow_table()
     engine = Engine(table, tokenizer=byte_tokenizer())
     server = server_of(engine, **settings)
-    process = uvicorn.Server(uvicorn_config(server))
+    process = ServerProcess(server)
     listener = bound_socket(server.config)
     thread = threading.Thread(target=process.run, args=([listener],), daemon=True)
     thread.start()
@@ -124,7 +124,7 @@ def served(table: SlowTable | None = None, **settings: Any) -> Iterator[Running]
         assert thread.is_alive()
         time.sleep(0.005)
     try:
-        yield Running(f"http://127.0.0.1:{listener.getsockname()[1]}", table, engine, server)
+        yield Running(f"http://127.0.0.1:{listener.getsockname()[1]}", table, engine, server, process)
     finally:
         process.should_exit = True
         thread.join(10)

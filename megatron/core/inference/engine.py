@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -74,12 +74,12 @@ class _Answer:
         """Add a token; what ends the text, if the token does."""
         request, token = self.text.request, drawn.token
         self.drawing.append(token)
-        self._tokens.append(GeneratedToken(token, drawn.logprobs))
-        if token in request.stop.token_ids:
+        is_end = token in request.stop.token_ids
+        text = "" if is_end or self._stream is None else self._stream.add(token)
+        self._tokens.append(GeneratedToken(token, drawn.logprobs, text))
+        if is_end:
             return Finish("stop", stop=token)
-        if self._stream is not None:
-            may_stop = self.drawing.num_drawn > request.sampling.min_tokens
-            self._new_text += self._watch.add(self._stream.add(token), may_stop=may_stop)
+        self._new_text += self._watch.add(text, may_stop=self.drawing.num_drawn > request.sampling.min_tokens)
         if self._watch.matched is not None:
             return Finish("stop", stop=self._watch.matched)
         return Finish("length") if self.drawing.num_drawn == request.max_tokens else None
@@ -105,7 +105,7 @@ class Engine:
 
     One thread calls it; only rank 0 has one, see ``workers``. A text depends on its own request alone. ``tokenizer``
     makes text of tokens; without it updates have tokens only. ``drafter``: guesses ``options.num_drafts`` tokens; None:
-    from the text so far.
+    from the text so far. ``limits``: the runner's, and no text is longer than the cache has room for.
     """
 
     def __init__(
@@ -116,12 +116,13 @@ class Engine:
         options: SchedulerOptions | None = None,
         drafter: Drafter | None = None,
     ) -> None:
-        self.limits = runner.limits
         self._error: Exception | None = None
         self._runner, self._tokenizer = runner, tokenizer
         options = options or SchedulerOptions()
         self._drafter = (drafter or PromptLookup()) if options.num_drafts else None
         self._scheduler = Scheduler(runner.limits, options, depth=runner.depth)
+        self._room = self._scheduler.pool.num_blocks * runner.limits.block_size
+        self.limits = replace(runner.limits, max_length=min(runner.limits.max_length, self._room))
         self._answers: dict[str, _Answer] = {}
         self._in_flight: deque[tuple[Sequence[ScheduledRow], RunningStep]] = deque()
         self._early: list[Update] = []  # for the next step to return
@@ -133,7 +134,7 @@ class Engine:
 
         ``step`` raises it. A rank may be lost while there is nothing to do, so who waits for requests looks here, too.
         """
-        return self._error or self._runner.failure
+        return self._runner.failure or self._error  # a lost rank is why a step failed
 
     @property
     def has_work(self) -> bool:
@@ -281,7 +282,7 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raise DataError or ConfigError for a request that can never be answered."""
-        limits, prompt = self.limits, request.prompt
+        limits, prompt, room = self._runner.limits, request.prompt, self._room
         total = len(prompt) + request.max_tokens
         if request.id in self._answers:
             raise DataError(f"request {request.id!r} is still being answered; give each request an id of its own")
@@ -293,7 +294,6 @@ class Engine:
                 f"and the model sees at most {limits.max_length}: shorten the prompt, or generate at most "
                 f"{max(0, limits.max_length - len(prompt))}"
             )
-        room = self._scheduler.pool.num_blocks * limits.block_size
         if total > room:
             raise DataError(
                 f"the prompt has {len(prompt)} tokens; with {request.max_tokens} generated ones that makes {total}, "

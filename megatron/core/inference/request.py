@@ -62,10 +62,13 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class GeneratedToken:
-    """A generated token; ``logprobs`` where they were asked for."""
+    """A generated token; ``logprobs`` where they were asked for. ``text``: the characters that it completes, also
+    those that a stop string cuts off; "" for hidden tokens, and for one in ``StopRules.token_ids``.
+    """
 
     id: int
     logprobs: TokenLogprobs | None = None
+    text: str = ""
 
 
 @dataclass(frozen=True)

@@ -21,15 +21,18 @@ class StopWatch:
     def add(self, text: str, *, may_stop: bool = True) -> str:
         """The text that can be shown now that ``text`` has come.
 
-        Without ``may_stop`` everything is shown, and no stop string may begin in it. After a match nothing is shown.
+        Without ``may_stop`` no stop string may end in it, but one may begin. After a match nothing is shown.
         """
         if self.matched is not None:
             return ""
-        if not may_stop:
-            return self.finish() + text
+        num_held = len(self._held)
         text, self._held = self._held + text, ""
-        found = [(start + len(each), start, each) for each in self._strings if (start := text.find(each)) >= 0]
-        if found:
+        found = [
+            (start + len(each), start, each)
+            for each in self._strings
+            if (start := text.find(each, max(0, num_held + 1 - len(each)))) >= 0  # it ends in what is new
+        ]
+        if found and may_stop:
             end, start, self.matched = min(found)
             return text[: end if self._include else start]
         keep = len(text) - self._tail(text)

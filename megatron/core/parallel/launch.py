@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from megatron.config.parallel import ParallelConfig
+from megatron.core.parallel.collectives import barrier
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.environment import LaunchEnvironment
 from megatron.core.parallel.liveness import Patience, watched
@@ -47,7 +48,10 @@ def parallel_context(
         if dist.is_initialized():
             # A connection of its own, for a thread of its own.
             store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-            watch = watched(store, mesh, Patience(stall=60.0 * parallel.distributed_timeout_minutes))
+            # A launcher of one node serves the store itself, and ends all ranks when one has failed.
+            lingers = not (launch.restarts and launch.local_world_size == launch.world_size)
+            patience = Patience(stall=60.0 * parallel.distributed_timeout_minutes, lingers=lingers)
+            watch = watched(store, mesh, patience)
         with watch:
             yield ParallelContext(
                 mesh=mesh,
@@ -58,8 +62,7 @@ def parallel_context(
                 cp_comm_types=parallel.cp_comm_type,
                 cp_sizes=parallel.hierarchical_context_parallel_sizes or (),
             )
-            if dist.is_initialized():  # not after an error: ranks that still wait for this one would make it hang
-                dist.barrier()
+            barrier(mesh)  # not after an error: ranks that still wait for this one would make it hang
         if dist.is_initialized():
             mesh.forget_groups()
             dist.destroy_process_group()

@@ -35,13 +35,15 @@ _STORE_ERRORS = (RuntimeError, dist.DistError)
 @dataclasses.dataclass(frozen=True)
 class Patience:
     """Seconds. ``stall``: in one collective before the run is called off. ``poll``: between checks. ``leave``: that a
-    main thread has to end by itself. ``answer``: that other ranks have to store their reports.
+    main thread has to end by itself. ``answer``: that other ranks have to store their reports. ``lingers``: whether
+    rank 0 waits up to ``leave`` for ranks that may still read the store, which it serves.
     """
 
     stall: float
     poll: float = 1.0
     leave: float = 5.0
     answer: float = 10.0
+    lingers: bool = True
 
 
 class Liveness:
@@ -86,7 +88,7 @@ class Liveness:
     def linger(self) -> None:
         """On rank 0, which may serve the store: stay until the others no longer need it, or seem to be gone."""
         everyone = self._mesh.world_size
-        if self._mesh.world_rank == 0:
+        if self._mesh.world_rank == 0 and self._patience.lingers:
             with suppress(*_STORE_ERRORS):
                 self._until(lambda: self._store.add(_FINISHED, 0) >= everyone, seconds=self._patience.leave)
 

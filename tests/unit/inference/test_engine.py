@@ -72,6 +72,20 @@ def test_refuses_what_can_never_be_answered() -> None:
     with pytest.raises(DataError, match="token id 30"):
         engine.submit(Request(id="a", prompt=(30,), max_tokens=2))
     assert not engine.has_work
+    assert engine.limits.max_length == 12  # what servers and chats give as the longest text
+
+
+def test_a_stop_string_may_begin_before_min_tokens() -> None:
+    """The text went on past a stop string of which min_tokens let only the beginning pass."""
+    engine = Engine(table(), tokenizer=Letters())
+    request = Request(id="a", prompt=(1, 2), max_tokens=8, sampling=GREEDY)
+    whole = engine.generate([request])[0]
+    assert [token.text for token in whole.tokens] == list(whole.text)
+    stop = StopRules(strings=(whole.text[2:5],))
+    for least in range(6):
+        sampling = replace(GREEDY, min_tokens=least)
+        [result] = engine.generate([replace(request, sampling=sampling, stop=stop)])
+        assert result.text == (whole.text[:2] if least < 5 else whole.text)
 
 
 def test_a_broken_row_ends_its_request_only() -> None:

@@ -65,7 +65,19 @@ def test_only_what_may_become_a_stop_string_is_held_back() -> None:
     assert watch.finish() == "\n" and watch.matched is None
 
 
-def test_before_min_tokens_nothing_stops() -> None:
-    watch = StopWatch(["\n"])
-    assert [watch.add("a\n", may_stop=False), watch.add("b\nc")] == ["a\n", "b"]
-    assert watch.matched == "\n" and watch.add("more") == "" and watch.finish() == ""
+def test_a_stop_string_counts_when_it_ends_after_min_tokens() -> None:
+    """One that began before was missed, and the text went on; one that ends before has no effect, even in a longer."""
+    for stops in (["aab"], ["ab", "bc"], ["abcd", "bc"], ["aba"], ["a"]):
+        for text in map("".join, product("abc", repeat=5)):
+            for num_before in range(len(text) + 1):
+                watch = StopWatch(stops)
+                shown = [watch.add(each, may_stop=number >= num_before) for number, each in enumerate(text)]
+                ends = [
+                    (end, each)
+                    for end in range(num_before + 1, len(text) + 1)
+                    for each in sorted(stops, key=len, reverse=True)
+                    if text[:end].endswith(each)
+                ]
+                end, matched = ends[0] if ends else (len(text), None)
+                assert watch.matched == matched
+                assert "".join(shown) + watch.finish() == text[: end - len(matched or "")]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import socket
 import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+import pytest
 
 from tests.harness.serving import Running, ask, served, slow_table
 
@@ -152,6 +155,67 @@ def test_a_full_queue_refuses_and_keeps_its_order() -> None:
         assert f'megatron_requests_refused_total{{model_name="table"}} {refused}.0' in metrics
 
 
+def test_sigterm_answers_until_unfinished_texts_have_ended() -> None:
+    """New connections were refused at once, so a load balancer saw broken connections in place of a 503."""
+    with served(slow_table(seconds=0.02)) as running, ThreadPoolExecutor(1) as clients:
+        unfinished = clients.submit(ask, running.url, "/v1/completions", {"prompt": "a", "max_tokens": 60, "seed": 1})
+        while not running.engine.has_work:
+            time.sleep(0.01)
+        running.process.handle_exit(signal.SIGTERM, None)
+        time.sleep(0.3)  # uvicorn looks every 0.1 s
+        reply = ask(running.url, "/v1/completions", {"prompt": "b"})
+        assert (reply.status, reply.json["error"]["code"]) == (503, "shutting_down")
+        assert reply.headers["retry-after"] and reply.headers["connection"] == "close"
+        assert ask(running.url, "/health").status == 503
+        assert unfinished.result().status == 200
+        end = time.monotonic() + 10
+        while running.process.should_exit and time.monotonic() < end:
+            try:
+                ask(running.url, "/health")
+            except OSError:
+                return
+            time.sleep(0.05)
+        raise AssertionError("the server didn't end")
+
+
+def test_a_second_signal_and_a_signal_after_a_failure_end_without_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    """A launcher sends SIGTERM when a rank is lost: a CancelledError was printed before the cause."""
+    for failure in (None, RuntimeError("rank 1 is lost")):
+        with served(slow_table(seconds=0.02)) as running, ThreadPoolExecutor(1) as clients:
+            fields = {"prompt": "a", "max_tokens": 400, "ignore_eos": True}
+            reply = clients.submit(ask, running.url, "/v1/completions", fields)
+            while not running.engine.has_work:
+                time.sleep(0.01)
+            if failure is None:
+                running.process.handle_exit(signal.SIGTERM, None)
+            else:
+                running.table.failure = failure
+                while not running.process.should_exit:
+                    time.sleep(0.01)
+            running.process.handle_exit(signal.SIGTERM, None)
+            assert reply.result().status == 503
+    assert not [
+        record.getMessage() for record in caplog.records if "Traceback" in record.getMessage() or record.exc_info
+    ]
+
+
+def test_one_request_cannot_have_more_texts_than_the_queue() -> None:
+    """128 prompts with n 128 were 16,384 texts in a queue of 256; and a queue with some room took as many."""
+    with served(slow_table(seconds=0.01, max_requests=2), max_queue=3) as running, ThreadPoolExecutor(1) as clients:
+        reply = ask(running.url, "/v1/completions", {"prompt": ["a", "b"], "n": 3})
+        assert (reply.status, reply.json["error"]["code"]) == (400, "too_many_texts")
+        assert "asks for 6 texts, and this server takes at most 5" in reply.message
+        assert ask(running.url, "/api", {"prompts": ["a"] * 6}).json["message"] == reply.message
+        fields = {"prompt": "a", "n": 3, "max_tokens": 60, "ignore_eos": True}
+        unfinished = clients.submit(ask, running.url, "/v1/completions", fields)
+        while not running.engine.has_work:
+            time.sleep(0.01)
+        reply = ask(running.url, "/v1/completions", {**fields, "stream": True})
+        assert (reply.status, reply.json["error"]["code"]) == (429, "queue_full")
+        assert ask(running.url, "/v1/completions", {"prompt": "a", "n": 2, "max_tokens": 1}).status == 200
+        assert unfinished.result().status == 200
+
+
 def test_an_engine_that_fails_answers_503_everywhere() -> None:
     """Open requests, streams, later requests and /health; the process is told, so that it can end."""
     failures: list[BaseException] = []
@@ -176,6 +240,7 @@ def test_an_engine_that_fails_answers_503_everywhere() -> None:
 def test_a_rank_that_is_lost_while_nobody_asks_is_noticed() -> None:
     """/health said 200 until the next request, which then waited for ever."""
     with served() as running:
+        running.server.thread.on_failure = lambda failure: None  # the process would end
         assert ask(running.url, "/health").status == 200
         running.table.failure = RuntimeError("rank 1 is lost")
         end = time.monotonic() + 5
