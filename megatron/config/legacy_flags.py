@@ -142,10 +142,7 @@ _OTHERS = {
         "give --cp-comm-type a2a+p2p with --hierarchical-context-parallel-sizes",
         values={"megatron_cp_algo": taken_as(cp_comm_type="p2p"), "ulysses_cp_algo": taken_as(cp_comm_type="a2a")},
     ),
-    "recompute-modules": LegacyFlag(
-        "refused",
-        "selective recomputation is that of the attention core only; --recompute-granularity full recomputes layers",
-    ),
+    "moe-layer-recompute": taken_as(recompute_granularity="selective", recompute_modules=("moe",)),
 }
 
 _HARMLESS = {
@@ -153,7 +150,6 @@ _HARMLESS = {
     "data-parallel-sharding-strategy": "no_shard",
     "attention-head-type": "multihead",
     "pp-partition-method": "type:transformer",
-    "recompute-modules": "core_attn",
     "transformer-impl": "local",
     "DDP-impl": "local",
     "cross-entropy-fusion-impl": "native",

@@ -159,6 +159,11 @@ class MoEConfig(FamilyConfig):
         """Whether any layer may have experts."""
         return bool(self.num_experts)
 
+    @property
+    def has_shared_experts(self) -> bool:
+        """Whether layers with experts have some that see every token."""
+        return self.has_experts and self.moe_shared_expert_intermediate_size is not None
+
     def expert_layers(self, num_layers: int) -> tuple[bool, ...]:
         """For each layer whether it has experts; ConfigError for a pattern that isn't one."""
         if not self.has_experts:

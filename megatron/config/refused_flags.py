@@ -106,7 +106,7 @@ for instruction data use tools/preprocess_sft.py and --sft; for pretraining leav
     max-padding-length fix-sub-seq-length variable-seq-lengths neat-pack no-pad-to-seq-lengths
 start from a Hugging Face model with --load-hf FOLDER
     enable-hf2mg-convert load-hf-checkpoint
-recomputation is --recompute-granularity full (layers) or --recompute-granularity selective (attention core)
+recomputation is --recompute-granularity full (layers) or selective, with --recompute-modules
     recompute-activation-function recompute-activation-function-num-layers recompute-norm recompute-norm-num-layers
     enable-recompute-layers-per-pp-rank recompute-in-advance recompute-in-bubble
 convert text with tools/preprocess_data.py, and give --data-path PREFIX

@@ -7,6 +7,8 @@ from typing import Literal
 
 from megatron.config.flags import check_flags, flag, switch
 
+RecomputeModule = Literal["core_attn", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
+
 
 @check_flags
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +52,15 @@ class TrainingConfig:
     )
     seed: int = flag("Seed of initial weights, dropout and data order.", default=1234, at_least=1)
     recompute_granularity: Literal["full", "selective"] | None = flag(
-        "What is recomputed in the backward pass instead of kept: full layers, or (selective) the attention core.",
+        "What is recomputed in the backward pass instead of kept: full layers, or (selective) --recompute-modules.",
         default=None,
+    )
+    recompute_modules: tuple[RecomputeModule, ...] = flag(
+        "With --recompute-granularity selective. core_attn: attention scores; mlp: dense networks; moe: experts, with "
+        "their router and another exchange of tokens; moe_act: the activation of experts; shared_experts; "
+        "mla_up_proj: queries, keys and values of multi-latent attention, from their latents.",
+        default=("core_attn",),
+        refused_values={"layernorm": "results of norms are always kept; name other modules"},
     )
     recompute_activations: bool = switch("Short for --recompute-granularity selective.")
     recompute_method: Literal["uniform", "block"] | None = flag(

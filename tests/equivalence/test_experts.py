@@ -12,7 +12,7 @@ from megatron.config.moe import MoEConfig
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.transformer.block import RecomputePlan
 from megatron.training.evaluation.parity import Observed
-from tests.equivalence.test_equivalence import LLAMA, SMALL, STILL, check, train_at
+from tests.equivalence.test_equivalence import LATENT, LATER, LLAMA, SMALL, STILL, check, train_at
 from tests.equivalence.training import Layout, train
 from tests.tiers import pairs
 
@@ -81,12 +81,29 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_layers": 4,
         "groups": experts(moe_expert_capacity_factor=0.8, moe_token_drop_policy="position"),
     },
+    "latent attention, groups, bias, shared experts, later tokens": LATENT
+    | LATER
+    | {
+        "num_layers": 3,
+        "groups": experts(
+            moe_layer_freq="[0]+[1]*2",
+            moe_router_score_function="sigmoid",
+            moe_router_topk=4,
+            moe_router_num_groups=4,
+            moe_router_group_topk=2,
+            moe_router_enable_expert_bias=True,
+            moe_router_bias_update_rate=0.1,
+            moe_shared_expert_intermediate_size=16,
+        ),
+    },
     "biases, softmax before the choice": SMALL
     | STILL
     | {"num_layers": 4, "groups": experts(moe_router_pre_softmax=True, moe_layer_freq="2", moe_ffn_hidden_size=32)},
 }
 
 FULL = RecomputePlan("full")
+MOE = RecomputePlan("selective", modules=("core_attn", "mlp", "moe"))
+PARTS = RecomputePlan("selective", modules=("moe_act", "shared_experts", "mla_up_proj"))
 LAYOUTS: dict[str, Layout] = {
     "one rank, recompute full": Layout(recompute=FULL),
     "ep2": Layout(dp=2, ep=2),
@@ -110,6 +127,10 @@ LAYOUTS: dict[str, Layout] = {
     "pp2 tp2 sp ep2 etp1 zb-v recompute": Layout(
         pp=2, chunks=2, tp=2, sequence_parallel=True, ep=2, etp=1, schedule="zb-v", recompute=FULL
     ),
+    "dp2 ep2 recompute moe": Layout(dp=2, ep=2, recompute=MOE),
+    "pp2 tp2 sp ep2 etp1 zb-h1 recompute parts of moe and attention": Layout(
+        pp=2, tp=2, sequence_parallel=True, ep=2, etp=1, schedule="zb-h1", recompute=PARTS
+    ),
     "data outside of the pipeline": Layout(pp=2, tp=2, ep=2, etp=1, dp=2, pp_before_dp=False),
 }
 
@@ -127,6 +148,10 @@ MORE = {
     "softmax, all losses": LAYOUTS,
     "bias that balances, one expert for a token": ("pp2 tp2 sp ep2 etp1 zb-v recompute",),
     "capacity, all tokens to all ranks": ("tp2 sp dp2 ep2 etp2 zero recompute",),
+    "latent attention, groups, bias, shared experts, later tokens": (
+        "dp2 ep2 recompute moe",
+        "pp2 tp2 sp ep2 etp1 zb-h1 recompute parts of moe and attention",
+    ),
 }
 
 

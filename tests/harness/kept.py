@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
 import torch
 from torch import Tensor, nn
 
+from megatron.core.parallel import recompute
 from megatron.core.parallel.rng import StreamKey
 
 
@@ -19,7 +24,18 @@ def bytes_kept(model: nn.Module, *tokens: Tensor, **inputs: Tensor) -> int:
             kept[storage.data_ptr()] = storage
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    hooks = torch.autograd.graph.saved_tensors_hooks
+
+    def inner(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any:
+        """Hooks of the model itself, which take the place of those here."""
+
+        def keep_packed(tensor: Tensor) -> Any:
+            packed = pack(tensor)
+            return keep(packed) if isinstance(packed, Tensor) else packed
+
+        return hooks(keep_packed, unpack)
+
+    with hooks(keep, lambda tensor: tensor), patch.object(recompute, "saved_tensors_hooks", inner):
         output = model(*tokens, rng_key=StreamKey(0), **inputs)
     assert output is not None  # alive until here, with all that it refers to
     return sum(storage.nbytes() for storage in kept.values())

@@ -86,7 +86,7 @@ def sent(context: ParallelContext, settings: dict[str, Any]) -> tuple[list[int],
 
     built = MoELayer(
         moe_config(moe_router_force_load_balancing=True, **settings),
-        BranchPlace(StackConfig(model_config(), causal=True), context, 0, False),
+        BranchPlace(StackConfig(model_config(), causal=True), context, 0),
     )
     x = torch.zeros(EXPERTS, 2, HIDDEN, dtype=context.dtype, requires_grad=True)
     with mock.patch.object(dispatch, "all_to_all_rows", counting):
@@ -109,7 +109,7 @@ def test_bytes_are_those_of_the_formula(axes: dict[str, Any]) -> None:
 
 def rows_of_one_rank(context: ParallelContext) -> list[bool]:
     """All tokens choose the experts of rank 0: the others have no rows, forward and backward."""
-    built = MoELayer(moe_config(), BranchPlace(StackConfig(model_config(), causal=True), context, 0, False))
+    built = MoELayer(moe_config(), BranchPlace(StackConfig(model_config(), causal=True), context, 0))
     with torch.no_grad():
         for parameter in built.parameters():
             parameter.fill_(0.1)

@@ -56,6 +56,11 @@ NEEDS: tuple[tuple[str, str, Callable[[RunConfig], object]], ...] = (
         lambda run: False,
     ),
     (
+        "recompute_modules",
+        " without --recompute-granularity selective",
+        lambda run: run.training.recompute_granularity == "selective",
+    ),
+    (
         "recompute_num_layers",
         " without --recompute-granularity full",
         lambda run: run.training.recompute_granularity == "full",

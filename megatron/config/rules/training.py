@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from megatron.config.batch_ramp import read_batch_steps
 from megatron.config.family import Rule, rule
+from megatron.config.moe import MoEConfig
 from megatron.config.rules.sizes import divisors, multiples_near, some
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
@@ -102,6 +103,21 @@ def samples_make_a_step(run: RunConfig) -> str | None:
     return f"--train-samples {samples} is less than one global batch of {full}; give at least {full}"
 
 
+def modules_to_recompute_exist(run: RunConfig) -> str | None:
+    """What is named for recomputation is a part of the model."""
+    if run.training.recompute_granularity != "selective":
+        return None
+    moe, modules = run.find(MoEConfig) or MoEConfig(), run.training.recompute_modules
+    lacking = {
+        "moe": "" if moe.has_experts else "--num-experts",
+        "moe_act": "" if moe.has_experts else "--num-experts",
+        "shared_experts": "" if moe.has_shared_experts else "--moe-shared-expert-intermediate-size",
+        "mla_up_proj": "" if run.model.multi_latent_attention else "--multi-latent-attention",
+    }
+    named = [f"{module} without {lacking[module]}" for module in modules if lacking.get(module)]
+    return f"--recompute-modules names {' and '.join(named)}; leave it out" if named else None
+
+
 RULES: tuple[Rule, ...] = (
     batch_divides,
     batch_is_countable,
@@ -129,6 +145,7 @@ RULES: tuple[Rule, ...] = (
         "--recompute-method {run.training.recompute_method} needs --recompute-granularity full",
         lambda run: run.training.recompute_method is not None and run.training.recompute_granularity != "full",
     ),
+    modules_to_recompute_exist,
     rule(
         "--recompute-activations means --recompute-granularity selective, which excludes full; keep one",
         lambda run: run.training.recompute_activations and run.training.recompute_granularity == "full",

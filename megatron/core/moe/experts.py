@@ -47,13 +47,17 @@ class Experts(nn.Module):
     """y = W2·(p·act(W1·x)) of the experts that this rank holds, gated or not, for rows in the order of the experts.
 
     A row's weight p multiplies the activation, not the output, which then needn't be kept for p's gradient. With
-    biases p multiplies that of W2 as well.
+    biases p multiplies that of W2 as well. Without ``keeps_activation`` the activation is computed again for the
+    backward pass.
     """
 
-    def __init__(self, model: ModelConfig, moe: MoEConfig, context: ParallelContext) -> None:
+    def __init__(
+        self, model: ModelConfig, moe: MoEConfig, context: ParallelContext, *, keeps_activation: bool = True
+    ) -> None:
         super().__init__()
         assert moe.num_experts is not None
         self._model, self._context, self._choices = model, context, moe.moe_router_topk
+        self._keeps_activation = keeps_activation
         experts, width, hidden, matrices = moe.num_experts, moe.moe_ffn_hidden_size, model.hidden_size, 1 + model.gated
         self.linear_fc1 = StackedLinear(
             (experts, matrices, width, hidden),
@@ -83,7 +87,7 @@ class Experts(nn.Module):
             inner = inner + rows_of_groups(first.bias.flatten(1), groups, rows=len(rows))
         scales = weights.to(inner.dtype).unsqueeze(-1)
         out = self._linear.of_activation(
-            inner, scales, second.weight, groups, activation=self._activate, keeps_activation=True
+            inner, scales, second.weight, groups, activation=self._activate, keeps_activation=self._keeps_activation
         )
         if second.bias is None:
             return out
@@ -91,15 +95,18 @@ class Experts(nn.Module):
         return out + rows_of_groups(mine, groups, rows=len(rows)) * scales
 
     def costs(self, workload: Workload) -> Costs:
-        """Of rows that all ranks share evenly. Keeps the input, the activation's input and its output."""
+        """Of rows that all ranks share evenly. Keeps the input, the activation's input and, unless it is recomputed,
+        its output.
+        """
         mesh, (_, matrices, width, hidden) = self._context.mesh, sharding_of(self.linear_fc1.weight).shape
         rows = workload.tokens // mesh.size("tp") * self._choices * mesh.size("etp")
-        inner = (matrices + 1) * width // mesh.size("etp") * workload.itemsize
+        each = width // mesh.size("etp") * workload.itemsize
+        inner, kept = (matrices + 1) * each, (matrices + self._keeps_activation) * each
         given = hidden * workload.itemsize
         flops = 2.0 * (matrices + 1) * width * hidden * self._choices * workload.all_tokens
         weights = self.linear_fc1.weight.numel() * workload.itemsize  # the larger of two gradients
         return Costs.of_product(
-            self.linear_fc1.weight, flops, kept=rows * (given + inner), working=weights + rows * (2 * given + inner)
+            self.linear_fc1.weight, flops, kept=rows * (given + kept), working=weights + rows * (2 * given + inner)
         )
 
     def _activate(self, inner: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from megatron.core.moe.router import Router, tally_name
 from megatron.core.moe.routing import Routing
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload, costs_of, total_of
+from megatron.core.parallel.recompute import recomputed
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
 from megatron.core.tensor_parallel.regions import all_rows, own_rows
 from megatron.core.transformer.initialization import input_init
@@ -61,10 +62,11 @@ class MoELayer(nn.Module):
         assert moe.num_experts is not None
         self._num_experts, self._choices, self._context = moe.num_experts, moe.moe_router_topk, context
         self.router = Router(model, moe, context, number=place.number)
-        self.experts = Experts(model, moe, context)
+        self.experts = Experts(model, moe, context, keeps_activation="moe_act" not in place.recompute)
         self._gathers = moe.moe_token_dispatcher_type == "allgather" and context.mesh.size("ep", "etp") > 1
         has_shared = moe.moe_shared_expert_intermediate_size is not None
         self.shared_experts = SharedExperts(model, moe, context) if has_shared else None
+        self._recomputes_shared = "shared_experts" in place.recompute
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """``[s, b, h] -> [s, b, h]``."""
@@ -74,9 +76,19 @@ class MoELayer(nn.Module):
             ids = own_rows(routing.ids, context)
             kept = None if routing.kept is None else own_rows(routing.kept, context)
         mine = Routing(ids, own_rows(routing.weights, context), kept)
+        of_all = self._shared(x, inputs)  # before what is added to it: recomputation ends with the last kept tensor
         out = self._routed(own_rows(tokens, context), mine, inputs)
         out = all_rows(out, context, rows=len(tokens)).view_as(x)
-        return out if self.shared_experts is None else out + self.shared_experts(x, inputs)
+        return out if of_all is None else out + of_all
+
+    def _shared(self, x: Tensor, inputs: LayerInputs) -> Tensor | None:
+        """The shared experts' result, where there are some."""
+        if self.shared_experts is None:
+            return None
+        if self._recomputes_shared and self.training:
+            return recomputed(self.shared_experts, x, inputs)
+        out: Tensor = self.shared_experts(x, inputs)
+        return out
 
     def _routed(self, x: Tensor, routing: Routing, inputs: LayerInputs) -> Tensor:
         """The experts' results [t, h] for tokens ``x`` that no other rank has. A recomputed pass takes the same way."""
@@ -96,7 +108,9 @@ class MoELayer(nn.Module):
 
     def costs(self, workload: Workload) -> Costs:
         """Its parts, the rows that it sends and their sums."""
-        parts = total_of((self.router, self.experts, self.shared_experts), workload)
+        parts, shared = total_of((self.router, self.experts), workload), costs_of(self.shared_experts, workload)
+        given = workload.rows * self.router.weight.shape[1] * workload.itemsize
+        parts += shared.recomputed(given) if self._recomputes_shared and self.shared_experts is not None else shared
         mesh = self._context.mesh
         ids = workload.rows * self._choices * 16  # where each row goes and comes from
         tokens, row = workload.tokens // mesh.size("tp"), self.router.weight.shape[1] * workload.itemsize
@@ -106,7 +120,7 @@ class MoELayer(nn.Module):
         else:
             ranks, weights = mesh.size("ep"), self.router.weight_bytes
             away = tokens * self._choices * (ranks * mesh.size("etp") - 1) // ranks
-        return dataclasses.replace(parts, kept=parts.kept + ids, exchanged=away * (2 * row + weights))
+        return parts + Costs(kept=ids, replayed=ids, exchanged=away * (2 * row + weights))
 
 
 def tallies(moe: MoEConfig, model: ModelConfig) -> dict[str, int]:
@@ -123,4 +137,6 @@ def expert_layers(moe: MoEConfig, model: ModelConfig) -> tuple[bool, ...]:
 
 def feed_forward(moe: MoEConfig, *, has_experts: bool) -> Branch:
     """The feed-forward branch of a layer, which has experts or is dense."""
-    return dataclasses.replace(FEED_FORWARD, build=partial(MoELayer, moe)) if has_experts else FEED_FORWARD
+    if not has_experts:
+        return FEED_FORWARD
+    return dataclasses.replace(FEED_FORWARD, build=partial(MoELayer, moe), recompute_name="moe")

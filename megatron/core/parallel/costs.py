@@ -64,7 +64,8 @@ class Costs:
     multiply-add. ``kept``: bytes that this rank keeps from the forward to the backward pass. ``working``: bytes that
     this rank needs besides, at most, while it computes. ``uncounted``: classes of modules without a method ``costs``.
     ``frozen_flops``: those of ``flops`` whose weight is frozen. ``exchanged``: bytes that this rank sends to ranks with
-    other experts in the forward pass, if choices are balanced; the backward pass sends as many.
+    other experts in the forward pass, if choices are balanced; the backward pass sends as many. ``replayed``: those
+    bytes of ``kept`` that recomputation keeps as well, as it must not choose them anew.
     """
 
     flops: float = 0.0
@@ -73,6 +74,7 @@ class Costs:
     uncounted: frozenset[str] = frozenset()
     frozen_flops: float = 0.0
     exchanged: int = 0
+    replayed: int = 0
 
     def __add__(self, other: Costs) -> Costs:
         """Costs of both modules, computed one after the other."""
@@ -83,12 +85,17 @@ class Costs:
             self.uncounted | other.uncounted,
             self.frozen_flops + other.frozen_flops,
             self.exchanged + other.exchanged,
+            self.replayed + other.replayed,
         )
 
     @classmethod
     def of_product(cls, weight: Tensor, flops: float, *, kept: int = 0, working: int = 0) -> Costs:
         """Of a product with ``weight``."""
         return cls(flops, kept, working, frozen_flops=0.0 if weight.requires_grad else flops)
+
+    def recomputed(self, given: int) -> Costs:
+        """Of a module that keeps ``given`` bytes, its input, and computes the rest again for its backward pass."""
+        return dataclasses.replace(self, kept=given + self.replayed, working=self.working + self.kept)
 
     @property
     def training_flops(self) -> float:

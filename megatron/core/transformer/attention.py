@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import CpCommType
+from megatron.config.training import RecomputeModule
 from megatron.core.context_parallel.attention import attention, heads_split_over
 from megatron.core.context_parallel.visible import Documents
 from megatron.core.ops.alibi import alibi_slopes
@@ -56,12 +57,13 @@ class Attention(nn.Module):
         *,
         number: int,
         causal: bool,
-        recompute_core: bool,
+        recompute: frozenset[RecomputeModule],
         purpose: str,
     ) -> None:
         super().__init__()
         self._config, self._context = config, context
-        self.number, self.is_causal, self._recompute_core = number, causal, recompute_core
+        self.number, self.is_causal = number, causal
+        self._recompute, self._recompute_core = recompute, "core_attn" in recompute
         self._purpose = purpose
         ranks = context.mesh.size("tp")
         self._groups = max(1, config.num_query_groups // ranks)
@@ -263,9 +265,15 @@ class SelfAttention(Attention):
     """Query, key and value from one matmul, whose weight has ``[q … q, k, v]`` for each key/value head."""
 
     def __init__(
-        self, config: ModelConfig, context: ParallelContext, *, number: int, causal: bool, recompute_core: bool = False
+        self,
+        config: ModelConfig,
+        context: ParallelContext,
+        *,
+        number: int,
+        causal: bool,
+        recompute: frozenset[RecomputeModule] = frozenset(),
     ) -> None:
-        super().__init__(config, context, number=number, causal=causal, recompute_core=recompute_core, purpose="scores")
+        super().__init__(config, context, number=number, causal=causal, recompute=recompute, purpose="scores")
         rows = 2 * config.kv_channels
         self._rotary = rotary_of(config, number)
         self.linear_qkv = self._columns(self._width + config.num_query_groups * rows, shared_rows=rows)
@@ -345,11 +353,14 @@ class CrossAttention(Attention):
     """Attention of the decoder to the encoder's output, without rotary positions."""
 
     def __init__(
-        self, config: ModelConfig, context: ParallelContext, *, number: int, recompute_core: bool = False
+        self,
+        config: ModelConfig,
+        context: ParallelContext,
+        *,
+        number: int,
+        recompute: frozenset[RecomputeModule] = frozenset(),
     ) -> None:
-        super().__init__(
-            config, context, number=number, causal=False, recompute_core=recompute_core, purpose="cross scores"
-        )
+        super().__init__(config, context, number=number, causal=False, recompute=recompute, purpose="cross scores")
         rows = 2 * config.kv_channels
         self.linear_q = self._columns(self._width)
         self.linear_kv = self._columns(config.num_query_groups * rows, shared_rows=rows)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor, nn
 
-from megatron.config.training import TrainingConfig
+from megatron.config.training import RecomputeModule, TrainingConfig
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload, costs_of
 from megatron.core.parallel.recompute import recomputed
@@ -23,13 +22,14 @@ from megatron.core.transformer.stack import StackConfig
 class RecomputePlan:
     """Which activations are recomputed instead of kept.
 
-    ``selective``: attention scores only (arXiv:2205.05198). ``full``: whole layers; method ``uniform`` recomputes
+    ``selective``: ``modules`` of each layer (arXiv:2205.05198). ``full``: whole layers; method ``uniform`` recomputes
     every layer in runs of ``num_layers``, ``block`` only the first ``num_layers`` layers of the stage.
     """
 
     granularity: Literal["full", "selective"] | None = None
     method: Literal["uniform", "block"] = "uniform"
     num_layers: int = 1
+    modules: tuple[RecomputeModule, ...] = ("core_attn",)
 
     @classmethod
     def of(cls, training: TrainingConfig) -> RecomputePlan:
@@ -38,7 +38,13 @@ class RecomputePlan:
             granularity=training.recompute_granularity,
             method=training.recompute_method or "uniform",
             num_layers=training.recompute_num_layers or 1,
+            modules=training.recompute_modules,
         )
+
+    @property
+    def selected(self) -> frozenset[RecomputeModule]:
+        """The modules of each layer that are recomputed one by one."""
+        return frozenset(self.modules if self.granularity == "selective" else ())
 
     def runs(self, count: int) -> list[tuple[int, int, bool]]:
         """Layers ``0 … count-1`` of a stage as consecutive (start, stop, recomputed?) runs."""
@@ -65,10 +71,9 @@ class TransformerBlock(nn.Module):
         super().__init__()
         model = stack.model
         self._recompute, self._hidden_size = recompute, model.hidden_size
-        selective = recompute.granularity == "selective"
         self.layers = nn.ModuleDict(
             {
-                str(number): TransformerLayer(stack, context, number=number, recompute_core=selective)
+                str(number): TransformerLayer(stack, context, number=number, recompute=recompute.selected)
                 for number in layer_numbers
             }
         )
@@ -91,7 +96,7 @@ class TransformerBlock(nn.Module):
             run = sum(layers[start:stop], start=Costs())
             if recompute:
                 given = workload.rows * self._hidden_size * workload.stream_itemsize
-                run = dataclasses.replace(run, kept=given, working=run.working + run.kept)
+                run = run.recomputed(given)
             found += run
         return found
 

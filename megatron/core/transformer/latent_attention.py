@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
+from megatron.config.training import RecomputeModule
 from megatron.core.ops.attention.cached import CachedHeads
 from megatron.core.ops.rotary import apply_rotary
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload, total_of
+from megatron.core.parallel.recompute import recomputed, with_recomputed_inputs
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear
 from megatron.core.tensor_parallel.regions import enter
 from megatron.core.transformer.attention import Attention, Seen
@@ -31,9 +34,15 @@ class LatentAttention(Attention):
     """
 
     def __init__(
-        self, config: ModelConfig, context: ParallelContext, *, number: int, causal: bool, recompute_core: bool = False
+        self,
+        config: ModelConfig,
+        context: ParallelContext,
+        *,
+        number: int,
+        causal: bool,
+        recompute: frozenset[RecomputeModule] = frozenset(),
     ) -> None:
-        super().__init__(config, context, number=number, causal=causal, recompute_core=recompute_core, purpose="scores")
+        super().__init__(config, context, number=number, causal=causal, recompute=recompute, purpose="scores")
         heads, plain = config.num_attention_heads, config.qk_head_dim
         self._rotary = rotary_of(config, number)
         self._window = config.window_of(number)
@@ -60,21 +69,45 @@ class LatentAttention(Attention):
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """``[s, b, h] -> [s, b, h]``."""
-        latent, shared_key = self._latents(x)
-        query, shared_key = self._query(x), enter(shared_key, self._context).unsqueeze(2)
+        of_query, (latent, shared_key) = self._query_latent(x), self._latents(x)
+        if inputs.cache is not None:
+            plain, turned, shared_key = self._turned(of_query, shared_key, inputs)
+            return self._attend_to_latents(plain, turned, enter(latent, self._context), shared_key, inputs)
+        documents = inputs.documents if self._context.mesh.size("cp") > 1 else None
+        seen = Seen(inputs.document_ids, documents, inputs.attention_mask, inputs.bias)
+        attend = partial(self._attend, stream=inputs.rng_key, seen=seen)
+        project, latents = partial(self._heads, inputs=inputs), (of_query, latent, shared_key)
+        if not self.training or "mla_up_proj" not in self._recompute:
+            return self._mix(*project(*latents), inputs.rng_key, seen)
+        if self._recompute_core:
+            mixed = recomputed(lambda *latents: attend(*project(*latents)), *latents)
+        else:
+            mixed = with_recomputed_inputs(attend, project, *latents)
+        out: Tensor = self.linear_proj(mixed)
+        return out
+
+    def _heads(
+        self, of_query: Tensor, latent: Tensor, shared_key: Tensor, inputs: LayerInputs
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values ``[S, b, n, d]`` of this rank's heads from what ``_query_latent`` and ``_latents``
+        return.
+        """
+        plain, turned, shared_key = self._turned(of_query, shared_key, inputs)
+        key, value = self._keys_and_values(latent)
+        query = torch.cat((plain, turned), dim=-1)
+        return query, torch.cat((key, shared_key.expand(-1, -1, key.shape[2], -1)), dim=-1), value
+
+    def _turned(self, of_query: Tensor, shared_key: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """The channels of the queries without and with rotary positions, ``[S, b, n, …]``, and the shared key
+        ``[S, b, 1, qk_pos_emb_head_dim]`` with them.
+        """
+        query, shared_key = self._query(of_query), enter(shared_key, self._context).unsqueeze(2)
         plain, turned = torch.split(query, [self._config.qk_head_dim, self._config.qk_pos_emb_head_dim], dim=-1)
         if self._rotary is not None:
             table, interleaved = inputs.rotary[self._rotary], self._config.rotary_interleaved
             turned = apply_rotary(turned, table, interleaved=interleaved)
             shared_key = apply_rotary(shared_key, table, interleaved=interleaved)
-        if inputs.cache is not None:
-            return self._attend_to_latents(plain, turned, enter(latent, self._context), shared_key, inputs)
-        key, value = self._keys_and_values(latent)
-        query = torch.cat((plain, turned), dim=-1)
-        key = torch.cat((key, shared_key.expand(-1, -1, key.shape[2], -1)), dim=-1)
-        documents = inputs.documents if self._context.mesh.size("cp") > 1 else None
-        seen = Seen(inputs.document_ids, documents, inputs.attention_mask, inputs.bias)
-        return self._mix(query, key, value, inputs.rng_key, seen)
+        return plain, turned, shared_key
 
     def _attend_to_latents(
         self, plain: Tensor, turned: Tensor, latent: Tensor, shared_key: Tensor, inputs: LayerInputs
@@ -110,11 +143,15 @@ class LatentAttention(Attention):
         )
         return latent if self.kv_layernorm is None else self.kv_layernorm(latent), shared_key
 
+    def _query_latent(self, x: Tensor) -> Tensor:
+        """``[s, b, h]`` to the normalized latent vector of queries ``[s, b, q_lora_rank]``, or ``x`` without one."""
+        if self.linear_q_down_proj is None:
+            return x
+        x = self.linear_q_down_proj(x)
+        return x if self.q_layernorm is None else self.q_layernorm(x)
+
     def _query(self, x: Tensor) -> Tensor:
-        """``[s, b, h]`` to ``[S, b, n, d]``."""
-        if self.linear_q_down_proj is not None:
-            x = self.linear_q_down_proj(x)
-            x = x if self.q_layernorm is None else self.q_layernorm(x)
+        """From what ``_query_latent`` returns to ``[S, b, n, d]``."""
         project = self.linear_q_proj or self.linear_q_up_proj
         assert project is not None
         query: Tensor = project(x)
@@ -127,11 +164,16 @@ class LatentAttention(Attention):
         return key, value
 
     def costs(self, workload: Workload) -> Costs:
-        """Its matmuls, and attention of every token to the sequence. Both first matmuls keep the same input."""
+        """Its matmuls, and attention of every token to the sequence. Both first matmuls keep the same input. Heads that
+        are computed again aren't kept, but for values that a kernel has widened.
+        """
         config = self._config
         latents = dataclasses.replace(workload, stream_itemsize=workload.itemsize)
         matmuls = total_of(self.children(), latents)
-        if self.kv_layernorm is not None:  # its input is a part of the matmul's output
+        makes_heads_again = "mla_up_proj" in self._recompute
+        if (
+            self.kv_layernorm is not None or makes_heads_again
+        ):  # a part of the matmul's output is kept, and so all of it
             shared = workload.rows * config.qk_pos_emb_head_dim * workload.itemsize
             matmuls += Costs(kept=shared)
         again = workload.rows * config.hidden_size * workload.itemsize
@@ -140,9 +182,13 @@ class LatentAttention(Attention):
         widest, one_width = max(self._queries, self._values), self._queries == self._values
         per_token = 3 * widest + (self._groups * config.qk_head_dim if one_width else widest)
         projected = workload.tokens * per_token * workload.itemsize
-        return self._with_scores(
-            matmuls, workload, keys=workload.length, projected=projected, is_padded=workload.has_padding
+        kept = projected
+        if makes_heads_again:
+            kept = 0 if one_width or self._recompute_core else 2 * workload.tokens * widest * workload.itemsize
+        found = self._with_scores(
+            matmuls, workload, keys=workload.length, projected=kept, is_padded=workload.has_padding
         )
+        return dataclasses.replace(found, working=found.working + projected - kept)
 
     @property
     def _values(self) -> int:

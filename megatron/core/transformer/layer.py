@@ -6,9 +6,11 @@ import dataclasses
 
 from torch import Tensor, nn
 
+from megatron.config.training import RecomputeModule
 from megatron.core.ops.dropout import dropout
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.costs import Costs, Workload, total_of
+from megatron.core.parallel.costs import Costs, Workload, costs_of
+from megatron.core.parallel.recompute import recomputed
 from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.stack import BranchPlace, StackConfig
@@ -24,7 +26,12 @@ class TransformerLayer(nn.Module):
     """
 
     def __init__(
-        self, stack: StackConfig, context: ParallelContext, *, number: int, recompute_core: bool = False
+        self,
+        stack: StackConfig,
+        context: ParallelContext,
+        *,
+        number: int,
+        recompute: frozenset[RecomputeModule] = frozenset(),
     ) -> None:
         super().__init__()
         model = stack.model
@@ -36,7 +43,8 @@ class TransformerLayer(nn.Module):
             name for each in self._branches for name in (each.norm_after, not each.parallel and each.norm) if name
         ]
         assert len({*names}) == len(names), f"modules of a layer need different names, not {names}"
-        place = BranchPlace(stack, context, self._number, recompute_core)
+        self._recomputed = {branch.name for branch in self._branches if branch.recompute_name in recompute}
+        place = BranchPlace(stack, context, self._number, recompute)
         for branch in self._branches:
             for name in (branch.norm, branch.norm_after):
                 if name is not None and name not in self._modules:
@@ -57,7 +65,11 @@ class TransformerLayer(nn.Module):
                 branch_input = normed[branch.norm]
                 if self._post_norm and not branch.parallel:
                     x = branch_input.to(x.dtype)  # the type of the residual stream
-            output = getattr(self, branch.name)(branch_input, inputs)
+            module = getattr(self, branch.name)
+            if branch.name in self._recomputed and self.training:
+                output = recomputed(module, branch_input, inputs)
+            else:
+                output = module(branch_input, inputs)
             if branch.norm_after is not None:
                 output = getattr(self, branch.norm_after)(output)
             if branch.scale != 1.0:
@@ -67,10 +79,12 @@ class TransformerLayer(nn.Module):
 
     def costs(self, workload: Workload) -> Costs:
         """Its branches, and a mask of dropout for each of them, one byte an element. Branches in parallel keep the
-        same hidden states: those before a norm, or the norm's result.
+        same hidden states: those before a norm, or the norm's result. A branch that is recomputed keeps its input.
         """
-        branches = total_of(self.children(), workload)
-        elements = workload.rows * self._hidden_size
+        elements, branches = workload.rows * self._hidden_size, Costs()
+        for name, module in self.named_children():
+            found = costs_of(module, workload)
+            branches += found.recomputed(elements * workload.itemsize) if name in self._recomputed else found
         first = self._branches[0].norm
         shared = [
             workload.itemsize if each.norm == first else workload.stream_itemsize

@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
+from megatron.config.training import RecomputeModule
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.transformer.attention import CrossAttention, SelfAttention
 from megatron.core.transformer.inputs import LayerInputs
@@ -19,13 +20,13 @@ from megatron.core.transformer.mlp import MLP
 class BranchPlace:
     """Where a branch is built: number of its layer in the whole model, and settings of its stack.
 
-    ``recompute_core``: attention recomputes its scores in the backward pass.
+    ``recompute``: modules that are recomputed in the backward pass.
     """
 
     stack: StackConfig
     context: ParallelContext
     number: int
-    recompute_core: bool
+    recompute: frozenset[RecomputeModule] = frozenset()
 
 
 class BranchBuilder(Protocol):
@@ -52,7 +53,7 @@ class Branch:
     left out (norms after only: OLMo 2, arXiv:2501.00656; before and after: Gemma 2, arXiv:2408.00118).
     ``dropout_stream``: name of its random stream. ``parallel``: it reads what the branch before it read, not its result
     (GPT-NeoX, arXiv:2204.06745), and shares that branch's norm if it names the same. ``scale``: as Granite's residual
-    multiplier.
+    multiplier. ``recompute_name``: of the whole branch among ``--recompute-modules``.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Branch:
     norm_after: str | None = None
     parallel: bool = False
     scale: float = 1.0
+    recompute_name: RecomputeModule | None = None
 
 
 SELF_ATTENTION = Branch(
@@ -73,18 +75,18 @@ SELF_ATTENTION = Branch(
         place.context,
         number=place.number,
         causal=place.stack.causal,
-        recompute_core=place.recompute_core,
+        recompute=place.recompute,
     ),
 )
 CROSS_ATTENTION = Branch(
     "cross_attention",
     "pre_cross_attn_layernorm",
     "cross attention",
-    lambda place: CrossAttention(
-        place.stack.model, place.context, number=place.number, recompute_core=place.recompute_core
-    ),
+    lambda place: CrossAttention(place.stack.model, place.context, number=place.number, recompute=place.recompute),
 )
-FEED_FORWARD = Branch("mlp", "pre_mlp_layernorm", "mlp", lambda place: MLP(place.stack.model, place.context))
+FEED_FORWARD = Branch(
+    "mlp", "pre_mlp_layernorm", "mlp", lambda place: MLP(place.stack.model, place.context), recompute_name="mlp"
+)
 
 Layer = tuple[Branch, ...]
 """The residual branches of a layer, in order."""

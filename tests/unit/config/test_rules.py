@@ -241,6 +241,11 @@ REMARKS = [
         "--rampup-batch-size with --train-iters 10: the run takes 64 samples; lengths of the schedule in iterations "
         "count batches of --global-batch-size 8",
     ),
+    (
+        "--recompute-modules mlp",
+        "",
+        "--recompute-modules: no effect without --recompute-granularity selective",
+    ),
     ("--recompute-num-layers 1", "", "--recompute-num-layers: no effect without --recompute-granularity full"),
     (
         "--account-for-loss-in-pipeline-split",

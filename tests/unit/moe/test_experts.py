@@ -54,7 +54,7 @@ def route(logits: Tensor, scores: Tensor, moe: MoEConfig, *, bias: Tensor | None
 
 def layer(model: ModelConfig, moe: MoEConfig, *, dtype: torch.dtype = torch.float64) -> MoELayer:
     context = ParallelContext.single(dtype=dtype)
-    built = MoELayer(moe, BranchPlace(StackConfig(model, causal=True), context, 0, False))
+    built = MoELayer(moe, BranchPlace(StackConfig(model, causal=True), context, 0))
     initialize(built, context.mesh, seed=3)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():

@@ -10,8 +10,10 @@ import torch
 
 from megatron.config import ModelConfig, ParallelConfig, PrecisionConfig, RunConfig
 from megatron.config.moe import MoEConfig
+from megatron.config.training import RecomputeModule
 from megatron.core.models.gpt.train_spec import TRAIN_SPEC
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.transformer.block import RecomputePlan
 from megatron.planning import estimate
 from megatron.planning.shrinking import shrunk
 from tests.harness.kept import bytes_kept
@@ -104,11 +106,33 @@ def test_activations(moe: dict[str, Any], precision: dict[str, Any]) -> None:
     sizes = {"hidden_size": 128, "attention_backend": "sdpa"}
     run = run_with(sizes, {"num_experts": 8, "moe_ffn_hidden_size": 256, **moe})
     run = dataclasses.replace(run, precision=PrecisionConfig(**precision))
-    context = ParallelContext.single(dtype=torch.bfloat16 if precision else torch.float32)
-    model = TRAIN_SPEC.build_model(run.model, run.extra, context, seed=1).train()
-    tokens = torch.randint(100, (run.training.micro_batch_size, run.data.seq_length))
     (costs,) = estimate.stage_costs(run, TRAIN_SPEC)
-    assert costs.kept == pytest.approx(bytes_kept(model, tokens), rel=0.05)
+    assert costs.kept == pytest.approx(measured(run), rel=0.05)
+
+
+@pytest.mark.parametrize("modules", [("moe",), ("moe_act",), ("moe_act", "shared_experts")], ids=" ".join)
+def test_activations_with_recomputed_modules(modules: tuple[RecomputeModule, ...]) -> None:
+    """What a module computes again isn't kept, but for the choices of its tokens."""
+    moe = {"num_experts": 8, "moe_ffn_hidden_size": 256, "moe_shared_expert_intermediate_size": 128}
+    whole = run_with({"hidden_size": 128, "attention_backend": "sdpa"}, moe)
+    training = dataclasses.replace(
+        whole.training, recompute_granularity="selective", recompute_modules=modules, seed=whole.training.seed
+    )
+    run = dataclasses.replace(whole, training=training)
+    (costs,), (all_of_it,) = (estimate.stage_costs(each, TRAIN_SPEC) for each in (run, whole))
+    assert costs.kept == pytest.approx(measured(run), rel=0.05)
+    assert costs.kept < 0.9 * all_of_it.kept
+    choices = 2 * 64 * 2 * 16 * 4  # of two sequences of 64 tokens, two each, in four layers
+    assert (costs.replayed, costs.kept > choices) == (choices, True)
+
+
+def measured(run: RunConfig) -> int:
+    """Bytes that torch keeps of a microbatch."""
+    context = ParallelContext.single(dtype=torch.bfloat16 if run.precision.bf16 else torch.float32)
+    plan = RecomputePlan.of(run.training)
+    model = TRAIN_SPEC.build_model(run.model, run.extra, context, recompute=plan, seed=1).train()
+    tokens = torch.randint(100, (run.training.micro_batch_size, run.data.seq_length))
+    return bytes_kept(model, tokens)
 
 
 def test_state_of_experts_is_divided_over_their_replicas() -> None:

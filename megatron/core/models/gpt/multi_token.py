@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 
 import torch
@@ -65,8 +64,7 @@ class MultiTokenLayer(nn.Module):
         self.hnorm = Norm(model.hidden_size, model, context)
         init = input_init(model)
         self.eh_proj = RowParallelLinear(2 * model.hidden_size, model.hidden_size, context, init=init, bias=False)
-        selective = recompute.granularity == "selective"
-        self.transformer_layer = TransformerLayer(stack, context, number=number, recompute_core=selective)
+        self.transformer_layer = TransformerLayer(stack, context, number=number, recompute=recompute.selected)
         self.final_layernorm = Norm(model.hidden_size, model, context)
 
     def forward(self, hidden: Tensor, embedded: Tensor, inputs: LayerInputs) -> Tensor:
@@ -91,7 +89,7 @@ class MultiTokenLayer(nn.Module):
         if not self._recompute:
             return found
         given = workload.rows * self._hidden_size * (workload.itemsize + workload.stream_itemsize)
-        return dataclasses.replace(found, kept=given, working=found.working + found.kept)
+        return found.recomputed(given)
 
 
 class MultiTokenPrediction(nn.Module):
