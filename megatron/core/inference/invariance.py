@@ -110,10 +110,13 @@ def _agreeing(product: _Product, few: Tensor, weight: Tensor, bias: Tensor | Non
     """The most numbers of rows that give the same bits."""
     classes = list[tuple[Tensor, list[int]]]()
     for size in reversed(_SIZES):
-        found = product(few.repeat(-(-size // _FEW), 1)[:size], weight, bias)
-        if not torch.equal(found, found[:_FEW].repeat(-(-size // _FEW), 1)[:size]):
+        if size < _FEW:  # every one of the rows, as the first alone may be equal by chance
+            found = torch.cat([product(part.clone(), weight, bias) for part in few.split(size)])
+        else:
+            found = product(few.repeat(-(-size // _FEW), 1)[:size], weight, bias)
+        if not torch.equal(found, found[:_FEW].repeat(-(-size // _FEW), 1)[: len(found)]):
             continue
-        same = [sizes for first, sizes in classes if torch.equal(first[:size], found[:_FEW])]
+        same = [sizes for first, sizes in classes if torch.equal(first, found[:_FEW])]
         if same:
             same[0].insert(0, size)
         else:
