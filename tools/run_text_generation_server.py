@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
             ) from None
     from megatron.core.models.gpt.train_spec import GPTSpec
     from megatron.training.checkpoints.trained_model import trained_model
-    from megatron.training.evaluation.generating import generation_engine
+    from megatron.training.evaluation.generating import exactness, generation_engine
 
     launch = launch_environment()
     if (
@@ -57,6 +57,7 @@ def main(argv: Sequence[str]) -> int:
         generation_engine(trained, inference) as engine,
     ):
         if engine is not None and listener is not None:  # else another rank, whose work is done
+            print(exactness(trained, inference), file=sys.stderr, flush=True)
             process.serve_trained(trained, engine, server, listener)
     return 0
 

@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         prompts = prompts_of(config)
     from megatron.core.models.gpt.train_spec import GPTSpec
     from megatron.training.checkpoints.trained_model import trained_model
-    from megatron.training.evaluation.generating import generation_engine
+    from megatron.training.evaluation.generating import exactness, generation_engine
     from tools.generation.batch import answer_file
     from tools.generation.local import Generator
 
@@ -79,6 +79,7 @@ def main(argv: Sequence[str]) -> int:
     ):
         if engine is None:  # another rank, whose work is done
             return 0
+        print(exactness(trained, inference), file=sys.stderr, flush=True)
         generator = Generator(trained, engine, config, local)
         if local.input_jsonl is not None and local.output_jsonl is not None:
             answer_file(generator, Path(local.input_jsonl), Path(local.output_jsonl))

@@ -164,6 +164,13 @@ class MoEConfig(FamilyConfig):
         """Whether layers with experts have some that see every token."""
         return self.has_experts and self.moe_shared_expert_intermediate_size is not None
 
+    @property
+    def columns(self) -> dict[str, int]:
+        """Width of what tensor-parallel ranks split, by name."""
+        if not self.has_experts:
+            return {}
+        return {"experts": self.moe_ffn_hidden_size, "shared experts": self.moe_shared_expert_intermediate_size or 0}
+
     def expert_layers(self, num_layers: int) -> tuple[bool, ...]:
         """For each layer whether it has experts; ConfigError for a pattern that isn't one."""
         if not self.has_experts:

@@ -45,7 +45,11 @@ def test_a_model_is_served_until_sigterm(checkpoints: str, tmp_path: Path) -> No
         (text, _) = choices(url)[0]
         said = run("tools/text_generation_cli.py", "--tokens-to-generate 8 --temperature 0", "--load", checkpoints,
                    "--prompt", "1 2 3")  # fmt: skip
-        assert said.strip() == text
+        exactness, _, continued = said.partition("\n")
+        assert continued.strip() == text
+        assert (
+            exactness.startswith("generation in float32 on cpu, not batch-invariant") and exactness in log.read_text()
+        )
         assert ask(url, "/v1/completions", GREEDY).json["system_fingerprint"].startswith("iteration-10-tokenizer-")
         assert ask(url, "/health").status == 200
         taken = run(SERVER, "", "--load", checkpoints, "--port", url.rpartition(":")[2], expect=2)

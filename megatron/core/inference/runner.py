@@ -58,6 +58,11 @@ class FinishedStep:
         return self.result.cpu()
 
 
+def costs_little(context: ParallelContext) -> bool:
+    """Whether equal bits in any batch cost so little that they are the default: in bf16 and fp16 on a CPU."""
+    return context.device.type == "cpu" and context.dtype.itemsize < 4
+
+
 class CachedRunner:
     """A :class:`ModelStage`, and for a model on one rank a :class:`ModelRunner`.
 
@@ -85,7 +90,7 @@ class CachedRunner:
         self._model, self._config, self._context = model, config, context
         self._cache = KeyValueCache(model.cached_layers, limits, dtype=context.dtype, device=context.device)
         if is_batch_invariant is None:
-            is_batch_invariant = context.device.type == "cpu" and context.dtype.itemsize < 4
+            is_batch_invariant = costs_little(context)
         self._is_batch_invariant = is_batch_invariant
         self._multiply: Multiply = EqualProducts() if is_batch_invariant else F.linear
 

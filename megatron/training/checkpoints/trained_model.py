@@ -11,8 +11,9 @@ from pathlib import Path
 from torch import nn
 
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.moe import MoEConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.rules.sizes import divide
+from megatron.config.rules.sizes import divide, divisors, some
 from megatron.config.run import RunConfig
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.trained_model import TrainedModelConfig
@@ -149,17 +150,20 @@ def usable_family(folder: CheckpointFolder, train_specs: Mapping[str, TrainSpec]
 
 
 def _for_inference(saved: RunConfig, choice: TrainedModelConfig, world_size: int, pipeline_stages: int) -> RunConfig:
-    heads, groups, layers = saved.model.num_attention_heads, saved.model.num_query_groups, saved.model.num_layers
+    layers = saved.model.num_layers
     if world_size % pipeline_stages or layers < pipeline_stages:
         raise ConfigError(
             f"--pipeline-model-parallel-size is {pipeline_stages}; it must divide the {world_size} ranks that were "
             f"started, and be at most the {layers} layers of the model in {choice.load}"
         )
     parts = world_size // pipeline_stages
-    if heads % parts or not divide(groups, parts):
+    if wrong := _undivided(saved, parts):
+        fits = (
+            pipeline_stages * each for each in divisors(saved.model.num_attention_heads) if not _undivided(saved, each)
+        )
         raise ConfigError(
-            f"{world_size} ranks were started, and each takes a part of every layer's heads; the model's {heads} heads "
-            f"({groups} for keys and values) are not divisible by {parts}: start 1 rank, or a divisor of both"
+            f"{world_size} ranks were started, and each takes a part of every layer; of the model in {choice.load} "
+            f"{' and '.join(wrong)} are not divisible by {parts}: start {some(fits, near=world_size)}"
         )
     return dataclasses.replace(
         saved,
@@ -168,6 +172,18 @@ def _for_inference(saved: RunConfig, choice: TrainedModelConfig, world_size: int
         checkpoint=CheckpointConfig(load=choice.load, ckpt_step=choice.ckpt_step),
         tokenizer=_chosen_tokenizer(saved, choice),
     )
+
+
+def _undivided(saved: RunConfig, parts: int) -> list[str]:
+    """What tensor-parallel ranks can't divide into equal ``parts``."""
+    model, moe = saved.model, saved.find(MoEConfig)
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    found = []
+    if heads % parts or not divide(groups, parts):
+        found.append(f"the {heads} heads ({groups} for keys and values)")
+    widths = {"MLPs": model.ffn_hidden_size} | ({} if moe is None else moe.columns)
+    found += [f"the {width} columns of its {name}" for name, width in widths.items() if width % parts]
+    return found
 
 
 def _chosen_tokenizer(saved: RunConfig, choice: TrainedModelConfig) -> TokenizerConfig:

@@ -9,7 +9,7 @@ from megatron.config.inference import InferenceConfig
 from megatron.config.trained_model import TrainedModelConfig
 from megatron.core.inference.drafts import DraftModel
 from megatron.core.inference.engine import Engine
-from megatron.core.inference.runner import CachedRunner, EncoderDecoder, GenerativeModel
+from megatron.core.inference.runner import CachedRunner, EncoderDecoder, GenerativeModel, costs_little
 from megatron.core.inference.scheduler import SchedulerOptions
 from megatron.core.inference.step_plan import RunnerLimits
 from megatron.core.inference.workers import Leader, follow
@@ -52,6 +52,25 @@ def generation_engine(trained: TrainedModel, config: InferenceConfig) -> Iterato
         yield engine
     finally:
         engine.close()
+
+
+def exactness(trained: TrainedModel, config: InferenceConfig) -> str:
+    """A line that says how exact generation is: the type of numbers, where, and whether texts depend on the batch."""
+    context = trained.context
+    mesh = context.mesh
+    dtype = str(context.dtype).removeprefix("torch.")
+    ranks = [
+        f"{mesh.size(axis)} {name}" for axis, name in (("tp", "tensor"), ("pp", "pipeline")) if mesh.size(axis) > 1
+    ]
+    where = f"{dtype} on {context.device.type}" + (f" with {' x '.join(ranks)}-parallel ranks" if ranks else "")
+    if config.batch_invariant or costs_little(context):
+        return (
+            f"generation in {where}, batch-invariant: a text's logits have the same bits whatever else is in the batch"
+        )
+    return (
+        f"generation in {where}, not batch-invariant: what else is in the batch can change the last bits of a text's "
+        "logits, and with them a near tie between two tokens; --batch-invariant prevents that"
+    )
 
 
 def check_limits(config: InferenceConfig) -> None:

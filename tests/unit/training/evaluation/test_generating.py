@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.config.inference import InferenceConfig
 from megatron.config.trained_model import TrainedModelConfig
@@ -15,10 +17,12 @@ from megatron.core.inference.request import Request, Result
 from megatron.core.inference.sampling import Sampling
 from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.parallel.environment import launch_environment
+from megatron.core.parallel.mesh import Mesh
 from megatron.errors import ConfigError
-from megatron.training.checkpoints.trained_model import TrainedModel, trained_model
-from megatron.training.evaluation.generating import generation_engine, limits_of
+from megatron.training.checkpoints.trained_model import TrainedModel, _for_inference, trained_model
+from megatron.training.evaluation.generating import exactness, generation_engine, limits_of
 from tests.harness.evaluation import small_gpt2
+from tests.harness.runs import tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +99,43 @@ def test_stages_must_divide_ranks_and_layers(folders: dict[str, Path]) -> None:
     stages = trained_model(choice, {"gpt": GPTSpec()}, launch_environment({}), pipeline_stages=2)
     with pytest.raises(ConfigError, match="--pipeline-model-parallel-size is 2; it must divide the 1 ranks"), stages:
         pass
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts", "message"),
+    [
+        (
+            "--num-experts 4 --moe-ffn-hidden-size 6",
+            4,
+            "the 6 columns of its experts are not divisible by 4: start 1 or 2",
+        ),
+        (
+            "--num-experts 4 --moe-ffn-hidden-size 8 --moe-shared-expert-intermediate-size 9",
+            2,
+            "the 9 columns of its shared experts are not divisible by 2: start 1",
+        ),
+        ("--ffn-hidden-size 30", 4, "the 30 columns of its MLPs are not divisible by 4: start 1 or 2"),
+        (
+            "",
+            3,
+            r"the 4 heads \(4 for keys and values\) and the 64 columns of its MLPs are not divisible by 3: start 1, 2",
+        ),
+    ],
+)
+def test_layers_must_divide_over_ranks(flags: str, parts: int, message: str) -> None:
+    """A width of experts that doesn't was a traceback on every rank."""
+    saved = tiny_config(f"--mock-data --num-attention-heads 4 --num-layers 2 {flags}")
+    choice = TrainedModelConfig(load="runs/mine")
+    with pytest.raises(ConfigError, match=f"{parts} ranks were started, .* of the model in runs/mine {message}"):
+        _for_inference(saved, choice, parts, 1)
+    assert _for_inference(saved, choice, 2, 2).parallel.tensor_model_parallel_size == 1
+
+
+def test_says_how_exact_generation_is(trained: TrainedModel) -> None:
+    """A user who compares two runs, or reproduces one, must know whether neighbours may have changed a text."""
+    assert "generation in float32 on cpu, not batch-invariant" in exactness(trained, InferenceConfig())
+    assert "float32 on cpu, batch-invariant" in exactness(trained, InferenceConfig(batch_invariant=True))
+    half = replace(trained, context=replace(trained.context, dtype=torch.bfloat16))
+    assert "bfloat16 on cpu, batch-invariant" in exactness(half, InferenceConfig())
+    ranks = replace(trained, context=replace(trained.context, mesh=Mesh.of(tp=2, pp=2)))
+    assert "float32 on cpu with 2 tensor x 2 pipeline-parallel ranks, not" in exactness(ranks, InferenceConfig())
