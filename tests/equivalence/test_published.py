@@ -43,8 +43,41 @@ def reference(name: str) -> Observed:
     return train(ParallelContext.single(dtype=torch.float64), settings_of(name), Layout())
 
 
+LIKE_ANOTHER = [
+    *(
+        "mistral",
+        "qwen2",
+        "qwen3 with windows",
+        "starcoder2",
+        "smollm3",
+        "granite",
+        "glm",
+        "glm4",
+        "gemma",
+        "gemma2",
+        "olmo",
+    ),
+    *(
+        "olmo2",
+        "olmoe",
+        "qwen3_moe",
+        "mixtral",
+        "deepseek_v2",
+        "glm4_moe",
+        "gptj",
+        "nemotron",
+        "stablelm",
+        "phi3",
+        "gpt2",
+    ),
+    *("camembert", "xlm-roberta", "megatron-bert", "bert", "t5", "falcon newer", "opt"),
+]
+"""Types whose layers another type has, too, or the equivalence table's own variants."""
+
+
 @pytest.mark.parametrize(
-    ("name", "layout"), pairs(FIRST.values(), LAYOUTS, always=("tp2 sp pp2",), more={"llama": LAYOUTS})
+    ("name", "layout"),
+    pairs(FIRST.values(), LAYOUTS, always=("tp2 sp pp2",), more={"llama": LAYOUTS}, slow=LIKE_ANOTHER),
 )
 def test_layout_computes_the_model_of_one_rank(name: str, layout: str) -> None:
     """A published model divided wrongly would train on from other weights, or another function."""

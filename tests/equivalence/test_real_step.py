@@ -23,6 +23,7 @@ from megatron.training.reporting.metrics import StepRecord
 from megatron.training.step import train_step
 from tests.harness import run_ranks
 from tests.harness.runs import tiny_run
+from tests.tiers import tiers
 
 STEPS, TOLERANCE = 3, 1e-9
 
@@ -77,6 +78,8 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"dp": 2},
     ),
 }
+PARTS = ("tp2", "tp2 sp", "dp2", "cp2", "pp2", "dp2 zero", "dp2 overlapped")
+"""Layouts that others contain."""
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +105,7 @@ def one_rank(data: str) -> tuple[list[StepRecord], float]:
     return train(ParallelContext.single(dtype=torch.float64), f"--data-path {data} {FLAGS}")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", tiers(LAYOUTS, first=[name for name in LAYOUTS if name not in PARTS]))
 def test_layout_takes_the_steps_of_one_rank(layout: str, data: str, one_rank: tuple[list[StepRecord], float]) -> None:
     """A wrong sample, count, rate or collective anywhere on the way would train another model at this layout."""
     flags, axes = LAYOUTS[layout]
