@@ -6,6 +6,8 @@ import os
 import signal
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
@@ -24,6 +26,8 @@ from megatron.core.inference.step_plan import RunnerLimits
 from megatron.core.inference.workers import Leader, follow
 from megatron.core.models.gpt.model import GPTModel
 from megatron.core.models.stage import stages_of
+from megatron.core.models.t5.config import T5Config
+from megatron.core.models.t5.model import T5Model
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.messages import Messages
@@ -90,6 +94,43 @@ def test_texts_are_those_of_one_rank(tp: int, pp: int) -> None:
             assert ids == expected_ids
             assert scores == pytest.approx(expected_scores, rel=1e-9, abs=1e-9)
         assert others == [""] * len(others)
+
+
+def answers(context: ParallelContext, layers: Sequence[int], drafts: int = 0) -> list[list[int]] | None:
+    """Of a T5 with two layers in its encoder and three in its decoder, in stages of so many ``layers``."""
+    config = replace(MODEL, num_layers=2, position_embedding_type="relative", fp32_residual_connection=drafts > 0)
+    limits, mesh = replace(LIMITS, max_encoder_length=24), context.mesh
+    model = T5Model(
+        config, T5Config(decoder_num_layers=3), context, stage=stages_of(layers)[mesh.rank("pp")], seed=5
+    ).eval()
+    stages = [CachedRunner(model, config, context, limits) for _ in range(2)]
+    messages = Messages(mesh)
+    if mesh.world_rank:
+        follow(stages, mesh, messages)
+        return None
+    runner, draft = [Leader(stage, mesh, messages, number=number) for number, stage in enumerate(stages)]
+    options = SchedulerOptions(max_tokens=16, num_drafts=drafts)
+    engine = Engine(runner, options=options, drafter=DraftModel(draft, limits) if drafts else None)
+    requests = [replace(each, prompt=(1,), encoder_prompt=each.prompt[::-1], prompt_logprobs=None) for each in REQUESTS]
+    results = engine.generate(requests)
+    engine.close()
+    if drafts:
+        assert engine.statistics.accepted_tokens == engine.statistics.drafted_tokens > 0
+    return [each.ids for each in results]
+
+
+@pytest.mark.parametrize(
+    ("layers", "tp", "drafts"), [((2, 3), 1, 0), ((1, 2, 2), 1, 2), ((3, 2), 2, 0)], ids=["pp", "pp3 drafts", "tp pp"]
+)
+def test_an_encoder_and_its_decoder_may_lie_on_several_ranks(layers: Sequence[int], tp: int, drafts: int) -> None:
+    """The encoder's output must reach every stage of the decoder, while other texts are on their way.
+
+    Drafts of the model itself are always right, if it has read the encoder's text.
+    """
+    expected = answers(ParallelContext.single(dtype=torch.float64), (5,))
+    assert expected is not None and len({tuple(ids) for ids in expected}) > 3
+    found, *_ = run_ranks(answers, layers, drafts, tp=tp, pp=len(layers), dtype=torch.float64)
+    assert found == expected
 
 
 def outlives(path: str, rank: int, dying: int, told: Connection) -> None:

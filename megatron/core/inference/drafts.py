@@ -78,7 +78,7 @@ class DraftModel:
     def propose(self, rows: Sequence[ScheduledRow], states: Sequence[DrawState]) -> None:
         """See ``Drafter``."""
         texts = [(row, state) for row, state in zip(rows, states, strict=True) if not row.encoder]
-        plan_rows = [self._known(row) for row, _ in texts]
+        plan_rows = [row.plan_row() for row in rows if row.encoder] + [self._known(row) for row, _ in texts]
         drafting = [pair for pair in texts if pair[0].room]
         while plan_rows:
             logits = self._runner.start(StepPlan(tuple(plan_rows))).logits()

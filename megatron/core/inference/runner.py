@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -42,8 +42,10 @@ class GenerativeModel(Protocol):
 class EncoderDecoder(Protocol):
     """A :class:`GenerativeModel` whose texts each depend on an encoder prompt."""
 
-    def encode(self, tokens: Tensor) -> Tensor:
-        """Token ids ``[1, T]`` to the encoder's output ``[T, 1, h]``."""
+    def encode(self, tokens: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """Token ids ``[1, T]`` through the stage's part of the encoder, to hidden states ``[T, 1, h]``: the encoder's
+        output, once the encoder ends. ``hidden``: what the stage before returned.
+        """
         ...
 
 
@@ -88,6 +90,7 @@ class CachedRunner:
         self.limits, self.device = limits, context.device
         self.logits_dtype = torch.promote_types(context.dtype, torch.float32)
         self._model, self._config, self._context = model, config, context
+        self._has_cache = len(model.cached_layers) > 0
         self._cache = KeyValueCache(model.cached_layers, limits, dtype=context.dtype, device=context.device)
         if is_batch_invariant is None:
             is_batch_invariant = costs_little(context)
@@ -114,10 +117,35 @@ class CachedRunner:
     @torch.inference_mode()
     def run(self, plan: StepPlan, received: Sequence[Tensor]) -> list[Tensor]:
         """See ``ModelStage``."""
+        hidden = received[0] if received else None
         with self._context.products.by(self._multiply):
-            self._encode(row for row in plan.rows if row.encoder)
-            rows = [row for row in plan.rows if not row.encoder]
-            return [self._run(rows, received[0] if received else None) if rows else self._nothing()]
+            if any(row.encoder for row in plan.rows):
+                return [self._with_encoder(plan, hidden)]
+            return [self._run(plan.rows, hidden)]
+
+    def _with_encoder(self, plan: StepPlan, hidden: Tensor | None) -> Tensor:
+        """As ``_run``; stages hand on the encoder's hidden states beside those of texts, in the order of rows."""
+        parts: list[Tensor] | list[None] = [None] * len(plan.rows)
+        if hidden is not None:
+            parts = list(hidden.split([len(row.tokens) for row in plan.rows]))
+        encoded = [self._encoded(row, part) for row, part in zip(plan.rows, parts) if row.encoder]
+        rows = [row for row in plan.rows if not row.encoder]
+        going_on = [part for row, part in zip(plan.rows, parts) if part is not None and not row.encoder]
+        output = self._run(rows, torch.cat(going_on) if going_on else None) if rows else self._nothing()
+        if self._context.mesh.rank("pp") == self._context.mesh.size("pp") - 1:
+            return output
+        texts = iter(output.split([len(row.tokens) for row in rows]) if rows else ())
+        reads = iter(encoded)
+        (buffer,) = self.buffers(plan)
+        return torch.cat([next(reads if row.encoder else texts).to(buffer.dtype) for row in plan.rows], out=buffer)
+
+    def _encoded(self, row: PlanRow, hidden: Tensor | None) -> Tensor:
+        """An encoder prompt through the stage; stages of the decoder keep the encoder's output."""
+        assert isinstance(self._model, EncoderDecoder), "only models with an encoder get encoder prompts"
+        encoded = self._model.encode(torch.tensor([row.tokens], device=self.device), hidden)
+        if self._has_cache:
+            self._cache.keep_encoded(row.slot, encoded.to(self._context.dtype))
+        return encoded
 
     def _run(self, rows: Sequence[PlanRow], hidden: Tensor | None) -> Tensor:
         """One pass through the model: logits ``[wanted, vocabulary]``, or hidden states for the next stage."""
@@ -141,11 +169,6 @@ class CachedRunner:
 
     def _nothing(self) -> Tensor:
         return torch.empty(0, self.limits.vocabulary, dtype=self.logits_dtype, device=self.device)
-
-    def _encode(self, rows: Iterable[PlanRow]) -> None:
-        for row in rows:
-            assert isinstance(self._model, EncoderDecoder), "only models with an encoder get encoder prompts"
-            self._cache.keep_encoded(row.slot, self._model.encode(torch.tensor([row.tokens], device=self.device)))
 
     def close(self) -> None:
         """Nothing waits."""

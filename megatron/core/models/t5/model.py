@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
@@ -158,14 +159,16 @@ class T5Model(nn.Module):
 
     @property
     def cached_layers(self) -> dict[int, CachedHeads]:
-        """See ``GenerativeModel``."""
-        assert self.decoder is not None, "a model with its decoder"
-        return cached_layers(self.decoder)
+        """See ``GenerativeModel``; none before the decoder."""
+        return {} if self.decoder is None else cached_layers(self.decoder)
 
-    def encode(self, tokens: Tensor) -> Tensor:
-        """Token ids ``[1, S]`` to the encoder's output ``[S, 1, h]``; for a model with all its stages."""
-        assert self.encoder is not None, "a model with its encoder"
-        hidden = self._embedded(tokens, StreamKey(0), "embedding")
+    def encode(self, tokens: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """See ``EncoderDecoder``."""
+        if self._stage.is_first:
+            hidden = self._embedded(tokens, StreamKey(0), "embedding")
+        assert hidden is not None, "a later stage needs the hidden states of the one before"
+        if self.encoder is None:
+            return hidden
         bias = None if self.encoder_positions is None else self.encoder_positions(hidden)
         inputs = LayerInputs(
             rng_key=StreamKey(0), rotary=self._rotary(hidden, None), bias=bias, side_losses=SideLosses()
@@ -175,15 +178,23 @@ class T5Model(nn.Module):
 
     def continue_texts(
         self, tokens: Tensor, position_ids: Tensor, *, cache: AttentionCache, hidden: Tensor | None = None
-    ) -> VocabularyOutput:
-        """The decoder of a model with all its stages; see ``GenerativeModel``."""
-        assert self.decoder is not None and hidden is None, "a model with all its stages"
-        hidden = self._embedded(tokens, StreamKey(0), "decoder embedding", position_ids)
+    ) -> VocabularyOutput | Tensor:
+        """Of the decoder, see ``GenerativeModel``; stages before it return zeros."""
+        if self.decoder is None:
+            assert self.encoder is not None, "a stage has layers"
+            dtype = self._context.dtype
+            if self._config.fp32_residual_connection:
+                dtype = torch.promote_types(dtype, torch.float32)
+            return torch.zeros(tokens.shape[1], 1, self._config.hidden_size, dtype=dtype, device=tokens.device)
+        if self._opens_decoder:
+            hidden = self._embedded(tokens, StreamKey(0), "decoder embedding", position_ids)
+        assert hidden is not None, "a later stage needs the hidden states of the one before"
         if self.decoder_positions is not None:
             cache = cache.with_bias(self.decoder_positions.between)
         rotary = self._rotary(hidden, position_ids, length=cache.max_length)
         inputs = LayerInputs(rng_key=StreamKey(0), rotary=rotary, side_losses=SideLosses(), cache=cache)
-        return self._output(self.decoder(hidden, inputs))
+        hidden = self.decoder(hidden, inputs)
+        return self._output(hidden) if self._stage.is_last else hidden
 
     def _embedded(
         self, tokens: Tensor | None, rng_key: StreamKey, stream: str, position_ids: Tensor | None = None
