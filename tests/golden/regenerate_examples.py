@@ -16,6 +16,10 @@ WORLD_SIZES = {
     "llama2_7b": 16,
     "llama3_70b": 512,
     "mixtral_8x7b": 64,
+    "mixtral_8x22b": 128,
+    "qwen3_30b_a3b": 16,
+    "deepseek_v2": 256,
+    "deepseek_v3": 2048,
     "gpt3_175b_distributed": 1024,
 }  # others: 8
 FILES = ["--data-path", "data", "--vocab-file", "vocab", "--merge-file", "merges", "--tokenizer-model", "model"]
