@@ -24,11 +24,11 @@ from megatron import __version__
 from megatron.config.suggestions import did_you_mean
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.request import Update
-from megatron.serving.chat import ChatAnswer, chat_asked, conversation_ids, read_chat
+from megatron.serving.chat import ChatAnswer, chat_call, conversation_ids, read_chat
 from megatron.serving.completions import CompletionAnswer, read_completion
 from megatron.serving.engine_thread import PING, ClientLeftError, EngineThread, Stream
 from megatron.serving.errors import ApiError
-from megatron.serving.generating import Asked, Outcome, outcomes, usage
+from megatron.serving.generating import ApiCall, Outcome, outcomes, usage
 from megatron.serving.guarding import CLIENT_LEFT, Keys, RequestIds, read_body
 from megatron.serving.megatron_api import answer_of, read_megatron
 from megatron.serving.metrics import Metrics
@@ -123,35 +123,36 @@ class Server:
 
     async def _completions(self, request: HttpRequest) -> ASGIApp:
         body = await self._body(request)
-        asked = await asyncio.to_thread(read_completion, body, self.model, id=request.state.id)
-        return await self._generate(request, asked, CompletionAnswer(self.model, asked, int(time.time())))
+        call = await asyncio.to_thread(read_completion, body, self.model, id=request.state.id)
+        return await self._generate(request, call, CompletionAnswer(self.model, call, int(time.time())))
 
     async def _chat(self, request: HttpRequest) -> ASGIApp:
         fields = read_chat(await self._body(request), self.model)
         ids = await conversation_ids(fields, self.model, trust_templates=self.config.trust_request_chat_template)
-        asked = await asyncio.to_thread(chat_asked, fields, ids, self.model, id=request.state.id)
-        return await self._generate(request, asked, ChatAnswer(self.model, asked, int(time.time())))
+        call = await asyncio.to_thread(chat_call, fields, ids, self.model, id=request.state.id)
+        return await self._generate(request, call, ChatAnswer(self.model, call, int(time.time())))
 
-    async def _generate(self, request: HttpRequest, asked: Asked, answer: CompletionAnswer | ChatAnswer) -> ASGIApp:
-        if asked.fields["stream"]:
+    async def _generate(self, request: HttpRequest, call: ApiCall, answer: CompletionAnswer | ChatAnswer) -> ASGIApp:
+        if call.fields["stream"]:
+            await self._check(call)
             return EventStream(
-                self.thread.open(asked.requests), lambda stream: _frames(stream, asked, answer), self._seconds
+                self.thread.open(call.requests), lambda stream: _frames(stream, call, answer), self._seconds
             )
-        return json_response(answer.whole(await self._outcomes(request, asked)))
+        return json_response(answer.whole(await self._outcomes(request, call)))
 
-    async def _outcomes(self, request: HttpRequest, asked: Asked) -> list[Outcome]:
-        with self.thread.open(asked.requests) as stream, watched(stream, request.receive, seconds=self._seconds):
-            return await outcomes(stream, asked.requests)
+    async def _outcomes(self, request: HttpRequest, call: ApiCall) -> list[Outcome]:
+        await self._check(call)
+        with self.thread.open(call.requests) as stream, watched(stream, request.receive, seconds=self._seconds):
+            return await outcomes(stream, call.requests)
+
+    async def _check(self, call: ApiCall) -> None:
+        await asyncio.to_thread(self.thread.check, call.requests[:: call.choices])
 
     async def _megatron(self, request: HttpRequest) -> ASGIApp:
-        try:
-            body = await self._body(request)
-            asked = await asyncio.to_thread(read_megatron, body, self.model, id=request.state.id)
-            request.state.quiet = asked.fields["no_log"]
-            return json_response(answer_of(await self._outcomes(request, asked), asked, self.model))
-        except ApiError as error:  # Megatron-LM's client reads the message at the top
-            body = {"message": str(error), **error.body()}
-            return json_response(body, status=error.status, headers=error.headers)
+        body = await self._body(request)
+        call = await asyncio.to_thread(read_megatron, body, self.model, id=request.state.id)
+        request.state.quiet = call.fields["no_log"]
+        return json_response(answer_of(await self._outcomes(request, call), call, self.model))
 
     async def _tokenize(self, request: HttpRequest) -> ASGIApp:
         body = await self._body(request)
@@ -210,12 +211,12 @@ class Server:
         else:
             allowed = (error.headers or {}).get("Allow", "")
             message = f"{request.method[:20]} {request.url.path[:100]}: {error.detail}; it takes {allowed}"
-        return error_response(ApiError(message, status=error.status_code, headers=error.headers))
+        return error_response(ApiError(message, status=error.status_code, headers=error.headers), request.scope)
 
 
 async def _refused(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, ApiError), "it is registered for these"
-    return error_response(error)
+    return error_response(error, request.scope)
 
 
 async def _nobody_reads(request: HttpRequest, error: Exception) -> Response:
@@ -223,16 +224,16 @@ async def _nobody_reads(request: HttpRequest, error: Exception) -> Response:
 
 
 async def _failed(request: HttpRequest, error: Exception) -> Response:
-    return error_response(ApiError("the server failed on this request; its log says how", status=500))
+    return error_response(ApiError("the server failed on this request; its log says how", status=500), request.scope)
 
 
 async def _frames(
-    stream: Stream, asked: Asked, answer: CompletionAnswer | ChatAnswer
+    stream: Stream, call: ApiCall, answer: CompletionAnswer | ChatAnswer
 ) -> AsyncIterator[Mapping[str, Any] | object]:
     """The events of a stream: chunks, and the counts at the end of those that ask for them."""
-    index_of = {request.id: index for index, request in enumerate(asked.requests)}
-    found = [Outcome() for _ in asked.requests]
-    options = asked.fields["stream_options"]
+    index_of = {request.id: index for index, request in enumerate(call.requests)}
+    found = [Outcome() for _ in call.requests]
+    options = call.fields["stream_options"]
     with_usage, always = options.get("include_usage"), options.get("continuous_usage_stats")
     async for update in stream:
         if not isinstance(update, Update):
@@ -241,7 +242,7 @@ async def _frames(
         index = index_of[update.request_id]
         found[index].add(update)
         for chunk in answer.chunks(index, update):
-            counts = {"usage": usage(asked, found) if always else None} if with_usage or always else {}
+            counts = {"usage": usage(call, found) if always else None} if with_usage or always else {}
             yield {**chunk, **counts}
     if with_usage:
-        yield answer.last(usage(asked, found))
+        yield answer.last(usage(call, found))

@@ -9,9 +9,10 @@ from typing import Any
 from megatron.core.inference.request import GeneratedToken, Update
 from megatron.serving.errors import ApiError
 from megatron.serving.fields import CHAT, read_fields
-from megatron.serving.generating import Asked, Outcome, asked_of, best_of, check_together, ending, usage
+from megatron.serving.generating import ApiCall, Outcome, api_call, best_of, check_together, ending, usage
 from megatron.serving.model import ServedModel
 from megatron.serving.token_texts import TokenTexts, finite
+from megatron.small_files import shown
 
 
 def read_chat(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
@@ -36,6 +37,7 @@ def read_chat(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
 
 async def conversation_ids(fields: Mapping[str, Any], model: ServedModel, *, trust_templates: bool) -> list[int]:
     """Token ids of the ``messages`` as the chat template writes them. Raises ApiError."""
+    messages = [_with_text(message, number) for number, message in enumerate(fields["messages"])]
     if fields["chat_template"] is not None and not trust_templates:
         raise ApiError(
             "chat_template: this server uses its own template alone (--trust-request-chat-template would change that)",
@@ -53,45 +55,61 @@ async def conversation_ids(fields: Mapping[str, Any], model: ServedModel, *, tru
             param="messages",
             code="no_chat_template",
         )
+    variables = fields["chat_template_kwargs"]
+    own = {"messages", "add_generation_prompt", *model.templates.tokens}
+    if fields.get("documents") is not None:
+        own.add("documents")
+    for name in variables:
+        if name in own:
+            raise ApiError(
+                f"chat_template_kwargs has {name}, which the template gets from the "
+                f"{'tokenizer' if name in model.templates.tokens else 'field of this name'}: leave it out there",
+                param="chat_template_kwargs",
+            )
     text = await model.templates.write(
-        [_with_text(message) for message in fields["messages"]],
+        messages,
         source=fields["chat_template"],
         begin_answer=fields["add_generation_prompt"] is not False,
         continue_last=fields["continue_final_message"],
-        variables={"documents": fields.get("documents"), **fields["chat_template_kwargs"]},
+        variables={"documents": fields.get("documents"), **variables},
     )
     return model.ids_of_text(text, whole=bool(fields["add_special_tokens"]), param="messages")
 
 
-def chat_asked(fields: Mapping[str, Any], ids: list[int], model: ServedModel, *, id: str) -> Asked:
+def chat_call(fields: Mapping[str, Any], ids: list[int], model: ServedModel, *, id: str) -> ApiCall:
     """The engine's requests for a conversation of token ids. Raises ApiError."""
-    return asked_of(model, fields, id=id, prompts=[ids], param="messages", choices=fields["n"])
+    return api_call(model, fields, id=id, prompts={"the conversation": ids}, param="messages", choices=fields["n"])
 
 
-def _with_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose parts are joined."""
-    content = message["content"]
-    joined = content if isinstance(content, str) else "".join(part["text"] for part in content)
+def _with_text(message: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """A message whose parts are joined. Without content, which an assistant's may lack, it has the empty text."""
+    content = message.get("content")
+    if content is None and message["role"] != "assistant":
+        raise ApiError(
+            f"messages[{number}] of the role {shown(message['role'])} has no content; only an assistant's may lack it",
+            param="messages",
+        )
+    joined = content if isinstance(content, str) else "".join(part["text"] for part in content or ())
     return {**message, "content": joined}
 
 
 @dataclass
 class ChatAnswer:
-    """Makes the answer, or its chunks, of what the engine tells."""
+    """Makes the answer, or its chunks, of the engine's updates."""
 
     model: ServedModel
-    asked: Asked
+    call: ApiCall
     created: int
     _begun: set[int] = field(default_factory=set)
 
     def whole(self, found: Sequence[Outcome]) -> dict[str, Any]:
         """The answer when all has come."""
         choices = []
-        for index, (_, outcome) in enumerate(best_of(found, self.asked)):
+        for index, (_, outcome) in enumerate(best_of(found, self.call)):
             message = {"role": "assistant", "content": outcome.text, "refusal": None}
             choices.append({"index": index, "message": message, **self._rest(outcome, first=True)})
         answer = self._envelope("chat.completion", choices)
-        return answer | {"usage": usage(self.asked, found)}
+        return answer | {"usage": usage(self.call, found)}
 
     def chunks(self, index: int, update: Update) -> Iterator[dict[str, Any]]:
         """The chunks of an update of choice ``index``: the role, the text, and the end by itself."""
@@ -101,7 +119,7 @@ class ChatAnswer:
             delta = {"role": "assistant", "content": ""}
             yield self._chunk(index, delta, Outcome(), first=True)
         part = Outcome(update.text, list(update.tokens))
-        if part.text or (part.tokens and (self.asked.fields["logprobs"] or self.asked.fields["return_token_ids"])):
+        if part.text or (part.tokens and (self.call.fields["logprobs"] or self.call.fields["return_token_ids"])):
             yield self._chunk(index, {"content": part.text}, part)
         if update.finish is not None:
             yield self._chunk(index, {}, Outcome(finish=update.finish))
@@ -116,30 +134,30 @@ class ChatAnswer:
 
     def _envelope(self, kind: str, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return {
-            "id": f"chatcmpl-{self.asked.id}",
+            "id": f"chatcmpl-{self.call.fields['request_id'] or self.call.id}",
             "object": kind,
             "created": self.created,
             "model": self.model.name,
             "choices": choices,
             "system_fingerprint": self.model.fingerprint,
-            "seed": self.asked.seed,
+            "seed": self.call.seed,
         }
 
     def _rest(self, part: Outcome, *, first: bool) -> dict[str, Any]:
         """What whole choices and chunks have besides their text."""
-        fields, tokens = self.asked.fields, part.tokens
-        found: dict[str, Any] = {"logprobs": None, **ending(part.finish, self.asked)}
+        fields, tokens = self.call.fields, part.tokens
+        found: dict[str, Any] = {"logprobs": None, **ending(part.finish, self.call)}
         if fields["logprobs"] and tokens:
             found["logprobs"] = {"content": [self._logprob(token) for token in tokens], "refusal": None}
         if fields["return_token_ids"]:
             found["token_ids"] = [token.id for token in tokens]
-            found["prompt_token_ids"] = list(self.asked.prompts[0]) if first else None
+            found["prompt_token_ids"] = list(self.call.prompts[0]) if first else None
         return found
 
     def _logprob(self, token: GeneratedToken) -> dict[str, Any]:
-        texts = TokenTexts(self.model.tokenizer, as_ids=self.asked.fields["return_tokens_as_token_ids"])
+        texts = TokenTexts(self.model.tokenizer, as_ids=self.call.fields["return_tokens_as_token_ids"])
         assert token.logprobs is not None, "they were asked for"
-        top = token.logprobs.top[: self.asked.fields["top_logprobs"]]
+        top = token.logprobs.top[: self.call.fields["top_logprobs"]]
         return {
             **_entry(texts, token.id, token.logprobs.logprob),
             "top_logprobs": [_entry(texts, each, value) for each, value in top],

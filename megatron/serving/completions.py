@@ -7,18 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core.inference.request import TokenLogprobs, Update
-from megatron.core.inference.text import TextStream
 from megatron.serving.errors import ApiError
 from megatron.serving.fields import COMPLETION, read_fields
-from megatron.serving.generating import Asked, Outcome, asked_of, best_of, check_together, ending, usage
+from megatron.serving.generating import ApiCall, Outcome, api_call, best_of, check_together, ending, usage
 from megatron.serving.model import ServedModel
 from megatron.serving.token_texts import TokenTexts, finite
 
 _DEFAULT_TOKENS = 16
 
 
-def read_completion(body: Mapping[str, Any], model: ServedModel, *, id: str) -> Asked:
-    """What a request asks. Raises ApiError."""
+def read_completion(body: Mapping[str, Any], model: ServedModel, *, id: str) -> ApiCall:
+    """A request, checked. Raises ApiError."""
     fields = read_fields(body, COMPLETION)
     model.check_name(fields["model"])
     choices = fields["best_of"] or fields["n"]
@@ -31,24 +30,28 @@ def read_completion(body: Mapping[str, Any], model: ServedModel, *, id: str) -> 
         )
     prompts = _prompts(fields, model)
     if fields["max_tokens"] is None:
-        room = min(model.max_length - len(ids) for ids in prompts)
+        room = min(model.max_length - len(ids) for ids in prompts.values())
         fields["max_tokens"] = max(1, min(_DEFAULT_TOKENS, room if fields["truncate_prompt_tokens"] is None else 16))
-    return asked_of(model, fields, id=id, prompts=prompts, param="prompt", choices=choices)
+    return api_call(model, fields, id=id, prompts=prompts, param="prompt", choices=choices)
 
 
-def _prompts(fields: Mapping[str, Any], model: ServedModel) -> list[list[int]]:
-    prompt = fields["prompt"]
-    if isinstance(prompt, str) or isinstance(prompt[0], int):
-        prompt = [prompt]
-    whole = fields["add_special_tokens"]
-    return [model.ids_of_text(each, whole=whole) if isinstance(each, str) else each for each in prompt]
+def _prompts(fields: Mapping[str, Any], model: ServedModel) -> dict[str, list[int]]:
+    """Token ids of the prompts by their places in the request."""
+    given, whole = fields["prompt"], fields["add_special_tokens"]
+    if isinstance(given, str) or isinstance(given[0], int):
+        prompts = {"prompt": given}
+    else:
+        prompts = {f"prompt[{number}]": each for number, each in enumerate(given)}
+    return {
+        place: model.ids_of_text(each, whole=whole, param="prompt", place=place) if isinstance(each, str) else each
+        for place, each in prompts.items()
+    }
 
 
 @dataclass
-class _Place:
-    """Where in a choice's text the next token begins; ``at_start``: nothing of the choice was answered yet."""
+class _ChoiceProgress:
+    """How many characters of a choice have been answered; ``at_start``: nothing of it was answered yet."""
 
-    stream: TextStream
     length: int = 0
     at_start: bool = True
 
@@ -63,24 +66,24 @@ class _Place:
 
 @dataclass
 class CompletionAnswer:
-    """Makes the answer, or its chunks, of what the engine tells."""
+    """Makes the answer, or its chunks, of the engine's updates."""
 
     model: ServedModel
-    asked: Asked
+    call: ApiCall
     created: int
-    _places: dict[int, _Place] = field(default_factory=dict)
+    _progress: dict[int, _ChoiceProgress] = field(default_factory=dict)
 
     def whole(self, found: Sequence[Outcome]) -> dict[str, Any]:
         """The answer when all has come."""
         choices = [
-            self._choice(index, outcome, number) for index, (number, outcome) in enumerate(best_of(found, self.asked))
+            self._choice(index, outcome, number) for index, (number, outcome) in enumerate(best_of(found, self.call))
         ]
-        return self._envelope(choices) | {"usage": usage(self.asked, found)}
+        return self._envelope(choices) | {"usage": usage(self.call, found)}
 
     def chunks(self, index: int, update: Update) -> Iterator[dict[str, Any]]:
         """The chunks of an update of choice ``index``."""
         part = Outcome(update.text, list(update.tokens), update.prompt_logprobs, finish=update.finish)
-        choice = self._choice(index, part, index // self.asked.choices)
+        choice = self._choice(index, part, index // self.call.choices)
         if choice["text"] or choice["finish_reason"] or choice["logprobs"] or choice.get("token_ids"):
             yield self._envelope([choice])
 
@@ -90,51 +93,48 @@ class CompletionAnswer:
 
     def _envelope(self, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return {
-            "id": f"cmpl-{self.asked.id}",
+            "id": f"cmpl-{self.call.fields['request_id'] or self.call.id}",
             "object": "text_completion",
             "created": self.created,
             "model": self.model.name,
             "choices": choices,
             "system_fingerprint": self.model.fingerprint,
-            "seed": self.asked.seed,
+            "seed": self.call.seed,
         }
 
     def _choice(self, index: int, part: Outcome, number: int) -> dict[str, Any]:
         """What an update, or all of them, brought choice ``index``, which continues prompt ``number``."""
-        fields, prompt, tokenizer = self.asked.fields, self.asked.prompts[number], self.model.tokenizer
-        place = self._places.get(index)
-        if place is None:
-            hidden = tokenizer.special_ids if fields["skip_special_tokens"] else ()
-            place = self._places[index] = _Place(TextStream(tokenizer, prompt, hidden=hidden))
-        echoed = prompt if fields["echo"] and place.at_start else []
-        text = (tokenizer.detokenize(echoed) if echoed else "") + part.text
-        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, **ending(part.finish, self.asked)}
+        fields, prompt = self.call.fields, self.call.prompts[number]
+        progress = self._progress.setdefault(index, _ChoiceProgress())
+        echoed = prompt if fields["echo"] and progress.at_start else []
+        text = (self.model.tokenizer.detokenize(echoed) if echoed else "") + part.text
+        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, **ending(part.finish, self.call)}
         if fields["logprobs"] is not None and (echoed or part.tokens):
-            choice["logprobs"] = self._logprobs(part, echoed, place)
+            choice["logprobs"] = self._logprobs(part, echoed, progress)
         if fields["prompt_logprobs"] is not None:
             choice["prompt_logprobs"] = self._prompt_logprobs(prompt, part.prompt_logprobs)
         if fields["return_token_ids"]:
             choice["token_ids"] = [token.id for token in part.tokens]
-            choice["prompt_token_ids"] = list(prompt) if place.at_start else None
-        place.at_start = False
+            choice["prompt_token_ids"] = list(prompt) if progress.at_start else None
+        progress.at_start = False
         return choice
 
-    def _logprobs(self, part: Outcome, echoed: Sequence[int], place: _Place) -> dict[str, Any]:
-        texts = TokenTexts(self.model.tokenizer, as_ids=self.asked.fields["return_tokens_as_token_ids"])
-        most = self.asked.fields["logprobs"]
+    def _logprobs(self, part: Outcome, echoed: Sequence[int], progress: _ChoiceProgress) -> dict[str, Any]:
+        texts = TokenTexts(self.model.tokenizer, as_ids=self.call.fields["return_tokens_as_token_ids"])
+        most = self.call.fields["logprobs"]
         listed = [*zip(echoed, part.prompt_logprobs), *((token.id, token.logprobs) for token in part.tokens)]
-        segments = [*texts.segments(echoed), *(place.stream.add(token.id) for token in part.tokens)]
+        segments = [*texts.segments(echoed), *(token.text for token in part.tokens)]
         return {
             "tokens": [texts.spelled(token) for token, _ in listed],
             "token_logprobs": [each and finite(each.logprob) for _, each in listed],
             "top_logprobs": [each and texts.ranked(each, token, most=most) for token, each in listed],
-            "text_offset": place.offsets(segments),
+            "text_offset": progress.offsets(segments),
         }
 
     def _prompt_logprobs(
         self, prompt: Sequence[int], found: Sequence[TokenLogprobs | None]
     ) -> list[dict[str, Any] | None]:
-        texts, most = TokenTexts(self.model.tokenizer), self.asked.fields["prompt_logprobs"]
+        texts, most = TokenTexts(self.model.tokenizer), self.call.fields["prompt_logprobs"]
         return [None if each is None else by_id(texts, each, token, most=most) for token, each in zip(prompt, found)]
 
 

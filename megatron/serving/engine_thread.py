@@ -90,7 +90,7 @@ class Observer(Protocol):
 
 @dataclass(eq=False)
 class EngineThread:
-    """Runs an engine in a thread; everything public is called in the event loop.
+    """Runs an engine in a thread; everything public but ``check`` is called in the event loop.
 
     ``max_queue``: requests that may wait besides those that run. ``on_failure``: called once when the engine raises;
     open streams raise a 503 then, as every later one does.
@@ -133,9 +133,17 @@ class EngineThread:
         for stream in {id(progress.stream): progress.stream for progress in self._open.values()}.values():
             stream.fail(error)
 
+    def check(self, requests: Sequence[Request]) -> None:
+        """Raise ApiError for a request that the engine can never answer; in any thread."""
+        for request in requests:
+            try:
+                self.engine.check(request)
+            except MegatronError as error:
+                raise ApiError(str(error), code="cannot_be_answered") from None
+
     @contextmanager
     def open(self, requests: Sequence[Request]) -> Iterator[Stream]:
-        """The stream of ``requests``; those that are unfinished at the end of the block are aborted.
+        """The stream of checked ``requests``; those that are unfinished at the end of the block are aborted.
 
         Raises ApiError for more requests than the queue ever has room for (400), when it has no room now (429), and
         when the engine is gone or about to end (503).
@@ -213,19 +221,9 @@ class EngineThread:
             block = False
             for each in command:
                 if isinstance(each, Request):
-                    self._submit(each)
+                    self.engine.submit(each)
                 else:
                     self.engine.abort(each)
-
-    def _submit(self, request: Request) -> None:
-        try:
-            self.engine.submit(request)
-        except MegatronError as error:
-            self._call_in_loop(self._refuse, request.id, ApiError(str(error)))
-
-    def _refuse(self, request_id: str, error: ApiError) -> None:
-        if progress := self._open.pop(request_id, None):
-            progress.stream.fail(error)
 
     def _deliver(self, updates: Sequence[Update]) -> None:
         now = time.monotonic()

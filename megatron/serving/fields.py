@@ -8,14 +8,14 @@ from typing import Any
 
 from megatron.config.suggestions import did_you_mean
 from megatron.serving.errors import ApiError
-from megatron.serving.schema import Schema, checked
+from megatron.serving.schema import Schema, checked, words
 from megatron.small_files import shown
 
 MOST_PROMPTS = MOST_CHOICES = 128
 MOST_LOGPROBS = 20
 _MOST_TEXT = 1 << 23
-_ID = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
-_IDS = {"type": "array", "items": _ID, "minItems": 1, "title": "a list of token ids"}
+_ID = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1, "title": "a token id from 0 to 2,147,483,647"}
+_IDS = {"type": "array", "items": _ID, "minItems": 1, "title": "a list of one or more token ids"}
 _TEXT = {"type": "string", "maxLength": _MOST_TEXT}
 _WORD = {"type": "string", "maxLength": 512}
 _SWITCH = {"type": "boolean"}
@@ -48,7 +48,7 @@ def _refused(name: str, reason: str, *neutral: Any) -> Field:
 
 
 PROMPT: Schema = {
-    "title": "a text, a list of texts, a list of token ids, or a list of lists of token ids",
+    "title": "a text, a list of texts, a list of token ids, or a list of lists of token ids; lists are not empty",
     "anyOf": [
         _TEXT,
         {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MOST_PROMPTS},
@@ -70,65 +70,130 @@ MESSAGES: Schema = {
         "type": "object",
         "properties": {
             "role": {"type": "string", "minLength": 1, "maxLength": 64},
-            "content": {"anyOf": [_TEXT, {"type": "array", "items": _CONTENT_PART, "minItems": 1}]},
+            "content": {"anyOf": [_TEXT, {"type": "array", "items": _CONTENT_PART, "minItems": 1}, {"type": "null"}]},
             "name": _WORD,
             "type": _WORD,
         },
-        "required": ["role", "content"],
+        "required": ["role"],
         "additionalProperties": True,
         "title": "an object with a role and content",
     },
 }
 _STOPS = {"type": "string", "minLength": 1, "maxLength": 1024}
 
-MODEL = Field("model", _WORD, "Name of the served model, as GET /v1/models lists it; any request may leave it out.")
+MODEL = Field(
+    "model", _WORD, "Name of the served model, as GET /v1/models lists it; may be left out, and another name is a 404."
+)
+_MAX_TOKENS = (
+    "Maximum number of tokens to generate; prompt and text together must fit into the model's context. Default: "
+)
 SAMPLING = (
     MODEL,
-    Field("max_tokens", _integer(0), "Most tokens that are generated."),
-    Field("min_tokens", _integer(0), "Tokens that are generated before the text may end.", 0),
-    Field("temperature", _number(0, 100), "Divides the logits; 0 always takes the likeliest token.", 1.0),
-    Field("top_p", _number(0, 1, above=True), "Keeps the likeliest tokens until their probabilities exceed p.", 1.0),
-    Field("top_k", _integer(-1), "Keeps the k likeliest tokens; 0 and -1 keep all.", 0),
-    Field("min_p", _number(0, 1), "Drops tokens less likely than this share of the likeliest one.", 0.0),
     Field(
-        "repetition_penalty", _number(0, 100, above=True), "Makes tokens of prompt and text less likely; 1: off.", 1.0
+        "min_tokens",
+        _integer(0),
+        "Tokens to generate before the end of a document, a stop token or the end of a stop text can end the text.",
+        0,
     ),
-    Field("presence_penalty", _number(-2, 2), "Subtracted once from logits of tokens of the generated text.", 0.0),
-    Field("frequency_penalty", _number(-2, 2), "Subtracted for each occurrence in the generated text.", 0.0),
+    Field(
+        "temperature",
+        _number(0, 100),
+        "Divides the logits before sampling: below 1 the text is more predictable; 0 always takes the most probable "
+        "token.",
+        1.0,
+    ),
+    Field(
+        "top_p",
+        _number(0, 1, above=True),
+        "Sample from the fewest most probable tokens whose probabilities together exceed this (nucleus sampling); 1: "
+        "from all.",
+        1.0,
+    ),
+    Field("top_k", _integer(-1), "Sample from this many most probable tokens; 0 and -1: from all.", 0),
+    Field(
+        "min_p",
+        _number(0, 1),
+        "Sample from tokens at least this times as probable as the most probable one; 0: from all.",
+        0.0,
+    ),
+    Field(
+        "repetition_penalty",
+        _number(0, 100, above=True),
+        "Divides positive logits of tokens that prompt or text hold by this, and multiplies negative ones; 1: off.",
+        1.0,
+    ),
+    Field(
+        "presence_penalty",
+        _number(-2, 2),
+        "Subtracted from the logits of tokens that the generated text holds; negative values favour them.",
+        0.0,
+    ),
+    Field(
+        "frequency_penalty",
+        _number(-2, 2),
+        "Subtracted from a token's logit for each time that the generated text holds it; negative values favour it.",
+        0.0,
+    ),
     Field(
         "logit_bias",
         {"type": "object", "additionalProperties": _number(-100, 100), "title": "an object of token ids and numbers"},
-        "Added to the logits of tokens, whose ids are the keys.",
+        "Added to the logits: token ids as keys, numbers from -100 (practically never) to 100 (practically always).",
         {},
     ),
-    Field("allowed_token_ids", _IDS, "The only tokens that may be generated."),
+    Field("allowed_token_ids", _IDS, "Token ids that may be generated; all others have probability 0."),
     Field(
         "bad_words",
         {"type": "array", "items": _STOPS, "maxItems": 128},
-        "Words that the text never holds, as the tokenizer spells them.",
+        "Words whose token sequences are never generated, at the beginning of a text or after a space.",
         [],
     ),
-    Field("seed", _integer(-(2**63), 2**63 - 1), "The same seed gives the same text; without it one is drawn."),
-    Field("n", _integer(1, MOST_CHOICES), "Texts for each prompt.", 1),
+    Field(
+        "seed",
+        _integer(-(2**63), 2**63 - 1),
+        "Seed of the random numbers: the same request with the same seed gives the same text. Default: drawn, and "
+        "named in the answer's seed.",
+    ),
+    Field(
+        "n",
+        _integer(1, MOST_CHOICES),
+        "Number of choices, texts that continue the same prompt; each has its own random numbers, and the first is "
+        "that of n = 1.",
+        1,
+    ),
     Field(
         "stop",
         {"anyOf": [_STOPS, {"type": "array", "items": _STOPS, "maxItems": 64}]},
-        "Texts before which the answer ends.",
+        "One text or a list of them: the answer ends before the first that appears, wherever tokens begin and end.",
         [],
     ),
     Field(
         "stop_token_ids",
         {"type": "array", "items": _ID, "title": "a list of token ids"},
-        "Tokens that end the text.",
+        "Token ids that end the text; they are counted, and not in the text.",
         [],
     ),
-    Field("include_stop_str_in_output", _SWITCH, "The answer ends after the stop text instead.", False),
-    Field("ignore_eos", _SWITCH, "The end of a document doesn't end the text.", False),
-    Field("skip_special_tokens", _SWITCH, "Leave special tokens out of the generated text.", True),
+    Field("include_stop_str_in_output", _SWITCH, "The answer ends after the stop text instead of before it.", False),
+    Field("ignore_eos", _SWITCH, "Generate max_tokens tokens even if the model ends the document before.", False),
+    Field(
+        "skip_special_tokens",
+        _SWITCH,
+        "Leave special tokens, such as the end of a document, out of the generated text.",
+        True,
+    ),
     _refused("spaces_between_special_tokens", "special tokens are written as they are", True),
-    Field("truncate_prompt_tokens", _integer(-1), "Keep the last k tokens of a prompt; -1: as many as fit."),
-    Field("return_token_ids", _SWITCH, "Add prompt_token_ids and token_ids to the answer.", False),
-    Field("return_tokens_as_token_ids", _SWITCH, "Spell tokens of logprobs as token_id:17.", False),
+    Field(
+        "truncate_prompt_tokens",
+        _integer(-1),
+        "Keep only the last tokens of a prompt, this many; -1: as many as leave room for max_tokens. Default: refuse "
+        "a prompt that doesn't fit.",
+    ),
+    Field("return_token_ids", _SWITCH, "Add prompt_token_ids and token_ids to each choice.", False),
+    Field(
+        "return_tokens_as_token_ids",
+        _SWITCH,
+        "Name tokens in logprobs by their ids, as token_id:17, since several tokens may have one text.",
+        False,
+    ),
     Field(
         "response_format",
         {
@@ -145,7 +210,7 @@ SAMPLING = (
             "required": ["type"],
             "additionalProperties": False,
         },
-        "The form of the text: any, a JSON object, or JSON of a schema.",
+        "Form of the text: any (text), a JSON object (json_object), or JSON that follows a schema (json_schema).",
     ),
     Field(
         "structured_outputs",
@@ -159,9 +224,12 @@ SAMPLING = (
             },
             "additionalProperties": False,
         },
-        "The form of the text: one of a JSON schema, a regular expression, a list of texts and a Lark grammar.",
+        "Form of the text, exactly one of: a JSON schema (json), a regular expression (regex), a list of texts "
+        "(choice), a Lark grammar (grammar).",
     ),
-    Field("stream", _SWITCH, "Send the text as server-sent events while it is generated.", False),
+    Field(
+        "stream", _SWITCH, "Send the text while it is generated, as server-sent events; the last one is [DONE].", False
+    ),
     Field(
         "stream_options",
         {
@@ -169,45 +237,114 @@ SAMPLING = (
             "properties": {"include_usage": _SWITCH, "continuous_usage_stats": _SWITCH, "include_obfuscation": _SWITCH},
             "additionalProperties": False,
         },
-        "With include_usage the last event counts the tokens; with continuous_usage_stats each one does.",
+        "Needs stream. include_usage: one more event at the end counts the tokens; continuous_usage_stats: every "
+        "event does; include_obfuscation has no effect.",
         {},
     ),
-    Field("user", _WORD, "Accepted without effect."),
-    Field("request_id", _WORD, "Accepted without effect; the header x-request-id names a request."),
+    Field("user", _WORD, "Who asks; accepted without effect."),
+    Field(
+        "request_id",
+        _WORD,
+        "The answer's id, after cmpl- or chatcmpl-; default: random. Logs have the header x-request-id instead.",
+    ),
     _refused("use_beam_search", "beams are not searched, so leave it out", False),
     _refused("priority", "requests are served in the order of their arrival", 0),
 )
 COMPLETION = (
-    Field("prompt", PROMPT, "Texts or token ids to continue.", required=True),
+    Field(
+        "prompt",
+        PROMPT,
+        "What to continue: one text or list of token ids, or several, each of which gets n choices.",
+        required=True,
+    ),
+    Field("max_tokens", _integer(0), f"{_MAX_TOKENS}16, or what fits."),
     *SAMPLING,
-    Field("add_special_tokens", _SWITCH, "Begin a prompt's tokens as the tokenizer begins a text.", True),
-    Field("best_of", _integer(1, MOST_CHOICES), "Generate this many texts, and answer with the n likeliest a token."),
-    Field("prompt_logprobs", _integer(0, MOST_LOGPROBS), "Likeliest tokens at each place of the prompt."),
-    Field("echo", _SWITCH, "Begin the text with the prompt.", False),
-    Field("logprobs", _integer(0, MOST_LOGPROBS), "Likeliest tokens that are listed at each place."),
+    Field(
+        "add_special_tokens",
+        _SWITCH,
+        "Add the tokens that the tokenizer puts around a text, such as a beginning of text; prompts of token ids "
+        "stay as they are.",
+        True,
+    ),
+    Field(
+        "best_of",
+        _integer(1, MOST_CHOICES),
+        "Generate this many texts for each prompt, and answer with the n of the highest mean log-probability a "
+        "token; usage counts all.",
+    ),
+    Field(
+        "prompt_logprobs",
+        _integer(0, MOST_LOGPROBS),
+        "Add log-probabilities of the prompt: of its tokens and of this many most probable ones at each place.",
+    ),
+    Field(
+        "echo",
+        _SWITCH,
+        "Begin the text, and logprobs, with the prompt; with max_tokens 0 the prompt is only scored.",
+        False,
+    ),
+    Field(
+        "logprobs",
+        _integer(0, MOST_LOGPROBS),
+        "Add the natural log-probability of each token, before temperature and filters, and of this many most "
+        "probable ones.",
+    ),
     _refused("suffix", "text cannot be inserted before a suffix", ""),
 )
 CHAT = (
-    Field("messages", MESSAGES, "The conversation so far.", required=True),
-    *SAMPLING,
-    Field("max_completion_tokens", _integer(1), "Another name of max_tokens."),
-    Field("logprobs", _SWITCH, "Add the log-probability of each token.", False),
-    Field("top_logprobs", _integer(0, MOST_LOGPROBS), "Likeliest tokens that are listed at each place.", 0),
-    Field("echo", {"enum": [False]}, "Accepted without effect.", False),
-    Field("add_special_tokens", _SWITCH, "Put the tokenizer's own tokens around what the template writes.", False),
     Field(
-        "add_generation_prompt", _SWITCH, "The template begins the assistant's turn; default: true, unless continued."
+        "messages",
+        MESSAGES,
+        "The conversation so far, oldest message first; the chat template writes it as text.",
+        required=True,
     ),
-    Field("continue_final_message", _SWITCH, "The answer continues the last message.", False),
-    Field("chat_template", _TEXT, "A Jinja template in place of the server's, where the server trusts them."),
-    Field("chat_template_kwargs", _OBJECT, "More variables of the template.", {}),
-    Field("documents", {"type": "array", "items": _OBJECT}, "Documents that the template may write."),
-    Field("metadata", _OBJECT, "Accepted without effect."),
+    Field("max_tokens", _integer(0), f"{_MAX_TOKENS}as many as fit."),
+    *SAMPLING,
+    Field("max_completion_tokens", _integer(1), "Another name of max_tokens, which is the older one."),
+    Field("logprobs", _SWITCH, "Add the natural log-probability of each token, before temperature and filters.", False),
+    Field(
+        "top_logprobs", _integer(0, MOST_LOGPROBS), "Needs logprobs: this many most probable tokens at each place.", 0
+    ),
+    _refused("echo", "a conversation is not repeated, so leave it out", False),
+    Field(
+        "add_special_tokens",
+        _SWITCH,
+        "Add the tokens that the tokenizer puts around a text, which templates usually write themselves.",
+        False,
+    ),
+    Field(
+        "add_generation_prompt",
+        _SWITCH,
+        "Let the template begin the assistant's turn; default: true, unless continue_final_message is.",
+    ),
+    Field(
+        "continue_final_message",
+        _SWITCH,
+        "The answer goes on with the last message instead of beginning another.",
+        False,
+    ),
+    Field(
+        "chat_template",
+        _TEXT,
+        "Jinja template to use in place of the server's; needs a server with --trust-request-chat-template.",
+    ),
+    Field(
+        "chat_template_kwargs",
+        _OBJECT,
+        "Further variables for the template, such as enable_thinking; not those that it has already.",
+        {},
+    ),
+    Field(
+        "documents",
+        {"type": "array", "items": _OBJECT},
+        "Documents for templates that write them, for retrieval-augmented generation.",
+    ),
+    Field("metadata", _OBJECT, "Labels of the request; accepted without effect."),
     Field("store", _SWITCH, "Accepted without effect; nothing is stored."),
-    Field("service_tier", _WORD, "Accepted without effect."),
-    Field("parallel_tool_calls", _SWITCH, "Accepted without effect."),
+    Field("service_tier", _WORD, "Accepted without effect; there is one tier."),
+    Field("parallel_tool_calls", _SWITCH, "Accepted without effect; no tools are called."),
     Field("prompt_cache_key", _WORD, "Accepted without effect: prompts with equal beginnings share their cache."),
-    Field("safety_identifier", _WORD, "Accepted without effect."),
+    Field("safety_identifier", _WORD, "Who asks; accepted without effect."),
     _refused("tools", "this server calls no tools, so leave them out", []),
     _refused("tool_choice", "this server calls no tools, so leave it out", "none", "auto"),
     _refused("functions", "this server calls no functions, so leave them out", []),
@@ -221,20 +358,40 @@ CHAT = (
 )
 TOKENIZE = (
     MODEL,
-    Field("prompt", _TEXT, "A text; either this or messages."),
-    Field("messages", MESSAGES, "A conversation, which the chat template writes as text."),
+    Field("prompt", _TEXT, "A text to make tokens of; give either this or messages."),
+    Field("messages", MESSAGES, "A conversation to make tokens of, as the chat template writes it."),
     Field(
-        "add_special_tokens", _SWITCH, "Begin the tokens as the tokenizer begins a text; default: true for a prompt."
+        "add_special_tokens",
+        _SWITCH,
+        "Add the tokens that the tokenizer puts around a text; default: true for a prompt, false for messages.",
     ),
     Field(
-        "add_generation_prompt", _SWITCH, "The template begins the assistant's turn; default: true, unless continued."
+        "add_generation_prompt",
+        _SWITCH,
+        "Let the template begin the assistant's turn; default: true, unless continue_final_message is.",
     ),
-    Field("continue_final_message", _SWITCH, "The template leaves the last message open.", False),
-    Field("chat_template", _TEXT, "A Jinja template in place of the server's, where the server trusts them."),
-    Field("chat_template_kwargs", _OBJECT, "More variables of the template.", {}),
-    Field("return_token_strs", _SWITCH, "Add the text of each token.", False),
+    Field(
+        "continue_final_message", _SWITCH, "Leave the last message open, as for an answer that goes on with it.", False
+    ),
+    Field(
+        "chat_template",
+        _TEXT,
+        "Jinja template to use in place of the server's; needs a server with --trust-request-chat-template.",
+    ),
+    Field(
+        "chat_template_kwargs",
+        _OBJECT,
+        "Further variables for the template, such as enable_thinking; not those that it has already.",
+        {},
+    ),
+    Field("return_token_strs", _SWITCH, "Add token_strs, the text of each token.", False),
 )
-DETOKENIZE = (MODEL, Field("tokens", {**_IDS, "minItems": 0}, "Token ids.", required=True))
+DETOKENIZE = (
+    MODEL,
+    Field(
+        "tokens", {**_IDS, "minItems": 0, "title": "a list of token ids"}, "Token ids to spell as text.", required=True
+    ),
+)
 
 
 def read_fields(body: Mapping[str, Any], table: Sequence[Field]) -> dict[str, Any]:
@@ -251,6 +408,7 @@ def read_fields(body: Mapping[str, Any], table: Sequence[Field]) -> dict[str, An
     for field in table:
         value = body.get(field.name)
         if value is None and field.required:
-            raise ApiError(f"{field.name} is missing; {field.about[:1].lower()}{field.about[1:]}", param=field.name)
+            what = "null" if field.name in body else "missing"
+            raise ApiError(f"{field.name} is {what}; it must be {words(field.schema)}", param=field.name)
         found[field.name] = field.default if value is None else checked(value, field.schema, field.name)
     return found

@@ -25,8 +25,9 @@ from megatron.small_files import shown
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What one HTTP request asks: ``prompts``, and ``choices`` continuations of each, prompt by prompt in ``requests``.
+class ApiCall:
+    """An HTTP request, read: its ``fields``, its ``prompts`` as token ids, and the engine's ``requests`` for them:
+    ``choices`` continuations of each, prompt by prompt.
 
     ``seed``: the one that was given, or drawn. ``answered``: how many of the continuations the answer holds.
     """
@@ -80,13 +81,23 @@ async def outcomes(stream: Stream, requests: Sequence[Request]) -> list[Outcome]
     return list(found.values())
 
 
-def asked_of(
-    model: ServedModel, fields: Mapping[str, Any], *, id: str, prompts: Sequence[list[int]], param: str, choices: int
-) -> Asked:
-    """The engine's requests for prompts of token ids. Raises ApiError for settings that cannot work."""
+def api_call(
+    model: ServedModel,
+    fields: Mapping[str, Any],
+    *,
+    id: str,
+    prompts: Mapping[str, list[int]],
+    param: str,
+    choices: int,
+) -> ApiCall:
+    """The engine's requests for prompts of token ids, by their places in ``param``. Raises ApiError for settings that
+    cannot work.
+    """
     most, truncate = fields["max_tokens"], fields["truncate_prompt_tokens"]
-    least = 1 if most is None else most
-    checked = [model.checked_prompt(list(ids), truncate=truncate, most_new=least, param=param) for ids in prompts]
+    checked = [
+        model.checked_prompt(list(ids), max_tokens=most, truncate=truncate, param=param, place=place)
+        for place, ids in prompts.items()
+    ]
     seed = secrets.randbits(31) if fields["seed"] is None else fields["seed"]
     sampling, stop = sampling_of(fields, model), stop_rules(fields, model)
     constraint = constraint_of(fields, model)
@@ -94,7 +105,7 @@ def asked_of(
         Request(
             id=f"{id}-{number * choices + choice}",
             prompt=tuple(ids),
-            max_tokens=model.max_length - len(ids) if most is None else least,
+            max_tokens=model.max_length - len(ids) if most is None else most,
             sampling=sampling,
             stop=stop,
             constraint=constraint,
@@ -107,7 +118,7 @@ def asked_of(
         for number, ids in enumerate(checked)
         for choice in range(choices)
     ]
-    return Asked(id=id, fields=fields, prompts=checked, requests=requests, choices=choices, seed=seed)
+    return ApiCall(id=id, fields=fields, prompts=checked, requests=requests, choices=choices, seed=seed)
 
 
 def check_together(fields: Mapping[str, Any], *, choices: int) -> None:
@@ -159,10 +170,10 @@ def sampling_of(fields: Mapping[str, Any], model: ServedModel) -> Sampling:
 
 def constraint_of(fields: Mapping[str, Any], model: ServedModel) -> Constraint | None:
     """The form of the text that is asked for, which may take seconds to compile; raises ApiError where it can't be."""
-    asked, other = fields["response_format"], fields["structured_outputs"]
+    form, other = fields["response_format"], fields["structured_outputs"]
     kinds = dict(other or {})
-    if asked is not None and asked["type"] != "text":
-        kinds[asked["type"]] = asked.get("json_schema")
+    if form is not None and form["type"] != "text":
+        kinds[form["type"]] = form.get("json_schema")
     param = "response_format" if other is None else "structured_outputs"
     if other is not None and len(kinds) != 1:
         raise ApiError(f"the text can have one form, and {len(kinds)} are given: give one", param=param)
@@ -196,22 +207,22 @@ def stop_rules(fields: Mapping[str, Any], model: ServedModel) -> StopRules:
     )
 
 
-def best_of(found: Sequence[Outcome], asked: Asked) -> Iterator[tuple[int, Outcome]]:
+def best_of(found: Sequence[Outcome], call: ApiCall) -> Iterator[tuple[int, Outcome]]:
     """The outcomes that the answer holds, each with its prompt's number: of each prompt those likeliest a token."""
-    for number in range(len(asked.prompts)):
-        group = found[number * asked.choices : (number + 1) * asked.choices]
-        if asked.choices > asked.answered:
+    for number in range(len(call.prompts)):
+        group = found[number * call.choices : (number + 1) * call.choices]
+        if call.choices > call.answered:
             group = sorted(group, key=_mean_logprob, reverse=True)
-        for outcome in group[: asked.answered]:
+        for outcome in group[: call.answered]:
             yield number, outcome
 
 
-def usage(asked: Asked, found: Iterable[Outcome]) -> dict[str, Any]:
+def usage(call: ApiCall, found: Iterable[Outcome]) -> dict[str, Any]:
     """Counts of tokens: each prompt once, and all that was generated."""
     found = list(found)
-    prompt = sum(map(len, asked.prompts))
+    prompt = sum(map(len, call.prompts))
     generated = sum(len(outcome.tokens) for outcome in found)
-    cached = sum(outcome.cached_tokens for outcome in found[:: asked.choices])
+    cached = sum(outcome.cached_tokens for outcome in found[:: call.choices])
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
@@ -220,10 +231,10 @@ def usage(asked: Asked, found: Iterable[Outcome]) -> dict[str, Any]:
     }
 
 
-def ending(finish: Finish | None, asked: Asked) -> dict[str, Any]:
+def ending(finish: Finish | None, call: ApiCall) -> dict[str, Any]:
     """``finish_reason``, and ``stop_reason``: the string or id of the request that ended the text."""
     stop = finish.stop if finish else None
-    named = isinstance(stop, str) or stop in asked.fields["stop_token_ids"]
+    named = isinstance(stop, str) or stop in call.fields["stop_token_ids"]
     return {"finish_reason": finish and finish.reason, "stop_reason": stop if named else None}
 
 
@@ -245,13 +256,12 @@ def _token_id(key: str, model: ServedModel) -> int:
 
 
 def _logprobs_of(fields: Mapping[str, Any], *, ranked: bool) -> int | None:
-    asked = fields["logprobs"]
-    if isinstance(asked, bool):
-        asked = fields["top_logprobs"] if asked else None
-    return 0 if asked is None and ranked else asked
+    most = fields["logprobs"]
+    if isinstance(most, bool):
+        most = fields["top_logprobs"] if most else None
+    return 0 if most is None and ranked else most
 
 
 def _prompt_logprobs_of(fields: Mapping[str, Any]) -> int | None:
     echoed = fields["logprobs"] if fields["echo"] else None
-    asked = fields.get("prompt_logprobs")
-    return max((each for each in (echoed, asked) if each is not None), default=None)
+    return max((each for each in (echoed, fields.get("prompt_logprobs")) if each is not None), default=None)

@@ -82,7 +82,7 @@ class Keys:
             code="invalid_api_key",
             headers={"www-authenticate": "Bearer"},
         )
-        await error_response(error)(scope, receive, send)
+        await error_response(error, scope)(scope, receive, send)
 
     def _is_right(self, scope: Scope) -> bool:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")

@@ -65,13 +65,26 @@ class Metrics:
 
     def page(self) -> bytes:
         """What Prometheus reads."""
-        return generate_latest(self.registry)
+        return generate_latest(_WithoutCreated(self.registry))
 
     def _counter(self, name: str, about: str, *labels: str) -> Counter:
         return Counter(self.prefix + name, about, ("model_name", *labels), registry=self.registry)
 
     def _histogram(self, name: str, about: str, edges: tuple[float, ...]) -> Histogram:
         return Histogram(self.prefix + name, about, ("model_name",), buckets=edges, registry=self.registry)
+
+
+@dataclass(frozen=True)
+class _WithoutCreated(Collector):
+    """A registry without the times at which its counters were made, a series for each of them that nobody reads."""
+
+    registry: CollectorRegistry
+
+    def collect(self) -> Iterator[Metric]:
+        """All other samples."""
+        for metric in self.registry.collect():
+            metric.samples = [each for each in metric.samples if not each.name.endswith("_created")]
+            yield metric
 
 
 @dataclass(frozen=True)

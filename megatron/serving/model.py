@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from megatron.config.flags import plural_s
 from megatron.core.inference.constrained import ConstraintCompiler
 from megatron.core.inference.sampling import ForbiddenAfter
 from megatron.core.tokenizers.base import Tokenizer
@@ -48,11 +49,11 @@ class ServedModel:
             tokens=frozenset(token for token, text in enumerate(texts) if text.startswith("\n")),
         )
 
-    def check_name(self, asked: str | None) -> None:
+    def check_name(self, name: str | None) -> None:
         """Raise ApiError (404) for another model than this one; None is this one."""
-        if asked not in (None, self.name):
+        if name not in (None, self.name):
             raise ApiError(
-                f"the model {asked[:100]!r} does not exist here; this server has {self.name!r}",
+                f"the model {name[:100]!r} does not exist here; this server has {self.name!r}",
                 status=404,
                 param="model",
                 code="model_not_found",
@@ -70,41 +71,57 @@ class ServedModel:
             "max_model_len": self.max_length,
         }
 
-    def ids_of_text(self, text: str, *, whole: bool, param: str = "prompt") -> list[int]:
-        """Token ids; ``whole``: with those that the tokenizer puts around a text. Raises ApiError."""
+    def ids_of_text(self, text: str, *, whole: bool, param: str, place: str | None = None) -> list[int]:
+        """Token ids; ``whole``: with those that the tokenizer puts around a text. ``place``: of the text in ``param``.
+
+        Raises ApiError.
+        """
         encode = self.tokenizer.tokenize_batch if whole else self.tokenizer.tokenize_parts
         try:
             return list(encode([text])[0])
         except MegatronError as error:
-            raise ApiError(f"{param}: {error}", param=param) from None
+            raise ApiError(f"{place or param}: {error}", param=param) from None
 
-    def check_ids(self, ids: Sequence[int], *, param: str) -> None:
-        """Raise ApiError for an id that the vocabulary doesn't have."""
+    def check_ids(self, ids: Sequence[int], *, param: str, place: str | None = None) -> None:
+        """Raise ApiError for an id that the vocabulary doesn't have. ``place``: of the ids in ``param``."""
         size = self.tokenizer.vocab_size
         wrong = next((each for each in ids if not 0 <= each < size), None)
         if wrong is not None:
-            raise ApiError(f"{param} has the token id {wrong}; this model has 0 to {size - 1}", param=param)
+            raise ApiError(f"{place or param} has the token id {wrong}; this model has 0 to {size - 1}", param=param)
 
     def checked_prompt(
-        self, ids: list[int], *, truncate: int | None, most_new: int, param: str = "prompt"
+        self,
+        ids: list[int],
+        *,
+        max_tokens: int | None,
+        param: str,
+        place: str,
+        limit: str = "max_tokens",
+        truncate: int | None = None,
     ) -> list[int]:
-        """A prompt that fits: at least one token, and room for ``most_new``. Raises ApiError.
+        """A prompt that fits: at least one token, and room for ``max_tokens`` or, without them, for one.
 
-        ``truncate``: keep the last tokens, this many or, at -1, as many as fit.
+        ``place``: of the prompt in ``param``. ``limit``: the field that ``max_tokens`` has come from. ``truncate``:
+        keep the last tokens, this many or, at -1, as many as fit. Raises ApiError.
         """
-        self.check_ids(ids, param=param)
+        self.check_ids(ids, param=param, place=place)
+        most_new = 1 if max_tokens is None else max_tokens
         if truncate is not None:
             keep = self.max_length - most_new if truncate == -1 else truncate
             ids = ids[-keep:] if keep > 0 else []
         if not ids:
             first = self.tokenizer.bos if self.tokenizer.bos is not None else self.tokenizer.eod
             ids = [first]
-        if len(ids) + most_new > self.max_length:
-            raise ApiError(
-                f"{param} has {len(ids)} tokens; with max_tokens {most_new} that makes {len(ids) + most_new}, and the "
-                f"model sees at most {self.max_length}: shorten it, or ask for at most "
-                f"{max(0, self.max_length - len(ids))} tokens",
-                param=param,
-                code="context_length_exceeded",
-            )
+        total, room = len(ids) + most_new, self.max_length - len(ids)
+        if total > self.max_length:
+            found = f"{place} has {len(ids):,} token{plural_s(len(ids))}"
+            whole = f"a text has at most {self.max_length:,} here, the prompt included"
+            if max_tokens is None or room < 1:
+                message = f"{found}, and {whole}: shorten it"
+            else:
+                message = (
+                    f"{found}; with {limit} {max_tokens:,} that makes {total:,}, and {whole}: shorten it, or lower "
+                )
+                message += f"{limit} to {room:,}"
+            raise ApiError(message, param=param, code="context_length_exceeded")
         return ids

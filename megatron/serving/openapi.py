@@ -24,11 +24,12 @@ _ERROR = {
                 "param": {"type": ["string", "null"]},
                 "code": {"type": ["string", "null"]},
             },
-        }
+        },
+        "message": {"type": "string", "description": "Of /api alone: the same message."},
     },
 }
 _REFUSALS = {
-    "400": "A field is wrong; param names it.",
+    "400": "A field is wrong; param names it. Or the request asks for more texts than the server ever takes.",
     "401": "The API key is missing or wrong.",
     "404": "There is no such model.",
     "408": "The body took too long to arrive.",

@@ -29,9 +29,10 @@ def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] |
     return Response(encoded(value), status, headers, "application/json")
 
 
-def error_response(error: ApiError) -> Response:
-    """A refusal, in the shape of OpenAI's."""
-    return json_response(error.body(), status=error.status, headers=error.headers)
+def error_response(error: ApiError, scope: Scope) -> Response:
+    """A refusal, in the shape of OpenAI's; on /api with ``message`` at the top, for Megatron-LM's clients."""
+    message = {"message": str(error)} if scope["path"] == "/api" else {}
+    return json_response({**message, **error.body()}, status=error.status, headers=error.headers)
 
 
 @contextmanager

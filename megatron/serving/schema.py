@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from json import dumps
 from typing import Any
 
 from megatron.config.suggestions import did_you_mean
@@ -11,6 +12,7 @@ from megatron.serving.errors import ApiError
 from megatron.small_files import shown
 
 Schema = Mapping[str, Any]
+_FEW, _SHORT = 8, 60  # items and characters of a list that a message shows
 
 _NOUNS = {
     "boolean": "true or false",
@@ -19,6 +21,7 @@ _NOUNS = {
     "string": "a text",
     "array": "a list",
     "object": "an object",
+    "null": "null",
 }
 _IS: dict[str, Callable[[Any], bool]] = {
     "boolean": lambda value: isinstance(value, bool),
@@ -43,7 +46,7 @@ def checked(value: Any, schema: Schema, name: str) -> Any:
         if not any(value == each and type(value) is type(each) for each in schema["enum"]):
             raise wrong(value, schema, name)
     elif kind is not None and not _IS[kind](value):
-        raise wrong(value, schema, name)
+        raise wrong(value, schema, name, error=WrongTypeError)
     elif kind in ("integer", "number"):
         if _out_of_bounds(value, schema):
             raise wrong(value, schema, name)
@@ -51,18 +54,24 @@ def checked(value: Any, schema: Schema, name: str) -> Any:
     elif kind == "string":
         _check_text(value, schema, name)
     elif kind == "array":
+        found = [checked(each, schema["items"], f"{name}[{number}]") for number, each in enumerate(value)]
         if not schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", math.inf):
             raise wrong(value, schema, name)
-        return [checked(each, schema["items"], f"{name}[{number}]") for number, each in enumerate(value)]
+        return found
     elif kind == "object":
         return _checked_object(value, schema, name)
     return value
 
 
-def wrong(value: Any, schema: Schema, name: str) -> ApiError:
+class WrongTypeError(ApiError):
+    """A value of another type than its schema's."""
+
+
+def wrong(value: Any, schema: Schema, name: str, *, error: type[ApiError] = ApiError) -> ApiError:
     """The refusal of a value, which says what it is and what would work."""
     what = schema.get("x-refusal") or f"it must be {words(schema)}"
-    return ApiError(f"{name} is {shown(value)}; {what}", param=_field_of(name))
+    short = isinstance(value, list) and len(json := dumps(value[:_FEW])) <= _SHORT and len(value) <= _FEW
+    return error(f"{name} is {json if short else shown(value)}; {what}", param=_field_of(name))
 
 
 def words(schema: Schema) -> str:
@@ -140,12 +149,15 @@ def _checked_object(value: dict[str, Any], schema: Schema, name: str) -> dict[st
 
 
 def _one_of(value: Any, schema: Schema, name: str) -> Any:
-    """``value`` as the first schema that it fits; else the error of the only one that has its type."""
+    """``value`` as the first schema that it fits; else the error of the only one whose types it has, down to the place
+    of the error.
+    """
     errors = []
     for each in schema["anyOf"]:
         try:
             return checked(value, each, name)
         except ApiError as error:
-            if "type" in each and _IS[each["type"]](value):
+            if _IS[each["type"]](value):
                 errors.append(error)
-    raise errors[0] if len(errors) == 1 else wrong(value, schema, name)
+    fitting = [error for error in errors if not isinstance(error, WrongTypeError)] if len(errors) > 1 else errors
+    raise fitting[0] if len(fitting) == 1 else wrong(value, schema, name, error=WrongTypeError)

@@ -14,6 +14,7 @@ from megatron.serving.errors import ApiError
 _SECONDS = 5.0
 _SECONDS_TO_START = 60.0
 _LONGEST_LINE = 1 << 27
+_PROCESS_ENDED = {"error": "the chat template ended its process: it needs too much memory or is nested too deeply"}
 
 
 @dataclass
@@ -81,12 +82,14 @@ class Templates:
             said = await asyncio.wait_for(process.stdout.readline(), limit)
         except asyncio.TimeoutError:
             return {"error": f"the chat template takes more than {self.seconds:g} s for this conversation"}
-        except (ConnectionError, ValueError):
-            pass  # the process has ended, or writes without end
+        except ConnectionError:
+            return _PROCESS_ENDED
+        except ValueError:
+            return {"error": f"the chat template writes more than {_LONGEST_LINE:,} characters"}
         finally:
             if not said:  # also when the client has left: the answer would be taken for that of the next question
                 await self.close()
         if not said:
-            return {"error": "the chat template ended its process: it needs too much memory or is nested too deeply"}
+            return _PROCESS_ENDED
         answer: dict[str, str] = json.loads(said)
         return answer

@@ -63,4 +63,4 @@ def _special_tokens(model: ServedModel) -> dict[str, int | None]:
 def _ids_of_text(text: str, model: ServedModel, *, whole: bool) -> list[int]:
     texts = TokenTexts(model.tokenizer)
     special = [each for each in _special_tokens(model).values() if each is not None and texts.spelled(each) == text]
-    return special[:1] if special and not whole else model.ids_of_text(text, whole=whole)
+    return special[:1] if special and not whole else model.ids_of_text(text, whole=whole, param="prompt")

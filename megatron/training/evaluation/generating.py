@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -48,6 +49,12 @@ def generation_engine(trained: TrainedModel, config: InferenceConfig) -> Iterato
     )
     drafter = DraftModel(drafts[0], limits) if drafts else None
     engine = Engine(runner, tokenizer=trained.tokenizer, options=options, drafter=drafter)
+    if engine.limits.max_length < limits.max_length:
+        print(
+            f"texts have at most {engine.limits.max_length:,} tokens, not {limits.max_length:,}: the cache has no room "
+            "for more, and --inference-dynamic-batching-buffer-size-gb gives it more",
+            file=sys.stderr,
+        )
     try:
         yield engine
     finally:

@@ -40,9 +40,11 @@ def test_a_conversation_is_the_text_that_the_template_writes() -> None:
             ({"add_generation_prompt": False}, "<|endoftext|>user: hello\n"),
             ({"messages": [*MESSAGES, {"role": "assistant", "content": "the w"}], "continue_final_message": True},
              "<|endoftext|>user: hello\nassistant: the w"),
-            ({"chat_template_kwargs": {"extra": "in", "messages": 5}}, "<|endoftext|>user: hello\nassistant: in"),
+            ({"chat_template_kwargs": {"extra": "in"}}, "<|endoftext|>user: hello\nassistant: in"),
             ({"messages": [{"role": "user", "content": [{"type": "text", "text": word} for word in "ab"]}]},
              "<|endoftext|>user: ab\nassistant: "),
+            ({"messages": [*MESSAGES, {"role": "assistant", "content": None}, {"role": "assistant"}]},
+             "<|endoftext|>user: hello\nassistant: \nassistant: \nassistant: "),
         ):  # fmt: skip
             answer = said(running, return_token_ids=True, **fields).json
             prompt = answer["choices"][0]["prompt_token_ids"]
@@ -53,6 +55,38 @@ def test_a_conversation_is_the_text_that_the_template_writes() -> None:
         counted = ask(running.url, "/tokenize", {"messages": MESSAGES, "return_token_strs": True}).json
         assert counted["tokens"] == said(running, return_token_ids=True).json["choices"][0]["prompt_token_ids"]
         assert counted["count"] == len(counted["token_strs"])
+
+
+def test_variables_that_the_template_has_already_are_refused_by_name() -> None:
+    """They had no effect, and nobody said so. Content may be missing in an assistant's message alone."""
+    with with_template() as running:
+        for fields, param, words in (
+            (
+                {"chat_template_kwargs": {"messages": 5}},
+                "chat_template_kwargs",
+                "has messages, which the template gets",
+            ),
+            ({"chat_template_kwargs": {"add_generation_prompt": True}}, "chat_template_kwargs", "has add_generation_"),
+            (
+                {"chat_template_kwargs": {"bos_token": ""}},
+                "chat_template_kwargs",
+                "has bos_token, which the template ge",
+            ),
+            ({"chat_template_kwargs": {"documents": []}, "documents": [{}]}, "chat_template_kwargs", "has documents"),
+            (
+                {"messages": [{"role": "user", "content": None}]},
+                "messages",
+                'messages[0] of the role "user" has no cont',
+            ),
+            ({"messages": [*MESSAGES, {"role": "system"}]}, "messages", 'messages[1] of the role "system" has no'),
+            ({"max_tokens": 500}, "messages", "the conversation has 2"),
+        ):
+            for path in (PATH, "/tokenize")[: 1 + (param == "chat_template_kwargs" and "documents" not in fields)]:
+                reply = ask(running.url, path, {"messages": MESSAGES, **fields})
+                assert (reply.status, reply.json["error"]["param"]) == (400, param), reply.body
+                assert words in reply.message
+        named = {"chat_template_kwargs": {"documents": []}, "request_id": "mine"}
+        assert said(running, **named).json["id"] == "chatcmpl-mine"
 
 
 def test_streamed_messages_are_those_that_come_whole() -> None:

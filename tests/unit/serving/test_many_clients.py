@@ -10,10 +10,13 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from megatron.serving.completions import read_completion
+from megatron.serving.errors import ApiError
 from tests.harness.serving import Running, ask, served, slow_table
 
 
@@ -216,6 +219,29 @@ def test_one_request_cannot_have_more_texts_than_the_queue() -> None:
         assert unfinished.result().status == 200
 
 
+def test_texts_are_as_long_as_the_cache_has_room_for() -> None:
+    """The model's context was named, chat without a limit was refused always, and streams with status 200."""
+    table = slow_table(max_requests=1, max_length=512)
+    table.limits = replace(table.limits, num_blocks=5)
+    with served(table) as running:
+        assert ask(running.url, "/v1/models").json["data"][0]["max_model_len"] == 64
+        for stream in (False, True):
+            fields = {"prompt": "a", "max_tokens": 64, "stream": stream}
+            reply = ask(running.url, "/v1/completions", fields)
+            assert (reply.status, reply.json["error"]["code"]) == (400, "context_length_exceeded")
+            assert ask(running.url, "/v1/completions", {**fields, "max_tokens": 63}).status == 200
+
+
+def test_a_refusal_of_the_engine_comes_before_a_stream_begins(running: Running) -> None:
+    """It was an event after status 200, with which clients take the request for a good one."""
+    call = read_completion({"prompt": "a", "max_tokens": 5}, running.server.model, id="a")
+    thread = running.server.thread
+    thread.check(call.requests)
+    with pytest.raises(ApiError, match="at most 512") as refused:
+        thread.check([replace(request, max_tokens=600) for request in call.requests])
+    assert (refused.value.status, refused.value.code) == (400, "cannot_be_answered")
+
+
 def test_an_engine_that_fails_answers_503_everywhere() -> None:
     """Open requests, streams, later requests and /health; the process is told, so that it can end."""
     failures: list[BaseException] = []
@@ -272,3 +298,4 @@ def test_counts_of_metrics_are_those_of_answers() -> None:
             assert f"{prefix}num_requests_running{label} 0.0" in page
             assert f"{prefix}time_to_first_token_seconds_count{label} 2.0" in page
             assert f"{prefix}kv_cache_usage_perc{label} 0.0" in page
+            assert "_created" not in page

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.serving import Running, ask
+from tests.harness.serving import Running, ask, served
 
 TEMPERATURE = "temperature must be a positive number less than or equal to 100.0"
 TOP_K = "top_k must be equal to or greater than 0 and less than or equal to 1000"
@@ -30,7 +30,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 0}, TEMPERATURE),
     ({"temperature": 100.5}, TEMPERATURE),
     ({"temperature": True}, TEMPERATURE),
-    ({"top_k": 1.0}, "top_k must be an integer equal to or greater than 0 and less than or equal to 1000"),
+    ({"top_k": 1.5}, "top_k must be an integer equal to or greater than 0 and less than or equal to 1000"),
     ({"top_k": 1001}, TOP_K),
     ({"top_k": -1}, TOP_K),
     ({"top_p": "x"}, "top_p must be a positive float less than or equal to 1.0"),
@@ -49,12 +49,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"no_log": {}}, "no_log must be a boolean value"),
     ({"random_seed": 1.5}, "random_seed must be integer"),
     ({"random_seed": -1}, "random_seed must be a positive integer"),
-    ({"beam_width": "x"}, "beam_width must be integer"),
-    ({"beam_width": 0}, "beam_width must be an integer > 1"),
-    ({"beam_width": 2, "stop_token": 1.5}, "stop_token must be an integer"),
-    ({"beam_width": 2, "length_penalty": "x"}, "length_penalty must be a float"),
     ({"beam_width": 2}, "Beam search is no longer supported."),
     ({"stop_token": 5}, "stop_token belongs to beam search, which is no longer supported"),
+    ({"length_penalty": 1.0}, "length_penalty belongs to beam search, which is no longer supported"),
+    (
+        {"prompts": ["a", "bb"], "tokens_to_generate": 511},
+        "prompts[1] has 2 tokens; with tokens_to_generate 511 that "
+        "makes 513, and a text has at most 512 here, the prompt included: shorten it, or lower tokens_to_generate to",
+    ),
+    (
+        {"prompts": ["a" * 512]},
+        "prompts[0] has 512 tokens, and a text has at most 512 here, the prompt included: shorten",
+    ),
+    ({"prompts": ["a"], "tokens_to_generate": 512}, "prompts[0] has 1 token; with"),
     ({"tokens_to_genrate": 5}, '"tokens_to_genrate" is not a field of /api (did you mean tokens_to_generate?)'),
 ]
 
@@ -75,9 +82,24 @@ def test_refusals_have_megatron_lms_sentences_and_status_400(running: Running) -
         assert reply.json["message"] == reply.message and reply.message.startswith(message), (fields, reply.message)
 
 
+def test_other_refusals_have_a_message_too() -> None:
+    """Megatron-LM's clients read it, and failed on a missing key, a wrong method and an error of the server."""
+    with served(keys=("secret",)) as running:
+        key = {"authorization": "Bearer secret"}
+        replies = [
+            ask(running.url, "/api", {"prompts": ["a"]}),
+            ask(running.url, "/api", b"{}", method="DELETE", headers=key),
+        ]
+        running.server.thread.check = lambda requests: 1 / 0  # type: ignore[method-assign, assignment]
+        replies.append(ask(running.url, "/api", {"prompts": ["a"]}, headers=key))
+        assert [reply.status for reply in replies] == [401, 405, 500]
+        assert all(reply.json["message"] == reply.message for reply in replies)
+        assert "message" not in ask(running.url, "/v1/completions", {"prompt": "a"}).json
+
+
 def test_numbers_may_be_whole(running: Running) -> None:
     """JSON writers spell 1.0 as 1; Megatron-LM's server refuses that for floats."""
-    assert generated(running, top_p=1)["text"] and generated(running, temperature=1, top_p=0)["text"]
+    assert generated(running, top_p=1)["text"] and generated(running, temperature=1, top_p=0, top_k=2.0)["text"]
 
 
 def test_segments_are_the_text_and_logprobs_are_of_all_tokens_but_the_first(running: Running) -> None:
