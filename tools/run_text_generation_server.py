@@ -38,9 +38,9 @@ def main(argv: Sequence[str]) -> int:
                 f"the server needs the library {error.name}: pip install starlette uvicorn prometheus_client jinja2, "
                 "or this project's extra serve"
             ) from None
-    from megatron.core.models.gpt.train_spec import GPTSpec
     from megatron.training.checkpoints.trained_model import trained_model
     from megatron.training.evaluation.generating import exactness, generation_engine
+    from tools.generation.families import GENERATIVE
 
     launch = launch_environment()
     if (
@@ -51,9 +51,7 @@ def main(argv: Sequence[str]) -> int:
     # A taken port is noticed before the model is loaded.
     listener = process.bound_socket(server) if launch.rank == 0 else None
     with (
-        trained_model(
-            choice, {"gpt": GPTSpec()}, launch, pipeline_stages=layout.pipeline_model_parallel_size
-        ) as trained,
+        trained_model(choice, GENERATIVE, launch, pipeline_stages=layout.pipeline_model_parallel_size) as trained,
         generation_engine(trained, inference) as engine,
     ):
         if engine is not None and listener is not None:  # else another rank, whose work is done

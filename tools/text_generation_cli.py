@@ -65,15 +65,15 @@ def main(argv: Sequence[str]) -> int:
         )
         check_ways(config, local)
         prompts = prompts_of(config)
-    from megatron.core.models.gpt.train_spec import GPTSpec
     from megatron.training.checkpoints.trained_model import trained_model
     from megatron.training.evaluation.generating import exactness, generation_engine
     from tools.generation.batch import answer_file
+    from tools.generation.families import GENERATIVE
     from tools.generation.local import Generator
 
     with (
         trained_model(
-            choice, {"gpt": GPTSpec()}, launch_environment(), pipeline_stages=layout.pipeline_model_parallel_size
+            choice, GENERATIVE, launch_environment(), pipeline_stages=layout.pipeline_model_parallel_size
         ) as trained,
         generation_engine(trained, inference) as engine,
     ):

@@ -14,7 +14,7 @@ from megatron.core.inference.sampling import Sampling
 from megatron.core.tokenizers.conversations import OWN, ChatTemplate, load_template, own_template
 from megatron.errors import ConfigError, DataError, MegatronError
 from megatron.training.checkpoints.trained_model import TrainedModel
-from megatron.training.evaluation.generating import end_ids
+from megatron.training.evaluation.generating import decoder_start, end_ids
 from tools.generation.settings import DEFAULT_SEED, GenerateConfig, LocalConfig
 
 
@@ -29,10 +29,15 @@ class Generator:
         self._stop = StopRules(token_ids=end_ids(self.tokenizer, local.end_tokens), strings=local.stop)
         self._interrupted = False
         self._tokenizer_model = trained.config.tokenizer.tokenizer_model
+        self._start, family = decoder_start(trained), trained.train_spec.name
+        if local.chat and self._start is not None:
+            raise ConfigError(f"--chat: a {family} model answers single texts and holds no conversations; use --prompt")
 
     @cached_property
     def template(self) -> ChatTemplate:
         """The chat template. Raises ConfigError when there is none."""
+        if self._start is not None:
+            raise ConfigError('this model answers single texts and holds no conversations: ask with "prompt"')
         if self._local.chat_template is None and own_template(self._tokenizer_model) is None:
             raise ConfigError("the tokenizer has no chat template; give one with --chat-template FILE")
         return load_template(self._local.chat_template or OWN, self._tokenizer_model, learned="assistant")
@@ -43,11 +48,15 @@ class Generator:
         return self.tokenizer.tokenize_parts([text])[0]
 
     def request(self, ids: Sequence[int], *, number: int) -> Request:
-        """The request for the prompt with this number, which its seed depends on."""
+        """The request for the prompt with this number, which its seed depends on.
+
+        An encoder reads the prompt of a model that has one, and the text begins with what decoders begin with.
+        """
         seed = DEFAULT_SEED if self._config.seed is None else self._config.seed
         return Request(
             id=str(number),
-            prompt=tuple(ids),
+            prompt=tuple(ids) if self._start is None else (self._start,),
+            encoder_prompt=() if self._start is None else tuple(ids),
             max_tokens=self._config.tokens_to_generate,
             sampling=self._sampling,
             stop=self._stop,
@@ -63,7 +72,8 @@ class Generator:
 
         def begin(number: int) -> None:
             heading = f"-- {number + 1}\n" if len(prompts) > 1 else ""
-            print(f"{heading}{prompts[number]}{waiting[number]}", end="", flush=True)
+            between = "" if self._start is None else "\n=> "
+            print(f"{heading}{prompts[number]}{between}{waiting[number]}", end="", flush=True)
 
         def show(update: Update) -> None:
             nonlocal shown

@@ -61,7 +61,8 @@ class _Answer:
         self._stream = None
         if tokenizer is not None:
             hidden = tokenizer.special_ids if request.skip_special_tokens else frozenset[int]()
-            self._stream = TextStream(tokenizer, request.prompt, hidden=hidden)
+            before = () if request.encoder_prompt else request.prompt  # a decoder's text is a whole one
+            self._stream = TextStream(tokenizer, before, hidden=hidden)
         self._tokens: list[GeneratedToken] = []
         self._new_text = ""
 

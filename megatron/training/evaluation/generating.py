@@ -143,6 +143,22 @@ def draft_model(trained: TrainedModel, folder: str, *, length: int) -> TrainedMo
     return draft
 
 
+def decoder_start(trained: TrainedModel) -> int | None:
+    """What a text of an encoder-decoder model begins with; None for a model whose texts continue their prompts.
+
+    Raises ConfigError for a tokenizer that has no such token.
+    """
+    if not isinstance(trained.models[0], EncoderDecoder):
+        return None
+    found: int | None = getattr(trained.tokenizer, "decoder_start", None)
+    if found is None:
+        raise ConfigError(
+            f"{trained.folder.path} is used with {trained.tokenizer.name}, which has no token that a decoder's text "
+            "begins with: name a checkpoint that was trained on text, or its --tokenizer-type and files"
+        )
+    return found
+
+
 def end_ids(tokenizer: Tokenizer, words: Iterable[str]) -> frozenset[int]:
     """Tokens that end a text: the tokenizer's own, and those of ``--end-tokens``. Raises ConfigError for a word that is
     no single token.

@@ -1,0 +1,83 @@
+"""Generation with a T5: the encoder reads the prompt, and the text is the decoder's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from megatron.core.models.t5.generation import likeliest_answer
+from megatron.core.models.t5.model import T5Model
+from megatron.core.tokenizers.wordpiece import WordPieceTokenizer
+from megatron.errors import ConfigError, DataError
+from tests.harness.runs import PIECES, saved_model
+from tests.harness.scripts import run_script
+from tools import text_generation_cli
+
+PROMPTS = ["the cat sat on a mat.", "the dogs"]
+WORDS = f"--vocab-extra-ids 3 --vocab-size {len(PIECES) + 5}"
+FLAGS = "--position-embedding-type relative --decoder-seq-length 8 --untie-embeddings-and-output-weights --seed 7"
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str]]:
+    """A checkpoint, and what its model says to ``PROMPTS`` when the whole text is read for every token."""
+    folder = tmp_path_factory.mktemp("t5")
+    run = saved_model(folder, "t5", WORDS, flags=FLAGS)
+    tokenizer, model = cast("WordPieceTokenizer", run.tokenizer), cast("T5Model", run.models[0].eval())
+    begin, end = tokenizer.decoder_start, tokenizer.eos
+    assert begin is not None and end is not None
+    texts = []
+    for prompt in PROMPTS:
+        ids = tokenizer.tokenize(prompt)
+        answer = likeliest_answer(model, ids, begin=begin, end=end, most=7, device=torch.device("cpu"))
+        texts.append(tokenizer.detokenize(answer[: answer.index(tokenizer.eod)] if tokenizer.eod in answer else answer))
+    assert len(set(texts)) == 2, "an answer to every text would show little"
+    return f"{folder}/saved", texts
+
+
+def test_the_encoder_reads_the_prompt(
+    said: tuple[str, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the answer in lines of JSON is the text alone."""
+    folder, texts = said
+    words = ["--load", folder, "--tokens-to-generate", "7", "--temperature", "0"]
+    text_generation_cli.main([*words, "--prompt", *PROMPTS])
+    printed = capsys.readouterr().out
+    assert printed == "".join(f"-- {n}\n{PROMPTS[n - 1]}\n=> {texts[n - 1]}\n" for n in (1, 2))
+
+    (tmp_path / "asked").write_text("".join(json.dumps({"prompt": each}) + "\n" for each in PROMPTS))
+    text_generation_cli.main([*words, "--input-jsonl", f"{tmp_path}/asked", "--output-jsonl", f"{tmp_path}/answers"])
+    answers: list[dict[str, Any]] = [json.loads(line) for line in (tmp_path / "answers").read_text().splitlines()]
+    assert [each["text"] for each in answers] == texts
+    assert [each["prompt_tokens"] for each in answers] == [7, 3]
+
+
+@pytest.mark.slow  # tests/parallel/test_workers.py has the same engine on the same stages
+def test_one_rank_may_have_the_encoder(said: tuple[str, list[str]], tmp_path: Path) -> None:
+    folder, texts = said
+    words = ["--load", folder, "--tokens-to-generate", "7", "--temperature", "0", "--prompt", *PROMPTS]
+    words += ["--pipeline-model-parallel-size", "2"]
+    ended = run_script("tools/text_generation_cli.py", words, ranks=2, log=tmp_path / "log")
+    assert ended.code == 0, ended.output
+    assert all(f"{prompt}\n=> {text}\n" in ended.output for prompt, text in zip(PROMPTS, texts))
+
+
+def test_what_a_t5_cannot_do_is_said(said: tuple[str, list[str]], tmp_path: Path) -> None:
+    folder, _ = said
+    words = ["--load", folder, "--tokens-to-generate", "7"]
+    with pytest.raises(ConfigError, match="--chat: a t5 model answers single texts and holds no conversations"):
+        text_generation_cli.main([*words, "--chat"])
+    (tmp_path / "asked").write_text('{"messages": [{"role": "user", "content": "cat"}]}\n')
+    with pytest.raises(DataError, match='asked:1: this model .* holds no conversations: ask with "prompt"'):
+        text_generation_cli.main(
+            [*words, "--input-jsonl", f"{tmp_path}/asked", "--output-jsonl", f"{tmp_path}/answers"]
+        )
+    with pytest.raises(DataError, match="prompt 1: the encoder's text has 30 tokens, and the encoder sees at most 16"):
+        text_generation_cli.main([*words, "--prompt", "cat " * 30])
+    saved_model(tmp_path, "t5", None, flags=FLAGS)
+    with pytest.raises(ConfigError, match="NullTokenizer, which has no token that a decoder's text begins with"):
+        text_generation_cli.main(["--load", f"{tmp_path}/saved", "--prompt", "1 2"])
