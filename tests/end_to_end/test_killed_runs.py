@@ -26,6 +26,13 @@ RUNS = -(-int(os.environ.get("TEST_KILLS", KILLS)) // KILLS)
 ITERATIONS = 12 * KILLS
 FLAGS = f"{TINY} --train-iters {ITERATIONS} --save-interval 1 --keep-last-checkpoints 3"
 
+EXPERTS = (
+    "--num-experts 4 --moe-ffn-hidden-size 32 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01 --recompute-granularity selective "
+    "--recompute-modules moe"
+)
+"""Biases that no gradient moves must be saved, and choices that are recomputed counted once."""
+
 
 def train(flags: list[str], log: str) -> None:
     """Train in this process, whose output goes to a file."""
@@ -55,6 +62,8 @@ def wait_for_line(log: Path, pattern: str, process: multiprocessing.context.Fork
     [
         pytest.param("", id="sync"),
         pytest.param("--async-save", id="async", marks=pytest.mark.slow),
+        # As many starts and steps as the first, of a model that takes longer.
+        pytest.param(EXPERTS, id="experts with biases", marks=pytest.mark.slow),
         pytest.param("object storage", id="object storage", marks=pytest.mark.slow),
     ],
 )
@@ -64,7 +73,7 @@ def test_killed_job_ends_as_one_that_was_left_alone(kind: str, seed: int, tmp_pa
     whole, killed = str(tmp_path / "whole"), str(tmp_path / "killed")
     if kind == "object storage":
         killed = bucket.url(tmp_path / "killed")
-    flags = [*FLAGS.split(), *(["--async-save"] if kind == "--async-save" else [])]
+    flags = [*FLAGS.split(), *(kind.split() if kind.startswith("--") else [])]
     reference = start([*flags, f"--save={whole}"], tmp_path / "whole.log")
     reference.join(120)
     assert reference.exitcode == 0, (tmp_path / "whole.log").read_text()

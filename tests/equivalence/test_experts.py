@@ -131,7 +131,8 @@ LAYOUTS: dict[str, Layout] = {
     "pp2 tp2 sp ep2 etp1 zb-h1 recompute parts of moe and attention": Layout(
         pp=2, tp=2, sequence_parallel=True, ep=2, etp=1, schedule="zb-h1", recompute=PARTS
     ),
-    "data outside of the pipeline": Layout(pp=2, tp=2, ep=2, etp=1, dp=2, pp_before_dp=False),
+    "data outside of the pipeline, tp2 etp1": Layout(pp=2, tp=2, etp=1, pp_before_dp=False),
+    "data outside of the pipeline, ep4 over tp2 dp2": Layout(pp=2, tp=2, ep=4, etp=1, dp=2, pp_before_dp=False),
 }
 
 

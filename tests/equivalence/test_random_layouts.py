@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.config.moe import MoEConfig
 from megatron.config.parallel import CpCommType, head_exchange_size
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.transformer.block import RecomputePlan
 from megatron.errors import ParallelError
 from tests.equivalence.families import GLOBAL_BATCH, LENGTH
 from tests.equivalence.test_equivalence import LLAMA, SMALL, STILL, check, train_at
+from tests.equivalence.test_experts import experts
 from tests.equivalence.training import Layout, train
 from tests.tiers import tiers
 
@@ -27,6 +29,8 @@ DRAWS, SOON, MOST_RANKS = 6, 3, 8
 RECOMPUTATION = [
     RecomputePlan(),
     RecomputePlan("selective"),
+    RecomputePlan("selective", modules=("moe", "mlp")),
+    RecomputePlan("selective", modules=("core_attn", "moe_act", "shared_experts")),
     RecomputePlan("full"),
     RecomputePlan("full", "uniform", 2),
     RecomputePlan("full", "block", 1),
@@ -34,12 +38,40 @@ RECOMPUTATION = [
 
 
 def draw_model(rng: random.Random) -> dict[str, Any]:
-    """Settings of a small model without dropout."""
-    layers = {"num_layers": rng.randint(4, 8), "untie_embeddings_and_output_weights": rng.random() < 0.5}
+    """Settings of a small model without dropout, in half of the cases with experts."""
+    layers: dict[str, Any] = {
+        "num_layers": rng.randint(4, 8),
+        "untie_embeddings_and_output_weights": rng.random() < 0.5,
+        "groups": draw_experts(rng),
+    }
     if rng.random() < 0.5:
         return SMALL | STILL | layers | {"num_attention_heads": 8, "document_ids": rng.random() < 0.5}
     groups = {"num_query_groups": rng.choice([1, 2, 4, 8]), "qk_layernorm": rng.random() < 0.5}
     return LLAMA | STILL | layers | groups | {"document_ids": rng.random() < 0.5}
+
+
+def draw_experts(rng: random.Random) -> tuple[MoEConfig, ...]:
+    """Settings of experts, of which some layers have none. A loss over microbatches depends on how many there are, so
+    losses are over sequences and tokens.
+    """
+    if rng.random() < 0.5:
+        return ()
+    score = rng.choice(["softmax", "sigmoid"])
+    groups = {"moe_router_num_groups": 4, "moe_router_group_topk": 2} if rng.random() < 0.3 else {}
+    return experts(
+        moe_layer_freq=rng.choice(["1", "2"]),
+        moe_router_score_function=score,
+        moe_router_topk=rng.choice([2, 4]),
+        moe_router_load_balancing_type=("seq_aux_loss",),
+        moe_aux_loss_coeff=(rng.choice([0.0, 0.3]),),
+        moe_z_loss_coeff=rng.choice([None, 0.1]),
+        moe_router_enable_expert_bias=score == "sigmoid" and rng.random() < 0.5,
+        moe_router_bias_update_rate=0.1,
+        moe_expert_capacity_factor=rng.choice([None, None, 0.9]),
+        moe_shared_expert_intermediate_size=rng.choice([None, 16]),
+        moe_token_dispatcher_type=rng.choice(["alltoall", "alltoall", "allgather"]),
+        **groups,
+    )
 
 
 def draw_layout(rng: random.Random, model: dict[str, Any]) -> Layout:
@@ -57,7 +89,8 @@ def draw_layout(rng: random.Random, model: dict[str, Any]) -> Layout:
     every: tuple[CpCommType, ...] = ("p2p", "all_gather", "a2a", "a2a+p2p")
     fitting = [kind for kind in every if heads_fit(kind, cp, levels, tp, model)]
     kinds = tuple(rng.choice(fitting) for _ in range(rng.choice([1, model["num_layers"]])))
-    overlap = rng.random() < 0.5
+    overlap, has_experts = rng.random() < 0.5, bool(model["groups"])
+    ep, etp = rng.choice([(ep, etp) for ep in (1, 2, 4, 8) for etp in (1, 2, 4) if tp * cp * dp % (ep * etp) == 0])
     return Layout(
         tp=tp,
         cp=cp,
@@ -75,6 +108,8 @@ def draw_layout(rng: random.Random, model: dict[str, Any]) -> Layout:
         recompute=rng.choice(RECOMPUTATION),
         cp_comm_types=kinds,
         cp_sizes=levels,
+        ep=ep if has_experts else 1,
+        etp=etp if has_experts else None,
     )
 
 

@@ -69,7 +69,7 @@ def shared_experts_divide_over_ranks(run: RunConfig) -> str | None:
 
 
 def expert_grid_fits(run: RunConfig) -> str | None:
-    """The ranks of a stage form a grid of experts, whose pipelines are those of the dense layers."""
+    """The ranks of a stage form a grid of experts."""
     parallel, moe = run.parallel, run.group(MoEConfig)
     inside = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     ranks, wanted = inside * run.data_parallel_size, parallel.expert_model_parallel_size * parallel.etp
@@ -84,11 +84,6 @@ def expert_grid_fits(run: RunConfig) -> str | None:
         return (
             f"{asked} = {wanted} ranks do not divide the {ranks} ranks of tensor, context and data parallelism; "
             f"use sizes whose product is {some(divisors(ranks), near=wanted)}"
-        )
-    if parallel.use_tp_pp_dp_mapping and parallel.expert_model_parallel_size > 1 and wanted != inside:
-        return (
-            f"{asked} = {wanted} ranks and --use-tp-pp-dp-mapping would give experts other pipelines than dense "
-            f"layers; leave --use-tp-pp-dp-mapping out, or use sizes whose product is {inside}"
         )
     return None
 

@@ -25,7 +25,8 @@ class Mesh:
     """A rank's coordinates on two grids over the same ranks: dense ``pp dp cp tp`` and expert ``pp edp ep etp``.
 
     ``pp`` may be combined with axes of either grid; mixing dense and expert axes in one union is a programming error.
-    ``activity``: what the rank is doing.
+    The expert grid numbers ranks stage by stage, also where ``pp`` isn't the slowest dense axis: a rank has one stage,
+    and expert axes divide the ranks of a stage. ``activity``: what the rank is doing.
     """
 
     dense: RankGrid
@@ -62,18 +63,9 @@ class Mesh:
         edp, rest = divmod(tp * cp * dp, ep * expert_tp)
         if rest:
             raise ValueError(f"tp·cp·dp = {tp * cp * dp} ranks cannot be divided into ep·etp = {ep * expert_tp}")
-        if not pp_before_dp and ep > 1 and ep * expert_tp != tp * cp:
-            raise ValueError(
-                f"with pp inside dp, ep·etp = {ep * expert_tp} must equal tp·cp = {tp * cp}: "
-                "otherwise a rank would have other pipeline neighbours for experts than for dense layers"
-            )
-        if pp_before_dp:
-            dense = RankGrid({"pp": pp, "dp": dp, "cp": cp, "tp": tp})
-            expert = RankGrid({"pp": pp, "edp": edp, "ep": ep, "etp": expert_tp})
-        else:
-            dense = RankGrid({"dp": dp, "pp": pp, "cp": cp, "tp": tp})
-            expert = RankGrid({"edp": edp, "pp": pp, "ep": ep, "etp": expert_tp})
-        return cls(dense, expert, rank)
+        outer: dict[Axis, int] = {"pp": pp, "dp": dp} if pp_before_dp else {"dp": dp, "pp": pp}
+        dense = RankGrid({**outer, "cp": cp, "tp": tp})
+        return cls(dense, RankGrid({"pp": pp, "edp": edp, "ep": ep, "etp": expert_tp}), rank)
 
     @property
     def world_size(self) -> int:
@@ -86,8 +78,23 @@ class Mesh:
     def members(self, *axes: Axis) -> tuple[int, ...]:
         """World ranks of the group of this rank over ``axes``."""
         if axes not in self._members:
-            self._members[axes] = self._grid(axes).members(self.world_rank, *axes)
+            if self._grid(axes) is self.dense:
+                self._members[axes] = self.dense.members(self.world_rank, *axes)
+            else:
+                numbers = self.expert.members(self.expert_number, *axes)
+                self._members[axes] = tuple(
+                    self.dense.rank_at(self._stage_by_stage.coordinates(number)) for number in numbers
+                )
         return self._members[axes]
+
+    @property
+    def expert_number(self) -> int:
+        """This rank's number on the expert grid."""
+        return self._stage_by_stage.rank_at(self.dense.coordinates(self.world_rank))
+
+    @property
+    def _stage_by_stage(self) -> RankGrid:
+        return RankGrid({axis: self.dense.axes[axis] for axis in ("pp", "dp", "cp", "tp")})
 
     def size(self, *axes: Axis) -> int:
         """Number of ranks in the group over ``axes``."""
