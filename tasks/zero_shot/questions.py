@@ -15,12 +15,13 @@ import numpy as np
 
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.request import Request, StopRules
-from megatron.core.inference.runner import CachedRunner, GenerativeModel
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.scoring import Sample
+from megatron.core.parallel.collectives import gather_objects
 from megatron.errors import ConfigError, DataError
 from megatron.training.checkpoints.trained_model import TrainedModel
 from megatron.training.evaluation.evaluate import Evaluator
+from megatron.training.evaluation.generating import engine_of_every_rank
 from megatron.training.evaluation.metrics import Likelihoods
 from megatron.training.evaluation.whole_text_runner import WholeTextRunner
 
@@ -97,20 +98,36 @@ class Questions:
             )
             for prompt, number in zip(prompts, numbers)
         ]
-        results = self._engine.generate(requests)
-        for result in results:
-            if result.finish.reason == "error":
-                raise DataError(f"request {result.request.id}: {result.finish.error}")
-        return [result.text for result in results]
+        mesh, first, step = self._trained.context.mesh, 0, 1
+        if self._is_shared_out:
+            first, step = mesh.rank("dp"), mesh.size("dp")
+        answers = {
+            each.request.id: (each.text, each.finish.error) for each in self._engine.generate(requests[first::step])
+        }
+        if step > 1:
+            answers = {id: answer for each in gather_objects(answers, mesh) for id, answer in each.items()}
+        for id, (_, error) in answers.items():
+            if error is not None:
+                raise DataError(f"request {id}: {error}")
+        return [answers[request.id][0] for request in requests]
+
+    @cached_property
+    def _cached_engine(self) -> Engine | None:
+        return engine_of_every_rank(self._trained, length=self.length, max_requests=self._batch)
 
     @cached_property
     def _engine(self) -> Engine:
-        """Every rank has one, which answers the same requests: with a cache on one rank, else at any layout."""
-        trained, runner = self._trained, WholeTextRunner(self._evaluator, max_requests=self._batch)
-        if trained.context.mesh.world_size > 1 or not isinstance(trained.model, GenerativeModel):
-            return Engine(runner, tokenizer=self.tokenizer)
-        cached = CachedRunner(trained.model, trained.config.model, trained.context, runner.limits)
-        return Engine(cached, tokenizer=self.tokenizer)
+        """Every rank has one, which answers the same requests as that of the other ranks of its replica."""
+        runner = WholeTextRunner(self._evaluator, max_requests=self._batch)
+        return self._cached_engine or Engine(runner, tokenizer=self.tokenizer)
+
+    @property
+    def _is_shared_out(self) -> bool:
+        """Whether a replica computes without the others, which share no experts with it, and answers a part of the
+        requests.
+        """
+        mesh = self._trained.context.mesh
+        return self._cached_engine is not None and mesh.size("ep") * mesh.size("etp") <= mesh.size("tp")
 
 
 def sample_of(context: list[int], continuation: list[int], *, length: int) -> Sample:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from megatron.core.models.registry import FAMILIES
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import ConfigError
 from megatron.training.evaluation.samples import Samples
+from megatron.training.evaluation.whole_text_runner import WholeTextRunner
 from megatron.training.loop import train_and_save
 from megatron.training.reporting.metrics import StepRecord
 from tests.harness.ranks import run_ranks
@@ -32,6 +34,8 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "cp": ("--context-parallel-size 2", {"cp": 2}),
     "dp": ("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", {"dp": 2}),
 }
+NO_CACHE = ("tp and sp", "interleaved", "cp")
+"""Every token reads the whole text where ranks split sequences, or have several parts of the model."""
 Sampled = list[tuple[int, Sequence[tuple[str, str]]]]
 
 
@@ -51,8 +55,11 @@ def trained(context: ParallelContext, flags: str) -> tuple[list[Any], Sampled]:
     return steps, samples
 
 
-def with_and_without(context: ParallelContext, flags: str) -> list[tuple[list[Any], Sampled]]:
-    return [trained(context, f"{flags} {more}") for more in (SAMPLES, "", f"{NO_DROPOUT} {SAMPLES}")]
+def with_and_without(context: ParallelContext, flags: str) -> tuple[int, list[tuple[list[Any], Sampled]]]:
+    """And how many steps have read whole texts."""
+    with mock.patch.object(WholeTextRunner, "start", autospec=True, side_effect=WholeTextRunner.start) as whole:
+        found = [trained(context, f"{flags} {more}") for more in (SAMPLES, "", f"{NO_DROPOUT} {SAMPLES}")]
+    return whole.call_count, found
 
 
 @pytest.mark.parametrize("layout", tiers(LAYOUTS, first=("tp and sp", "pp", "cp", "dp")))
@@ -62,7 +69,8 @@ def test_training_is_the_same_bit_for_bit(layout: str) -> None:
     alone = trained(replace(ParallelContext.single(), dtype=torch.float64), f"{NO_DROPOUT} {SAMPLES}")[1]
     assert [iteration for iteration, _ in alone] == [2, 4]
     assert [[prompt for prompt, _ in continued] for _, continued in alone] == [["5", "7"]] * 2
-    for sampled, plain, without_dropout in run_ranks(with_and_without, flags, dtype=torch.float64, **sizes):
+    for whole, (sampled, plain, without_dropout) in run_ranks(with_and_without, flags, dtype=torch.float64, **sizes):
+        assert (whole > 0) == (layout in NO_CACHE)
         assert sampled[0] == plain[0] and len(plain[0]) == 4
         assert len(sampled[1]) == 2 and plain[1] == []
         assert without_dropout[1] == alone

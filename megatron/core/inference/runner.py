@@ -127,14 +127,14 @@ class CachedRunner:
         """As ``_run``; stages hand on the encoder's hidden states beside those of texts, in the order of rows."""
         parts: list[Tensor] | list[None] = [None] * len(plan.rows)
         if hidden is not None:
-            parts = list(hidden.split([len(row.tokens) for row in plan.rows]))
+            parts = list(hidden.split_with_sizes([len(row.tokens) for row in plan.rows]))
         encoded = [self._encoded(row, part) for row, part in zip(plan.rows, parts) if row.encoder]
         rows = [row for row in plan.rows if not row.encoder]
         going_on = [part for row, part in zip(plan.rows, parts) if part is not None and not row.encoder]
         output = self._run(rows, torch.cat(going_on) if going_on else None) if rows else self._nothing()
         if self._context.mesh.rank("pp") == self._context.mesh.size("pp") - 1:
             return output
-        texts = iter(output.split([len(row.tokens) for row in rows]) if rows else ())
+        texts = iter(output.split_with_sizes([len(row.tokens) for row in rows]) if rows else ())
         reads = iter(encoded)
         (buffer,) = self.buffers(plan)
         return torch.cat([next(reads if row.encoder else texts).to(buffer.dtype) for row in plan.rows], out=buffer)

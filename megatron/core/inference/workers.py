@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.inference.step_plan import ModelStage, RunnerLimits, StepPlan
-from megatron.core.parallel.collectives import Handle
+from megatron.core.parallel.collectives import Handle, broadcast
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.messages import Messages
 from megatron.core.parallel.transport import Transport
@@ -76,13 +76,40 @@ def follow(stages: Sequence[ModelStage], mesh: Mesh, messages: Messages) -> None
             places[number].run(StepPlan.from_array(np.array(numbers, dtype=np.int64)))
 
 
+class EveryRanksRunner:
+    """A ``ModelRunner`` on every rank, in engines with the same requests, so that no rank has to be told what to do.
+
+    ``start`` is a collective of a pipeline's ranks, which all get the logits.
+    """
+
+    depth = 1
+    failure = None
+
+    def __init__(self, stage: ModelStage, mesh: Mesh) -> None:
+        self.limits: RunnerLimits = stage.limits
+        self._stage, self._mesh, self._place = stage, mesh, _PipelinePlace(stage, mesh, sends_logits=False)
+
+    @torch.inference_mode()
+    def start(self, plan: StepPlan) -> LeaderStep:
+        """Compute this rank's stage of a plan, and get the last stage's logits."""
+        result, last = self._place.run(plan), self._mesh.size("pp") - 1
+        if self._mesh.rank("pp") < last:
+            shape = (plan.num_logits, self.limits.vocabulary)
+            result = [torch.empty(shape, dtype=self._stage.logits_dtype, device=self._stage.device)]
+        return LeaderStep(Handle([broadcast(result[0].contiguous(), self._mesh, "pp", src=last)]))
+
+    def close(self) -> None:
+        """Nothing: no rank waits for plans."""
+
+
 class _PipelinePlace:
     """A rank's stage between those before and after it."""
 
-    def __init__(self, stage: ModelStage, mesh: Mesh) -> None:
+    def __init__(self, stage: ModelStage, mesh: Mesh, *, sends_logits: bool = True) -> None:
         self._stage, self._rank, self._last = stage, mesh.rank("pp"), mesh.size("pp") - 1
-        self._sends_logits = self._rank == self._last and mesh.rank("tp") == 0
-        routes = [(rank, rank + 1) for rank in range(self._last)] + [(self._last, 0)] * (self._last > 0)
+        self._sends_logits = sends_logits and self._rank == self._last and mesh.rank("tp") == 0
+        routes = [(rank, rank + 1) for rank in range(self._last)]
+        routes += [(self._last, 0)] * (sends_logits and self._last > 0)
         self._transport = Transport(mesh, stage.device, routes=routes)
         self._sending: Handle[Sequence[Tensor]] = Handle(())
 

@@ -154,6 +154,7 @@ def reduce_scatter_into_async(out: Tensor, x: Tensor, mesh: Mesh, *axes: Axis) -
 
 def broadcast(x: Tensor, mesh: Mesh, *axes: Axis, src: int = 0) -> Tensor:
     """Overwrite ``x`` with the copy of the group's rank number ``src``."""
+    assert x.is_contiguous(), "gloo would send what lies between its numbers"
     group = mesh.group(*axes)
     if group is not None:
         with _waiting("broadcast", mesh, axes):

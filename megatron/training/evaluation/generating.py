@@ -13,12 +13,14 @@ from megatron.core.inference.engine import Engine
 from megatron.core.inference.runner import CachedRunner, EncoderDecoder, GenerativeModel, costs_little
 from megatron.core.inference.scheduler import SchedulerOptions
 from megatron.core.inference.step_plan import RunnerLimits
-from megatron.core.inference.workers import Leader, follow
+from megatron.core.inference.workers import EveryRanksRunner, Leader, follow
 from megatron.core.parallel.collectives import gather_objects
 from megatron.core.parallel.messages import Messages
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.errors import ConfigError
-from megatron.training.checkpoints.trained_model import TrainedModel, another_trained_model
+from megatron.training.checkpoints.trained_model import PlacedModel, TrainedModel, another_trained_model
+
+_BLOCK_SIZE = 64
 
 
 @contextmanager
@@ -61,14 +63,36 @@ def generation_engine(trained: TrainedModel, config: InferenceConfig) -> Iterato
         engine.close()
 
 
+def engine_of_every_rank(
+    placed: PlacedModel, *, length: int, max_requests: int, options: SchedulerOptions | None = None
+) -> Engine | None:
+    """A rank's engine, which all ranks of a replica ask the same, for texts of up to ``length`` tokens. A collective.
+
+    None for layouts without a cache of keys and values: where ranks split sequences or have several model chunks.
+    """
+    context, mesh, model = placed.context, placed.context.mesh, placed.config.model
+    splits = mesh.size("cp") > 1 or (context.sequence_parallel and mesh.size("tp") > 1)
+    if splits or len(placed.models) > 1 or not isinstance(placed.models[0], GenerativeModel):
+        return None
+    assert model.vocab_size is not None, "a tokenizer has set it"
+    limits = RunnerLimits(
+        num_blocks=1 + max_requests * -(-length // _BLOCK_SIZE),
+        block_size=_BLOCK_SIZE,
+        max_requests=max_requests,
+        max_length=length,
+        vocabulary=model.vocab_size,
+    )
+    stage = CachedRunner(placed.models[0], model, context, limits)
+    return Engine(EveryRanksRunner(stage, mesh), tokenizer=placed.tokenizer, options=options)
+
+
 def exactness(trained: TrainedModel, config: InferenceConfig) -> str:
     """A line that says how exact generation is: the type of numbers, where, and whether texts depend on the batch."""
     context = trained.context
     mesh = context.mesh
     dtype = str(context.dtype).removeprefix("torch.")
-    ranks = [
-        f"{mesh.size(axis)} {name}" for axis, name in (("tp", "tensor"), ("pp", "pipeline")) if mesh.size(axis) > 1
-    ]
+    sizes = ((mesh.size("tp"), "tensor"), (mesh.size("pp"), "pipeline"))
+    ranks = [f"{size} {name}" for size, name in sizes if size > 1]
     where = f"{dtype} on {context.device.type}" + (f" with {' x '.join(ranks)}-parallel ranks" if ranks else "")
     if config.batch_invariant or costs_little(context):
         return (

@@ -5,9 +5,11 @@ from __future__ import annotations
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.request import Request, StopRules
 from megatron.core.inference.sampling import Sampling
+from megatron.core.inference.scheduler import SchedulerOptions
 from megatron.errors import ConfigError
 from megatron.training.checkpoints.trained_model import PlacedModel
 from megatron.training.evaluation.evaluate import Evaluator
+from megatron.training.evaluation.generating import engine_of_every_rank
 from megatron.training.evaluation.whole_text_runner import WholeTextRunner
 from megatron.training.run.run import Run
 from megatron.training.run.stages import stages_here
@@ -49,8 +51,16 @@ class Samples:
             stages=stages_here(run.config, run.train_spec, run.context),
             models=run.models,
         )
-        runner = WholeTextRunner(Evaluator(placed), max_requests=len(self._prompts))
-        self._engine = Engine(runner, tokenizer=tokenizer)
+        longest = max(map(len, self._prompts)) + run.config.reporting.generate_samples_tokens
+        engine = engine_of_every_rank(
+            placed,
+            length=min(self._length, longest),
+            max_requests=len(self._prompts),
+            options=SchedulerOptions(prefix_caching=False),  # keys and values of other weights
+        )
+        self._engine = engine or Engine(
+            WholeTextRunner(Evaluator(placed), max_requests=len(self._prompts)), tokenizer=tokenizer
+        )
 
     def write_if_due(self) -> None:
         """Report samples if the run's iteration is a multiple of the interval. A collective."""
