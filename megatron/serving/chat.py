@@ -37,7 +37,8 @@ def read_chat(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
 
 async def conversation_ids(fields: Mapping[str, Any], model: ServedModel, *, trust_templates: bool) -> list[int]:
     """Token ids of the ``messages`` as the chat template writes them. Raises ApiError."""
-    messages = [_with_text(message, number) for number, message in enumerate(fields["messages"])]
+    model.check_continues("an answer continues its conversation", param="messages")
+    messages = [with_text(message, number) for number, message in enumerate(fields["messages"])]
     if fields["chat_template"] is not None and not trust_templates:
         raise ApiError(
             "chat_template: this server uses its own template alone (--trust-request-chat-template would change that)",
@@ -81,7 +82,7 @@ def chat_call(fields: Mapping[str, Any], ids: list[int], model: ServedModel, *, 
     return api_call(model, fields, id=id, prompts={"the conversation": ids}, param="messages", choices=fields["n"])
 
 
-def _with_text(message: Mapping[str, Any], number: int) -> dict[str, Any]:
+def with_text(message: Mapping[str, Any], number: int) -> dict[str, Any]:
     """A message whose parts are joined. Without content, which an assistant's may lack, it has the empty text."""
     content = message.get("content")
     if content is None and message["role"] != "assistant":

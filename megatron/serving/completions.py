@@ -28,9 +28,13 @@ def read_completion(body: Mapping[str, Any], model: ServedModel, *, id: str) -> 
         raise ApiError(
             "max_tokens is 0; it must be 1 or more, or 0 with echo: true to score a prompt", param="max_tokens"
         )
+    if fields["echo"]:
+        model.check_continues("echo begins a text with its prompt", param="echo")
+    if fields["prompt_logprobs"] is not None:
+        model.check_continues("prompt_logprobs score a prompt", param="prompt_logprobs")
     prompts = _prompts(fields, model)
     if fields["max_tokens"] is None:
-        room = min(model.max_length - len(ids) for ids in prompts.values())
+        room = min(map(model.room, prompts.values()))
         fields["max_tokens"] = max(1, min(_DEFAULT_TOKENS, room if fields["truncate_prompt_tokens"] is None else 16))
     return api_call(model, fields, id=id, prompts=prompts, param="prompt", choices=choices)
 

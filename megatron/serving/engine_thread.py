@@ -151,7 +151,7 @@ class EngineThread:
         self._check_room(len(requests))
         stream, now = Stream(len(requests)), time.monotonic()
         for request in requests:
-            self._open[request.id] = Progress(stream, now, len(request.prompt))
+            self._open[request.id] = Progress(stream, now, len(request.encoder_prompt or request.prompt))
         self._commands.put(list(requests))
         try:
             yield stream

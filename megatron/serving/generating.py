@@ -105,7 +105,7 @@ def api_call(
         Request(
             id=f"{id}-{number * choices + choice}",
             prompt=tuple(ids),
-            max_tokens=model.max_length - len(ids) if most is None else most,
+            max_tokens=model.room(ids) if most is None else most,
             sampling=sampling,
             stop=stop,
             constraint=constraint,
@@ -118,6 +118,7 @@ def api_call(
         for number, ids in enumerate(checked)
         for choice in range(choices)
     ]
+    requests = list(map(model.placed, requests))
     return ApiCall(id=id, fields=fields, prompts=checked, requests=requests, choices=choices, seed=seed)
 
 

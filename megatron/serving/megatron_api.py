@@ -173,6 +173,7 @@ def _prompts(prompts: Any) -> list[str]:
 def read_megatron(body: Mapping[str, Any], model: ServedModel, *, id: str) -> ApiCall:
     """A request, checked. Raises ApiError."""
     fields = checked_fields(body)
+    model.check_continues("/api answers with each prompt and its continuation", param="prompts")
     most = fields["tokens_to_generate"]
     first = [model.tokenizer.eod] if fields["add_BOS"] else []
     prompts = [

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.flags import plural_s
 from megatron.core.inference.constrained import ConstraintCompiler
+from megatron.core.inference.request import Request
 from megatron.core.inference.sampling import ForbiddenAfter
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.errors import MegatronError
@@ -24,7 +25,8 @@ class ServedModel:
     """``max_length``: tokens of a prompt and its generated text together. ``vocab_size``: ids that prompts may have.
 
     ``fingerprint``: says which checkpoint and tokenizer the answers come from. ``end_ids``: tokens that end a text.
-    ``templates``: None where no chat template is known.
+    ``templates``: None where no chat template is known. ``decoder_start``: what texts of an encoder-decoder model begin
+    with, whose encoder reads the prompt; None for a model whose texts continue their prompts.
     """
 
     name: str
@@ -33,6 +35,7 @@ class ServedModel:
     fingerprint: str
     end_ids: frozenset[int]
     templates: Templates | None = None
+    decoder_start: int | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property
@@ -107,11 +110,15 @@ class ServedModel:
         self.check_ids(ids, param=param, place=place)
         most_new = 1 if max_tokens is None else max_tokens
         if truncate is not None:
-            keep = self.max_length - most_new if truncate == -1 else truncate
+            most = self.max_length - (most_new if self.decoder_start is None else 0)
+            keep = most if truncate == -1 else truncate
             ids = ids[-keep:] if keep > 0 else []
         if not ids:
             first = self.tokenizer.bos if self.tokenizer.bos is not None else self.tokenizer.eod
             ids = [first]
+        if self.decoder_start is not None:
+            self._check_decoder(len(ids), most_new, param=param, place=place, limit=limit)
+            return ids
         total, room = len(ids) + most_new, self.max_length - len(ids)
         if total > self.max_length:
             found = f"{place} has {len(ids):,} token{plural_s(len(ids))}"
@@ -125,3 +132,37 @@ class ServedModel:
                 message += f"{limit} to {room:,}"
             raise ApiError(message, param=param, code="context_length_exceeded")
         return ids
+
+    def room(self, prompt: Sequence[int]) -> int:
+        """Tokens that a text of this prompt can have."""
+        return self.max_length - (len(prompt) if self.decoder_start is None else 1)
+
+    def placed(self, request: Request) -> Request:
+        """The request as the engine takes it, with its prompt for the encoder where the model has one."""
+        if self.decoder_start is None:
+            return request
+        return replace(request, prompt=(self.decoder_start,), encoder_prompt=request.prompt)
+
+    def check_continues(self, what: str, *, param: str) -> None:
+        """Raise ApiError for ``what``, which needs texts that continue their prompts, on a model with an encoder."""
+        if self.decoder_start is not None:
+            raise ApiError(
+                f"{what}, and the encoder of this model reads prompts, which its texts don't continue: ask "
+                "/v1/completions for a text alone",
+                param=param,
+                code="encoder_decoder",
+            )
+
+    def _check_decoder(self, length: int, most_new: int, *, param: str, place: str, limit: str) -> None:
+        """Raise ApiError for a prompt that the encoder, or a text that the decoder has no room for."""
+        if length > self.max_length:
+            message = f"{place} has {length:,} tokens, and the encoder reads at most {self.max_length:,}: shorten it"
+        elif most_new >= self.max_length:
+            message = (
+                f"{limit} {most_new:,} is too many: a text has at most {self.max_length:,} tokens here, the one that "
+                f"it begins with included; lower {limit} to {self.max_length - 1:,}"
+            )
+            param = limit
+        else:
+            return
+        raise ApiError(message, param=param, code="context_length_exceeded")

@@ -30,7 +30,7 @@ from megatron.serving.responses import encoded
 from megatron.serving.settings import API_KEY_VARIABLE, ServerConfig
 from megatron.serving.templates import Templates
 from megatron.training.checkpoints.trained_model import TrainedModel
-from megatron.training.evaluation.generating import end_ids
+from megatron.training.evaluation.generating import decoder_start, end_ids
 
 _GRACE_SECONDS = 5
 _LARGEST_HEADERS = 1 << 16
@@ -74,6 +74,7 @@ def served_model(trained: TrainedModel, config: ServerConfig, *, max_length: int
         fingerprint=f"iteration-{trained.folder.iteration}-tokenizer-{tokenizer.fingerprint[:12]}",
         end_ids=end_ids(tokenizer, config.end_tokens),
         templates=templates,
+        decoder_start=decoder_start(trained),
     )
 
 

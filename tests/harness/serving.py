@@ -116,6 +116,13 @@ def served(table: SlowTable | None = None, **settings: Any) -> Iterator[Running]
     table = table or slow_table()
     engine = Engine(table, tokenizer=byte_tokenizer())
     server = server_of(engine, **settings)
+    with listening(server) as (process, url):
+        yield Running(url, table, engine, server, process)
+
+
+@contextlib.contextmanager
+def listening(server: Server) -> Iterator[tuple[ServerProcess, str]]:
+    """A server in a thread, and its address."""
     process = ServerProcess(server)
     listener = bound_socket(server.config)
     thread = threading.Thread(target=process.run, args=([listener],), daemon=True)
@@ -124,7 +131,7 @@ def served(table: SlowTable | None = None, **settings: Any) -> Iterator[Running]
         assert thread.is_alive()
         time.sleep(0.005)
     try:
-        yield Running(f"http://127.0.0.1:{listener.getsockname()[1]}", table, engine, server, process)
+        yield process, f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         process.should_exit = True
         thread.join(10)

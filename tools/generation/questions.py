@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ from megatron.core.inference.request import Request
 from megatron.core.tokenizers.base import fingerprint_of
 from megatron.core.tokenizers.text_files import parse_line
 from megatron.errors import DataError, MegatronError
+from megatron.serving.chat import with_text
 from megatron.serving.fields import CHAT, COMPLETION
 from megatron.serving.megatron_api import FIELDS
 from megatron.serving.schema import checked
@@ -117,7 +118,7 @@ def _request(generator: Generator, record: dict[str, Any], *, number: int) -> Re
         ids = generator.tokenizer.tokenize_batch([record["prompt"]])[0]
     else:
         messages = checked(record["messages"], _SCHEMAS["messages"], "messages")
-        ids = generator.ids_of_conversation([{**each, "content": _text(each["content"])} for each in messages])
+        ids = generator.ids_of_conversation([with_text(each, place) for place, each in enumerate(messages)])
     request = generator.request(ids, number=number)
     sampling = {name: own[name] for name in SAMPLING if name in own}
     if "top_k" in sampling:
@@ -130,8 +131,3 @@ def _request(generator: Generator, record: dict[str, Any], *, number: int) -> Re
         sampling=dataclasses.replace(request.sampling, **sampling),
         stop=dataclasses.replace(request.stop, strings=(stop,) if isinstance(stop, str) else tuple(stop)),
     )
-
-
-def _text(content: str | Sequence[Mapping[str, str]]) -> str:
-    """Of a message, whose parts are joined."""
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)

@@ -145,7 +145,7 @@ def test_no_batch_size_changes_an_answer(size: int, gpt2: SmallGPT2, alone: dict
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 2, "pp": 2}, {"dp": 3}], ids=["tp pp", "dp"])
-def test_no_layout_changes_an_answer(sizes: dict[str, int], gpt2: SmallGPT2, alone: dict[str, Any]) -> None:
+def test_no_layout_changes_an_answer(sizes: dict[str, Any], gpt2: SmallGPT2, alone: dict[str, Any]) -> None:
     """Every rank is told everything, also what other replicas have generated."""
     names = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size"}
     arguments = {names[axis]: size for axis, size in sizes.items() if axis in names} | {"micro_batch_size": 3}

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 
+from megatron.config.inference import InferenceConfig
+from megatron.config.trained_model import TrainedModelConfig
 from megatron.core.models.t5.generation import likeliest_answer
 from megatron.core.models.t5.model import T5Model
+from megatron.core.parallel.environment import launch_environment
 from megatron.core.tokenizers.wordpiece import WordPieceTokenizer
 from megatron.errors import ConfigError, DataError
+from megatron.serving.app import Server
+from megatron.serving.process import served_model
+from megatron.serving.settings import ServerConfig
+from megatron.training.checkpoints.trained_model import trained_model
+from megatron.training.evaluation.generating import generation_engine
 from tests.harness.runs import PIECES, saved_model
 from tests.harness.scripts import run_script
+from tests.harness.serving import ask, listening
 from tools import text_generation_cli
+from tools.generation.families import GENERATIVE
 
 PROMPTS = ["the cat sat on a mat.", "the dogs"]
 WORDS = f"--vocab-extra-ids 3 --vocab-size {len(PIECES) + 5}"
@@ -81,3 +92,67 @@ def test_what_a_t5_cannot_do_is_said(said: tuple[str, list[str]], tmp_path: Path
     saved_model(tmp_path, "t5", None, flags=FLAGS)
     with pytest.raises(ConfigError, match="NullTokenizer, which has no token that a decoder's text begins with"):
         text_generation_cli.main(["--load", f"{tmp_path}/saved", "--prompt", "1 2"])
+
+
+@pytest.fixture(scope="module")
+def url(said: tuple[str, list[str]]) -> Iterator[str]:
+    """Of a server of the checkpoint."""
+    choice, config = TrainedModelConfig(load=said[0]), ServerConfig(port=0, no_access_log=True)
+    with (
+        trained_model(choice, GENERATIVE, launch_environment({})) as trained,
+        generation_engine(trained, InferenceConfig()) as engine,
+    ):
+        assert engine is not None
+        model = served_model(trained, config, max_length=engine.limits.max_length)
+        with listening(Server.around(engine, model, config, keys=())) as (_, address):
+            yield address
+
+
+def test_a_server_answers_with_the_decoders_text(said: tuple[str, list[str]], url: str) -> None:
+    """Whole, as a stream, of token ids, and with log-probabilities; prompts are counted as the encoder reads them."""
+    body = {"prompt": PROMPTS, "max_tokens": 7, "temperature": 0, "skip_special_tokens": False, "logprobs": 0}
+    answer = ask(url, "/v1/completions", body | {"return_token_ids": True}).json
+    assert [each["text"] for each in answer["choices"]] == said[1]
+    assert answer["usage"]["prompt_tokens"] == 10 and len(answer["choices"][0]["prompt_token_ids"]) == 7
+    logprobs = answer["choices"][0]["logprobs"]
+    assert logprobs["text_offset"][0] == 0 and all(value <= 0 for value in logprobs["token_logprobs"])
+    ids = [each["prompt_token_ids"] for each in answer["choices"]]
+    assert [each["text"] for each in ask(url, "/v1/completions", body | {"prompt": ids}).json["choices"]] == said[1]
+    events = ask(url, "/v1/completions", body | {"prompt": PROMPTS[0], "stream": True}).events
+    assert "".join(each["choices"][0]["text"] for each in events) == said[1][0]
+    assert ask(url, "/v1/completions", {"prompt": "cat " * 16, "temperature": 0}).status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        (
+            "/api",
+            {"prompts": ["cat"]},
+            "prompts",
+            "/api answers with each prompt and its continuation",
+        ),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "cat"}]}, "messages", "an answer continues"),
+        ("/v1/completions", {"prompt": "cat", "echo": True}, "echo", "echo begins a text with its prompt, and the"),
+        (
+            "/v1/completions",
+            {"prompt": "cat", "prompt_logprobs": 1},
+            "prompt_logprobs",
+            "prompt_logprobs score a prompt",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "cat " * 17},
+            "prompt",
+            "17 tokens, and the encoder reads at most 16",
+        ),
+        ("/v1/completions", {"prompt": "cat", "max_tokens": 16}, "max_tokens", "lower max_tokens to 15"),
+    ],
+    ids=["api", "chat", "echo", "scores", "long", "room"],
+)
+def test_a_server_refuses_what_continues_prompts(
+    url: str, path: str, body: dict[str, Any], param: str, message: str
+) -> None:
+    reply = ask(url, path, body)
+    assert (reply.status, reply.json["error"]["param"]) == (400, param)
+    assert message in reply.message

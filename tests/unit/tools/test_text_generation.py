@@ -127,6 +127,7 @@ def test_client_sends_its_key_and_its_seed(monkeypatch: pytest.MonkeyPatch, caps
         with pytest.raises(DataError, match="/api answers 401"):
             text_generation_cli.main(words)
         monkeypatch.setenv("MEGATRON_API_KEY", "secret")
+        capsys.readouterr()  # where the server listens
         text_generation_cli.main(words)
         asked = {"prompts": ["One", "Two"], "tokens_to_generate": 4, "random_seed": 5}
         texts = ask(server.url, "/api", asked, method="PUT", headers={"authorization": "Bearer secret"}).json["text"]
@@ -244,7 +245,7 @@ def test_all_questions_are_checked_before_the_first_is_answered(batch: Batch) ->
         '{"prompt": "a", "max_tokens": "3"}': r"max_tokens",
         '{"prompt": "a", "max_tokens": 0}': r"max_tokens",
         '{"prompt": "a", "temperature": -1}': r"temperature",
-        '{"messages": [{"role": "user"}]}': r"messages\[0\] has no content",
+        '{"messages": [{"role": "user"}]}': r"messages\[0\] of the role .user. has no content",
     }.items():
         batch.ask([*batch.records, line])
         with pytest.raises(DataError, match=f"questions.jsonl:6:? {message}"):
