@@ -90,7 +90,7 @@ def build(shape: Shape, dtype: torch.dtype) -> GPTModel:
         init_method_std=0.08,  # so that greedy texts vary
         activation="gelu",
     )
-    return GPTModel(config, ParallelContext.single(dtype=dtype), seed=1).eval()
+    return GPTModel(config, ParallelContext.single(dtype=dtype), seed=1).eval().requires_grad_(False)
 
 
 def runner_of(model: GPTModel, shape: Shape, *, requests: int) -> TimedRunner:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -11,15 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.inference.invariance import TILE, fewest_queries
 from megatron.core.inference.step_plan import PlanRow, RunnerLimits, StepPlan
 from megatron.core.ops.attention import AttentionOptions, attention
 from megatron.core.ops.attention.cached import CachedHeads
-from megatron.core.ops.attention.cached_calls import CachedCall, cached_backend
+from megatron.core.ops.attention.cached_calls import CachedBackend, CachedCall, cached_backend
+
+_Kind = tuple[tuple[int, int] | None, int]
+"""The window of a layer, and of how many queries its calls have a multiple."""
 
 Encoded = tuple[Tensor, Tensor]
 """Keys and values of an encoder prompt, ``[T, 1, groups, width]``."""
 
-TILE = 16  # positions that are attended from together where results may not depend on the step
 _MOST_QUERIES = 512  # of a call, which has a number for each query and key
 
 
@@ -48,6 +52,7 @@ class KeyValueCache:
         }
         self.encoded: dict[int, tuple[Tensor, dict[int, Encoded]]] = {}
         self._gathered: dict[str, Tensor] = {}
+        self.tail: Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -98,13 +103,16 @@ class CachedStep:
         self._cache, self._backend, self._in_tiles = cache, backend, in_tiles
         self._rows = [row for row in plan.rows if not row.encoder]
         self._ends = np.cumsum([0, *(len(row.tokens) for row in self._rows)]).tolist()
+        self._is_decoding = all(len(row.tokens) == 1 for row in self._rows)
         written = [self._places(row, row.start, row.start + len(row.tokens)) for row in self._rows]
         self._written = self._index(written)
         self._more: Callable[[Tensor, Tensor], Tensor] | None = None
-        self._parts: dict[tuple[int, int] | None, list[_Part]] = {}
-        self._biases: dict[tuple[int, tuple[int, int] | None], Tensor | None] = {}
-        if in_tiles and (behind := [self._behind(row) for row in self._rows]):
-            cache.clear(self._index(behind))
+        self._parts: dict[_Kind, list[_Part]] = {}
+        self._biases: dict[tuple[int, _Kind], Tensor | None] = {}
+        if in_tiles:
+            behind = self._index([self._behind(row) for row in self._rows])
+            if len(behind):
+                cache.clear(behind)
 
     @property
     def max_length(self) -> int:
@@ -141,16 +149,23 @@ class CachedStep:
     def _by_call(self, q: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> Tensor:
         """``q`` [t, n, d] to [t, n·e]."""
         window, groups, backend = options.window, len(keys), cached_backend(keys, values, options)
-        if window not in self._parts:
-            self._parts[window] = [part for number in range(len(self._rows)) for part in self._parts_of(number, window)]
+        fewest = 1
+        if self._in_tiles:
+            fewest = fewest_queries(backend, keys, values, options, heads=q.shape[1] // groups)
+        kind = (window, fewest)
+        if kind not in self._parts:
+            self._parts[kind] = [part for number in range(len(self._rows)) for part in self._parts_of(number, kind)]
+        if self._is_decoding and self._more is None and options.slopes is None and not (window and self._in_tiles):
+            return self._one_each(q, keys, values, options, backend, kind)
+        is_causal = groups == q.shape[1] and not self._in_tiles and not self._is_biased(options)
         results = []
-        for number, part in enumerate(self._parts[window]):
+        for number, part in enumerate(self._parts[kind]):
             query = q[part.tokens]
             count = part.call.queries
             if count > len(query):
                 query = F.pad(query, (0, 0, 0, 0, *part.padding))
-            causal = part.call.is_whole and count > 1 and groups == q.shape[1] and not self._is_biased(options)
-            bias = None if causal else self._bias(number, part.call, q, groups, options)
+            causal = is_causal and part.call.is_whole and count > 1
+            bias = None if causal else self._bias((number, kind), part.call, q, groups, options)
             found = backend.attend(
                 query.view(count, groups, -1, q.shape[2]).permute(1, 2, 0, 3).reshape(groups, -1, q.shape[2])
                 if count > 1
@@ -167,12 +182,55 @@ class CachedStep:
             results.append(found.reshape(-1, q.shape[1] * values.shape[2]))
         return torch.cat(results)
 
+    def _one_each(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        options: AttentionOptions,
+        backend: CachedBackend,
+        kind: _Kind,
+    ) -> Tensor:
+        """As ``_by_call``, where each text has one query, which stands for all that are computed together with it."""
+        (texts, heads, width), groups, count = q.shape, len(keys), max(1, kind[1])
+        each = q.view(texts, groups, -1, width)
+        if count > 1:
+            each = each.unsqueeze(3).expand(-1, -1, -1, count, -1).contiguous().view(texts, groups, -1, width)
+        cache, parts = self._cache, self._parts[kind]
+        results = [
+            backend.attend(
+                query,
+                cache.gathered("keys", keys, part.places),
+                cache.gathered("values", values, part.places),
+                options,
+                self._hides_tail(row.start, part.call, query.shape[1], q) if self._in_tiles else None,
+                causal=False,
+            )
+            for query, part, row in zip(each.unbind(), parts, self._rows)
+        ]
+        found = torch.stack(results).view(texts, heads, count, -1)
+        if count > 1:
+            found = found[torch.arange(texts), :, [part.padding[0] for part in parts]]
+        return found.reshape(texts, -1)
+
+    def _hides_tail(self, position: int, call: CachedCall, queries: int, q: Tensor) -> Tensor:
+        """A bias ``[1, queries, keys]`` without keys behind ``position``, a view."""
+        visible = position + 1 - call.first_key
+        zeros = self._cache.max_length
+        if self._cache.tail is None or self._cache.tail.dtype != q.dtype:
+            tail = q.new_full((zeros + TILE,), -math.inf)
+            tail[:zeros] = 0
+            self._cache.tail = tail
+        row = self._cache.tail[zeros - visible : zeros - position - 1 + call.stop_key]
+        return row.expand(1, queries, -1)
+
     def _is_biased(self, options: AttentionOptions) -> bool:
         return options.slopes is not None or options.window is not None or self._more is not None
 
-    def _bias(self, number: int, call: CachedCall, q: Tensor, groups: int, options: AttentionOptions) -> Tensor | None:
+    def _bias(
+        self, key: tuple[int, _Kind], call: CachedCall, q: Tensor, groups: int, options: AttentionOptions
+    ) -> Tensor | None:
         """Made once for all layers, whose slopes are the same."""
-        key = (number, options.window)
         if key not in self._biases:
             bias = call.bias(options, self._more, q)
             if bias is not None:
@@ -195,9 +253,9 @@ class CachedStep:
             results.append(attention(*given, value, of_row, backend=self._backend)[:, 0])
         return torch.cat(results)
 
-    def _parts_of(self, number: int, window: tuple[int, int] | None) -> Iterator[_Part]:
+    def _parts_of(self, number: int, kind: _Kind) -> Iterator[_Part]:
         """The calls of a row: of all its queries that lie in one tile, or of as many as a call may have."""
-        row, token = self._rows[number], self._ends[number]
+        (window, fewest), row, token = kind, self._rows[number], self._ends[number]
         start, end = row.start, row.start + len(row.tokens)
         while start < end:
             if self._in_tiles:
@@ -209,12 +267,13 @@ class CachedStep:
             first_key = 0 if window is None else max(0, first - window[0])
             if self._in_tiles:
                 first_key = first_key // TILE * TILE
-            call = CachedCall(first, last - first, first_key, last)
+            asking = range(start // fewest * fewest, -(-stop // fewest) * fewest)
+            call = CachedCall(asking.start, len(asking), first_key, last)
             yield _Part(
                 call,
                 slice(token, token + stop - start),
                 self._slice_or_index(row, first_key, last),
-                (start - first, last - stop),
+                (start - asking.start, asking.stop - stop),
             )
             token += stop - start
             start = stop

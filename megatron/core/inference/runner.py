@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.core.inference.cache import KeyValueCache
-from megatron.core.inference.invariance import EqualProducts
+from megatron.core.inference.products import GenerationProducts
 from megatron.core.inference.step_plan import PlanRow, RunnerLimits, StepPlan
 from megatron.core.ops.attention.cached import AttentionCache, CachedHeads
 from megatron.core.parallel.context import ParallelContext
@@ -95,7 +94,7 @@ class CachedRunner:
         if is_batch_invariant is None:
             is_batch_invariant = costs_little(context)
         self._is_batch_invariant = is_batch_invariant
-        self._multiply: Multiply = EqualProducts() if is_batch_invariant else F.linear
+        self._multiply: Multiply = GenerationProducts(is_batch_invariant=is_batch_invariant)
 
     @property
     def cache_bytes(self) -> int:

@@ -32,6 +32,8 @@ def gated_activation(x: Tensor, kind: Nonlinearity, *, limit: float | None = Non
 
     ``limit``: gates are cut off above it, values beyond it on both sides (gpt-oss, arXiv:2508.10925). Shazeer 2020.
     """
+    if not torch.is_grad_enabled():
+        return _gated(x, kind, limit, offset)
     return _GatedActivation.apply(x, kind, limit, offset)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -58,8 +60,7 @@ class _GatedActivation(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, kind: Nonlinearity, limit: float | None, offset: float) -> Tensor:
         ctx.save_for_backward(x)
         ctx.kind, ctx.limit, ctx.offset = kind, limit, offset
-        gate, value = _limited(x, limit)
-        return activation(gate, kind).mul_(value + offset if offset else value)
+        return _gated(x, kind, limit, offset)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -74,6 +75,11 @@ class _GatedActivation(torch.autograd.Function):
             grad_gate.masked_fill_(whole_gate > ctx.limit, 0.0)
             grad_value.masked_fill_(whole_value.abs() > ctx.limit, 0.0)
         return grad_x, None, None, None
+
+
+def _gated(x: Tensor, kind: Nonlinearity, limit: float | None, offset: float) -> Tensor:
+    gate, value = _limited(x, limit)
+    return activation(gate, kind).mul_(value + offset if offset else value)
 
 
 def _limited(x: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,11 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: fl
     if x.dtype != weight.dtype:
         weight_in_x, bias_in_x = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
         return F.layer_norm(x, width, weight_in_x, bias_in_x, eps).to(weight.dtype)
-    if weight.dim() > 1 or (x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)):
+    if weight.dim() > 1 and not torch.is_grad_enabled():
+        return F.layer_norm(x, width, eps=eps) * weight
+    if torch.is_grad_enabled() and (
+        weight.dim() > 1 or (x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16))
+    ):
         return _LayerNorm.apply(x, weight, bias, eps)  # type: ignore[no-untyped-call, no-any-return]
     return F.layer_norm(x, width, weight, bias, eps)
 
@@ -75,6 +79,8 @@ def rms_norm(
     the type of ``weight``, or of ``x``. ``average``: where ranks hold parts of a row, the mean of their means.
     Zhang and Sennrich 2019.
     """
+    if not torch.is_grad_enabled():
+        return _normalized(x, weight, eps, offset, tuple(range(-dims, 0)), average)[0]
     return _RMSNorm.apply(x, weight, eps, offset, dims, average)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -95,14 +101,9 @@ class _RMSNorm(torch.autograd.Function):
         average: Callable[[Tensor], Tensor] | None,
     ) -> Tensor:
         ctx.over, ctx.average, ctx.offset = tuple(range(-dims, 0)), average, offset
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        elements = x.shape[-dims:].numel()
-        mean = torch.linalg.vector_norm(wide, dim=ctx.over, keepdim=True).square_().div_(elements)
-        scale = (mean if average is None else average(mean)).add_(eps).rsqrt_()
+        out, scale = _normalized(x, weight, eps, offset, ctx.over, average)
         ctx.save_for_backward(x, weight, scale)
-        if weight is None:
-            return (wide * scale).to(x.dtype)
-        return (wide * scale).mul_(_shifted(weight, offset, wide.dtype)).to(weight.dtype)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
@@ -120,6 +121,24 @@ class _RMSNorm(torch.autograd.Function):
             mean = ctx.average(mean)
         grad_x = normalized.mul_(-mean).add_(wide_grad).mul_(scale)
         return grad_x.to(x.dtype), grad_weight, None, None, None, None
+
+
+def _normalized(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    offset: float,
+    over: tuple[int, ...],
+    average: Callable[[Tensor], Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    """``rms_norm``, and what each row was multiplied by."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    elements = x.shape[over[0] :].numel()
+    mean = torch.linalg.vector_norm(wide, dim=over, keepdim=True).square_().div_(elements)
+    scale = (mean if average is None else average(mean)).add_(eps).rsqrt_()
+    if weight is None:
+        return (wide * scale).to(x.dtype), scale
+    return (wide * scale).mul_(_shifted(weight, offset, wide.dtype)).to(weight.dtype), scale
 
 
 def _shifted(weight: Tensor, offset: float, wide: torch.dtype) -> Tensor:

@@ -52,6 +52,8 @@ def apply_rotary(x: Tensor, table: RotaryTable, *, interleaved: bool = False) ->
 
     A pair is (i, i + pairs) in each head, or (2i, 2i + 1) when ``interleaved``. Computed in the type of the table.
     """
+    if not torch.is_grad_enabled():
+        return _rotate(x, table.cos, table.sin, interleaved)
     return _Rotation.apply(x, table.cos, table.sin, interleaved)  # type: ignore[no-untyped-call, no-any-return]
 
 

@@ -35,6 +35,7 @@ class Mesh:
     activity: Activity = field(default_factory=Activity, repr=False, compare=False)
     _groups: dict[tuple[int, ...], ProcessGroup] = field(default_factory=dict, repr=False)
     _members: dict[tuple[Axis, ...], tuple[int, ...]] = field(default_factory=dict, repr=False)
+    _sizes: dict[tuple[Axis, ...], int] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if self.dense.size != self.expert.size:
@@ -98,8 +99,10 @@ class Mesh:
 
     def size(self, *axes: Axis) -> int:
         """Number of ranks in the group over ``axes``."""
-        grid = self._grid(axes)
-        return math.prod(grid.axes[axis] for axis in axes)
+        if axes not in self._sizes:  # layers ask several times a pass
+            grid = self._grid(axes)
+            self._sizes[axes] = math.prod(grid.axes[axis] for axis in axes)
+        return self._sizes[axes]
 
     def rank(self, *axes: Axis) -> int:
         """This rank's position in the group over ``axes``."""

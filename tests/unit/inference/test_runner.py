@@ -96,7 +96,7 @@ def gpt(settings: dict[str, Any], *, dtype: torch.dtype = torch.float64, max_pos
         init_method_std=0.3,
         **{"hidden_size": 32, **settings},
     )
-    return GPTModel(config, ParallelContext.single(dtype=dtype), seed=5).eval()
+    return GPTModel(config, ParallelContext.single(dtype=dtype), seed=5).eval().requires_grad_(False)
 
 
 def runner(model: GPTModel) -> CachedRunner:

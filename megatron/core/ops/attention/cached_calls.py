@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from megatron.core.ops.attention.masks import alibi
 from megatron.core.ops.attention.request import AttentionOptions
+from megatron.core.ops.matmul import is_intel
 
 _SINK_COLUMNS = 16  # as many as a vector has: keys stay in their lanes, so sums are in the same order
 
@@ -71,6 +73,14 @@ class CachedBackend(Protocol):
         ...
 
 
+@functools.cache
+def is_fast_in_bf16() -> bool:
+    """Whether torch's kernel computes bf16 faster than matrix products do: with matrix units (AMX), and by MKL on
+    Intel's processors with bf16 instructions (4 to 10 times); on others it was 4 to 40 times slower.
+    """
+    return torch.cpu._is_amx_tile_supported() or (is_intel() and torch.cpu._is_avx512_bf16_supported())
+
+
 class Kernel:
     """Torch's kernel."""
 
@@ -80,8 +90,8 @@ class Kernel:
             return "it has neither soft caps nor sinks"
         if k.shape[-1] != v.shape[-1]:
             return "its keys and values have one width"
-        if k.device.type == "cpu" and k.dtype == torch.bfloat16 and not torch.cpu._is_amx_tile_supported():
-            return "in bf16 it is fast only on a CPU with matrix units (AMX)"
+        if k.device.type == "cpu" and k.dtype == torch.bfloat16 and not is_fast_in_bf16():
+            return "in bf16 it is slow on this CPU"
         return None
 
     def attend(

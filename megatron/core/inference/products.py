@@ -1,0 +1,217 @@
+"""Products with weights in generation. Each weight is brought once into the form that its kernel reads.
+
+Libraries copy a weight into blocks at every call, which costs more than the product where rows are few. Here the
+copy is made when a weight is first used, and kept.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.inference.invariance import EqualRows, agreeing, cancelling
+
+_PACKED_FROM = {torch.bfloat16: 1, torch.float32: 3}  # rows; below, torch's matrix-vector product is as fast or faster
+_HINT = 8  # rows for which oneDNN is asked to choose the blocks: measured to be good for any number
+
+
+_Multiply = Callable[[Tensor, Any, Tensor | None], Tensor]
+
+
+class Form(Protocol):
+    """How weights lie in memory for a kernel, and the kernel."""
+
+    def refusal(self, weight: Tensor) -> str | None:
+        """None, or why the kernel doesn't take weights of this type on this device."""
+        ...
+
+    def pack(self, weight: Tensor) -> Any:
+        """``weight`` ``[out, in]`` as ``multiply`` wants it."""
+        ...
+
+    def multiply(self, x: Tensor, packed: Any, bias: Tensor | None) -> Tensor:
+        """``x·weightᵀ + bias``: [t, in] -> [t, out]."""
+        ...
+
+
+class Plain:
+    """As it is; serves every weight."""
+
+    def refusal(self, weight: Tensor) -> str | None:
+        """See ``Form``."""
+        return None
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """See ``Form``."""
+        return weight
+
+    def multiply(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        """See ``Form``."""
+        return F.linear(x, packed, bias)
+
+
+class Transposed(Plain):
+    """``(weight·xᵀ)ᵀ``: libraries cut the sums of a product by its left side, which has the same shape for any rows."""
+
+    def multiply(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        """See ``Form``."""
+        found = packed @ x.t() if bias is None else torch.addmm(bias.unsqueeze(1), packed, x.t())
+        return found.t().contiguous()
+
+
+class Blocked:
+    """In oneDNN's blocks, on a CPU."""
+
+    def refusal(self, weight: Tensor) -> str | None:
+        """See ``Form``."""
+        if weight.device.type != "cpu" or weight.dtype not in _PACKED_FROM:
+            return "oneDNN's blocks are for bf16 and fp32 on a CPU"
+        return _works(self, weight.dtype)
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """See ``Form``."""
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _HINT)
+        return packed
+
+    def multiply(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        """See ``Form``."""
+        found: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+        return found
+
+
+class Int8:
+    """In 8 bits with a scale for each output, half the memory traffic of bf16; sums are those of bf16 products."""
+
+    def refusal(self, weight: Tensor) -> str | None:
+        """See ``Form``."""
+        if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
+            return f"it multiplies bf16 on a CPU, and the model's weights are {weight.dtype} on {weight.device.type}"
+        return _works(self, weight.dtype)
+
+    def pack(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Numbers from -127 to 127, and scales, whose rounding to bf16 comes first so that it adds no error."""
+        wide = weight.detach().float()
+        scales = (wide.abs().amax(dim=1) / 127).clamp(min=1e-30).to(weight.dtype)
+        numbers = (wide / scales.float()[:, None]).round().clamp(-127, 127)
+        return numbers.to(torch.int8), scales
+
+    def multiply(self, x: Tensor, packed: tuple[Tensor, Tensor], bias: Tensor | None) -> Tensor:
+        """See ``Form``."""
+        found = torch._weight_int8pack_mm(x, *packed)
+        return found if bias is None else found + bias
+
+
+@functools.cache
+def _works(form: Form, dtype: torch.dtype) -> str | None:
+    """None, or why the kernel can't be used: it is no public function of torch's, and may be missing or another."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(rows, 64, generator=generator).to(dtype) for rows in (3, 32))
+    try:
+        found = form.multiply(x, form.pack(weight), None)
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
+        return f"this torch or processor has no such product ({str(error).splitlines()[0]})"
+    expected = F.linear(x.double(), weight.double())
+    is_close = bool((found.double() - expected).norm() <= 0.02 * expected.norm())
+    return None if is_close else "this torch or processor computes it wrongly"
+
+
+PLAIN, TRANSPOSED, BLOCKED, INT8 = Plain(), Transposed(), Blocked(), Int8()
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A weight, which is kept so that its id stays its own, and how it is multiplied."""
+
+    weight: Tensor
+    packed: Any
+    multiply: _Multiply
+    fewest: int = 1  # rows; plain below
+
+
+class GenerationProducts:
+    """``x·weightᵀ + bias``: [..., in], [out, in], [out] -> [..., out]; see ``Multiply``.
+
+    ``is_batch_invariant``: the bits of a row don't depend on how many there are. ``form``: of the model's own weights;
+    None: oneDNN's blocks where they work. They are prepared when first used, and must not change. Parameters that
+    require gradients, which training changes, and other matrices, such as parts of a weight, are used as they are.
+    """
+
+    def __init__(self, *, is_batch_invariant: bool, form: Form | None = None) -> None:
+        self._is_batch_invariant, self._form = is_batch_invariant, form
+        self._prepared: dict[tuple[int, bool], _Prepared] = {}
+        self._packed: dict[int, Any] = {}
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply."""
+        if x.numel() == 0:
+            return F.linear(x, weight, bias)
+        is_own = isinstance(weight, nn.Parameter) and not weight.requires_grad
+        key = (id(weight), bias is None)
+        prepared = self._prepared.get(key) if is_own else None
+        if prepared is None:
+            prepared = self._prepare(weight, has_bias=bias is not None, is_own=is_own)
+            if is_own:
+                self._prepared[key] = prepared
+        rows = x.reshape(-1, x.shape[-1])
+        if len(rows) < prepared.fewest:
+            return F.linear(x, weight, bias)
+        return prepared.multiply(rows, prepared.packed, bias).view(*x.shape[:-1], -1)
+
+    @torch.inference_mode()
+    def _prepare(self, weight: Tensor, *, has_bias: bool, is_own: bool) -> _Prepared:
+        forms: tuple[Form, ...] = (PLAIN,)
+        if is_own:
+            forms = (BLOCKED, PLAIN) if self._form is None else (self._form,)
+        form = next(each for each in forms if each.refusal(weight) is None)
+        fewest, multiply = 1, cast(_Multiply, form.multiply)
+        if self._is_batch_invariant:
+            others = () if self._form is not None and is_own else (TRANSPOSED, PLAIN)
+            candidates = others if form is PLAIN else (form, *others)
+            form, rule = equal_rows(_Layout.of(weight), candidates, has_bias=has_bias)
+            multiply = rule.multiply
+        elif form is BLOCKED:
+            fewest = _PACKED_FROM[weight.dtype]
+        if not is_own or form is PLAIN or form is TRANSPOSED:
+            return _Prepared(weight, form.pack(weight), multiply, fewest)
+        if id(weight) not in self._packed:
+            self._packed[id(weight)] = form.pack(weight)
+        return _Prepared(weight, self._packed[id(weight)], multiply, fewest)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What the choice of a kernel may depend on, beside the number of rows."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    threads: int
+
+    @classmethod
+    def of(cls, weight: Tensor) -> _Layout:
+        return cls(weight.shape, weight.stride(), weight.dtype, weight.device, torch.get_num_threads())
+
+
+@functools.cache
+@torch.inference_mode()
+def equal_rows(layout: _Layout, forms: tuple[Form, ...], *, has_bias: bool) -> tuple[Form, EqualRows]:
+    """The first of ``forms`` in which few rows and many have the same bits, for weights of this layout; else the one
+    that has them for the most numbers of rows.
+    """
+    weight = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)
+    few, like = cancelling(weight)
+    bias = like.new_zeros(len(like)) if has_bias else None
+    rules = list[tuple[Form, EqualRows]]()
+    for form in forms:
+        rule = EqualRows(form.multiply, agreeing(form.multiply, few, form.pack(like), bias))
+        if rule.serves_all:
+            return form, rule
+        rules.append((form, rule))
+    return max(rules, key=lambda each: len(each[1].sizes))
