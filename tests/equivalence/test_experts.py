@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from megatron.config.moe import MoEConfig
+from megatron.core.moe import experts as core_experts
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.transformer.block import RecomputePlan
 from megatron.training.evaluation.parity import Observed
 from tests.equivalence.test_equivalence import LATENT, LATER, LLAMA, SMALL, STILL, check, train_at
 from tests.equivalence.training import Layout, train
+from tests.harness import run_ranks
 from tests.tiers import pairs
 
 
@@ -154,6 +157,20 @@ MORE = {
         "pp2 tp2 sp ep2 etp1 zb-h1 recompute parts of moe and attention",
     ),
 }
+
+
+def train_in_pieces(context: ParallelContext, settings: dict[str, Any], layout: Layout) -> Observed:
+    """With ranks that compute few rows at once."""
+    with mock.patch.object(core_experts, "rows_at_once", return_value=5):
+        return train(context, settings, layout)
+
+
+def test_experts_in_pieces() -> None:
+    """Split backward passes and gradient sync see one gradient of a weight, however many pieces there are."""
+    axes, variant = {"pp": 2, "dp": 2, "ep": 2}, "biases, softmax before the choice"
+    layout = Layout(**axes, schedule="zb-h1", sharded=True, overlap=True, bucket_size=3000)
+    found = run_ranks(train_in_pieces, VARIANTS[variant], layout, **axes, dtype=torch.float64, reuse=True)
+    check(found, [reference(variant)])
 
 
 @pytest.mark.parametrize(("variant", "layout"), pairs(VARIANTS, LAYOUTS, always=KEY_LAYOUTS, more=MORE))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
@@ -79,8 +83,26 @@ class Experts(nn.Module):
         choice = choose(context.dtype, context.device, (hidden, held), moe.moe_matmul_backend)
         self._linear = GroupedLinear(choice.backend, context)
 
-    def forward(self, rows: Tensor, weights: Tensor, groups: Groups) -> Tensor:
-        """``[n, h]`` and ``[n]`` to ``[n, h]``; with expert tensor parallelism a part of the sum."""
+    def forward(self, rows: Tensor, weights: Tensor, groups: Groups, *, share: int) -> Tensor:
+        """``[n, h]`` and ``[n]`` to ``[n, h]``; with expert tensor parallelism a part of the sum.
+
+        ``share``: rows that this rank would have if choices were balanced. Many more than that are computed in pieces,
+        whose activations are computed again in the backward pass: imbalance then costs time, and little memory.
+        """
+        limit = rows_at_once(share)
+        if len(rows) <= limit:
+            return self.compute(rows, weights, groups)
+        if torch.is_grad_enabled() and not rows.requires_grad:
+            rows = rows.detach().requires_grad_()  # else autograd doesn't see the weights
+        out: Tensor = _InPieces.apply(rows, weights, self, groups, limit, *self.parameters())  # type: ignore[no-untyped-call]
+        return out
+
+    def one_gradient(self) -> AbstractContextManager[None]:
+        """Inside, several calls of ``compute`` give each weight one gradient, their sum."""
+        return self._linear.one_gradient()
+
+    def compute(self, rows: Tensor, weights: Tensor, groups: Groups) -> Tensor:
+        """All rows at once."""
         first, second = self.linear_fc1, self.linear_fc2
         inner = self._linear(rows, first.weight, groups)
         if first.bias is not None:
@@ -115,3 +137,47 @@ class Experts(nn.Module):
             limit, offset = model.activation_func_clamp_value, model.glu_linear_offset
             return gated_activation(inner, model.nonlinearity, limit=limit, offset=offset)
         return activation(inner, model.nonlinearity)
+
+
+def rows_at_once(share: int) -> int:
+    """The most rows that experts compute at once on a rank that would have ``share`` if choices were balanced."""
+    return max(2 * share, 1024)
+
+
+class _InPieces(torch.autograd.Function):
+    """Experts, a run of rows after the other, with nothing but the rows kept.
+
+    The parameters take part as they do in one run: autograd calls the hooks of weights, whose gradients
+    ``GroupedLinear`` accumulates, and sums those of biases.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weights: Tensor, experts: Experts, groups: Groups, limit: int, *parameters: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(rows, weights)
+        ctx.experts, ctx.groups, ctx.limit, ctx.parameters = experts, groups, limit, parameters
+        out = torch.empty_like(rows)
+        for start in range(0, len(rows), limit):
+            piece = slice(start, min(start + limit, len(rows)))
+            out[piece] = experts.compute(rows[piece], weights[piece], groups.within(piece.start, piece.stop))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weights = ctx.saved_tensors
+        experts: Experts = ctx.experts
+        grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
+        biases = [each.bias for each in (experts.linear_fc1, experts.linear_fc2) if each.bias is not None]
+        sums = {bias: torch.zeros_like(bias) for bias in biases if bias.requires_grad}
+        with experts.one_gradient():
+            for start in range(0, len(rows), ctx.limit):
+                piece = slice(start, min(start + ctx.limit, len(rows)))
+                given = [each[piece].detach().requires_grad_() for each in (rows, weights)]
+                with torch.enable_grad():
+                    out = experts.compute(*given, ctx.groups.within(piece.start, piece.stop))
+                found = torch.autograd.grad(out, [*given, *sums], grad[piece])
+                grad_rows[piece], grad_weights[piece] = found[:2]
+                for total, each in zip(sums.values(), found[2:]):
+                    total += each
+        return grad_rows, grad_weights, None, None, None, *(sums.get(each) for each in ctx.parameters)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,16 +15,18 @@ from megatron.core.ops.grouped_matmul import Backend, Groups
 from megatron.core.parallel.context import ParallelContext
 
 
-@dataclass(frozen=True)
+@dataclass
 class GroupedLinear:
     """``f(x)·weightᵀ`` of each row's group: rows x [n, …], weight [e, …, in], where f(x) is [n, in]; the result is
     [n, out], with out the product of the weight's dimensions between.
 
     ``backend``: multiplies. ``context``: of the rank, whose schedule may leave the weight's gradient for later.
+    ``sums``: gradients of weights so far, inside ``one_gradient``.
     """
 
     backend: Backend
     context: ParallelContext
+    sums: dict[Tensor, Tensor] | None = None
 
     def __call__(self, rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
         """With f the identity. Without rows, too, the weight gets a gradient: zero."""
@@ -59,9 +63,31 @@ class GroupedLinear:
         if not weight.requires_grad:
             return
 
+        def computed() -> Tensor:
+            return self.backend.outer(grad, rows(), groups).view(weight.shape)
+
+        if self.sums is None:
+            self._accumulate(weight, computed)
+        elif weight in self.sums:
+            self.sums[weight] += computed()
+        else:
+            self.sums[weight] = computed()
+
+    @contextmanager
+    def one_gradient(self) -> Iterator[None]:
+        """Inside, gradients of a weight are added up; at the end autograd accumulates the sum, as of one product: the
+        synchronization of gradients counts them.
+        """
+        self.sums = {}
+        yield
+        sums, self.sums = self.sums, None
+        for weight, total in sums.items():
+            self._accumulate(weight, partial(torch.Tensor.detach, total))
+
+    def _accumulate(self, weight: Tensor, gradient: Callable[[], Tensor]) -> None:
         @torch.no_grad()
         def work() -> None:
-            torch.autograd.backward(weight, self.backend.outer(grad, rows(), groups).view(weight.shape))
+            torch.autograd.backward(weight, gradient())
 
         if self.context.weight_gradients.noted is None:
             work()

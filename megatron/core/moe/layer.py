@@ -103,7 +103,8 @@ class MoELayer(nn.Module):
                 inputs.kept[self] = plan_route(routing, num_experts=self._num_experts, mesh=mesh)
         route: Route = inputs.kept[self]
         rows, of_rows = dispatch(whole, weights, route)
-        out = combine(self.experts(rows, of_rows, route.groups), route)
+        share = routing.ids.numel() * mesh.size("etp")
+        out = combine(self.experts(rows, of_rows, route.groups, share=share), route)
         return scatter_tokens(out, mesh) if self._gathers else out
 
     def costs(self, workload: Workload) -> Costs:

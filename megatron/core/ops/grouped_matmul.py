@@ -33,6 +33,12 @@ class Groups:
         """Where each group ends [e], int32."""
         return self.counts.cumsum(0).to(torch.int32)
 
+    def within(self, start: int, stop: int) -> Groups:
+        """The groups of rows ``start … stop-1`` alone."""
+        ends = self.counts.cumsum(0)
+        starts = ends - self.counts
+        return Groups((ends.clamp(max=stop) - starts.clamp(min=start)).clamp(min=0))
+
     def parts(self, rows: Tensor) -> tuple[Tensor, ...]:
         """The rows of each group."""
         return torch.split(rows, self.sizes)

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
+from megatron.core.moe import experts
 from megatron.core.moe.capacity import within_capacity
 from megatron.core.moe.layer import MoELayer
 from megatron.core.moe.routing import Routing, choose_experts, chosen, scores_of, weights_of
@@ -351,6 +353,49 @@ def test_choices_are_counted_once() -> None:
     assert counts.sum() == 3 * 12 * 2  # the runner drops what comes after a forward pass
     first, second = inputs(), inputs()
     assert torch.equal(built(x, first), built(x, second))
+
+
+@pytest.mark.parametrize("kind", [{}, {"activation": "geglu", "add_mlp_bias": True}], ids=["plain", "biases"])
+def test_experts_in_pieces_compute_the_same(kind: dict[str, Any]) -> None:
+    """A rank that all tokens choose ran out of memory. Each weight has one gradient: gradient sync counts them."""
+    found, counted = [], []
+    for at_once in (1000, 5):
+        built, x, arrivals = layer(model_config(**kind), moe_config()), hidden_states(), list[Tensor]()
+        for parameter in built.experts.parameters():
+            parameter.register_post_accumulate_grad_hook(arrivals.append)
+        with mock.patch.object(experts, "rows_at_once", return_value=at_once):
+            out = built(x, inputs())
+        upstream = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
+        torch.autograd.backward(out, upstream)
+        found.append([out, x.grad, *(each.grad for each in built.parameters())])
+        counted.append([sum(each is parameter for each in arrivals) for parameter in built.experts.parameters()])
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    assert counted[0] == counted[1]
+
+
+def test_pieces_keep_their_rows_alone() -> None:
+    """What experts compute inside isn't kept, for as many rows as may come."""
+    model, moe = model_config(), moe_config()
+    built, x = layer(model, moe), hidden_states(length=256)
+    whole, parts = kept_by(built, x, 100_000), kept_by(built, x, 5)
+    rows = 256 * 2 * 2
+    assert whole - parts == rows * 3 * WIDTH * 8  # both factors of SwiGLU, and the activation
+
+
+def kept_by(built: MoELayer, x: Tensor, at_once: int) -> int:
+    """Bytes of the storages that a forward pass saves."""
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with mock.patch.object(experts, "rows_at_once", return_value=at_once), hooks:
+        out = built(x, inputs())
+    assert out.requires_grad
+    return sum(storage.nbytes() for storage in saved.values())
 
 
 def test_generation_reports_nothing() -> None:
