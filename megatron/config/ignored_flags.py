@@ -121,7 +121,7 @@ experts are always computed by grouped products, where a library has them for th
     moe-grouped-gemm moe-use-legacy-grouped-gemm
 experts take as many tokens as choose them, without padding
     moe-pad-expert-input-to-capacity
-shared experts are computed after the others
+shared experts are always computed while tokens travel to the others
     moe-shared-expert-overlap
 routing and its permutations have one implementation
     moe-permute-fusion moe-router-fusion

@@ -167,9 +167,8 @@ def train_in_pieces(context: ParallelContext, settings: dict[str, Any], layout: 
 
 def test_experts_in_pieces() -> None:
     """Split backward passes and gradient sync see one gradient of a weight, however many pieces there are."""
-    axes, variant = {"pp": 2, "dp": 2, "ep": 2}, "biases, softmax before the choice"
-    layout = Layout(**axes, schedule="zb-h1", sharded=True, overlap=True, bucket_size=3000)
-    found = run_ranks(train_in_pieces, VARIANTS[variant], layout, **axes, dtype=torch.float64, reuse=True)
+    layout, variant = LAYOUTS["pp2 ep2 zb-h1"], "biases, softmax before the choice"
+    found = run_ranks(train_in_pieces, VARIANTS[variant], layout, pp=2, dp=2, ep=2, dtype=torch.float64, reuse=True)
     check(found, [reference(variant)])
 
 

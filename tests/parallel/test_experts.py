@@ -13,9 +13,11 @@ from megatron.core.checkpointing.find import find_checkpoint
 from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.moe import dispatch
 from megatron.core.moe.layer import MoELayer
+from megatron.core.parallel import exchange
+from megatron.core.parallel.collectives import Handle
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Workload
-from megatron.core.parallel.exchange import Team, all_to_all_rows
+from megatron.core.parallel.exchange import Team, start_all_to_all_rows
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.side_losses import SideLosses
 from megatron.core.transformer.inputs import LayerInputs
@@ -79,17 +81,20 @@ def sent(context: ParallelContext, settings: dict[str, Any]) -> tuple[list[int],
     """Bytes that this rank sends away in each all-to-all of a forward and of a backward pass, and what is planned."""
     counted = list[int]()
 
-    def counting(x: torch.Tensor, team: Team, sends: list[int], receives: list[int]) -> torch.Tensor:
+    def counting(x: torch.Tensor, team: Team, sends: list[int], receives: list[int]) -> Handle[torch.Tensor]:
         away = sum(sends) - sends[team.rank]
         counted.append(away * x[0].numel() * x.element_size())
-        return all_to_all_rows(x, team, sends, receives)
+        return start_all_to_all_rows(x, team, sends, receives)
 
     built = MoELayer(
         moe_config(moe_router_force_load_balancing=True, **settings),
         BranchPlace(StackConfig(model_config(), causal=True), context, 0),
     )
     x = torch.zeros(EXPERTS, 2, HIDDEN, dtype=context.dtype, requires_grad=True)
-    with mock.patch.object(dispatch, "all_to_all_rows", counting):
+    with (
+        mock.patch.object(dispatch, "start_all_to_all_rows", counting),
+        mock.patch.object(exchange, "start_all_to_all_rows", counting),
+    ):
         out = built(x, LayerInputs(rng_key=StreamKey(0), side_losses=SideLosses()))
         forward = counted.copy()
         torch.autograd.backward(out, torch.ones_like(out))
@@ -105,6 +110,37 @@ def test_bytes_are_those_of_the_formula(axes: dict[str, Any]) -> None:
     for forward, backward, planned in run_ranks(sent, {}, **axes):
         assert (len(forward), len(backward)) == (2, 2)
         assert sum(forward) == sum(backward) == planned
+
+
+def order_of_events(context: ParallelContext) -> list[str]:
+    """When rows are sent and awaited, and when the shared experts run, forward and backward."""
+    moe = moe_config(moe_shared_expert_intermediate_size=8)
+    built = MoELayer(moe, BranchPlace(StackConfig(model_config(), causal=True), context, 0))
+    for parameter in built.parameters():
+        torch.nn.init.constant_(parameter, 0.1)
+    events = list[str]()
+
+    def starting(*sent: Any) -> Handle[torch.Tensor]:
+        events.append("send")
+        handle = start_all_to_all_rows(*sent)
+        wait = handle.wait
+        handle.wait = lambda: events.append("receive") or wait()  # type: ignore[func-returns-value, method-assign]
+        return handle
+
+    assert built.shared_experts is not None
+    built.shared_experts.register_forward_hook(lambda *_: events.append("shared"))
+    built.shared_experts.register_full_backward_hook(lambda *_: events.append("shared backward"))
+    x = torch.ones(4, 1, HIDDEN, dtype=context.dtype, requires_grad=True)
+    with mock.patch.object(dispatch, "start_all_to_all_rows", starting):
+        out = built(x, LayerInputs(rng_key=StreamKey(0), side_losses=SideLosses()))
+        torch.autograd.backward(out, torch.ones_like(out))
+    return events
+
+
+def test_shared_experts_run_while_rows_travel() -> None:
+    """Else they'd take their time after that of the exchange."""
+    expected = ["send", "shared", "receive", "send", "shared backward", "receive"]
+    assert run_ranks(order_of_events, dp=2, ep=2) == [expected] * 2
 
 
 def rows_of_one_rank(context: ParallelContext) -> list[bool]:

@@ -7,6 +7,7 @@ all-gather over ``etp``. A rank without rows takes part in every collective, for
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from megatron.core.moe.routing import Routing
 from megatron.core.ops.grouped_matmul import Groups
-from megatron.core.parallel.collectives import all_gather
-from megatron.core.parallel.exchange import Team, all_to_all_rows
+from megatron.core.parallel.collectives import Handle, all_gather
+from megatron.core.parallel.exchange import Team, all_to_all_rows, start_all_to_all_rows
 from megatron.core.parallel.mesh import Mesh
 
 
@@ -91,10 +92,38 @@ def plan_route(routing: Routing, *, num_experts: int, mesh: Mesh) -> Route:
     return Route(team, sent, rows, choices, sends, receives, arrived, Groups(received.sum(0)), drops=drops)
 
 
-def dispatch(x: Tensor, weights: Tensor, route: Route) -> tuple[Tensor, Tensor]:
-    """Rows [n, h] of tokens ``x`` [t, h], and their ``weights`` [t, k] as [n], in the order of this rank's experts."""
-    rows, of_rows = _Dispatch.apply(x, weights, route)  # type: ignore[no-untyped-call]
-    return rows, of_rows
+def dispatch(x: Tensor, weights: Tensor, route: Route) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Begin to send rows of tokens ``x`` [t, h] and their ``weights`` [t, k] to their experts.
+
+    The function that is returned waits for the rows [n, h] that come to this rank and their weights [n], in the order
+    of its experts. What is computed until then is computed while they travel, and its backward pass while their
+    gradients travel back.
+    """
+    if route.team.size == 1:
+        here: tuple[Tensor, Tensor] = _Stay.apply(x, weights, route)  # type: ignore[no-untyped-call]
+        return lambda: here
+    journey = _Journey(route, weights.dtype)
+    sent: Tensor = _Send.apply(x, weights, journey)  # type: ignore[no-untyped-call]
+
+    def wait() -> tuple[Tensor, Tensor]:
+        rows, of_rows = _Receive.apply(sent, journey)  # type: ignore[no-untyped-call]
+        return rows, of_rows
+
+    return wait
+
+
+@dataclass
+class _Journey:
+    """``coming``: packed rows, or in the backward pass their gradients, on their way to this rank."""
+
+    route: Route
+    weights_dtype: torch.dtype
+    coming: Handle[Tensor] | None = None
+
+    def arrived(self) -> Tensor:
+        assert self.coming is not None, "what was not sent can't arrive"
+        found, self.coming = self.coming.wait(), None
+        return found
 
 
 def combine(rows: Tensor, route: Route) -> Tensor:
@@ -102,26 +131,56 @@ def combine(rows: Tensor, route: Route) -> Tensor:
     return _Combine.apply(rows, route)  # type: ignore[no-untyped-call, no-any-return]
 
 
-class _Dispatch(torch.autograd.Function):
+class _Stay(torch.autograd.Function):
+    """Rows whose experts are all here."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, route: Route) -> tuple[Tensor, Tensor]:
         ctx.route, ctx.shape = route, weights.shape
-        rows = x.index_select(0, route.sent // route.choices)
-        of_rows = weights.flatten().index_select(0, route.sent)
-        if route.team.size > 1:
-            both = _to_experts(packed(rows, of_rows.unsqueeze(1)), route)
-            rows, of_rows = unpacked(both, rows.shape[1], of_rows.dtype)
-        return rows, of_rows.view(-1)
+        return x.index_select(0, route.sent // route.choices), weights.flatten().index_select(0, route.sent)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_weights: Tensor) -> tuple[Tensor, Tensor, None]:
-        route: Route = ctx.route
-        if route.team.size > 1:
-            back = _from_experts(packed(grad, grad_weights.unsqueeze(1)), route)
-            grad, grad_weights = unpacked(back, grad.shape[1], grad_weights.dtype)
-            grad_weights = grad_weights.view(-1)
-        of_choices = _padded(grad_weights, route).index_select(0, route.rows.flatten()).view(*ctx.shape, -1).sum(-1)
-        return _summed(grad, route), of_choices, None
+        return _summed(grad, ctx.route), _of_choices(grad_weights, ctx.route, ctx.shape), None
+
+
+class _Send(torch.autograd.Function):
+    """The result stands for the rows that will arrive: it has their shape, and zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, journey: _Journey) -> Tensor:
+        route = journey.route
+        ctx.journey, ctx.shape, ctx.width = journey, weights.shape, x.shape[1]
+        rows = x.index_select(0, route.sent // route.choices)
+        both = packed(rows, weights.flatten().index_select(0, route.sent).unsqueeze(1))
+        journey.coming = start_all_to_all_rows(both, route.team, route.sends, route.receives)
+        return both.new_zeros(1, 1).expand(sum(route.receives), both.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, Tensor, None]:
+        journey: _Journey = ctx.journey
+        grad, grad_weights = unpacked(journey.arrived(), ctx.width, journey.weights_dtype)
+        return _summed(grad, journey.route), _of_choices(grad_weights.view(-1), journey.route, ctx.shape), None
+
+
+class _Receive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sent: Tensor, journey: _Journey) -> tuple[Tensor, Tensor]:
+        ctx.journey, ctx.shape = journey, sent.shape
+        both, dtype = journey.arrived(), journey.weights_dtype
+        assert journey.route.arrived is not None, "rows of several ranks arrive in another order than that of experts"
+        both = both.index_select(0, journey.route.arrived)
+        rows, of_rows = unpacked(both, both.shape[1] - dtype.itemsize // both.dtype.itemsize, dtype)
+        return rows, of_rows.view(-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, grad_weights: Tensor) -> tuple[Tensor, None]:
+        journey: _Journey = ctx.journey
+        route, both = journey.route, packed(grad, grad_weights.unsqueeze(1))
+        assert route.arrived is not None
+        both = both.index_select(0, _inverse(route.arrived))
+        journey.coming = start_all_to_all_rows(both, route.team, route.receives, route.sends)
+        return both.new_zeros(1, 1).expand(ctx.shape), None
 
 
 class _Combine(torch.autograd.Function):
@@ -157,6 +216,11 @@ def _summed(rows: Tensor, route: Route) -> Tensor:
     for places in route.rows.unbind(1):
         total += rows.index_select(0, places)
     return total.to(rows.dtype)
+
+
+def _of_choices(of_rows: Tensor, route: Route, shape: torch.Size) -> Tensor:
+    """Sums [t, k] of what belongs to the rows of each choice."""
+    return _padded(of_rows, route).index_select(0, route.rows.flatten()).view(*shape, -1).sum(-1)
 
 
 def _padded(rows: Tensor, route: Route) -> Tensor:

@@ -173,7 +173,7 @@ class _InPieces(torch.autograd.Function):
         with experts.one_gradient():
             for start in range(0, len(rows), ctx.limit):
                 piece = slice(start, min(start + ctx.limit, len(rows)))
-                given = [each[piece].detach().requires_grad_() for each in (rows, weights)]
+                given = (rows[piece].detach().requires_grad_(), weights[piece].detach().requires_grad_())
                 with torch.enable_grad():
                     out = experts.compute(*given, ctx.groups.within(piece.start, piece.stop))
                 found = torch.autograd.grad(out, [*given, *sums], grad[piece])

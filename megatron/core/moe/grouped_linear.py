@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -82,7 +81,7 @@ class GroupedLinear:
         yield
         sums, self.sums = self.sums, None
         for weight, total in sums.items():
-            self._accumulate(weight, partial(torch.Tensor.detach, total))
+            self._accumulate(weight, total.detach)
 
     def _accumulate(self, weight: Tensor, gradient: Callable[[], Tensor]) -> None:
         @torch.no_grad()

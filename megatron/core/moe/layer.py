@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -76,8 +77,12 @@ class MoELayer(nn.Module):
             ids = own_rows(routing.ids, context)
             kept = None if routing.kept is None else own_rows(routing.kept, context)
         mine = Routing(ids, own_rows(routing.weights, context), kept)
-        of_all = self._shared(x, inputs)  # before what is added to it: recomputation ends with the last kept tensor
-        out = self._routed(own_rows(tokens, context), mine, inputs)
+        route, arriving = self._send(own_rows(tokens, context), mine, inputs)
+        of_all = self._shared(x, inputs)  # while rows are on their way
+        share = ids.numel() * context.mesh.size("etp")
+        out = combine(self.experts(*arriving(), route.groups, share=share), route)
+        if self._gathers:
+            out = scatter_tokens(out, context.mesh)
         out = all_rows(out, context, rows=len(tokens)).view_as(x)
         return out if of_all is None else out + of_all
 
@@ -90,8 +95,12 @@ class MoELayer(nn.Module):
         out: Tensor = self.shared_experts(x, inputs)
         return out
 
-    def _routed(self, x: Tensor, routing: Routing, inputs: LayerInputs) -> Tensor:
-        """The experts' results [t, h] for tokens ``x`` that no other rank has. A recomputed pass takes the same way."""
+    def _send(
+        self, x: Tensor, routing: Routing, inputs: LayerInputs
+    ) -> tuple[Route, Callable[[], tuple[Tensor, Tensor]]]:
+        """Begin to send tokens ``x`` [t, h] that no other rank has to their experts; what ``dispatch`` returns. A
+        recomputed pass takes the same way.
+        """
         mesh = self._context.mesh
         if self._gathers:
             whole, weights = gather_tokens(x, routing.weights, mesh)
@@ -102,10 +111,7 @@ class MoELayer(nn.Module):
             if self not in inputs.kept:
                 inputs.kept[self] = plan_route(routing, num_experts=self._num_experts, mesh=mesh)
         route: Route = inputs.kept[self]
-        rows, of_rows = dispatch(whole, weights, route)
-        share = routing.ids.numel() * mesh.size("etp")
-        out = combine(self.experts(rows, of_rows, route.groups, share=share), route)
-        return scatter_tokens(out, mesh) if self._gathers else out
+        return route, dispatch(whole, weights, route)
 
     def costs(self, workload: Workload) -> Costs:
         """Its parts, the rows that it sends and their sums."""

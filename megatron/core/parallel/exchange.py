@@ -106,7 +106,11 @@ def all_to_all(x: Tensor, team: Team) -> Tensor:
 
 def all_to_all_rows(x: Tensor, team: Team, sends: list[int], receives: list[int]) -> Tensor:
     """Send ``sends[i]`` rows of ``x``, in the order of ranks, to rank *i* and receive ``receives[i]``."""
-    out = x.new_empty(sum(receives), *x.shape[1:])
-    with team.waiting("all-to-all"):
-        dist.all_to_all_single(out, x.contiguous(), receives, sends, group=team.group)
-    return out
+    return start_all_to_all_rows(x, team, sends, receives).wait()
+
+
+def start_all_to_all_rows(x: Tensor, team: Team, sends: list[int], receives: list[int]) -> Handle[Tensor]:
+    """Begin ``all_to_all_rows``; ``x`` must not be changed until ``wait``."""
+    x, out = x.contiguous(), x.new_empty(sum(receives), *x.shape[1:])
+    work = dist.all_to_all_single(out, x, receives, sends, group=team.group, async_op=True)
+    return Handle(out, [work], team.waiting("all-to-all"), sent=x)

@@ -362,7 +362,7 @@ def test_experts_in_pieces_compute_the_same(kind: dict[str, Any]) -> None:
     for at_once in (1000, 5):
         built, x, arrivals = layer(model_config(**kind), moe_config()), hidden_states(), list[Tensor]()
         for parameter in built.experts.parameters():
-            parameter.register_post_accumulate_grad_hook(arrivals.append)
+            parameter.register_post_accumulate_grad_hook(arrivals.append)  # type: ignore[no-untyped-call]
         with mock.patch.object(experts, "rows_at_once", return_value=at_once):
             out = built(x, inputs())
         upstream = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
