@@ -81,6 +81,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen2 yarn": ("qwen2", {**SIZES, "rope_parameters": {**YARN, "rope_theta": 1e6}}),
     "qwen3": ("qwen3", {**SIZES, "head_dim": 16}),
+    "qwen3 one group, five heads, biases": (
+        "qwen3",
+        {**SIZES, "head_dim": 12, "num_attention_heads": 5, "num_key_value_heads": 1, "attention_bias": True},
+    ),
     "qwen3 tied": ("qwen3", {**SIZES, "head_dim": 16, "tie_word_embeddings": True}),
     "qwen3 yarn": ("qwen3", {**SIZES, "head_dim": 16, "rope_parameters": {**YARN, "rope_theta": 1e6}}),
 }

@@ -39,6 +39,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {**QWEN3, "norm_topk_prob": True}),
     "qwen3_moe without scores that add up, dense first": ("qwen3_moe", {**QWEN3, "mlp_only_layers": [0]}),
     "qwen3_moe with a window": ("qwen3_moe", {**QWEN3, "use_sliding_window": True, "sliding_window": 9}),
+    "qwen3_moe with biases": ("qwen3_moe", {**QWEN3, "attention_bias": True}),
     "olmoe": ("olmoe", OLMOE),
     "olmoe three heads, one group, scores that add up": (
         "olmoe",

@@ -7,11 +7,12 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from megatron.config.model import ModelConfig
+from megatron.config.model import LAYER_BIASES, ModelConfig
 from megatron.core.conversion.huggingface import windows
 from megatron.core.conversion.huggingface.biases import (
     BIAS_DEFAULTS,
     BIAS_FIELDS,
+    attention_biases,
     biases,
     read_biases,
     uneven_biases,
@@ -31,11 +32,6 @@ from megatron.core.conversion.tables import Row
 from megatron.core.conversion.transforms import PER_HEAD, QUERY_KEY_VALUE, stacked
 
 OURS, THEIRS = "decoder.layers.{n}", "model.layers.{n}"
-
-
-def _normed_and_biased(model: ModelConfig) -> list[str]:
-    both = model.qk_layernorm and model.add_qkv_bias
-    return ["queries and keys are normalized and layers have biases"] if both else []
 
 
 LLAMA = ModelType(
@@ -88,7 +84,7 @@ LLAMA = ModelType(
     kinds={**KINDS, **dict.fromkeys(BIAS_DEFAULTS, bool)},
     read=lambda known: {**read_biases(known), **read_rotary(known)},
     write=lambda model: {**written_biases(model), **written_rotary(model)},
-    refuse=lambda model: [*uneven_biases(model), *_normed_and_biased(model)],
+    refuse=uneven_biases,
     unused=(".rotary_emb.inv_freq",),
     tied_copies=("lm_head.weight",),
     about=(
@@ -126,12 +122,23 @@ def like_llama(
         by_code=(*LLAMA.by_code, *by_code),
         read=lambda known: {**read_rotary(known), **read(known)},
         write=lambda model: {**written_rotary(model), **write(model)},
-        refuse=lambda model: [*_normed_and_biased(model), *refuse(model)],
+        refuse=refuse,
         written=written,
         expected=expected,
         about=about,
         example=example,
         fixed={**LLAMA.fixed, **biases(qkv=False, output=False, mlp=False), **fixed},
+    )
+
+
+def with_attention_biases(each: ModelType) -> ModelType:
+    """``each``, with biases in all linear layers of attention where ``attention_bias`` says so."""
+    return replace(
+        each,
+        fixed={name: value for name, value in each.fixed.items() if name not in LAYER_BIASES or name == "add_mlp_bias"},
+        read=lambda known: {**each.read(known), **attention_biases(known)},
+        write=lambda model: {**each.write(model), "attention_bias": model.add_qkv_bias},
+        refuse=lambda model: [*uneven_biases(model), *each.refuse(model)],
     )
 
 
@@ -176,13 +183,16 @@ TYPES = {
         about="Qwen 1.5, 2 and 2.5, dense; sliding windows in any layers; rotary scaling as for llama; tied or not",
         example="Qwen/Qwen2.5-0.5B",
     ),
-    "qwen3": qwen(
-        "Qwen3ForCausalLM",
-        about="Qwen 3, dense; sliding windows in any layers; rotary scaling as for llama; tied or not",
-        example="Qwen/Qwen3-0.6B",
-        defaults={"head_dim": 128},
-        written={"attention_bias": False},
-        expected={"attention_bias": False},
-        qk_layernorm=True,
+    "qwen3": with_attention_biases(
+        qwen(
+            "Qwen3ForCausalLM",
+            about=(
+                "Qwen 3, dense, with or without biases in attention; sliding windows in any layers; rotary scaling as "
+                "for llama; tied or not"
+            ),
+            example="Qwen/Qwen3-0.6B",
+            defaults={"head_dim": 128},
+            qk_layernorm=True,
+        )
     ),
 }

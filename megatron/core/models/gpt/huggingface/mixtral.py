@@ -20,7 +20,14 @@ from megatron.core.models.gpt.huggingface.experts import (
     shared_rows,
     with_experts,
 )
-from megatron.core.models.gpt.huggingface.llama import LLAMA, OURS, THEIRS, like_llama, qwen
+from megatron.core.models.gpt.huggingface.llama import (
+    LLAMA,
+    OURS,
+    THEIRS,
+    like_llama,
+    qwen,
+    with_attention_biases,
+)
 from megatron.small_files import Between
 
 
@@ -158,28 +165,31 @@ def _qwen3_experts(known: Known) -> dict[str, Any]:
 
 QWEN3_MOE = with_experts(
     replace(
-        like_llama(
-            "Qwen3MoeForCausalLM",
-            defaults={
-                "max_position_embeddings": 32768,
-                "num_key_value_heads": 4,
-                "num_local_experts": 128,
-                "num_experts_per_tok": 8,
-                "moe_intermediate_size": 768,
-                **_SPARSE,
-            },
-            kinds={**windows.KINDS, **KINDS, "attention_bias": bool},
-            by_code=("window_size",),
-            read=lambda known: read_window(
-                known if known.get("use_sliding_window") else known.but(sliding_window=None)
-            ),
-            write=lambda model: {"use_sliding_window": model.window_size is not None, **written_window(model)},
-            refuse=without_later_keys,
-            expected={"attention_bias": False},
-            written={"attention_bias": False},
-            about="Qwen 3 with experts; any layers dense; a sliding window in all layers or none",
-            example="Qwen/Qwen3-30B-A3B",
-            qk_layernorm=True,
+        with_attention_biases(
+            like_llama(
+                "Qwen3MoeForCausalLM",
+                defaults={
+                    "max_position_embeddings": 32768,
+                    "num_key_value_heads": 4,
+                    "num_local_experts": 128,
+                    "num_experts_per_tok": 8,
+                    "moe_intermediate_size": 768,
+                    **_SPARSE,
+                },
+                kinds={**windows.KINDS, **KINDS, "attention_bias": bool},
+                by_code=("window_size",),
+                read=lambda known: read_window(
+                    known if known.get("use_sliding_window") else known.but(sliding_window=None)
+                ),
+                write=lambda model: {"use_sliding_window": model.window_size is not None, **written_window(model)},
+                refuse=without_later_keys,
+                about=(
+                    "Qwen 3 with experts, with or without biases in attention; any layers dense; a sliding window in "
+                    "all layers or none"
+                ),
+                example="Qwen/Qwen3-30B-A3B",
+                qk_layernorm=True,
+            )
         ),
         older_settings={"num_experts": "num_local_experts"},
     ),
