@@ -185,6 +185,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks of queries and a shorter last one."""
     monkeypatch.setattr(chunked, "_BLOCK", 2)
     monkeypatch.setattr(sdpa, "_SHORTEST_WINDOW", 1)
+    monkeypatch.setattr(sdpa, "_FEWEST_QUERIES", 2)
 
 
 def skip_refused(backend: str, case: str) -> None:
@@ -199,9 +200,14 @@ def skip_refused(backend: str, case: str) -> None:
         pytest.skip(f"{backend} refuses {case}: {reason}")
 
 
+@pytest.mark.parametrize("how", ["masked", "causal first", "blocks"])
 @pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 7, 8])
-def test_windows_of_every_length(window: int) -> None:
-    """Whole blocks, and a rest of any length."""
+def test_windows_of_every_length(window: int, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole blocks, and a rest of any length; with masks, and in blocks as on a GPU."""
+    monkeypatch.setattr(sdpa, "_KERNEL_BLOCK", 0 if how == "causal first" else 512)
+    if how == "blocks":
+        monkeypatch.setattr(sdpa, "_LONGEST_MASKED_WINDOW", 0)
+        monkeypatch.setattr(sdpa, "_LONGEST_MASKED", 0)
     inputs, options = make_qkv(g=2), {"causal": True, "window": (window - 1, 0)}
     for actual, expected in zip(run(inputs, backend="sdpa", **options), run(inputs, backend="eager", **options)):
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)

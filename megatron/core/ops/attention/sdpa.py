@@ -1,8 +1,10 @@
 """Attention through torch's scaled_dot_product_attention: no score matrix is kept.
 
-Its flash kernels have no window, so a window is made of causal calls without one: positions are cut into blocks of the
-window's length. A block sees itself causally, and of the block before it the keys after the query's own place, which is
-a causal call on both read backwards. All blocks are two calls, and no score is computed twice.
+Its flash kernels have no window. On a CPU, queries are taken a few at a time, with the keys that they see and a mask.
+Elsewhere, where the kernel has no mask, and for wide windows of long sequences a window is made of causal calls without
+one: positions are cut into blocks of the window's length. A block sees itself causally, and of the block before it the
+keys after the query's own place, which is a causal call on both read backwards. All blocks are two calls, and no score
+is computed twice.
 """
 
 from __future__ import annotations
@@ -19,8 +21,14 @@ from megatron.core.ops.attention.masks import allowed_keys, each_document
 from megatron.core.ops.attention.online_softmax import OnlineSoftmax
 from megatron.core.ops.attention.request import AttentionOptions, AttentionRequest, Gradients, PartialResult
 
-# With fewer keys in a window, blocks with masks (``chunked``) are faster than the kernel's short calls.
+# With fewer keys in a window, blocks with masks (``chunked``) are faster on a GPU than the kernel's short calls.
 _SHORTEST_WINDOW = 64
+# On a CPU, a window of more keys in a longer sequence is faster in blocks than with masks.
+_LONGEST_MASKED_WINDOW, _LONGEST_MASKED = 1024, 2048
+# Keys that the CPU kernel computes at once, also where a causal call shows fewer: calls to fewer keys cost less.
+_KERNEL_BLOCK = 512
+# Queries of a call with a mask: a quarter of a window, between these.
+_FEWEST_QUERIES, _MOST_QUERIES = 64, 256
 
 
 def supports(request: AttentionRequest) -> str | None:
@@ -56,7 +64,9 @@ def _refuses_window(request: AttentionRequest, window: tuple[int, int]) -> str |
         return "its flash kernel has no window"
     if not request.causal:
         return "its windows are for causal attention"
-    return None if window[0] + 1 >= _SHORTEST_WINDOW else f"windows of {window[0] + 1} make its calls too short"
+    if request.device.type == "cpu" or window[0] + 1 >= _SHORTEST_WINDOW:
+        return None
+    return f"windows of {window[0] + 1} make its calls too short"
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
@@ -77,7 +87,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor
         def windowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if options.window is None or q.shape[0] <= options.window[0] + 1:
                 return folded(q, k, v)
-            return _Windowed.apply(q, k, v, options).flatten(2)  # type: ignore[no-untyped-call, no-any-return]
+            has_short_calls = options.window[0] < _LONGEST_MASKED_WINDOW or q.shape[0] <= _LONGEST_MASKED
+            call = _Masked if q.device.type == "cpu" and has_short_calls else _Windowed
+            return call.apply(q, k, v, options).flatten(2)  # type: ignore[no-untyped-call, no-any-return]
 
         return (
             windowed(q, k, v)
@@ -203,6 +215,68 @@ class _Windowed(torch.autograd.Function):
         return grad_q, grad_k, grad_v, None
 
 
+def _slices(length: int, window: int) -> Iterator[tuple[slice, slice]]:
+    """Queries and the keys they see, in turns. In a wide window those that see all keys before them come first, as one
+    causal call.
+    """
+    start = 0
+    if window > _KERNEL_BLOCK:
+        start = min(window, length)
+        yield slice(0, start), slice(0, start)
+    size = min(max(window // 4, _FEWEST_QUERIES), _MOST_QUERIES)
+    while start < length:
+        rows = slice(start, min(start + size, length))
+        yield rows, slice(max(start - window + 1, 0), rows.stop)
+        start = rows.stop
+
+
+def _band(rows: slice, keys: slice, window: int, q: Tensor) -> Tensor | None:
+    """What hides from each of some queries the keys outside its window, [rows, keys], minus infinity there; None for
+    a call that is causal.
+    """
+    if rows.start == 0 and window > _KERNEL_BLOCK:
+        return None
+    hidden = q.new_full((rows.stop - rows.start, keys.stop - keys.start), -torch.inf)
+    own = rows.start - keys.start  # where the first query's own key is, the last that it sees
+    return hidden.triu(own + 1) + hidden.tril_(own - window)
+
+
+class _Masked(torch.autograd.Function):
+    """On a CPU. Keeps q, k, v, the result and its log-sum-exp."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        query, key, value = (_fold(x) for x in (q, k, v))
+        found = []
+        window = _length(options)
+        for rows, keys in _slices(q.shape[0], window):
+            mask = _band(rows, keys, window, q)
+            given = (query[:, :, rows], key[:, :, keys], value[:, :, keys])
+            found.append(_kernel(*given, options, causal=mask is None, mask=mask))
+        out, lse = (torch.cat(parts, dim=2) for parts in zip(*found))
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options = options
+        return _unfold(out, q)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, out, lse = ctx.saved_tensors
+        upstream, query, key, value = (_fold(x) for x in (grad, q, k, v))
+        grad_query = torch.empty_like(query)
+        grad_key, grad_value = (torch.zeros_like(x, dtype=lse.dtype) for x in (key, value))
+        window = _length(ctx.options)
+        for rows, keys in _slices(q.shape[0], window):
+            mask = _band(rows, keys, window, q)
+            given = (upstream[:, :, rows], query[:, :, rows], key[:, :, keys], value[:, :, keys])
+            answer = (out[:, :, rows], lse[:, :, rows])
+            found = _kernel_gradients(*given, *answer, ctx.options, causal=mask is None, mask=mask)
+            grad_query[:, :, rows] = found[0]
+            grad_key[:, :, keys] += found[1]
+            grad_value[:, :, keys] += found[2]
+        grad_q, grad_k, grad_v = (_unfold(x, like) for x, like in zip((grad_query, grad_key, grad_value), (q, k, v)))
+        return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), None
+
+
 def _length(options: AttentionOptions) -> int:
     """Keys in a window, the query's own included."""
     assert options.window is not None
@@ -210,12 +284,14 @@ def _length(options: AttentionOptions) -> int:
 
 
 def _kernel(
-    query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, *, causal: bool
+    query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, *, causal: bool, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Result [b, n, s, d] and log-sum-exp [b, n, s] of torch's flash kernel."""
+    """Result [b, n, s, d] and log-sum-exp [b, n, s] of torch's flash kernel. ``mask``: added to scores, on a CPU."""
     kernels, scale = torch.ops.aten, options.scale
     if query.device.type == "cpu":
-        out, lse = kernels._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
+        out, lse = kernels._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, causal, attn_mask=mask, scale=scale
+        )
     else:
         out, lse, *_ = kernels._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
     return out, lse
@@ -231,12 +307,15 @@ def _kernel_gradients(
     options: AttentionOptions,
     *,
     causal: bool,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of query, key and value, for the result ``out`` and log-sum-exp ``lse`` over these and other keys."""
     kernels, scale = torch.ops.aten, options.scale
     given = (upstream, query, key, value, out, lse.contiguous())
     if query.device.type == "cpu":
-        found = kernels._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, causal, scale=scale)
+        found = kernels._scaled_dot_product_flash_attention_for_cpu_backward(
+            *given, 0.0, causal, attn_mask=mask, scale=scale
+        )
     else:
         unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # the state of dropout's generator
         found = kernels._scaled_dot_product_flash_attention_backward(
