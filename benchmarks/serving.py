@@ -1,0 +1,261 @@
+"""The server against its engine, one client against many, and what equal beginnings of prompts save, on the CPU.
+
+    python -m benchmarks.serving --dtype bf16
+    python -m benchmarks.serving --rounds 9
+    python -m benchmarks.serving --quick
+
+The engine in this process and the same engine over HTTP take turns with random prompts, each time new ones, and greedy
+texts of one length. Clients are threads of another process. Printed are tokens a second by the clock, and processor
+time of this process a token, in which other work on the machine and the clients hardly count: its ratio to the engine's
+is what HTTP adds. The last column has what other threads than the engine's spend for each second of it, with one thread
+for torch the steadiest of these numbers. Then: time to the first token and between tokens, one client after the other
+and all at once; and time to the first token of prompts with a beginning that was read before.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+
+import argparse
+import http.client
+import json
+import multiprocessing
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+
+from benchmarks.generation import DTYPES, Prompts, Shape, build, runner_of
+from megatron.core.inference.engine import Engine
+from megatron.core.inference.request import Request
+from megatron.core.inference.sampling import Sampling
+from megatron.core.models.gpt.model import GPTModel
+from megatron.core.tokenizers.null import NullTokenizer
+from megatron.serving.app import Server
+from megatron.serving.model import ServedModel
+from megatron.serving.process import ServerProcess, bound_socket
+from megatron.serving.settings import ServerConfig
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds: of all requests together, and of each to its first token and from one token to the next."""
+
+    whole: float
+    first: list[float]
+    between: list[float]
+
+
+@dataclass(frozen=True)
+class Asking:
+    """What the process of clients does: ask for ``count`` tokens after each prompt, ``clients`` at a time."""
+
+    port: int
+    prompts: Prompts
+    count: int
+    clients: int
+    stream: bool = True
+
+    def times(self) -> Times:
+        """Ask, in the process that calls it."""
+        began = time.perf_counter()
+        with ThreadPoolExecutor(self.clients) as threads:
+            found = list(threads.map(self._ask, self.prompts))
+        whole = time.perf_counter() - began
+        between = [later - earlier for _, at in found for earlier, later in pairwise(at)]
+        return Times(whole, [at[0] - sent for sent, at in found], between)
+
+    def _ask(self, prompt: list[int]) -> tuple[float, list[float]]:
+        """When the request was sent, and when each part of its answer came."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
+        fields = {"prompt": prompt, "max_tokens": self.count, "temperature": 0, "ignore_eos": True}
+        sent, at = time.perf_counter(), list[float]()
+        body = json.dumps({**fields, "stream": self.stream})
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        answer = connection.getresponse()
+        assert answer.status == 200, answer.read()
+        if self.stream:
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    at.append(time.perf_counter())
+        else:
+            answer.read()
+            at.append(time.perf_counter())
+        connection.close()
+        return sent, at
+
+
+@dataclass
+class Turns:
+    """What a contender's turns took: seconds by the clock, and of the processor time of this process and its engine."""
+
+    clock: list[float] = field(default_factory=list)
+    processor: list[float] = field(default_factory=list)
+    engine: list[float] = field(default_factory=list)
+
+
+def engine_of(model: GPTModel, shape: Shape, *, requests: int) -> Engine:
+    """An engine with room for as many whole texts."""
+    return Engine(runner_of(model, shape, requests=requests), tokenizer=NullTokenizer(shape.vocabulary - 1))
+
+
+def in_process(engine: Engine, prompts: Prompts, count: int) -> float:
+    """Seconds that the engine takes without a server."""
+    requests = [
+        Request(id=str(number), prompt=tuple(prompt), max_tokens=count, sampling=Sampling(temperature=0.0))
+        for number, prompt in enumerate(prompts)
+    ]
+    began = time.perf_counter()
+    engine.generate(requests)
+    return time.perf_counter() - began
+
+
+@contextmanager
+def served(engine: Engine, tokenizer: NullTokenizer) -> Iterator[int]:
+    """The port of a server around ``engine``, in a thread of this process."""
+    model = ServedModel(
+        name="model", tokenizer=tokenizer, max_length=engine.limits.max_length, fingerprint="", end_ids=frozenset()
+    )
+    config = ServerConfig(port=0, no_access_log=True)
+    server = Server.around(engine, model, config)
+    process, listener = ServerProcess(server), bound_socket(config)
+    thread = threading.Thread(target=process.run, args=([listener],))
+    thread.start()
+    while not process.started:
+        time.sleep(0.01)
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        process.should_exit = True
+        thread.join()
+
+
+def compare(
+    contenders: dict[str, Callable[[Prompts], float]], new: Callable[[], Prompts], *, rounds: int
+) -> dict[str, Turns]:
+    """Each contender in each round, with new prompts, after a round that does not count."""
+    turns = {name: Turns() for name in contenders}
+    for number in range(rounds + 1):
+        for name, contender in contenders.items():
+            prompts = new()
+            before, engine_before = time.process_time(), engine_seconds()
+            seconds = contender(prompts)
+            spent, engine_spent = time.process_time() - before, engine_seconds() - engine_before
+            if number:
+                turns[name].clock.append(seconds)
+                turns[name].processor.append(spent)
+                turns[name].engine.append(engine_spent)
+    return turns
+
+
+def engine_seconds() -> float:
+    """Processor time of the thread of the server's engine."""
+    (thread,) = (each for each in threading.enumerate() if each.name == "engine")
+    assert thread.ident is not None, "it has started"
+    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+
+
+def report(turns: dict[str, Turns], tokens: int) -> None:
+    """A table; ratios are of a round's turns to that of the engine alone, by median."""
+    first, *_ = turns.values()
+    print(f"  {'':<28}{'tokens/s':>9}{'ratio':>8}{'ms of CPU a token':>20}{'ratio':>8}{'least':>8}{'others':>8}")
+    for name, each in turns.items():
+        clock = statistics.median(mine / own for mine, own in zip(first.clock, each.clock))
+        processor = statistics.median(own / mine for mine, own in zip(first.processor, each.processor))
+        least = min(each.processor) / min(first.processor)
+        rate, spent = tokens / statistics.median(each.clock), 1e3 * statistics.median(each.processor) / tokens
+        shares = [whole / engine - 1 for whole, engine in zip(each.processor, each.engine) if each is not first]
+        said = f"{statistics.median(shares):>8.1%}" if shares else ""
+        print(f"  {name:<28}{rate:>9.0f}{clock:>8.2f}{spent:>20.2f}{processor:>8.3f}{least:>8.3f}{said}")
+
+
+def show(name: str, times: Sequence[Times], tokens: int) -> None:
+    """A line of latencies: median and 90th percentile, in ms."""
+
+    def said(values: list[float]) -> str:
+        ordered = sorted(values)
+        return f"{1e3 * statistics.median(ordered):>9.1f}{1e3 * ordered[len(ordered) * 9 // 10]:>9.1f}"
+
+    first = [each for found in times for each in found.first]
+    between = [each for found in times for each in found.between]
+    rate = tokens / statistics.median(found.whole for found in times)
+    print(f"  {name:<28}{rate:>9.0f}{said(first)}{said(between)}")
+
+
+def main() -> None:
+    """Print tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
+    parser.add_argument("--clients", type=int, default=16, help="at once (default 16)")
+    parser.add_argument("--length", type=int, default=64, help="of prompts (default 64)")
+    parser.add_argument("--tokens", type=int, default=64, help="new ones for each prompt (default 64)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="a tiny model and few tokens: shows that it runs")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(1)
+    shape = Shape(2, 64, 4, 512, 256) if options.quick else Shape()
+    length, count, rounds = (8, 4, 1) if options.quick else (options.length, options.tokens, options.rounds)
+    clients, tokens = options.clients, options.clients * count
+    model = build(shape, DTYPES[options.dtype])
+    alone, inside = (engine_of(model, shape, requests=clients) for _ in range(2))
+    seeds = iter(range(1_000_000))
+
+    def new() -> Prompts:
+        return [prompt_of(next(seeds), length, shape) for _ in range(clients)]
+
+    context = multiprocessing.get_context("spawn")
+    with served(inside, NullTokenizer(shape.vocabulary - 1)) as port, ProcessPoolExecutor(1, context) as others:
+
+        def asked(prompts: Prompts, *, at_once: int = clients, new_tokens: int = count, stream: bool = True) -> Times:
+            return others.submit(Asking(port, prompts, new_tokens, at_once, stream).times).result()
+
+        print(
+            f"{options.dtype}, {clients} prompts of {length} tokens, {count} new ones each, {options.threads} threads"
+        )
+        contenders: dict[str, Callable[[Prompts], float]] = {
+            "engine in process": lambda prompts: in_process(alone, prompts, count),
+            "HTTP, whole answers": lambda prompts: asked(prompts, stream=False).whole,
+            "HTTP, streams": lambda prompts: asked(prompts).whole,
+        }
+        report(compare(contenders, new, rounds=rounds), tokens)
+        print(f"  {'':<28}{'tokens/s':>9}{'first ms':>9}{'p90':>9}{'between':>9}{'p90':>9}")
+        few = -(-clients // 4)
+        found = [(asked(new()[:few], at_once=1), asked(new())) for _ in range(-(-rounds // 2))]
+        show("one client after the other", [one for one, _ in found], few * count)
+        show(f"{clients} clients at once", [many for _, many in found], tokens)
+        beginning = prompt_of(next(seeds), 8 * length, shape)
+        shared = [[*beginning, *prompt_of(next(seeds), length, shape)] for _ in range(1 + rounds * 2)]
+        others_own = [prompt_of(next(seeds), 9 * length, shape) for _ in range(1 + rounds * 2)]
+        print(
+            f"first token after {9 * length} tokens, of which {8 * length} were read before, and after as many new ones"
+        )
+        pairs = [(asked([one], new_tokens=1), asked([other], new_tokens=1)) for one, other in zip(shared, others_own)][
+            1:
+        ]
+        known, unknown = ([pair[which].first[0] for pair in pairs] for which in range(2))
+        ratio = statistics.median(own / mine for mine, own in zip(known, unknown))
+        medians = [1e3 * statistics.median(each) for each in (known, unknown)]
+        print(f"  {medians[0]:.1f} ms and {medians[1]:.1f} ms: {ratio:.1f} times")
+
+
+def prompt_of(seed: int, length: int, shape: Shape) -> list[int]:
+    """Random ids."""
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(shape.vocabulary, (length,), generator=generator).tolist()
+    return ids
+
+
+if __name__ == "__main__":
+    main()
