@@ -16,6 +16,7 @@ from megatron.core.conversion.huggingface.hub import model_folder
 from megatron.core.conversion.huggingface.reading import read_huggingface
 from megatron.core.conversion.huggingface.writing import write_huggingface
 from megatron.core.conversion.megatron_lm.files import find_folder
+from megatron.core.conversion.megatron_lm.format import format_for
 from megatron.core.conversion.megatron_lm.forward import megatron_lm_answer
 from megatron.core.conversion.megatron_lm.known_arguments import not_handed_on
 from megatron.core.conversion.megatron_lm.layer_arguments import notes_for_training
@@ -90,8 +91,10 @@ def _convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
         if "megatron-lm" in (job.source, job.target):
             for warning in not_handed_on(portable.model, was_trained_there=job.source == "megatron-lm"):
                 say(warning)
-        for note in notes_for_training(portable.model) if job.target == "megatron-lm" else ():
-            say(note)
+        if job.target == "megatron-lm":
+            of_family = format_for(portable.groups).flags(portable.groups)
+            for note in notes_for_training(portable.model, of_family):
+                say(note)
         if not job.skip_proof:
             proof.check_memory(proof.memory_needed(portable, {job.source, job.target}))
         with becoming(job.save, say=say, check=lambda: check_target(job.save)) as aside:

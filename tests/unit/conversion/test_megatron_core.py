@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from megatron.config.model import ModelConfig
+from megatron.config.moe import MoEConfig
 from megatron.core.conversion.convert import Conversion, convert
 from megatron.core.conversion.megatron_lm.forward import megatron_lm_answer
 from megatron.core.conversion.native import read_native, write_native
@@ -36,6 +37,17 @@ PRELUDE = f"""{ON_CPU}
 import argparse, json
 ones = torch.ones
 torch.ones = lambda *size, device=None, **options: ones(*size, **options)  # a window's mask is made on a GPU
+class Stream:  # experts wait for the GPU
+    def __getattr__(self, name): return lambda *args, **options: self
+torch.cuda.Stream = torch.cuda.Event = torch.cuda.current_stream = lambda *args, **options: Stream()
+torch.cuda.stream = lambda stream: contextlib.nullcontext()
+import megatron.core.transformer.moe.moe_utils as routers
+routers.te_general_gemm = None  # which it asks for without Transformer Engine
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+import megatron.core.transformer.multi_latent_attention as latents
+latents.TELinear = type("TELinear", (), dict())  # which it compares with, None without Transformer Engine
+plain_attention = DotProductAttention.__init__  # knows no widths of latent attention, which here are those of a head
+DotProductAttention.__init__ = lambda self, *a, k_channels=None, v_channels=None, **k: plain_attention(self, *a, **k)
 import torch.distributed.checkpoint.filesystem as files
 import megatron.core.dist_checkpointing.strategies.filesystem_async as writer
 if hasattr(files, "SerializationFormat"):
@@ -47,25 +59,35 @@ SCRIPT = """
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
 from megatron.core.models.bert.bert_model import BertModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.T5 import t5_spec
 from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 OF_CONFIG = ("window_size", "window_attn_skip_freq", "softmax_type", "softmax_scale", "qk_l2_norm", "no_rope_freq")
+OF_CONFIG += ("mtp_num_layers", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+OF_CONFIG += ("rope_type", "rotary_scaling_factor", "original_max_position_embeddings", "mscale", "mscale_all_dim")
+OF_CONFIG += ("multi_latent_attention", "qk_layernorm")
 
 def build(settings, family, binary_head):
     modern = settings.get("swiglu", False)
-    config = TransformerConfig(
+    experts = {name: value for name, value in settings.items() if name.startswith("moe_")}
+    if "num_experts" in settings:
+        experts |= dict(num_moe_experts=settings["num_experts"], moe_token_dispatcher_type="alltoall")
+        experts |= dict(moe_aux_loss_coeff=0.0, moe_router_load_balancing_type="none")
+    kind = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
+    config = kind(
         num_layers=settings["num_layers"], hidden_size=settings["hidden_size"],
         num_attention_heads=settings["num_attention_heads"], num_query_groups=settings.get("num_query_groups"),
         kv_channels=settings.get("kv_channels"), ffn_hidden_size=settings.get("ffn_hidden_size"),
         gated_linear_unit=modern, add_bias_linear=not modern, use_cpu_initialization=True,
         activation_func=torch.nn.functional.silu if modern else torch.nn.functional.gelu,
         bias_activation_fusion=not modern, hidden_dropout=0.0, attention_dropout=0.0, init_method_std=0.2,
-        pipeline_dtype=torch.float32, **{name: settings[name] for name in OF_CONFIG if name in settings},
+        pipeline_dtype=torch.float32, **{name: settings[name] for name in OF_CONFIG if name in settings}, **experts,
+        normalization="LayerNorm",
     )
     sizes = dict(vocab_size=128, max_sequence_length=settings["max_position_embeddings"])
     sizes["share_embeddings_and_output_weights"] = not settings.get("untie_embeddings_and_output_weights", False)
@@ -77,7 +99,13 @@ def build(settings, family, binary_head):
         specs = t5_spec.encoder_model_with_local_spec(), t5_spec.decoder_model_with_local_spec()
         stacks = [TransformerBlockSubmodules([spec] * config.num_layers, layer_norm=t5_spec.LNImpl) for spec in specs]
         return T5Model(config, config, *stacks, **sizes)
-    return GPTModel(config, get_gpt_layer_local_spec(qk_l2_norm=config.qk_l2_norm), **sizes)
+    if experts:
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    else:
+        latent = dict(multi_latent_attention=True, qk_layernorm=True) if kind is MLATransformerConfig else {}
+        spec = get_gpt_layer_local_spec(qk_l2_norm=config.qk_l2_norm, **latent)
+    later = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if config.mtp_num_layers else None
+    return GPTModel(config, spec, mtp_block_spec=later, **sizes)
 
 def answer(model, family, asked):
     tokens = asked["tokens"]
@@ -86,6 +114,7 @@ def answer(model, family, asked):
         words, order = model(tokens, asked["real"].long(), types)
         return {"words": words[asked["real"]], **({} if order is None else {"order": order})}
     length = tokens.shape[1]
+    model.mtp_process = False  # losses of later tokens, which nobody asks for
     if family == "T5":
         samples, later = asked["decoder_tokens"].shape
         future = torch.ones(1, 1, later, later, dtype=torch.bool).triu(1)
@@ -138,6 +167,25 @@ UNGROUPED = {"group_query_attention": False, "num_query_groups": 4}
 SWIGLU = {**{name: value for name, value in MODERN.items() if name != "activation"}, "swiglu": True}
 SWIGLU["normalization"] = "LayerNorm"
 DEEP = T5Config(decoder_num_layers=4, decoder_seq_length=4)
+ROUTED: dict[str, Any] = {**SWIGLU, "num_experts": 4, "moe_ffn_hidden_size": 24, "moe_router_topk": 2}
+BIASED: dict[str, Any] = {
+    "moe_shared_expert_intermediate_size": 16,
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_num_groups": 2,
+    "moe_router_group_topk": 1,
+}
+LATENT: dict[str, Any] = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8,
+    "qk_layernorm": True,
+    "rope_type": "rope",
+}
 MODELS: dict[str, tuple[dict[str, Any], tuple[object, ...]]] = {
     "gpt": (CLASSIC, ()),
     "gpt with a window": ({**CLASSIC, "window_size": (2, 0), "window_attn_skip_freq": 2}, ()),
@@ -146,6 +194,16 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[object, ...]]] = {
     "modern gpt with layers without positions": ({**SWIGLU, "no_rope_freq": 2}, ()),
     "modern gpt with listed layers without positions": ({**SWIGLU, "no_rope_freq": [1, 0, 0, 1]}, ()),
     "modern gpt with L2 norms": ({**SWIGLU, "qk_l2_norm": True}, ()),
+    "experts": (ROUTED, ()),
+    "experts, scored before": ({**ROUTED, "moe_router_pre_softmax": True}, ()),
+    "experts with biases": ({**CLASSIC, "num_experts": 4, "moe_ffn_hidden_size": 24, "moe_router_topk": 2}, ()),
+    "biased and shared experts": ({**ROUTED, **BIASED}, ()),
+    "experts in every second layer": ({**ROUTED, "moe_layer_freq": 2}, ()),
+    "experts in listed layers": ({**ROUTED, **BIASED, "moe_layer_freq": [0, 1, 1, 1]}, ()),
+    "latents": ({**SWIGLU, **UNGROUPED, **LATENT}, ()),
+    "latents and experts": ({**ROUTED, **BIASED, **UNGROUPED, **LATENT, "moe_layer_freq": [0, 1, 1, 1]}, ()),
+    "later tokens": ({**SWIGLU, "mtp_num_layers": 1}, ()),
+    "later tokens and experts": ({**ROUTED, **BIASED, "mtp_num_layers": 1}, ()),
     "bert": (CLASSIC, BOTH),
     "bert, masked tokens only, untied": (UNTIED, FIRST),
     "t5": (CLASSIC, (DEEP,)),
@@ -153,9 +211,22 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[object, ...]]] = {
 }
 
 
+def groups_of(name: str) -> tuple[object, ...]:
+    """The settings of a family alone, experts among them."""
+    settings, groups = MODELS[name]
+    moe = {key: value for key, value in settings.items() if key.startswith("moe_") or key == "num_experts"}
+    if "moe_layer_freq" in moe:
+        moe["moe_layer_freq"] = str(moe["moe_layer_freq"]).replace(" ", "")
+    return groups if family_of(groups).title != "GPT" else (MoEConfig(**moe),)
+
+
 def of_ours(settings: dict[str, Any]) -> ModelConfig:
     """The architecture that arguments of theirs say."""
-    ours = dict(settings)
+    theirs = ("moe_", "num_experts", "rope_type")
+    ours = {name: value for name, value in settings.items() if not name.startswith(theirs)}
+    if ours.get("multi_latent_attention"):
+        ours["rotary_interleaved"] = True
+        del ours["kv_channels"]
     for name in {"window_attn_skip_freq", "no_rope_freq"} & settings.keys():
         ours[name] = str(settings[name])
     if ours.pop("swiglu", False):
@@ -165,7 +236,7 @@ def of_ours(settings: dict[str, Any]) -> ModelConfig:
 
 def run_megatron_core(body: str, name: str, folder: Path, work: Path) -> Answer:
     """What megatron-core answers to the proof's question, from what it saved in, or loaded from, ``folder``."""
-    settings, groups = MODELS[name]
+    settings, groups = MODELS[name][0], groups_of(name)
     torch.save(vars(question_for(of_ours(settings), groups)), f"{folder}.question")
     script = work / "script.py"
     call = f"main({settings!r}, {family_of(groups).title!r}, {str(folder)!r})"
@@ -194,7 +265,7 @@ def assert_close(found: Answer, expected: Answer) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_reads_what_it_writes(name: str, tmp_path: Path) -> None:
     """Logits of our checkpoint equal megatron-core's own."""
-    settings, groups = MODELS[name]
+    settings, groups = MODELS[name][0], groups_of(name)
     expected = run_megatron_core(SAVES, name, tmp_path / "theirs", tmp_path)
     question = question_for(of_ours(settings), groups)
     assert_close(megatron_lm_answer(tmp_path / "theirs", question), expected)
@@ -210,7 +281,7 @@ def test_it_loads_what_we_write(name: str, tmp_path: Path) -> None:
     """Padded vocabulary, stacked layers, settings: its own loader takes them and computes our logits; torch's
     format has the names and the numbers that its model wants.
     """
-    settings, groups = MODELS[name]
+    settings, groups = MODELS[name][0], groups_of(name)
     model = of_ours(settings)
     values = random_tensors(model, groups)
     if groups == FIRST:

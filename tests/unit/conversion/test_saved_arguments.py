@@ -71,12 +71,12 @@ def test_unknown_arguments() -> None:
     """A fork's, or tomorrow's: off is harmless, else the user has to know."""
     check(embedding_multiplier=None, use_alibi=False, extra=0, more=[], name="")
     words = (
-        "is a model with a mixture of experts (num_experts = 8), which is not available and was saved with unknown "
+        "is a model with MuP's multipliers (use_mup = True), which is not available and was saved with unknown "
         "arguments that may change what the model computes: embedding_multiplier = 12.0, use_alibi = True "
         "(--ignore-saved-args NAME for each that does not)"
     )
     with pytest.raises(CheckpointError, match=re.escape(words)):
-        check(num_experts=8, embedding_multiplier=12.0, use_alibi=True)
+        check(use_mup=True, embedding_multiplier=12.0, use_alibi=True)
 
 
 def test_ignoring_is_for_what_is_unknown(tmp_path: Path) -> None:

@@ -12,17 +12,21 @@ from megatron.config.family import FamilyConfig
 from megatron.config.flags import flags_of
 from megatron.config.model import LAYER_BIASES, Activation, ModelConfig
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.core.conversion.bounds import KINDS, Count, Factor, Small
+from megatron.core.conversion.bounds import KINDS, Count, Factor, Heads, Small
 from megatron.core.conversion.megatron_lm import layer_arguments
-from megatron.core.conversion.megatron_lm.known_arguments import OF_QUICK_GEGLU, limits, refuse, without
+from megatron.core.conversion.megatron_lm.known_arguments import LATEST, OF_QUICK_GEGLU, limits, refuse, without
 from megatron.core.conversion.megatron_lm.layer_arguments import (
     YARN,
     is_plain_rotary,
     read_attention,
+    read_latents,
     read_mlp,
     read_yarn,
+    refused_latents,
     refused_windows,
+    unsupported_latents,
     written_attention,
+    written_latents,
     written_mlp,
     written_yarn,
 )
@@ -49,6 +53,12 @@ _KINDS: dict[str, Any] = {
     **dict.fromkeys(("yarn_mscale", "yarn_mscale_all_dim"), Annotated[float, Between(0, 1e12)]),
     "yarn_original_max_position_embeddings": Count,
     "yarn_correction_range_round_to_int": bool,
+    **dict.fromkeys(("beta_fast", "beta_slow", "rotary_scaling_factor"), Factor),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), Annotated[float, Between(0, 1e12)]),
+    "original_max_position_embeddings": Count,
+    **dict.fromkeys(("tensor_model_parallel_size", "pipeline_model_parallel_size"), Heads),
+    **dict.fromkeys(("expert_model_parallel_size", "expert_tensor_parallel_size"), Heads),
+    "multi_latent_attention": bool,
 }
 # Arguments that have the name and the meaning of a field of ours; and those that the files leave open or say otherwise.
 _SAME = (
@@ -66,6 +76,8 @@ _BY_CODE = (
     *LAYER_BIASES,
     *OF_QUICK_GEGLU,
     *layer_arguments.FIELDS,
+    *layer_arguments.LATENTS,
+    "mtp_num_layers",
     *YARN,
 )
 _DEFAULTS = {
@@ -114,21 +126,25 @@ class Arguments:
         return default
 
 
-def check_is_known(args: Arguments, family: type[FamilyConfig], *, has_latest_attention: bool = True) -> None:
+def check_is_known(args: Arguments, family: type[FamilyConfig], *, has_latest_layers: bool = True) -> None:
     """Raise CheckpointError for arguments that are unknown here, or have a value that isn't available here.
 
-    ``has_latest_attention``: see ``MegatronLMFormat``.
+    ``has_latest_layers``: see ``MegatronLMFormat``.
     """
     limited, positions = limits(args.values), args("position_embedding_type", "learned_absolute")
-    theirs = [each for each in _POSITIONS if has_latest_attention or each != "yarn"]
+    theirs = [each for each in _POSITIONS if has_latest_layers or each != "yarn"]
     converted = [each for each in family.position_embedding_types if each in theirs]
     if positions not in converted:
         known = ", ".join(converted)
         limited.append(f"positions of type {positions!r} in a {family.title} (it converts with {known})")
     elif positions == "yarn" and not is_plain_rotary(args):
         limited.append("YaRN over a part of each head, over neighbouring channels or with a second scaling")
+    limited += refused_latents(args)
     limited += refused_windows(args, family)
-    if not has_latest_attention:
+    if not has_latest_layers:
+        limited += [
+            f"{what} in a {family.title} ({name} = {args(name)})" for name, what in LATEST.items() if args(name, 0)
+        ]
         norms = [name for name in ("qk_layernorm", "qk_l2_norm") if args(name, False)]
         limited += [f"norms of queries and keys in a {family.title} ({name} = True)" for name in norms]
     refuse(args.where, limited, args.values)
@@ -148,8 +164,12 @@ def model_from_arguments(args: Arguments, *, vocab_size: int, num_layers: int, l
     found |= {name: type(default)(found[name]) for name, default in _DEFAULTS.items() if name in found}
     if not found.get("use_rope_scaling"):
         found.pop("rope_scaling_factor", None)
+    if depths := args("mtp_num_layers", 0):
+        found |= {"mtp_num_layers": depths, "mtp_loss_scaling_factor": args("mtp_loss_scaling_factor", 0.1)}
+    found |= {**read_yarn(args), **read_attention(args, num_layers=num_layers), **read_mlp(args)}
+    found |= {"position_embedding_type": positions, **read_latents(args)}
     return ModelConfig(
-        **{**found, **read_yarn(args), **read_attention(args, num_layers=num_layers), **read_mlp(args)},
+        **found,
         num_layers=num_layers,
         hidden_size=hidden,
         ffn_hidden_size=args("ffn_hidden_size", 4 * hidden),
@@ -157,7 +177,6 @@ def model_from_arguments(args: Arguments, *, vocab_size: int, num_layers: int, l
         group_query_attention=groups != heads,
         num_query_groups=groups,
         max_position_embeddings=args("max_position_embeddings"),
-        position_embedding_type=positions,
         apply_residual_connection_post_layernorm=has_residual_behind_norm(args, legacy=legacy),
         activation=_activation(args, legacy=legacy),
         vocab_size=vocab_size,
@@ -212,19 +231,15 @@ def tokenizer_from_arguments(args: Arguments, *, rows: int) -> TokenizerConfig:
         return TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=rows - 1)
 
 
-def arguments_of(
-    portable: PortableModel, *, dist: bool, own: Mapping[str, Any], unsupported: Mapping[str, bool]
-) -> Namespace:
-    """The namespace that Megatron-LM's ``--use-checkpoint-args`` reads; CheckpointError for what it doesn't have.
-
-    ``own``, ``unsupported``: of the model's family, see ``MegatronLMFormat``.
-    """
-    model, tokenizer = portable.model, portable.tokenizer
+def _unknown_there(model: ModelConfig) -> dict[str, bool]:
+    """What no model of Megatron-LM's has, and whether this one has it."""
     llama3 = (model.rope_low_freq_factor, model.rope_high_freq_factor, model.original_max_position_embeddings)
-    unknown_there = {
+    found = {
         f"no positions of type {model.position_embedding_type}": model.position_embedding_type not in _POSITIONS,
         "no YaRN over a part of each head or over neighbouring channels": (
-            model.position_embedding_type == "yarn" and not is_plain_rotary(partial(getattr, model))
+            model.position_embedding_type == "yarn"
+            and not model.multi_latent_attention
+            and not is_plain_rotary(partial(getattr, model))
         ),
         "Llama 3.1's scaling of rotary positions only (factors 1 and 4, original length 8192)": (
             model.use_rope_scaling and llama3 != (1.0, 4.0, 8192)
@@ -241,14 +256,24 @@ def arguments_of(
         ),
     }
     converted = {*_SAME, *_COMPUTED, *_BY_CODE}
-    unknown_there |= {
+    return found | {
         f"no argument for {spec.typed(value)}": True
         for spec in flags_of(ModelConfig)
         if spec.options.architecture
         and spec.field not in converted
         and (value := getattr(model, spec.field)) != spec.default
     }
-    for what, asked in {**unknown_there, **unsupported}.items():
+
+
+def arguments_of(
+    portable: PortableModel, *, dist: bool, own: Mapping[str, Any], unsupported: Mapping[str, bool]
+) -> Namespace:
+    """The namespace that Megatron-LM's ``--use-checkpoint-args`` reads; CheckpointError for what it doesn't have.
+
+    ``own``, ``unsupported``: of the model's family, see ``MegatronLMFormat``.
+    """
+    model, tokenizer = portable.model, portable.tokenizer
+    for what, asked in {**_unknown_there(model), **unsupported_latents(model), **unsupported}.items():
         if asked:
             raise CheckpointError(f"Megatron-LM has {what}, so this model can't be written for it")
     if model.apply_residual_connection_post_layernorm:
@@ -256,14 +281,23 @@ def arguments_of(
             "Megatron-LM's core ignores --apply-residual-connection-post-layernorm, so such a model can't be written "
             "for it"
         )
-    rope = model.position_embedding_type == "rope"  # their use_rotary_position_embeddings is another word for this
-    return Namespace(
-        **{name: getattr(model, name) for name in (*_COMPUTED, *_SAME) if name != "rotary_base"},
-        rotary_base=int(model.rotary_base) if model.rotary_base.is_integer() else model.rotary_base,
+    rope = (
+        model.position_embedding_type == "rope" or model.multi_latent_attention
+    )  # their use_rotary_position_embeddings is another word for this
+    found: dict[str, Any] = {
+        **{name: getattr(model, name) for name in (*_COMPUTED, *_SAME)},
+        "rotary_base": int(model.rotary_base) if model.rotary_base.is_integer() else model.rotary_base,
         **written_attention(model),
         **written_mlp(model),
         **written_yarn(model),
+        **written_latents(model),
+        "mtp_num_layers": model.mtp_num_layers or None,
+        "mtp_loss_scaling_factor": model.mtp_loss_scaling_factor,
         **own,
+    }
+    return Namespace(
+        **found,
+        moe_grouped_gemm=None if dist else False,  # names of single experts; torch_dist has the same for both
         use_rotary_position_embeddings=rope,
         add_position_embedding=not rope,
         swiglu=model.activation == "swiglu",

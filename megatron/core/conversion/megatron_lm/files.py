@@ -26,20 +26,30 @@ _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3}))?(?:_(\d{3}))?")
 
 
 @dataclass(frozen=True)
+class StageFiles:
+    """A stage's tensors by name, mapped from the files. ``ranks``: those of each tensor-parallel rank. ``experts``:
+    those of each expert-parallel rank and, in it, of each of the ranks that split an expert's matrices.
+    """
+
+    ranks: list[Mapping[str, Tensor]]
+    experts: list[list[Mapping[str, Tensor]]]
+
+
+@dataclass(frozen=True)
 class ShardFiles:
-    """The torch format. ``stages``: in the order of their layers, a mapping of names to tensors per tensor-parallel
-    rank, mapped from the files. ``version``: of the checkpoint, which decides how query, key and value are ordered.
+    """The torch format. ``stages``: in the order of their layers. ``version``: of the checkpoint, which decides how
+    query, key and value are ordered.
     """
 
     folder: Path
     args: Arguments
     iteration: int
     version: float
-    stages: list[list[Mapping[str, Tensor]]]
+    stages: list[StageFiles]
 
     def names(self) -> Iterator[str]:
         """Of all tensors."""
-        return (name for stage in self.stages for name in stage[0])
+        return (name for stage in self.stages for name in stage.ranks[0])
 
 
 @dataclass(frozen=True)
@@ -97,35 +107,122 @@ def find_folder(root: Folder, *, step: int | None = None) -> Folder:
 
 
 def _open_shards(folder: Path, ignored: Collection[str]) -> ShardFiles:
-    ranks: dict[tuple[int, int], Path] = {}
-    for path in sorted(folder.glob("mp_rank_*/model*rng.pt")):
-        match = _RANK.fullmatch(path.parent.name)
-        if match is None or match[3]:
-            raise CheckpointError(f"{path.parent} is a mixture of experts, which is not available yet")
-        ranks[int(match[1]), int(match[2] or 0)] = path
-    tensor, pipeline = (1 + max(rank[axis] for rank in ranks) for axis in (0, 1))
-    absent = [f"tp {t} pp {p}" for t in range(tensor) for p in range(pipeline) if (t, p) not in ranks]
-    if absent:
-        raise CheckpointError(
-            f"{folder} lacks the files of ranks {', '.join(absent[:5])}: copy all mp_rank folders (a model with "
-            "different layouts of encoder and decoder can only be read from torch_dist)"
-        )
-    contents = {rank: _mapping(load_torch_file(path), path) for rank, path in ranks.items()}
-    first = contents[0, 0]
+    paths = sorted(folder.glob("mp_rank_*/model*rng.pt"))
+    contents = {path: _mapping(load_torch_file(path), path) for path in paths}
+    args = Arguments(contents[paths[0]].get("args"), str(paths[0]), ignored)
+    grid = _Grid.of(folder, args, {_numbers(path): path for path in paths})
+    first = contents[paths[0]]
     chunks = sorted(
         (key for key in first if re.fullmatch(r"model\d*", str(key))),
         key=lambda key: int(key.removeprefix("model") or 0),
     )
-    stages: list[list[Mapping[str, Tensor]]] = [
-        [_flat(contents[t, p].get(chunk, {})) for t in range(tensor)] for chunk in chunks for p in range(pipeline)
+    flat = {(path, chunk): _flat(contents[path].get(chunk, {})) for path in paths for chunk in chunks}
+    stages = [
+        StageFiles(
+            ranks=[flat[path, chunk] for path in grid.dense(stage)],
+            experts=[[flat[path, chunk] for path in each] for each in grid.experts(stage)],
+        )
+        for chunk in chunks
+        for stage in range(grid.pipeline)
     ]
     return ShardFiles(
         folder=folder,
-        args=Arguments(first.get("args"), str(ranks[0, 0]), ignored),
+        args=args,
         iteration=_iteration(first, folder),
         version=float(first.get("checkpoint_version", 0)),
         stages=stages,
     )
+
+
+def _numbers(path: Path) -> tuple[int, ...]:
+    """The ranks in a folder's name, tensor-parallel first."""
+    match = _RANK.fullmatch(path.parent.name)
+    if match is None:
+        raise CheckpointError(f"{path.parent} is not called mp_rank_ and the numbers of a rank: copy only such folders")
+    return tuple(int(number) for number in match.groups() if number is not None)
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """Which files hold what. ``ranks``: by tensor-, pipeline- and expert-parallel rank.
+
+    The ranks of a stage are a grid twice: tensor-parallel ranks are neighbours for dense layers, and the
+    ``expert_tensor`` ranks that split an expert are neighbours for experts. Those with the first copy of their experts
+    save a file, so with fewer ranks to an expert than to a dense layer not every pair of numbers has one.
+    """
+
+    ranks: Mapping[tuple[int, int, int], Path]
+    tensor: int
+    pipeline: int
+    expert: int
+    expert_tensor: int
+
+    @classmethod
+    def of(cls, folder: Path, args: Arguments, found: Mapping[tuple[int, ...], Path]) -> _Grid:
+        """Raises CheckpointError for files that are missing, and for names that the settings contradict.
+
+        With one stage, or without expert parallelism, names leave out a number; the settings say which.
+        """
+        expert = args("expert_model_parallel_size", 1)
+        has_stages = args("pipeline_model_parallel_size", 1) > 1 if expert > 1 else True
+        ranks: dict[tuple[int, int, int], Path] = {}
+        for numbers, path in found.items():
+            tensor, *others = numbers
+            if len(others) > has_stages + (expert > 1):
+                raise CheckpointError(
+                    f"{path.parent} is a folder of an expert-parallel rank, and the saved settings say "
+                    f"expert_model_parallel_size {expert}: copy the checkpoint again"
+                )
+            pipeline = others[0] if has_stages and others else 0
+            ranks[tensor, pipeline, others[-1] if expert > 1 and others else 0] = path
+        sizes = [1 + max(rank[axis] for rank in ranks) for axis in (0, 1)]
+        if expert > 1:
+            named = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+            sizes = [max(size, args(name, 1)) for size, name in zip(sizes, named)]
+        split = (args("expert_tensor_parallel_size", None) if expert > 1 else None) or sizes[0]
+        grid = cls(ranks, sizes[0], sizes[1], expert, split)
+        if split > sizes[0]:
+            raise CheckpointError(
+                f"{folder} was saved with expert_tensor_parallel_size {split} and tensor_model_parallel_size "
+                f"{sizes[0]}, so several ranks saved into one folder and some of the experts are lost: convert a "
+                "torch_dist checkpoint"
+            )
+        if absent := grid._absent():
+            raise CheckpointError(
+                f"{folder} lacks the files of ranks {', '.join(absent[:5])}: copy all mp_rank folders (a model with "
+                "different layouts of encoder and decoder can only be read from torch_dist)"
+            )
+        return grid
+
+    def _absent(self) -> list[str]:
+        pairs = {(tensor, expert) for each in self._pairs() for tensor, expert in each}
+        found = {rank[:2] for rank in self.ranks}
+        absent = [
+            f"tp {tensor} pp {stage}" + (f" ep {expert}" if self.expert > 1 else "")
+            for tensor, expert in sorted(pairs)
+            for stage in range(self.pipeline)
+            if (tensor, stage, expert) not in self.ranks
+        ]
+        dense = ((tensor, stage) for tensor in range(self.tensor) for stage in range(self.pipeline))
+        return absent or [f"tp {tensor} pp {stage}" for tensor, stage in dense if (tensor, stage) not in found]
+
+    def _pairs(self) -> list[list[tuple[int, int]]]:
+        """For each expert-parallel rank, the tensor- and expert-parallel numbers of the files with its experts."""
+        each = range(self.expert_tensor)
+        return [[((rank * len(each) + part) % self.tensor, rank) for part in each] for rank in range(self.expert)]
+
+    def dense(self, stage: int) -> list[Path]:
+        """For each tensor-parallel rank a file with its dense layers."""
+        held = ((tensor, rank) for tensor in range(self.tensor) for rank in range(self.expert))
+        first: dict[int, Path] = {}
+        for tensor, rank in held:
+            if (path := self.ranks.get((tensor, stage, rank))) is not None:
+                first.setdefault(tensor, path)
+        return list(first.values())
+
+    def experts(self, stage: int) -> list[list[Path]]:
+        """For each expert-parallel rank the files that split its experts."""
+        return [[self.ranks[tensor, stage, rank] for tensor, rank in each] for each in self._pairs()]
 
 
 def _open_dist(folder: Path, ignored: Collection[str]) -> DistFiles:

@@ -19,7 +19,8 @@ class MegatronLMFormat:
     ``names``: of its tensors. ``marker_names``: parts of names of tensors that no other family has. ``replicated``:
     tensors that every tensor-parallel rank has all of. ``layer_count_arguments``: by stack, the argument that holds its
     own number of layers. ``output_has_extra_state``: Megatron-LM's loader asks for a state of kernels beside the output
-    weights. ``has_latest_attention``: core's layers of the family can normalize queries and keys, and have YaRN.
+    weights. ``has_latest_layers``: core's layers of the family can normalize queries and keys, and have YaRN,
+    latents, experts and multi-token prediction.
     ``kinds``: types and bounds of the saved arguments that only the family reads.
     """
 
@@ -28,7 +29,7 @@ class MegatronLMFormat:
     replicated: tuple[str, ...] = ()
     layer_count_arguments: Mapping[str, str] = {}
     output_has_extra_state: bool = False
-    has_latest_attention: bool = True
+    has_latest_layers: bool = True
     kinds: Mapping[str, Any] = {}
 
     def check(self, args: Arguments) -> None:
@@ -51,6 +52,14 @@ class MegatronLMFormat:
     def arguments(self, portable: PortableModel) -> dict[str, Any]:
         """The arguments that only the family has."""
         return {}
+
+    def flags(self, groups: Sequence[object]) -> dict[str, Any]:
+        """Arguments of the family alone that a training run there needs as flags."""
+        return {}
+
+    def notes(self, args: Arguments) -> tuple[str, ...]:
+        """What a conversion leaves out, a line each."""
+        return ()
 
     def tensors_to_write(self, portable: PortableModel) -> dict[str, LazyTensor]:
         """The tensors that such a model of Megatron-LM's has; CheckpointError for one that can't be left out."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -51,17 +52,27 @@ def padding(real: Tensor) -> Tensor:
     return torch.zeros(real.shape).masked_fill(~real, -torch.inf)[:, None, None, :]
 
 
-def _layers(files: ShardFiles | DistFiles, stack: str) -> Iterator[list[Shard]]:
-    """Layer after layer, each rank's tensors by the name after the layer's number."""
+@dataclass(frozen=True)
+class Layer:
+    """Tensors by the names after the layer's number. ``ranks``: of each tensor-parallel rank. ``experts``: of each
+    expert-parallel rank and, in it, of each of those that split its experts.
+    """
+
+    ranks: list[Shard]
+    experts: list[list[Shard]]
+
+
+def _layers(files: ShardFiles | DistFiles, stack: str) -> Iterator[Layer]:
+    """Layer after layer."""
     if isinstance(files, ShardFiles):
         for stage in files.stages:
-            places = [place for name in stage[0] if (place := _IN_STACK.match(name)) and place[1] == stack]
+            places = [place for name in stage.ranks[0] if (place := _IN_STACK.match(name)) and place[1] == stack]
             for number in sorted({int(place[2]) for place in places}):
-                part = f"{stack}.layers.{number}."
-                yield [
-                    {name.split(part, 1)[1]: tensor for name, tensor in shard.items() if part in name}
-                    for shard in stage
-                ]
+                within = partial(_within, before=f"{stack}.layers.{number}.")
+                yield Layer(
+                    [within(shard) for shard in stage.ranks],
+                    [[within(each) for each in rank] for rank in stage.experts],
+                )
         return
     found = {key: place for key in files.names() if (place := _IN_STACK.match(key)) and place[1] == stack}
     numbers = sorted({int(place[2]) for place in found.values() if place[2]})
@@ -69,15 +80,29 @@ def _layers(files: ShardFiles | DistFiles, stack: str) -> Iterator[list[Shard]]:
     for number in numbers or range(depth):
         keys = [key for key, place in found.items() if place[2] in (None, str(number))]
         at = None if numbers else number
-        yield [{key.removeprefix(found[key][0]): files.stored.read(key, at=at) for key in keys}]
+        whole = _glued({key.removeprefix(found[key][0]): files.stored.read(key, at=at) for key in keys})
+        yield Layer([whole], [[whole]])
+
+
+def _within(shard: Shard, *, before: str) -> Shard:
+    """The tensors of a layer by the names after ``before``."""
+    return {name.split(before, 1)[1]: tensor for name, tensor in shard.items() if before in name}
+
+
+def _glued(layer: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The layer with gates and values, which newer folders keep apart, in one matrix."""
+    for name in [name for name in layer if name.endswith(("weight_w", "bias_w"))]:
+        whole = name.removesuffix("_w")
+        layer[whole] = torch.cat((layer.pop(name), layer.pop(f"{whole}_v")))
+    return layer
 
 
 def _ends(files: ShardFiles | DistFiles) -> list[Shard]:
     """Each rank's tensors outside the layers; the last stage's where several have one."""
     if isinstance(files, ShardFiles):
-        shards: list[dict[str, Tensor]] = [{} for _ in files.stages[0]]
+        shards: list[dict[str, Tensor]] = [{} for _ in files.stages[0].ranks]
         for stage in files.stages:
-            for known, shard in zip(shards, stage):
+            for known, shard in zip(shards, stage.ranks):
                 known.update({name: tensor for name, tensor in shard.items() if "layers." not in name})
         return list(shards)
     roots = format_of(family_among(files.names())).names.roots  # others are optimizer and random states
@@ -85,7 +110,7 @@ def _ends(files: ShardFiles | DistFiles) -> list[Shard]:
     return [{key: files.stored.read(key) for key in filter(is_weight, names)}]
 
 
-def _pick(shard: Shard, *endings: str) -> Tensor | None:
+def pick(shard: Shard, *endings: str) -> Tensor | None:
     """The tensor whose name is, or ends with, one of ``endings``, in fp32."""
     for ending in endings:
         for name, tensor in shard.items():
@@ -94,8 +119,9 @@ def _pick(shard: Shard, *endings: str) -> Tensor | None:
     return None
 
 
-def _need(shard: Shard, *endings: str) -> Tensor:
-    found = _pick(shard, *endings)
+def need(shard: Shard, *endings: str) -> Tensor:
+    """The same; CheckpointError where there is none."""
+    found = pick(shard, *endings)
     if found is None:
         raise CheckpointError(f"the checkpoint has no {' or '.join(endings)}")
     return found
@@ -103,8 +129,8 @@ def _need(shard: Shard, *endings: str) -> Tensor:
 
 def _linear(x: Tensor, shard: Shard, *names: str, bias: bool = True) -> Tensor:
     """The product with the matrix that has, or ends with, one of ``names``, and its bias if it has one."""
-    added = _pick(shard, *(f"{name}.bias" for name in names)) if bias else None
-    return F.linear(x, _need(shard, *(f"{name}.weight" for name in names)), added)
+    added = pick(shard, *(f"{name}.bias" for name in names)) if bias else None
+    return F.linear(x, need(shard, *(f"{name}.weight" for name in names)), added)
 
 
 def _sum(parts: Iterable[Tensor], bias: Tensor | None) -> Tensor:
@@ -151,32 +177,42 @@ class MegatronLMModel:
     def embedded(self, tokens: Tensor, types: Tensor | None = None) -> Tensor:
         """Ids ``[b, s]`` to hidden states ``[b, s, h]``."""
         x = F.embedding(tokens, torch.cat(self._words()))
-        positions = _pick(self._ends[0], "embedding.position_embeddings.weight")
-        kinds = _pick(self._ends[0], "embedding.tokentype_embeddings.weight")
+        positions = pick(self._ends[0], "embedding.position_embeddings.weight")
+        kinds = pick(self._ends[0], "embedding.tokentype_embeddings.weight")
         if positions is not None:
             x = x + positions[: tokens.shape[1]]
         return x if kinds is None or types is None else x + kinds[types]
 
     def _words(self) -> list[Tensor]:
-        return [_need(shard, "embedding.word_embeddings.weight") for shard in self._ends]
+        return [need(shard, "embedding.word_embeddings.weight") for shard in self._ends]
 
     def run(
-        self, stack: str, x: Tensor, bias: Tensor, *, encoded: Tensor | None = None, seen: Tensor | None = None
+        self,
+        stack: str,
+        x: Tensor,
+        bias: Tensor,
+        *,
+        encoded: Tensor | None = None,
+        seen: Tensor | None = None,
+        routed: Callable[[Tensor, Layer], Tensor] | None = None,
     ) -> Tensor:
         """All layers and the norm behind them; ``bias`` is added to attention scores ``[b, heads, queries, keys]``, and
-        ``seen`` to those of the attention to what an encoder made.
+        ``seen`` to those of the attention to what an encoder made. ``routed``: the network of layers with a router.
         """
-        branches: list[tuple[tuple[str, ...], Callable[[Tensor, list[Shard]], Tensor]]]
+        branches: list[tuple[tuple[str, ...], Callable[[Tensor, Layer], Tensor]]]
         behind = has_residual_behind_norm(self.args, legacy=self.is_legacy)
-        for number, ranks in enumerate(_layers(self._files, stack)):
+        for number, layer in enumerate(_layers(self._files, stack)):
             scores = bias + self._out_of_window(number, x.shape[1])
-            attention = partial(self._attention, number=number, scores=scores)
-            branches = [(_INPUT_NORM, attention), (_MLP_NORM, self._mlp)]
+            is_latent = pick(layer.ranks[0], "self_attention.linear_kv_up_proj.weight") is not None
+            kind = self._latent_attention if is_latent else partial(self._attention, number=number)
+            attention = partial(kind, scores=scores)
+            has_router = routed is not None and "mlp.router.weight" in layer.ranks[0]
+            branches = [(_INPUT_NORM, attention), (_MLP_NORM, routed if routed and has_router else self._mlp)]
             if encoded is not None and seen is not None:
                 branches.insert(1, (_CROSS_NORM, partial(self._crossing, encoded=encoded, scores=seen)))
             for names, branch in branches:
-                normed = self._norm(x, ranks[0], *names)
-                x = (normed if behind else x) + branch(normed, ranks)
+                normed = self._norm(x, layer.ranks[0], *names)
+                x = (normed if behind else x) + branch(normed, layer)
         return self._norm(x, self._ends[0], f"{stack}.final_norm.", f"{stack}.final_layernorm.")
 
     def _out_of_window(self, number: int, length: int) -> Tensor:
@@ -190,13 +226,13 @@ class MegatronLMModel:
     def words(self, x: Tensor) -> Tensor:
         """Hidden states to the logits of all ranks' words."""
         untied = self.args("untie_embeddings_and_output_weights", False)
-        rows = [_need(shard, "output_layer.weight") for shard in self._ends] if untied else self._words()
-        biases = [_pick(shard, "output_layer.bias", "lm_head.bias") for shard in self._ends]
+        rows = [need(shard, "output_layer.weight") for shard in self._ends] if untied else self._words()
+        biases = [pick(shard, "output_layer.bias", "lm_head.bias") for shard in self._ends]
         return torch.cat([F.linear(x, weight, bias) for weight, bias in zip(rows, biases)], dim=-1)
 
     def tensor(self, name: str) -> Tensor | None:
         """The tensor outside the layers whose name is, or ends with, ``name``, in fp32."""
-        return _pick(self._ends[0], name)
+        return pick(self._ends[0], name)
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         """The product with a matrix outside the layers, and its bias if it has one."""
@@ -208,8 +244,8 @@ class MegatronLMModel:
 
     def _norm(self, x: Tensor, shard: Shard, *names: str) -> Tensor:
         """The norm whose tensors' names are, or end with, one of ``names`` and then the kind."""
-        weight = _need(shard, *(f"{name}weight" for name in names))
-        return self._normed(x, weight, _pick(shard, *(f"{name}bias" for name in names)))
+        weight = need(shard, *(f"{name}weight" for name in names))
+        return self._normed(x, weight, pick(shard, *(f"{name}bias" for name in names)))
 
     def _normed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.args("apply_layernorm_1p", False):
@@ -218,36 +254,100 @@ class MegatronLMModel:
             return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self._eps) * weight
         return F.layer_norm(x, weight.shape, weight, bias, self._eps)
 
-    def _attention(self, x: Tensor, ranks: list[Shard], *, number: int, scores: Tensor) -> Tensor:
+    def _attention(self, x: Tensor, layer: Layer, *, number: int, scores: Tensor) -> Tensor:
         """Every rank's heads in layer ``number``, counted from 0, and the sum of their outputs."""
-        parts = []
+        parts, ranks = [], layer.ranks
         is_rotated = not _marks(self.args("no_rope_freq", 0), number)
         for rank, shard in enumerate(ranks):
             mine = scores if scores.shape[1] == 1 else scores.chunk(len(ranks), dim=1)[rank]
             fused = _linear(x, shard, "linear_qkv", "query_key_value")
             query, key, value = self._heads_of(fused, len(ranks))
-            if (norm := _pick(shard, "q_layernorm.weight")) is not None:
-                query = self._normed(query, norm, _pick(shard, "q_layernorm.bias"))
-                key = self._normed(key, _need(shard, "k_layernorm.weight"), _pick(shard, "k_layernorm.bias"))
+            if (norm := pick(shard, "q_layernorm.weight")) is not None:
+                query = self._normed(query, norm, pick(shard, "q_layernorm.bias"))
+                key = self._normed(key, need(shard, "k_layernorm.weight"), pick(shard, "k_layernorm.bias"))
             if self.args("qk_l2_norm", False):
                 query, key = (each / (each.square().mean(-1, keepdim=True) + self._eps).sqrt() for each in (query, key))
             if is_rotated:
                 query, key = self._rotated(query), self._rotated(key)
-            offset = _pick(shard, "self_attention.core_attention.softmax_offset")
+            offset = pick(shard, "self_attention.core_attention.softmax_offset")
             mixed = self._mix(query, key, value, mine, offset=offset)
             parts.append(_linear(mixed.flatten(2), shard, *_PROJECTION, bias=False))
-        return _sum(parts, _pick(ranks[0], *(f"{name}.bias" for name in _PROJECTION)))
+        return _sum(parts, pick(ranks[0], *(f"{name}.bias" for name in _PROJECTION)))
 
-    def _crossing(self, x: Tensor, ranks: list[Shard], *, encoded: Tensor, scores: Tensor) -> Tensor:
+    def _latent_attention(self, x: Tensor, layer: Layer, *, scores: Tensor) -> Tensor:
+        """Every rank's heads, from latent vectors that all ranks have (arXiv:2405.04434, section 2.1)."""
+        args, ranks = self.args, layer.ranks
+        turned, plain, wide = args("qk_pos_emb_head_dim"), args("qk_head_dim"), args("v_head_dim")
+        rotary = Rotary(turned, args("rotary_base", 10000), self._latent_scaling())
+        table = rotary.table(torch.arange(x.shape[1]), length=x.shape[1])
+
+        def turn(part: Tensor) -> Tensor:
+            return apply_rotary(part.transpose(0, 1), table, interleaved=True).transpose(0, 1)
+
+        both = self._latent(x, ranks, "linear_kv_down_proj", args("kv_lora_rank") + turned)
+        latent, key = torch.split(both, [args("kv_lora_rank"), turned], dim=-1)
+        latent = self._if_normed(latent, ranks[0], "kv_layernorm.", "linear_kv_up_proj.layer_norm_")
+        key, parts = turn(key.unsqueeze(2)), []
+        for rank, shard in enumerate(ranks):
+            mine = scores if scores.shape[1] == 1 else scores.chunk(len(ranks), dim=1)[rank]
+            if pick(shard, "linear_q_proj.weight") is not None:
+                query = _linear(x, shard, "linear_q_proj")
+            else:
+                narrow = self._latent(x, ranks, "linear_q_down_proj", args("q_lora_rank"))
+                narrow = self._if_normed(narrow, ranks[0], "q_layernorm.", "linear_q_up_proj.layer_norm_")
+                query = _linear(narrow, shard, "linear_q_up_proj")
+            query = torch.unflatten(query, -1, (-1, plain + turned))
+            query = torch.cat((query[..., :plain], turn(query[..., plain:])), dim=-1)
+            made = torch.unflatten(_linear(latent, shard, "linear_kv_up_proj"), -1, (-1, plain + wide))
+            keys, values = torch.split(made, [plain, wide], dim=-1)
+            keys = torch.cat((keys, key.expand(-1, -1, keys.shape[2], -1)), dim=-1)
+            offset = pick(shard, "self_attention.core_attention.softmax_offset")
+            scale = self._latent_temperature() / math.sqrt(plain + turned)
+            mixed = self._mix(query, keys, values, mine, offset=offset, scale=scale)
+            parts.append(_linear(mixed.flatten(2), shard, *_PROJECTION, bias=False))
+        return _sum(parts, pick(ranks[0], *(f"{name}.bias" for name in _PROJECTION)))
+
+    @staticmethod
+    def _latent(x: Tensor, ranks: list[Shard], name: str, width: int) -> Tensor:
+        """A latent of ``width``: of rows that ranks divide and gather, or that each has all of."""
+        rows = [need(shard, f"{name}.weight") for shard in ranks]
+        return F.linear(x, rows[0] if rows[0].shape[0] == width else torch.cat(rows))
+
+    def _if_normed(self, x: Tensor, shard: Shard, *names: str) -> Tensor:
+        weight = pick(shard, *(f"{name}weight" for name in names))
+        return x if weight is None else self._normed(x, weight, pick(shard, *(f"{name}bias" for name in names)))
+
+    def _latent_temperature(self) -> float:
+        """What scores are multiplied by beside the usual scale."""
+        factor = self.args("rotary_scaling_factor", 1.0)
+        is_yarn = self.args("rope_type", "yarn") == "yarn"
+        growth = 0.1 * self.args("mscale_all_dim", 1.0) * math.log(factor) if is_yarn and factor > 1 else 0.0
+        return float((1.0 + growth) ** 2)
+
+    def _latent_scaling(self) -> Scaling:
+        args = self.args
+        if args("rope_type", "yarn") != "yarn":
+            return Linear(factor=1.0)
+        return Yarn(
+            factor=args("rotary_scaling_factor", 1.0),
+            beta_fast=args("beta_fast", 32.0),
+            beta_slow=args("beta_slow", 1.0),
+            original_length=args("original_max_position_embeddings", args("max_position_embeddings")),
+            round_to_int=True,
+            attention_factor=1.0,
+        )
+
+    def _crossing(self, x: Tensor, layer: Layer, *, encoded: Tensor, scores: Tensor) -> Tensor:
         """The same for attention to what an encoder made."""
+        ranks = layer.ranks
         parts, heads = [], self._heads // len(ranks)
         for shard in ranks:
             (query,) = self._kinds_of(_linear(x, shard, "linear_q", "inter_attention.query"), 1, heads)
             key, value = self._kinds_of(_linear(encoded, shard, "linear_kv", "inter_attention.key_value"), 2, heads)
-            offset = _pick(shard, "cross_attention.core_attention.softmax_offset")
+            offset = pick(shard, "cross_attention.core_attention.softmax_offset")
             mixed = self._mix(query, key, value, scores, offset=offset)
             parts.append(_linear(mixed.flatten(2), shard, *_CROSS_PROJECTION, bias=False))
-        return _sum(parts, _pick(ranks[0], *(f"{name}.bias" for name in _CROSS_PROJECTION)))
+        return _sum(parts, pick(ranks[0], *(f"{name}.bias" for name in _CROSS_PROJECTION)))
 
     def _heads_of(self, fused: Tensor, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value ``[b, s, heads, d]`` of one rank's fused projection."""
@@ -299,11 +399,20 @@ class MegatronLMModel:
             attention_factor=(scales[0] * growth + 1.0) / (scales[1] * growth + 1.0),
         )
 
-    def _mix(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, *, offset: Tensor | None = None) -> Tensor:
+    def _mix(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor,
+        *,
+        offset: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
         """Softmax attention, ``[b, s, heads, d]``, whose sum has one more term where each head has an ``offset``."""
         repeats = query.shape[2] // key.shape[2]
         key, value = key.repeat_interleave(repeats, dim=2), value.repeat_interleave(repeats, dim=2)
-        scale = self.args("softmax_scale", 1 / math.sqrt(self._width))
+        scale = scale or self.args("softmax_scale", 1 / math.sqrt(self._width))
         bias = bias.masked_fill(bias.isneginf().all(-1, keepdim=True), 0.0)  # padding that sees nothing: any number
         scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * scale + bias
         if self.args("softmax_type", "vanilla") == "off-by-one":
@@ -312,12 +421,17 @@ class MegatronLMModel:
             scores = torch.cat([scores, offset[:, None, None].expand(*scores.shape[:-1], 1)], dim=-1)
         return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1)[..., : key.shape[1]], value)
 
-    def _mlp(self, x: Tensor, ranks: list[Shard]) -> Tensor:
+    def _mlp(self, x: Tensor, layer: Layer) -> Tensor:
         """Every rank's part of the inner width, and the sum of their outputs."""
-        inner = [self._activated(_linear(x, shard, "linear_fc1", "dense_h_to_4h")) for shard in ranks]
-        second = ("linear_fc2", "dense_4h_to_h")
+        return self.network(
+            x, layer.ranks, ("mlp.linear_fc1", "mlp.dense_h_to_4h"), ("mlp.linear_fc2", "mlp.dense_4h_to_h")
+        )
+
+    def network(self, x: Tensor, ranks: list[Shard], first: tuple[str, ...], second: tuple[str, ...]) -> Tensor:
+        """The same with matrices of other names, ``first`` and ``second``."""
+        inner = [self._activated(_linear(x, shard, *first)) for shard in ranks]
         parts = [_linear(mine, shard, *second, bias=False) for mine, shard in zip(inner, ranks)]
-        return _sum(parts, _pick(ranks[0], *(f"{name}.bias" for name in second)))
+        return _sum(parts, pick(ranks[0], *(f"{name}.bias" for name in second)))
 
     def _activated(self, inner: Tensor) -> Tensor:
         if self.args("quick_geglu", False):

@@ -26,12 +26,19 @@ openai_gelu qk_layernorm untie_embeddings_and_output_weights bert_binary_head at
 window_size window_attn_skip_freq softmax_type softmax_scale qk_l2_norm no_rope_freq
 yarn_rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_mscale
 yarn_mscale_all_dim yarn_correction_range_round_to_int
+num_experts moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate
+moe_router_topk moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk
+moe_router_enable_expert_bias moe_expert_capacity_factor expert_model_parallel_size expert_tensor_parallel_size
+multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
+rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim
+mtp_num_layers
 """
 """Arguments that a conversion reads."""
 
 _SPECS = "megatron.core.models.gpt.gpt_layer_specs"
 _HYBRID = "a hybrid of attention and state-space layers"
 _UNEQUAL = "layers of different kinds"
+_SEVERAL = "moe_router_load_balancing_type"  # may be a list
 OF_QUICK_GEGLU = ("activation_func_clamp_value", "glu_linear_offset")
 """Arguments whose meaning with other activations differs from release to release."""
 
@@ -51,10 +58,21 @@ LIMITED: dict[str, tuple[str, tuple[object, ...]]] = {
     "hybrid_override_pattern": (_HYBRID, ()),
     "is_hybrid_model": (_HYBRID, ()),
     "linear_attention_type": ("linear attention", ()),
-    "mtp_num_layers": ("multi-token prediction", ()),
-    "multi_latent_attention": ("multi-latent attention", ()),
+    "moe_apply_probs_on_input": ("weights of experts that multiply their input", ()),
+    "moe_extended_tp": ("experts split over tensor- and expert-parallel ranks together", ()),
+    "moe_latent_size": ("experts that work in a width of their own", ()),
+    "moe_mlp_glu_interleave_size": ("gates and values of experts in turns", ()),
+    "moe_router_dtype": ("another type of routers", ("fp32", "fp64")),
+    "moe_router_force_biased": ("routers that choose at random", ()),
+    "moe_router_force_load_balancing": ("routers that choose at random", ()),
+    "moe_router_load_balancing_type": (
+        "another way of balancing experts",
+        ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
+    ),
+    "moe_router_score_function": ("another score of experts", ("softmax", "sigmoid", "sqrtsoftplus")),
+    "moe_router_topk_limited_devices": ("experts on a limited number of devices", ()),
+    "mtp_use_repeated_layer": ("one layer for all depths of multi-token prediction", ()),
     "normalization": ("another kind of norm", ("LayerNorm", "RMSNorm")),
-    "num_experts": ("a mixture of experts", ()),
     "onnx_safe": ("a GELU for export to ONNX", ()),
     "retro_add_retriever": ("RETRO's retriever", ()),
     "rope_type": ("another kind of rotary positions", ("rope",)),
@@ -77,11 +95,10 @@ None, False, zero and what is empty are always among these values.
 """
 
 WITH_LIMITED = """
-actual_vocab_size apply_dsa_kernel_fusion beta_fast beta_slow cache_mla_latents csa_* dsa_* expert_* gdn_* hca_*
-kv_lora_rank linear_attention_freq linear_conv_kernel_dim linear_cp_mode linear_key_head_dim linear_num_key_heads
-linear_num_value_heads linear_value_head_dim mamba_* mhc_* moe_* mok_* mrope_section mscale mscale_all_dim mtp_* mup_*
-num_residual_streams original_max_position_embeddings q_lora_rank qk_head_dim qk_pos_emb_head_dim retro_*
-rotary_scaling_factor use_fused_mhc use_mamba_mem_eff_path disable_mamba_mem_eff_path use_mok_megakernel v_head_dim
+actual_vocab_size apply_dsa_kernel_fusion cache_mla_latents csa_* dsa_* gdn_* hca_* linear_attention_freq
+linear_conv_kernel_dim linear_cp_mode linear_key_head_dim linear_num_key_heads linear_num_value_heads
+linear_value_head_dim mamba_* mhc_* mok_* mrope_section mup_* num_residual_streams retro_* use_fused_mhc
+use_mamba_mem_eff_path disable_mamba_mem_eff_path use_mok_megakernel
 """
 """Arguments that only have an effect with one of ``LIMITED``, or with positions that are refused. ``*``: any ending."""
 
@@ -153,6 +170,14 @@ query_in_block_prob use_one_sent_docs evidence_data_path retriever_* block_data_
 qa_data_* val_av_rank_* num_classes img_* num_channels patch_dim classes_fraction vision_pretraining_type
 vision_backbone_type swin_backbone_type mask_type mask_factor iter_per_epoch dino_*
 
+moe_aux_loss_coeff moe_z_loss_coeff moe_input_jitter_eps moe_router_bias_update_rate moe_token_dispatcher_type
+moe_token_drop_policy moe_token_dropping moe_pad_expert_input_to_capacity moe_grouped_gemm moe_use_legacy_grouped_gemm
+moe_use_grouped_tensor moe_single_grouped_* moe_permute_fusion moe_router_fusion moe_router_padding_for_*
+moe_enable_deepep moe_flex_dispatcher_backend moe_deepep_* moe_hybridep_* moe_ncclep_* moe_paged_stash*
+moe_expert_rank_capacity_factor moe_shared_expert_overlap moe_layer_recompute moe_per_layer_logging moe_use_upcycling
+moe_upcycling_granularity moe_enable_routing_replay moe_routing_trace_path moe_pad_experts_for_* mtp_loss_scaling_factor
+mtp_standalone
+
 {WITH_LIMITED}
 """
 """Arguments that never change what a model computes, precision aside. ``*``: any ending."""
@@ -163,6 +188,15 @@ HANDED_ON = {"rope_scaling_factor": 8.0, "rotary_seq_len_interpolation_factor": 
 Forks do, and so did the models before core.
 """
 
+LATEST = {
+    "num_experts": "a mixture of experts",
+    "multi_latent_attention": "multi-latent attention",
+    "mtp_num_layers": "multi-token prediction",
+}
+"""Arguments that add to what a layer of core's has, which only its GPT has here."""
+
+_OF_LATEST = {"num_experts": ("moe_", "expert_"), "mtp_num_layers": ("mtp_",)}  # what only has an effect with them
+
 _NAMES = {name for name in f"{READ} {WITHOUT_EFFECT}".split() if not name.endswith("*")}
 _PREFIXES = tuple(name[:-1] for name in WITHOUT_EFFECT.split() if name.endswith("*"))
 
@@ -170,12 +204,20 @@ _PREFIXES = tuple(name[:-1] for name in WITHOUT_EFFECT.split() if name.endswith(
 def limits(values: Mapping[str, Any]) -> list[str]:
     """What the model has and isn't available here, each with its argument and value."""
     return [
-        f"{title} ({name} = {values[name]!r})"
+        f"{title} ({name} = {value!r})"
         for name, (title, allowed) in LIMITED.items()
-        if values.get(name)
-        and values[name] not in allowed
+        if (value := values.get(name))
+        and not all(each in allowed for each in (value if name == _SEVERAL and isinstance(value, list) else [value]))
         and not (values.get("quick_geglu") and name in OF_QUICK_GEGLU)
+        and not (values.get("multi_latent_attention") and (name, value) == ("rope_type", "yarn"))
+        and not _is_idle(name, values)
     ]
+
+
+def _is_idle(name: str, values: Mapping[str, Any]) -> bool:
+    """Whether the argument belongs to something that the model doesn't have."""
+    owners = (owner for owner, prefixes in _OF_LATEST.items() if name.startswith(prefixes))
+    return any(not values.get(owner) for owner in owners)
 
 
 def unknown(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,7 +225,9 @@ def unknown(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in sorted(values.items())
-        if not (name in _NAMES or name in LIMITED or name.startswith(_PREFIXES) or _is_off(value))
+        if not (
+            name in _NAMES or name in LIMITED or name.startswith(_PREFIXES) or _is_off(value) or _is_idle(name, values)
+        )
     }
 
 

@@ -1,12 +1,12 @@
 """The arguments of attention and MLP in Megatron-LM's checkpoints and our settings, each from the other.
 
-Core has windows, attention sinks, a scale of scores, L2 norms of queries and keys, and MLPs gated by quick GELU.
+Core has windows, sinks, a scale of scores, L2 norms of queries and keys, latents, and MLPs gated by quick GELU.
 ``--use-checkpoint-args`` doesn't take them from a checkpoint, so a training run there needs them as flags.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.family import FamilyConfig
@@ -72,8 +72,81 @@ def read_yarn(args: Arguments) -> dict[str, Any]:
 
 def written_yarn(model: ModelConfig) -> dict[str, Any]:
     """The arguments of the fields of YaRN; empty for other positions."""
-    is_yarn = model.position_embedding_type == "yarn"
+    is_yarn = model.position_embedding_type == "yarn" and not model.multi_latent_attention
     return {name: getattr(model, ours) for ours, name in YARN.items()} if is_yarn else {}
+
+
+LATENTS = ("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+"""Fields of latent attention, which arguments have under the same names."""
+_YARN_OF_LATENTS = {ours: name.removeprefix("yarn_") for ours, name in YARN.items() if "correction" not in name}
+_OF_OTHER_ATTENTION = ("no_rope_freq", "softmax_scale", "qk_l2_norm", "group_query_attention")
+
+
+def read_latents(args: Arguments) -> dict[str, Any]:
+    """The fields of latent attention; empty without it. Its rotary positions turn neighbouring channels, and are those
+    of YaRN unless ``rope_type`` says otherwise; core gives neither the latents nor queries and keys a bias.
+    """
+    if not args("multi_latent_attention", False):
+        return {}
+    found = {name: value for name in LATENTS if (value := args(name, None)) is not None}
+    found |= {"position_embedding_type": "rope", "rotary_interleaved": True, "add_qkv_bias": False}
+    if args("rope_type", "yarn") == "yarn" and args("rotary_scaling_factor", 1.0) > 1:
+        found |= {ours: value for ours, name in _YARN_OF_LATENTS.items() if (value := args(name, None)) is not None}
+        found.setdefault("original_max_position_embeddings", args("max_position_embeddings"))
+        found["position_embedding_type"] = "yarn"
+    return found
+
+
+def refused_latents(args: Arguments) -> list[str]:
+    """What is not available about latent attention, as ``limits``."""
+    if not args("multi_latent_attention", False):
+        return []
+    found = [f"latent attention and {name} = {args(name)}" for name in _OF_OTHER_ATTENTION if args(name, None)]
+    if not is_plain_rotary(args) or args("position_embedding_type", "rope") not in ("rope", "none"):
+        found.append("latent attention whose positions are not rotary ones of neighbouring channels")
+    if args("add_bias_linear", True):
+        found.append("latent attention with biases (add_bias_linear = True)")
+    has_yarn = args("rope_type", "yarn") == "yarn" and args("rotary_scaling_factor", 1.0) > 1
+    if has_yarn and args("mscale", 1.0) != args("mscale_all_dim", 1.0):
+        found.append(_TWO_SCALES)
+    return found
+
+
+_TWO_SCALES = "latent attention with YaRN's mscale unlike mscale_all_dim, of which releases take one or the other"
+
+
+def unsupported_latents(model: ModelConfig) -> dict[str, bool]:
+    """What no latent attention of Megatron-LM's has, and whether this one has it."""
+    is_yarn = model.position_embedding_type == "yarn"
+    found = {
+        "no biases in latent attention": model.add_qkv_bias or model.add_attention_output_bias,
+        "latent attention over neighbouring channels only (--rotary-interleaved)": not model.rotary_interleaved,
+        "latent attention with positions of type rope or yarn only": model.position_embedding_type
+        not in ("rope", "yarn"),
+        "latent attention over whole rotary channels only": model.rotary_percent != 1.0,
+        "no layers without positions, no scale of scores and no other norms in latent attention": bool(
+            model.no_rope_freq or model.softmax_scale or model.qk_l2_norm
+        ),
+        f"no {_TWO_SCALES}": is_yarn and model.mscale != model.mscale_all_dim,
+        "no range of YaRN that isn't rounded in latent attention": not model.yarn_correction_range_round_to_int,
+    }
+    return found if model.multi_latent_attention else {}
+
+
+def written_latents(model: ModelConfig) -> dict[str, Any]:
+    """The arguments of latent attention; empty without it."""
+    if not model.multi_latent_attention:
+        return {}
+    is_yarn = model.position_embedding_type == "yarn"
+    return {
+        **{name: getattr(model, name) for name in LATENTS},
+        **({name: getattr(model, ours) for ours, name in _YARN_OF_LATENTS.items()} if is_yarn else {}),
+        "position_embedding_type": "rope",
+        "rope_type": model.position_embedding_type,
+        "rotary_interleaved": False,
+        "group_query_attention": False,
+        "kv_channels": None,
+    }
 
 
 def is_plain_rotary(settings: Callable[[str, Any], Any]) -> bool:
@@ -135,12 +208,19 @@ def written_mlp(model: ModelConfig) -> dict[str, Any]:
     return {"quick_geglu": model.activation == "quick_geglu", **found}
 
 
-def notes_for_training(model: ModelConfig) -> list[str]:
-    """What such a model needs in Megatron-LM beside ``--use-checkpoint-args``, a line each."""
+def notes_for_training(model: ModelConfig, of_family: Mapping[str, Any]) -> list[str]:
+    """What such a model needs in Megatron-LM beside ``--use-checkpoint-args``, a line each.
+
+    ``of_family``: arguments that only its family has.
+    """
     defaults = {spec.field: spec.default for spec in flags_of(ModelConfig)}
     flags, settings = [], [f"{name} = {value}" for name, value in written_yarn(model).items()]
-    for name, value in {**written_attention(model), **written_mlp(model)}.items():
-        if value != defaults.get(name, False):
+    latent = {**written_latents(model), **({"mtp_num_layers": model.mtp_num_layers} if model.mtp_num_layers else {})}
+    taken = ("position_embedding_type", "rotary_interleaved", "group_query_attention", "kv_channels")
+    latent = {name: value for name, value in latent.items() if name not in taken and value is not None}
+    own = {**written_attention(model), **written_mlp(model), **of_family, **latent}
+    for name, value in own.items():
+        if value != defaults.get(name, False) or name in latent:
             joined = ",".join(map(str, value)) if isinstance(value, tuple | list) else value
             shown = f"'[{joined}]'" if isinstance(value, list) else joined
             flags.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {shown}"))

@@ -1,10 +1,12 @@
 """Megatron-LM's names of our tensors: of its core models, with Transformer Engine (and in torch_dist), and before core.
 
-A row holds our name and theirs, ``{n}`` standing for the layer's number; rows are read in both directions.
+A row holds our name and theirs, ``{n}`` standing for the layer's number and ``{e}`` for that of an expert among a
+rank's; rows are read in both directions.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ LAYER = re.compile(r"\b(\w+)\.layers\.(\d+)\.")
 """In our names: the stack, and the layer's number."""
 
 _NUMBER = re.compile(r"\blayers\.(\d+)\.")
+_EXPERT = re.compile(r"(local_experts\.|experts\.experts\.|\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,8 @@ class Spelling:
     """``core``: with norms as modules of their own. ``fused``: with norms inside the matrix that follows them.
 
     ``legacy``: of the models before core, as today's checkpoints spell them; see ``_todays`` for older ones.
-    ``copy``: a second name in core, under which files hold the same numbers again.
+    ``copy``: a second name in core, under which files hold the same numbers again. ``others``: further names in core,
+    which are read only.
     """
 
     ours: str
@@ -28,6 +32,7 @@ class Spelling:
     fused: str
     legacy: str | None
     copy: str | None = None
+    others: tuple[str, ...] = ()
 
 
 # Parts of a layer: ours and core's; before core; and, for a norm, inside the matrix behind it.
@@ -42,6 +47,19 @@ MLP = (
     ("pre_mlp_layernorm", "post_attention_norm", "mlp.linear_fc1.layer_norm"),
     ("mlp.linear_fc1", "mlp.dense_h_to_4h", None),
     ("mlp.linear_fc2", "mlp.dense_4h_to_h", None),
+)
+
+
+# The same of a layer with latent attention, of which only core knows.
+_LATENTS = (
+    *((f"self_attention.linear_{name}", None, None) for name in ("q_proj", "q_down_proj", "q_up_proj")),
+    *((f"self_attention.linear_{name}", None, None) for name in ("kv_down_proj", "kv_up_proj")),
+    ("self_attention.q_layernorm", None, "self_attention.linear_q_up_proj.layer_norm"),
+    ("self_attention.kv_layernorm", None, "self_attention.linear_kv_up_proj.layer_norm"),
+)
+_ROUTER = (
+    ("mlp.router", None, None),
+    *((f"mlp.shared_experts.linear_fc{number}", None, None) for number in (1, 2)),
 )
 
 
@@ -61,17 +79,65 @@ def sinks(attention: str) -> Spelling:
 
 
 def stack(
-    stack: str, legacy: str, parts: Iterable[tuple[str, str, str | None]] = (*ATTENTION, *MLP)
+    stack: str, legacy: str, parts: Iterable[tuple[str, str | None, str | None]] = (*ATTENTION, *MLP)
 ) -> Iterator[Spelling]:
     """The layers of a stack, and the norm behind them."""
     before, theirs = f"{stack}.layers.{{n}}", f"language_model.{legacy}"
     yield sinks(f"{before}.self_attention")
+    yield from _parts(before, parts, legacy=f"{theirs}.layers.{{n}}")
+    yield from both(f"{stack}.final_layernorm", f"{theirs}.final_norm")
+
+
+def _parts(
+    before: str, parts: Iterable[tuple[str, str | None, str | None]], *, legacy: str | None = None
+) -> Iterator[Spelling]:
     for name, old, fused in parts:
         for kind in ("weight", "bias"):
             ours = f"{before}.{name}.{kind}"
             inside = f"{before}.{fused}_{kind}" if fused else ours
-            yield Spelling(ours, ours, inside, f"{theirs}.layers.{{n}}.{old}.{kind}")
-    yield from both(f"{stack}.final_layernorm", f"{theirs}.final_norm")
+            yield Spelling(ours, ours, inside, f"{legacy}.{old}.{kind}" if legacy and old else None)
+
+
+def latents_and_experts(before: str) -> Iterator[Spelling]:
+    """What a layer of core may have in place of its attention and of its MLP. ``before``: its names begin with this.
+
+    A rank's experts are modules of their own, one module with a matrix of each, or (before core 0.13) one matrix.
+    """
+    yield from _parts(before, (*_LATENTS, *_ROUTER))
+    yield same(f"{before}.mlp.router.expert_bias", None)
+    yield same(f"{before}.mlp.shared_experts.gate.weight", None, core=f"{before}.mlp.shared_experts.gate_weight")
+    experts = f"{before}.mlp.experts"
+    for number in (1, 2):
+        for kind in ("weight", "bias"):
+            name = f"linear_fc{number}.{kind}"
+            yield Spelling(
+                f"{experts}.{name}",
+                core=f"{experts}.local_experts.{{e}}.{name}",
+                fused=f"{experts}.experts.{name}",
+                legacy=None,
+                others=(
+                    f"{experts}.{name}{{e}}",
+                    f"{experts}.experts.{{e}}.{name}",
+                    *([f"{experts}.{kind}{number}"] if kind == "weight" else []),
+                ),
+            )
+
+
+def later_layers() -> Iterator[Spelling]:
+    """Multi-token prediction, each depth with a layer of its own."""
+    before = "mtp.layers.{n}"
+    for name in ("enorm", "hnorm", "eh_proj", "final_layernorm"):
+        yield from (same(f"{before}.{name}.{kind}", None) for kind in ("weight", "bias"))
+    layer = f"{before}.transformer_layer"
+    rows = (
+        *_parts(layer, (*ATTENTION, *MLP)),
+        *latents_and_experts(layer),
+        sinks(f"{layer}.self_attention"),
+    )
+    for row in rows:
+        known = (row.core, row.fused, *row.others)
+        again = (name.replace(".transformer_layer.", ".mtp_model_layer.") for name in known)
+        yield dataclasses.replace(row, others=(*row.others, *dict.fromkeys(again)))
 
 
 def _without_number(name: str) -> str:
@@ -82,33 +148,50 @@ class Names:
     """The spellings of one family."""
 
     def __init__(self, *rows: Spelling) -> None:
-        self._ours = {their: row.ours for row in rows for their in (row.core, row.fused, row.legacy, row.copy) if their}
+        self._ours = {
+            their: row.ours
+            for row in rows
+            for their in (row.core, row.fused, row.legacy, row.copy, *row.others)
+            if their
+        }
         self._rows = {row.ours: row for row in rows}
-        self._stacks = {_without_number(row.fused): row.ours for row in rows if "{n}" in row.ours}
+        self._stacks = {
+            _without_number(their): row.ours
+            for row in rows
+            for their in (row.core, row.fused)
+            if "{n}" in row.ours and "{e}" not in their
+        }
         self.roots = {their.split(".")[0] for row in rows for their in (row.core, row.copy) if their}
         """What the names of its weights in core begin with."""
 
     def our_name(self, theirs: str, *, first_layers: Mapping[str, int] | None = None) -> str | None:
-        """Our name of a tensor; None for one that our model doesn't have.
+        """Our name of a tensor, whichever expert it is of; None for one that our model doesn't have.
 
         ``first_layers``: by stack, the number of the first layer in the tensor's stage, where they count from 0.
         """
         name = _todays(theirs)
         layer = _NUMBER.search(name)
-        ours = self._ours.get(_NUMBER.sub("layers.{n}.", name, count=1))
+        general = _EXPERT.sub(r"\1{e}", _NUMBER.sub("layers.{n}.", name, count=1))
+        ours = self._ours.get(general)
         if ours is None or layer is None:
             return ours
         return ours.format(n=int(layer[1]) + (first_layers or {}).get(ours.split(".")[0], 0))
 
     def core_names(self, ours: str) -> list[str]:
-        """Their core models' names."""
+        """Their core models' names, with ``{e}`` for the number of an expert."""
         row, layer = self._row(ours)
-        return [name.format(n=layer) for name in (row.core, row.copy) if name]
+        return [name.replace("{n}", layer) for name in (row.core, row.copy) if name]
 
-    def stacked_names(self, ours: str) -> list[str]:
-        """The keys of a torch_dist folder that hold our tensor, the only one or one layer of a stack."""
-        row, _ = self._row(ours)
-        return [_without_number(name) for name in (row.fused, row.copy) if name]
+    def dist_names(self, ours: str, *, has_numbers: bool, is_plain: bool) -> list[str]:
+        """The keys of a torch_dist folder that hold our tensor, the only one or one layer of a stack.
+
+        ``has_numbers``: keys name the layer, as where layers are not all alike. ``is_plain``: there are neither experts
+        nor latents, whose norms have one name with Transformer Engine and another without.
+        """
+        row, layer = self._row(ours)
+        known = [row.fused, row.copy, None if is_plain or "{e}" in row.core else row.core]
+        names = dict.fromkeys(filter(None, known))
+        return [name.replace("{n}", layer) if has_numbers else _without_number(name) for name in names]
 
     def our_names_of_stack(self, key: str, num_layers: int) -> list[str] | None:
         """Our names of the layers in a stacked tensor of a torch_dist folder; None for a key that is no stack."""
@@ -118,6 +201,17 @@ class Names:
     def _row(self, ours: str) -> tuple[Spelling, str]:
         layer = _NUMBER.search(ours)
         return self._rows[_NUMBER.sub("layers.{n}.", ours, count=1)], layer[1] if layer else ""
+
+
+def expert_number(theirs: str) -> int | None:
+    """Of the expert that a tensor belongs to, among those of a rank, or among all in torch_dist; None without one."""
+    found = _EXPERT.search(theirs)
+    return int(found[2]) if found else None
+
+
+def is_of_experts(ours: str) -> bool:
+    """Whether a tensor of ours holds all experts of a layer, along its first dim."""
+    return ".mlp.experts." in ours
 
 
 WORDS = same("embedding.word_embeddings.weight", "language_model.embedding.word_embeddings.weight")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from megatron.core.conversion.companions import FOLDER, copied_tokenizer, copy_f
 from megatron.core.conversion.megatron_lm.arguments import arguments_of
 from megatron.core.conversion.megatron_lm.files import BACKEND, COMMON, RELEASE
 from megatron.core.conversion.megatron_lm.format import MegatronLMFormat, format_for
-from megatron.core.conversion.megatron_lm.names import LAYER, Names, depths_of
+from megatron.core.conversion.megatron_lm.names import LAYER, Names, depths_of, is_of_experts
 from megatron.core.conversion.portable import LazyTensor, PortableModel
 from megatron.core.files.remote_path import AnyPath
 from megatron.core.models.registry import family_of
@@ -37,7 +37,7 @@ def write_megatron_lm(portable: PortableModel, root: Path, *, dist: bool, final:
     root.mkdir(parents=True)
     copy_files(portable.companions, root / FOLDER)
     theirs = format_for(portable.groups)
-    model, title, is_older = portable.model, family_of(portable.groups).title, not theirs.has_latest_attention
+    model, title, is_older = portable.model, family_of(portable.groups).title, not theirs.has_latest_layers
     unsupported = {
         f"no norms of queries and keys in a {title}": is_older and model.has_qk_norms,
         f"no YaRN in a {title}": is_older and model.position_embedding_type == "yarn",
@@ -53,7 +53,10 @@ def write_megatron_lm(portable: PortableModel, root: Path, *, dist: bool, final:
         )
     name = f"iter_{portable.iteration:07d}" if portable.iteration else RELEASE
     common = {"args": args, "checkpoint_version": _VERSION, "iteration": portable.iteration}
-    tensors = {name: _padded(name, tensor, portable) for name, tensor in theirs.tensors_to_write(portable).items()}
+    tensors = {
+        name: _in_one_matrix(name, _padded(name, tensor, portable))
+        for name, tensor in theirs.tensors_to_write(portable).items()
+    }
     folder = root / name
     folder.mkdir()
     if dist:
@@ -76,54 +79,84 @@ def _padded(name: str, tensor: LazyTensor, portable: PortableModel) -> LazyTenso
     return LazyTensor((rows, *tensor.shape[1:]), tensor.dtype, make)
 
 
+def _in_one_matrix(name: str, tensor: LazyTensor) -> LazyTensor:
+    """Gates and values of experts one below the other; others as they are."""
+    if not is_of_experts(name) or ".linear_fc1." not in name:
+        return tensor
+    experts, matrices, width, *rest = tensor.shape
+    return LazyTensor((experts, matrices * width, *rest), tensor.dtype, lambda: tensor.make().flatten(1, 2))
+
+
 def _write_dist(
     tensors: dict[str, LazyTensor], theirs: MegatronLMFormat, common: dict[str, object], folder: Path
 ) -> None:
-    """Layers are stacked along a new first dim; a box is one layer."""
-    depths, boxes = depths_of(tensors), []
+    """Layers that are all alike are stacked along a new first dim, a box being one layer; others keep their numbers."""
+    depths, boxes, extra = depths_of(tensors), list[StreamedBox](), dict[str, bytes]()
+    kinds = _kinds_of_layers(tensors)
+    is_plain = not any(is_of_experts(name) or ".linear_kv_down_proj." in name for name in tensors)
     for name, tensor in tensors.items():
         layer = LAYER.match(name)
-        for key in theirs.names.stacked_names(name):
-            if layer is None:
-                boxes.append(StreamedBox.whole(key, tensor.shape, tensor.dtype, tensor.make))
-                continue
-            offsets = (int(layer[2]), *(0 for _ in tensor.shape))
-            shape, sizes = (depths[layer[1]], *tensor.shape), (1, *tensor.shape)
-            boxes.append(StreamedBox(key, shape, tensor.dtype, offsets, sizes, partial(_layer_of, tensor)))
+        is_stacked = layer is not None and layer[1] != "mtp" and len(kinds[layer[1]]) == 1
+        for key in theirs.names.dist_names(name, has_numbers=not is_stacked, is_plain=is_plain):
+            place = None
+            if layer is not None and is_stacked:
+                place = (int(layer[2]), depths[layer[1]])
+            boxes.append(_box(key, tensor, place))
+            if is_of_experts(name):
+                extra |= _extra_states(key, tensor.shape[0], place)
+            elif _has_extra_state(key, of_output=theirs.output_has_extra_state):
+                extra |= _extra_states(key, None, place)
     torch.save(common, folder / COMMON)
     writer = CheckpointWriter(folder)
     writer.set_up_storage_writer(True)
     metadata = table_of(boxes)
     metadata.mcore_data = {name: {} for name in metadata.state_dict_metadata}  # type: ignore[attr-defined]
     written = [write_boxes(writer, folder, boxes)]
-    extra = _extra_states(
-        {box.name.rpartition(".")[0] for box in boxes}, depths, of_output=theirs.output_has_extra_state
-    )
     writer.finish(metadata, [*written, write_objects(writer, folder, extra, metadata)])
     backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     backend |= {"common_backend": "torch", "common_backend_version": 1}
     (folder / BACKEND).write_text(json.dumps(backend), encoding="utf-8")
 
 
-def _extra_states(modules: set[str], depths: Mapping[str, int], *, of_output: bool) -> dict[str, bytes]:
-    """The empty states that Megatron-LM's loader asks of every split matrix, whatever kernels it will run: in each
-    layer, and for some families of the output.
+def _kinds_of_layers(tensors: Iterable[str]) -> dict[str, set[frozenset[str]]]:
+    """By stack, the sets of names that its layers have: one where layers are all alike."""
+    found: dict[str, dict[str, set[str]]] = {}
+    for name in tensors:
+        if layer := LAYER.match(name):
+            found.setdefault(layer[1], {}).setdefault(layer[2], set()).add(name[layer.end() :])
+    return {stack: set(map(frozenset, layers.values())) for stack, layers in found.items()}
 
-    ``modules``: all that have tensors, those of layers once for a stack. ``depths``: layers by stack.
+
+def _box(key: str, tensor: LazyTensor, place: tuple[int, int] | None) -> StreamedBox:
+    """The tensor, or one of the layers of a stacked one. ``place``: the layer's number, and how many there are."""
+    if place is None:
+        return StreamedBox.whole(key, tensor.shape, tensor.dtype, tensor.make)
+    number, depth = place
+    offsets = (number, *(0 for _ in tensor.shape))
+    shape, sizes = (depth, *tensor.shape), (1, *tensor.shape)
+    return StreamedBox(key, shape, tensor.dtype, offsets, sizes, partial(_layer_of, tensor))
+
+
+def _has_extra_state(key: str, *, of_output: bool) -> bool:
+    module, _, kind = key.rpartition(".")
+    is_split = ".linear_" in module or module.endswith(".eh_proj")
+    return (is_split and not kind.startswith("layer_norm_")) or (module.endswith("output_layer") and of_output)
+
+
+def _extra_states(key: str, experts: int | None, place: tuple[int, int] | None) -> dict[str, bytes]:
+    """The empty states that Megatron-LM's loader asks of every split matrix, whatever kernels it will run, and of the
+    attention in front of an output matrix: of each layer and each of its ``experts``, or of the one there is.
     """
     empty = io.BytesIO()
     torch.save([None], empty)
-    attentions = {module.removesuffix("linear_proj") for module in modules if module.endswith("attention.linear_proj")}
-    counts = {
-        **{module: depths[module.split(".")[0]] for module in modules if ".linear_" in module},
-        **{f"{attention}core_attention": depths[attention.split(".")[0]] for attention in attentions},
-        **{module: 1 for module in modules if module.endswith("output_layer") and of_output},
-    }
-    return {
-        f"{module}._extra_state/shard_{number}_{count}": empty.getvalue()
-        for module, count in counts.items()
-        for number in range(count)
-    }
+    module = key.rpartition(".")[0]
+    modules = [module]
+    if module.endswith("attention.linear_proj"):
+        modules.append(f"{module.removesuffix('linear_proj')}core_attention")
+    before = [place] if place is not None else []
+    places = [[*before, (expert, experts)] for expert in range(experts)] if experts else [before or [(0, 1)]]
+    ends = ["_".join(".".join(str(each[side]) for each in at) for side in (0, 1)) for at in places]
+    return {f"{each}._extra_state/shard_{end}": empty.getvalue() for each in modules for end in ends}
 
 
 def _layer_of(tensor: LazyTensor) -> Tensor:
@@ -139,7 +172,10 @@ def _write_torch(tensors: dict[str, LazyTensor], names: Names, common: dict[str,
         made = tensor.make()
         mapped = torch.from_file(str(waiting / str(number)), shared=True, size=made.numel(), dtype=made.dtype)
         mapped.copy_(made.reshape(-1))
-        model |= dict.fromkeys(names.core_names(name), mapped.view(made.shape))
+        whole = mapped.view(made.shape)
+        for core in names.core_names(name):
+            of_experts = enumerate(whole) if is_of_experts(name) else [(0, whole)]
+            model |= {core.replace("{e}", str(number)): each for number, each in of_experts}
     target = folder / "mp_rank_00"
     target.mkdir()
     torch.save({**common, "model": model}, target / "model_optim_rng.pt")

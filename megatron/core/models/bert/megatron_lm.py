@@ -36,7 +36,7 @@ class BertFormat(MegatronLMFormat):
     )
     marker_names = ("lm_head.dense.",)
     output_has_extra_state = True
-    has_latest_attention = False
+    has_latest_layers = False
 
     def groups_from_arguments(
         self, args: Arguments, model: ModelConfig, stored: Collection[str], *, legacy: bool

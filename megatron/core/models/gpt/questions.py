@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.megatron_lm.forward import MegatronLMModel, future
 from megatron.core.conversion.questions import Answer, tokens_for
+from megatron.core.models.gpt.expert_forward import experts
 from megatron.core.transformer.output_layer import VocabularyOutput
 
 
@@ -28,8 +30,8 @@ class CausalQuestion:
     def ask_megatron_lm(self, model: MegatronLMModel) -> Answer:
         """The same, over the padded vocabulary."""
         x = model.embedded(self.tokens)
-        (stack,) = model.stacks
-        return {"words": model.words(model.run(stack, x, future(x.shape[1])))}
+        (stack,) = model.stacks - {"mtp"}
+        return {"words": model.words(model.run(stack, x, future(x.shape[1]), routed=partial(experts, model=model)))}
 
     def ask_ours(self, stage: nn.Module, handed: Mapping[str, Tensor]) -> Answer:
         """The same."""

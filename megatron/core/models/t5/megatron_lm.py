@@ -56,7 +56,7 @@ class T5Format(MegatronLMFormat):
     replicated = ("encoder_positions.weight", "decoder_positions.weight")
     layer_count_arguments: Mapping[str, str] = {"decoder": "decoder_num_layers"}
     output_has_extra_state = True
-    has_latest_attention = False
+    has_latest_layers = False
     kinds: Mapping[str, Any] = {
         **dict.fromkeys(("encoder_num_layers", "decoder_num_layers"), Layers),
         "decoder_seq_length": Count,

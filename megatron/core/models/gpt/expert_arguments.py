@@ -1,0 +1,142 @@
+"""The arguments of experts in Megatron-LM's checkpoints and our settings, each from the other."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Annotated, Any
+
+from megatron.config.layer_patterns import every_or_listed, shortest_pattern
+from megatron.config.model import ModelConfig
+from megatron.config.moe import MoEConfig, experts_of
+from megatron.core.conversion.bounds import Factor, Width
+from megatron.core.conversion.megatron_lm.arguments import Arguments
+from megatron.errors import CheckpointError, ConfigError
+from megatron.small_files import Between
+
+_Experts = Annotated[int, Between(1, 4096)]
+KINDS: dict[str, Any] = {
+    "num_experts": Annotated[int, Between(0, 4096)],
+    **dict.fromkeys(("moe_router_topk", "moe_router_num_groups", "moe_router_group_topk"), _Experts),
+    **dict.fromkeys(("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"), Width),
+    "moe_router_topk_scaling_factor": Factor,
+    **dict.fromkeys(("moe_router_pre_softmax", "moe_router_enable_expert_bias", "moe_shared_expert_gate"), bool),
+    **dict.fromkeys(("moe_router_score_function", "moe_router_dtype"), str),
+    "moe_expert_capacity_factor": Annotated[float, Between(-1e6, 1e6)],
+}
+"""Types and bounds of the arguments."""
+
+_SAME = (
+    *("num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+    *("moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
+    *("moe_router_num_groups", "moe_router_group_topk", "moe_router_dtype", "moe_router_enable_expert_bias"),
+)
+# Those that --use-checkpoint-args doesn't take from a checkpoint.
+_NOT_TAKEN = ("moe_shared_expert_gate", "moe_router_score_function", *_SAME[6:])
+_BIAS, _GATE = ".mlp.experts.linear_fc1.bias", ".mlp.shared_experts.gate.weight"
+
+
+def read_experts(args: Arguments, model: ModelConfig, stored: Collection[str]) -> tuple[MoEConfig, ...]:
+    """The settings of experts, none for a dense model. ``stored``: our names of the tensors, which alone tell whether
+    shared experts have a gate in releases without an argument for it.
+
+    Raises CheckpointError for choices that a router can't make, or makes in another way here.
+    """
+    if not args("num_experts", 0):
+        return ()
+    found = {name: value for name in _SAME if (value := args(name, None)) is not None}
+    found.setdefault("moe_ffn_hidden_size", model.ffn_hidden_size)
+    if args("moe_shared_expert_intermediate_size", 0):
+        found["moe_shared_expert_gate"] = any(name.endswith(_GATE) for name in stored)
+    moe = MoEConfig(**found, moe_layer_freq=_pattern(args, model.num_layers))
+    if problems := [*_impossible(moe), *(f"has {what}" for what, asked in _differences(moe).items() if asked)]:
+        raise CheckpointError(f"{args.where} describes a router that {' and '.join(problems)}")
+    return (moe,)
+
+
+def notes_on_experts(args: Arguments) -> tuple[str, ...]:
+    """What a conversion leaves out, a line each."""
+    factor = args("moe_expert_capacity_factor", -1.0)
+    if not args("num_experts", 0) or factor < 0:
+        return ()
+    return (
+        f"note: it was trained with moe_expert_capacity_factor {factor}, which drops choices; none is dropped here "
+        "and in the proof unless training goes on with --moe-expert-capacity-factor",
+    )
+
+
+def _pattern(args: Arguments, num_layers: int) -> str:
+    """The layers with experts; CheckpointError for a pattern that isn't one."""
+    pattern = args("moe_layer_freq", 1)
+    try:
+        return shortest_pattern(every_or_listed(str(pattern), num_layers, flag="moe_layer_freq"))
+    except ConfigError as error:
+        raise CheckpointError(f"{args.where}: its saved settings: {error}") from None
+
+
+def _impossible(moe: MoEConfig) -> list[str]:
+    experts, chosen = moe.num_experts or 0, moe.moe_router_topk
+    groups, kept = moe.moe_router_num_groups, moe.moe_router_group_topk
+    if chosen > experts:
+        return [f"chooses moe_router_topk {chosen} of num_experts {experts}"]
+    if bool(groups) != bool(kept):
+        return ["has only one of moe_router_num_groups and moe_router_group_topk"]
+    if groups and kept and (experts % groups or kept > groups or chosen % kept or chosen > experts // groups * kept):
+        return [f"chooses {chosen} of {experts} experts in {kept} of {groups} groups"]
+    return []
+
+
+def _differences(moe: MoEConfig) -> dict[str, bool]:
+    """What routers do in another way there than here, and whether this one does it."""
+    several = bool(moe.moe_router_group_topk) and moe.moe_router_topk != moe.moe_router_group_topk
+    of_softmax = moe.moe_router_score_function == "softmax"
+    return {
+        "groups chosen by the sum of several logits (use --moe-router-pre-softmax)": (
+            several and of_softmax and not moe.moe_router_pre_softmax
+        ),
+        "a bias of experts on softmax scores (moe_router_enable_expert_bias)": (
+            of_softmax and moe.moe_router_enable_expert_bias
+        ),
+    }
+
+
+def unsupported_experts(moe: MoEConfig, model: ModelConfig) -> dict[str, bool]:
+    """What no router or experts of Megatron-LM's have, and whether these have it."""
+    if not moe.has_experts:
+        return {}
+    several = moe.moe_router_topk != moe.moe_router_group_topk
+    shared = moe.moe_shared_expert_intermediate_size is not None
+    return {
+        "no groups of experts whose score is that of the best one (--moe-router-group-score max)": (
+            several and moe.moe_router_num_groups is not None and moe.moe_router_group_score == "max"
+        ),
+        **{f"another meaning of {what}": asked for what, asked in _differences(moe).items()},
+        "no biases in shared experts": shared and model.add_mlp_bias,
+    }
+
+
+def written_experts(moe: MoEConfig, model: ModelConfig) -> dict[str, Any]:
+    """The arguments of the settings; none for a dense model."""
+    if not moe.has_experts:
+        return {}
+    pattern = shortest_pattern(moe.expert_layers(model.num_layers))
+    layers = [int(each) for each in moe.expert_layers(model.num_layers)]
+    return {
+        **{name: getattr(moe, name) for name in _SAME},
+        "moe_layer_freq": int(pattern) if pattern.isdecimal() else layers,
+        "moe_shared_expert_gate": moe.moe_shared_expert_gate,
+        "expert_model_parallel_size": 1,
+        "expert_tensor_parallel_size": 1,
+    }
+
+
+def expert_flags(groups: Sequence[object]) -> dict[str, Any]:
+    """Arguments that a training run there needs as flags, by name."""
+    moe, usual = experts_of(groups), MoEConfig()
+    found = {name: getattr(moe, name) for name in _NOT_TAKEN} if moe.has_experts else {}
+    return {name: value for name, value in found.items() if value != getattr(usual, name)}
+
+
+def routers_without_bias(stored: Collection[str]) -> list[str]:
+    """Our names of biases that routers have beside biases of experts, and releases before core 0.15 don't."""
+    layers = (name.removesuffix(_BIAS) for name in stored if name.endswith(_BIAS))
+    return [name for layer in layers if (name := f"{layer}.mlp.router.bias") not in stored]
