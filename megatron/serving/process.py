@@ -55,11 +55,13 @@ def bound_socket(config: ServerConfig) -> socket.socket:
 def serve_trained(trained: TrainedModel, engine: Engine, config: ServerConfig, listener: socket.socket) -> None:
     """Serve a trained model; see ``serve``."""
     keys = [*config.api_key, *filter(None, os.environ.get(API_KEY_VARIABLE, "").split(","))]
-    model = served_model(trained, config, max_length=engine.limits.max_length)
+    model = served_model(trained, config, max_length=engine.limits.max_length, quantization=engine.quantization)
     serve(Server.around(engine, model, config, keys=keys), listener)
 
 
-def served_model(trained: TrainedModel, config: ServerConfig, *, max_length: int) -> ServedModel:
+def served_model(
+    trained: TrainedModel, config: ServerConfig, *, max_length: int, quantization: str | None = None
+) -> ServedModel:
     """What the server says of a trained model; raises ConfigError and DataError for a template that can't be used."""
     tokenizer, files = trained.tokenizer, trained.config.tokenizer
     name = config.served_model_name or Path(str(trained.config.checkpoint.load)).resolve().name
@@ -67,11 +69,12 @@ def served_model(trained: TrainedModel, config: ServerConfig, *, max_length: int
     if config.chat_template is not None or own_template(files.tokenizer_model) is not None:
         template = load_template(config.chat_template or OWN, files.tokenizer_model, learned="assistant")
         templates = Templates(template.source, template.tokens)
+    suffix = f"-{quantization}" if quantization else ""
     return ServedModel(
         name=name,
         tokenizer=tokenizer,
         max_length=max_length,
-        fingerprint=f"iteration-{trained.folder.iteration}-tokenizer-{tokenizer.fingerprint[:12]}",
+        fingerprint=f"iteration-{trained.folder.iteration}-tokenizer-{tokenizer.fingerprint[:12]}{suffix}",
         end_ids=end_ids(tokenizer, config.end_tokens),
         templates=templates,
         decoder_start=decoder_start(trained),

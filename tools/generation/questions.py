@@ -76,7 +76,9 @@ def read_questions(generator: Generator, path: Path) -> list[Question]:
         except MegatronError as error:
             raise DataError(f"{where}: {error}") from None
         asked = dataclasses.asdict(dataclasses.replace(request, id=""))
-        fingerprint = fingerprint_of([checkpoint, json.dumps(asked, sort_keys=True, default=sorted)])[:16]
+        fingerprint = fingerprint_of(
+            [f"{checkpoint}{generator.engine.quantization or ''}", json.dumps(asked, sort_keys=True, default=sorted)]
+        )[:16]
         found.append(Question(record, request, fingerprint))
     if not found:
         raise DataError(f"--input-jsonl {path} holds no questions")

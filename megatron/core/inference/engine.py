@@ -107,6 +107,7 @@ class Engine:
     One thread calls it; only rank 0 has one, see ``workers``. A text depends on its own request alone. ``tokenizer``
     makes text of tokens; without it updates have tokens only. ``drafter``: guesses ``options.num_drafts`` tokens; None:
     from the text so far. ``limits``: the runner's, and no text is longer than the cache has room for.
+    ``quantization``: of the model's weights, which fingerprints of answers name.
     """
 
     def __init__(
@@ -116,7 +117,9 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         options: SchedulerOptions | None = None,
         drafter: Drafter | None = None,
+        quantization: str | None = None,
     ) -> None:
+        self.quantization = quantization
         self._error: Exception | None = None
         self._runner, self._tokenizer = runner, tokenizer
         options = options or SchedulerOptions()

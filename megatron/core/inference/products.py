@@ -91,7 +91,8 @@ class Int8:
     def refusal(self, weight: Tensor) -> str | None:
         """See ``Form``."""
         if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
-            return f"it multiplies bf16 on a CPU, and the model's weights are {weight.dtype} on {weight.device.type}"
+            dtype = str(weight.dtype).removeprefix("torch.")
+            return f"it is for bf16 models on a CPU, and this one is in {dtype} on {weight.device.type}"
         return _works(self, weight.dtype)
 
     def pack(self, weight: Tensor) -> tuple[Tensor, Tensor]:

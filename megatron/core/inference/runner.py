@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.core.inference.cache import KeyValueCache
-from megatron.core.inference.products import GenerationProducts
+from megatron.core.inference.products import Form, GenerationProducts
 from megatron.core.inference.step_plan import PlanRow, RunnerLimits, StepPlan
 from megatron.core.ops.attention.cached import AttentionCache, CachedHeads
 from megatron.core.parallel.context import ParallelContext
@@ -83,8 +83,9 @@ class CachedRunner:
         limits: RunnerLimits,
         *,
         is_batch_invariant: bool | None = None,
+        form: Form | None = None,
     ) -> None:
-        """``model``: a :class:`GenerativeModel`, a stage of the pipeline or all of it."""
+        """``model``: a :class:`GenerativeModel`, a stage of the pipeline or all of it. ``form``: of its weights."""
         assert isinstance(model, GenerativeModel), f"{type(model).__name__} doesn't generate text"
         self.limits, self.device = limits, context.device
         self.logits_dtype = torch.promote_types(context.dtype, torch.float32)
@@ -94,7 +95,7 @@ class CachedRunner:
         if is_batch_invariant is None:
             is_batch_invariant = costs_little(context)
         self._is_batch_invariant = is_batch_invariant
-        self._multiply: Multiply = GenerationProducts(is_batch_invariant=is_batch_invariant)
+        self._multiply: Multiply = GenerationProducts(is_batch_invariant=is_batch_invariant, form=form)
 
     @property
     def cache_bytes(self) -> int:

@@ -6,10 +6,13 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+import torch
+
 from megatron.config.inference import InferenceConfig
 from megatron.config.trained_model import TrainedModelConfig
 from megatron.core.inference.drafts import DraftModel
 from megatron.core.inference.engine import Engine
+from megatron.core.inference.products import INT8, Form
 from megatron.core.inference.runner import CachedRunner, EncoderDecoder, GenerativeModel, costs_little
 from megatron.core.inference.scheduler import SchedulerOptions
 from megatron.core.inference.step_plan import RunnerLimits
@@ -27,6 +30,7 @@ _BLOCK_SIZE = 64
 def generation_engine(trained: TrainedModel, config: InferenceConfig) -> Iterator[Engine | None]:
     """On rank 0 an engine; on other ranks None, after they have computed its steps until rank 0 leaves the block."""
     check_limits(config)
+    form = weights_form(trained, config)
     mesh = trained.context.mesh
     limits = limits_of(trained, config)
     models = [trained]
@@ -34,7 +38,7 @@ def generation_engine(trained: TrainedModel, config: InferenceConfig) -> Iterato
         models.append(draft_model(trained, config.draft_load, length=limits.max_length))
     invariant = config.batch_invariant or None
     stages = [
-        CachedRunner(each.models[0], each.config.model, each.context, limits, is_batch_invariant=invariant)
+        CachedRunner(each.models[0], each.config.model, each.context, limits, is_batch_invariant=invariant, form=form)
         for each in models
     ]
     messages = Messages(mesh)
@@ -50,7 +54,9 @@ def generation_engine(trained: TrainedModel, config: InferenceConfig) -> Iterato
         num_drafts=config.num_speculative_tokens,
     )
     drafter = DraftModel(drafts[0], limits) if drafts else None
-    engine = Engine(runner, tokenizer=trained.tokenizer, options=options, drafter=drafter)
+    engine = Engine(
+        runner, tokenizer=trained.tokenizer, options=options, drafter=drafter, quantization=config.quantization
+    )
     if engine.limits.max_length < limits.max_length:
         print(
             f"texts have at most {engine.limits.max_length:,} tokens, not {limits.max_length:,}: the cache has no room "
@@ -93,6 +99,7 @@ def exactness(trained: TrainedModel, config: InferenceConfig) -> str:
     dtype = str(context.dtype).removeprefix("torch.")
     sizes = ((mesh.size("tp"), "tensor"), (mesh.size("pp"), "pipeline"))
     ranks = [f"{size} {name}" for size, name in sizes if size > 1]
+    dtype += f" with {config.quantization} weights" if config.quantization else ""
     where = f"{dtype} on {context.device.type}" + (f" with {' x '.join(ranks)}-parallel ranks" if ranks else "")
     if config.batch_invariant or costs_little(context):
         return (
@@ -102,6 +109,16 @@ def exactness(trained: TrainedModel, config: InferenceConfig) -> str:
         f"generation in {where}, not batch-invariant: what else is in the batch can change the last bits of a text's "
         "logits, and with them a near tie between two tokens; --batch-invariant prevents that"
     )
+
+
+def weights_form(trained: TrainedModel, config: InferenceConfig) -> Form | None:
+    """What ``--quantization`` asks for; None: the usual. Raises ConfigError where it can't be had."""
+    if config.quantization is None:
+        return None
+    weight = torch.empty(0, 0, dtype=trained.context.dtype, device=trained.context.device)
+    if (reason := INT8.refusal(weight)) is not None:
+        raise ConfigError(f"--quantization {config.quantization} can't be used: {reason}; leave the flag out")
+    return INT8
 
 
 def check_limits(config: InferenceConfig) -> None:

@@ -1,0 +1,93 @@
+"""Products of generation: weights in other forms multiply as linear layers do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.core.inference.products import BLOCKED, INT8, Form, GenerationProducts
+from megatron.core.inference.runner import CachedRunner
+from megatron.core.inference.step_plan import PlanRow, RunnerLimits, StepPlan
+from megatron.core.models.gpt.model import GPTModel
+from megatron.core.parallel.context import ParallelContext
+
+LIMITS = RunnerLimits(num_blocks=5, block_size=16, max_requests=2, max_length=64, vocabulary=200)
+
+
+def weight_of(outputs: int, inputs: int) -> Tensor:
+    return torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+@pytest.mark.parametrize("inputs", [33, 64, 1376])
+def test_int8_weights_are_off_by_half_a_step(inputs: int) -> None:
+    """A step is the largest of an output's weights over 127, and a row of zeros stays zeros."""
+    weight = weight_of(70, inputs)
+    weight[3] = 0
+    numbers, scales = INT8.pack(weight)
+    assert numbers.dtype == torch.int8 and len(scales) == 70
+    error = (numbers.float() * scales.float()[:, None] - weight.float()).abs()
+    largest = weight.float().abs().amax(dim=1, keepdim=True)
+    # Scales are rounded to bf16, by up to 1/256 of themselves, which cuts off the largest.
+    assert torch.all(error <= largest * (0.5 / 127 + 1 / 256))
+    assert not numbers[3].any()
+
+
+@pytest.mark.parametrize(("form", "bound"), [(BLOCKED, 0.005), (INT8, 0.02)])
+@pytest.mark.parametrize("is_batch_invariant", [False, True])
+def test_products_are_near_those_in_fp64(form: Form, bound: float, is_batch_invariant: bool) -> None:
+    """Of the weights of a model; others are multiplied as they are."""
+    multiply, weight, bias = GenerationProducts(is_batch_invariant=is_batch_invariant, form=form), *_given()
+    for rows in (1, 2, 9, 40):
+        x = weight_of(rows, 256)
+        expected = x.double() @ weight.double().t() + bias.double()
+        found = multiply(x, weight, bias)
+        assert found.dtype == torch.bfloat16
+        assert (found.double() - expected).norm() <= bound * expected.norm()
+        plain = GenerationProducts(is_batch_invariant=is_batch_invariant)
+        assert torch.equal(multiply(x, weight.data[:64], None), plain(x, weight.data[:64], None))
+
+
+def _given() -> tuple[nn.Parameter, Tensor]:
+    return nn.Parameter(weight_of(96, 256), requires_grad=False), weight_of(96, 1)[:, 0]
+
+
+def test_a_kernel_that_is_missing_is_refused() -> None:
+    """Both are private functions of torch, which another version may lack."""
+
+    class Missing(type(INT8)):  # type: ignore[misc]
+        def multiply(self, x: Tensor, packed: tuple[Tensor, Tensor], bias: Tensor | None) -> Tensor:
+            raise AttributeError("no attribute _weight_int8pack_mm")
+
+    reason = "this torch or processor has no such product (no attribute _weight_int8pack_mm)"
+    assert Missing().refusal(weight_of(4, 4)) == reason
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_model_with_int8_weights(is_tied: bool) -> None:
+    """Logits are near those of bf16, with an output matrix of its own and with that of the embeddings, which stay."""
+    config = ModelConfig(
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        vocab_size=200,
+        untie_embeddings_and_output_weights=not is_tied,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=0.1,
+    )
+    model = GPTModel(config, ParallelContext.single(dtype=torch.bfloat16), seed=5).eval().requires_grad_(False)
+    row = PlanRow(slot=0, start=0, tokens=tuple(range(40)), blocks=(1, 2, 3), logits_from=0)
+    found = [
+        CachedRunner(model, config, model._context, LIMITS, form=form).start(StepPlan((row,))).logits()
+        for form in (None, INT8)
+    ]
+    error = ((found[1] - found[0]).norm() / found[0].norm()).item()
+    assert 0.001 < error < 0.03, "int8 everywhere, and near"
+    alone = CachedRunner(model, config, model._context, LIMITS, form=INT8)
+    parts = [alone.start(StepPlan((replace(row, start=n, tokens=row.tokens[n : n + 1]),))).logits() for n in range(40)]
+    assert torch.equal(torch.cat(parts), found[1]), "the same bits one by one"
