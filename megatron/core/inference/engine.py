@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megatron.config.flags import plural_s
 from megatron.core.inference.drafts import Drafter, PromptLookup
 from megatron.core.inference.drawing import Drawn, DrawRow, DrawState, draw, token_logprobs
 from megatron.core.inference.request import (
@@ -292,17 +293,21 @@ class Engine:
             raise DataError(f"request {request.id!r} is still being answered; give each request an id of its own")
         if not prompt:
             raise DataError("the prompt has no tokens; a prompt needs at least one token")
+        begins, shorten = "the prompt has", "shorten the prompt, or "
+        if limits.max_encoder_length:  # which reads what users call the prompt
+            begins, shorten = "a text of this model begins with", ""
+        found = (
+            f"{begins} {len(prompt)} token{plural_s(len(prompt))}; with {request.max_tokens} generated ones that makes"
+        )
         if total > limits.max_length:
             raise DataError(
-                f"the prompt has {len(prompt)} tokens; with {request.max_tokens} generated ones that makes {total}, "
-                f"and the model sees at most {limits.max_length}: shorten the prompt, or generate at most "
+                f"{found} {total}, and the model sees at most {limits.max_length}: {shorten}generate at most "
                 f"{max(0, limits.max_length - len(prompt))}"
             )
         if total > room:
             raise DataError(
-                f"the prompt has {len(prompt)} tokens; with {request.max_tokens} generated ones that makes {total}, "
-                f"and the cache has room for {room}: generate at most {max(0, room - len(prompt))}, or give the "
-                "cache more memory with --inference-dynamic-batching-buffer-size-gb"
+                f"{found} {total}, and the cache has room for {room}: generate at most {max(0, room - len(prompt))}, "
+                "or give the cache more memory with --inference-dynamic-batching-buffer-size-gb"
             )
         if request.stop.strings and self._tokenizer is None:
             raise DataError("stop strings are looked for in text, and this engine has no tokenizer: give token ids")

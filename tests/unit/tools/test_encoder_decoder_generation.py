@@ -89,6 +89,8 @@ def test_what_a_t5_cannot_do_is_said(said: tuple[str, list[str]], tmp_path: Path
         )
     with pytest.raises(DataError, match="prompt 1: the encoder's text has 30 tokens, and the encoder sees at most 16"):
         text_generation_cli.main([*words, "--prompt", "cat " * 30])
+    with pytest.raises(DataError, match="begins with 1 token; with 64 generated .* at most 16: generate at most 15"):
+        text_generation_cli.main(["--load", folder, "--prompt", "cat"])
     saved_model(tmp_path, "t5", None, flags=FLAGS)
     with pytest.raises(ConfigError, match="NullTokenizer, which has no token that a decoder's text begins with"):
         text_generation_cli.main(["--load", f"{tmp_path}/saved", "--prompt", "1 2"])
