@@ -33,6 +33,7 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.core.inference.engine import Engine
+from megatron.core.inference.products import INT8, Form
 from megatron.core.inference.request import Request, Result
 from megatron.core.inference.runner import CachedRunner, FinishedStep
 from megatron.core.inference.sampling import Sampling
@@ -93,7 +94,7 @@ def build(shape: Shape, dtype: torch.dtype) -> GPTModel:
     return GPTModel(config, ParallelContext.single(dtype=dtype), seed=1).eval().requires_grad_(False)
 
 
-def runner_of(model: GPTModel, shape: Shape, *, requests: int) -> TimedRunner:
+def runner_of(model: GPTModel, shape: Shape, *, requests: int, form: Form | None = None) -> TimedRunner:
     """Room for as many whole texts."""
     blocks = 1 + requests * -(-shape.length // BLOCK)
     limits = RunnerLimits(
@@ -103,12 +104,12 @@ def runner_of(model: GPTModel, shape: Shape, *, requests: int) -> TimedRunner:
         max_length=shape.length,
         vocabulary=shape.vocabulary,
     )
-    return TimedRunner(model, model._config, model._context, limits)
+    return TimedRunner(model, model._config, model._context, limits, form=form)
 
 
-def ours(model: GPTModel, shape: Shape, *, requests: int) -> Contender:
+def ours(model: GPTModel, shape: Shape, *, requests: int, form: Form | None = None) -> Contender:
     """The engine, without reuse of prefixes: each turn brings the same prompts."""
-    runner = runner_of(model, shape, requests=requests)
+    runner = runner_of(model, shape, requests=requests, form=form)
 
     def generate(prompts: Prompts, count: int) -> list[list[int]]:
         return [
@@ -348,6 +349,8 @@ def main() -> None:
         print(f"{options.dtype}, {batch} {'unequal ' * unequal}prompts, {count} tokens each, {options.threads} threads")
         print(f"  {'':<24}{'tokens/s':>9}{'best':>9}{'same':>8}{'ratio':>8}{'best':>7}")
         mine = {"megatron": ours(model, shape, requests=batch)}
+        if options.dtype == "bf16":
+            mine["megatron, int8"] = ours(model, shape, requests=batch, form=INT8)
         report(take_turns(mine | contenders, prompts, count, rounds=rounds), batch * count)
     parts(model, shape, rounds=rounds, count=count, length=8 * length)
 
