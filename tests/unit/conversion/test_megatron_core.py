@@ -114,7 +114,7 @@ def answer(model, family, asked):
         words, order = model(tokens, asked["real"].long(), types)
         return {"words": words[asked["real"]], **({} if order is None else {"order": order})}
     length = tokens.shape[1]
-    model.mtp_process = False  # losses of later tokens, which nobody asks for
+    model.config.mtp_num_layers, model.mtp_process = None, False  # losses of later tokens, which nobody asks for
     if family == "T5":
         samples, later = asked["decoder_tokens"].shape
         future = torch.ones(1, 1, later, later, dtype=torch.bool).triu(1)
@@ -182,7 +182,7 @@ LATENT: dict[str, Any] = {
     "kv_lora_rank": 8,
     "qk_head_dim": 8,
     "qk_pos_emb_head_dim": 4,
-    "v_head_dim": 8,
+    "v_head_dim": 12,
     "qk_layernorm": True,
     "rope_type": "rope",
 }
@@ -196,7 +196,6 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[object, ...]]] = {
     "modern gpt with L2 norms": ({**SWIGLU, "qk_l2_norm": True}, ()),
     "experts": (ROUTED, ()),
     "experts, scored before": ({**ROUTED, "moe_router_pre_softmax": True}, ()),
-    "experts with biases": ({**CLASSIC, "num_experts": 4, "moe_ffn_hidden_size": 24, "moe_router_topk": 2}, ()),
     "biased and shared experts": ({**ROUTED, **BIASED}, ()),
     "experts in every second layer": ({**ROUTED, "moe_layer_freq": 2}, ()),
     "experts in listed layers": ({**ROUTED, **BIASED, "moe_layer_freq": [0, 1, 1, 1]}, ()),
