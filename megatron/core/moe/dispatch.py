@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.moe.routing import Routing
+from megatron.core.moe.routing import Routing, times_chosen
 from megatron.core.ops.grouped_matmul import Groups
 from megatron.core.parallel.collectives import Handle, all_gather
 from megatron.core.parallel.exchange import Team, all_to_all_rows, start_all_to_all_rows
@@ -48,15 +48,22 @@ def plan_local_route(routing: Routing, *, num_experts: int, mesh: Mesh) -> Route
     ids, kept = routing.ids, routing.kept
     alone, (tokens, choices) = Team(mesh, (mesh.world_rank,)), ids.shape
     sent, counts = _sorted(ids, kept, num_experts)
+    if kept is not None:
+        sent = sent[: rows_on_host(counts.sum(0, keepdim=True))[0]]
     places = _places(sent, tokens * choices, copies=1, drops=kept is not None).view(tokens, choices)
     return Route(alone, sent, places, choices, [], [], None, Groups(counts), drops=kept is not None)
 
 
 def _sorted(ids: Tensor, kept: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor]:
-    """The choices in the order of their experts, without those that aren't ``kept``, and how many each expert has."""
+    """The choices in the order of their experts, those that aren't ``kept`` last, and how many each expert has."""
     flat = ids.flatten() if kept is None else ids.masked_fill(~kept, num_experts).flatten()
-    order, counts = flat.argsort(stable=True), torch.bincount(flat, minlength=num_experts)[:num_experts]
-    return order if kept is None else order[: int(counts.sum())], counts
+    return flat.argsort(stable=True), times_chosen(flat, num_experts + 1)[:num_experts]
+
+
+def rows_on_host(counts: Tensor) -> list[int]:
+    """Numbers of rows [n] as the host needs them for shapes: where a layer's forward pass waits for the device."""
+    found: list[int] = counts.tolist()
+    return found
 
 
 def _places(sent: Tensor, choices: int, *, copies: int, drops: bool) -> Tensor:
@@ -80,8 +87,9 @@ def plan_route(routing: Routing, *, num_experts: int, mesh: Mesh) -> Route:
     table = all_gather(counts.unsqueeze(0), mesh, "ep", "etp")  # [ranks, E]
     received = table[:, first : first + held]  # from each rank, by expert
     of_block = counts.view(-1, held).sum(1)
-    numbers = torch.cat((of_block, received.sum(1))).tolist()  # the only wait for the device
+    numbers = rows_on_host(torch.cat((of_block, received.sum(1))))
     blocks, receives = numbers[: len(of_block)], numbers[len(of_block) :]
+    sent = sent[: sum(blocks)]
     if copies > 1:
         sent = torch.cat([part for part in torch.split(sent, blocks) for _ in range(copies)])
     experts = torch.arange(held, device=ids.device).repeat(team.size)

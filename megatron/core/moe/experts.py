@@ -94,8 +94,13 @@ class Experts(nn.Module):
             return self.compute(rows, weights, groups)
         if torch.is_grad_enabled() and not rows.requires_grad:
             rows = rows.detach().requires_grad_()  # else autograd doesn't see the weights
-        out: Tensor = _InPieces.apply(rows, weights, self, groups, limit, *self.parameters())  # type: ignore[no-untyped-call]
+        out: Tensor = _InPieces.apply(rows, weights, self, groups, limit, *self.biases)  # type: ignore[no-untyped-call]
         return out
+
+    @property
+    def biases(self) -> list[Tensor]:
+        """Those that there are, of both layers."""
+        return [each.bias for each in (self.linear_fc1, self.linear_fc2) if each.bias is not None]
 
     def one_gradient(self) -> AbstractContextManager[None]:
         """Inside, several calls of ``compute`` give each weight one gradient, their sum."""
@@ -147,16 +152,15 @@ def rows_at_once(share: int) -> int:
 class _InPieces(torch.autograd.Function):
     """Experts, a run of rows after the other, with nothing but the rows kept.
 
-    The parameters take part as they do in one run: autograd calls the hooks of weights, whose gradients
-    ``GroupedLinear`` accumulates, and sums those of biases.
+    ``GroupedLinear`` accumulates the gradients of weights, autograd those of biases.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weights: Tensor, experts: Experts, groups: Groups, limit: int, *parameters: Tensor
+        ctx: Any, rows: Tensor, weights: Tensor, experts: Experts, groups: Groups, limit: int, *biases: Tensor
     ) -> Tensor:
         ctx.save_for_backward(rows, weights)
-        ctx.experts, ctx.groups, ctx.limit, ctx.parameters = experts, groups, limit, parameters
+        ctx.experts, ctx.groups, ctx.limit, ctx.biases = experts, groups, limit, biases
         out = torch.empty_like(rows)
         for start in range(0, len(rows), limit):
             piece = slice(start, min(start + limit, len(rows)))
@@ -168,8 +172,7 @@ class _InPieces(torch.autograd.Function):
         rows, weights = ctx.saved_tensors
         experts: Experts = ctx.experts
         grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
-        biases = [each.bias for each in (experts.linear_fc1, experts.linear_fc2) if each.bias is not None]
-        sums = {bias: torch.zeros_like(bias) for bias in biases if bias.requires_grad}
+        sums = {bias: torch.zeros_like(bias) for bias in ctx.biases if bias.requires_grad}
         with experts.one_gradient():
             for start in range(0, len(rows), ctx.limit):
                 piece = slice(start, min(start + ctx.limit, len(rows)))
@@ -180,4 +183,4 @@ class _InPieces(torch.autograd.Function):
                 grad_rows[piece], grad_weights[piece] = found[:2]
                 for total, each in zip(sums.values(), found[2:]):
                     total += each
-        return grad_rows, grad_weights, None, None, None, *(sums.get(each) for each in ctx.parameters)
+        return grad_rows, grad_weights, None, None, None, *(sums.get(each) for each in ctx.biases)

@@ -31,7 +31,7 @@ class GroupedLinear:
         """With f the identity. Without rows, too, the weight gets a gradient: zero."""
         if torch.is_grad_enabled() and weight.requires_grad and not rows.requires_grad:
             rows = rows.detach().requires_grad_()  # else there is no backward pass, as autograd doesn't see the weight
-        return _Product.apply(rows, weight, self, groups)  # type: ignore[no-untyped-call, no-any-return]
+        return _Product.apply(rows, (weight,), self, groups)  # type: ignore[no-untyped-call, no-any-return]
 
     def of_activation(
         self,
@@ -47,7 +47,7 @@ class GroupedLinear:
         else it is computed again.
         """
         options = (activation, keeps_activation)
-        return _ProductOfActivation.apply(inner, scales, weight, self, groups, options)  # type: ignore[no-untyped-call, no-any-return]
+        return _ProductOfActivation.apply(inner, scales, (weight,), self, groups, options)  # type: ignore[no-untyped-call, no-any-return]
 
     def multiply(self, rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
         """The product."""
@@ -97,13 +97,14 @@ class GroupedLinear:
 class _Product(torch.autograd.Function):
     """y = x·Wᵀ;  dx = dy·W at once,  dW = dyᵀ·x at once or later, for each group.
 
-    The weight takes part without a gradient of its own here: it is accumulated by ``add_gradient``, as that of
-    ``tensor_parallel.linear``.
+    The weight's gradient is accumulated by ``add_gradient``, as that of ``tensor_parallel.linear``. The weight comes in
+    a tuple, where autograd doesn't see it: else it calls the weight's hooks a second time, without a gradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, linear: GroupedLinear, groups: Groups) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, hidden: tuple[Tensor], linear: GroupedLinear, groups: Groups) -> Tensor:
         ctx.save_for_backward(rows)
+        (weight,) = hidden
         ctx.weight, ctx.linear, ctx.groups = weight, linear, groups
         return linear.multiply(rows, weight, groups)
 
@@ -123,12 +124,12 @@ class _ProductOfActivation(torch.autograd.Function):
         ctx: Any,
         inner: Tensor,
         scales: Tensor,
-        weight: Tensor,
+        hidden: tuple[Tensor],
         linear: GroupedLinear,
         groups: Groups,
         options: tuple[Callable[[Tensor], Tensor], bool],
     ) -> Tensor:
-        ctx.activation, keeps_activation = options
+        (weight,), (ctx.activation, keeps_activation) = hidden, options
         rows = ctx.activation(inner).mul_(scales)
         ctx.save_for_backward(inner, scales, *((rows,) if keeps_activation else ()))
         ctx.weight, ctx.linear, ctx.groups = weight, linear, groups

@@ -11,7 +11,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.core.moe.balancing import RouterLosses
 from megatron.core.moe.capacity import within_capacity
-from megatron.core.moe.routing import Routing, choose_experts, scores_of, weights_of
+from megatron.core.moe.routing import Routing, choose_experts, scores_of, times_chosen, weights_of
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload
 from megatron.core.parallel.sharding import Sharding
@@ -80,7 +80,7 @@ class Router(nn.Module):
 
     def _tally(self, ids: Tensor, kept: Tensor | None, inputs: LayerInputs) -> None:
         """Count the choices of each expert, and those that are dropped."""
-        counts = torch.bincount(ids.flatten(), minlength=len(self.weight) + 1)
+        counts = times_chosen(ids.flatten(), len(self.weight) + 1)
         if kept is not None:
             counts[-1] = kept.numel() - kept.sum()
         is_first = self._context.sequence_parallel or self._context.mesh.rank("tp") == 0

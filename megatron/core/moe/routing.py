@@ -24,6 +24,11 @@ class Routing:
     kept: Tensor | None = None
 
 
+def times_chosen(ids: Tensor, size: int) -> Tensor:
+    """How often each number below ``size`` occurs in ``ids`` [n], int64 [size]; ``torch.bincount`` waits for a GPU."""
+    return ids.new_zeros(size).scatter_add_(0, ids, torch.ones_like(ids))
+
+
 def scores_of(logits: Tensor, moe: MoEConfig) -> Tensor:
     """Scores [t, E] of all experts, in fp32 or the type of ``logits``, if that is wider."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -371,7 +371,7 @@ def test_experts_in_pieces_compute_the_same(kind: dict[str, Any]) -> None:
         counted.append([sum(each is parameter for each in arrivals) for parameter in built.experts.parameters()])
     for one, other in zip(*found):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
-    assert counted[0] == counted[1]
+    assert {*counted[0], *counted[1]} == {1}
 
 
 def test_pieces_keep_their_rows_alone() -> None:
