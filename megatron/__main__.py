@@ -22,6 +22,7 @@ PROGRAMS = {
     "prepare-cache": "tools/prepare_cache.py",
     "make-stdlib-corpus": "tools/make_stdlib_corpus.py",
     "check-parity": "tools/check_parity.py",
+    "rehearse": "tools/rehearse.py",
     "print-schedule": "tools/print_schedule.py",
     "plot-loss": "tools/plot_loss.py",
     "inspect-checkpoint": "tools/checkpoint/inspect_checkpoint.py",

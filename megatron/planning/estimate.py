@@ -123,10 +123,15 @@ def whole_costs(run: RunConfig, train_spec: TrainSpec) -> Costs:
 
 def memory_estimate(run: RunConfig, train_spec: TrainSpec) -> MemoryEstimate:
     """Memory of the rank that needs most; the vocabulary size must be known."""
+    ranks = (rank_peak(run, train_spec, rank) for rank in range(run.parallel.pipeline_model_parallel_size))
+    return max(ranks, key=lambda each: each.total)
+
+
+def rank_peak(run: RunConfig, train_spec: TrainSpec, pipeline_rank: int) -> MemoryEstimate:
+    """Memory of one rank, with the activations that its schedule keeps at once."""
     by_stage = stage_costs(run, train_spec)
     peaks = schedule_facts(run, [costs.kept for costs in by_stage]).peaks
-    ranks = (_rank_memory(run, train_spec, rank, by_stage, kept=int(peak)) for rank, peak in enumerate(peaks))
-    return max(ranks, key=lambda each: each.total)
+    return _rank_memory(run, train_spec, pipeline_rank, by_stage, kept=int(peaks[pipeline_rank]))
 
 
 def rank_memory(run: RunConfig, train_spec: TrainSpec, pipeline_rank: int) -> MemoryEstimate:

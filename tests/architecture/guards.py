@@ -197,8 +197,10 @@ def cuda_outside_device_code(source: Source) -> list[str]:
 
 
 def distributed_outside_parallel(source: Source) -> list[str]:
-    """One package talks to other ranks; checkpoints may use torch.distributed.checkpoint."""
-    if not source.path.startswith("megatron/") or source.path.startswith("megatron/core/parallel/"):
+    """One package talks to other ranks, and a rehearsal listens; checkpoints may use torch.distributed.checkpoint."""
+    if not source.path.startswith("megatron/") or source.path.startswith(
+        ("megatron/core/parallel/", "megatron/rehearsal/")
+    ):
         return []
     allowed = "torch.distributed.checkpoint" if source.path.startswith("megatron/core/checkpointing/") else None
     found = []

@@ -1,0 +1,243 @@
+"""A pretended accelerator: programs run on it from start to end, with shapes and no values, on a machine without one.
+
+Its tensors are torch's fake tensors on a device type of our own, so an operator that mixes devices raises, and none
+computes. Torch's hook for such a device is private; ``unavailable`` says whether this version has it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.autograd.function import BackwardCFunction
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+DEVICE_TYPE = "gpu"
+_SETUP = "_setup_privateuseone_for_python_backend"
+_ROOT = Path(__file__).resolve().parents[2]
+_OWN = Path(__file__).resolve().parent
+
+
+def unavailable() -> str | None:
+    """Why this version of torch can't pretend to have an accelerator; None if it can."""
+    from torch.utils import backend_registration
+
+    if not hasattr(backend_registration, _SETUP):
+        return f"torch {torch.__version__} has no devices in Python: use torch 2.13"
+    return None
+
+
+@dataclass
+class Waits:
+    """Where the host waited for the device, and how often: ``file:line`` of the program."""
+
+    places: Counter[str] = field(default_factory=Counter)
+
+    def note(self) -> None:
+        """Count the program's line that is running."""
+        self.places[place()] += 1
+
+
+def place() -> str:
+    """``file:line`` of the innermost frame of the program that is neither torch's nor the rehearsal's."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if is_of_the_program(frame.f_code.co_filename):
+            return f"{Path(frame.f_code.co_filename).relative_to(_ROOT)}:{frame.f_lineno}"
+        frame = cast(Any, frame.f_back)
+    return "?"
+
+
+def is_of_the_program(file: str) -> bool:
+    """Whether ``file`` is part of what is rehearsed."""
+    path = Path(file)
+    return path.is_relative_to(_ROOT) and _OWN not in path.parents and "site-packages" not in path.parts
+
+
+class _Module:
+    """What ``torch.get_device_module`` returns for the device. ``memory``: bytes that it claims to have."""
+
+    def __init__(self, memory: int) -> None:
+        self._memory = memory
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def is_available(self) -> bool:
+        return True
+
+    def current_device(self) -> int:
+        return 0
+
+    def device_count(self) -> int:
+        return 1
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None:
+        pass
+
+    def synchronize(self, device: Any = None) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        pass
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        return self._memory, self._memory
+
+    def memory_allocated(self, device: Any = None) -> int:
+        return 0
+
+    max_memory_allocated = memory_reserved = max_memory_reserved = memory_allocated
+
+    def get_device_name(self, device: Any = None) -> str:
+        return "a pretended accelerator"
+
+
+def register(*, memory: int) -> torch.device:
+    """Make the device known to this process, once; ``memory`` in bytes."""
+    from torch.utils import backend_registration
+
+    setup = getattr(backend_registration, _SETUP)
+    setup(DEVICE_TYPE, _Module(memory))
+    return torch.device(DEVICE_TYPE, 0)
+
+
+@contextmanager
+def pretending(waits: Waits, failed: Callable[[Exception], None]) -> Iterator[FakeTensorMode]:
+    """In the block, tensors have shapes and no values, and reading one of the device gives ones and is noted.
+
+    ``failed`` is called with an error in a backward pass, where torch's engine would end the process without a word.
+    """
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True) as mode,
+        _Reading(waits, failed),
+        _Calls(waits, failed),
+        mock.patch.object(BackwardCFunction, "apply", _telling(failed, BackwardCFunction.apply)),
+        mock.patch.object(torch, "Generator", _Generator),
+        mock.patch.object(FakeTensor, "tolist", _listing(waits)),
+    ):
+        yield mode
+
+
+class _Generator(torch.Generator):
+    """One of the CPU for every device: nothing is drawn."""
+
+    def __new__(cls, device: Any = "cpu") -> _Generator:
+        return super().__new__(cls, "cpu")  # type: ignore[call-arg]
+
+
+def is_pretended(x: object) -> bool:
+    """Whether ``x`` is a tensor of the pretended device."""
+    return isinstance(x, FakeTensor) and x.device.type == DEVICE_TYPE
+
+
+class _Reading(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A number read from the device is one."""
+
+    def __init__(self, waits: Waits, failed: Callable[[Exception], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._waits, self._failed = waits, failed
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            if is_pretended(args[0]):
+                self._waits.note()
+            dtype = args[0].dtype
+            return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception as error:
+            if torch._C._current_graph_task_id() != -1:
+                self._failed(error)
+            raise
+
+
+def _telling(failed: Callable[[Exception], None], function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, whose errors are told."""
+
+    def call(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except Exception as error:
+            failed(error)
+            raise
+
+    return call
+
+
+class _Calls(TorchFunctionMode):
+    """Calls that a fake tensor can't answer, or that the device has no kernel for."""
+
+    def __init__(self, waits: Waits, failed: Callable[[Exception], None]) -> None:
+        super().__init__()
+        self._waits, self._failed = waits, failed
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.tensor and torch.device(kwargs.get("device") or "cpu").type == DEVICE_TYPE:
+            with unset_fake_temporarily():
+                known = torch.tensor(*args, **{**kwargs, "device": "cpu"})
+            return torch.empty(known.shape, dtype=known.dtype, device=kwargs["device"])
+        if func is functional.scaled_dot_product_attention and is_pretended(args[0]):
+            return _fused_attention(*args, **kwargs)
+        if args and isinstance(args[0], FakeTensor):
+            x, name = args[0], getattr(func, "__name__", "")
+            if name in ("register_hook", "register_post_accumulate_grad_hook"):
+                return func(x, _telling(self._failed, args[1]))
+            if name == "pin_memory":
+                return x
+            if name == "nonzero" and is_pretended(x):
+                self._waits.note()
+                return x.new_zeros((0, x.dim()), dtype=torch.int64)
+        return func(*args, **kwargs)
+
+
+def _fused_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The kernel that torch takes on a GPU: flash attention, with a mask or in fp32 the memory-efficient one. For a
+    device of our own it would take plain products, which keep all scores.
+    """
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+    if attn_mask is None and q.dtype in (torch.float16, torch.bfloat16):
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return cast(Tensor, flash(q, k, v, dropout_p, is_causal, scale=scale)[0])
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    return cast(Tensor, efficient(q, k, v, attn_mask, True, dropout_p, is_causal, scale=scale)[0])
+
+
+def _listing(waits: Waits) -> Callable[[FakeTensor], Any]:
+    """``tolist`` with one wait for all elements; that of fake tensors reads one by one."""
+
+    def tolist(x: FakeTensor) -> Any:
+        if is_pretended(x):
+            waits.note()
+        found: Any = True if x.dtype == torch.bool else 1.0 if x.dtype.is_floating_point else 1
+        for size in reversed(x.shape):
+            found = [found] * size
+        return found
+
+    return tolist

@@ -1,0 +1,126 @@
+"""Whether what several ranks ask of each other fits together, and whether it can end, by the rules of NCCL.
+
+The members of a communicator must ask for the same operations in the same order, with the same type and size. A
+communicator runs its operations one after the other, each when all its members have reached it; communicators run
+beside each other. An operation begins after what its rank has waited for before.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from megatron.rehearsal.recorder import Communicator, Operation
+
+_MESSAGES = ("send", "receive")
+
+
+def disagreements(ranks: Mapping[int, Sequence[Operation]]) -> list[str]:
+    """A sentence for each communicator whose members ask for different things. ``ranks``: operations by world rank;
+    communicators with a member that isn't among them are left out.
+    """
+    found = []
+    for communicator, members in _by_communicator(ranks).items():
+        rounds = {rank: [each for each in asked if each.name not in _MESSAGES] for rank, asked in members.items()}
+        found += _first_difference(communicator, rounds, what="operations")
+        for sender, receiver in _pairs(communicator):
+            sent = [each for each in members[sender] if each.name == "send" and each.peer == receiver]
+            received = [each for each in members[receiver] if each.name == "receive" and each.peer == sender]
+            found += _first_difference(communicator, {sender: sent, receiver: received}, what="messages")
+    return found
+
+
+def stuck(ranks: Mapping[int, Sequence[Operation]]) -> str | None:
+    """Where all ranks would wait for ever; None when every operation ends. Communicators as in ``disagreements``."""
+    whole = set(_by_communicator(ranks))
+    queues: dict[tuple[int, Communicator], list[list[Operation]]] = {}
+    pending: dict[int, set[int]] = {rank: set() for rank in ranks}  # waits that are not over, by number
+    left: dict[int, dict[int, int]] = {rank: defaultdict(int) for rank in ranks}
+    for rank, operations in ranks.items():
+        batches: dict[tuple[Communicator, int], list[Operation]] = {}
+        for each in operations:
+            if each.communicator not in whole:
+                continue
+            if (each.communicator, each.batch) not in batches:
+                batches[each.communicator, each.batch] = []
+                queues.setdefault((rank, each.communicator), []).append(batches[each.communicator, each.batch])
+            batches[each.communicator, each.batch].append(each)
+            if each.waited is not None:
+                left[rank][each.waited] += 1
+                pending[rank].add(each.waited)
+
+    def heads(rank: int, communicator: Communicator) -> list[Operation]:
+        queue = queues.get((rank, communicator), [])
+        earliest = min(pending[rank], default=None)
+        return [each for each in queue[0] if earliest is None or each.started_after <= earliest] if queue else []
+
+    def finish(rank: int, operation: Operation) -> None:
+        queue = queues[rank, operation.communicator]
+        queue[0].remove(operation)
+        if not queue[0]:
+            queue.pop(0)
+        if operation.waited is not None:
+            left[rank][operation.waited] -= 1
+            if not left[rank][operation.waited]:
+                pending[rank].discard(operation.waited)
+
+    moved = True
+    while moved:
+        moved = False
+        for communicator in whole:
+            while ready := _ready(communicator, {rank: heads(rank, communicator) for rank in communicator.members}):
+                moved = True
+                for rank, operation in ready:
+                    finish(rank, operation)
+    waiting = [(rank, queue[0][0]) for (rank, _), queue in sorted(queues.items(), key=lambda item: item[0][0]) if queue]
+    if not waiting:
+        return None
+    return "; ".join(f"rank {rank} waits in {operation.describe}" for rank, operation in waiting[:4])
+
+
+def _ready(communicator: Communicator, heads: Mapping[int, Sequence[Operation]]) -> list[tuple[int, Operation]]:
+    """One operation that all its ranks have reached, as each of them asked for it; none if there is none."""
+    rounds = [(rank, each) for rank, asked in heads.items() for each in asked[:1] if each.name not in _MESSAGES]
+    if len(rounds) == len(communicator.members):
+        return rounds
+    for rank, asked in heads.items():
+        for sent in (each for each in asked if each.name == "send"):
+            assert sent.peer is not None
+            for received in heads[sent.peer]:
+                if received.name == "receive" and received.peer == rank:
+                    return [(rank, sent), (sent.peer, received)]
+    return []
+
+
+def _by_communicator(ranks: Mapping[int, Sequence[Operation]]) -> dict[Communicator, dict[int, list[Operation]]]:
+    found: dict[Communicator, dict[int, list[Operation]]] = {}
+    for rank, operations in ranks.items():
+        for each in operations:
+            if set(each.communicator.members) <= ranks.keys():
+                members = found.setdefault(each.communicator, {member: [] for member in each.communicator.members})
+                members[rank].append(each)
+    return found
+
+
+def _pairs(communicator: Communicator) -> Iterable[tuple[int, int]]:
+    return ((a, b) for a in communicator.members for b in communicator.members if a != b)
+
+
+def _first_difference(communicator: Communicator, asked: Mapping[int, Sequence[Operation]], *, what: str) -> list[str]:
+    first, *others = asked
+    for other in others:
+        ours, theirs = asked[first], asked[other]
+        for number, (one, two) in enumerate(zip(ours, theirs), start=1):
+            same_kind = what == "messages" or one.name == two.name
+            if not same_kind or (one.dtype, one.elements) != (two.dtype, two.elements):
+                return [
+                    f"{what} {number} of ranks {', '.join(map(str, communicator.members))}: rank {first} asks for "
+                    f"{one.describe}, rank {other} for {two.describe}"
+                ]
+        if len(ours) != len(theirs):
+            longer, extra = (first, ours) if len(ours) > len(theirs) else (other, theirs)
+            return [
+                f"rank {longer} asks for {extra[min(len(ours), len(theirs))].describe}, to which no other of ranks "
+                f"{', '.join(map(str, communicator.members))} comes"
+            ]
+    return []

@@ -1,0 +1,93 @@
+"""What a rehearsal found, as text."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
+from megatron.config.flags import plural_s
+from megatron.config.report import gigabytes
+from megatron.config.run import RunConfig
+from megatron.core.models.train_spec import TrainSpec
+from megatron.core.parallel.launch import mesh_of
+from megatron.planning.estimate import MemoryEstimate, rank_peak
+from megatron.rehearsal.comparing import disagreements, stuck
+from megatron.rehearsal.rank import Rehearsed
+from megatron.rehearsal.recorder import Operation
+
+
+def problems(found: Mapping[int, Rehearsed]) -> list[str]:
+    """What would fail on accelerators; nothing if nothing would."""
+    refused = list(dict.fromkeys(each for rank in found.values() for each in rank.refused))
+    unmatched = disagreements({rank: each.operations for rank, each in found.items()})
+    dropped = [
+        f"rank {rank} never waits for {operation.describe}"
+        for rank, each in found.items()
+        for operation in each.operations
+        if operation.waited is None
+    ]
+    if unmatched:
+        return [*refused, *unmatched, *dropped[:4]]
+    end = stuck({rank: each.operations for rank, each in found.items()})
+    return [*refused, *dropped[:4], *([f"the ranks wait for ever: {end}"] if end else [])]
+
+
+def report(config: RunConfig, train_spec: TrainSpec, found: Mapping[int, Rehearsed]) -> str:
+    """Sections of text: what would fail, and for each rehearsed rank its waits, operations and memory."""
+    wrong = problems(found)
+    sections = [
+        "\n   ".join(
+            [
+                f"== rehearsal of {len(found):,} of {config.world_size:,} rank{plural_s(config.world_size)}, without "
+                "values, on a pretended accelerator",
+                *(wrong or ["nothing would fail: devices, operations of ranks and their order are right"]),
+            ]
+        )
+    ]
+    for rank, each in found.items():
+        mesh = mesh_of(config.parallel, world_size=config.world_size, rank=rank)
+        sections.append(
+            "\n   ".join(
+                [
+                    f"== rank {rank} ({mesh.describe()}), its last step",
+                    *_waits(each.waits),
+                    *_operations(each.last_step),
+                    _memory(each, rank_peak(config, train_spec, mesh.rank("pp"))),
+                ]
+            )
+        )
+    return "\n\n".join(sections)
+
+
+def _memory(seen: Rehearsed, estimate: MemoryEstimate) -> str:
+    return (
+        f"memory: at most {gigabytes(seen.highest)} (estimated {gigabytes(estimate.total)}), between steps "
+        f"{gigabytes(seen.states)} ({gigabytes(estimate.states)})"
+    )
+
+
+def _waits(places: Counter[str]) -> list[str]:
+    if not places:
+        return ["the host never waits for the device"]
+    number = sum(places.values())
+    return [
+        f"the host waits for the device {number} time{plural_s(number)}: "
+        + ", ".join(f"{place}{f' ({times} times)' if times > 1 else ''}" for place, times in places.items())
+    ]
+
+
+def _operations(operations: Sequence[Operation]) -> list[str]:
+    """A line for each kind of operation and group of ranks."""
+    sizes: dict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
+    for each in operations:
+        sizes[each.name, each.communicator.members].append(each.elements * each.dtype.itemsize)
+    return [
+        f"{len(each):,} x {name} among {_named(members)}: {sum(each) / 1e6:,.3f} MB"
+        for (name, members), each in sizes.items()
+    ]
+
+
+def _named(members: Sequence[int]) -> str:
+    if len(members) <= 4:
+        return f"ranks {', '.join(map(str, members))}"
+    return f"{len(members):,} ranks from {members[0]} to {members[-1]}"

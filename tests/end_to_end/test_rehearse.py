@@ -1,0 +1,66 @@
+"""tools/rehearse.py: a run with shapes and no values, and the faults that it finds."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from megatron.rehearsal.accelerator import unavailable
+from tests.end_to_end.commands import ROOT, environment, run
+
+pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+
+MODEL = (
+    "--mock-data --vocab-size 1000 --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --bf16 "
+    "--micro-batch-size 1 --attention-dropout 0 --hidden-dropout 0 --lr 1e-3 --train-iters 10 --swiglu "
+    "--disable-bias-linear --global-batch-size 8 --steps 1"
+)
+LAYOUTS = {
+    "tp2 sp pp2 dp2 zero overlapped": (
+        8,
+        "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ranks all",
+    ),
+    "cp2 tp2 ep2": (
+        4,
+        "--context-parallel-size 2 --tensor-model-parallel-size 2 --num-experts 4 --moe-ffn-hidden-size 128 "
+        "--expert-model-parallel-size 2 --ranks all",
+    ),
+    "pp2 of 1,024 ranks": (1024, "--pipeline-model-parallel-size 2 --global-batch-size 512 --rank 700"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_runs_and_its_memory_is_what_is_estimated(layout: str) -> None:
+    """The estimate is arithmetic; here every tensor is counted that the program makes on its device."""
+    ranks, flags = LAYOUTS[layout]
+    said = run("tools/rehearse.py", f"{MODEL} --world-size {ranks} {flags}")
+    assert "nothing would fail" in said
+    found = re.findall(r"at most (\S+) MB \(estimated (\S+) MB\), between steps (\S+) MB \((\S+) MB\)", said)
+    assert len(found) == (2 if ranks == 1024 else ranks)
+    for highest, estimated, held, states in found:
+        assert float(highest) == pytest.approx(float(estimated), rel=0.12)
+        assert float(held) == pytest.approx(float(states), rel=0.02)
+    assert "step.py" in said and "grad_norm.py" in said  # where the host waits
+
+
+def test_a_layout_that_cannot_be_is_a_sentence() -> None:
+    assert "--rank 2 is not one of 2 ranks" in run("tools/rehearse.py", f"{MODEL} --world-size 2 --rank 2", expect=2)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("tensor of the host", "rank 0 fails in the rehearsal: FakeTensorDeviceMismatchError: .*mutated_rehearsals.py"),
+        ("another operation on one rank", "operations .* of ranks 0, 1: rank 0 asks for"),
+        ("a wait that is forgotten", "rank 0 never waits for all-reduce"),
+    ],
+)
+def test_a_fault_is_named(fault: str, said: str) -> None:
+    """Each computes the right numbers on a CPU with gloo."""
+    script = [sys.executable, "-m", "tests.harness.mutated_rehearsals", fault]
+    done = subprocess.run(script, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=180, check=False)
+    assert re.search(said, done.stdout), done.stdout + done.stderr

@@ -1,0 +1,70 @@
+"""Operations of ranks that don't fit together, or can't end, by the rules of NCCL."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.rehearsal.comparing import disagreements, stuck
+from megatron.rehearsal.recorder import Communicator, Operation
+
+BOTH, OTHER = Communicator("both", (0, 1)), Communicator("other", (0, 1))
+
+
+def rank(*asked: tuple[str, Communicator, int | None, bool], elements: int = 4) -> list[Operation]:
+    """Operations (name, communicator, peer, whether the rank waits at once); the others are never waited for."""
+    operations, waits = [], 0
+    for number, (name, communicator, peer, waits_at_once) in enumerate(asked):
+        waited = waits if waits_at_once else None
+        one = Operation(name, communicator, torch.float32, elements, f"file.py:{number}", number, waits, peer, waited)
+        operations.append(one)
+        waits += waits_at_once
+    return operations
+
+
+def test_equal_ranks_agree_and_end() -> None:
+    asked = rank(("all-reduce", BOTH, None, True), ("all-gather", OTHER, None, True))
+    assert disagreements({0: asked, 1: asked}) == []
+    assert stuck({0: asked, 1: asked}) is None
+
+
+def test_another_order_size_or_number_is_named() -> None:
+    """gloo pairs what it is given, NCCL computes with other bytes or waits."""
+    one = rank(("all-reduce", BOTH, None, True), ("all-gather", BOTH, None, True))
+    (said,) = disagreements({0: one, 1: one[::-1]})
+    assert "operations 1 of ranks 0, 1: rank 0 asks for all-reduce of 4 x float32 at file.py:0" in said
+    (said,) = disagreements({0: one, 1: rank(("all-reduce", BOTH, None, True), elements=5)})
+    assert "rank 1 for all-reduce of 5 x float32" in said
+    (said,) = disagreements({0: one, 1: one[:1]})
+    assert "rank 0 asks for all-gather of 4 x float32 at file.py:1, to which no other of ranks 0, 1 comes" in said
+
+
+def test_two_communicators_in_another_order_wait_for_ever() -> None:
+    """Each communicator's order is right, and both ranks wait."""
+    first, second = ("all-reduce", BOTH, None, True), ("all-reduce", OTHER, None, True)
+    crossed = {0: rank(first, second), 1: rank(second, first)}
+    assert disagreements(crossed) == []
+    said = stuck(crossed)
+    assert said is not None and said.startswith("rank 0 waits in all-reduce of 4 x float32 at file.py:0")
+    unwaited = {
+        number: [(name, group, None, False) for name, group, _, _ in order]
+        for number, order in {0: (first, second), 1: (second, first)}.items()
+    }
+    assert stuck({number: rank(*order) for number, order in unwaited.items()}) is None
+
+
+def test_an_early_receive_blocks_a_send_of_its_communicator() -> None:
+    """NCCL runs the operations of a communicator one after the other: two channels are needed."""
+
+    def crossed(back: Communicator) -> dict[int, list[Operation]]:
+        return {
+            0: rank(("receive", back, 1, False), ("send", BOTH, 1, True)),
+            1: rank(("receive", BOTH, 0, True), ("send", back, 0, True)),
+        }
+
+    assert stuck(crossed(BOTH)) is not None
+    assert stuck(crossed(OTHER)) is None
+
+
+def test_ranks_that_are_not_rehearsed_are_left_out() -> None:
+    assert disagreements({0: rank(("all-reduce", BOTH, None, True))}) == []
+    assert stuck({0: rank(("all-reduce", BOTH, None, True))}) is None
