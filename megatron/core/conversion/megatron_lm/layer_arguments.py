@@ -117,8 +117,12 @@ _TWO_SCALES = "latent attention with YaRN's mscale unlike mscale_all_dim, of whi
 
 def unsupported_latents(model: ModelConfig) -> dict[str, bool]:
     """What no latent attention of Megatron-LM's has, and whether this one has it."""
+    if not model.multi_latent_attention:
+        usual = ModelConfig(num_layers=1, hidden_size=1, num_attention_heads=1)
+        sizes = any(getattr(model, name) != getattr(usual, name) for name in LATENTS)
+        return {"no sizes of latents without --multi-latent-attention": sizes}
     is_yarn = model.position_embedding_type == "yarn"
-    found = {
+    return {
         "no biases in latent attention": model.add_qkv_bias or model.add_attention_output_bias,
         "latent attention over neighbouring channels only (--rotary-interleaved)": not model.rotary_interleaved,
         "latent attention with positions of type rope or yarn only": model.position_embedding_type
@@ -130,7 +134,6 @@ def unsupported_latents(model: ModelConfig) -> dict[str, bool]:
         f"no {_TWO_SCALES}": is_yarn and model.mscale != model.mscale_all_dim,
         "no range of YaRN that isn't rounded in latent attention": not model.yarn_correction_range_round_to_int,
     }
-    return found if model.multi_latent_attention else {}
 
 
 def written_latents(model: ModelConfig) -> dict[str, Any]:

@@ -154,7 +154,9 @@ class Names:
             for their in (row.core, row.fused, row.legacy, row.copy, *row.others)
             if their
         }
-        self._rows = {row.ours: row for row in rows}
+        self._rows: dict[str, list[Spelling]] = {}
+        for row in rows:
+            self._rows.setdefault(row.ours, []).append(row)
         self._stacks = {
             _without_number(their): row.ours
             for row in rows
@@ -179,16 +181,17 @@ class Names:
 
     def core_names(self, ours: str) -> list[str]:
         """Their core models' names, with ``{e}`` for the number of an expert."""
-        row, layer = self._row(ours)
+        (row, *_), layer = self._rows_of(ours)
         return [name.replace("{n}", layer) for name in (row.core, row.copy) if name]
 
-    def dist_names(self, ours: str, *, has_numbers: bool, is_plain: bool) -> list[str]:
+    def dist_names(self, ours: str, *, has_numbers: bool, has_latents: bool, has_experts: bool) -> list[str]:
         """The keys of a torch_dist folder that hold our tensor, the only one or one layer of a stack.
 
-        ``has_numbers``: keys name the layer, as where layers are not all alike. ``is_plain``: there are neither experts
-        nor latents, whose norms have one name with Transformer Engine and another without.
+        ``has_numbers``: keys name the layer, as where layers are not all alike. With latents or experts, norms have one
+        name with Transformer Engine and another without; with latents, that of queries has others than in other layers.
         """
-        row, layer = self._row(ours)
+        rows, layer = self._rows_of(ours)
+        row, is_plain = rows[-1 if has_latents else 0], not (has_latents or has_experts)
         known = [row.fused, row.copy, None if is_plain or "{e}" in row.core else row.core]
         names = dict.fromkeys(filter(None, known))
         return [name.replace("{n}", layer) if has_numbers else _without_number(name) for name in names]
@@ -198,7 +201,7 @@ class Names:
         ours = self._stacks.get(key)
         return None if ours is None else [ours.format(n=number) for number in range(num_layers)]
 
-    def _row(self, ours: str) -> tuple[Spelling, str]:
+    def _rows_of(self, ours: str) -> tuple[list[Spelling], str]:
         layer = _NUMBER.search(ours)
         return self._rows[_NUMBER.sub("layers.{n}.", ours, count=1)], layer[1] if layer else ""
 

@@ -93,11 +93,17 @@ def _write_dist(
     """Layers that are all alike are stacked along a new first dim, a box being one layer; others keep their numbers."""
     depths, boxes, extra = depths_of(tensors), list[StreamedBox](), dict[str, bytes]()
     kinds = _kinds_of_layers(tensors)
-    is_plain = not any(is_of_experts(name) or ".linear_kv_down_proj." in name for name in tensors)
+    has_latents, has_experts = (
+        any(".linear_kv_down_proj." in name for name in tensors),
+        any(map(is_of_experts, tensors)),
+    )
     for name, tensor in tensors.items():
         layer = LAYER.match(name)
         is_stacked = layer is not None and layer[1] != "mtp" and len(kinds[layer[1]]) == 1
-        for key in theirs.names.dist_names(name, has_numbers=not is_stacked, is_plain=is_plain):
+        keys = theirs.names.dist_names(
+            name, has_numbers=not is_stacked, has_latents=has_latents, has_experts=has_experts
+        )
+        for key in keys:
             place = None
             if layer is not None and is_stacked:
                 place = (int(layer[2]), depths[layer[1]])
