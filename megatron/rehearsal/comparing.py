@@ -30,6 +30,11 @@ def disagreements(ranks: Mapping[int, Sequence[Operation]]) -> list[str]:
     return found
 
 
+def compared(ranks: Mapping[int, Sequence[Operation]]) -> tuple[int, int]:
+    """How many communicators have all their members among ``ranks``, and how many these use."""
+    return len(_by_communicator(ranks)), len({each.communicator for asked in ranks.values() for each in asked})
+
+
 def stuck(ranks: Mapping[int, Sequence[Operation]]) -> str | None:
     """Where all ranks would wait for ever; None when every operation ends. Communicators as in ``disagreements``."""
     whole = set(_by_communicator(ranks))

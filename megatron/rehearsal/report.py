@@ -11,7 +11,7 @@ from megatron.config.run import RunConfig
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.launch import mesh_of
 from megatron.planning.estimate import MemoryEstimate, rank_peak
-from megatron.rehearsal.comparing import disagreements, stuck
+from megatron.rehearsal.comparing import compared, disagreements, stuck
 from megatron.rehearsal.rank import Rehearsed
 from megatron.rehearsal.recorder import Operation
 
@@ -34,13 +34,15 @@ def problems(found: Mapping[int, Rehearsed]) -> list[str]:
 
 def report(config: RunConfig, train_spec: TrainSpec, found: Mapping[int, Rehearsed]) -> str:
     """Sections of text: what would fail, and for each rehearsed rank its waits, operations and memory."""
-    wrong = problems(found)
+    wrong, (whole, used) = problems(found), compared({rank: each.operations for rank, each in found.items()})
+    unseen = f"; --ranks all compares the other {used - whole}" if whole < used else ""
     sections = [
         "\n   ".join(
             [
                 f"== rehearsal of {len(found):,} of {config.world_size:,} rank{plural_s(config.world_size)}, without "
                 "values, on a pretended accelerator",
-                *(wrong or ["nothing would fail: devices, operations of ranks and their order are right"]),
+                *(wrong or ["no fault was found"]),
+                f"{whole} of {used} process group{plural_s(used)} compared{unseen}",
             ]
         )
     ]

@@ -38,7 +38,8 @@ def test_a_layout_runs_and_its_memory_is_what_is_estimated(layout: str) -> None:
     """The estimate is arithmetic; here every tensor is counted that the program makes on its device."""
     ranks, flags = LAYOUTS[layout]
     said = run("tools/rehearse.py", f"{MODEL} --world-size {ranks} {flags}")
-    assert "nothing would fail" in said
+    assert "no fault was found" in said
+    assert ("; --ranks all compares the other " in said) == (ranks == 1024)  # what was not seen is not claimed
     found = re.findall(r"at most (\S+) MB \(estimated (\S+) MB\), between steps (\S+) MB \((\S+) MB\)", said)
     assert len(found) == (2 if ranks == 1024 else ranks)
     for highest, estimated, held, states in found:
