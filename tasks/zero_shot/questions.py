@@ -100,7 +100,7 @@ class Questions:
         ]
         mesh, first, step = self._trained.context.mesh, 0, 1
         if self._is_shared_out:
-            first, step = mesh.rank("dp"), mesh.size("dp")
+            first, step = mesh.rank("dp", "cp"), mesh.size("dp") * mesh.size("cp")
         answers = {
             each.request.id: (each.text, each.finish.error) for each in self._engine.generate(requests[first::step])
         }
@@ -117,14 +117,14 @@ class Questions:
 
     @cached_property
     def _engine(self) -> Engine:
-        """Every rank has one, which answers the same requests as that of the other ranks of its replica."""
+        """Every rank has one, which answers the same requests as those of the ranks that it computes with."""
         runner = WholeTextRunner(self._evaluator, max_requests=self._batch)
         return self._cached_engine or Engine(runner, tokenizer=self.tokenizer)
 
     @property
     def _is_shared_out(self) -> bool:
-        """Whether a replica computes without the others, which share no experts with it, and answers a part of the
-        requests.
+        """Whether the ranks of a replica, or with context parallelism of a copy of it, compute without the others,
+        which share no experts with them, and answer a part of the requests.
         """
         mesh = self._trained.context.mesh
         return self._cached_engine is not None and mesh.size("ep") * mesh.size("etp") <= mesh.size("tp")

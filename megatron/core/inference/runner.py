@@ -118,7 +118,7 @@ class CachedRunner:
     def run(self, plan: StepPlan, received: Sequence[Tensor]) -> list[Tensor]:
         """See ``ModelStage``."""
         hidden = received[0] if received else None
-        with self._context.products.by(self._multiply):
+        with self._context.products.by(self._multiply), self._context.whole_sequences():
             if any(row.encoder for row in plan.rows):
                 return [self._with_encoder(plan, hidden)]
             return [self._run(plan.rows, hidden)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from megatron.core.parallel.collectives import Handle, broadcast
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.messages import Messages
 from megatron.core.parallel.transport import Transport
+from megatron.core.pipeline_parallel.actions import Placement
 
 _END = -1  # in place of a model's number
 
@@ -79,23 +81,39 @@ def follow(stages: Sequence[ModelStage], mesh: Mesh, messages: Messages) -> None
 class EveryRanksRunner:
     """A ``ModelRunner`` on every rank, in engines with the same requests, so that no rank has to be told what to do.
 
-    ``start`` is a collective of a pipeline's ranks, which all get the logits.
+    ``stages``: of this rank, by chunk of ``placement``. ``start`` is a collective of a pipeline's ranks, which all get
+    the logits.
     """
 
     depth = 1
     failure = None
 
-    def __init__(self, stage: ModelStage, mesh: Mesh) -> None:
-        self.limits: RunnerLimits = stage.limits
-        self._stage, self._mesh, self._place = stage, mesh, _PipelinePlace(stage, mesh, sends_logits=False)
+    def __init__(self, stages: Sequence[ModelStage], mesh: Mesh, placement: Placement) -> None:
+        self.limits: RunnerLimits = stages[0].limits
+        self._stages, self._mesh, self._seats = stages, mesh, placement.seats
+        between = [(seat.rank, following.rank) for seat, following in pairwise(placement.seats)]
+        routes = [(source, target) for source, target in between if source != target]
+        self._transport = Transport(mesh, stages[0].device, routes=routes)
 
     @torch.inference_mode()
     def start(self, plan: StepPlan) -> LeaderStep:
-        """Compute this rank's stage of a plan, and get the last stage's logits."""
-        result, last = self._place.run(plan), self._mesh.size("pp") - 1
-        if self._mesh.rank("pp") < last:
-            shape = (plan.num_logits, self.limits.vocabulary)
-            result = [torch.empty(shape, dtype=self._stage.logits_dtype, device=self._stage.device)]
+        """Compute this rank's stages of a plan, and get the last stage's logits."""
+        here, sending, result = self._mesh.rank("pp"), list[Handle[Sequence[Tensor]]](), list[Tensor]()
+        for number, seat in enumerate(self._seats):
+            if seat.rank != here:
+                continue
+            stage = self._stages[seat.chunk]
+            if number and (source := self._seats[number - 1].rank) != here:
+                result = list(self._transport.receive(stage.buffers(plan), source).wait())
+            result = stage.run(plan, result)
+            if seat is not self._seats[-1] and (target := self._seats[number + 1].rank) != here:
+                sending.append(self._transport.send(result, target))
+        for handle in sending:
+            handle.wait()
+        last = self._seats[-1].rank
+        if here != last:
+            shape, first = (plan.num_logits, self.limits.vocabulary), self._stages[0]
+            result = [torch.empty(shape, dtype=first.logits_dtype, device=first.device)]
         return LeaderStep(Handle([broadcast(result[0].contiguous(), self._mesh, "pp", src=last)]))
 
     def close(self) -> None:
@@ -105,11 +123,11 @@ class EveryRanksRunner:
 class _PipelinePlace:
     """A rank's stage between those before and after it."""
 
-    def __init__(self, stage: ModelStage, mesh: Mesh, *, sends_logits: bool = True) -> None:
+    def __init__(self, stage: ModelStage, mesh: Mesh) -> None:
         self._stage, self._rank, self._last = stage, mesh.rank("pp"), mesh.size("pp") - 1
-        self._sends_logits = sends_logits and self._rank == self._last and mesh.rank("tp") == 0
+        self._sends_logits = self._rank == self._last and mesh.rank("tp") == 0
         routes = [(rank, rank + 1) for rank in range(self._last)]
-        routes += [(self._last, 0)] * (sends_logits and self._last > 0)
+        routes += [(self._last, 0)] * (self._last > 0)
         self._transport = Transport(mesh, stage.device, routes=routes)
         self._sending: Handle[Sequence[Tensor]] = Handle(())
 

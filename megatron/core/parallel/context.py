@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -36,6 +38,19 @@ class ParallelContext:
     def hidden_generator(self) -> torch.Generator:
         """The stream for dropout on hidden states, which sequence parallelism splits over tensor-parallel ranks."""
         return self.rng.split if self.sequence_parallel else self.rng.replicated
+
+    @contextmanager
+    def whole_sequences(self) -> Iterator[None]:
+        """Without sequence parallelism inside the block, as for steps of generation, whose few tokens can't be divided.
+
+        The weights are the same with it and without. Forward passes only: gradients would need it off as well.
+        """
+        before = self.sequence_parallel
+        object.__setattr__(self, "sequence_parallel", False)  # all layers hold this context
+        try:
+            yield
+        finally:
+            object.__setattr__(self, "sequence_parallel", before)
 
     def cp_comm_type(self, layer: int) -> CpCommType:
         """The one of ``cp_comm_types`` for layer number ``layer``; layers beyond them are like the last."""

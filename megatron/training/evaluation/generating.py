@@ -19,6 +19,7 @@ from megatron.core.inference.step_plan import RunnerLimits
 from megatron.core.inference.workers import EveryRanksRunner, Leader, follow
 from megatron.core.parallel.collectives import gather_objects
 from megatron.core.parallel.messages import Messages
+from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.errors import ConfigError
 from megatron.training.checkpoints.trained_model import PlacedModel, TrainedModel, another_trained_model
@@ -74,11 +75,11 @@ def engine_of_every_rank(
 ) -> Engine | None:
     """A rank's engine, which all ranks of a replica ask the same, for texts of up to ``length`` tokens. A collective.
 
-    None for layouts without a cache of keys and values: where ranks split sequences or have several model chunks.
+    Ranks that split sequences in training don't here: those of context parallelism compute the same. None for a model
+    that has no cache of keys and values.
     """
-    context, mesh, model = placed.context, placed.context.mesh, placed.config.model
-    splits = mesh.size("cp") > 1 or (context.sequence_parallel and mesh.size("tp") > 1)
-    if splits or len(placed.models) > 1 or not isinstance(placed.models[0], GenerativeModel):
+    context, model = placed.context, placed.config.model
+    if not all(isinstance(part, GenerativeModel) for part in placed.models):
         return None
     assert model.vocab_size is not None, "a tokenizer has set it"
     limits = RunnerLimits(
@@ -88,8 +89,9 @@ def engine_of_every_rank(
         max_length=length,
         vocabulary=model.vocab_size,
     )
-    stage = CachedRunner(placed.models[0], model, context, limits)
-    return Engine(EveryRanksRunner(stage, mesh), tokenizer=placed.tokenizer, options=options)
+    stages = [CachedRunner(part, model, context, limits) for part in placed.models]
+    runner = EveryRanksRunner(stages, context.mesh, PipelineSettings.of(placed.config).placement)
+    return Engine(runner, tokenizer=placed.tokenizer, options=options)
 
 
 def exactness(trained: TrainedModel, config: InferenceConfig) -> str:

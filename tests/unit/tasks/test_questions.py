@@ -24,6 +24,7 @@ from tasks.settings import HarnessConfig
 from tasks.zero_shot.questions import Asked, Questions, cut_at, disjoint_windows, sample_of
 from tests.harness.evaluation import OPENINGS, WIKITEXT_AS_TEXT, SmallGPT2
 from tests.harness.ranks import run_ranks
+from tests.tiers import tiers
 
 ENDINGS = (" the sea.", " nobody", " mended by the keeper")
 LENGTH = 64
@@ -144,12 +145,20 @@ def test_no_batch_size_changes_an_answer(size: int, gpt2: SmallGPT2, alone: dict
     assert same(answers(ParallelContext.single(), str(gpt2.native), {"micro_batch_size": size}), alone)
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 2, "pp": 2}, {"dp": 3}], ids=["tp pp", "dp"])
-def test_no_layout_changes_an_answer(sizes: dict[str, Any], gpt2: SmallGPT2, alone: dict[str, Any]) -> None:
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tp pp": ({"tp": 2, "pp": 2}, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+    "dp": ({"dp": 3}, {}),
+    "tp sp": ({"tp": 2, "sequence_parallel": True}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "cp dp": ({"cp": 2, "dp": 2}, {"context_parallel_size": 2}),
+    "interleaved": ({"pp": 2}, {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}),
+}
+
+
+@pytest.mark.parametrize("layout", tiers(LAYOUTS, first=("tp pp", "tp sp", "cp dp")))
+def test_no_layout_changes_an_answer(layout: str, gpt2: SmallGPT2, alone: dict[str, Any]) -> None:
     """Every rank is told everything, also what other replicas have generated."""
-    names = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size"}
-    arguments = {names[axis]: size for axis, size in sizes.items() if axis in names} | {"micro_batch_size": 3}
-    for rank in run_ranks(answers, str(gpt2.native), arguments, **sizes):
+    sizes, arguments = LAYOUTS[layout]
+    for rank in run_ranks(answers, str(gpt2.native), arguments | {"micro_batch_size": 3}, **sizes):
         assert same(rank, alone)
 
 
