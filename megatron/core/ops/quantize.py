@@ -1,0 +1,166 @@
+"""Numbers in 8 bits with scales: E4M3 and E5M2, scaled as a whole tensor, in blocks of 128, or in blocks of 32.
+
+Formulas are those of Transformer Engine's kernels, in exact integer or IEEE arithmetic, so that equal input gives equal
+bytes on every device. Values are clamped before every cast, because casts of values that are too large differ between
+devices and versions of torch. No function here has a gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+LARGEST: dict[torch.dtype, float] = {E4M3: 448.0, E5M2: 57344.0}
+"""The largest finite value of each format."""
+
+BLOCK = 128  # of blockwise scales
+MX_BLOCK = 32  # of microscaling formats
+_FP32_MAX = torch.finfo(torch.float32).max
+_EXPONENT, _MANTISSA, _EXPONENT_BITS = 0x7F800000, 0x007FFFFF, 23
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A matrix [rows, k] in 8 bits, whose columns a product sums over.
+
+    ``data``: E4M3 or E5M2. ``scales``: factors that give the values back, fp32: [] for the whole matrix, or one for
+    each ``block`` (rows, columns) of it, [⌈rows/block rows⌉, ⌈k/block columns⌉]. Those of blocks of 32 are powers of
+    two, kept as bytes (exponent + 127, 255 for NaN: E8M0).
+    """
+
+    data: Tensor
+    scales: Tensor
+    block: tuple[int, int] | None = None
+
+    def transposed(self) -> Quantized:
+        """The same numbers as [k, rows]; where blocks aren't square, no product sums over its columns."""
+        if self.block is None:
+            return replace(self, data=self.data.t())
+        return Quantized(self.data.t(), self.scales.t(), self.block[::-1])
+
+    def contiguous(self) -> Quantized:
+        """With rows in memory one after the other."""
+        return (
+            self
+            if self.data.is_contiguous()
+            else replace(self, data=bytes_of(self.data).contiguous().view(self.data.dtype))
+        )
+
+    def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The values [rows, k] in fp32 or fp64, in which a code times a power of two is exact."""
+        wide = self.data.to(dtype)
+        factors = power_of_two(self.scales) if self.scales.dtype == torch.uint8 else self.scales
+        if self.block is None:
+            return wide * factors.to(dtype)
+        rows, columns = wide.shape
+        spread = factors.to(dtype).repeat_interleave(self.block[0], 0)[:rows]
+        return wide * spread.repeat_interleave(self.block[1], 1)[:, :columns]
+
+
+def bytes_of(data: Tensor) -> Tensor:
+    """The codes as bytes, for what torch can't do with 8-bit floats."""
+    return data.view(torch.uint8)
+
+
+def amax(x: Tensor) -> Tensor:
+    """The largest magnitude in ``x``, fp32 []; 0 of nothing, NaN if there is one."""
+    return x.detach().abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+
+
+def scale_of(
+    largest: Tensor, fmt: torch.dtype, *, of_input: torch.dtype = torch.float32, powers_of_two: bool = False
+) -> Tensor:
+    """What values of magnitude up to ``largest`` (fp32, any shape) are multiplied by to fill the format, fp32.
+
+    1 where ``largest`` is 0, infinite or NaN. A scale that would be infinite becomes the largest finite number of the
+    input's type. ``powers_of_two``: rounded down to one.
+    """
+    ceiling = min(torch.finfo(of_input).max, _FP32_MAX)
+    full = torch.full_like(largest, LARGEST[fmt])
+    scale = full / largest
+    scale = torch.where(scale.isinf(), torch.full_like(scale, ceiling), scale)
+    scale = torch.where(largest.isfinite() & (largest != 0), scale, torch.ones_like(scale))
+    if powers_of_two:
+        scale = (scale.view(torch.int32) & _EXPONENT).view(torch.float32)
+    return scale
+
+
+def to_codes(scaled: Tensor, fmt: torch.dtype) -> Tensor:
+    """Round to the nearest code, ties to even; values beyond the format become its largest, NaN stays NaN."""
+    limit = LARGEST[fmt]
+    return scaled.clamp(-limit, limit).to(fmt)
+
+
+def with_scale(x: Tensor, scale: Tensor, fmt: torch.dtype) -> Quantized:
+    """The matrix times one given ``scale``, fp32 []: tensorwise from the amax of now, delayed from those before."""
+    return Quantized(to_codes(_wide(x) * scale, fmt), scale.reciprocal())
+
+
+def tensorwise(x: Tensor, fmt: torch.dtype, *, largest: Tensor | None = None) -> Quantized:
+    """One scale for the matrix, from its ``largest`` magnitude: its own, or the one of all ranks that share it."""
+    return with_scale(x, scale_of(amax(x) if largest is None else largest, fmt, of_input=x.dtype), fmt)
+
+
+def blockwise(x: Tensor, fmt: torch.dtype, *, rows: int = 1) -> Quantized:
+    """A power of two for each ``rows`` x 128 numbers (DeepSeek-V3, arXiv:2412.19437): 1 for activations and gradients,
+    128 for weights. Blocks at the end may be smaller.
+    """
+    block = (rows, BLOCK)
+    scale = scale_of(_amax_of_blocks(x, block), fmt, of_input=x.dtype, powers_of_two=True)
+    return Quantized(to_codes(_wide(x) * _spread(scale, block, x), fmt), scale.reciprocal(), block)
+
+
+def mxfp8(x: Tensor, fmt: torch.dtype = E4M3) -> Quantized:
+    """A power of two for each 32 numbers of a row (OCP microscaling formats, version 1.0), rounded up so that nothing
+    is clamped.
+    """
+    block = (1, MX_BLOCK)
+    exponents = mx_exponents(_amax_of_blocks(x, block), fmt)
+    inverse = power_of_two((254 - exponents.int()).clamp(min=0).to(torch.uint8))
+    return Quantized(to_codes(_wide(x) * _spread(inverse, block, x), fmt), exponents, block)
+
+
+def mx_exponents(largest: Tensor, fmt: torch.dtype = E4M3) -> Tensor:
+    """Biased exponents (E8M0, uint8) of the scales of blocks with these ``largest`` magnitudes, fp32.
+
+    The smallest power of two at or above ``largest`` divided by the largest value of the format; 0 stands for 2^-127.
+    NaN gives 255, infinity 254.
+    """
+    # A division in fp32 by a number that isn't a power of two is what the kernels replace by this product.
+    bits = (largest * torch.tensor(1.0 / LARGEST[fmt], dtype=torch.float32, device=largest.device)).view(torch.int32)
+    exponent, mantissa = (bits >> _EXPONENT_BITS) & 0xFF, bits & _MANTISSA
+    rounds_up = (mantissa > 0) & (exponent != 254) & ~((exponent == 0) & (mantissa <= 0x400000))
+    found = exponent + rounds_up.int()
+    found = torch.where(largest.isinf(), torch.full_like(found, 254), found)
+    return torch.where(largest.isnan(), torch.full_like(found, 255), found).to(torch.uint8)
+
+
+def power_of_two(exponents: Tensor) -> Tensor:
+    """2^(e - 127) in fp32 of biased exponents in bytes; NaN for 255. 2^-127 is a subnormal number."""
+    wide = exponents.to(torch.int32)
+    bits = torch.where(wide == 0, torch.full_like(wide, 0x00400000), wide << _EXPONENT_BITS)
+    bits = torch.where(wide == 255, torch.full_like(wide, 0x7FC00000), bits)
+    return bits.view(torch.float32)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In the type in which scales are applied: fp32, or fp64 for fp64."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _amax_of_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """The largest magnitude of each block, fp32."""
+    (rows, columns), (high, wide) = x.shape, block
+    padded = F.pad(x.detach().abs(), (0, -columns % wide, 0, -rows % high))
+    return padded.view(padded.shape[0] // high, high, padded.shape[1] // wide, wide).amax((1, 3)).float()
+
+
+def _spread(scale: Tensor, block: tuple[int, int], x: Tensor) -> Tensor:
+    """A block's number for each of its elements."""
+    rows, columns = x.shape
+    return scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]

@@ -1,0 +1,132 @@
+"""Products in 8 bits: emulation, and calls of device kernels as those kernels want them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron.core.ops import fp8_matmul
+from megatron.core.ops.fp8_matmul import implementation_on, multiply, refusal, swizzled
+from megatron.core.ops.quantize import E4M3, E5M2, Quantized, blockwise, mxfp8, tensorwise
+
+SHAPES = [(48, 64, 256), (40, 24, 80), (7, 16, 48), (256, 384, 512)]
+
+
+def operands(kind: str, shape: tuple[int, int, int]) -> tuple[Quantized, Quantized]:
+    rows, outputs, inner = shape
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(each, inner, generator=generator) for each in (rows, outputs))
+    if kind == "tensorwise":
+        return tensorwise(x, E4M3), tensorwise(w, E4M3)
+    if kind == "gradient":
+        return tensorwise(x, E5M2), tensorwise(w, E4M3)
+    if kind == "mxfp8":
+        return mxfp8(x), mxfp8(w)
+    return blockwise(x, E4M3), blockwise(w, E4M3, rows=128 if kind == "squares" else 1)
+
+
+KINDS = ["tensorwise", "gradient", "blockwise", "squares", "mxfp8"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_emulation_multiplies_the_numbers_that_the_codes_stand_for(kind: str, dtype: torch.dtype) -> None:
+    a, b = operands(kind, (40, 24, 300))
+    found = multiply(a, b, dtype, by="emulation")
+    expected = a.dequantized(torch.float64) @ b.dequantized(torch.float64).t()
+    assert found.dtype == dtype
+    tolerance = {torch.bfloat16: 2**-8, torch.float32: 1e-6, torch.float64: 1e-14}[dtype]
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance * 30)
+
+
+@pytest.mark.parametrize("kind", ["tensorwise", "gradient"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_kernel_s_call_gives_what_emulation_gives(kind: str, shape: tuple[int, int, int]) -> None:
+    """torch's own kernel exists on CPUs, too; it takes one scale for a tensor."""
+    a, b = operands(kind, shape)
+    expected = multiply(a, b, torch.float32, by="emulation")
+    torch.testing.assert_close(multiply(a, b, torch.float32, by="device"), expected, rtol=1e-6, atol=1e-4)
+
+
+def on_fake_gpu(x: Any) -> Any:
+    """A tensor of a GPU without values, with the same layout in memory."""
+    if isinstance(x, Tensor):
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
+    return x
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_calls_are_those_that_cuda_accepts(
+    kind: str, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of layouts, alignments and shapes of scales; the kernels' own checks run on tensors without values."""
+    calls = []
+
+    def checked(kernel: Any) -> Any:
+        def call(*given: Any, **named: Any) -> Tensor:
+            with FakeTensorMode():
+                found = kernel(*(on_fake_gpu(each) for each in given), **named)
+            calls.append(found.shape)
+            return torch.zeros(found.shape, dtype=found.dtype)
+
+        return call
+
+    monkeypatch.setattr(torch, "_scaled_mm", checked(torch._scaled_mm))
+    monkeypatch.setattr(fp8_matmul, "_scaled_mm", checked(F.scaled_mm))
+    a, b = operands(kind, shape)
+    found = multiply(a, b, torch.bfloat16, by="device")
+    assert found.shape == shape[:2] and found.dtype == torch.bfloat16 and len(calls) == 1
+    a, b = (each.transposed().transposed() if kind == "tensorwise" else each for each in (b, a))
+    if kind not in ("squares", "gradient"):
+        assert multiply(a, b, torch.bfloat16, by="device").shape == (shape[1], shape[0])
+
+
+def test_the_fake_gpu_refuses_what_cuda_refuses() -> None:
+    """Else the test above would show nothing."""
+    with FakeTensorMode():
+        a, b = (torch.empty(32, 64, dtype=E4M3, device="cuda") for _ in range(2))
+        scale = torch.ones((), device="cuda")
+        with pytest.raises(RuntimeError, match="col_major"):
+            torch._scaled_mm(a, b.view(64, 32), scale, scale, out_dtype=torch.bfloat16)
+
+
+def test_no_kernel_multiplies_two_gradients() -> None:
+    a, _ = operands("gradient", (16, 16, 32))
+    with pytest.raises(AssertionError, match="E5M2 by E5M2"):
+        multiply(a, a, torch.bfloat16, by="device")
+
+
+def test_scales_are_swizzled_into_tiles() -> None:
+    """Of [m, k/32] the scale of row r and block c lies at 16 (r mod 32) + 4 (r div 32) + c of its tile of 128 x 4."""
+    exponents = torch.arange(130 * 6, dtype=torch.int64).remainder(251).to(torch.uint8).view(130, 6)
+    found = swizzled(exponents, rows=144).view(torch.uint8)
+    assert found.numel() == 256 * 8
+    for row, column in ((0, 0), (1, 0), (33, 2), (127, 3), (5, 5), (129, 4)):
+        tile = (row // 128) * 2 + column // 4
+        within = 16 * (row % 32) + 4 * (row % 128 // 32) + column % 4
+        assert found[512 * tile + within] == exponents[row, column]
+
+
+def test_which_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert implementation_on(cpu) == "emulation" and implementation_on(gpu) == "device"
+    assert refusal("mxfp8", cpu) is None
+
+    def capability(*found: int) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found)
+
+    capability(8, 0)
+    assert refusal("tensorwise", gpu) == "it needs a GPU of compute capability 8.9 or higher; this is 8.0"
+    capability(9, 0)
+    assert refusal("blockwise", gpu) is None
+    assert refusal("mxfp8", gpu) == "it needs a GPU of compute capability 10.0 or higher, and not 12; this is 9.0"
+    capability(12, 0)
+    assert "and not 12" in (refusal("mxfp8", gpu) or "")
+    monkeypatch.setattr(fp8_matmul, "_scaled_mm", None)
+    assert "torch 2.10" in (refusal("blockwise", gpu) or "")
