@@ -104,6 +104,10 @@ class ModelConfig(LatentAttentionConfig, MultiTokenConfig):
         },
         architecture=True,
     )
+    scale_alibi: bool = switch(
+        "Scale ALiBi's biases as attention scores are scaled, as Falcon does; they are added after it otherwise.",
+        architecture=True,
+    )
     rotary_percent: float = flag(
         "Fraction of each head's width that is rotated.", default=1.0, above=0, at_most=1, architecture=True
     )

@@ -81,6 +81,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | STILL
     | {
         "position_embedding_type": "alibi",
+        "scale_alibi": True,
         "num_attention_heads": 8,
         "window_size": (5, 0),
         "window_attn_skip_freq": "[0,1]",

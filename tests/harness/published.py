@@ -22,7 +22,9 @@ from megatron.core.models.registry import family_of
 
 
 class InFP64(TorchFunctionMode):
-    """Every fp32 that code asks for is fp64: transformers casts norms, rotary angles and softmax to fp32."""
+    """Every fp32 that code asks for is fp64: transformers casts norms, rotary angles and softmax to fp32. So is the
+    bf16 to which it casts the slopes of Falcon's ALiBi.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -33,7 +35,7 @@ class InFP64(TorchFunctionMode):
             return torch.float64 if value is torch.float32 else value
 
         named = {name: wide(value) for name, value in (kwargs or {}).items()}
-        called = torch.Tensor.double if func is torch.Tensor.float else func
+        called = torch.Tensor.double if func in (torch.Tensor.float, torch.Tensor.bfloat16) else func
         return called(*map(wide, args), **named)
 
 

@@ -18,6 +18,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon newer": ("falcon", NEWER),
     "falcon newer, one norm, biases": ("falcon", {**NEWER, "num_ln_in_parallel_attn": 1, "bias": True}),
     "falcon newer, six heads, one group": ("falcon", {**NEWER, "num_attention_heads": 6, "num_kv_heads": 1}),
+    "falcon newer, one norm, one group": (
+        "falcon",
+        {**NEWER, "num_ln_in_parallel_attn": 1, "num_kv_heads": 1, "multi_query": False},
+    ),
+    "falcon alibi, in sequence, six heads, biases": (
+        "falcon",
+        {**FALCON, "alibi": True, "num_attention_heads": 6, "multi_query": False, "parallel_attn": False, "bias": True},
+    ),
+    "falcon alibi, one group": ("falcon", {**FALCON, "alibi": True}),
     "falcon multi-query": ("falcon", FALCON),
     "falcon multi-head, untied, narrow mlp": (
         "falcon",

@@ -116,6 +116,11 @@ RULES: tuple[Rule, ...] = (
         lambda run: run.model.rotary_base_local is not None and run.model.window_size is None,
     ),
     positions_are_of_the_family,
+    rule(
+        "--scale-alibi has no effect with --position-embedding-type {run.model.position_embedding_type}; use "
+        "--position-embedding-type alibi",
+        lambda run: run.model.scale_alibi and run.model.position_embedding_type != "alibi",
+    ),
     lambda run: rotated_channels(run.model),
     rotary_settings_have_an_effect,
     llama3_settings_need_scaling,

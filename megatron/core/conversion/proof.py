@@ -15,10 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from megatron.config.model import ModelConfig
 from megatron.core.checkpointing.find import find_checkpoint
 from megatron.core.checkpointing.load import MODEL_NAME, load_checkpoint, read_run_state
+from megatron.core.conversion.huggingface.format import format_of
+from megatron.core.conversion.huggingface.reading import read_config
 from megatron.core.conversion.portable import PortableModel, fill, layers_of
 from megatron.core.conversion.questions import Answer, Question
 from megatron.core.files.remote_path import AnyPath
@@ -118,7 +121,10 @@ def _layer_by_layer(
 
 @torch.no_grad()
 def huggingface_answer(folder: Path, question: Question) -> Answer:
-    """Logits of a Hugging Face folder, computed by transformers with eager attention in fp32."""
+    """Logits of a Hugging Face folder, computed by transformers in fp32, with eager attention unless that is wrong."""
+    model_type = read_config(folder)["model_type"]
+    published = format_of(model_type)
+    assert published is not None, "the folder was read or written"
     version = transformers_version()
     import transformers
 
@@ -128,7 +134,7 @@ def huggingface_answer(folder: Path, question: Question) -> Answer:
             model, report = load(
                 folder,
                 **{"torch_dtype" if version.startswith("4.") else "dtype": torch.float32},
-                attn_implementation="eager",
+                attn_implementation=published.types[model_type].attention,
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
@@ -138,7 +144,21 @@ def huggingface_answer(folder: Path, question: Question) -> Answer:
         raise CheckpointError(f"transformers cannot load {folder}: {type(error).__name__}: {reason}") from error
     if missing := sorted(report["missing_keys"])[:5]:
         raise CheckpointError(f"transformers misses tensors in {folder}: {', '.join(missing)}")
-    return {kind: logits.float() for kind, logits in question.ask_theirs(model.eval()).items()}
+    with _InFP32():
+        return {kind: logits.float() for kind, logits in question.ask_theirs(model.eval()).items()}
+
+
+class _InFP32(TorchFunctionMode):
+    """Nothing is rounded to bf16: whatever the model's type, transformers does that to Falcon's ALiBi, and by absolute
+    positions, so that in 2048 tokens eight neighbouring keys have one bias.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """``func``, or its fp32 counterpart."""
+        called = torch.Tensor.float if func is torch.Tensor.bfloat16 else func
+        return called(*args, **(kwargs or {}))
 
 
 def transformers_version(*, skip: str = "--skip-proof") -> str:

@@ -280,6 +280,7 @@ class SelfAttention(Attention):
         self._window = config.window_of(number)
         if config.position_embedding_type == "alibi":
             heads, mesh = alibi_slopes(config.num_attention_heads), context.mesh
+            heads = heads * self._scale if config.scale_alibi else heads
             self._slopes = heads.chunk(mesh.size("tp"))[mesh.rank("tp")].to(context.device)
         self._add_head_norms(config, context)
         self._add_output(config, context)

@@ -29,6 +29,7 @@ CHANGES: dict[str, Any] = {
     "mtp_num_layers": 1,
     "position_embedding_offset": 2,
     "position_embedding_type": ("none", "yarn", "dynamic_ntk", "longrope", "alibi"),
+    "scale_alibi": True,
     "rotary_percent": 0.5,
     "rotary_base": 5e5,
     "rotary_base_local": 1e3,
@@ -102,6 +103,8 @@ def changed(base: dict[str, Any], name: str, value: Any) -> ModelConfig:
         more["window_size"] = (15, 0)
     if name == "rotary_base_local":
         more["window_size"] = (7, 0)
+    if name == "scale_alibi":
+        more["position_embedding_type"] = "alibi"
     if name == "num_query_groups":
         more["group_query_attention"] = True
     return ModelConfig(**{**base, **more, name: value})
@@ -198,6 +201,7 @@ def settings_of(family: str) -> dict[str, Any]:
 NEEDED: dict[str, dict[str, Any]] = {
     **{name: {"embedding_multiplier": CLASSIC["hidden_size"] ** 0.5} for name in ("gemma", "gemma2", "gemma3_text")},
     **{name: {"position_embedding_offset": 2} for name in ("roberta", "xlm-roberta", "camembert")},
+    "falcon": {"position_embedding_type": "rope"},  # or ALiBi
     "mixtral": {"ffn_hidden_size": 14336},  # the width of its experts
     "olmoe": {"ffn_hidden_size": 2048},
     "gpt_oss": {"ffn_hidden_size": 2880, "activation_func_clamp_value": 7.0},

@@ -83,8 +83,9 @@ class ModelType:
     follows from others. ``activation``, ``activations``: the setting, and ours by its values. ``fixed``: values of
     other fields in all these models, where they aren't the default. ``expected``: settings whose other values aren't
     available. ``written``: settings of all these models. ``shared_settings``: settings without a field of their own
-    here, and the field whose value they get where the source doesn't say them. ``defaults``: what transformers takes
-    for a missing setting.
+    here, and the field whose value they get where the source doesn't say them. ``spellings``: settings of which
+    several combinations mean the same model; then the source's are kept. ``defaults``: what transformers takes for a
+    missing setting.
 
     What no table can say: ``rows`` of a model replace those of the table, ``by_code`` names fields of ours, ``read``
     makes them of the settings, ``write`` makes the settings of the architecture, ``refuse`` gives reasons why an
@@ -94,7 +95,8 @@ class ModelType:
     outside the bare model. ``unused``: ends of names of tensors that no model needs, such as buffers of older versions.
     ``tied_copies``: tensors that files may hold a second time. ``copies``: tensors that files hold a
     second time, and which. ``aliases``: other names of tensors, and those in files.
-    ``older_settings``: former names of settings, and today's.
+    ``older_settings``: former names of settings, and today's. ``attention``: the implementation of transformers that
+    proofs compare with.
     """
 
     architecture: str
@@ -108,6 +110,7 @@ class ModelType:
     expected: Mapping[str, Any] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)
     shared_settings: Mapping[str, str] = field(default_factory=dict)
+    spellings: Collection[str] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     kinds: Mapping[str, Any] = field(default_factory=dict)
     rows: Callable[[ModelConfig], Sequence[Row]] = lambda model: ()
@@ -121,6 +124,7 @@ class ModelType:
     copies: Callable[[ModelConfig], Mapping[str, str]] = lambda model: {}
     aliases: Mapping[str, str] = field(default_factory=dict)
     older_settings: Mapping[str, str] = field(default_factory=dict)
+    attention: str = "eager"
     about: str = ""
     example: str = ""
 
@@ -218,7 +222,7 @@ class HuggingFaceFormat:
         names = [theirs for theirs, ours in described.activations.items() if ours == model.activation]
         if source.get(described.activation) in names:  # of several with one meaning
             names = [source[described.activation]]
-        return {
+        written = {
             "architectures": [described.architecture],
             "model_type": model_type,
             **{theirs: getattr(model, ours) for ours, theirs in described.settings.items()},
@@ -227,6 +231,21 @@ class HuggingFaceFormat:
             **described.write(model),
             **self.settings_of_groups(groups, model_type, model),
         }
+        return self._as_in_source(written, source)
+
+    def _as_in_source(self, written: dict[str, Any], source: Json) -> dict[str, Any]:
+        """The settings ``written``, with the spellings of ``source`` where these mean the same model."""
+        model_type = written["model_type"]
+        if source.get("model_type") != model_type:
+            return written
+        names = self.types[model_type].spellings
+        other = {**written, **{name: source[name] for name in names if name in source}}
+        if other == written:
+            return written
+        one, same = (
+            self.model_from_config(self.known(each, where="config.json"), model_type) for each in (written, other)
+        )
+        return other if one == same else written
 
     def classes(self, model_type: str) -> tuple[str, ...]:
         """The classes of transformers that hold such models."""

@@ -50,6 +50,23 @@ def _groups_of_sequential_layers(model: ModelConfig) -> list[str]:
     )
 
 
+def _read_positions(known: Known) -> dict[str, Any]:
+    if known("alibi"):
+        return {"position_embedding_type": "alibi", "scale_alibi": True}
+    return {"position_embedding_type": "rope", **read_rotary(known)}
+
+
+def _written_positions(model: ModelConfig) -> dict[str, Any]:
+    has_alibi = model.position_embedding_type == "alibi"
+    return {"alibi": has_alibi, **({} if has_alibi else written_rotary(model))}
+
+
+def _other_positions(model: ModelConfig) -> list[str]:
+    if model.position_embedding_type == "alibi":
+        return [] if model.scale_alibi else ["ALiBi's biases are not scaled with the scores"]
+    return [] if model.is_rotary else ["positions are neither rotary nor ALiBi"]
+
+
 def _norms(model: ModelConfig) -> Sequence[Row]:
     if not model.parallel_layernorm:
         return ()
@@ -86,10 +103,12 @@ FALCON = ModelType(
     optional=("ffn_hidden_size", "num_kv_heads"),
     activation="activation",
     activations=UNGATED,
-    by_code=("group_query_attention", "parallel_attention", "parallel_layernorm", *BIAS_FIELDS, *FIELDS),
-    fixed={"position_embedding_type": "rope"},
-    expected={"alibi": False},
-    written={"alibi": False},
+    by_code=(
+        *("group_query_attention", "parallel_attention", "parallel_layernorm", "scale_alibi"),
+        *BIAS_FIELDS,
+        *FIELDS,
+    ),
+    spellings=("new_decoder_architecture", "num_ln_in_parallel_attn", "multi_query", "num_kv_heads"),
     defaults={
         "activation": "gelu",
         "max_position_embeddings": 2048,
@@ -101,19 +120,22 @@ FALCON = ModelType(
         "parallel_attn": True,
         "bias": False,
         "rope_theta": 10000.0,
+        "alibi": False,
     },
     kinds={
         **KINDS,
         **dict.fromkeys(("new_decoder_architecture", "parallel_attn", "multi_query", "bias", "alibi"), bool),
         "num_ln_in_parallel_attn": Annotated[int, Between(1, 2)],
     },
-    read=lambda known: {**_read_layers(known), **even_biases(bool(known("bias"))), **read_rotary(known)},
-    write=lambda model: {**_written_layers(model), **written_rotary(model)},
-    refuse=lambda model: [*partly_biased(model), *_groups_of_sequential_layers(model)],
+    read=lambda known: {**_read_layers(known), **even_biases(bool(known("bias"))), **_read_positions(known)},
+    write=lambda model: {**_written_layers(model), **_written_positions(model)},
+    refuse=lambda model: [*partly_biased(model), *_groups_of_sequential_layers(model), *_other_positions(model)],
     prefix="transformer.",
+    attention="sdpa",  # with eager attention transformers adds ALiBi twice, to the scores and with the mask
     unused=(".inv_freq",),
     tied_copies=("lm_head.weight",),
-    about="Falcon 7B, 40B, 180B and Falcon 2 11B, with rotary positions; any number of key/value heads; tied or not",
+    about="Falcon 7B, 40B, 180B, RW 1B and 7B and Falcon 2 11B, with rotary positions or ALiBi (in the type of the "
+    "model; transformers rounds it to bf16); any number of key/value heads; tied or not",
     example="tiiuae/falcon-7b",
 )
 TYPES = {"falcon": FALCON}
