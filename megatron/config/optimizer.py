@@ -85,6 +85,33 @@ class OptimizerConfig:
     adam_beta1: float = flag("Adam's decay of the first moment.", default=0.9, at_least=0, below=1)
     adam_beta2: float = flag("Adam's decay of the second moment.", default=0.999, at_least=0, below=1)
     adam_eps: float = flag("Adam's epsilon.", default=1e-8, at_least=0)
+    use_precision_aware_optimizer: bool = switch(
+        "With adam: keep moments in the formats of the --…-dtype flags, and the fp32 master weights of bf16 "
+        "weights as what they are more than the weights: exact, in 2.125 bytes a weight instead of 4."
+    )
+    main_params_dtype: Literal["fp32"] = flag(
+        "Format of master weights with --use-precision-aware-optimizer.",
+        default="fp32",
+        renamed_values={
+            "fp16": (
+                "fp32",
+                "fp32 masters take 2.125 bytes beside bf16 weights, and fp16 ones would lose small updates",
+            )
+        },
+    )
+    exp_avg_dtype: Literal["fp32", "bf16"] = flag(
+        "Format in which Adam's first moment is kept, with --use-precision-aware-optimizer; steps compute in fp32.",
+        default="fp32",
+        renamed_values={"fp16": ("bf16", "bf16 takes as many bytes and holds small gradients without a scale")},
+        refused_values={"fp8": "moments in 8 bits are not available yet; give bf16"},
+    )
+    exp_avg_sq_dtype: Literal["fp32", "bf16"] = flag(
+        "Format of Adam's second moment. bf16 is rounded stochastically: rounded to nearest, it would stop following "
+        "gradients at --adam-beta2 0.999.",
+        default="fp32",
+        renamed_values={"fp16": ("bf16", "fp16 would round squares of small gradients to zero, and divide by that")},
+        refused_values={"fp8": "moments in 8 bits are not available yet; give bf16"},
+    )
     sgd_momentum: float = flag("Momentum of sgd.", default=0.9, at_least=0, below=1)
     override_opt_param_scheduler: bool = switch(
         "On resume, take the schedules from the flags where they differ from the checkpoint's.",

@@ -28,8 +28,13 @@ class PrecisionConfig:
         "Accumulate and reduce gradients in fp32; always on with --bf16 or --fp16 unless --grad-reduce-in-bf16."
     )
     grad_reduce_in_bf16: bool = switch("Accumulate and reduce gradients in bf16.")
+    main_grads_dtype: Literal["fp32", "bf16"] = flag(
+        "With --use-precision-aware-optimizer; bf16 is --grad-reduce-in-bf16.", default="fp32"
+    )
 
     def __post_init__(self) -> None:
+        if self.main_grads_dtype == "bf16" and self.bf16:
+            object.__setattr__(self, "grad_reduce_in_bf16", True)
         if (self.bf16 or self.fp16) and not self.grad_reduce_in_bf16:
             object.__setattr__(self, "accumulate_allreduce_grads_in_fp32", True)
 

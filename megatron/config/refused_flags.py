@@ -199,9 +199,7 @@ distillation is not available yet; leave it out
     kd load-teacher compression-training mos
 that part of multi-token prediction is not available; leave it out
     mtp-*
-an optimizer with reduced precision or on the CPU is not available yet; --use-distributed-optimizer shards its state
-over data-parallel ranks
-    use-precision-aware-optimizer main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype
+an optimizer on the CPU is not available yet; --use-distributed-optimizer shards its state over data-parallel ranks
     optimizer-cpu-offload optimizer-offload-fraction use-torch-optimizer-for-cpu-offload overlap-cpu-optimizer-d2h-h2d
     no-pin-cpu-grads no-pin-cpu-params
 CUDA graphs are not available yet; leave it out

@@ -157,7 +157,6 @@ def _rank_memory(
     held = _held(run, train_spec, pipeline_rank).values()
     parameters = sum(each.numel() for each in held)
     trained = 0 if run.purpose.only_reads else sum(each.numel() for each in held if each.requires_grad)
-    moments = 2 if run.optimizer.optimizer == "adam" else int(run.optimizer.sgd_momentum > 0)
     mine = [costs for costs, shape in zip(by_stage, stage_shapes(run)) if shape.rank == pipeline_rank]
     width = planned_context(run).dtype.itemsize
     owned = sum(-(-each.numel() // _shards(run, each)) for each in held if each.requires_grad)
@@ -165,12 +164,27 @@ def _rank_memory(
     return MemoryEstimate(
         weights=parameters * width,
         gradients=trained * (2 if run.precision.grad_reduce_in_bf16 else 4),
-        main_params=owned * 4 if width < 4 else 0,
-        moments=owned * 4 * moments,
+        main_params=owned * _master_bits(run, width) // 8,
+        moments=owned * _moment_bytes(run),
         kept=0 if run.purpose.only_reads else kept,
         working=max(costs.working for costs in mine),
         uncounted=frozenset().union(*(costs.uncounted for costs in mine)),
     )
+
+
+def _master_bits(run: RunConfig, weight_bytes: int) -> int:
+    """Of a weight's fp32 master; with the precision-aware optimizer, of what it is more than its bf16 weight."""
+    if weight_bytes >= 4:
+        return 0
+    return 17 if run.optimizer.use_precision_aware_optimizer and run.precision.bf16 else 32
+
+
+def _moment_bytes(run: RunConfig) -> int:
+    """Of a weight's optimizer state."""
+    config = run.optimizer
+    if config.optimizer == "sgd":
+        return 4 if config.sgd_momentum else 0
+    return sum(2 if each == "bf16" else 4 for each in (config.exp_avg_dtype, config.exp_avg_sq_dtype))
 
 
 def _shards(run: RunConfig, parameter: nn.Parameter) -> int:

@@ -125,6 +125,20 @@ def latent_attention_fits(run: RunConfig) -> str | None:
     return f"{' and '.join(named)} {verb} not available with --multi-latent-attention; leave it out"
 
 
+def formats_need_the_precision_aware_optimizer(run: RunConfig) -> str | None:
+    """Formats of what the optimizer keeps are asked for together with the optimizer that has them."""
+    config = run.optimizer
+    formats = {
+        "--main-grads-dtype": run.precision.main_grads_dtype,
+        "--exp-avg-dtype": config.exp_avg_dtype,
+        "--exp-avg-sq-dtype": config.exp_avg_sq_dtype,
+    }
+    asked = [f"{name} {value}" for name, value in formats.items() if value != "fp32"]
+    if config.use_precision_aware_optimizer or not asked:
+        return None
+    return f"{' and '.join(asked)} {'need' if len(asked) > 1 else 'needs'} --use-precision-aware-optimizer; add it"
+
+
 RULES: tuple[Rule, ...] = (
     latent_settings_need_latent_attention,
     latent_attention_fits,
@@ -226,8 +240,26 @@ RULES: tuple[Rule, ...] = (
     ),
     rule(
         "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 are mutually exclusive; keep one",
-        lambda run: run.precision.grad_reduce_in_bf16 and run.precision.accumulate_allreduce_grads_in_fp32,
+        lambda run: (
+            run.precision.grad_reduce_in_bf16
+            and run.precision.main_grads_dtype == "fp32"
+            and run.precision.accumulate_allreduce_grads_in_fp32
+        ),
     ),
+    rule(
+        "--main-grads-dtype bf16 and --accumulate-allreduce-grads-in-fp32 are mutually exclusive; keep one",
+        lambda run: run.precision.main_grads_dtype == "bf16" and run.precision.accumulate_allreduce_grads_in_fp32,
+    ),
+    rule(
+        "--main-grads-dtype bf16 needs --bf16; gradients of fp32 and fp16 weights are in fp32",
+        lambda run: run.precision.main_grads_dtype == "bf16" and not run.precision.bf16,
+    ),
+    rule(
+        "--use-precision-aware-optimizer is not available with --optimizer {run.optimizer.optimizer}; use --optimizer "
+        "adam",
+        lambda run: run.optimizer.use_precision_aware_optimizer and run.optimizer.optimizer != "adam",
+    ),
+    formats_need_the_precision_aware_optimizer,
     rule(
         "--fp32-residual-connection needs --bf16 or --fp16; without them everything is in fp32",
         lambda run: run.model.fp32_residual_connection and run.precision.params_dtype == "fp32",

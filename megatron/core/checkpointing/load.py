@@ -89,6 +89,7 @@ def load_checkpoint(
     """
     path = _path(folder)
     reader = CheckpointReader(path, is_verified=isinstance(folder, CheckpointFolder) and folder.is_verified)
+    state = list(state)
     views = sharded_views(state, mesh)
     metadata = run_on_all(reader.read_metadata, mesh)
     stored = tensors_in(metadata)
@@ -107,6 +108,9 @@ def load_checkpoint(
         reader.read_data(planner.create_local_plan(), planner).wait()
 
     run_on_all(read, mesh)
+    for part in state:
+        if part.after_load is not None:
+            part.after_load()
 
 
 class _LoadPlanner(DefaultLoadPlanner):

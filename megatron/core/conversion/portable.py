@@ -116,6 +116,8 @@ def fill(state: Iterable[ShardedState], portable: PortableModel, mesh: Mesh) -> 
             for box in boxes(part.sharding, mesh, flat_range=part.flat_range):
                 there = logical[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes))]
                 flat.as_strided(box.sizes, box.strides, flat.storage_offset() + box.start).copy_(there)
+            if part.after_load is not None:
+                part.after_load()
 
 
 def fitted(portable: PortableModel, model: ModelConfig, groups: Sequence[object], *, where: str) -> PortableModel:

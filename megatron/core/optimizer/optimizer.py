@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -20,13 +21,15 @@ from megatron.config.precision import PrecisionConfig
 from megatron.core.distributed.buffers import FlatBuffer, ParamEntry, Span
 from megatron.core.distributed.param_gather import ParamGather
 from megatron.core.optimizer.grad_norm import ModelStatistics
+from megatron.core.optimizer.kept_numbers import Kept, Masters, Plain, Remainders, StochasticallyRounded, build_masters
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
 from megatron.core.optimizer.update_rules import Step, build_update_rule
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.sharding import ShardedState
 
-_WIDE = (torch.float32, torch.float64)
-_CONVERSION_CHUNK = 1 << 22
+# Elements; a step's copies of a chunk stay in a CPU's caches.
+_CPU_CHUNK = 1 << 18
+_CHUNK = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -46,18 +49,30 @@ class UpdateResult:
 class _Owned:
     """A span of a buffer that this rank updates: master weights, gradients and the update rule's state for it.
 
-    ``main_params`` is a view of the buffer where that is wide enough, and own memory for bf16 and fp16.
+    ``main_params`` are the weights themselves where those are wide enough.
     """
 
     buffer: FlatBuffer
     span: Span
     entries: tuple[ParamEntry, ...]
-    main_params: Tensor
-    state: list[Tensor]
+    main_params: Plain | Masters | Remainders
+    state: dict[str, Plain]
 
     @property
-    def has_own_masters(self) -> bool:
-        return self.main_params.dtype != self.buffer.params.dtype
+    def wide(self) -> torch.dtype:
+        """In which a step computes."""
+        return torch.promote_types(self.buffer.params.dtype, torch.float32)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether a step needs no copies of anything."""
+        in_place = not isinstance(self.main_params, Remainders) and self.buffer.grads.dtype == self.wide
+        return in_place and all(kept.numbers.dtype == self.wide for kept in self.state.values())
+
+    def kept(self) -> dict[str, Kept]:
+        """What checkpoints keep, by name."""
+        masters = {} if isinstance(self.main_params, Plain) else {"fp32_param": self.main_params}
+        return {**self.state, **masters}
 
 
 class Optimizer:
@@ -81,20 +96,34 @@ class Optimizer:
         self._clip_grad = config.clip_grad
         self._count_zeros = count_zeros
         self._rule = build_update_rule(config)
+        self._formats = {"exp_avg": config.exp_avg_dtype, "exp_avg_sq": config.exp_avg_sq_dtype}
         self._scaler = build_loss_scaler(precision)
         self._statistics = ModelStatistics(buffers, context, frozen=frozen)
         self._owned = []
-        for buffer in buffers:
+        for number, buffer in enumerate(buffers):
             for bucket in buffer.buckets:
                 span = buffer.shard(bucket) if sharded else bucket.span
-                weights = span.of(buffer.params)
-                main_params = weights if weights.dtype in _WIDE else weights.float()
-                state = [torch.zeros_like(main_params) for _ in self._rule.state_names]
-                self._owned.append(_Owned(buffer, span, bucket.entries, main_params, state))
+                masters = build_masters(span.of(buffer.params), as_remainders=config.use_precision_aware_optimizer)
+                self._owned.append(_Owned(buffer, span, bucket.entries, masters, self._zeros(buffer, number, span)))
         self._step = 0
         self._trained_since: dict[str, int] = {}
         self._seed_divisor = 1.0
         self.gather = ParamGather(buffers if sharded else [], context)
+
+    def _zeros(self, buffer: FlatBuffer, number: int, span: Span) -> dict[str, Plain]:
+        """The update rule's state before the first step, for a span of the buffer with this ``number``."""
+        wide, state = torch.promote_types(buffer.params.dtype, torch.float32), dict[str, Plain]()
+        for name in self._rule.state_names:
+            narrow = self._formats.get(name) == "bf16"
+            dtype = torch.bfloat16 if narrow else wide
+            zeros = torch.zeros(span.size, dtype=dtype, device=buffer.params.device)
+            state[name] = Plain(zeros, wide)
+            if narrow and name == "exp_avg_sq":
+                state[name] = StochasticallyRounded(zeros, wide, partial(self._rounding_key, number), span.start)
+        return state
+
+    def _rounding_key(self, buffer: int) -> int:
+        return self._step * 0x9E3779B1 + buffer * 0x85EBCA77
 
     @property
     def loss_scale(self) -> float:
@@ -145,20 +174,21 @@ class Optimizer:
     def _move(self, owned: _Owned, divisor: float, *, lr: float, weight_decay: float) -> None:
         """Step on one span; dividing the gradients costs no pass of its own."""
         gradients = owned.span.of(owned.buffer.grads)
-        direct = gradients.dtype == owned.main_params.dtype
-        scale: Tensor | None = torch.tensor(divisor, dtype=torch.float32, device=owned.main_params.device)
-        if owned.main_params.dtype == torch.float64:
+        scale: Tensor | None = torch.tensor(divisor, dtype=torch.float32, device=gradients.device)
+        if owned.wide == torch.float64:
             gradients.div_(divisor)  # the kernels take their scale in fp32, too coarse here
             scale = None
         for begun, whole in self._begun_together(owned):
             step = Step(self._step - begun, lr, weight_decay, scale)
-            chunk = whole.size if direct else _CONVERSION_CHUNK
+            chunk = whole.size if owned.is_direct else _CPU_CHUNK if gradients.device.type == "cpu" else _CHUNK
             for start in range(whole.start, whole.stop, chunk):
                 part = Span(start, min(start + chunk, whole.stop))
-                grads = part.of(gradients).to(owned.main_params.dtype)
-                self._rule.apply(part.of(owned.main_params), grads, [part.of(tensor) for tensor in owned.state], step)
-        if owned.has_own_masters:
-            owned.span.of(owned.buffer.params).copy_(owned.main_params)
+                grads, weights = part.of(gradients).to(owned.wide), owned.main_params.read(part)
+                state = {name: kept.read(part) for name, kept in owned.state.items()}
+                self._rule.apply(weights, grads, list(state.values()), step)
+                owned.main_params.write(part, weights)
+                for name, kept in owned.state.items():
+                    kept.write(part, state[name])
 
     def _begun_together(self, owned: _Owned) -> Iterator[tuple[int, Span]]:
         """The parts of an owned span whose training began at the same step, with that step; usually one."""
@@ -176,36 +206,36 @@ class Optimizer:
         self.gather.finish()
         return self._statistics.parameter_norm()
 
-    def entries(self, *, fresh: Collection[str] = ()) -> Iterator[ShardedState]:
+    @torch.no_grad()
+    def entries(self, *, fresh: Collection[str] = (), only_masters: bool = False) -> Iterator[ShardedState]:
         """What a checkpoint keeps for each weight this rank owns; loading writes into these tensors.
 
         ``fresh``: parameters for which only master weights are yielded, because a checkpoint has no state of them.
+        ``only_masters``: for all, as for a run that loads weights but no optimizer state.
 
         ``optimizer.exp_avg.<parameter>`` and ``optimizer.exp_avg_sq.<parameter>`` for Adam,
         ``optimizer.momentum.<parameter>`` for SGD, and for bf16 and fp16 weights ``optimizer.fp32_param.<parameter>``.
         """
         for owned in self._owned:
-            tensors = dict(zip(self._rule.state_names, owned.state))
-            if owned.has_own_masters:
-                tensors["fp32_param"] = owned.main_params
             for entry in owned.entries:
                 part = entry.span.overlap(owned.span)
                 if part is None:
                     continue
                 flat_range = (part.start - entry.span.start, part.stop - entry.span.start)
-                for name, tensor in tensors.items():
-                    if entry.name in fresh and name != "fp32_param":
+                for name, kept in owned.kept().items():
+                    if (entry.name in fresh or only_masters) and name != "fp32_param":
                         continue
-                    local = part.moved(-owned.span.start).of(tensor)
+                    local, after_load = kept.stored(part.moved(-owned.span.start))
                     full_name = f"optimizer.{name}.{entry.name}"
                     if part == entry.span:
-                        yield ShardedState(full_name, local.view(entry.parameter.shape), entry.sharding)
+                        local = local.view(entry.parameter.shape)
+                        yield ShardedState(full_name, local, entry.sharding, after_load=after_load)
                     else:
-                        yield ShardedState(full_name, local, entry.sharding, flat_range)
+                        yield ShardedState(full_name, local, entry.sharding, flat_range, after_load)
 
     def master_entries(self) -> Iterator[ShardedState]:
         """The fp32 master weights among ``entries``, for a run that loads weights but no optimizer state."""
-        return (entry for entry in self.entries() if entry.name.startswith("optimizer.fp32_param."))
+        return self.entries(only_masters=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers that are not in ``entries``: JSON-able, the same on every rank."""

@@ -6,7 +6,7 @@ Initialization, gradient sync, gradient norm, checkpoints and converters all rea
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -192,10 +192,12 @@ class ShardedState:
     """A named local tensor that is part of a logical tensor: what checkpoints save and load, whatever the layout.
 
     ``tensor`` is the whole local shard, or, with ``flat_range``, the 1-D slice ``[start, stop)`` of its flattening
-    (the range of a parameter's optimizer state that this rank owns). Loading writes into ``tensor`` in place.
+    (the range of a parameter's optimizer state that this rank owns). Loading writes into ``tensor`` in place, and then
+    calls ``after_load``, which brings the numbers to where they are kept in another format.
     """
 
     name: str
     tensor: Tensor
     sharding: Sharding
     flat_range: tuple[int, int] | None = None
+    after_load: Callable[[], None] | None = None

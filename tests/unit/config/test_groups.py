@@ -85,9 +85,10 @@ def test_padded_vocabulary(vocabulary: int, unit: int, ranks: int, padded: int) 
         ({"bf16": True}, "bf16", True),
         ({"fp16": True}, "fp16", True),
         ({"bf16": True, "grad_reduce_in_bf16": True}, "bf16", False),
+        ({"bf16": True, "main_grads_dtype": "bf16"}, "bf16", False),
     ],
 )
-def test_precision(changes: dict[str, bool], dtype: str, wide: bool) -> None:
+def test_precision(changes: dict[str, Any], dtype: str, wide: bool) -> None:
     """Gradients of half-precision weights are accumulated in fp32 unless asked otherwise."""
     config = PrecisionConfig(**changes)
     assert (config.params_dtype, config.accumulate_allreduce_grads_in_fp32) == (dtype, wide)

@@ -286,11 +286,19 @@ def big(ranks: int = 8, **parallel: Any) -> RunConfig:
         ({"bf16": True}, {}, 18),
         ({"fp16": True}, {}, 18),
         ({"bf16": True, "grad_reduce_in_bf16": True}, {}, 16),
+        ({"bf16": True}, {"use_precision_aware_optimizer": True}, 16.125),
+        ({"bf16": True}, {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}, 14.125),
+        (
+            {"bf16": True, "main_grads_dtype": "bf16"},
+            {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
+            10.125,
+        ),
+        ({"fp16": True}, {"use_precision_aware_optimizer": True}, 18),
         ({}, {"optimizer": "sgd"}, 12),
         ({}, {"optimizer": "sgd", "sgd_momentum": 0.0}, 8),
     ],
 )
-def test_state(precision: dict[str, Any], optimizer: dict[str, Any], bytes_per_parameter: int) -> None:
+def test_state(precision: dict[str, Any], optimizer: dict[str, Any], bytes_per_parameter: float) -> None:
     """Weights, gradients, main_params and moments are exact."""
     run = dataclasses.replace(
         run_of(), precision=PrecisionConfig(**precision), optimizer=OptimizerConfig(lr=1.0, **optimizer)

@@ -1,0 +1,165 @@
+"""Numbers of an optimizer in the formats in which they are kept from step to step; a step works on them in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.core.distributed.buffers import ALIGNMENT, Span
+
+_WIDE = (torch.float32, torch.float64)
+
+
+class Kept(Protocol):
+    """Numbers for the weights of a span; a part of it is given relative to its start, and begins on ``ALIGNMENT``."""
+
+    def read(self, part: Span) -> Tensor:
+        """The numbers in the format of the step: the memory itself where that is the format, else a copy."""
+
+    def write(self, part: Span, values: Tensor) -> None:
+        """Keep ``values``, which may be what ``read`` returned, changed in place; a copy may be changed further."""
+
+    def stored(self, part: Span) -> tuple[Tensor, Callable[[], None] | None]:
+        """What a checkpoint keeps, and what must be called when loading has filled it, if anything."""
+
+
+@dataclass(frozen=True, eq=False)
+class Plain:
+    """In the memory of ``numbers``, rounded to nearest where its format is narrower than ``wide``."""
+
+    numbers: Tensor
+    wide: torch.dtype
+
+    def read(self, part: Span) -> Tensor:
+        """See ``Kept``."""
+        return part.of(self.numbers).to(self.wide)
+
+    def write(self, part: Span, values: Tensor) -> None:
+        """See ``Kept``."""
+        if self.numbers.dtype != self.wide:
+            part.of(self.numbers).copy_(values)
+
+    def stored(self, part: Span) -> tuple[Tensor, Callable[[], None] | None]:
+        """See ``Kept``."""
+        return part.of(self.numbers), None
+
+
+@dataclass(frozen=True, eq=False)
+class StochasticallyRounded(Plain):
+    """Positive numbers in bf16. A number between two of bf16 becomes the upper one with the probability that makes the
+    expectation right: rounded to nearest, a sum of squares whose step is below 2⁻⁹ of it would never change again.
+
+    ``key``: names the step and the buffer; ``offset``: where the span begins in its buffer. The draw depends on those
+    and the place alone, not on how a buffer is divided.
+    """
+
+    key: Callable[[], int]
+    offset: int
+
+    def write(self, part: Span, values: Tensor) -> None:
+        """See ``Kept``."""
+        bits = values.float().view(torch.int32)
+        bits.add_(_random_halves(self.offset + part.start, part.size, self.key(), values.device))
+        part.of(self.numbers).view(torch.int16).copy_(bits.bitwise_right_shift_(16))
+
+
+@dataclass(frozen=True, eq=False)
+class Masters:
+    """fp32 copies of 16-bit weights, to which each step rounds the weights."""
+
+    numbers: Tensor
+    weights: Tensor
+
+    @classmethod
+    def of(cls, weights: Tensor) -> Masters:
+        """Of weights as they are."""
+        return cls(weights.float(), weights)
+
+    def read(self, part: Span) -> Tensor:
+        """See ``Kept``."""
+        return part.of(self.numbers)
+
+    def write(self, part: Span, values: Tensor) -> None:
+        """See ``Kept``."""
+        part.of(self.weights).copy_(values)
+
+    def stored(self, part: Span) -> tuple[Tensor, Callable[[], None] | None]:
+        """See ``Kept``."""
+        return part.of(self.numbers), None
+
+
+@dataclass(frozen=True, eq=False)
+class Remainders:
+    """fp32 masters of bf16 weights, kept as what they are more than the weights: exact, in 17 bits instead of 32.
+
+    A master's bits are those of its weight, shifted by 16, plus a remainder from −2¹⁵ to 2¹⁵. Both ends are ties, which
+    rounding resolves to even, so ``low`` [elements], int16, is −2¹⁵ for both, and ``ties`` [elements / 8], bits of
+    uint8, marks the upper end. The weights remain masters rounded to nearest, bit for bit as with ``Masters``.
+    """
+
+    weights: Tensor
+    low: Tensor
+    ties: Tensor
+
+    @classmethod
+    def of(cls, weights: Tensor) -> Remainders:
+        """Of bf16 weights as they are, whose number is a multiple of eight."""
+        low = torch.zeros(weights.shape, dtype=torch.int16, device=weights.device)
+        return cls(weights, low, torch.zeros(weights.numel() // 8, dtype=torch.uint8, device=weights.device))
+
+    def read(self, part: Span) -> Tensor:
+        """See ``Kept``."""
+        bits = part.of(self.weights).view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+        bits.add_(part.of(self.low))
+        marks = (self._ties_of(part).unsqueeze(1) >> self._shifts()) & 1
+        bits.add_(marks.view(-1), alpha=1 << 16)
+        return bits.view(torch.float32)
+
+    def write(self, part: Span, values: Tensor) -> None:
+        """See ``Kept``."""
+        weights = part.of(self.weights)
+        weights.copy_(values)
+        rest = values.view(torch.int32) - weights.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+        part.of(self.low).copy_(rest)
+        marks = (rest == 1 << 15).view(-1, 8).to(torch.uint8)
+        self._ties_of(part).copy_((marks << self._shifts()).sum(1, dtype=torch.uint8))
+
+    def stored(self, part: Span) -> tuple[Tensor, Callable[[], None] | None]:
+        """See ``Kept``. The masters themselves, in main memory, so that any run continues from them."""
+        whole = Span(part.start, min(-(-part.stop // ALIGNMENT) * ALIGNMENT, self.low.numel()))
+        masters = self.read(whole).cpu()
+        return masters[: part.size], lambda: self.write(whole, masters.to(self.low.device))
+
+    def _ties_of(self, part: Span) -> Tensor:
+        return self.ties[part.start // 8 : part.stop // 8]
+
+    def _shifts(self) -> Tensor:
+        return torch.arange(8, dtype=torch.uint8, device=self.ties.device)
+
+
+def build_masters(weights: Tensor, *, as_remainders: bool) -> Plain | Masters | Remainders:
+    """How the fp32 numbers of ``weights`` are kept: wide weights are their own."""
+    if weights.dtype in _WIDE:
+        return Plain(weights, weights.dtype)
+    if as_remainders and weights.dtype == torch.bfloat16:
+        return Remainders.of(weights)
+    return Masters.of(weights)
+
+
+def _random_halves(start: int, size: int, key: int, device: torch.device) -> Tensor:
+    """16 random bits for each of the places ``[start, start + size)``, int32: a hash of place and ``key``."""
+    mixed = torch.arange(size, dtype=torch.int32, device=device).add_(_signed(start))
+    for factor, also in ((0x7FEB352D, key), (0x846CA68B, 0)):
+        mixed.bitwise_xor_(mixed.bitwise_right_shift(16)).mul_(_signed(factor))
+        mixed.bitwise_xor_(mixed.bitwise_right_shift(15)).bitwise_xor_(_signed(also))
+    mixed.bitwise_xor_(mixed.bitwise_right_shift(16))
+    return mixed.bitwise_and_(0xFFFF)
+
+
+def _signed(number: int) -> int:
+    """The int32 with the same low 32 bits."""
+    return (number + (1 << 31)) % (1 << 32) - (1 << 31)
