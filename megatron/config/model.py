@@ -343,6 +343,13 @@ class ModelConfig(LatentAttentionConfig, MultiTokenConfig):
     untie_embeddings_and_output_weights: bool = switch(
         "Use separate weights for the output layer, not those of the word embeddings.", architecture=True
     )
+    word_embedding_size: int | None = flag(
+        "Width of the word embeddings where it is not --hidden-size: one matrix projects them to it, another projects "
+        "hidden states back before the output layer (OPT 350M).",
+        default=None,
+        at_least=1,
+        architecture=True,
+    )
     embedding_multiplier: float = flag(
         "Multiply word embeddings by this, rounded to the type of the weights as in Gemma.",
         default=1.0,
@@ -468,6 +475,11 @@ class ModelConfig(LatentAttentionConfig, MultiTokenConfig):
     def positional_width(self) -> int:
         """Channels of each head, of which ``rotary_percent`` are turned."""
         return self.qk_pos_emb_head_dim if self.multi_latent_attention else self.kv_channels
+
+    @property
+    def word_width(self) -> int:
+        """Columns of the word embeddings, and of the output layer."""
+        return self.word_embedding_size or self.hidden_size
 
     def padded_vocab_size(self, tensor_model_parallel_size: int) -> int:
         """Rows of the word embeddings over all ranks; ``vocab_size`` must be known."""

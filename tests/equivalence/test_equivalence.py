@@ -105,6 +105,14 @@ VARIANTS |= {
     "norms without bias before and after, qk norm weights per head": SMALL
     | STILL
     | {"norm_placement": "both", "norm_parameters": "weight", "qk_layernorm": True, "qk_layernorm_kind": "per_head"},
+    "post norm, no first norm, narrow words": SMALL
+    | STILL
+    | {
+        "apply_residual_connection_post_layernorm": True,
+        "first_attention_norm": False,
+        "word_embedding_size": 8,
+        "untie_embeddings_and_output_weights": False,
+    },
     "norms without weights, clipped qkv": SMALL | STILL | {"norm_parameters": "none", "clip_qkv": 0.5},
     "qk l2 norm": LLAMA | STILL | {"qk_l2_norm": True},
     "multipliers, capped logits": LLAMA

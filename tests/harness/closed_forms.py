@@ -73,14 +73,15 @@ def _parameters(run: RunConfig, stages: Sequence[StageShape], *, ranks: int, voc
     )
     positions = (model.max_position_embeddings if learned else 0) + outline.token_types
     counts = {
-        "word_embeddings": vocabulary * hidden * embeds,
+        "word_embeddings": vocabulary * model.word_width * embeds,
+        "projections": model.word_width * hidden * (model.word_width != hidden) * (embeds + last),
         "position_embeddings": positions * hidden * embeds + _position_tables(run, held, ranks),
         "layers": sum(len(stage.layers) * layer for stage in stages) + sum(len(each.decoder) * cross for each in held),
         "embedding_norm": norm * model.embedding_norm * embeds,
         "first_attention_norm": -norm * (not model.first_attention_norm) * embeds,
         "later_tokens": (layer + 2 * hidden * hidden // ranks + 3 * norm) * model.mtp_num_layers * last,
         "final_norm": norm * (last + (outline.decoder_layers > 0 and any(each.closes_encoder for each in held))),
-        "output_layer": vocabulary * hidden * (last and outline.predicts_words and not (tied and embeds)),
+        "output_layer": vocabulary * model.word_width * (last and outline.predicts_words and not (tied and embeds)),
         "heads": _head_parameters(outline, hidden=hidden, norm=norm, vocabulary=vocabulary) if last else 0,
     }
     return sum(counts.values())

@@ -19,6 +19,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "opt",
         {**OPT, "num_attention_heads": 3, "tie_word_embeddings": False, "enable_bias": False},
     ),
+    "opt 350m, five heads": (
+        "opt",
+        {**OPT, "hidden_size": 60, "num_attention_heads": 5, "do_layer_norm_before": False, "word_embed_proj_dim": 28},
+    ),
+    "opt post-norm, untied": ("opt", {**OPT, "do_layer_norm_before": False, "tie_word_embeddings": False}),
+    "opt wide words, untied": ("opt", {**OPT, "word_embed_proj_dim": 56, "tie_word_embeddings": False}),
     "opt norms without weights, gelu": (
         "opt",
         {**OPT, "layer_norm_elementwise_affine": False, "activation_function": "gelu"},

@@ -162,6 +162,15 @@ RULES: tuple[Rule, ...] = (
         "which has no gate; use a gated one, such as --quick-geglu",
         lambda run: run.model.glu_linear_offset and not run.model.gated,
     ),
+    rule(
+        "--word-embedding-size {run.model.word_embedding_size} is the --hidden-size; leave it out",
+        lambda run: run.model.word_embedding_size == run.model.hidden_size,
+    ),
+    rule(
+        "--word-embedding-size {run.model.word_embedding_size} is not available with --mtp-num-layers "
+        "{run.model.mtp_num_layers}; leave one out",
+        lambda run: run.model.word_embedding_size is not None and run.model.mtp_num_layers,
+    ),
     fields_are_of_the_family,
     biases_have_one_name,
     windows_are_of_the_family,

@@ -22,7 +22,7 @@ class SentenceConfig(FamilyConfig):
     # Biases of outputs are part of the families' own heads.
     fields_of_others: ClassVar[tuple[str, ...]] = (
         *("add_output_layer_bias", "parallel_attention", "parallel_layernorm"),
-        *("multi_latent_attention", "mtp_num_layers"),
+        *("multi_latent_attention", "mtp_num_layers", "word_embedding_size"),
     )
 
     mask_prob: float = flag("Fraction of the tokens that are masked.", default=0.15, above=0, below=1)

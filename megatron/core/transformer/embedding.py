@@ -10,10 +10,11 @@ from megatron.config.model import ModelConfig
 from megatron.core.context_parallel.slicing import take
 from megatron.core.ops.dropout import dropout
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.costs import Costs, Workload, costs_of
+from megatron.core.parallel.costs import Costs, Workload, total_of
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.sharding import Sharding
 from megatron.core.tensor_parallel.layers import (
+    ReplicatedLinear,
     VocabParallelEmbedding,
     make_parameter,
     partial_under_sequence_parallel,
@@ -64,9 +65,18 @@ class TokenTypeEmbedding(nn.Module):
         return F.embedding(sequence_slice(types.t(), self._context), self.weight)
 
 
+def word_projection(
+    inputs: int, outputs: int, config: ModelConfig, context: ParallelContext
+) -> ReplicatedLinear | None:
+    """The matrix between word vectors and hidden states, ``[…, inputs] -> […, outputs]``, where their widths differ."""
+    if inputs == outputs:
+        return None
+    return ReplicatedLinear(inputs, outputs, context, init=input_init(config), bias=False)
+
+
 class LanguageModelEmbedding(nn.Module):
-    """Word vectors plus, with learned positions, position vectors, and with token types theirs; then a norm, where the
-    model has one, and dropout.
+    """Word vectors, projected where they have a width of their own, plus, with learned positions, position vectors, and
+    with token types theirs; then a norm, where the model has one, and dropout.
 
     ``copied``: another stage of the model has such an embedding as well, with the same words and positions.
     """
@@ -79,12 +89,13 @@ class LanguageModelEmbedding(nn.Module):
         self._config, self._context = config, context
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size,
-            config.hidden_size,
+            config.word_width,
             context,
             init=input_init(config),
             pad_multiple=config.make_vocab_size_divisible_by,
             tied=WORD_EMBEDDINGS if copied or not config.untie_embeddings_and_output_weights else None,
         )
+        self.projection = word_projection(config.word_width, config.hidden_size, config, context)
         # Rounded as transformers rounds Gemma's: sqrt(3072) is 55.5 in bf16.
         self._multiplier = torch.tensor(config.embedding_multiplier, dtype=context.dtype).item()
         learned, tied = config.position_embedding_type == "learned_absolute", POSITION_EMBEDDINGS if copied else None
@@ -108,6 +119,8 @@ class LanguageModelEmbedding(nn.Module):
         x: Tensor = self.word_embeddings(tokens)
         if self._multiplier != 1.0:
             x = x * self._multiplier
+        if self.projection is not None:
+            x = self.projection(x)
         if self.position_embeddings is not None:
             x = x + self.position_embeddings(tokens.shape[1], position_ids)
         if self.tokentype_embeddings is not None:
@@ -126,4 +139,4 @@ class LanguageModelEmbedding(nn.Module):
         """The words' look-up, the input of the norm, and a mask of dropout."""
         elements = workload.rows * self._config.hidden_size
         kept = elements * ((self._config.hidden_dropout > 0) + workload.itemsize * self._config.embedding_norm)
-        return costs_of(self.word_embeddings, workload) + Costs(kept=kept)
+        return total_of((self.word_embeddings, self.projection), workload) + Costs(kept=kept)

@@ -33,7 +33,8 @@ from megatron.core.transformer.initialization import input_init
 
 @dataclass(frozen=True)
 class VocabularyOutput:
-    """Logits before the product: hidden states ``[S, b, h]`` and this rank's rows of the output matrix.
+    """Logits before the product: hidden states ``[S, b, h]``, as wide as word embeddings, and this rank's rows of the
+    output matrix.
 
     ``bias``: this rank's part of what is added to the logits. ``cap``: makes ``cap * tanh(logits / cap)`` of them.
     Losses and single logits are computed from it, and the ``[S, b, vocabulary]`` tensor never exists. ``later``:
@@ -150,7 +151,7 @@ class OutputLayer(nn.Module):
         assert config.vocab_size is not None
         split: Any = {"split": {0: "tp"}, "pad_multiple": config.make_vocab_size_divisible_by}
         tied = None if config.untie_embeddings_and_output_weights else WORD_EMBEDDINGS
-        matrix = Sharding((config.vocab_size, config.hidden_size), tied=tied, **split)
+        matrix = Sharding((config.vocab_size, config.word_width), tied=tied, **split)
         self.weight = make_parameter(matrix, input_init(config), context) if has_weight else None
         self.bias = make_parameter(Sharding((config.vocab_size,), **split), Constant(0.0), context) if bias else None
 

@@ -52,6 +52,7 @@ CHANGES: dict[str, Any] = {
     "apply_residual_connection_post_layernorm": True,
     "add_bias_linear": "other",
     "embedding_norm": True,
+    "word_embedding_size": 16,
     "first_attention_norm": False,
     "parallel_attention": True,
     "parallel_layernorm": True,

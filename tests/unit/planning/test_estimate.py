@@ -73,6 +73,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qkv bias": {**LLAMA, "add_qkv_bias": True},
     "mlp and output biases": {**LLAMA, "add_mlp_bias": True, "add_attention_output_bias": True},
     "norm of the embedding": {"attention_dropout": 0.0, "embedding_norm": True},
+    "narrow words": {**QUIET, "word_embedding_size": 32},
     "first attention without norm": {**QUIET, "embedding_norm": True, "first_attention_norm": False},
     "parallel, one norm": {**QUIET, "parallel_attention": True},
     "parallel, two norms": {"attention_dropout": 0.0, "parallel_attention": True, "parallel_layernorm": True},

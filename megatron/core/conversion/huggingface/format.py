@@ -66,6 +66,7 @@ _REASONS: dict[Any, str] = {
     ("softmax_scale", None): "attention scores have another scale",
     ("softmax_scale", 1.0): "scores are scaled (--softmax-scale 1 is not given)",
     ("qk_layernorm", False): "queries and keys are normalized",
+    ("word_embedding_size", None): "word embeddings have another width than hidden states",
     "kv_channels": "heads are not hidden size / heads wide",
     "num_query_groups": "keys and values are shared by heads",
     "untie_embeddings_and_output_weights": "the output weights are not the word embeddings'",

@@ -14,13 +14,13 @@ from megatron.core.models.stage import Stage
 from megatron.core.moe.layer import expert_layers, feed_forward
 from megatron.core.ops.attention.cached import AttentionCache, CachedHeads
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.costs import Costs, Workload, total_of
+from megatron.core.parallel.costs import Costs, Workload, costs_of, total_of
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.side_losses import SideLosses
 from megatron.core.tensor_parallel.initialize import initialize
 from megatron.core.transformer.attention import cached_layers
 from megatron.core.transformer.block import RecomputePlan, TransformerBlock
-from megatron.core.transformer.embedding import LanguageModelEmbedding
+from megatron.core.transformer.embedding import LanguageModelEmbedding, word_projection
 from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.output_layer import OutputLayer, VocabularyOutput, vocabulary_costs, vocabulary_output
 from megatron.core.transformer.positions import RotaryPositions
@@ -66,6 +66,8 @@ class GPTModel(nn.Module):
         bias, has_weight = config.add_output_layer_bias, not shares_embedding
         has_layer = stage.is_last and (bias or has_weight)
         self.output_layer = OutputLayer(config, context, has_weight=has_weight, bias=bias) if has_layer else None
+        projection = word_projection(config.hidden_size, config.word_width, config, context)
+        self.output_projection = projection if stage.is_last else None
         self.mtp = MultiTokenPrediction(stack, context, recompute=recompute) if predicts_later else None
         self._rotary = RotaryPositions(config, context)
         if seed is not None:
@@ -123,6 +125,8 @@ class GPTModel(nn.Module):
 
     def _output(self, hidden: Tensor) -> VocabularyOutput:
         bias = None if self.output_layer is None else self.output_layer.bias
+        if self.output_projection is not None:
+            hidden = self.output_projection(hidden)
         return vocabulary_output(hidden, self._output_weight(), self._config, self._context, bias=bias)
 
     @property
@@ -142,6 +146,7 @@ class GPTModel(nn.Module):
         if not self._stage.is_last:
             return found
         output = vocabulary_costs(self._output_weight(), workload, self._config)
+        output += costs_of(self.output_projection, workload)
         for layer in self.mtp.layers.values() if self.mtp is not None else ():
             found += total_of((self.embedding, layer), workload) + output
         return found + output

@@ -1,9 +1,14 @@
-"""OPT: ReLU, and learned positions whose table has two rows before position 0."""
+"""OPT: ReLU, and learned positions whose table has two rows before position 0. That of 350M has its norms after
+sublayers, the first of them none before it, and narrower word embeddings.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from megatron.config.model import ModelConfig
+from megatron.core.conversion.bounds import Width
 from megatron.core.conversion.huggingface.biases import BIAS_FIELDS, even_biases, partly_biased
 from megatron.core.conversion.huggingface.format import ModelType
 from megatron.core.conversion.huggingface.known import UNGATED, Known
@@ -14,21 +19,44 @@ OURS, THEIRS = "decoder.layers.{n}", "model.decoder.layers.{n}"
 
 
 def _read(known: Known) -> dict[str, Any]:
-    width = known.get("word_embed_proj_dim")
-    if width not in (None, known("hidden_size")):
-        advice = "word embeddings of another width than hidden_size (OPT 350M) are not available; the other sizes are"
-        raise known.refuse("word_embed_proj_dim", advice)
+    width, pre_norm = known.get("word_embed_proj_dim"), bool(known("do_layer_norm_before"))
+    if pre_norm:
+        known.expect(_remove_final_layer_norm=False)
     has_weights = known("layer_norm_elementwise_affine")
     return {
+        "word_embedding_size": None if width == known("hidden_size") else width,
+        "apply_residual_connection_post_layernorm": not pre_norm,
+        "first_attention_norm": pre_norm,
         "norm_parameters": "weight_and_bias" if has_weights else "none",
         **even_biases(bool(known("enable_bias"))),
     }
+
+
+def _post_norms(model: ModelConfig) -> Sequence[Row]:
+    """The norm at the end of a layer of theirs is the one at the start of our next."""
+    if not model.apply_residual_connection_post_layernorm:
+        return ()
+    before, last = (f"model.decoder.layers.{{{which}}}.final_layer_norm" for which in ("before", "last"))
+    return (
+        Row(f"{OURS}.input_layernorm", before),
+        Row(f"{OURS}.pre_mlp_layernorm", f"{THEIRS}.self_attn_layer_norm"),
+        Row("decoder.final_layernorm", last),
+    )
+
+
+def _other_norms(model: ModelConfig) -> list[str]:
+    if model.apply_residual_connection_post_layernorm == (not model.first_attention_norm):
+        return []
+    first = "a" if model.first_attention_norm else "no"
+    return [f"there is {first} norm before the first attention, and norms are not before sublayers alone"]
 
 
 OPT = ModelType(
     architecture="OPTForCausalLM",
     table=(
         Row("embedding.word_embeddings", "model.decoder.embed_tokens"),
+        Row("embedding.projection", "model.decoder.project_in"),
+        Row("output_projection", "model.decoder.project_out"),
         Row("embedding.position_embeddings", "model.decoder.embed_positions"),
         Row(f"{OURS}.input_layernorm", f"{THEIRS}.self_attn_layer_norm"),
         Row(
@@ -56,12 +84,16 @@ OPT = ModelType(
     },
     activation="activation_function",
     activations=UNGATED,
-    by_code=("norm_parameters", *BIAS_FIELDS),
+    rows=_post_norms,
+    by_code=(
+        *("norm_parameters", "word_embedding_size", "apply_residual_connection_post_layernorm", "first_attention_norm"),
+        *BIAS_FIELDS,
+    ),
     fixed={"position_embedding_offset": 2},
-    expected={"do_layer_norm_before": True, "_remove_final_layer_norm": False, "layerdrop": 0.0},
-    written={"do_layer_norm_before": True},
+    expected={"layerdrop": 0.0},
     defaults={
         "activation_function": "relu",
+        "do_layer_norm_before": True,
         "ffn_dim": 3072,
         "max_position_embeddings": 2048,
         "attention_dropout": 0.0,
@@ -74,21 +106,23 @@ OPT = ModelType(
         **dict.fromkeys(("do_layer_norm_before", "_remove_final_layer_norm"), bool),
         **dict.fromkeys(("enable_bias", "layer_norm_elementwise_affine"), bool),
         "layerdrop": float,
-        "word_embed_proj_dim": int,
+        "word_embed_proj_dim": Width,
     },
     read=_read,
     write=lambda model: {
         "enable_bias": model.add_bias_linear,
         "layer_norm_elementwise_affine": model.norm_parameters != "none",
-        "word_embed_proj_dim": model.hidden_size,
+        "word_embed_proj_dim": model.word_width,
+        "do_layer_norm_before": not model.apply_residual_connection_post_layernorm,
     },
     refuse=lambda model: [
         *partly_biased(model),
         *(["norms have a weight and no bias"] if model.norm_parameters == "weight" else []),
+        *_other_norms(model),
     ],
     tied_copies=("lm_head.weight",),
     unused=(".version",),
-    about="OPT 125M to 66B but 350M, whose word embeddings have another width and whose norms come last; tied or not",
+    about="OPT 125M to 66B, 350M (norms after sublayers, narrower word embeddings) among them; tied or not",
     example="facebook/opt-125m",
 )
 TYPES = {"opt": OPT}
