@@ -7,6 +7,7 @@ from itertools import groupby
 from pathlib import Path
 
 from megatron.core.conversion.huggingface.listing import PublishedType, published_types
+from megatron.core.conversion.huggingface.nearest import REASONS
 
 PAGE = "docs/published_models.md"
 _INTRODUCTION = """# Published models
@@ -23,6 +24,9 @@ same bytes there and back. Any other model is refused, with the setting or tenso
 def page() -> str:
     """The whole document, in Markdown."""
     lines = [_INTRODUCTION]
+    lines += ["Often asked for, and not available:", ""]
+    lines += [f"- `{name}`: {reason}." for name, reason in REASONS.items()]
+    lines.append("")
     for family, types in groupby(published_types(), lambda each: each.family):
         lines += [*_section(family, list(types)), ""]
     return "\n".join(lines)

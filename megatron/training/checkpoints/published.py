@@ -119,6 +119,8 @@ def load_published(run: Run) -> None:
 
     published = run_on_all(read, mesh)
     run.loaded_from = folder
+    for note in published.notes:
+        run.reporter.say(f"  {note}")
     if remark := run_on_first(lambda: _keep_companions(run, published), mesh):
         run.reporter.say(f"  {remark}")
 

@@ -78,6 +78,16 @@ def test_the_nearest_type_of_each_family(model_folder: Folder, tmp_path: Path) -
             model_from_config({**settings, "model_type": "unheard-of"}, where="x")
 
 
+def test_a_type_that_is_often_asked_for(llama: Path) -> None:
+    """BART was told that it is nearest to OPT, with forty names that differ, and not what is in the way."""
+    change(llama, model_type="bart")
+    assert refused(llama) == (
+        f"{llama}/config.json describes a model of type 'bart', which does not convert: its encoder and its decoder "
+        "have a table of positions each, and here both read one (tools/checkpoint/convert.py --list prints the types "
+        "that convert)"
+    )
+
+
 def test_a_text_model_beside_another_one(llama: Path) -> None:
     """Gemma 3 with images was told that it is nearest to GPT-2, with names of tensors that its files don't have."""
     change(llama, model_type="gemma3", text_config={"model_type": "gemma3_text"})
@@ -162,7 +172,9 @@ def types_of(folder: Path) -> dict[str, torch.dtype]:
 
 @pytest.mark.parametrize("through", ["megatron", "megatron-lm"])
 def test_mixed_types_are_kept(through: Any, llama: Path, tmp_path: Path) -> None:
-    """bf16 with norms in fp32 and an output in fp16: every tensor comes back in its own type, to the byte."""
+    """bf16 with norms in fp32 and an output in fp16: every tensor comes back in its own type, to the byte, and a line
+    says which are not of the type of most.
+    """
 
     def mix(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {
@@ -171,8 +183,16 @@ def test_mixed_types_are_kept(through: Any, llama: Path, tmp_path: Path) -> None
         }
 
     rewrite(llama, mix)
+    said: list[str] = []
     for source, load, target, save in (("hf", llama, through, "there"), (through, tmp_path / "there", "hf", "back")):
-        convert(Conversion(source, load, target, tmp_path / save), lambda line: None)  # type: ignore[arg-type]
+        convert(Conversion(source, load, target, tmp_path / save), said.append)  # type: ignore[arg-type]
+    assert [line for line in said if "mixes types" in line] == [
+        f"note: {llama} mixes types: 22 of 30 tensors are bfloat16, but lm_head.weight is float16, "
+        "model.layers.0.input_layernorm.weight is float32, model.layers.0.post_attention_layernorm.weight is float32, "
+        "model.layers.1.input_layernorm.weight is float32, model.layers.1.post_attention_layernorm.weight is float32, "
+        "model.layers.2.input_layernorm.weight is float32 and 2 more; a conversion keeps the type of each, and a run "
+        "trains all in its own"
+    ]
     assert set(types_of(llama).values()) == {torch.float32, torch.bfloat16, torch.float16}
     assert types_of(tmp_path / "back") == types_of(llama)
     assert_same_bytes(llama, tmp_path / "back")

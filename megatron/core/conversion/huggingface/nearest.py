@@ -15,6 +15,14 @@ from megatron.small_files import shown
 if TYPE_CHECKING:
     from megatron.core.conversion.huggingface.format import HuggingFaceFormat
 
+_TABLE_EACH = "its encoder and its decoder have a table of positions each, and here both read one"
+REASONS = {
+    "bart": _TABLE_EACH,
+    "mbart": _TABLE_EACH,
+    "umt5": "each of its layers has relative positions of its own, and here those of a stack share them",
+}
+"""Why models of types that are often asked for don't convert."""
+
 # Sizes with which a model is built for the names of its tensors.
 _SIZES = {
     **dict.fromkeys(("hidden_size", "ffn_hidden_size", "vocab_size", "max_position_embeddings"), 64),
@@ -73,13 +81,15 @@ def unknown_type(
     ``tensors``: names of those in the model's files, or none where there are no files. ``where``: the config.json.
     """
     formats = tuple(formats)
-    found = [_differences(config, tensors, known, name) for known in formats for name in known.types]
-    nearest = min((each for each in found if each), key=lambda each: each.distance)
     said = f"{where} describes a model of type {config.get('model_type')!r}, which does not convert"
     inner = config.get("text_config")
-    if isinstance(inner, dict) and any(inner.get("model_type") in known.types for known in formats):
+    if reason := REASONS.get(str(config.get("model_type"))):
+        said += f": {reason}"
+    elif isinstance(inner, dict) and any(inner.get("model_type") in known.types for known in formats):
         said += f"; its text model is a {inner['model_type']}, which converts from a folder of its own"
     else:
+        found = [_differences(config, tensors, known, name) for known in formats for name in known.types]
+        nearest = min((each for each in found if each), key=lambda each: each.distance)
         said += f"; the nearest type that does is {nearest.model_type}, {nearest}"
     if config.get("auto_map"):
         said += "; the code that comes with it (auto_map) is never executed"

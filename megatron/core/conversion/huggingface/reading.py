@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.tokenizer import TokenizerConfig
+from megatron.core.checkpointing.manifest import listed
 from megatron.core.checkpointing.torch_files import load_torch_file
 from megatron.core.conversion.companions import companions_in, tokenizer_in
 from megatron.core.conversion.huggingface.format import format_of, model_from_config
@@ -46,7 +47,7 @@ def read_huggingface(folder: Path) -> PortableModel:
     tensors = widened(config, tensors, where=str(folder))
     portable = _portable(config, tensors, str(folder), settings=settings)
     tokenizer = tokenizer_in(folder, rows=portable.model.vocab_size or 0)
-    notes = []
+    notes = [*portable.notes]
     if config.get("auto_map"):
         notes.append(
             f"note: {settings} names code of the model's own (auto_map), which is never executed: the model is read as "
@@ -115,6 +116,23 @@ def _portable(config: dict[str, Any], tensors: dict[str, LazyTensor], where: str
         tensors=to_ours(found, theirs, model, where=where, ignored=ignored),
         tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=(model.vocab_size or 1) - 1),
         seq_length=min(model.max_position_embeddings, 4096),
+        notes=_mixed_types({name: theirs[name].dtype for name in wanted}, where=where),
+    )
+
+
+def _mixed_types(dtypes: Mapping[str, torch.dtype], *, where: str) -> tuple[str, ...]:
+    """A note about tensors of another type than most have. Published models have such, as routers' biases in fp32; in
+    others it is an accident.
+    """
+    (most, count), *_ = Counter(dtypes.values()).most_common()
+    others = [
+        f"{name} is {str(dtype).removeprefix('torch.')}" for name, dtype in sorted(dtypes.items()) if dtype != most
+    ]
+    if not others:
+        return ()
+    return (
+        f"note: {where} mixes types: {count} of {len(dtypes)} tensors are {str(most).removeprefix('torch.')}, but "
+        f"{listed(others)}; a conversion keeps the type of each, and a run trains all in its own",
     )
 
 

@@ -152,7 +152,7 @@ MT5 = dataclasses.replace(
     defaults={**T5.defaults, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     # Settings say nothing true about the tie: 5 writes true for every model; ``complete`` looks for an output layer.
     read=lambda known: {**_read(known), "untie_embeddings_and_output_weights": True},
-    about="mT5, as T5 v1.1; umT5 has positions in every layer and does not convert",
+    about="mT5, as T5 v1.1",
     example="google/mt5-small",
 )
 
