@@ -7,7 +7,7 @@ from typing import Literal
 
 from megatron.config.flags import check_flags, flag, switch
 
-RecomputeModule = Literal["core_attn", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
+RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
 
 
 @check_flags
@@ -56,11 +56,11 @@ class TrainingConfig:
         default=None,
     )
     recompute_modules: tuple[RecomputeModule, ...] = flag(
-        "With --recompute-granularity selective. core_attn: attention scores; mlp: dense networks; moe: experts, with "
-        "their router and another exchange of tokens; moe_act: the activation of experts; shared_experts; "
-        "mla_up_proj: queries, keys and values of multi-latent attention, from their latents.",
+        "With --recompute-granularity selective. core_attn: attention scores; layernorm: results of the norms before "
+        "attention and networks; mlp: dense networks; moe: experts, with their router and another exchange of tokens; "
+        "moe_act: the activation of experts; shared_experts; mla_up_proj: queries, keys and values of multi-latent "
+        "attention, from their latents.",
         default=("core_attn",),
-        refused_values={"layernorm": "results of norms are always kept; name other modules"},
     )
     recompute_activations: bool = switch("Short for --recompute-granularity selective.")
     recompute_method: Literal["uniform", "block"] | None = flag(

@@ -210,7 +210,7 @@ DRAWING: dict[str, dict[str, Any]] = {
 EVERY_VARIANT = VARIANTS | THREES | FEW_GROUPS | DRAWING
 
 FULL, BLOCK = RecomputePlan("full"), RecomputePlan("full", "block", 1)
-SELECTIVE = RecomputePlan("selective")
+SELECTIVE = RecomputePlan("selective", modules=("core_attn", "layernorm"))
 
 HALVES: dict[str, Any] = {"micro_batch_size": 4}
 """Two microbatches, where one rank has four: gradients are added up, and ranks meet half as often."""

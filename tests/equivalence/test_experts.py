@@ -105,8 +105,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 FULL = RecomputePlan("full")
-MOE = RecomputePlan("selective", modules=("core_attn", "mlp", "moe"))
-PARTS = RecomputePlan("selective", modules=("moe_act", "shared_experts", "mla_up_proj"))
+MOE = RecomputePlan("selective", modules=("core_attn", "layernorm", "mlp", "moe"))
+PARTS = RecomputePlan("selective", modules=("layernorm", "moe_act", "shared_experts", "mla_up_proj"))
 LAYOUTS: dict[str, Layout] = {
     "one rank, recompute full": Layout(recompute=FULL),
     "ep2": Layout(dp=2, ep=2),

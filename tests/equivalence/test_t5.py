@@ -46,7 +46,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "relative with dropout": T5 | {"activation": "relu", "attention_dropout": 0.2, "hidden_dropout": 0.2},
     "megatron with dropout": SMALL | {"family": "t5", "attention_dropout": 0.2, "hidden_dropout": 0.2},
 }
-FULL, SELECTIVE = RecomputePlan("full"), RecomputePlan("selective")
+FULL, SELECTIVE = RecomputePlan("full"), RecomputePlan("selective", modules=("core_attn", "layernorm"))
 
 """Heads can't be exchanged under relative positions, and four context-parallel ranks of two slices are too many for the
 decoder's length."""

@@ -112,6 +112,7 @@ def modules_to_recompute_exist(run: RunConfig) -> str | None:
         "moe": "" if moe.has_experts else "--num-experts",
         "moe_act": "" if moe.has_experts else "--num-experts",
         "shared_experts": "" if moe.has_shared_experts else "--moe-shared-expert-intermediate-size",
+        "layernorm": "" if run.model.norm_placement != "after" else "a norm before them (--norm-placement before)",
         "mla_up_proj": "" if run.model.multi_latent_attention else "--multi-latent-attention",
     }
     named = [f"{module} without {lacking[module]}" for module in modules if lacking.get(module)]
@@ -146,6 +147,15 @@ RULES: tuple[Rule, ...] = (
         lambda run: run.training.recompute_method is not None and run.training.recompute_granularity != "full",
     ),
     modules_to_recompute_exist,
+    rule(
+        "--recompute-modules layernorm saves nothing with --apply-residual-connection-post-layernorm, where results of "
+        "norms are the residual stream; leave one out",
+        lambda run: (
+            run.training.recompute_granularity == "selective"
+            and "layernorm" in run.training.recompute_modules
+            and run.model.apply_residual_connection_post_layernorm
+        ),
+    ),
     rule(
         "--recompute-activations means --recompute-granularity selective, which excludes full; keep one",
         lambda run: run.training.recompute_activations and run.training.recompute_granularity == "full",

@@ -10,10 +10,10 @@ from megatron.config.training import RecomputeModule
 from megatron.core.ops.dropout import dropout
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload, costs_of
-from megatron.core.parallel.recompute import recomputed
+from megatron.core.parallel.recompute import recomputed, with_recomputed_inputs
 from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.norm import Norm
-from megatron.core.transformer.stack import BranchPlace, StackConfig
+from megatron.core.transformer.stack import Branch, BranchPlace, StackConfig
 
 
 class TransformerLayer(nn.Module):
@@ -44,6 +44,7 @@ class TransformerLayer(nn.Module):
         ]
         assert len({*names}) == len(names), f"modules of a layer need different names, not {names}"
         self._recomputed = {branch.name for branch in self._branches if branch.recompute_name in recompute}
+        self._discards_normed = "layernorm" in recompute and not self._post_norm
         place = BranchPlace(stack, context, self._number, recompute)
         for branch in self._branches:
             for name in (branch.norm, branch.norm_after):
@@ -57,19 +58,18 @@ class TransformerLayer(nn.Module):
         for branch in self._branches:
             if not branch.parallel:
                 stream, normed = x, {}
-            if branch.norm is None:
-                branch_input = stream.to(self._context.dtype)
+            if branch.norm is not None and self._discards_normed and self.training:
+                output = self._run_from_stream(branch, stream, inputs)
             else:
-                if branch.norm not in normed:
-                    normed[branch.norm] = getattr(self, branch.norm)(stream)
-                branch_input = normed[branch.norm]
-                if self._post_norm and not branch.parallel:
-                    x = branch_input.to(x.dtype)  # the type of the residual stream
-            module = getattr(self, branch.name)
-            if branch.name in self._recomputed and self.training:
-                output = recomputed(module, branch_input, inputs)
-            else:
-                output = module(branch_input, inputs)
+                if branch.norm is None:
+                    branch_input = stream.to(self._context.dtype)
+                else:
+                    if branch.norm not in normed:
+                        normed[branch.norm] = getattr(self, branch.norm)(stream)
+                    branch_input = normed[branch.norm]
+                    if self._post_norm and not branch.parallel:
+                        x = branch_input.to(x.dtype)  # the type of the residual stream
+                output = self._run(branch, branch_input, inputs)
             if branch.norm_after is not None:
                 output = getattr(self, branch.norm_after)(output)
             if branch.scale != 1.0:
@@ -77,9 +77,25 @@ class TransformerLayer(nn.Module):
             x = x + self._drop(output, inputs, branch.dropout_stream)
         return x
 
+    def _run(self, branch: Branch, branch_input: Tensor, inputs: LayerInputs) -> Tensor:
+        module = getattr(self, branch.name)
+        if branch.name in self._recomputed and self.training:
+            return recomputed(module, branch_input, inputs)
+        output: Tensor = module(branch_input, inputs)
+        return output
+
+    def _run_from_stream(self, branch: Branch, stream: Tensor, inputs: LayerInputs) -> Tensor:
+        """A branch whose norm is computed again in the backward pass; branches in parallel each compute their own."""
+        assert branch.norm is not None
+        norm = getattr(self, branch.norm)
+        return with_recomputed_inputs(
+            lambda normed: self._run(branch, normed, inputs), lambda given: (norm(given),), stream
+        )
+
     def costs(self, workload: Workload) -> Costs:
         """Its branches, and a mask of dropout for each of them, one byte an element. Branches in parallel keep the
-        same hidden states: those before a norm, or the norm's result. A branch that is recomputed keeps its input.
+        same hidden states: those before a norm, or the norm's result. A branch that is recomputed keeps its input, and
+        none that a norm computes again.
         """
         elements, branches = workload.rows * self._hidden_size, Costs()
         for name, module in self.named_children():
@@ -93,8 +109,12 @@ class TransformerLayer(nn.Module):
         ]
         masks = len(self._branches) * elements * (self._dropout > 0)
         gradients = 2 * elements * workload.stream_itemsize
+        norms = {each.norm for each in self._branches if each.norm} if self._discards_normed else ()
+        normed = elements * workload.itemsize
         return dataclasses.replace(
-            branches, kept=branches.kept + masks - elements * sum(shared), working=branches.working + gradients
+            branches,
+            kept=branches.kept + masks - elements * sum(shared) - normed * len(norms),
+            working=branches.working + gradients + normed * bool(norms),
         )
 
     def _drop(self, branch: Tensor, inputs: LayerInputs, stream: str) -> Tensor:

@@ -230,6 +230,17 @@ def test_activations_with_recomputed_modules(name: str, modules: tuple[str, ...]
     assert kept_activations(run)[0] < 0.95 * kept_activations(whole)[0]
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("others", [(), ("mlp",)], ids=["alone", "with networks"])
+def test_activations_without_results_of_norms(name: str, others: tuple[str, ...]) -> None:
+    """What a norm before a branch computes again isn't kept, in branches one after the other and in parallel."""
+    training = {"recompute_granularity": "selective", "recompute_modules": ("layernorm", *others)}
+    run, whole = run_with(ARCHITECTURES[name], {"bf16": True}, training), run_with(ARCHITECTURES[name], {"bf16": True})
+    assert kept_activations(run) == [pytest.approx(measured(run), rel=0.03)]
+    if not (run.model.apply_residual_connection_post_layernorm or run.model.norm_placement == "after"):
+        assert kept_activations(run)[0] < 0.98 * kept_activations(whole)[0]
+
+
 @pytest.mark.parametrize(
     "model",
     [

@@ -110,7 +110,11 @@ def test_activations(moe: dict[str, Any], precision: dict[str, Any]) -> None:
     assert costs.kept == pytest.approx(measured(run), rel=0.05)
 
 
-@pytest.mark.parametrize("modules", [("moe",), ("moe_act",), ("moe_act", "shared_experts")], ids=" ".join)
+@pytest.mark.parametrize(
+    "modules",
+    [("moe",), ("moe_act",), ("moe_act", "shared_experts"), ("layernorm", "moe_act", "shared_experts")],
+    ids=" ".join,
+)
 def test_activations_with_recomputed_modules(modules: tuple[RecomputeModule, ...]) -> None:
     """What a module computes again isn't kept, but for the choices of its tokens."""
     moe = {"num_experts": 8, "moe_ffn_hidden_size": 256, "moe_shared_expert_intermediate_size": 128}
