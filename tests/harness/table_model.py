@@ -47,6 +47,10 @@ class Table:
         self.plans.append(plan)
         assert len({(row.slot, row.encoder) for row in plan.rows}) == len(plan.rows), "a slot twice in a plan"
         logits: list[Tensor] = []
+        copies = [(row, self._block(row.copies)) for row in plan.rows if row.copies]
+        for row, content in copies:
+            block, _ = self._place(row, row.start)
+            self.cache |= {(block, offset): content[offset] for offset in content}
         for row in plan.rows:
             assert 0 <= row.slot < self.limits.max_requests
             if row.encoder:
@@ -67,6 +71,9 @@ class Table:
     def _write(self, row: PlanRow) -> None:
         for position, token in enumerate(row.tokens, start=row.start):
             self.cache[self._place(row, position)] = (token, self.encoders.get(row.slot, ()))
+
+    def _block(self, number: int) -> dict[int, tuple[int, tuple[int, ...]]]:
+        return {offset: content for (block, offset), content in self.cache.items() if block == number}
 
     def _place(self, row: PlanRow, position: int) -> tuple[int, int]:
         block = row.blocks[position // self.limits.block_size]

@@ -85,6 +85,10 @@ class BlockPool:
             self._cached.pop(block, None)
         self._holders.update(blocks)
 
+    def is_shared(self, block: int) -> bool:
+        """Whether several texts hold a block."""
+        return self._holders[block] > 1
+
     def num_cached_of(self, blocks: Sequence[int]) -> int:
         """How many of ``blocks`` no text holds."""
         return sum(block in self._cached for block in blocks)

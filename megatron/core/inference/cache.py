@@ -68,6 +68,14 @@ class KeyValueCache:
         """What the model sees in a step. ``in_tiles``: results don't depend on how texts are cut into steps."""
         return CachedStep(self, plan, backend, in_tiles=in_tiles)
 
+    def copy(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """Copy the content of blocks, from the first of each pair to the second; all are read before any is written."""
+        sources, targets = torch.tensor(blocks, device=self.device).unbind(1)
+        tensors = {each.data_ptr(): each for each in (*self.values.values(), *self.keys.values())}
+        for tensor in tensors.values():  # a key that holds its value comes after it
+            by_block = tensor.view(len(tensor), -1, self.block_size, tensor.shape[2])
+            by_block.index_copy_(1, targets, by_block[:, sources])
+
     def clear(self, places: Tensor) -> None:
         """Zero keys and values that an earlier text may have left."""
         for tensor in (*self.keys.values(), *self.values.values()):
@@ -109,6 +117,9 @@ class CachedStep:
         self._more: Callable[[Tensor, Tensor], Tensor] | None = None
         self._parts: dict[_Kind, list[_Part]] = {}
         self._biases: dict[tuple[int, _Kind], Tensor | None] = {}
+        copies = [(row.copies, row.blocks[row.start // cache.block_size]) for row in self._rows if row.copies]
+        if copies:
+            cache.copy(copies)
         if in_tiles:
             behind = self._index([self._behind(row) for row in self._rows])
             if len(behind):

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from megatron.config.flags import plural_s
+from megatron.core.inference.beams import BeamAnswer
 from megatron.core.inference.drafts import Drafter, PromptLookup
 from megatron.core.inference.drawing import Drawn, DrawRow, DrawState, draw, token_logprobs
 from megatron.core.inference.request import (
+    Beam,
+    BeamSearch,
     Finish,
     GeneratedToken,
     Request,
@@ -57,7 +60,8 @@ class _Answer:
     def __init__(self, text: TextState, tokenizer: Tokenizer | None) -> None:
         self.text, self.drawing = text, DrawState(text.request)
         self.prompt_logprobs: list[TokenLogprobs | None] = [] if text.request.prompt_logprobs is None else [None]
-        request = text.request
+        request, self._tokenizer = text.request, tokenizer
+        self.beams = None if request.beams is None else BeamAnswer(text, request.beams)
         self._watch = StopWatch(request.stop.strings, include_string=request.stop.include_string)
         self._stream = None
         if tokenizer is not None:
@@ -88,7 +92,11 @@ class _Answer:
 
     def update(self, finish: Finish | None = None) -> Update:
         """What is new. The text that was held back is shown at the end, unless a stop string has ended the text."""
-        if finish is not None and self._stream is not None and self._watch.matched is None:
+        beams: tuple[Beam, ...] = ()
+        if self.beams is not None and finish is not None and finish.reason in ("stop", "length"):
+            beams = self.beams.found(self._tokenizer)
+            self._new_text, self._tokens, finish = beams[0].text, list(beams[0].tokens), beams[0].finish
+        elif finish is not None and self._stream is not None and self._watch.matched is None:
             self._new_text += self._watch.finish() + self._stream.finish()
         update = Update(
             request_id=self.text.request.id,
@@ -97,6 +105,7 @@ class _Answer:
             finish=finish,
             prompt_logprobs=tuple(self.prompt_logprobs),
             cached_tokens=self.text.cached_tokens,
+            beams=beams,
         )
         self._new_text, self._tokens, self.prompt_logprobs = "", [], []
         return update
@@ -213,7 +222,8 @@ class Engine:
     def _step(self) -> list[Update]:
         while len(self._in_flight) < self._runner.depth and (step := self._scheduler.next_step()) is not None:
             if self._drafter is not None:
-                self._drafter.propose(step.rows, [self._answers[row.text.request.id].drawing for row in step.rows])
+                rows = [row for row in step.rows if row.text.places is None]
+                self._drafter.propose(rows, [self._answers[row.text.request.id].drawing for row in rows])
             plan = step.plan()
             self._steps += 1
             self._step_tokens += plan.num_tokens
@@ -235,6 +245,8 @@ class Engine:
                 self._score(answer, row, logits[first:end])
                 if answer.has_ended:
                     updates.append(self._finished(answer, Finish("length")))
+                elif row.draws and answer.beams is not None:
+                    updates += self._search(answer, answer.beams, row.text, logits[end - 1])
                 elif row.draws:
                     drawing.append((answer, row))
                     places += range(end - 1 - len(row.drafts), end)
@@ -251,6 +263,20 @@ class Engine:
             finish = self._accept(answer, row, [next(drawn) for _ in range(1 + len(row.drafts))])
             updates.append(answer.update() if finish is None else self._finished(answer, finish))
         return updates
+
+    def _search(self, answer: _Answer, beams: BeamAnswer, text: TextState, logits: Tensor) -> list[Update]:
+        """Take the logits of a beam's next token; when it was the last one's, all beams go on."""
+        try:
+            moves = beams.take(text, logits)
+        except ValueError as error:
+            return [self._finished(answer, Finish("error", error=str(error)))]
+        if moves is None:
+            return [answer.update()] if answer.prompt_logprobs else []
+        self._generated += len(beams.texts)
+        if not moves:
+            return [self._finished(answer, Finish("length"))]
+        beams.texts = self._scheduler.branch(beams.texts, moves)
+        return [answer.update()] if answer.prompt_logprobs else []
 
     def _score(self, answer: _Answer, row: ScheduledRow, logits: Tensor) -> None:
         """Take log-probabilities of the prompt from the logits of one row."""
@@ -309,6 +335,8 @@ class Engine:
                 f"{found} {total}, and the cache has room for {room}: generate at most {max(0, room - len(prompt))}, "
                 "or give the cache more memory with --inference-dynamic-batching-buffer-size-gb"
             )
+        if request.beams is not None:
+            self._check_beams(request, request.beams)
         if request.stop.strings and self._tokenizer is None:
             raise DataError("stop strings are looked for in text, and this engine has no tokenizer: give token ids")
         request.sampling.check_vocabulary(limits.vocabulary)
@@ -324,6 +352,22 @@ class Engine:
                 f"{limits.max_encoder_length}: shorten it"
             )
 
+    def _check_beams(self, request: Request, beams: BeamSearch) -> None:
+        most, pool = self._runner.limits.max_requests, self._scheduler.pool
+        if not 1 <= beams.width <= most:
+            raise DataError(
+                f"a search has {beams.width} beams; it has at least 1 and at most {most}, as many as texts are "
+                "generated at once (--inference-max-requests)"
+            )
+        if request.max_tokens < 1 or request.stop.strings:
+            raise DataError("a search generates a token at least, and is ended by tokens: leave out stop strings")
+        if (needed := self._scheduler.num_blocks_of(request)) > pool.num_blocks:
+            raise DataError(
+                f"{beams.width} beams of up to {len(request.prompt) + request.max_tokens} tokens need {needed} blocks "
+                f"of the cache, which has {pool.num_blocks}: ask for fewer beams or tokens, or give the cache more "
+                "memory with --inference-dynamic-batching-buffer-size-gb"
+            )
+
 
 def joined(request: Request, updates: Sequence[Update]) -> Result:
     """The result of a request from all of its updates."""
@@ -336,4 +380,5 @@ def joined(request: Request, updates: Sequence[Update]) -> Result:
         finish=finish,
         prompt_logprobs=tuple(score for update in updates for score in update.prompt_logprobs),
         cached_tokens=updates[-1].cached_tokens,
+        beams=updates[-1].beams,
     )

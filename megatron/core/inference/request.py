@@ -25,6 +25,20 @@ class StopRules:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BeamSearch:
+    """Look for the ``width`` likeliest answers instead of drawing one.
+
+    As many beams go on at once; one that has come to its end competes with the others by its score: the sum of its
+    tokens' log-probabilities, divided by their number to the power of ``length_penalty``. The search ends when no beam
+    that goes on scores more, at its present length, than the worst of ``width`` ended ones: transformers' beam search
+    with ``early_stopping=False``, which is Megatron-LM's, too.
+    """
+
+    width: int
+    length_penalty: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """One text to continue.
 
@@ -34,6 +48,7 @@ class Request:
     the likeliest tokens are reported for each generated one beside itself; None: no log-probabilities.
     ``prompt_logprobs``: the same for the tokens of the prompt. ``encoder_prompt``: what an encoder-decoder model
     encodes; its ``prompt`` begins the decoder's text. ``skip_special_tokens``: whether those are left out of the text.
+    ``beams``: how to search for the likeliest answers; then nothing is drawn, and the settings for it have no effect.
     """
 
     id: str
@@ -48,6 +63,7 @@ class Request:
     prompt_logprobs: int | None = None
     encoder_prompt: tuple[int, ...] = ()
     skip_special_tokens: bool = False
+    beams: BeamSearch | None = None
 
 
 @dataclass(frozen=True)
@@ -81,12 +97,23 @@ class Finish:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Beam:
+    """An answer that a search has found, with its ``score``; ``tokens`` with one that ended it."""
+
+    text: str
+    tokens: tuple[GeneratedToken, ...]
+    finish: Finish
+    score: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Update:
     """What a step brought one request.
 
     ``text``: what may be shown now; the texts of all updates together are the answer. ``tokens``: generated since the
     last update; one that ended the text is among them. ``prompt_logprobs``: once, with the first update; None for the
-    first token. ``cached_tokens``: tokens of the prompt whose keys and values another request had left.
+    first token. ``cached_tokens``: tokens of the prompt whose keys and values another request had left. ``beams``: the
+    answers of a search, the best first, with its last update; ``text`` and ``tokens`` are those of the best one.
     """
 
     request_id: str
@@ -95,6 +122,7 @@ class Update:
     finish: Finish | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     cached_tokens: int = 0
+    beams: tuple[Beam, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +135,7 @@ class Result:
     finish: Finish
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     cached_tokens: int = 0
+    beams: tuple[Beam, ...] = ()
 
     @property
     def ids(self) -> list[int]:

@@ -8,7 +8,8 @@ token is being computed. So reading a prompt in chunks, generating, and recomput
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from megatron.core.inference.block_pool import BlockPool, block_key
 from megatron.core.inference.request import Request
@@ -32,6 +33,24 @@ class SchedulerOptions:
 
 
 @dataclass(eq=False)
+class BeamPlaces:
+    """What the beams of one search have together: ``slots`` that none of them has now, those of all slots in which
+    their encoder prompt was read, and how many ``blocks`` are kept for them, enough for all to become as long as they
+    can. So none of them ever waits for another search, or loses its blocks.
+    """
+
+    slots: list[int]
+    blocks: int
+    texts: list[TextState] = field(default_factory=list)
+    encoded: set[int] = field(default_factory=set)
+
+    @property
+    def num_missing(self) -> int:
+        """Blocks that they may still ask for."""
+        return self.blocks - len({block for text in self.texts for block in text.blocks})
+
+
+@dataclass(eq=False)
 class TextState:
     """A request's text and where it is: ``computed`` of its ``tokens`` are in the cache or on the way there.
 
@@ -51,6 +70,7 @@ class TextState:
     num_scored: int = 0
     cached_tokens: int = 0
     attempt: int = 0
+    places: BeamPlaces | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
@@ -84,7 +104,7 @@ class ScheduledRow:
     """A text's part of a step.
 
     ``room``: how many ``drafts`` may be added. ``logits_from``: logits are wanted after the token at this position and
-    all later ones.
+    all later ones. ``copies``: the block that the one of ``start`` begins as a copy of, 0 for none.
     """
 
     text: TextState
@@ -95,6 +115,7 @@ class ScheduledRow:
     encoder: bool = False
     room: int = 0
     drafts: tuple[int, ...] = ()
+    copies: int = 0
 
     @property
     def is_stale(self) -> bool:
@@ -122,6 +143,7 @@ class ScheduledRow:
             blocks=() if self.encoder else tuple(self.text.blocks),
             logits_from=self.logits_from - self.start,
             encoder=self.encoder,
+            copies=self.copies,
         )
 
 
@@ -141,7 +163,8 @@ class Scheduler:
 
     Running texts go first, oldest first, those that need one token before those that are still being read; then
     waiting ones in order of arrival. When blocks run out, the youngest running text loses its own and starts again from
-    the head of the queue. ``depth``: steps in flight at once; each gets its share of the generating texts.
+    the head of the queue. ``depth``: steps in flight at once; each gets its share of the generating texts. Beams of a
+    search are texts that share blocks: a beam that writes to a shared one gets a copy first.
     """
 
     def __init__(self, limits: RunnerLimits, options: SchedulerOptions, *, depth: int = 1) -> None:
@@ -152,6 +175,7 @@ class Scheduler:
         self.preemptions = self.prompt_tokens = self.prefix_hits = 0
         self._depth = depth
         self._slots = list(range(limits.max_requests - 1, -1, -1))
+        self._searches: list[BeamPlaces] = []
         self._arrivals = 0
 
     def add(self, request: Request) -> TextState:
@@ -162,7 +186,17 @@ class Scheduler:
         return text
 
     def remove(self, text: TextState, *, is_broken: bool = False) -> None:
-        """End a text, wherever it is; the content of its blocks is kept for others, unless ``is_broken``."""
+        """End a text, wherever it is, and all beams of its search; the content of its blocks is kept for others, unless
+        ``is_broken``.
+        """
+        if text.places is not None:
+            for each in list(text.places.texts):
+                if is_broken:
+                    self.pool.forget(each.blocks)
+                self._leave(each)
+            self._slots += text.places.slots
+            self._searches.remove(text.places)
+            return
         if text.slot is None:
             self.waiting.remove(text)
             text.attempt += 1
@@ -177,6 +211,25 @@ class Scheduler:
         row.text.computed += len(drawn) - 1
         self._register(row.text)
 
+    def branch(self, texts: Sequence[TextState], moves: Sequence[tuple[int, int]]) -> list[TextState]:
+        """The beams of a search a token later: ``moves`` are pairs of a beam's number and its next token.
+
+        A beam may go on several times; beams that don't go on leave.
+        """
+        places, going_on = texts[0].places, {number for number, _ in moves}
+        assert places is not None, "no beam of a search"
+        for number, text in enumerate(texts):
+            if number not in going_on:
+                self._leave(text)
+        found: list[TextState] = []
+        for place, (number, _) in enumerate(moves):
+            is_first = number not in (earlier for earlier, _ in moves[:place])
+            found.append(texts[number] if is_first else self._fork(texts[number], places))
+        for text, (_, token) in zip(found, moves):
+            text.tokens.append(token)
+            self._register(text)
+        return found
+
     def next_step(self) -> ScheduledStep | None:
         """The next step; its tokens count as computed from now on. None when every text waits for a step in flight."""
         rows: dict[TextState, ScheduledRow] = {}
@@ -187,12 +240,14 @@ class Scheduler:
                 limit -= is_generating
                 self._schedule(text, rows)
         for text in list(self.waiting):
-            if not self._slots or not self._admit(text, rows):
+            if len(self._slots) < _num_slots(text) or not self._admit(text, rows):
                 break
         self._make_room_for_drafts(rows)
         for row in rows.values():
             if row.encoder:
                 row.text.is_encoded = True
+                if row.text.places is not None and row.text.slot is not None:
+                    row.text.places.encoded.add(row.text.slot)
             else:
                 row.text.computed += len(row.tokens)
                 self._register(row.text)
@@ -208,8 +263,9 @@ class Scheduler:
                 shared = self.pool.find(keys)
                 if len(shared) < len(keys) and self._is_being_computed(len(shared), keys[len(shared)]):
                     return True  # it waits for an equal prompt; those behind it need not
-        needed = self._num_blocks(len(text.tokens) + 1) - len(shared)
-        available = self.pool.num_available - self.pool.num_cached_of(shared)
+        needed = self.num_blocks_of(text.request) if text.request.beams else self._num_blocks(len(text.tokens) + 1)
+        needed -= len(shared)
+        available = self._num_available(text) - self.pool.num_cached_of(shared)
         # A block more for each running text, or the new one would soon lose its own to them.
         if self.running and available < needed + len(self.running):
             return False
@@ -218,7 +274,13 @@ class Scheduler:
         self.waiting.remove(text)
         self.running.append(text)
         self.running.sort(key=lambda text: text.arrival)
-        text.slot = self._slots.pop()
+        if text.request.beams is not None:
+            slots = [self._slots.pop() for _ in range(text.request.beams.width)]
+            text.places = BeamPlaces(slots, self.num_blocks_of(text.request), [text])
+            self._searches.append(text.places)
+            text.slot = slots.pop()
+        else:
+            text.slot = self._slots.pop()
         self.pool.hold(shared)
         text.blocks = shared
         text.computed = len(shared) * self.limits.block_size
@@ -243,19 +305,22 @@ class Scheduler:
         if not text.is_encoded:
             rows[text] = ScheduledRow(text, text.attempt, 0, text.request.encoder_prompt, count, encoder=True)
             return
-        end = text.computed + count
-        while self.pool.num_available < self._num_blocks(end) - len(text.blocks):
-            if (youngest := self.running[-1]) is text:
+        end, copies = text.computed + count, self._shared_block(text)
+        while self._num_available(text) < self._num_blocks(end) - len(text.blocks) + (copies > 0):
+            if (youngest := next(each for each in reversed(self.running) if each.places is None)) is text:
                 return  # older texts take its blocks when they need them
             self._preempt(youngest)
             rows.pop(youngest, None)
+        if copies:
+            text.blocks[-1:] = self.pool.allocate(1, after=text.blocks[-2] if len(text.blocks) > 1 else None)
+            self.pool.release([copies])
         self._grow(text, end)
         if text.is_scoring and text.computed < len(text.request.prompt):
             logits_from = min(end, max(text.computed, text.num_scored))
         else:
             logits_from = end - 1 if end == len(text.tokens) else end
         tokens = tuple(text.tokens[text.computed : end])
-        rows[text] = ScheduledRow(text, text.attempt, text.computed, tokens, logits_from)
+        rows[text] = ScheduledRow(text, text.attempt, text.computed, tokens, logits_from, copies=copies)
 
     def _row_length(self, text: TextState, rows: dict[TextState, ScheduledRow], *, start: int) -> int:
         """How many tokens of the text from ``start`` on the step has room for."""
@@ -276,11 +341,11 @@ class Scheduler:
         """Let rows that generate have drafts, of what budget and blocks are left."""
         budget = self.options.max_tokens - sum(len(row.tokens) for row in rows.values())
         for text, row in rows.items():
-            if row.encoder or text.remaining != len(row.tokens) or text.request.max_tokens == 0:
+            if row.encoder or text.remaining != len(row.tokens) or text.request.max_tokens == 0 or text.places:
                 continue
             end = row.start + len(row.tokens)
             most = min(self.options.num_drafts, text.request.max_tokens - text.num_generated - 1, budget)
-            spare = (len(text.blocks) + self.pool.num_available) * self.limits.block_size - end
+            spare = (len(text.blocks) + self._num_available(text)) * self.limits.block_size - end
             row.room = max(0, min(most, spare))
             budget -= row.room
             self._grow(text, end + row.room)
@@ -295,11 +360,45 @@ class Scheduler:
         """Give slot and blocks back; whatever is on the way for the text is stale."""
         assert text.slot is not None, "a text without a slot has nothing to give back"
         self.pool.release(text.blocks)
-        self._slots.append(text.slot)
+        if text.places is None:
+            self._slots.append(text.slot)
+        else:
+            text.places.slots.append(text.slot)
+            text.places.texts.remove(text)
         self.running.remove(text)
         text.slot, text.blocks, text.computed, text.num_registered = None, [], 0, 0
         text.is_encoded = not text.request.encoder_prompt
         text.attempt += 1
+
+    def _fork(self, text: TextState, places: BeamPlaces) -> TextState:
+        """Another beam with the same tokens, in the same blocks."""
+        assert text.computed == len(text.tokens), "a beam goes on when its tokens are computed"
+        beam = replace(
+            text, slot=places.slots.pop(), blocks=list(text.blocks), keys=list(text.keys), cached_tokens=0, attempt=1
+        )
+        beam.tokens = list(text.tokens)
+        beam.is_encoded = not text.request.encoder_prompt or beam.slot in places.encoded
+        self.pool.hold(beam.blocks)
+        places.texts.append(beam)
+        self.running.insert(self.running.index(text) + 1, beam)
+        return beam
+
+    def _shared_block(self, text: TextState) -> int:
+        """The block that the text's next token would be written to, if other beams hold it; else 0."""
+        if text.places is None or not text.computed % self.limits.block_size:
+            return 0
+        block = text.blocks[text.computed // self.limits.block_size]
+        return block if self.pool.is_shared(block) else 0
+
+    def _num_available(self, text: TextState) -> int:
+        """Blocks that the text may be given: not those that are kept for other searches."""
+        kept = sum(each.num_missing for each in self._searches if each is not text.places)
+        return self.pool.num_available - kept
+
+    def num_blocks_of(self, request: Request) -> int:
+        """How many blocks a request's text, or all of its beams together, may need."""
+        width = 1 if request.beams is None else request.beams.width
+        return width * self._num_blocks(len(request.prompt) + request.max_tokens)
 
     def _grow(self, text: TextState, length: int) -> None:
         missing = self._num_blocks(length) - len(text.blocks)
@@ -317,3 +416,7 @@ class Scheduler:
 
     def _num_blocks(self, length: int) -> int:
         return -(-length // self.limits.block_size)
+
+
+def _num_slots(text: TextState) -> int:
+    return 1 if text.request.beams is None else text.request.beams.width

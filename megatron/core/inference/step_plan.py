@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_ROW_FIELDS = 6
+_ROW_FIELDS = 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +24,7 @@ class PlanRow:
     ``blocks``: the request's block table: position ``p`` is at ``blocks[p // block_size]``. ``logits_from``: logits are
     wanted after each token from this one on; ``len(tokens)`` for none. ``encoder``: ``tokens`` are the whole encoder
     prompt of the slot's request, which has no blocks and no logits; decoder rows of the slot follow in later plans.
+    ``copies``: a block whose content is copied to the one of position ``start``, before any row writes; 0 for none.
     """
 
     slot: int
@@ -32,6 +33,7 @@ class PlanRow:
     blocks: tuple[int, ...]
     logits_from: int
     encoder: bool = False
+    copies: int = 0
 
     @property
     def num_logits(self) -> int:
@@ -56,13 +58,13 @@ class StepPlan:
         return sum(row.num_logits for row in self.rows)
 
     def to_array(self) -> NDArray[np.int64]:
-        """The plan as one flat array: the number of rows; six numbers for each row; all tokens; all block tables."""
+        """The plan as one flat array: the number of rows; seven numbers for each row; all tokens; all block tables."""
         header = [len(self.rows)]
         tokens: list[int] = []
         blocks: list[int] = []
         for row in self.rows:
             counts = (len(row.tokens), len(row.blocks))
-            header += (row.slot, row.start, row.logits_from, int(row.encoder), *counts)
+            header += (row.slot, row.start, row.logits_from, int(row.encoder), row.copies, *counts)
             tokens += row.tokens
             blocks += row.blocks
         return np.array(header + tokens + blocks, dtype=np.int64)
@@ -73,8 +75,8 @@ class StepPlan:
         numbers: list[int] = array.tolist()
         ends = range(1, _ROW_FIELDS * numbers[0] + 2, _ROW_FIELDS)
         fields = [numbers[start : start + _ROW_FIELDS] for start in ends[:-1]]
-        token_ends = list(accumulate((row[4] for row in fields), initial=ends[-1]))
-        block_ends = list(accumulate((row[5] for row in fields), initial=token_ends[-1]))
+        token_ends = list(accumulate((row[5] for row in fields), initial=ends[-1]))
+        block_ends = list(accumulate((row[6] for row in fields), initial=token_ends[-1]))
         return cls(
             tuple(
                 PlanRow(
@@ -84,8 +86,9 @@ class StepPlan:
                     blocks=tuple(numbers[block_ends[number] : block_ends[number + 1]]),
                     logits_from=logits_from,
                     encoder=bool(encoder),
+                    copies=copies,
                 )
-                for number, (slot, start, logits_from, encoder, _, _) in enumerate(fields)
+                for number, (slot, start, logits_from, encoder, copies, _, _) in enumerate(fields)
             )
         )
 

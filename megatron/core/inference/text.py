@@ -62,9 +62,11 @@ class TextStream:
         return len(self._bytes.getstate()[0])
 
 
-def token_texts(tokenizer: Tokenizer, tokens: Sequence[int], *, hidden: Container[int] = ()) -> list[str]:
+def token_texts(
+    tokenizer: Tokenizer, tokens: Sequence[int], *, prompt: Sequence[int] = (), hidden: Container[int] = ()
+) -> list[str]:
     """A text for each token, which together are the text of all: "" where a later one completes the character."""
-    stream = TextStream(tokenizer, hidden=hidden)
+    stream = TextStream(tokenizer, prompt, hidden=hidden)
     texts = [stream.add(token) for token in tokens]
     return [*texts[:-1], texts[-1] + stream.finish()] if texts else []
 

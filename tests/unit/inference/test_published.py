@@ -1,7 +1,8 @@
-"""Greedy answers of published models are those of transformers' generate."""
+"""Greedy answers and beams of published models are those of transformers' generate."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from transformers import GenerationConfig
 from megatron.core.conversion.huggingface.reading import from_transformers
 from megatron.core.conversion.portable import load_weights
 from megatron.core.inference.engine import Engine
-from megatron.core.inference.request import Request
+from megatron.core.inference.request import BeamSearch, Request, StopRules
 from megatron.core.inference.runner import CachedRunner
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.step_plan import RunnerLimits
@@ -25,7 +26,7 @@ from tests.published import FIRST, MODELS
 from tests.tiers import tiers
 
 PROMPTS = [(3, 1, 4), (5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6), (7,)]
-NEW, LENGTH = 20, 64
+NEW, LENGTH, WIDTH = 20, 64, 4
 ENCODERS = ("bert", "megatron-bert", "roberta", "xlm-roberta", "camembert", "modernbert")
 GENERATES = [name for name, (model_type, _) in MODELS.items() if model_type not in ENCODERS]
 
@@ -41,9 +42,9 @@ def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
     load_weights(ours, portable, context.mesh)
     is_encoder_decoder = bool(theirs.config.is_encoder_decoder)
     limits = RunnerLimits(
-        num_blocks=40,
+        num_blocks=48,
         block_size=4,
-        max_requests=3,
+        max_requests=WIDTH,
         max_length=LENGTH,
         vocabulary=portable.model.vocab_size or 0,
         max_encoder_length=LENGTH if is_encoder_decoder else 0,
@@ -59,10 +60,20 @@ def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
         )
         for number, prompt in enumerate(PROMPTS)
     ]
-    results = Engine(CachedRunner(ours, config, context, limits)).generate(requests)
+    engine = Engine(CachedRunner(ours, config, context, limits))
+    results = engine.generate(requests)
     greedy = _greedy_at_length if config.position_embedding_type in ("dynamic_ntk", "longrope") else _greedy
     for prompt, result in zip(PROMPTS, results, strict=True):
         assert [token.id for token in result.tokens] == greedy(theirs, prompt, first)
+    if greedy is _greedy_at_length:
+        return
+    beams = BeamSearch(width=WIDTH, length_penalty=0.7)
+    ends = frozenset(result.tokens[4].id for result in results)  # likely enough to end some beams
+    searches = [replace(request, beams=beams, stop=StopRules(token_ids=ends)) for request in requests[1:]]
+    for prompt, result in zip(PROMPTS[1:], engine.generate(searches), strict=True):
+        found, scores = _beams(theirs, prompt, first, beams, sorted(ends))
+        assert [[token.id for token in beam.tokens] for beam in result.beams] == found
+        assert [beam.score for beam in result.beams] == pytest.approx(scores, rel=1e-5)
 
 
 def _greedy_at_length(model: Any, prompt: tuple[int, ...], first: int | None) -> list[int]:
@@ -79,15 +90,36 @@ def _greedy_at_length(model: Any, prompt: tuple[int, ...], first: int | None) ->
 
 
 def _greedy(model: Any, prompt: tuple[int, ...], first: int | None) -> list[int]:
-    settings = GenerationConfig(  # type: ignore[no-untyped-call]
+    text: list[int] = _generated(model, prompt, first).sequences[0].tolist()
+    return text
+
+
+def _beams(
+    model: Any, prompt: tuple[int, ...], first: int | None, beams: BeamSearch, ends: list[int]
+) -> tuple[list[list[int]], list[float]]:
+    """Tokens of the answers, up to the one that ended it, and their scores."""
+    settings = {"num_beams": beams.width, "num_return_sequences": beams.width, "length_penalty": beams.length_penalty}
+    answer = _generated(model, prompt, first, eos_token_id=ends, output_scores=True, **settings)
+    texts = []
+    for text in answer.sequences.tolist():
+        length = next((place for place, token in enumerate(text, start=1) if token in ends), NEW)
+        texts.append(text[:length])
+    return texts, answer.sequences_scores.tolist()
+
+
+def _generated(model: Any, prompt: tuple[int, ...], first: int | None, **settings: Any) -> Any:
+    """What generate returns, with ``sequences`` without the prompt."""
+    config = GenerationConfig(  # type: ignore[no-untyped-call]
         do_sample=False,
         max_new_tokens=NEW,
-        eos_token_id=None,
         pad_token_id=0,
         decoder_start_token_id=first,
         use_cache=first is None,  # its cache of a T5 has as many layers as the encoder
+        return_dict_in_generate=True,
+        **{"eos_token_id": None, **settings},
     )
-    model.generation_config = settings
+    model.generation_config = config
     with in_fp64():
-        text: list[int] = model.generate(torch.tensor([prompt]), generation_config=settings)[0].tolist()
-    return text[1:] if first is not None else text[len(prompt) :]
+        answer = model.generate(torch.tensor([prompt]), generation_config=config)
+    answer.sequences = answer.sequences[:, 1 if first is not None else len(prompt) :]
+    return answer

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from megatron.core.inference.drafts import DraftModel
 from megatron.core.inference.engine import Engine
-from megatron.core.inference.request import Request
+from megatron.core.inference.request import BeamSearch, Request, StopRules
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.scheduler import SchedulerOptions
 from megatron.core.inference.step_plan import StepPlan
+from megatron.errors import DataError
 from tests.harness.table_model import Table, table
 
 VOCABULARY = 12  # few tokens, so that texts share beginnings and repeat themselves
@@ -60,7 +61,9 @@ requests = st.lists(
         max_tokens=st.integers(0, 9),
         sampling=st.sampled_from([Sampling(temperature=0.0), Sampling()]),
         seed=st.integers(0, 2),
+        stop=st.sampled_from([StopRules(), StopRules(token_ids=frozenset({1}))]),
         prompt_logprobs=st.sampled_from([None, None, 0, 2]),
+        beams=st.sampled_from([None, None, BeamSearch(width=2), BeamSearch(width=3, length_penalty=0.5)]),
     ),
     min_size=1,
     max_size=9,
@@ -87,7 +90,16 @@ def new_engine(setting: Setting) -> tuple[Engine, Table]:
 def expected(request: Request) -> tuple[list[int], int]:
     """What a request is answered alone, with room for everything."""
     result = Engine(table(vocabulary=VOCABULARY)).generate([request])[0]
-    return result.ids, len(result.prompt_logprobs)
+    return [token.id for token in result.tokens], len(result.prompt_logprobs)
+
+
+def can_answer(engine: Engine, request: Request) -> bool:
+    """Whether there is room for all beams of a search."""
+    try:
+        engine.check(request)
+    except DataError:
+        return False
+    return True
 
 
 def check_blocks(engine: Engine) -> None:
@@ -98,6 +110,11 @@ def check_blocks(engine: Engine) -> None:
     assert pool.num_free + pool.num_cached + pool.num_held == pool.num_blocks
     assert sum(pool._holders.values()) == sum(len(text.blocks) for text in texts)
     assert len({text.slot for text in texts}) == len(texts) <= engine.limits.max_requests
+    searches = engine._scheduler._searches
+    slots = [text.slot for text in texts] + [slot for each in searches for slot in each.slots]
+    assert sorted([*slots, *engine._scheduler._slots]) == list(range(engine.limits.max_requests))
+    assert all(each.num_missing >= 0 for each in searches)
+    assert sum(each.num_missing for each in searches) <= pool.num_available
 
 
 @settings(deadline=None)
@@ -107,7 +124,7 @@ def test_texts_depend_on_their_request_alone(
 ) -> None:
     """Any arrivals, chunks, forced preemption, prefix cache on and off, drafts, many steps in flight, aborts."""
     engine, runner = new_engine(setting)
-    asked = [replace(request, id=str(number)) for number, request in enumerate(asked)]
+    asked = [replace(request, id=str(number)) for number, request in enumerate(asked) if can_answer(engine, request)]
     ids: dict[str, list[int]] = {request.id: [] for request in asked}
     scores = dict.fromkeys(ids, 0)
     ends: dict[str, str] = {}

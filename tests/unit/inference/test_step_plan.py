@@ -16,6 +16,7 @@ rows = st.builds(
     blocks=ids,
     logits_from=st.integers(0, 5),
     encoder=st.booleans(),
+    copies=st.integers(0, 9),
 )
 
 
