@@ -37,7 +37,8 @@ def read_chat(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
 
 async def conversation_ids(fields: Mapping[str, Any], model: ServedModel, *, trust_templates: bool) -> list[int]:
     """Token ids of the ``messages`` as the chat template writes them. Raises ApiError."""
-    model.check_continues("an answer continues its conversation", param="messages")
+    if fields["continue_final_message"]:
+        model.check_continues("continue_final_message goes on with a message", param="continue_final_message")
     messages = [with_text(message, number) for number, message in enumerate(fields["messages"])]
     if fields["chat_template"] is not None and not trust_templates:
         raise ApiError(

@@ -235,7 +235,7 @@ class EngineThread:
             if update.tokens:
                 progress.first_token = progress.first_token or now
                 progress.last_token = now
-                progress.generated += len(update.tokens)
+                progress.generated += update.num_generated
             if update.finish is not None:
                 del self._open[update.request_id]
                 self._seconds_per_request += 0.1 * (now - progress.arrived - self._seconds_per_request)

@@ -247,7 +247,20 @@ SAMPLING = (
         _WORD,
         "The answer's id, after cmpl- or chatcmpl-; default: random. Logs have the header x-request-id instead.",
     ),
-    _refused("use_beam_search", "beams are not searched, so leave it out", False),
+    Field(
+        "use_beam_search",
+        _SWITCH,
+        "Search for the most probable texts instead of drawing them, with as many beams as best_of or n says; the "
+        "answer is the n best. Needs no seed and no temperature, top_k, top_p, min_p and stop, and no stream.",
+        False,
+    ),
+    Field(
+        "length_penalty",
+        _number(-10, 10),
+        "Needs use_beam_search: texts are compared by the sum of their log-probabilities, divided by the number of "
+        "tokens to this power.",
+        1.0,
+    ),
     _refused("priority", "requests are served in the order of their arrival", 0),
 )
 COMPLETION = (

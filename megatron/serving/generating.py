@@ -9,6 +9,8 @@ from typing import Any
 
 from megatron.core.inference.constrained import Constraint
 from megatron.core.inference.request import (
+    Beam,
+    BeamSearch,
     Finish,
     GeneratedToken,
     Request,
@@ -54,6 +56,7 @@ class Outcome:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     cached_tokens: int = 0
     finish: Finish | None = None
+    beams: tuple[Beam, ...] = ()
 
     def add(self, update: Update) -> None:
         """Take what a step brought; raises ApiError (500) for a request that failed."""
@@ -61,9 +64,15 @@ class Outcome:
         self.tokens += update.tokens
         self.prompt_logprobs = self.prompt_logprobs or update.prompt_logprobs
         self.cached_tokens = update.cached_tokens
-        self.finish = update.finish
+        self.finish, self.beams = update.finish, update.beams
         if self.finish is not None and self.finish.reason == "error":
             raise ApiError(f"the model failed on this request: {self.finish.error}", status=500, code="model_failed")
+
+    @property
+    def answers(self) -> list[Outcome]:
+        """Those of a search, the best first; else itself."""
+        rest = (self.prompt_logprobs, self.cached_tokens)
+        return [Outcome(beam.text, list(beam.tokens), *rest, beam.finish) for beam in self.beams] or [self]
 
     @property
     def ending(self) -> Finish:
@@ -98,6 +107,9 @@ def api_call(
         model.checked_prompt(list(ids), max_tokens=most, truncate=truncate, param=param, place=place)
         for place, ids in prompts.items()
     ]
+    beams = None
+    if fields["use_beam_search"]:
+        beams, choices = BeamSearch(width=choices, length_penalty=fields["length_penalty"]), 1
     seed = secrets.randbits(31) if fields["seed"] is None else fields["seed"]
     sampling, stop = sampling_of(fields, model), stop_rules(fields, model)
     constraint = constraint_of(fields, model)
@@ -114,6 +126,7 @@ def api_call(
             choice=choice,
             logprobs=_logprobs_of(fields, ranked=choices > fields["n"]),
             prompt_logprobs=_prompt_logprobs_of(fields),
+            beams=beams,
         )
         for number, ids in enumerate(checked)
         for choice in range(choices)
@@ -134,6 +147,7 @@ def check_together(fields: Mapping[str, Any], *, choices: int) -> None:
         )
     if fields["stream"] and fields.get("prompt_logprobs") is not None:
         raise ApiError("prompt_logprobs cannot be streamed: leave out one of both", param="prompt_logprobs")
+    check_beams(fields)
     if fields["truncate_prompt_tokens"] == 0:
         raise ApiError(
             "truncate_prompt_tokens is 0; it must be 1 or more, or -1 for as many as fit",
@@ -143,6 +157,23 @@ def check_together(fields: Mapping[str, Any], *, choices: int) -> None:
         raise ApiError(
             f"min_tokens {fields['min_tokens']} is more than max_tokens {fields['max_tokens']}", param="min_tokens"
         )
+
+
+def check_beams(fields: Mapping[str, Any]) -> None:
+    """Raise ApiError for fields that have no effect with ``use_beam_search``, or only with it."""
+    if not fields["use_beam_search"]:
+        if fields["length_penalty"] != 1.0:
+            raise ApiError("length_penalty has no effect without use_beam_search: true", param="length_penalty")
+        return
+    if fields["stream"]:
+        raise ApiError("use_beam_search cannot be streamed, since the best are known at the end", param="stream")
+    drawing: dict[str, tuple[Any, ...]] = {"temperature": (0, 1), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
+    drawing |= {"seed": (None,), "stop": ([],)}
+    for name, neutral in drawing.items():
+        if fields[name] not in neutral:
+            raise ApiError(
+                f"{name} has no effect with use_beam_search, which draws no tokens: leave it out", param=name
+            )
 
 
 def sampling_of(fields: Mapping[str, Any], model: ServedModel) -> Sampling:
@@ -211,7 +242,7 @@ def stop_rules(fields: Mapping[str, Any], model: ServedModel) -> StopRules:
 def best_of(found: Sequence[Outcome], call: ApiCall) -> Iterator[tuple[int, Outcome]]:
     """The outcomes that the answer holds, each with its prompt's number: of each prompt those likeliest a token."""
     for number in range(len(call.prompts)):
-        group = found[number * call.choices : (number + 1) * call.choices]
+        group = [each for one in found[number * call.choices : (number + 1) * call.choices] for each in one.answers]
         if call.choices > call.answered:
             group = sorted(group, key=_mean_logprob, reverse=True)
         for outcome in group[: call.answered]:
@@ -222,7 +253,7 @@ def usage(call: ApiCall, found: Iterable[Outcome]) -> dict[str, Any]:
     """Counts of tokens: each prompt once, and all that was generated."""
     found = list(found)
     prompt = sum(map(len, call.prompts))
-    generated = sum(len(outcome.tokens) for outcome in found)
+    generated = sum(len(each.tokens) for outcome in found for each in outcome.answers)
     cached = sum(outcome.cached_tokens for outcome in found[:: call.choices])
     return {
         "prompt_tokens": prompt,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config.suggestions import did_you_mean
-from megatron.core.inference.request import Request, StopRules
+from megatron.core.inference.request import BeamSearch, Request, StopRules
 from megatron.core.inference.sampling import Sampling
 from megatron.serving.errors import ApiError
 from megatron.serving.fields import Field
@@ -115,19 +115,37 @@ SETTINGS = (
         out_of_range="must be a positive integer of at most 63 bits",
     ),
 )
-_BEAMS = tuple(
-    Field(name, {"enum": []}, "Refused: beam search is not served.")
-    for name in ("beam_width", "stop_token", "length_penalty")
+BEAMS = (
+    ApiField(
+        "beam_width",
+        {"type": "integer", "minimum": 1, "maximum": 1000},
+        "Search for this many most probable texts of one prompt, which are all answered, the best first, with their "
+        "scores.",
+        wrong_type="must be integer",
+        out_of_range="must be an integer > 1",
+    ),
+    ApiField(
+        "stop_token",
+        {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
+        "Needs beam_width: the token that ends a text; default: those that end a document.",
+        wrong_type="must be an integer",
+    ),
+    ApiField(
+        "length_penalty",
+        {"type": "number", "minimum": -10, "maximum": 10},
+        "Needs beam_width: a score is the sum of log-probabilities, divided by the number of tokens to this power.",
+        1.0,
+        wrong_type="must be a float",
+        out_of_range="must be a float from -10 to 10",
+    ),
 )
-FIELDS: tuple[Field, ...] = (PROMPTS, *SETTINGS, *_BEAMS)
+FIELDS: tuple[Field, ...] = (PROMPTS, *SETTINGS, *BEAMS)
 _NAMES = [field.name for field in FIELDS]
 _REPLACED = {
     "max_len": "max_len is no longer used.  Replace with tokens_to_generate",
     "sentences": "sentences is no longer used.  Replace with prompts",
-    "beam_width": "Beam search is no longer supported.",
-    "stop_token": "stop_token belongs to beam search, which is no longer supported",
-    "length_penalty": "length_penalty belongs to beam search, which is no longer supported",
 }
+_DRAWING = ("temperature", "top_k", "top_p", "random_seed", "stop_on_double_eol", "stop_on_eol")
 
 
 def checked_fields(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,7 +162,7 @@ def checked_fields(body: Mapping[str, Any]) -> dict[str, Any]:
                 code="unknown_field",
             )
     fields: dict[str, Any] = {"prompts": _prompts(given["prompts"])}
-    fields |= {field.name: field.read(given.get(field.name)) for field in SETTINGS}
+    fields |= {field.name: field.read(given.get(field.name)) for field in (*SETTINGS, *BEAMS)}
     scores = fields["tokens_to_generate"] > 0 or fields["logprobs"]
     _require(scores, "logprobs", "tokens_to_generate=0 implies logprobs should be True")
     top_p = fields["top_p"]
@@ -153,7 +171,22 @@ def checked_fields(body: Mapping[str, Any]) -> dict[str, Any]:
         _require(top_p > 0 or not fields[name], name, f"{name} cannot be set without top_p")
     _require(fields["top_p_bound"] <= top_p, "top_p_bound", "top_p_bound must be greater than 0 and less than top_p")
     _require("" not in fields["prompts"] or fields["add_BOS"], "prompts", "Empty prompts require add_BOS=true")
+    _check_beams(fields, given)
     return fields
+
+
+def _check_beams(fields: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise ApiError for fields that have no effect with ``beam_width``, or only with it."""
+    if fields["beam_width"] is None:
+        for name in ("stop_token", "length_penalty"):
+            _require(name not in given, name, f"{name} cannot be set without beam_width")
+        return
+    _require(len(fields["prompts"]) == 1, "prompts", "When doing beam_search, batch size must be 1")
+    _require(fields["tokens_to_generate"] > 0, "tokens_to_generate", "beam_width needs tokens_to_generate above 0")
+    neutral = {field.name: field.default for field in SETTINGS}
+    for name in _DRAWING:
+        message = f"{name} has no effect with beam_width, which draws no tokens and is ended by tokens: leave it out"
+        _require(fields[name] == neutral[name], name, message)
 
 
 def _require(holds: bool, name: str, message: str) -> None:
@@ -173,8 +206,15 @@ def _prompts(prompts: Any) -> list[str]:
 def read_megatron(body: Mapping[str, Any], model: ServedModel, *, id: str) -> ApiCall:
     """A request, checked. Raises ApiError."""
     fields = checked_fields(body)
-    model.check_continues("/api answers with each prompt and its continuation", param="prompts")
-    most = fields["tokens_to_generate"]
+    most, width = fields["tokens_to_generate"], fields["beam_width"]
+    if not most:
+        model.check_continues("tokens_to_generate=0 scores prompts", param="tokens_to_generate")
+    ends, beams = model.end_ids, None
+    if width is not None:
+        beams = BeamSearch(width=width, length_penalty=fields["length_penalty"])
+    if fields["stop_token"] is not None:
+        model.check_ids([fields["stop_token"]], param="stop_token")
+        ends = frozenset({fields["stop_token"]})
     first = [model.tokenizer.eod] if fields["add_BOS"] else []
     prompts = [
         model.checked_prompt(
@@ -199,26 +239,33 @@ def read_megatron(body: Mapping[str, Any], model: ServedModel, *, id: str) -> Ap
             prompt=tuple(ids),
             max_tokens=most,
             sampling=sampling,
-            stop=StopRules(token_ids=model.end_ids, strings=stops, include_string=True),
+            stop=StopRules(token_ids=ends, strings=stops, include_string=True),
             seed=seed + number,
             logprobs=0 if fields["logprobs"] else None,
-            prompt_logprobs=0 if fields["logprobs"] else None,
+            prompt_logprobs=0 if fields["logprobs"] and model.decoder_start is None else None,
+            beams=beams,
         )
         for number, ids in enumerate(prompts)
     ]
+    requests = list(map(model.placed, requests))
     return ApiCall(id=id, fields=fields, prompts=prompts, requests=requests, choices=1, seed=seed)
 
 
 def answer_of(found: Sequence[Outcome], call: ApiCall, model: ServedModel) -> dict[str, Any]:
-    """Each prompt with its continuation, whose last token is the one that ended it, and its tokens."""
+    """Each prompt with its continuation, whose last token is the one that ended it, and its tokens; of a search all
+    answers, with their scores. A decoder's text doesn't continue the prompt, and comes alone.
+    """
     texts = TokenTexts(model.tokenizer)
     segments, logprobs = [], []
-    for prompt, outcome in zip(call.prompts, found):
-        segments.append(texts.segments([*prompt, *(token.id for token in outcome.tokens)]))
+    for prompt, outcome in ((prompt, each) for prompt, one in zip(call.prompts, found) for each in one.answers):
+        before = prompt if model.decoder_start is None else []
+        segments.append(texts.segments([*before, *(token.id for token in outcome.tokens)]))
         values = [*outcome.prompt_logprobs[1:], *(token.logprobs for token in outcome.tokens)]
         logprobs.append([finite(each.logprob) for each in values if each is not None])
+    scores = [finite(beam.score) for outcome in found for beam in outcome.beams]
     return {
         "text": ["".join(each) for each in segments],
         "segments": segments,
         "logprobs": logprobs if call.fields["logprobs"] else None,
+        **({"scores": scores} if scores else {}),
     }

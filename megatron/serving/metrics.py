@@ -45,7 +45,7 @@ class Metrics:
     def updated(self, progress: Progress, update: Update, now: float) -> None:
         """A request has got an update."""
         if update.tokens:
-            self._generated.labels(self.model_name).inc(len(update.tokens))
+            self._generated.labels(self.model_name).inc(update.num_generated)
             if progress.first_token is None:
                 self._first.labels(self.model_name).observe(now - progress.arrived)
                 self._prompt.labels(self.model_name).inc(progress.prompt_tokens)
@@ -57,7 +57,7 @@ class Metrics:
             self._whole.labels(self.model_name).observe(now - progress.arrived)
             self._decode.labels(self.model_name).observe(now - (progress.first_token or now))
             self._prompts.labels(self.model_name).observe(progress.prompt_tokens)
-            self._texts.labels(self.model_name).observe(progress.generated + len(update.tokens))
+            self._texts.labels(self.model_name).observe(progress.generated + update.num_generated)
 
     def refused(self) -> None:
         """A request was refused as the queue was full."""

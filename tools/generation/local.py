@@ -29,15 +29,11 @@ class Generator:
         self._stop = StopRules(token_ids=end_ids(self.tokenizer, local.end_tokens), strings=local.stop)
         self._interrupted = False
         self._tokenizer_model = trained.config.tokenizer.tokenizer_model
-        self._start, family = decoder_start(trained), trained.train_spec.name
-        if local.chat and self._start is not None:
-            raise ConfigError(f"--chat: a {family} model answers single texts and holds no conversations; use --prompt")
+        self._start = decoder_start(trained)
 
     @cached_property
     def template(self) -> ChatTemplate:
         """The chat template. Raises ConfigError when there is none."""
-        if self._start is not None:
-            raise ConfigError('this model answers single texts and holds no conversations: ask with "prompt"')
         if self._local.chat_template is None and own_template(self._tokenizer_model) is None:
             raise ConfigError("the tokenizer has no chat template; give one with --chat-template FILE")
         return load_template(self._local.chat_template or OWN, self._tokenizer_model, learned="assistant")
@@ -130,7 +126,7 @@ class Generator:
 
     def _reply(self, messages: Sequence[Mapping[str, str]], answer: list[str]) -> None:
         ids = self.ids_of_conversation(messages)
-        room = self.engine.limits.max_length - len(ids)
+        room = self.engine.limits.max_length - (len(ids) if self._start is None else 1)
         if room < 1:
             raise DataError(
                 f"the conversation has {len(ids)} tokens, and the model sees "

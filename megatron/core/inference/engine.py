@@ -222,8 +222,8 @@ class Engine:
     def _step(self) -> list[Update]:
         while len(self._in_flight) < self._runner.depth and (step := self._scheduler.next_step()) is not None:
             if self._drafter is not None:
-                rows = [row for row in step.rows if row.text.places is None]
-                self._drafter.propose(rows, [self._answers[row.text.request.id].drawing for row in rows])
+                guessing = [row for row in step.rows if row.text.places is None]
+                self._drafter.propose(guessing, [self._answers[row.text.request.id].drawing for row in guessing])
             plan = step.plan()
             self._steps += 1
             self._step_tokens += plan.num_tokens

@@ -124,6 +124,11 @@ class Update:
     cached_tokens: int = 0
     beams: tuple[Beam, ...] = ()
 
+    @property
+    def num_generated(self) -> int:
+        """Tokens of all answers that it brought."""
+        return sum(len(beam.tokens) for beam in self.beams) or len(self.tokens)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Result:

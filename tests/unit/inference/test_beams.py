@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ def by_hand(model: Table, request: Request) -> list[tuple[list[int], float]]:
     """The rules on lists of tokens, with sums in fp64."""
     beams = request.beams
     assert beams is not None
-    going_on, ended = [((), 0.0)], list[tuple[Any, float]]()
+    going_on, ended = [(tuple[int, ...](), 0.0)], list[tuple[tuple[int, ...], float]]()
     for length in range(1, request.max_tokens + 1):
         found = []
         for tokens, total in going_on:

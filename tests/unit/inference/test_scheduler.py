@@ -111,7 +111,7 @@ def check_blocks(engine: Engine) -> None:
     assert sum(pool._holders.values()) == sum(len(text.blocks) for text in texts)
     assert len({text.slot for text in texts}) == len(texts) <= engine.limits.max_requests
     searches = engine._scheduler._searches
-    slots = [text.slot for text in texts] + [slot for each in searches for slot in each.slots]
+    slots = [text.slot for text in texts if text.slot is not None] + [slot for each in searches for slot in each.slots]
     assert sorted([*slots, *engine._scheduler._slots]) == list(range(engine.limits.max_requests))
     assert all(each.num_missing >= 0 for each in searches)
     assert sum(each.num_missing for each in searches) <= pool.num_available

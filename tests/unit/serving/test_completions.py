@@ -120,6 +120,31 @@ def test_the_best_are_the_likeliest_a_token(running: Running) -> None:
     assert best["usage"]["completion_tokens"] == sum(len(each["logprobs"]["tokens"]) for each in every)
 
 
+def test_a_search_finds_the_likeliest_texts(running: Running) -> None:
+    """best_of beams, of which n are answered, the best first; those of /api."""
+    body = {"prompt": "hello", "max_tokens": 6, "use_beam_search": True, "length_penalty": 0.5, "logprobs": 2}
+    answer = ask(running.url, "/v1/completions", {**body, "n": 2, "best_of": 4}).json
+    fields = {"prompts": ["hello"], "tokens_to_generate": 6, "beam_width": 4, "length_penalty": 0.5}
+    texts = ask(running.url, "/api", fields).json["text"]
+    assert [f"hello{each['text']}" for each in answer["choices"]] == [
+        text.removesuffix("<|endoftext|>") for text in texts[:2]
+    ]
+    assert [each["index"] for each in answer["choices"]] == [0, 1]
+    assert answer["usage"]["completion_tokens"] > 2 * 6  # of all beams
+    for choice in answer["choices"]:
+        assert len(choice["logprobs"]["tokens"]) in range(2, 7) and choice["finish_reason"] in ("length", "stop")
+        assert all(1 <= len(each) <= 3 for each in choice["logprobs"]["top_logprobs"])
+    for more, message in (
+        ({"stream": True}, "use_beam_search cannot be streamed"),
+        ({"temperature": 0.5}, "temperature has no effect with use_beam_search"),
+        ({"stop": "a"}, "stop has no effect with use_beam_search"),
+        ({"use_beam_search": False}, "length_penalty has no effect without use_beam_search"),
+        ({"n": 9}, "a search has 9 beams"),
+    ):
+        reply = ask(running.url, "/v1/completions", {**body, **more})
+        assert reply.status == 400 and reply.message.startswith(message), reply.body
+
+
 def test_the_end_of_a_document_ends_a_text_and_is_not_in_it(running: Running) -> None:
     """And its log-probability is listed, as lm-eval drops the last of each list."""
     for number in range(200):

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.harness.serving import Running, ask, served
+from tests.harness.serving import Running, ask, byte_tokenizer, served
 
+TOKENIZER = byte_tokenizer()
 TEMPERATURE = "temperature must be a positive number less than or equal to 100.0"
 TOP_K = "top_k must be equal to or greater than 0 and less than or equal to 1000"
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -49,9 +50,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"no_log": {}}, "no_log must be a boolean value"),
     ({"random_seed": 1.5}, "random_seed must be integer"),
     ({"random_seed": -1}, "random_seed must be a positive integer"),
-    ({"beam_width": 2}, "Beam search is no longer supported."),
-    ({"stop_token": 5}, "stop_token belongs to beam search, which is no longer supported"),
-    ({"length_penalty": 1.0}, "length_penalty belongs to beam search, which is no longer supported"),
+    ({"beam_width": 1.5}, "beam_width must be integer"),
+    ({"beam_width": 0}, "beam_width must be an integer > 1"),
+    ({"beam_width": 2, "prompts": ["a", "b"]}, "When doing beam_search, batch size must be 1"),
+    ({"beam_width": 2, "stop_token": "x"}, "stop_token must be an integer"),
+    ({"beam_width": 2, "stop_token": 5000}, "stop_token has the token id 5000; this model has 0 to"),
+    ({"beam_width": 2, "length_penalty": "x"}, "length_penalty must be a float"),
+    ({"beam_width": 2, "temperature": 0.5}, "temperature has no effect with beam_width"),
+    ({"beam_width": 2, "stop_on_eol": True}, "stop_on_eol has no effect with beam_width"),
+    ({"beam_width": 2, "tokens_to_generate": 0, "logprobs": True}, "beam_width needs tokens_to_generate above 0"),
+    ({"beam_width": 9}, "a search has 9 beams; it has at least 1 and at most 8"),
+    ({"stop_token": 5}, "stop_token cannot be set without beam_width"),
+    ({"length_penalty": 1.0}, "length_penalty cannot be set without beam_width"),
     (
         {"prompts": ["a", "bb"], "tokens_to_generate": 511},
         "prompts[1] has 2 tokens; with tokens_to_generate 511 that "
@@ -120,6 +130,23 @@ def test_a_seed_and_a_number_make_a_text(running: Running) -> None:
     both = generated(running, prompts=["one", "hello"], random_seed=4)["text"]
     alone = generated(running, prompts=["hello"], random_seed=5)["text"]
     assert both[1] == alone[0] != generated(running, prompts=["hello"], random_seed=6)["text"][0]
+
+
+def test_beams_are_the_likeliest_texts(running: Running) -> None:
+    """All of them, the best first, each with the score that its log-probabilities make; one beam is the greedy text."""
+    settings = {"tokens_to_generate": 6, "logprobs": True}
+    answer = generated(running, beam_width=4, length_penalty=0.5, **settings)
+    assert len(set(answer["text"])) == len(answer["scores"]) == 4 and answer["scores"] == sorted(answer["scores"])[::-1]
+    for text, segments, logprobs, score in zip(*(answer[key] for key in ("text", "segments", "logprobs", "scores"))):
+        assert "".join(segments) == text and text.startswith("hello")
+        new = len(segments) - len(TOKENIZER.tokenize("hello"))
+        assert score == pytest.approx(sum(logprobs[-new:]) / new**0.5)
+    (greedy,) = generated(running, top_k=1, **settings)["text"]
+    assert generated(running, beam_width=1, **settings)["text"] == [greedy]
+    body = {"prompt": "hello", "max_tokens": 1, "use_beam_search": True, "return_token_ids": True}
+    (first,) = ask(running.url, "/v1/completions", body).json["choices"][0]["token_ids"]
+    ended = generated(running, beam_width=2, stop_token=first, length_penalty=0, **settings)
+    assert min(map(len, ended["segments"])) == len(TOKENIZER.tokenize("hello")) + 1
 
 
 def test_a_newline_ends_a_text_whatever_its_ids_are(running: Running) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,16 +78,22 @@ def test_one_rank_may_have_the_encoder(said: tuple[str, list[str]], tmp_path: Pa
     assert all(f"{prompt}\n=> {text}\n" in ended.output for prompt, text in zip(PROMPTS, texts))
 
 
+def test_the_encoder_reads_a_conversation(
+    said: tuple[str, list[str]], template: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the chat template writes it."""
+    folder, texts = said
+    words = ["--load", folder, "--tokens-to-generate", "7", "--temperature", "0"]
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{PROMPTS[0]}\n"))
+    text_generation_cli.main([*words, "--chat", "--chat-template", template])
+    assert capsys.readouterr().out == f"{texts[0]}\n"
+
+
 def test_what_a_t5_cannot_do_is_said(said: tuple[str, list[str]], tmp_path: Path) -> None:
     folder, _ = said
     words = ["--load", folder, "--tokens-to-generate", "7"]
-    with pytest.raises(ConfigError, match="--chat: a t5 model answers single texts and holds no conversations"):
+    with pytest.raises(ConfigError, match="the tokenizer has no chat template; give one with --chat-template FILE"):
         text_generation_cli.main([*words, "--chat"])
-    (tmp_path / "asked").write_text('{"messages": [{"role": "user", "content": "cat"}]}\n')
-    with pytest.raises(DataError, match='asked:1: this model .* holds no conversations: ask with "prompt"'):
-        text_generation_cli.main(
-            [*words, "--input-jsonl", f"{tmp_path}/asked", "--output-jsonl", f"{tmp_path}/answers"]
-        )
     with pytest.raises(DataError, match="prompt 1: the encoder's text has 30 tokens, and the encoder sees at most 16"):
         text_generation_cli.main([*words, "--prompt", "cat " * 30])
     with pytest.raises(DataError, match="begins with 1 token; with 64 generated .* at most 16: generate at most 15"):
@@ -97,9 +104,18 @@ def test_what_a_t5_cannot_do_is_said(said: tuple[str, list[str]], tmp_path: Path
 
 
 @pytest.fixture(scope="module")
-def url(said: tuple[str, list[str]]) -> Iterator[str]:
+def template(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A chat template that writes the messages alone, with the tokens around a whole text."""
+    path = tmp_path_factory.mktemp("template") / "chat.jinja"
+    path.write_text("{% for each in messages %}{{ each.content }}{% endfor %}")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def url(said: tuple[str, list[str]], template: str) -> Iterator[str]:
     """Of a server of the checkpoint."""
-    choice, config = TrainedModelConfig(load=said[0]), ServerConfig(port=0, no_access_log=True)
+    choice = TrainedModelConfig(load=said[0])
+    config = ServerConfig(port=0, no_access_log=True, chat_template=template)
     with (
         trained_model(choice, GENERATIVE, launch_environment({})) as trained,
         generation_engine(trained, InferenceConfig()) as engine,
@@ -125,16 +141,34 @@ def test_a_server_answers_with_the_decoders_text(said: tuple[str, list[str]], ur
     assert ask(url, "/v1/completions", {"prompt": "cat " * 16, "temperature": 0}).status == 200
 
 
+def test_megatron_lms_endpoint_and_chat_answer_too(said: tuple[str, list[str]], url: str) -> None:
+    """With the decoder's text alone, which doesn't continue the prompt."""
+    answer = ask(url, "/api", {"prompts": PROMPTS, "tokens_to_generate": 7, "top_k": 1, "logprobs": True}).json
+    assert [text.removesuffix(" [SEP]") for text in answer["text"]] == said[1]  # the end is in its texts
+    for segments, logprobs in zip(answer["segments"], answer["logprobs"], strict=True):
+        assert len(segments) == len(logprobs) and all(value <= 0 for value in logprobs)
+    beams = ask(url, "/api", {"prompts": PROMPTS[:1], "tokens_to_generate": 7, "beam_width": 3}).json
+    assert len(set(beams["text"])) == len(beams["scores"]) == 3
+    body = {"messages": [{"role": "user", "content": PROMPTS[0]}], "temperature": 0, "skip_special_tokens": False}
+    reply = ask(url, "/v1/chat/completions", {**body, "max_tokens": 7}).json
+    assert reply["choices"][0]["message"]["content"] == said[1][0] and reply["usage"]["prompt_tokens"] == 7
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param", "message"),
     [
         (
             "/api",
-            {"prompts": ["cat"]},
-            "prompts",
-            "/api answers with each prompt and its continuation",
+            {"prompts": ["cat"], "tokens_to_generate": 0, "logprobs": True},
+            "tokens_to_generate",
+            "tokens_to_generate=0 scores prompts, and the",
         ),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "cat"}]}, "messages", "an answer continues"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "assistant", "content": "cat"}], "continue_final_message": True},
+            "continue_final_message",
+            "continue_final_message goes on with a message, and the",
+        ),
         ("/v1/completions", {"prompt": "cat", "echo": True}, "echo", "echo begins a text with its prompt, and the"),
         (
             "/v1/completions",
@@ -150,7 +184,7 @@ def test_a_server_answers_with_the_decoders_text(said: tuple[str, list[str]], ur
         ),
         ("/v1/completions", {"prompt": "cat", "max_tokens": 16}, "max_tokens", "lower max_tokens to 15"),
     ],
-    ids=["api", "chat", "echo", "scores", "long", "room"],
+    ids=["api", "chat going on", "echo", "scores", "long", "room"],
 )
 def test_a_server_refuses_what_continues_prompts(
     url: str, path: str, body: dict[str, Any], param: str, message: str
