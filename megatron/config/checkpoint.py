@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron.config.flags import check_flags, flag, switch
-from megatron.config.model import ROTARY_FIELDS, ROTARY_TYPES
+from megatron.config.positions import ROTARY_FIELDS, ROTARY_TYPES
 
 _CHANGEABLE = frozenset({*ROTARY_FIELDS, "norm_epsilon"} - {"rotary_percent", "rotary_interleaved", "no_rope_freq"})
 

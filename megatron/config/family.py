@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
-from megatron.config.model import ROTARY_TYPES
+from megatron.config.positions import ROTARY_TYPES
 
 if TYPE_CHECKING:
     from typing_extensions import Self

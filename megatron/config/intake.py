@@ -13,7 +13,7 @@ from megatron.config.files import read_settings, words_of
 from megatron.config.flags import FlagSpec, flags_of, group_name, words
 from megatron.config.layer_patterns import canonical
 from megatron.config.legacy_flags import LEGACY_WORDS, LegacyFlag, legacy_flag
-from megatron.config.model import ROTARY_FIELDS
+from megatron.config.positions import ROTARY_FIELDS
 from megatron.config.run import CORE_GROUPS, CheckpointReader, FlagOwner, PublishedReader, nobody
 from megatron.config.suggestions import did_you_mean, meant_by
 from megatron.errors import ConfigError

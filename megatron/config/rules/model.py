@@ -6,7 +6,8 @@ from megatron.config.family import Rule, rule
 from megatron.config.flags import flags_of
 from megatron.config.latent_attention import LatentAttentionConfig
 from megatron.config.layer_patterns import window_layers
-from megatron.config.model import LAYER_BIASES, ROTARY_TYPES, ModelConfig
+from megatron.config.model import LAYER_BIASES, ModelConfig
+from megatron.config.positions import ROTARY_TYPES
 from megatron.config.rules.positions import beyond_positions
 from megatron.config.rules.sizes import divisors, divisors_near, multiples_near, some
 from megatron.config.run import RunConfig

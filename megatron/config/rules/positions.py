@@ -5,7 +5,8 @@ from __future__ import annotations
 from megatron.config.family import Rule, rule
 from megatron.config.flags import flags_of, one_of
 from megatron.config.layer_patterns import marked_layers
-from megatron.config.model import ROTARY_FIELDS, ModelConfig
+from megatron.config.model import ModelConfig
+from megatron.config.positions import ROTARY_FIELDS
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megatron.config.flags import flags_of
-from megatron.config.model import ROTARY_FIELDS, ModelConfig
+from megatron.config.model import ModelConfig
+from megatron.config.positions import ROTARY_FIELDS
 from megatron.core.conversion.huggingface.format import config_from_model, format_for, format_of, model_from_config
 from megatron.core.conversion.huggingface.known import Known
 from megatron.core.conversion.huggingface.listing import published_types

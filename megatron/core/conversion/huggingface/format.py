@@ -12,7 +12,8 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.config.flags import flags_of
-from megatron.config.model import LAYER_BIASES, ROTARY_FIELDS, Activation, ModelConfig
+from megatron.config.model import LAYER_BIASES, Activation, ModelConfig
+from megatron.config.positions import ROTARY_FIELDS
 from megatron.config.rules.positions import rotated_channels
 from megatron.core.conversion.bounds import KINDS, Count
 from megatron.core.conversion.huggingface.known import Json, Known

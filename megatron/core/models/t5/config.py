@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 from megatron.config.data import DataConfig
 from megatron.config.family import Rule
 from megatron.config.flags import check_flags, flag, switch
-from megatron.config.model import ROTARY_TYPES, ModelConfig
+from megatron.config.model import ModelConfig
+from megatron.config.positions import ROTARY_TYPES
 from megatron.core.models.sentences import SentenceConfig
 
 if TYPE_CHECKING:
