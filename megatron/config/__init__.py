@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
 from megatron.config.flags import check_flags, flag
+from megatron.config.fp8 import Fp8Config
 from megatron.config.inference import InferenceConfig
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
@@ -19,6 +20,7 @@ from megatron.config.training import TrainingConfig
 __all__ = [
     "CheckpointConfig",
     "DataConfig",
+    "Fp8Config",
     "InferenceConfig",
     "ModelConfig",
     "OptimizerConfig",

@@ -32,6 +32,8 @@ random numbers depend only on --seed, sample, layer and rank, with every kernel
     te-rng-tracker inference-rng-tracker
 there is one model implementation
     use-mcore-models use-legacy-models
+scales of --fp8-recipe delayed change after every step
+    fp8-interval
 all layers are PyTorch modules; Transformer Engine is not used
     transformer-impl
 it tunes Transformer Engine's communication overlap, and Transformer Engine is not used

@@ -147,9 +147,16 @@ choose with --activation
     no-swiglu no-geglu no-relu no-squared-relu no-exact-gelu
 a separate standard deviation for embeddings is not available yet; use --init-method-std
     embedding-init-method-std
-fp8 is not available yet; train with --bf16
-    fp8-* reuse-grad-buf-for-mxfp8-param-ag kitchen-config-file kitchen-recipe-number te-precision-config-file
-    no-fp8-wgrad first-last-layers-bf16 num-layers-at-start-in-bf16 num-layers-at-end-in-bf16
+weights are kept and gathered in bf16, and quantized once a step; leave it out
+    fp8-param-gather fp8-param reuse-grad-buf-for-mxfp8-param-ag
+logits are computed in bf16; leave it out
+    fp8-output-proj
+attention is computed in bf16, its projections in fp8; leave it out
+    fp8-dot-product-attention fp8-multi-head-attention
+choose a recipe with --fp8-recipe tensorwise, delayed, blockwise or mxfp8
+    fp8-quantizer-factory kitchen-config-file kitchen-recipe-number te-precision-config-file fp8-*
+the largest values of --fp8-recipe delayed are one small message a step over all ranks of a stage; leave it out
+    tp-only-amax-red
 give --moe-layer-freq with the layers that have experts
     first-k-dense-replace expert-interval
 give --num-experts and --moe-router-topk
@@ -223,7 +230,7 @@ NVIDIA's fault-tolerance package is not available: torchrun or Slurm restarts ra
     enable-ft-package calc-ft-timeouts
 that part of the generation engine is not available; leave it out
     inference-dynamic-batching-*
-fp4 is not available yet; train with --bf16
+fp4 is not available yet; train with --fp8-format e4m3 --fp8-recipe mxfp8
     fp4-*
 the Muon optimizer is not available yet; use --optimizer adam
     muon-*

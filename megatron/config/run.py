@@ -17,6 +17,7 @@ from megatron.config.command import CommandConfig
 from megatron.config.data import DataConfig
 from megatron.config.family import FamilyConfig, Purpose
 from megatron.config.flags import FlagSpec, flags_of, group_name
+from megatron.config.fp8 import Fp8Config
 from megatron.config.inference import InferenceConfig
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
@@ -43,6 +44,7 @@ CORE_GROUPS: tuple[type, ...] = (
     ModelConfig,
     ParallelConfig,
     PrecisionConfig,
+    Fp8Config,
     OptimizerConfig,
     TrainingConfig,
     DataConfig,
@@ -68,6 +70,7 @@ class RunConfig:
     data: DataConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    fp8: Fp8Config = field(default_factory=Fp8Config)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from megatron.config.fp8 import Fp8Config
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import CpCommType
 from megatron.config.pipeline import stage_shapes
@@ -17,6 +18,7 @@ from megatron.core.models.stage import Stage, model_stages
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.launch import DTYPES
+from megatron.core.parallel.low_precision import LowPrecision
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RngStreams
 from megatron.core.parallel.sharding import sharded_parameters
@@ -36,6 +38,8 @@ class _Layout:
     cp_comm_types: tuple[CpCommType, ...]
     cp_sizes: tuple[int, ...]
     dtype: torch.dtype
+    fp8: Fp8Config
+    num_layers: int
 
     @classmethod
     def of(cls, run: RunConfig) -> _Layout:
@@ -51,6 +55,8 @@ class _Layout:
             parallel.cp_comm_type,
             parallel.hierarchical_context_parallel_sizes or (),
             DTYPES[run.precision.params_dtype],
+            run.fp8,
+            run.num_layers if run.fp8.is_on else 0,
         )
 
 
@@ -64,6 +70,8 @@ def planned_context(run: RunConfig) -> ParallelContext:
 @functools.lru_cache(maxsize=64)
 def _context(layout: _Layout) -> ParallelContext:
     mesh = Mesh.of(tp=layout.tp, cp=layout.cp, dp=layout.dp, ep=layout.ep, etp=layout.etp)
+    low_precision = LowPrecision()
+    low_precision.configure(layout.fp8, num_layers=layout.num_layers)
     return ParallelContext(
         mesh=mesh,
         rng=RngStreams(0, mesh, torch.device("cpu")),
@@ -72,6 +80,7 @@ def _context(layout: _Layout) -> ParallelContext:
         sequence_parallel=layout.sequence_parallel,
         cp_comm_types=layout.cp_comm_types,
         cp_sizes=layout.cp_sizes,
+        low_precision=low_precision,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron.config.fp8 import Fp8Config
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import CpCommType
@@ -30,6 +31,7 @@ from megatron.core.pipeline_parallel.actions import Placement
 from megatron.core.pipeline_parallel.chunk import Microbatch, TensorSpec
 from megatron.core.pipeline_parallel.runner import Runner
 from megatron.core.pipeline_parallel.settings import PipelineSettings
+from megatron.core.tensor_parallel.fp8_linear import delayed_scaling
 from megatron.core.transformer.block import RecomputePlan
 from megatron.training.evaluation.parity import Observed, parts_of, whole_gradients
 from megatron.training.run.data import held_slices
@@ -95,6 +97,7 @@ def train(context: ParallelContext, settings: Mapping[str, Any], layout: Layout)
     settings = dict(settings)
     family, freeze = FAMILIES[settings.pop("family", "gpt")], settings.pop("freeze", ())
     published = settings.pop("published", None)
+    fp8 = Fp8Config(**settings.pop("fp8", {}))
     family = family_of_published(published) if published else family
     family = family_with_groups(family, settings.pop("groups", ()))
     unused = [name for name in family.optional if not settings.pop(name, False)]
@@ -108,8 +111,10 @@ def train(context: ParallelContext, settings: Mapping[str, Any], layout: Layout)
         PipelineSettings(layout.schedule, layout.pp, layout.chunks, None, layout.overlap_p2p), context.mesh.rank("pp")
     )
     context.weight_gradients.may_wait = plans.settings.splits_backward
+    context.low_precision.configure(fp8, num_layers=config.num_layers + family.more_layers)
     chunks = build_chunks(config, context, layout, plans.settings.placement, family)
     models = [chunk.model for chunk in chunks]
+    delayed_scaling(models, context)
     share_tied_parameters(models)
     for model in models if published else ():
         load_weights(model, published, context.mesh)
@@ -139,6 +144,7 @@ def train(context: ParallelContext, settings: Mapping[str, Any], layout: Layout)
         transport=Transport(context.mesh, context.device, routes=routes(plans.settings.placement)),
         last_backward=lambda _: sync.last_backward(),
         weight_gradients=context.weight_gradients,
+        low_precision=context.low_precision,
     )
     for step in range(STEPS):
         batch = microbatches(step, layout, context.mesh, fields=fields, family=family)

@@ -114,6 +114,8 @@ def runs(tmp_path: Path) -> Runs:
     return Runs(tmp_path)
 
 
+DELAYED = "--bf16 --fp8-format hybrid --fp8-amax-history-len 3 --fp8-amax-compute-algo max"
+
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "epochs, dropout, accumulation": ({}, ""),
     "a random order within epochs": ({}, "--dataloader-type cyclic"),
@@ -153,6 +155,10 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         {"dtype": torch.bfloat16, "pp": 2},
         "--bf16 --pipeline-model-parallel-size 2 --optimizer sgd",
     ),
+    "FP8 with scales of iterations before, pipeline": (
+        {"dtype": torch.bfloat16, "tp": 2, "pp": 2},
+        f"{DELAYED} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+    ),
     "a whole stage and a tied copy frozen, bf16, ZeRO": (
         {"dtype": torch.bfloat16, "pp": 2, "dp": 2},
         "--bf16 --pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce "
@@ -179,6 +185,26 @@ def test_two_halves_are_the_whole(name: str, runs: Runs) -> None:
     assert first.steps | second.steps == whole.steps
     assert first.reads + second.reads == whole.reads
     runs.assert_same_end("whole", "halves")
+
+
+def test_scales_of_fp8_are_those_of_any_layout(runs: Runs) -> None:
+    """Scales of a rank's own part of a tensor would be wrong at another layout, and new ones a jump in the loss."""
+    world, flags = CASES["FP8 with scales of iterations before, pipeline"]
+    bf16 = {"dtype": torch.bfloat16}
+    more = f"--attention-dropout 0 --hidden-dropout 0 --exit-interval {CUT}"
+    runs.run(f"{DELAYED} {more}", save="one", world=bf16)
+    runs.run(f"{flags} {more}", save="four", world=world)
+    one, four = (
+        {name: value for name, value in tensors(runs.last(name)).items() if name.startswith("fp8.")}
+        for name in ("one", "four")
+    )
+    assert len(one) == 2 * 4 * 3 * 2 and one.keys() == four.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(four[name], value, rtol=0.3, atol=0.0)
+        assert "scale" not in name or value.item() != 1.0
+    assert "lacks scales" not in runs.run(DELAYED, save="on", load="four", world=bf16).log
+    shorter = DELAYED.replace("len 3", "len 2")
+    assert "lacks scales" in runs.run(shorter, save="shorter", load="four", world=bf16).log
 
 
 def test_the_checkpoints_schedule(runs: Runs) -> None:

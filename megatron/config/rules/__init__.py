@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from megatron.config.family import FamilyConfig, Rule
 from megatron.config.rules import (
     context,
+    fp8,
     inputs,
     layout,
     model,
@@ -34,6 +35,7 @@ RULES: tuple[Rule, ...] = (
     *model.RULES,
     *positions.RULES,
     *training.RULES,
+    *fp8.RULES,
     *schedule.RULES,
     *inputs.RULES,
     *profiling.RULES,

@@ -30,6 +30,22 @@ NEEDS: tuple[tuple[str, str, Callable[[RunConfig], object]], ...] = (
         lambda run: run.precision.fp16,
     ),
     (
+        "fp8_recipe fp8_wgrad first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 fp8_margin "
+        "fp8_amax_history_len fp8_amax_compute_algo",
+        " without --fp8-format",
+        lambda run: run.fp8.is_on,
+    ),
+    (
+        "fp8_margin fp8_amax_history_len fp8_amax_compute_algo",
+        " without --fp8-recipe delayed",
+        lambda run: run.fp8.fp8_recipe == "delayed",
+    ),
+    (
+        "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16",
+        " without --first-last-layers-bf16",
+        lambda run: run.fp8.first_last_layers_bf16,
+    ),
+    (
         "tensorboard_log_interval tensorboard_queue_size log_timers_to_tensorboard log_validation_ppl_to_tensorboard "
         "log_memory_to_tensorboard log_world_size_to_tensorboard",
         " without --tensorboard-dir",

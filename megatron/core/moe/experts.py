@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
+from megatron.core.moe.fp8_grouped_linear import Fp8GroupedLinear
 from megatron.core.moe.grouped_linear import GroupedLinear, rows_of_groups
 from megatron.core.ops.activation import activation, gated_activation
 from megatron.core.ops.grouped_matmul import Groups, choose
@@ -17,6 +18,7 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.sharding import Sharding, sharding_of
+from megatron.core.tensor_parallel.fp8_linear import Fp8Quantizer
 from megatron.core.tensor_parallel.initialize import Constant, Initialization
 from megatron.core.tensor_parallel.layers import make_parameter
 from megatron.core.transformer.initialization import input_init, output_init
@@ -29,6 +31,8 @@ class StackedLinear(nn.Module):
 
     ``split``: dimensions and their axes. ``bias_dims``: those of the bias among the weight's; none: no bias.
     """
+
+    fp8: Fp8Quantizer | None = None
 
     def __init__(
         self,
@@ -82,6 +86,12 @@ class Experts(nn.Module):
         held = width // context.mesh.size("etp")
         choice = choose(context.dtype, context.device, (hidden, held), moe.moe_matmul_backend)
         self._linear = GroupedLinear(choice.backend, context)
+        if context.low_precision.serves(context.layer):
+            first = Fp8Quantizer(context, inputs=(), weights=("etp",), grads=("etp",))
+            second = Fp8Quantizer(context, inputs=("etp",), weights=("etp",), grads=())
+            self.linear_fc1.fp8, self.linear_fc2.fp8 = first, second
+            quantizers: dict[Tensor, Fp8Quantizer] = {self.linear_fc1.weight: first, self.linear_fc2.weight: second}
+            self._linear = Fp8GroupedLinear(choice.backend, context, quantizers=quantizers)
 
     def forward(self, rows: Tensor, weights: Tensor, groups: Groups, *, share: int) -> Tensor:
         """``[n, h]`` and ``[n]`` to ``[n, h]``; with expert tensor parallelism a part of the sum.

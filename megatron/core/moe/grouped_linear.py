@@ -57,13 +57,17 @@ class GroupedLinear:
         """The gradient of the rows."""
         return self.backend.multiply(grad, weight.detach().flatten(1, -2), groups)
 
+    def outer(self, weight: Tensor, grad: Tensor, rows: Tensor, groups: Groups) -> Tensor:
+        """The gradient of the weight, [e, out, in]."""
+        return self.backend.outer(grad, rows, groups)
+
     def add_gradient(self, weight: Tensor, grad: Tensor, rows: Callable[[], Tensor], groups: Groups) -> None:
         """Let autograd accumulate the gradient of ``weight``, now or when the schedule says."""
         if not weight.requires_grad:
             return
 
         def computed() -> Tensor:
-            return self.backend.outer(grad, rows(), groups).view(weight.shape)
+            return self.outer(weight, grad, rows(), groups).view(weight.shape)
 
         if self.sums is None:
             self._accumulate(weight, computed)

@@ -35,7 +35,7 @@ class SharedExperts(MLP):
         assert width is not None
         super().__init__(dataclasses.replace(model, ffn_hidden_size=width), context)
         self.gate = (
-            ReplicatedLinear(model.hidden_size, 1, context, init=input_init(model), bias=False)
+            ReplicatedLinear(model.hidden_size, 1, context.in_layer(None), init=input_init(model), bias=False)
             if moe.moe_shared_expert_gate
             else None
         )

@@ -56,6 +56,8 @@ def multiply(a: Quantized, b: Quantized, dtype: torch.dtype, *, by: Implementati
     ``is_fast``: device kernels may add up in fewer bits than fp32, as is usual in forward passes.
     """
     assert a.data.shape[1] == b.data.shape[1], f"{tuple(a.data.shape)} times {tuple(b.data.shape)} transposed"
+    if 0 in (*a.data.shape, len(b.data)):
+        return a.scales.new_zeros(len(a.data), len(b.data), dtype=dtype)
     if by == "emulation":
         return _emulated(a, b, dtype)
     assert a.data.dtype != E5M2 or b.data.dtype != E5M2, "no kernel multiplies E5M2 by E5M2"

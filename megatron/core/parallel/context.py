@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from megatron.config.parallel import CpCommType
+from megatron.core.parallel.low_precision import LowPrecision
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.products import Products
 from megatron.core.parallel.rng import RngStreams
@@ -22,6 +23,7 @@ class ParallelContext:
     ``sequence_parallel``: tensor-parallel ranks split the sequence between their matmuls. ``cp_comm_types``: how
     context-parallel ranks exchange keys, for all layers or one for each; ``cp_sizes``: the two levels of "a2a+p2p".
     ``weight_gradients``: whether layers compute them at once. ``products``: how they multiply in generation.
+    ``low_precision``: which layers multiply in 8 bits. ``layer``: number of the layer that is being built, if any.
     """
 
     mesh: Mesh
@@ -33,6 +35,12 @@ class ParallelContext:
     cp_sizes: tuple[int, ...] = ()
     weight_gradients: WeightGradients = field(default_factory=WeightGradients, compare=False)
     products: Products = field(default_factory=Products, compare=False)
+    low_precision: LowPrecision = field(default_factory=LowPrecision, compare=False)
+    layer: int | None = field(default=None, compare=False)
+
+    def in_layer(self, number: int | None) -> ParallelContext:
+        """The same rank, as what layer ``number`` of the whole model is built with; None: what belongs to no layer."""
+        return replace(self, layer=number)
 
     @property
     def hidden_generator(self) -> torch.Generator:

@@ -9,6 +9,7 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.sharding import Sharding, SharedRows, sharded_parameter, sharding_of
+from megatron.core.tensor_parallel.fp8_linear import fp8_linear
 from megatron.core.tensor_parallel.initialize import Constant, Initialization
 from megatron.core.tensor_parallel.linear import linear
 from megatron.core.tensor_parallel.regions import enter, leave
@@ -50,13 +51,14 @@ class ColumnParallelLinear(nn.Module):
         self.weight = make_parameter(weight, init, context)
         sharding = Sharding((out_features,), {0: "tp"}, blocks=blocks, shared=shared)
         self.bias = make_parameter(sharding, Constant(0.0), context) if bias else None
+        self.fp8 = fp8_linear(context, inputs=partial_under_sequence_parallel(context), weights=("tp",), grads=("tp",))
 
     def forward(self, x: Tensor) -> Tensor:
         """Enter the tensor-parallel region and multiply."""
         context = self._context
         if context.sequence_parallel and context.mesh.size("tp") > 1:
-            return linear(x, self.weight, self.bias, context, gathers=True)
-        return linear(enter(x, context), self.weight, self.bias, context)
+            return linear(x, self.weight, self.bias, context, gathers=True, fp8=self.fp8)
+        return linear(enter(x, context), self.weight, self.bias, context, fp8=self.fp8)
 
     def costs(self, workload: Workload) -> Costs:
         """Keeps its input: what is gathered for the product isn't kept."""
@@ -77,13 +79,14 @@ class RowParallelLinear(nn.Module):
         self.weight = make_parameter(Sharding((out_features, in_features), {1: "tp"}), init, context)
         bias_sharding = Sharding((out_features,), partial_grad=("tp",))
         self.bias = make_parameter(bias_sharding, Constant(0.0), context) if bias else None
+        self.fp8 = fp8_linear(context, inputs=("tp",), weights=("tp",))
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply and leave the tensor-parallel region."""
         bias: Tensor | None = self.bias
         if bias is not None and self._context.mesh.rank("tp") != 0:
             bias = bias * 0
-        return leave(linear(x, self.weight, bias, self._context), self._context)
+        return leave(linear(x, self.weight, bias, self._context, fp8=self.fp8), self._context)
 
     def costs(self, workload: Workload) -> Costs:
         """Keeps its input."""
@@ -112,10 +115,12 @@ class ReplicatedLinear(nn.Module):
         self.weight = make_parameter(Sharding((out_features, in_features), partial_grad=partial), init, context)
         of_outputs = Sharding((out_features,), partial_grad=partial)
         self.bias = make_parameter(of_outputs, Constant(0.0), context) if bias else None
+        divided = partial_under_sequence_parallel(context)
+        self.fp8 = fp8_linear(context, inputs=divided, grads=divided)
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply."""
-        return linear(x, self.weight, self.bias, self._context)
+        return linear(x, self.weight, self.bias, self._context, fp8=self.fp8)
 
     def costs(self, workload: Workload) -> Costs:
         """Keeps its input."""

@@ -15,16 +15,26 @@ from torch import Tensor
 from megatron.core.ops.matmul import transposed_times
 from megatron.core.parallel.collectives import Handle, all_gather, all_gather_into_async, reduce_scatter
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.tensor_parallel.fp8_linear import Fp8Linear
 from megatron.core.tensor_parallel.regions import enter
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, context: ParallelContext, *, gathers: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    context: ParallelContext,
+    *,
+    gathers: bool = False,
+    fp8: Fp8Linear | None = None,
 ) -> Tensor:
     """``x·weightᵀ + bias``: [..., in] -> [..., out]. The weight's gradient may be left for later: see ``_Linear``.
 
     ``gathers``: ``x`` [s, b, in] is this rank's part of the sequence and the product is that of all, [S, b, out].
+    ``fp8``: computes it in 8 bits, except for generation, which has products of its own.
     """
+    if fp8 is not None and (torch.is_grad_enabled() or context.products.multiply is F.linear):
+        return fp8(x, weight, bias, gathers=gathers)
     splits = context.weight_gradients.may_wait
     if not (splits or gathers) or not (torch.is_grad_enabled() and weight.requires_grad):
         return context.products.multiply(enter(x, context) if gathers else x, weight, bias)

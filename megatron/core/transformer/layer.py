@@ -45,7 +45,7 @@ class TransformerLayer(nn.Module):
         assert len({*names}) == len(names), f"modules of a layer need different names, not {names}"
         self._recomputed = {branch.name for branch in self._branches if branch.recompute_name in recompute}
         self._discards_normed = "layernorm" in recompute and not self._post_norm
-        place = BranchPlace(stack, context, self._number, recompute)
+        place = BranchPlace(stack, context.in_layer(self._number), self._number, recompute)
         for branch in self._branches:
             for name in (branch.norm, branch.norm_after):
                 if name is not None and name not in self._modules:

@@ -82,7 +82,7 @@ def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> Non
         optimizer_state = run.optimizer.master_entries()
     load_checkpoint(
         folder,
-        chain(run.model_state(), optimizer_state),
+        chain(run.model_state(), optimizer_state, stored_scales(run, folder)),
         run.context.mesh,
         alternatives=where_to_find_weights(run.model_state()),
     )
@@ -99,6 +99,24 @@ def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> Non
             run.context.rng.seed = state["random_seed"]
     run.loaded_from = str(folder.path)
     run.reporter.say(f"  successfully loaded checkpoint from {folder.path} at iteration {run.progress.iteration}")
+
+
+def stored_scales(run: Run, folder: CheckpointFolder) -> list[ShardedState]:
+    """Of the scales and largest values of --fp8-recipe delayed, those that the checkpoint has; the log says when it
+    lacks any, which then start anew. A collective.
+    """
+    if not run.config.fp8.is_on or run.config.fp8.fp8_recipe != "delayed":
+        return []
+    wanted = [] if run.scaling is None else [*run.scaling.state()]
+    stored = StoredTensors(folder.path).entries
+    found = [each for each in wanted if each.name in stored and stored[each.name].shape == each.sharding.shape]
+    lacking = sum(gather_objects(len(wanted) - len(found), run.context.mesh))
+    if lacking:
+        run.reporter.say(
+            "  the checkpoint lacks scales of --fp8-recipe delayed, or has other --fp8-amax-history-len: what it lacks "
+            "starts from 1"
+        )
+    return found
 
 
 def load_body(run: Run, folder: CheckpointFolder) -> None:

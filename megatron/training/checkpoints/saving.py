@@ -69,6 +69,8 @@ class Saver:
         state: Iterator[ShardedState] = run.model_state()
         if checkpoint.save_optim:
             state = chain(state, run.optimizer.entries())
+        if run.scaling is not None:
+            state = chain(state, run.scaling.state())
         save = begin_save(
             self._root,
             progress.iteration,

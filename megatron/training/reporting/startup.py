@@ -15,6 +15,7 @@ class StartupFacts:
     ``parameters``: of the whole model; ``parameters_here``: of this rank; ``active``: that take part for
     one token; ``frozen``: of the whole model, not trained.
     ``uncounted``: classes of modules whose FLOPs are missing. ``attention``: its backend, and why others were refused.
+    ``fp8``: which layers multiply in it, and by what.
     """
 
     model_name: str
@@ -28,6 +29,7 @@ class StartupFacts:
     start_iteration: int = 0
     loaded_from: str | None = None
     attention: str = "auto"
+    fp8: str = ""
 
 
 def startup_report(run: RunConfig, facts: StartupFacts) -> str:
@@ -41,6 +43,7 @@ def startup_report(run: RunConfig, facts: StartupFacts) -> str:
         "length": _length(run, facts),
         "optimizer": _optimizer(run),
         "precision": run.precision.params_dtype,
+        "fp8": facts.fp8,
         "attention": facts.attention,
         "checkpoint": _checkpoint(run, facts),
     }

@@ -24,6 +24,8 @@ from megatron.core.parallel.sharding import ShardedState
 from megatron.core.parallel.transport import Transport
 from megatron.core.pipeline_parallel.runner import Runner
 from megatron.core.pipeline_parallel.settings import PipelineSettings
+from megatron.core.tensor_parallel.delayed_scaling import DelayedScaling
+from megatron.core.tensor_parallel.fp8_linear import delayed_scaling
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.planning.estimate import active_parameters, flops_per_sample, frozen_parameters, whole_costs
@@ -39,6 +41,7 @@ from megatron.training.reporting.startup import StartupFacts
 from megatron.training.reporting.timers import Timers
 from megatron.training.run.attention import attention_choices
 from megatron.training.run.data import TrainingData
+from megatron.training.run.fp8 import check_fp8, describe_fp8
 from megatron.training.run.pipeline import Plans, routes
 from megatron.training.run.stages import build_stages, model_state, named_parameters
 from megatron.training.run.stop import ExitWatch
@@ -56,6 +59,7 @@ class Progress:
 @dataclass(kw_only=True)
 class Run:
     """A run on one rank. ``schedule``: None for a run that only evaluates. ``loaded_from``: its checkpoint, if any.
+    ``scaling``: with --fp8-recipe delayed.
 
     ``evaluated``: called on every rank after each evaluation, with the results on each data set by name.
     """
@@ -74,6 +78,7 @@ class Run:
     runner: Runner
     plans: Plans
     data: TrainingData
+    scaling: DelayedScaling | None = None
     progress: Progress = field(default_factory=Progress)
     loaded_from: str | None = None
     evaluated: Callable[[Run, Mapping[str, Evaluation]], None] = lambda run, found: None
@@ -94,13 +99,16 @@ def build_run(
     tokenizer = build_tokenizer(config.tokenizer)
     config = with_stages(config.with_vocab_size(tokenizer.vocab_size), train_spec)
     check_freezing(config, train_spec)
+    check_fp8(config, context.device)
     check_memory(config, train_spec, context)
     reporter = build_reporter(config, train_spec, context)
     data = TrainingData(config, train_spec, context, tokenizer)
 
     plans = Plans(PipelineSettings.of(config), context.mesh.rank("pp"))
     context.weight_gradients.may_wait = plans.settings.splits_backward
+    context.low_precision.configure(config.fp8, num_layers=config.num_layers)
     stages, models = build_stages(config, train_spec, context)
+    scaling = delayed_scaling(models, context)
     sharded = config.parallel.use_distributed_optimizer
     policies = parameter_policies(named_parameters(models), config.optimizer)
     buffers = build_buffers(
@@ -143,12 +151,14 @@ def build_run(
             transport=Transport(context.mesh, context.device, routes=routes(plans.settings.placement)),
             last_backward=lambda chunk: grad_sync.last_backward(),
             weight_gradients=context.weight_gradients,
+            low_precision=context.low_precision,
             device=context.device,
             activity=context.mesh.activity,
             around=lambda action: reporter.timers(f"{action.pass_name}-compute", level=2),
         ),
         plans=plans,
         data=data,
+        scaling=scaling,
     )
 
 
@@ -233,4 +243,5 @@ def startup_facts(run: Run, *, parameters: int) -> StartupFacts:
         start_iteration=run.progress.iteration,
         loaded_from=run.loaded_from,
         attention=attention_choices(run.config, run.train_spec, run.context),
+        fp8=describe_fp8(run.config, run.context.device),
     )

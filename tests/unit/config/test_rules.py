@@ -199,6 +199,7 @@ def test_good_settings(changes: str, without: str, ranks: int) -> None:
     assert failures(parse(changes, without=without, ranks=ranks)) == []
 
 
+FP8 = "--bf16 --fp8-format e4m3"
 REMARKS = [
     ("--sequence-parallel", "", "--sequence-parallel: off, because --tensor-model-parallel-size is 1"),
     ("--loss-scale 8 --bf16", "", "--loss-scale: no effect without --fp16"),
@@ -217,6 +218,13 @@ REMARKS = [
         "--multi-latent-attention --position-embedding-type rope --kv-channels 64",
         "",
         "--kv-channels: no effect with --multi-latent-attention: heads are --qk-head-dim + --qk-pos-emb-head-dim wide",
+    ),
+    ("--fp8-recipe mxfp8 --no-fp8-wgrad", "", "--fp8-recipe, --no-fp8-wgrad: no effect without --fp8-format"),
+    (f"{FP8} --fp8-recipe mxfp8 --fp8-margin 1", "", "--fp8-margin: no effect without --fp8-recipe delayed"),
+    (
+        f"{FP8} --num-layers-at-end-in-bf16 2",
+        "",
+        "--num-layers-at-end-in-bf16: no effect without --first-last-layers-bf16",
     ),
     ("--mtp-loss-scaling-factor 0.3", "", "--mtp-loss-scaling-factor: no effect without --mtp-num-layers"),
     ("--decoupled-min-lr 1e-5", "", "--decoupled-min-lr: no effect without --decoupled-lr"),

@@ -1,0 +1,32 @@
+"""Rules about training in FP8."""
+
+from __future__ import annotations
+
+from megatron.config.family import Rule, rule
+from megatron.config.run import RunConfig
+
+
+def some_layer_is_in_fp8(run: RunConfig) -> str | None:
+    """--first-last-layers-bf16 leaves a layer over."""
+    fp8, layers = run.fp8, run.num_layers
+    if not fp8.is_on or any(fp8.serves(layer, num_layers=layers) for layer in range(layers)):
+        return None
+    return (
+        f"--num-layers-at-start-in-bf16 {fp8.num_layers_at_start_in_bf16} and --num-layers-at-end-in-bf16 "
+        f"{fp8.num_layers_at_end_in_bf16} leave none of the {layers} layers in FP8: give smaller numbers, or leave out "
+        "--fp8-format"
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    rule(
+        "--fp8-format {run.fp8.fp8_format} needs --bf16 or --fp16, the format of everything but the products",
+        lambda run: run.fp8.is_on and run.precision.params_dtype == "fp32",
+    ),
+    rule(
+        "--fp8-recipe {run.fp8.fp8_recipe} has scales for blocks, with which no kernel multiplies E5M2: "
+        "give --fp8-format e4m3",
+        lambda run: run.fp8.fp8_format == "hybrid" and run.fp8.fp8_recipe in ("blockwise", "mxfp8"),
+    ),
+    some_layer_is_in_fp8,
+)

@@ -1,0 +1,310 @@
+"""The three products of a linear layer in 8 bits: of the output, of the input's gradient, of the weight's gradient.
+
+Each operand is quantized from the wide original for the direction in which a product sums over it. The backward pass
+keeps the input in 8 bits; with sequence parallelism it is gathered in 8 bits, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.ops.fp8_matmul import implementation_on, multiply
+from megatron.core.ops.matmul import transposed_times
+from megatron.core.ops.quantize import (
+    BLOCK,
+    E4M3,
+    E5M2,
+    MX_BLOCK,
+    Quantized,
+    amax,
+    blockwise,
+    bytes_of,
+    mxfp8,
+    tensorwise,
+    with_scale,
+)
+from megatron.core.parallel.collectives import all_gather, all_gather_into_async, all_reduce, reduce_scatter
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.grid import Axis
+from megatron.core.tensor_parallel.delayed_scaling import DelayedScaling
+
+Axes = tuple[Axis, ...]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A matrix [rows, columns] in 8 bits: for products that sum over its columns (``across``), and as [columns, rows]
+    for those that sum over its rows (``along``); None where no product needs it.
+    """
+
+    across: Quantized | None
+    along: Quantized | None
+
+
+@dataclass(frozen=True)
+class Role:
+    """A tensor in the products of a layer. ``axes``: those of the ranks that hold parts of it, which share one scale.
+    ``number``: of the role among those of a layer.
+    """
+
+    name: str
+    fmt: torch.dtype
+    axes: Axes
+    number: int
+
+
+class Fp8Quantizer:
+    """Quantizes the tensors of one layer by the run's recipe. ``inputs``, ``weights``, ``grads``: axes over which each
+    is divided.
+    """
+
+    def __init__(self, context: ParallelContext, *, inputs: Axes, weights: Axes, grads: Axes) -> None:
+        settings = context.low_precision.settings
+        self._context, self.recipe, self.wgrad = context, settings.fp8_recipe, settings.fp8_wgrad
+        self.by = implementation_on(context.device)
+        self.scaling: tuple[DelayedScaling, int] | None = None  # and the number of the first role of this layer
+        of_gradients = E5M2 if settings.fp8_format == "hybrid" else E4M3
+        self.input = Role("input", E4M3, inputs, 0)
+        self.weight = Role("weight", E4M3, weights, 1)
+        self.grad = Role("grad_output", of_gradients, grads, 2)
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """In the order of their numbers."""
+        return self.input, self.weight, self.grad
+
+    @property
+    def block(self) -> int | None:
+        """Numbers that share a scale in the direction of a product; None: all of them."""
+        return {"blockwise": BLOCK, "mxfp8": MX_BLOCK}.get(self.recipe)
+
+    def quantize(self, x: Tensor, role: Role, *, across: bool = True, along: bool = True) -> Operand:
+        """A matrix for the products that need it. May be a collective of the ranks that hold its parts."""
+        (found,) = self.quantize_all([x], role, across=across, along=along)
+        return found
+
+    def quantize_all(
+        self, matrices: Sequence[Tensor], role: Role, *, across: bool = True, along: bool = True
+    ) -> list[Operand]:
+        """Each of several matrices with a scale of its own, or scales of its blocks; see ``quantize``."""
+        largest: Sequence[Tensor | None] = [None] * len(matrices)
+        if self.recipe == "tensorwise":
+            own = torch.stack([amax(each) for each in matrices])
+            largest = all_reduce(own, self._context.mesh, *role.axes, op="max").unbind()
+        return [self._quantize(x, role, most, across, along) for x, most in zip(matrices, largest)]
+
+    def _quantize(self, x: Tensor, role: Role, largest: Tensor | None, across: bool, along: bool) -> Operand:
+        if self.block is None:
+            return Operand(whole := self._whole(x, role, largest), whole.transposed())
+        if role is self.weight and self.recipe == "blockwise":
+            return Operand(square := blockwise(x, role.fmt, rows=BLOCK), square.transposed())
+        quantized: Callable[..., Quantized] = blockwise if self.recipe == "blockwise" else mxfp8
+        return Operand(
+            quantized(x, role.fmt) if across else None, quantized(x.t().contiguous(), role.fmt) if along else None
+        )
+
+    def _whole(self, x: Tensor, role: Role, largest: Tensor | None) -> Quantized:
+        if self.recipe == "tensorwise":
+            return tensorwise(x, role.fmt, largest=largest)
+        assert self.scaling is not None, "delayed_scaling() has not seen this layer"
+        scaling, first = self.scaling
+        if self._context.low_precision.trains:
+            scaling.observe(first + role.number, amax(x))
+        return with_scale(x, scaling.scale(first + role.number), role.fmt)
+
+    def quantize_weights(self, weight: Tensor) -> list[Operand]:
+        """The matrix of a weight, or those of the experts in a stack of them; once a step."""
+        kept = self._context.low_precision.weights
+        if kept is not None and weight in kept:
+            found: list[Operand] = kept[weight]
+            return found
+        matrices = weight.detach()[None] if weight.dim() == 2 else weight.detach().flatten(1, -2)
+        made = self.quantize_all(matrices.unbind(), self.weight)
+        if self.by == "device":  # kernels want rows in memory: once a step, not for each product
+            made = [Operand(each.across, None if each.along is None else each.along.contiguous()) for each in made]
+        if kept is not None:
+            kept[weight] = made
+        return made
+
+    def multiply(
+        self, a: Quantized | None, b: Quantized | None, dtype: torch.dtype, *, is_fast: bool = False
+    ) -> Tensor:
+        """``a·bᵀ``."""
+        assert a is not None and b is not None, "an operand was not quantized in this direction"
+        return multiply(a, b, dtype, by=self.by, is_fast=is_fast)
+
+
+class Fp8Linear:
+    """``x·weightᵀ + bias`` of one layer in 8 bits, with the gradients of ``tensor_parallel.linear``."""
+
+    def __init__(self, context: ParallelContext, *, inputs: Axes, weights: Axes, grads: Axes) -> None:
+        self.context = context
+        self.quantizer = Fp8Quantizer(context, inputs=inputs, weights=weights, grads=grads)
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, gathers: bool) -> Tensor:
+        """[..., in] -> [..., out]; see ``tensor_parallel.linear``."""
+        if torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad):
+            if not x.requires_grad:
+                x = x.detach().requires_grad_()  # else there is no backward pass, as autograd doesn't see the weight
+            return _Fp8Product.apply(x, bias, (weight,), self, gathers)  # type: ignore[no-untyped-call, no-any-return]
+        y, _, _ = self.forward(x, weight, gathers=gathers, keeps=False)
+        return y if bias is None else y + bias
+
+    def forward(
+        self, x: Tensor, weight: Tensor, *, gathers: bool, keeps: bool
+    ) -> tuple[Tensor, Operand, Quantized | Tensor]:
+        """The product, the weight, and what the weight's gradient needs of this rank's rows of the input: the rows, or
+        their numbers in 8 bits, which only ``keeps`` asks for.
+        """
+        quantizer, rows = self.quantizer, x.reshape(-1, x.shape[-1])
+        keeps_bytes = self.keeps_bytes(len(rows), gathers=gathers)
+        given = quantizer.quantize(rows, quantizer.input, along=keeps and keeps_bytes)
+        (weights,) = quantizer.quantize_weights(weight)
+        assert given.across is not None
+        whole = _gathered(given.across, self.context) if gathers else given.across
+        y = quantizer.multiply(whole, weights.across, x.dtype, is_fast=True)
+        kept = rows if not keeps_bytes or given.along is None else given.along.transposed()
+        return y.view(-1, *x.shape[1:-1], y.shape[-1]), weights, kept
+
+    def keeps_bytes(self, rows: int, *, gathers: bool) -> bool:
+        """Whether the backward pass keeps the input in 8 bits: not where ranks' parts of the sequence cut blocks."""
+        block = self.quantizer.block
+        return self.quantizer.wgrad and (block is None or not gathers or rows % block == 0)
+
+    def backward(
+        self, grad: Tensor, weight: Tensor, weights: Operand, kept: Quantized | Tensor, *, gathers: bool
+    ) -> Tensor:
+        """The gradient of the input; that of the weight now or later. The input is gathered meanwhile."""
+        quantizer, rows, mesh = self.quantizer, grad.flatten(0, -2), self.context.mesh
+        trains = weight.requires_grad
+        gathering = _start_gathering(kept, self.context) if gathers and trains else lambda: kept
+        found = quantizer.quantize(rows, quantizer.grad, along=trains and self.quantizer.wgrad)
+        grad_x = quantizer.multiply(found.across, weights.along, grad.dtype).view(*grad.shape[:-1], -1)
+        if gathers:
+            grad_x = reduce_scatter(grad_x, mesh, "tp")
+        if not trains:
+            return grad_x
+        whole = gathering()
+        if self.quantizer.wgrad:
+            work = partial(self._add_gradient, weight, found.along, whole, grad.dtype)
+        else:
+            assert isinstance(whole, Tensor)
+            work = partial(_accumulate, weight, lambda: transposed_times(rows, whole))
+        noted = self.context.weight_gradients.noted
+        if noted is None:
+            work()
+        else:
+            noted.append(work)
+        return grad_x
+
+    def _add_gradient(self, weight: Tensor, grad: Quantized | None, x: Quantized | Tensor, dtype: torch.dtype) -> None:
+        """Compute ``gradᵀ·x`` and let autograd accumulate it."""
+        if isinstance(x, Tensor):
+            along = self.quantizer.quantize(x, self.quantizer.input, across=False).along
+        else:
+            along = x.transposed()
+        _accumulate(weight, lambda: self.quantizer.multiply(grad, along, dtype))
+
+
+class _Fp8Product(torch.autograd.Function):
+    """y = x·Wᵀ + b;  dx = dy·W and db = Σ dy at once,  dW = dyᵀ·x at once or later.
+
+    The weight comes in a tuple, where autograd doesn't see it: its gradient is accumulated by hand.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, hidden: tuple[Tensor], layer: Fp8Linear, gathers: bool
+    ) -> Tensor:
+        (ctx.weight,), ctx.layer, ctx.gathers = hidden, layer, gathers
+        y, ctx.weights, kept = layer.forward(x, ctx.weight, gathers=gathers, keeps=ctx.weight.requires_grad)
+        ctx.block = None
+        if not ctx.weight.requires_grad:
+            ctx.save_for_backward()
+        elif isinstance(kept, Quantized):
+            ctx.block = kept.block
+            ctx.save_for_backward(kept.data, kept.scales)
+        else:
+            ctx.save_for_backward(kept)
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        saved, layer = ctx.saved_tensors, ctx.layer
+        kept = Quantized(saved[0], saved[1], ctx.block) if len(saved) == 2 else saved[0] if saved else grad
+        grad_x = layer.backward(grad, ctx.weight, ctx.weights, kept, gathers=ctx.gathers)
+        return grad_x, grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None, None, None, None
+
+
+def fp8_linear(
+    context: ParallelContext, *, inputs: Axes = (), weights: Axes = (), grads: Axes = ()
+) -> Fp8Linear | None:
+    """The products of a layer that is built with ``context``; None where they aren't in 8 bits.
+
+    ``inputs``, ``weights``, ``grads``: axes over which its input, its weight, and the gradient of its output are
+    divided, besides those that divide the sequence in attention.
+    """
+    if not context.low_precision.serves(context.layer):
+        return None
+    return Fp8Linear(context, inputs=(*inputs, "cp"), weights=weights, grads=(*grads, "cp"))
+
+
+def delayed_scaling(models: Iterable[nn.Module], context: ParallelContext) -> DelayedScaling | None:
+    """The scales of a rank's models, which from now on change after every step; None for other recipes."""
+    settings = context.low_precision.settings
+    quantizers = {
+        name: found for model in models for name, each in model.named_modules() if (found := _quantizer(each))
+    }
+    if settings.fp8_recipe != "delayed" or not quantizers:
+        return None
+    roles = [(f"{name}.{role.name}", role.fmt) for name, each in quantizers.items() for role in each.roles]
+    scaling = DelayedScaling(roles, settings, context)
+    for place, each in enumerate(quantizers.values()):
+        each.scaling = scaling, place * len(each.roles)
+    context.low_precision.at_end = scaling.update
+    return scaling
+
+
+def _quantizer(module: nn.Module) -> Fp8Quantizer | None:
+    """That of a linear layer, or of the experts of one."""
+    found = getattr(module, "fp8", None)
+    found = found.quantizer if isinstance(found, Fp8Linear) else found
+    return found if isinstance(found, Fp8Quantizer) else None
+
+
+@torch.no_grad()
+def _accumulate(weight: Tensor, gradient: Callable[[], Tensor]) -> None:
+    torch.autograd.backward(weight, gradient().contiguous())
+
+
+def _gathered(part: Quantized, context: ParallelContext) -> Quantized:
+    """The rows of all tensor-parallel ranks."""
+    data = all_gather(bytes_of(part.data), context.mesh, "tp").view(part.data.dtype)
+    scales = part.scales if part.block is None else all_gather(part.scales, context.mesh, "tp")
+    return Quantized(data, scales, part.block)
+
+
+def _start_gathering(part: Quantized | Tensor, context: ParallelContext) -> Callable[[], Quantized | Tensor]:
+    """Start gathering the rows of all tensor-parallel ranks; what is returned waits for them."""
+    if isinstance(part, Tensor):
+        return _rows_of_all(part, context)
+    data = _rows_of_all(bytes_of(part.data), context)
+    scales = None if part.block is None else _rows_of_all(part.scales, context)
+    return lambda: Quantized(data().view(part.data.dtype), part.scales if scales is None else scales(), part.block)
+
+
+def _rows_of_all(part: Tensor, context: ParallelContext) -> Callable[[], Tensor]:
+    whole = part.new_empty(context.mesh.size("tp") * part.shape[0], *part.shape[1:])
+    handle = all_gather_into_async(whole.view(-1), part.contiguous().view(-1), context.mesh, "tp")
+
+    def wait() -> Tensor:
+        handle.wait()
+        return whole
+
+    return wait
