@@ -37,7 +37,8 @@ try:
     from lm_eval.utils import simple_parse_args_string
 except ImportError as error:
     print(
-        f"error: lm-evaluation-harness is not installed ({error}); pip install -e '.[lm-eval]' in the checkout",
+        f"error: lm-evaluation-harness is not installed ({error}); pip install lm_eval, or in a checkout "
+        "pip install -e '.[lm-eval]'",
         file=sys.stderr,
     )
     raise SystemExit(RESTART_CANNOT_HELP) from None

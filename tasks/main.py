@@ -61,7 +61,7 @@ def settings(argv: Sequence[str], task: Task | None) -> RunConfig:
     elif task is not None:
         groups = (TaskConfig, TokenTypesConfig)
         defaults = DEFAULTS if given.value("epochs") == 0 else task.defaults
-    return parse(argv, prog=PROG, groups=groups, defaults=defaults)
+    return parse(argv, prog=PROG, about=__doc__ or "", groups=groups, defaults=defaults)
 
 
 def train_spec(config: RunConfig) -> TrainSpec:

@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
                 "a launcher has started this command several times, and it starts its ranks itself: run it with "
                 f"python tools/check_parity.py, and give --world-size {launched_world_size()}"
             )
-    config = parse_any_family([*argv, "--dry-run"], ParityConfig, prog="check_parity.py")
+    config = parse_any_family([*argv, "--dry-run"], ParityConfig, prog="check_parity.py", about=__doc__ or "")
     parity = config.group(ParityConfig)
     config = without_files(config, vocab_size=vocabulary(config, parity), steps=parity.steps)
     if parity.shrink:

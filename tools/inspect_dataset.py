@@ -86,9 +86,8 @@ def main(argv: Sequence[str]) -> int:
                 f"{argv[1]} out, or write --data-path {argv[1]}"
             )
         return show_sample(parse_any_family(argv, SampleConfig, prog="inspect_dataset.py"))
-    about = " ".join((__doc__ or "").split())
     config, tokenizer_config = parse_groups(
-        argv, InspectConfig, TokenizerConfig, prog="inspect_dataset.py", about=about
+        argv, InspectConfig, TokenizerConfig, prog="inspect_dataset.py", about=__doc__ or ""
     )
     tokenizer = tokenizer_of(tokenizer_config)
     cache = Path(config.data_cache_path) if config.data_cache_path else None

@@ -65,8 +65,7 @@ class Piece:
 
 def main(argv: Sequence[str]) -> int:
     """Write train.jsonl and heldout.jsonl."""
-    about = " ".join((__doc__ or "").split())
-    (config,) = parse_groups(argv, CorpusConfig, prog="make_stdlib_corpus.py", about=about)
+    (config,) = parse_groups(argv, CorpusConfig, prog="make_stdlib_corpus.py", about=__doc__ or "")
     documents = list(gather(Path(sysconfig.get_paths()["stdlib"])))
     held_out = [is_held_out(document, percent=config.heldout_percent) for document in documents]
     folder = Path(config.output_dir)

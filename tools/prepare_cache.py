@@ -28,7 +28,7 @@ from megatron.training.pretrain import parse_any_family
 
 def main(argv: Sequence[str]) -> int:
     """Build the indices, and print where they are stored."""
-    config = parse_any_family(argv, prog="prepare_cache.py")
+    config = parse_any_family(argv, prog="prepare_cache.py", about=__doc__ or "")
     from megatron.training.run.data import offline_splits
 
     splits, _ = offline_splits(config, family_of(config.extra).train_spec)

@@ -162,7 +162,7 @@ def main(argv: Sequence[str]) -> int:
         PreprocessConfig,
         TokenizerConfig,
         prog="preprocess_data.py",
-        about=" ".join((__doc__ or "").split()),
+        about=__doc__ or "",
         legacy=PREPROCESSING_FLAGS,
     )
     if tokenizer_config.tokenizer_type is None:

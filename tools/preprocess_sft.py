@@ -70,8 +70,9 @@ class Counts:
 
 def main(argv: Sequence[str]) -> int:
     """Convert, and print counts."""
-    about = " ".join((__doc__ or "").split())
-    config, tokenizer_config = parse_groups(argv, SftConfig, TokenizerConfig, prog="preprocess_sft.py", about=about)
+    config, tokenizer_config = parse_groups(
+        argv, SftConfig, TokenizerConfig, prog="preprocess_sft.py", about=__doc__ or ""
+    )
     if tokenizer_config.tokenizer_type is None:
         tokenizer_config = dataclasses.replace(tokenizer_config, tokenizer_type="GPT2BPETokenizer")
     counts = convert(config, build_tokenizer(tokenizer_config), _template(config, tokenizer_config.tokenizer_model))

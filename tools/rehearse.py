@@ -43,7 +43,7 @@ MOST_RANKS = 64
 
 def main(argv: Sequence[str]) -> int:
     """Rehearse and print what was found; 1 when something would fail."""
-    config = parse_any_family([*argv, "--dry-run"], RehearsalConfig, prog="rehearse.py")
+    config = parse_any_family([*argv, "--dry-run"], RehearsalConfig, prog="rehearse.py", about=__doc__ or "")
     wanted = config.group(RehearsalConfig)
     if wanted.rank >= config.world_size:
         raise ConfigError(

@@ -70,8 +70,7 @@ class TrainTokenizerConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Train and write."""
-    about = " ".join((__doc__ or "").split())
-    (config,) = parse_groups(argv, TrainTokenizerConfig, prog="train_tokenizer.py", about=about)
+    (config,) = parse_groups(argv, TrainTokenizerConfig, prog="train_tokenizer.py", about=__doc__ or "")
     pipeline = train(config)
     if config.kind == "wordpiece":
         write_files(Path(config.output_dir), {"vocab.txt": vocabulary_lines(pipeline, special_tokens(config))})

@@ -22,6 +22,7 @@ def parse_run(
     argv: Sequence[str],
     *,
     prog: str,
+    about: str,
     world_size: int,
     extra_groups: Sequence[type],
     owner_of: FlagOwner,
@@ -31,7 +32,7 @@ def parse_run(
 ) -> RunConfig:
     """See ``RunConfig.parse``."""
     groups = (*CORE_GROUPS, *extra_groups, CommandConfig)
-    _answer_help(argv, groups, prog, defaults=defaults)
+    _answer_help(argv, groups, prog, about, defaults=defaults)
     intake = Intake(groups, owner_of=owner_of)
     intake.read_command_line(argv)
     intake.read_defaults(defaults, prog)
@@ -97,7 +98,7 @@ def _answer_help(
     argv: Sequence[str],
     groups: Sequence[type],
     prog: str,
-    about: str = "",
+    about: str,
     *,
     defaults: Mapping[str, Any] | None = None,
 ) -> None:

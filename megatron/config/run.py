@@ -120,6 +120,7 @@ class RunConfig:
         argv: Sequence[str],
         *,
         prog: str = "pretrain",
+        about: str = "",
         world_size: int = 1,
         extra_groups: Sequence[type] = (),
         owner_of: FlagOwner = nobody,
@@ -129,6 +130,7 @@ class RunConfig:
     ) -> RunConfig:
         """The run that a command line describes; precedence: flag > file > checkpoint > default.
 
+        ``prog``, ``about``: the command's name and what it does, for ``--help``.
         ``world_size``: ranks that were started; ``--world-size`` of a dry run goes before it.
         ``owner_of(spelling)`` names the kind of run that has a flag which this one lacks, or returns None.
         ``checkpoint_config(load, step)`` reads the ``to_json()`` stored in a checkpoint, or returns None when there is
@@ -143,6 +145,7 @@ class RunConfig:
         return parse_run(
             argv,
             prog=prog,
+            about=about,
             world_size=world_size,
             extra_groups=extra_groups,
             owner_of=owner_of,

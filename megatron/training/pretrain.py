@@ -35,7 +35,8 @@ def pretrain(family: Family, argv: Sequence[str], *, prog: str | None = None) ->
     """
     started = time.monotonic()
     register(family)
-    config = parse(argv, prog=prog or os.path.basename(sys.argv[0]), groups=family.groups)
+    about = f"Pretrain a {family.settings.title} on the ranks that torchrun or srun started, and on one without them."
+    config = parse(argv, prog=prog or os.path.basename(sys.argv[0]), about=about, groups=family.groups)
     if config.command.dry_run:
         dry_run(config, family.train_spec)
         return 0
@@ -77,15 +78,21 @@ def dry_run(config: RunConfig, train_spec: TrainSpec, *, more: Callable[[Finding
 
 
 def parse(
-    argv: Sequence[str], *, prog: str, groups: Sequence[type] = (), defaults: Mapping[str, Any] | None = None
+    argv: Sequence[str],
+    *,
+    prog: str,
+    about: str = "",
+    groups: Sequence[type] = (),
+    defaults: Mapping[str, Any] | None = None,
 ) -> RunConfig:
-    """The run that ``argv`` describes, on the ranks that a launcher started. ``defaults``: see ``RunConfig.parse``."""
+    """The run that ``argv`` describes, on the ranks that a launcher started; see ``RunConfig.parse``."""
     from megatron.core.parallel.environment import errors_once_per_node, launched_world_size
 
     with errors_once_per_node():
         return RunConfig.parse(
             argv,
             prog=prog,
+            about=about,
             world_size=launched_world_size(),
             extra_groups=groups,
             owner_of=owner_of,
@@ -95,9 +102,9 @@ def parse(
         )
 
 
-def parse_any_family(argv: Sequence[str], *groups: type, prog: str) -> RunConfig:
+def parse_any_family(argv: Sequence[str], *groups: type, prog: str, about: str = "") -> RunConfig:
     """As ``parse``, for tools: a run of the family that ``--model-type`` names. ``groups``: the tool's settings."""
-    return parse(argv, prog=prog, groups=(ModelTypeConfig, *family_asked(argv).groups, *groups))
+    return parse(argv, prog=prog, about=about, groups=(ModelTypeConfig, *family_asked(argv).groups, *groups))
 
 
 def _saved_config(load: str, step: int | None) -> Mapping[str, Any] | None:

@@ -40,6 +40,19 @@ def test_the_list_of_commands(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert capsys.readouterr().out.startswith("usage: print_schedule.py ")
 
 
+@pytest.mark.parametrize("command", sorted({*PROGRAMS} - {"lm-eval"}))  # whose help is the harness's
+def test_help_says_what_a_command_does(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only its flags; eight commands, those of training among them, began with "@FILE holds flags"."""
+    assert said(["megatron", command, "--help"], monkeypatch) == 0
+    paragraphs = [" ".join(each.split()) for each in capsys.readouterr().out.split("\n\n")]
+    described = next(each for each in paragraphs if not each.startswith(("usage: ", "[", "@FILE")))
+    assert len(described.split()) > 5 and not described.startswith("model type: ")
+    source = (ROOT / PROGRAMS[command]).read_text(encoding="utf-8")
+    assert command.startswith("pretrain-") or described.split()[:4] == source.removeprefix('"""').split()[:4]
+
+
 def said(words: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     """The exit code of a command line."""
     monkeypatch.setattr(sys, "argv", words)

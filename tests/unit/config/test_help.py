@@ -6,6 +6,7 @@ import pytest
 
 from megatron.config.data import DataConfig
 from megatron.config.help import format_help
+from megatron.config.moe import MoEConfig
 from megatron.config.run import RunConfig
 from megatron.config.trained_model import TrainedModelConfig
 from tasks.settings import TaskConfig
@@ -33,5 +34,6 @@ def test_as_wide_as_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_headings_are_words() -> None:
-    """Not "trainedmodel"."""
+    """Not "trainedmodel", and not "mo e"."""
+    assert "\nmoe: Mixture of experts" in format_help([MoEConfig], prog="tool")
     assert "\ntrained model: " in format_help([TrainedModelConfig], prog="tool")
