@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
+from megatron.config.attention_backends import OTHER_NAMES, AttentionBackend
 from megatron.config.flags import check_flags, derive, flag, switch
 from megatron.config.latent_attention import LatentAttentionConfig
 from megatron.config.layer_patterns import canonical, marked_layers, shortened, window_layers
@@ -26,8 +27,6 @@ _GATES: dict[str, Nonlinearity] = {
     "geglu": "gelu",
     "quick_geglu": "quick_gelu",
 }
-
-_FLASH = "auto takes sdpa, PyTorch's fused and flash kernels, wherever they support the request"
 
 
 @check_flags
@@ -238,17 +237,10 @@ class ModelConfig(PositionConfig, LatentAttentionConfig, MultiTokenConfig):
         default=128,
         at_least=1,
     )
-    attention_backend: Literal["auto", "sdpa", "chunked", "eager"] = flag(
-        "Attention kernel; auto takes the first that supports the call.",
+    attention_backend: AttentionBackend = flag(  # noqa: RUF009
+        "Attention kernel; auto takes the fastest that supports the call (see docs/attention.md).",
         default="auto",
-        renamed_values={
-            "flash": ("auto", _FLASH),
-            "fused": ("auto", _FLASH),
-            "unfused": ("eager", "the unfused attention is called eager here"),
-            "local": ("eager", "the unfused attention is called eager here"),
-            "reference": ("eager", "its former name"),
-            "blocked": ("chunked", "its former name"),
-        },
+        renamed_values=OTHER_NAMES,
     )
     attention_softmax_in_fp32: bool = switch("Compute the attention softmax in fp32, whatever the model's precision.")
     fp32_residual_connection: bool = switch("Keep the residual stream in fp32.")

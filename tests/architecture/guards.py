@@ -100,7 +100,7 @@ KNOWS_FACTS = (
     "megatron/config/rules/moe.py",
     "megatron/config/model.py",  # names the other lengths that positions follow
 )
-CUDA_CODE = ("megatron/core/parallel/launch.py", "megatron/core/ops/")
+CUDA_CODE = ("megatron/core/device.py", "megatron/core/parallel/launch.py", "megatron/core/ops/")
 
 Guard = Callable[[Source], list[str]]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.config.attention_backends import WITHOUT_DROPOUT
 from megatron.config.family import Rule, rule
 from megatron.config.flags import flags_of
 from megatron.config.latent_attention import LatentAttentionConfig
@@ -235,10 +236,10 @@ RULES: tuple[Rule, ...] = (
         "--normalization RMSNorm, or another --qk-layernorm-kind",
         lambda run: run.model.qk_layernorm_kind == "all_heads" and run.model.normalization != "RMSNorm",
     ),
-    rule(  # its kernels draw dropout from a generator that cannot be replayed
-        "--attention-backend sdpa cannot be combined with --attention-dropout {run.model.attention_dropout:g}; "
-        "use --attention-dropout 0, or --attention-backend auto",
-        lambda run: run.model.attention_backend == "sdpa" and run.model.attention_dropout,
+    rule(
+        "--attention-backend {run.model.attention_backend} cannot be combined with --attention-dropout "
+        "{run.model.attention_dropout:g}; use --attention-dropout 0, or --attention-backend auto",
+        lambda run: run.model.attention_backend in WITHOUT_DROPOUT and run.model.attention_dropout,
     ),
     rule(
         "--fp16 and --bf16 are mutually exclusive; keep one",

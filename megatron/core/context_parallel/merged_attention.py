@@ -17,10 +17,9 @@ from torch import Tensor
 from megatron.core.context_parallel.key_exchange import KeyExchange
 from megatron.core.context_parallel.slicing import positions, take
 from megatron.core.context_parallel.visible import Documents, Visible, visible, visible_pieces
-from megatron.core.ops.attention.online_softmax import OnlineSoftmax
+from megatron.core.ops.attention.online_softmax import OnlineSoftmax, sinks_gradient, with_sinks
 from megatron.core.ops.attention.partial import partial_attention, partial_attention_gradients
 from megatron.core.ops.attention.request import AttentionOptions, PartialResult
-from megatron.core.ops.attention.sinks import sinks_gradient, with_sinks
 from megatron.core.ops.dropout import generator_at, generator_state
 
 

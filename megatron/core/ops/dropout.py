@@ -46,6 +46,13 @@ def generator_state(p: float, generator: torch.Generator | None) -> Tensor | Non
     return generator.get_state() if generator is not None and p > 0.0 else None
 
 
+def seed_of(p: float, generator: torch.Generator | None) -> int | None:
+    """The seed that ``generator`` was given last, for kernels that draw from no other than torch's own generator. A
+    layer is given a seed of its own for each microbatch. None when ``p`` is 0.
+    """
+    return generator.initial_seed() if generator is not None and p > 0.0 else None
+
+
 def generator_at(state: Tensor | None, device: torch.device) -> torch.Generator | None:
     """A generator on ``device`` that draws again what another one drew from ``state`` on."""
     return None if state is None else torch.Generator(device).set_state(state)

@@ -8,6 +8,7 @@ import torch
 
 from megatron.config.run import RunConfig
 from megatron.core.context_parallel.attention import actual_request
+from megatron.core.device import capability
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.ops.attention.registry import choose
 from megatron.core.ops.attention.request import AttentionRequest
@@ -25,7 +26,11 @@ def attention_choices(config: RunConfig, train_spec: TrainSpec, context: Paralle
     for module, workload in workloads_of(model, train_spec.workload(config, planned_context(config))):
         if isinstance(module, Attention):
             request = replace(
-                module.request(workload), device=context.device, needs_grad=not config.training.skip_train
+                module.request(workload),
+                device=context.device,
+                capability=capability(context.device),
+                deterministic=config.training.deterministic_mode,
+                needs_grad=not config.training.skip_train,
             )
             path = [part for part in names[id(module)].split(".") if part != "layers" and not part.isdecimal()]
             asked.setdefault(request, " ".join(path))

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megatron.core.ops.attention import AttentionOptions, AttentionRequest, choose, chunked, sdpa
 from megatron.core.ops.attention import attention as attention_with
-from megatron.core.ops.attention.registry import BACKENDS
+from megatron.core.ops.attention.registry import EVERYWHERE
 from megatron.errors import ConfigError
 
-OTHERS = [name for name in BACKENDS if name != "eager"]
+OTHERS = [name for name in EVERYWHERE if name != "eager"]
 
 
 def make_qkv(
@@ -195,7 +195,7 @@ def skip_refused(backend: str, case: str) -> None:
     shape, masks = CASES[case][0], {"window": options.get("window"), "causal": options["causal"]}
     lengths = {"query_length": shape.get("sq", 9), "key_length": shape.get("sk", 9)}
     facts = request(**{name: name in options for name in known}, **masks, **lengths)
-    reason = BACKENDS[backend].supports(facts)
+    reason = EVERYWHERE[backend].supports(facts)
     if reason is not None:
         pytest.skip(f"{backend} refuses {case}: {reason}")
 
@@ -224,7 +224,7 @@ def test_backend_equals_reference(backend: str, case: str) -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EVERYWHERE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "case", ["causal", "documents", "padding_causal", "bias_padding", "sinks", "window", "everything"]
@@ -240,7 +240,7 @@ def test_backend_in_low_precision_stays_near_fp64(backend: str, dtype: torch.dty
         torch.testing.assert_close(actual.double(), expected, rtol=0, atol=8 * torch.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EVERYWHERE)
 def test_documents_equal_separate_calls(backend: str) -> None:
     """Packing documents into a sample must give each the result it would have alone."""
     inputs = make_qkv()
@@ -252,7 +252,7 @@ def test_documents_equal_separate_calls(backend: str) -> None:
             torch.testing.assert_close(packed[at][:, sample : sample + 1], alone, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EVERYWHERE)
 def test_query_without_keys_gives_zeros_and_no_nan(backend: str) -> None:
     """Left padding leaves early queries with nothing to see; a NaN there would poison every gradient."""
     skip_refused(backend, "padding_causal")
@@ -261,7 +261,7 @@ def test_query_without_keys_gives_zeros_and_no_nan(backend: str) -> None:
     assert (results[0][:2, 2] == 0).all() and (results[0][2:, 2] != 0).any()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EVERYWHERE)
 def test_strided_slices_of_a_fused_projection(backend: str) -> None:
     """Layers pass views into one QKV tensor; a backend must not depend on contiguous inputs."""
     fused = torch.randn(9, 3, 4, 3, 8, dtype=torch.float64)
@@ -341,5 +341,7 @@ def test_explicit_choice_is_honoured_or_refused_with_the_reason() -> None:
     assert choose(request(), "eager").name == "eager"
     with pytest.raises(ConfigError, match=r"--attention-backend sdpa cannot be used: it draws dropout \(0.1\)"):
         choose(request(dropout=0.1), "sdpa")
-    with pytest.raises(ConfigError, match="--attention-backend fast is unknown; available: auto, sdpa, chunked, eager"):
+    with pytest.raises(
+        ConfigError, match="--attention-backend fast is unknown; available: auto, flash_attn_3, .*eager"
+    ):
         choose(request(), "fast")

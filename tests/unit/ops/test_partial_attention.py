@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.core.ops.attention import attention, choose, chunked
 from megatron.core.ops.attention.online_softmax import OnlineSoftmax
 from megatron.core.ops.attention.partial import partial_attention, partial_attention_gradients
-from megatron.core.ops.attention.registry import BACKENDS
+from megatron.core.ops.attention.registry import EVERYWHERE
 from megatron.core.ops.attention.request import AttentionOptions, AttentionRequest
 
 ALL = slice(None)
@@ -94,7 +94,7 @@ def by_parts(
     return [whole.out, *grads]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EVERYWHERE)
 @pytest.mark.parametrize("cut", CUTS)
 def test_merged_parts_are_attention(cut: str, backend: str) -> None:
     """Every context-parallel rank computes its result and its gradients this way."""
@@ -166,7 +166,7 @@ def test_merged_parts_have_the_gradient_of_a_bias(backend: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EVERYWHERE)
 def test_parts_in_low_precision_stay_near_fp64(backend: str, dtype: torch.dtype) -> None:
     """Merging must not lose more than one kernel call over all keys does."""
     shape, _, calls = CUTS["causal by halves"]

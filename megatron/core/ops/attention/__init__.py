@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron.core.ops.attention.registry import choose
+from megatron.core.ops.attention.registry import choose, takes_sinks
 from megatron.core.ops.attention.request import AttentionOptions, AttentionRequest
 from megatron.core.ops.attention.sinks import attention_with_sinks
 
@@ -19,6 +19,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, bac
     ``backend`` asked for cannot serve the call.
     """
     chosen = choose(AttentionRequest.of(q, k, options), backend)
-    if options.sinks is not None and chosen.name != "eager":
+    if options.sinks is not None and not takes_sinks(chosen.name):
         return attention_with_sinks(q, k, v, options, backend=chosen.name)
     return chosen.backend.attend(q, k, v, options)

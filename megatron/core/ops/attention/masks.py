@@ -54,13 +54,14 @@ def each_document(
     """
     assert q.shape[0] == k.shape[0], "documents need equally long queries and keys"
     samples = []
-    for sample, lengths in enumerate(_document_lengths(document_ids)):
+    for sample, lengths in enumerate(document_lengths(document_ids)):
         parts = (torch.split(x[:, sample : sample + 1], lengths) for x in (q, k, v))
         samples.append(torch.cat([call(*part) for part in zip(*parts)]))
     return torch.cat(samples, dim=1)
 
 
-def _document_lengths(document_ids: Tensor) -> list[list[int]]:
+def document_lengths(document_ids: Tensor) -> list[list[int]]:
+    """Tokens of each document of each sample of ``document_ids`` [b, s]; waits for a GPU once for all layers."""
     known: list[list[int]] | None = _known_lengths.get(document_ids)  # type: ignore[no-untyped-call]
     if known is None:
         known = [[len(list(run)) for _, run in groupby(row)] for row in document_ids.tolist()]

@@ -51,3 +51,19 @@ class OnlineSoftmax:
     def result(self, dtype: torch.dtype) -> PartialResult:
         """Attention over all keys that were added."""
         return PartialResult(self.out.to(dtype), self.lse)
+
+
+def with_sinks(whole: PartialResult, sinks: Tensor) -> PartialResult:
+    """Attention over all keys and the ``sinks`` [n], of attention over all keys."""
+    lse = torch.logaddexp(whole.lse, sinks.to(whole.lse.dtype))
+    return PartialResult(whole.out * (whole.lse - lse).exp_().unsqueeze(-1).to(whole.out.dtype), lse)
+
+
+def sinks_gradient(grad: Tensor, whole: PartialResult, sinks: Tensor) -> Tensor:
+    """With respect to the ``sinks`` [n], for ``grad`` [sq, b, n, d] of ``whole``, which includes them.
+
+    Of p = exp(sink - lse):  dsink = -Σ p·(dout·out), since the value is zero.
+    """
+    wide = whole.lse.dtype
+    means = (grad.to(wide) * whole.out.to(wide)).sum(-1)
+    return (sinks.to(wide) - whole.lse).exp_().mul_(means).sum((0, 1)).neg_().to(sinks.dtype)

@@ -8,13 +8,23 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.core.ops.attention import chunked, eager, sdpa
+from megatron.core.ops.attention import (
+    chunked,
+    eager,
+    flash_attn_2,
+    flash_attn_3,
+    sdpa,
+    torch_fused,
+    transformer_engine,
+    varlen,
+)
+from megatron.core.ops.attention.capabilities import Capabilities
 from megatron.core.ops.attention.request import AttentionOptions, AttentionRequest, Gradients, PartialResult
 from megatron.errors import ConfigError
 
 
 class Backend(Protocol):
-    """A module in this package."""
+    """A module in this package, or an object in one."""
 
     def supports(self, request: AttentionRequest) -> str | None:
         """None, or why this backend cannot compute the call."""
@@ -35,8 +45,52 @@ class Backend(Protocol):
         ...
 
 
-# In order of preference; the last supports everything.
-BACKENDS: dict[str, Backend] = {"sdpa": sdpa, "chunked": chunked, "eager": eager}
+class GpuBackend(Backend, Protocol):
+    """``takes_sinks``: its ``attend`` computes sinks; else they are made of partial calls."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it supports."""
+        ...
+
+    @property
+    def takes_sinks(self) -> bool:
+        """See above."""
+        ...
+
+    def missing(self) -> str | None:
+        """None, or what isn't installed."""
+        ...
+
+
+# Those for GPUs, each with a table of what it supports.
+KERNELS: dict[str, GpuBackend] = {
+    "flash_attn_3": flash_attn_3.BACKEND,
+    "flash_attn_2": flash_attn_2.BACKEND,
+    "cudnn": torch_fused.cudnn,
+    "efficient": torch_fused.efficient,
+    "transformer_engine": transformer_engine.BACKEND,
+    "varlen": varlen.BACKEND,
+}
+# In order of preference, on any device; the last supports everything.
+EVERYWHERE: dict[str, Backend] = {"sdpa": sdpa, "chunked": chunked, "eager": eager}
+BACKENDS: dict[str, Backend] = {**KERNELS, **EVERYWHERE}
+
+
+def preferred(request: AttentionRequest) -> tuple[str, ...]:
+    """What ``auto`` tries, in this order: the fastest kernels of the GPU's generation, then those for any device."""
+    first: tuple[str, ...] = ()
+    if request.device.type == "cpu":
+        # In bf16 on a CPU torch's kernel takes twice the time of blocks of matrix products.
+        first = ("chunked",) if request.dtype == torch.bfloat16 else ()
+    elif request.capability is not None:
+        first = ("flash_attn_2", "varlen")
+        # cuDNN is called once for each document, the others once for all.
+        if request.capability >= (9, 0):
+            first = (*first, "cudnn") if request.document_ids else ("cudnn", *first)
+        if request.capability[0] == 9:
+            first = ("flash_attn_3", *first)
+    return tuple(dict.fromkeys((*first, *EVERYWHERE)))
 
 
 @dataclass(frozen=True)
@@ -59,10 +113,10 @@ def choose(request: AttentionRequest, backend: str = "auto") -> Choice:
     Raises ConfigError when the backend named explicitly doesn't exist or refuses the request.
     """
     if backend == "auto":
-        # In bf16 on a CPU torch's kernel takes twice the time of blocks of matrix products.
-        first = ["chunked"] if request.device.type == "cpu" and request.dtype == torch.bfloat16 else []
         refused: dict[str, str] = {}
-        for name in dict.fromkeys([*first, *BACKENDS]):
+        for name in preferred(request):
+            if name in KERNELS and KERNELS[name].missing() is not None:
+                continue
             reason = BACKENDS[name].supports(request)
             if reason is None:
                 return Choice(name, BACKENDS[name], refused)
@@ -70,6 +124,13 @@ def choose(request: AttentionRequest, backend: str = "auto") -> Choice:
     if backend not in BACKENDS:
         raise ConfigError(f"--attention-backend {backend} is unknown; available: auto, {', '.join(BACKENDS)}")
     reason = BACKENDS[backend].supports(request)
+    if reason is None and backend in KERNELS and request.device.type != "meta":  # a dry run may be on another machine
+        reason = KERNELS[backend].missing()
     if reason is not None:
         raise ConfigError(f"--attention-backend {backend} cannot be used: {reason}; use --attention-backend auto")
     return Choice(backend, BACKENDS[backend])
+
+
+def takes_sinks(name: str) -> bool:
+    """Whether the ``attend`` of a backend computes sinks."""
+    return KERNELS[name].takes_sinks if name in KERNELS else name == "eager"

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.core.device import capability
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
@@ -61,6 +63,8 @@ class AttentionRequest:
     """What a backend needs to accept or refuse a call. Needs no tensors, so that start-up can report the choice.
 
     ``partial``: the call is for some of the keys, and its result will be merged with others (``partial.py``).
+    ``deterministic``: its gradients must be the same in each run. ``capability``: of the GPU; None where it isn't
+    known, as on the machine of a dry run.
     """
 
     device: torch.device
@@ -80,6 +84,8 @@ class AttentionRequest:
     softmax_in_fp32: bool = False
     needs_grad: bool = True
     partial: bool = False
+    deterministic: bool = False
+    capability: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, options: AttentionOptions, *, partial: bool = False) -> AttentionRequest:
@@ -103,6 +109,8 @@ class AttentionRequest:
             softmax_in_fp32=options.softmax_in_fp32,
             needs_grad=partial or q.requires_grad,
             partial=partial,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            capability=capability(q.device),
         )
 
 

@@ -10,12 +10,14 @@ is computed twice.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.core.ops.attention.masks import allowed_keys, each_document
 from megatron.core.ops.attention.online_softmax import OnlineSoftmax
@@ -70,11 +72,31 @@ def _refuses_window(request: AttentionRequest, window: tuple[int, int]) -> str |
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-    """See ``attention``. Without masks no tensor is copied: batch and heads are folded into one dim of heads."""
+    """See ``attention``. On a GPU never torch's kernel that keeps all scores, except in fp64, which has no other."""
+    if q.device.type == "cpu" or q.dtype == torch.float64:
+        return attend_with(q, k, v, options, ())
+    efficient = SDPBackend.EFFICIENT_ATTENTION  # with masks, and for fp32
+    is_half = q.dtype in (torch.float16, torch.bfloat16)
+    return attend_with(q, k, v, options, (SDPBackend.FLASH_ATTENTION, efficient) if is_half else (efficient,))
+
+
+def attend_with(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, kernels: tuple[SDPBackend, ...]) -> Tensor:
+    """``attend`` by the first of torch's ``kernels`` that supports the call; without names torch chooses.
+
+    Without masks no tensor is copied: batch and heads are folded into one dim of heads.
+    """
     if v.shape[3] != q.shape[3]:  # else torch takes a kernel that keeps all scores
-        width = max(q.shape[3], v.shape[3])
-        out = attend(_widened(q, width), _widened(k, width), _widened(v, width), options)
-        return out.unflatten(2, q.shape[2:])[..., : v.shape[3]].flatten(2)  # type: ignore[no-untyped-call, no-any-return]
+        query, key, value = widened(q, k, v)
+        out = attend_with(query, key, value, options, kernels)
+        return out.unflatten(2, (q.shape[2], -1))[..., : v.shape[3]].flatten(2)  # type: ignore[no-untyped-call, no-any-return]
+    is_masked = options.attention_mask is not None or (options.causal and q.shape[0] != k.shape[0])
+    if kernels and q.shape[2] != k.shape[2] and (is_masked or kernels[0] == SDPBackend.EFFICIENT_ATTENTION):
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))  # it has no groups
+    with sdpa_kernel(list(kernels), set_priority=True) if kernels else nullcontext():
+        return _attend(q, k, v, options)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
     causal, scale, grouped = options.causal and q.shape[0] > 1, options.scale, q.shape[2] != k.shape[2]
 
     def folded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -108,8 +130,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor
 
 def attend_partly(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> PartialResult:
     """See ``partial_attention``. Torch's flash kernels return the log-sum-exp that its public function hides."""
-    width = max(q.shape[3], v.shape[3])
-    query, key, value = (_fold(_widened(x, width)) for x in (q, k, v))
+    query, key, value = (_fold(x) for x in widened(q, k, v))
     out, lse = _kernel(query, key, value, options, causal=options.causal)
     return PartialResult(_unfold(out, q)[..., : v.shape[3]], _unfold(lse.unsqueeze(-1), q).squeeze(-1))
 
@@ -119,8 +140,7 @@ def gradients_of_part(
 ) -> Gradients:
     """See ``partial_attention_gradients``: the kernels take result and log-sum-exp as given, so they may be merged."""
     lse = _fold(whole.lse.unsqueeze(-1)).squeeze(-1)
-    width = max(q.shape[3], v.shape[3])
-    upstream, query, key, value, out = (_fold(_widened(x, width)) for x in (grad, q, k, v, whole.out))
+    upstream, query, key, value, out = (_fold(x) for x in widened(grad, q, k, v, whole.out))
     found = _kernel_gradients(upstream, query, key, value, out, lse, options, causal=options.causal)
     return Gradients(*(_unfold(each, x)[..., : x.shape[3]] for each, x in zip(found, (q, k, v))))
 
@@ -325,9 +345,10 @@ def _kernel_gradients(
     return grad_query, grad_key, grad_value
 
 
-def _widened(x: Tensor, width: int) -> Tensor:
-    """``x`` with zeros up to a width: the flash kernels have one for queries, keys and values."""
-    return x if x.shape[3] == width else F.pad(x, (0, width - x.shape[3]))
+def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """All with zeros up to the width of the widest: torch's kernels have one for queries, keys and values."""
+    width = max(x.shape[3] for x in tensors)
+    return tuple(x if x.shape[3] == width else F.pad(x, (0, width - x.shape[3])) for x in tensors)
 
 
 def _fold(x: Tensor) -> Tensor:

@@ -13,25 +13,10 @@ import torch
 from torch import Tensor
 
 from megatron.core.ops.attention.masks import each_document
+from megatron.core.ops.attention.online_softmax import sinks_gradient, with_sinks
 from megatron.core.ops.attention.partial import partial_attention, partial_attention_gradients
 from megatron.core.ops.attention.request import AttentionOptions, PartialResult
 from megatron.core.ops.dropout import generator_at, generator_state
-
-
-def with_sinks(whole: PartialResult, sinks: Tensor) -> PartialResult:
-    """Attention over all keys and the ``sinks`` [n], of attention over all keys."""
-    lse = torch.logaddexp(whole.lse, sinks.to(whole.lse.dtype))
-    return PartialResult(whole.out * (whole.lse - lse).exp_().unsqueeze(-1).to(whole.out.dtype), lse)
-
-
-def sinks_gradient(grad: Tensor, whole: PartialResult, sinks: Tensor) -> Tensor:
-    """With respect to the ``sinks`` [n], for ``grad`` [sq, b, n, d] of ``whole``, which includes them.
-
-    Of p = exp(sink - lse):  dsink = -Σ p·(dout·out), since the value is zero.
-    """
-    wide = whole.lse.dtype
-    means = (grad.to(wide) * whole.out.to(wide)).sum(-1)
-    return (sinks.to(wide) - whole.lse).exp_().mul_(means).sum((0, 1)).neg_().to(sinks.dtype)
 
 
 def attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, backend: str) -> Tensor:
