@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.core.inference.invariance import TILE, fewest_queries
 from megatron.core.inference.step_plan import PlanRow, RunnerLimits, StepPlan
+from megatron.core.inference.together import OneQuery, SharedCall, shared_calls
 from megatron.core.ops.attention import AttentionOptions, attention
 from megatron.core.ops.attention.cached import CachedHeads
 from megatron.core.ops.attention.cached_calls import CachedBackend, CachedCall, cached_backend
@@ -38,6 +39,7 @@ class KeyValueCache:
         self, layers: Mapping[int, CachedHeads], limits: RunnerLimits, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.block_size, self.max_length, self.device = limits.block_size, limits.max_length, device
+        self._dtype = dtype
         places = limits.num_blocks * limits.block_size
 
         def table(groups: int, width: int) -> Tensor:
@@ -52,7 +54,7 @@ class KeyValueCache:
         }
         self.encoded: dict[int, tuple[Tensor, dict[int, Encoded]]] = {}
         self._gathered: dict[str, Tensor] = {}
-        self.tail: Tensor | None = None
+        self._how: dict[tuple[int, bool], tuple[CachedBackend, int]] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -86,10 +88,28 @@ class KeyValueCache:
         if isinstance(places, slice):
             return tensor[:, places]
         shape = (len(tensor), len(places), tensor.shape[2])
-        size = shape[0] * shape[1] * shape[2]
+        return torch.index_select(tensor, 1, places, out=self._buffer(kind, shape))
+
+    def of_call(self, kind: str, tensor: Tensor, call: SharedCall) -> Tensor:
+        """The same ``[groups, texts, keys, width]`` for texts that share a call."""
+        shape = (len(tensor), call.texts * call.keys, tensor.shape[2])
+        return call.of_table(tensor, None if isinstance(call.places, tuple) else self._buffer(kind, shape))
+
+    def how(self, layer: int, heads: int, options: AttentionOptions, *, in_tiles: bool) -> tuple[CachedBackend, int]:
+        """What computes a layer's calls, and of how many queries they have a multiple."""
+        if (layer, in_tiles) not in self._how:
+            keys, values = self.keys[layer], self.values[layer]
+            backend, fewest = cached_backend(keys, values, options), 1
+            if in_tiles:
+                fewest = fewest_queries(backend, keys, values, options, heads=heads // len(keys))
+            self._how[layer, in_tiles] = backend, fewest
+        return self._how[layer, in_tiles]
+
+    def _buffer(self, kind: str, shape: tuple[int, int, int]) -> Tensor:
+        size = math.prod(shape)
         if kind not in self._gathered or len(self._gathered[kind]) < size:
-            self._gathered[kind] = tensor.new_empty(2 * size)
-        return torch.index_select(tensor, 1, places, out=self._gathered[kind][:size].view(shape))
+            self._gathered[kind] = torch.empty(2 * size, dtype=self._dtype, device=self.device)
+        return self._gathered[kind][:size].view(shape)
 
 
 @dataclass(frozen=True)
@@ -117,13 +137,14 @@ class CachedStep:
         self._more: Callable[[Tensor, Tensor], Tensor] | None = None
         self._parts: dict[_Kind, list[_Part]] = {}
         self._biases: dict[tuple[int, _Kind], Tensor | None] = {}
+        self._shared: dict[tuple[_Kind, bool], list[tuple[SharedCall, Tensor | None]]] = {}
         copies = [(row.copies, row.blocks[row.start // cache.block_size]) for row in self._rows if row.copies]
         if copies:
             cache.copy(copies)
         if in_tiles:
-            behind = self._index([self._behind(row) for row in self._rows])
-            if len(behind):
-                cache.clear(behind)
+            behind = [self._behind(row) for row in self._rows if self._begins_tile(row)]
+            if any(map(len, behind)):
+                cache.clear(self._index(behind))
 
     @property
     def max_length(self) -> int:
@@ -136,8 +157,9 @@ class CachedStep:
         keys.index_copy_(1, self._written, k[:, 0].transpose(0, 1))
         if values.data_ptr() != keys.data_ptr():
             values.index_copy_(1, self._written, v[:, 0].transpose(0, 1))
-        by_call = self._by_call if self._backend == "auto" else self._by_row
-        return by_call(q[:, 0], keys, values, options).unsqueeze(1)
+        if self._backend == "auto":
+            return self._by_call(layer, q[:, 0], keys, values, options).unsqueeze(1)
+        return self._by_row(q[:, 0], keys, values, options).unsqueeze(1)
 
     def attend_encoder(
         self, layer: int, q: Tensor, project: Callable[[Tensor], Encoded], options: AttentionOptions
@@ -157,17 +179,15 @@ class CachedStep:
         step._more, step._biases = bias, {}
         return step
 
-    def _by_call(self, q: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> Tensor:
+    def _by_call(self, layer: int, q: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> Tensor:
         """``q`` [t, n, d] to [t, n·e]."""
-        window, groups, backend = options.window, len(keys), cached_backend(keys, values, options)
-        fewest = 1
-        if self._in_tiles:
-            fewest = fewest_queries(backend, keys, values, options, heads=q.shape[1] // groups)
+        window, groups = options.window, len(keys)
+        backend, fewest = self._cache.how(layer, q.shape[1], options, in_tiles=self._in_tiles)
         kind = (window, fewest)
-        if kind not in self._parts:
-            self._parts[kind] = [part for number in range(len(self._rows)) for part in self._parts_of(number, kind)]
         if self._is_decoding and self._more is None and options.slopes is None and not (window and self._in_tiles):
             return self._one_each(q, keys, values, options, backend, kind)
+        if kind not in self._parts:
+            self._parts[kind] = [part for number in range(len(self._rows)) for part in self._parts_of(number, kind)]
         is_causal = groups == q.shape[1] and not self._in_tiles and not self._is_biased(options)
         results = []
         for number, part in enumerate(self._parts[kind]):
@@ -203,37 +223,51 @@ class CachedStep:
         kind: _Kind,
     ) -> Tensor:
         """As ``_by_call``, where each text has one query, which stands for all that are computed together with it."""
-        (texts, heads, width), groups, count = q.shape, len(keys), max(1, kind[1])
-        each = q.view(texts, groups, -1, width)
-        if count > 1:
-            each = each.unsqueeze(3).expand(-1, -1, -1, count, -1).contiguous().view(texts, groups, -1, width)
-        cache, parts = self._cache, self._parts[kind]
-        results = [
-            backend.attend(
-                query,
-                cache.gathered("keys", keys, part.places),
-                cache.gathered("values", values, part.places),
+        (_, heads, width), groups, fewest = q.shape, len(keys), kind[1]
+        shared = self._shared.get((kind, backend.takes_texts))
+        if shared is None:
+            shared = self._shared[kind, backend.takes_texts] = self._shared_calls(kind, q, backend)
+        results = []
+        for call, bias in shared:
+            query = (q if call.rows is None else q[call.rows]).view(call.texts, groups, -1, 1, width)
+            if fewest > 1:
+                query = query.expand(-1, -1, -1, fewest, -1).contiguous()  # by a stride of 0 bits would differ
+            found = backend.attend(
+                query.transpose(0, 1).reshape(groups, call.texts, -1, width),
+                self._cache.of_call("keys", keys, call),
+                self._cache.of_call("values", values, call),
                 options,
-                self._hides_tail(row.start, part.call, query.shape[1], q) if self._in_tiles else None,
+                bias,
                 causal=False,
-            )
-            for query, part, row in zip(each.unbind(), parts, self._rows)
-        ]
-        found = torch.stack(results).view(texts, heads, count, -1)
-        if count > 1:
-            found = found[torch.arange(texts), :, [part.padding[0] for part in parts]]
-        return found.reshape(texts, -1)
+            ).view(groups, call.texts, heads // groups, fewest, -1)
+            if isinstance(call.chosen, int):
+                found = found[:, :, :, call.chosen]
+            else:
+                found = found[:, torch.arange(call.texts, device=q.device), :, call.chosen].transpose(0, 1)
+            results.append(found.transpose(0, 1).reshape(call.texts, -1))
+        if shared[0][0].rows is None:
+            return results[0]
+        order = torch.cat([call.rows for call, _ in shared if call.rows is not None])
+        return torch.empty_like(together := torch.cat(results)).index_copy_(0, order, together)
 
-    def _hides_tail(self, position: int, call: CachedCall, queries: int, q: Tensor) -> Tensor:
-        """A bias ``[1, queries, keys]`` without keys behind ``position``, a view."""
-        visible = position + 1 - call.first_key
-        zeros = self._cache.max_length
-        if self._cache.tail is None or self._cache.tail.dtype != q.dtype:
-            tail = q.new_full((zeros + TILE,), -math.inf)
-            tail[:zeros] = 0
-            self._cache.tail = tail
-        row = self._cache.tail[zeros - visible : zeros - position - 1 + call.stop_key]
-        return row.expand(1, queries, -1)
+    def _shared_calls(
+        self, kind: _Kind, like: Tensor, backend: CachedBackend
+    ) -> list[tuple[SharedCall, Tensor | None]]:
+        """Calls of texts that have one query each, with what hides keys."""
+        window, fewest = kind
+        queries = []
+        for row in self._rows:
+            first = 0 if window is None else max(0, row.start - window[0])
+            stop = row.start // TILE * TILE + TILE if self._in_tiles else row.start + 1
+            queries.append(OneQuery(row.start, first, stop, self._slice_or_places(row, first, stop)))
+        calls = shared_calls(
+            queries,
+            fewest=fewest,
+            is_exact=self._in_tiles,
+            is_alone=not backend.takes_texts,
+            device=self._cache.device,
+        )
+        return [(call, call.bias(like)) for call in calls]
 
     def _is_biased(self, options: AttentionOptions) -> bool:
         return options.slopes is not None or options.window is not None or self._more is not None
@@ -280,29 +314,31 @@ class CachedStep:
                 first_key = first_key // TILE * TILE
             asking = range(start // fewest * fewest, -(-stop // fewest) * fewest)
             call = CachedCall(asking.start, len(asking), first_key, last)
+            places = self._slice_or_places(row, first_key, last)
             yield _Part(
                 call,
                 slice(token, token + stop - start),
-                self._slice_or_index(row, first_key, last),
+                places if isinstance(places, slice) else self._index([places]),
                 (start - asking.start, asking.stop - stop),
             )
             token += stop - start
             start = stop
 
-    def _slice_or_index(self, row: PlanRow, first: int, stop: int) -> slice | Tensor:
+    def _slice_or_places(self, row: PlanRow, first: int, stop: int) -> slice | np.ndarray:
         size = self._cache.block_size
         blocks = row.blocks[first // size : -(-stop // size)]
         if stop <= len(row.blocks) * size and blocks == tuple(range(blocks[0], blocks[0] + len(blocks))):
             start = blocks[0] * size + first % size
             return slice(start, start + stop - first)
-        return self._index([self._places(row, first, stop)])
+        return self._places(row, first, stop)
+
+    def _begins_tile(self, row: PlanRow) -> bool:
+        return -(-row.start // TILE) < -(-(row.start + len(row.tokens)) // TILE)
 
     def _behind(self, row: PlanRow) -> np.ndarray:
-        """Places behind the text, in the tile and in the blocks that this row is the first to write to."""
+        """Places behind the text, in a tile and in blocks that this row is the first to write to."""
         end = row.start + len(row.tokens)
-        full = min(-(-end // TILE) * TILE, len(row.blocks) * self._cache.block_size)
-        is_new = -(-row.start // TILE) < -(-end // TILE)
-        return self._places(row, end, full if is_new else end)
+        return self._places(row, end, min(-(-end // TILE) * TILE, len(row.blocks) * self._cache.block_size))
 
     def _places(self, row: PlanRow, start: int, stop: int) -> np.ndarray:
         """Where positions of a text lie, in block 0 behind its blocks."""

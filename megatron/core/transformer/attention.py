@@ -73,6 +73,7 @@ class Attention(nn.Module):
         self._scale = 1.0 / math.sqrt(config.kv_channels) if config.softmax_scale is None else config.softmax_scale
         self._window: tuple[int, int] | None = None
         self._slopes: Tensor | None = None
+        self._cached_options: AttentionOptions | None = None
 
     def _add_head_norms(self, config: ModelConfig, context: ParallelContext) -> None:
         """Norms of query and key heads, where the model has them."""
@@ -129,8 +130,9 @@ class Attention(nn.Module):
         if drop:  # seeded here, so that recomputing the scores alone draws the same mask
             self._context.rng.enter(stream, f"layer {self.number} {self._purpose}")
         if seen.cache is not None:
-            options = self._options(query, seen, drop=drop, window=self._window)
-            return seen.cache.attend(self.number, query, key, value, options)
+            if self._cached_options is None:  # they are the same at every step
+                self._cached_options = self._options(query, seen, drop=drop, window=self._window)
+            return seen.cache.attend(self.number, query, key, value, self._cached_options)
         window = self._window_over(key.shape[0] * self._context.mesh.size("cp"))
         options = self._options(query, seen, drop=drop, window=window)
         return attention(

@@ -57,7 +57,9 @@ class CachedCall:
 
 
 class CachedBackend(Protocol):
-    """How calls are computed."""
+    """How calls are computed. ``takes_texts``: whether one call serves several texts; it has one, else."""
+
+    takes_texts: bool
 
     def supports(self, k: Tensor, v: Tensor, options: AttentionOptions) -> str | None:
         """None, or why this backend cannot compute the call."""
@@ -68,7 +70,7 @@ class CachedBackend(Protocol):
     ) -> Tensor:
         """``q`` [g, rows, d], where rows are the query heads of a group times the queries, ``k`` [g, keys, d], ``v``
         [g, keys, e] -> [g, rows, e]. ``bias`` [1 or g, rows, keys] is added to the scores. ``causal``: instead of a
-        bias, row r sees keys 0 … r.
+        bias, row r sees keys 0 … r. Or of texts [g, texts, …] with a bias [1, texts, 1, keys].
         """
         ...
 
@@ -84,6 +86,8 @@ def is_fast_in_bf16() -> bool:
 class Kernel:
     """Torch's kernel."""
 
+    takes_texts = True
+
     def supports(self, k: Tensor, v: Tensor, options: AttentionOptions) -> str | None:
         """See ``CachedBackend``."""
         if options.soft_cap is not None or options.sinks is not None:
@@ -98,6 +102,8 @@ class Kernel:
         self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, bias: Tensor | None, *, causal: bool
     ) -> Tensor:
         """See ``CachedBackend``."""
+        if q.dim() == 4:
+            return F.scaled_dot_product_attention(q, k, v, bias, scale=options.scale)
         mask = None if bias is None else bias[None]
         given = (q[None], k[None], v[None])
         return F.scaled_dot_product_attention(*given, mask, is_causal=causal, scale=options.scale)[0]
@@ -105,6 +111,8 @@ class Kernel:
 
 class Grouped:
     """Matrix products; serves every call. Keys are not repeated for the query heads that share them."""
+
+    takes_texts = False
 
     def supports(self, k: Tensor, v: Tensor, options: AttentionOptions) -> str | None:
         """See ``CachedBackend``."""
@@ -114,6 +122,9 @@ class Grouped:
         self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, bias: Tensor | None, *, causal: bool
     ) -> Tensor:
         """See ``CachedBackend``."""
+        if q.dim() == 4:
+            bias = None if bias is None else bias[:, 0].expand(-1, q.shape[2], -1)
+            return self.attend(q[:, 0], k[:, 0], v[:, 0], options, bias, causal=causal)
         keys = k.transpose(1, 2)
         if causal:
             rows = torch.arange(q.shape[1], device=q.device)

@@ -1,0 +1,124 @@
+"""Attention of a step in which each text has one token: texts that have as many keys share a call."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+BUCKET = 64  # keys: texts whose numbers of them differ by less share a call where bits may depend on it
+
+
+@dataclass(frozen=True)
+class OneQuery:
+    """A text's call: its query is at ``position``, its keys are from ``first_key`` to ``stop_key - 1``, and lie at
+    ``places``.
+    """
+
+    position: int
+    first_key: int
+    stop_key: int
+    places: slice | np.ndarray
+
+    @property
+    def keys(self) -> int:
+        """How many keys there are, behind the query, too."""
+        return self.stop_key - self.first_key
+
+
+@dataclass(frozen=True)
+class SharedCall:
+    """Texts of a step, ``rows`` (None: all of them, in order), each with ``keys`` keys.
+
+    ``places``: of the keys of all of them, one after the other; or the first place of the first text, and how far apart
+    texts are that lie in a regular order. ``visible``: how many of its keys each text sees, None for all of them.
+    ``chosen``: which of the equal queries of a call is a text's own, one number where it is the same for all.
+    """
+
+    texts: int
+    keys: int
+    rows: Tensor | None
+    places: Tensor | tuple[int, int]
+    visible: Tensor | None
+    chosen: int | Tensor
+
+    def of_table(self, table: Tensor, buffer: Tensor | None) -> Tensor:
+        """Keys or values ``[groups, texts, keys, width]`` in a table ``[groups, places, width]``: a view, or copied to
+        ``buffer`` ``[groups, texts * keys, width]``.
+        """
+        groups, _, width = table.shape
+        shape = (groups, self.texts, self.keys, width)
+        if not isinstance(self.places, Tensor):
+            of_group, of_place, of_channel = table.stride()
+            first, apart = self.places
+            strides = (of_group, apart * of_place, of_place, of_channel)
+            return table.as_strided(shape, strides, table.storage_offset() + first * of_place)
+        assert buffer is not None, "keys that lie anywhere are copied"
+        return torch.index_select(table, 1, self.places, out=buffer).view(shape)
+
+    def bias(self, like: Tensor) -> Tensor | None:
+        """``[1, texts, 1, keys]``: hides keys that a text doesn't see."""
+        if self.visible is None:
+            return None
+        hidden = torch.arange(self.keys, device=like.device) >= self.visible[:, None]
+        found = like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+        return found.view(1, self.texts, 1, self.keys)
+
+
+def shared_calls(
+    queries: Sequence[OneQuery], *, fewest: int, is_exact: bool, is_alone: bool, device: torch.device
+) -> list[SharedCall]:
+    """Calls for the texts of a step, in their order. ``is_exact``: texts share a call only where their numbers of keys
+    are equal, and always have a bias, so that bits don't depend on which others there are. ``is_alone``: none share.
+    ``fewest``: equal queries that each text has in a call.
+    """
+    groups = defaultdict[object, list[int]](list)
+    for number, query in enumerate(queries):
+        groups[number if is_alone else query.keys if is_exact else -(-query.keys // BUCKET)].append(number)
+    return [_shared(members, queries, fewest, is_exact, device, is_all=len(groups) == 1) for members in groups.values()]
+
+
+def _shared(
+    members: list[int],
+    queries: Sequence[OneQuery],
+    fewest: int,
+    is_exact: bool,
+    device: torch.device,
+    *,
+    is_all: bool,
+) -> SharedCall:
+    keys = max(queries[number].keys for number in members)
+    starts = {number: _start(queries[number], keys) for number in members}
+    ordered = sorted(members, key=lambda number: starts[number] or 0)
+    apart = (starts[ordered[-1]] or 0) - (starts[ordered[0]] or 0)
+    step = apart // max(1, len(ordered) - 1)
+    first = starts[ordered[0]]
+    places: Tensor | tuple[int, int]
+    if first is not None and [starts[number] for number in ordered] == [first + step * n for n in range(len(ordered))]:
+        members, places = ordered, (first, step)
+    else:
+        table = np.zeros((len(members), keys), dtype=np.int64)
+        for row, number in zip(table, members):
+            at = queries[number].places
+            row[: queries[number].keys] = np.arange(at.start, at.stop) if isinstance(at, slice) else at
+        places = torch.from_numpy(table.reshape(-1)).to(device)
+    visible = [queries[number].position + 1 - queries[number].first_key for number in members]
+    in_call = [queries[number].position % fewest for number in members]
+    is_in_order = is_all and members == list(range(len(members)))
+    return SharedCall(
+        texts=len(members),
+        keys=keys,
+        rows=None if is_in_order else torch.tensor(members, device=device),
+        places=places,
+        visible=torch.tensor(visible, device=device) if is_exact or min(visible) < keys else None,
+        chosen=in_call[0] if len({*in_call}) == 1 else torch.tensor(in_call, device=device),
+    )
+
+
+def _start(query: OneQuery, keys: int) -> int | None:
+    """Its first place, if it has so many keys side by side."""
+    return query.places.start if isinstance(query.places, slice) and query.keys == keys else None
