@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     listener = process.bound_socket(server) if launch.rank == 0 else None
     with (
         trained_model(choice, GENERATIVE, launch, pipeline_stages=layout.pipeline_model_parallel_size) as trained,
-        generation_engine(trained, inference) as engine,
+        generation_engine(trained, inference, releases=True) as engine,
     ):
         if engine is not None and listener is not None:  # else another rank, whose work is done
             print(exactness(trained, inference), file=sys.stderr, flush=True)

@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
         trained_model(
             choice, GENERATIVE, launch_environment(), pipeline_stages=layout.pipeline_model_parallel_size
         ) as trained,
-        generation_engine(trained, inference) as engine,
+        generation_engine(trained, inference, releases=True) as engine,
     ):
         if engine is None:  # another rank, whose work is done
             return 0

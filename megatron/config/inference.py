@@ -67,7 +67,7 @@ class InferenceConfig:
         aliases=("--batch-invariant-mode",),
     )
     quantization: Literal["int8"] | None = flag(
-        "Multiply by weights rounded to 8 bits with a scale for each output, in a bf16 model on a CPU: half the memory "
-        "traffic, which is what one text waits for; slower from about eight texts on. Logits change a little.",
+        "Multiply by weights rounded to 8 bits with a scale for each output, in a bf16 or fp32 model on a CPU: half "
+        "the memory traffic of bf16, which is what few texts wait for. Logits change a little.",
         default=None,
     )

@@ -7,7 +7,8 @@ copy is made when a weight is first used, and kept.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 
 from megatron.core.inference.invariance import EqualRows, agreeing, cancelling
 
-_PACKED_FROM = {torch.bfloat16: 1, torch.float32: 3}  # rows; below, torch's matrix-vector product is as fast or faster
+_PACKED_FROM = {torch.bfloat16: 1, torch.float32: 3}  # rows; fewer are multiplied by columns
+_LARGE = 1 << 22  # numbers of a weight from which on fewer bytes are worth a dozen small operators
+_STEPS = 32_639  # from 0 to the largest of a row, so that both bytes have room for their offsets
 _HINT = 8  # rows for which oneDNN is asked to choose the blocks: measured to be good for any number
 
 
@@ -85,27 +88,68 @@ class Blocked:
         return found
 
 
+class Columns(Plain):
+    """Inputs first, for one row or two in fp32: the sums of neighbouring outputs are read side by side."""
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """See ``Form``."""
+        return weight.detach().t().contiguous()
+
+    def multiply(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        """See ``Form``."""
+        return x @ packed if bias is None else torch.addmm(bias, x, packed)
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """Numbers from -127 to 127 in oneDNN's blocks, and the ``scales`` and zero points of outputs."""
+
+    blocks: Tensor
+    scales: Tensor
+    zeros: Tensor
+
+
 class Int8:
-    """In 8 bits with a scale for each output, half the memory traffic of bf16; sums are those of bf16 products."""
+    """In 8 bits with a scale for each output, half the memory traffic of bf16.
+
+    Small weights of bf16 models are multiplied in bf16. Others are multiplied as whole numbers: each row of inputs is
+    rounded to 16 bits, with a scale of its own, and is two rows of bytes. Sums of whole numbers are exact, so that a
+    row's bits depend on nothing else, and errors are those of the weights.
+    """
 
     def refusal(self, weight: Tensor) -> str | None:
         """See ``Form``."""
-        if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
+        if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float32):
             dtype = str(weight.dtype).removeprefix("torch.")
-            return f"it is for bf16 models on a CPU, and this one is in {dtype} on {weight.device.type}"
+            return f"it is for bf16 and fp32 models on a CPU, and this one is in {dtype} on {weight.device.type}"
         return _works(self, weight.dtype)
 
-    def pack(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Numbers from -127 to 127, and scales, whose rounding to bf16 comes first so that it adds no error."""
+    def pack(self, weight: Tensor) -> tuple[Tensor, Tensor] | _Whole:
+        """Numbers from -127 to 127, and scales, whose rounding to the weight's type comes first so that it adds no
+        error.
+        """
         wide = weight.detach().float()
         scales = (wide.abs().amax(dim=1) / 127).clamp(min=1e-30).to(weight.dtype)
-        numbers = (wide / scales.float()[:, None]).round().clamp(-127, 127)
-        return numbers.to(torch.int8), scales
+        numbers = (wide / scales.float()[:, None]).round().clamp(-127, 127).to(torch.int8)
+        if weight.dtype == torch.bfloat16 and weight.numel() < _LARGE:
+            return numbers, scales
+        blocks: Tensor = torch.ops.onednn.qlinear_prepack(numbers, None)
+        return _Whole(blocks, scales.float(), torch.zeros(len(scales), dtype=torch.int32))
 
-    def multiply(self, x: Tensor, packed: tuple[Tensor, Tensor], bias: Tensor | None) -> Tensor:
+    def multiply(self, x: Tensor, packed: tuple[Tensor, Tensor] | _Whole, bias: Tensor | None) -> Tensor:
         """See ``Form``."""
-        found = torch._weight_int8pack_mm(x, *packed)
-        return found if bias is None else found + bias
+        if isinstance(packed, tuple):
+            found = torch._weight_int8pack_mm(x, *packed)
+            return found if bias is None else found + bias
+        steps = torch.linalg.vector_norm(x, math.inf, -1, True, dtype=torch.float32).clamp_(min=1e-30).div_(_STEPS)
+        # A number n is 256 high + low of the bytes of n + 256 * 128 + 128, from each of which 128 is subtracted.
+        whole = torch.div(x, steps).add_(256 * 128 + 128 + 0.5).to(torch.int32)
+        low_and_high = whole.view(torch.uint8).view(*x.shape, 4)[..., :2].permute(2, 0, 1).reshape(-1, x.shape[1])
+        given = (low_and_high, 1.0, 128, packed.blocks, packed.scales, packed.zeros, None)
+        sums: Tensor = torch.ops.onednn.qlinear_pointwise(*given, 1.0, 0, torch.float32, "none", [], "")
+        low, high = sums.chunk(2)
+        found = torch.add(low, high, alpha=256.0).mul_(steps)
+        return (found if bias is None else found.add_(bias)).to(x.dtype)
 
 
 @functools.cache
@@ -113,6 +157,7 @@ def _works(form: Form, dtype: torch.dtype) -> str | None:
     """None, or why the kernel can't be used: it is no public function of torch's, and may be missing or another."""
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(rows, 64, generator=generator).to(dtype) for rows in (3, 32))
+    x[0], weight[0] = 1, 1  # a sum that doesn't fit into 16 bits, which processors without int8 products may cut off
     try:
         found = form.multiply(x, form.pack(weight), None)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
@@ -122,47 +167,54 @@ def _works(form: Form, dtype: torch.dtype) -> str | None:
     return None if is_close else "this torch or processor computes it wrongly"
 
 
-PLAIN, TRANSPOSED, BLOCKED, INT8 = Plain(), Transposed(), Blocked(), Int8()
+PLAIN, TRANSPOSED, BLOCKED, COLUMNS, INT8 = Plain(), Transposed(), Blocked(), Columns(), Int8()
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A weight, which is kept so that its id stays its own, and how it is multiplied."""
+    """A weight, which is kept so that its id stays its own, and how it is multiplied; few rows by ``columns``."""
 
     weight: Tensor
     packed: Any
     multiply: _Multiply
-    fewest: int = 1  # rows; plain below
+    columns: Tensor | None = None
 
 
 class GenerationProducts:
     """``x·weightᵀ + bias``: [..., in], [out, in], [out] -> [..., out]; see ``Multiply``.
 
     ``is_batch_invariant``: the bits of a row don't depend on how many there are. ``form``: of the model's own weights;
-    None: oneDNN's blocks where they work. They are prepared when first used, and must not change. Parameters that
+    None: oneDNN's blocks where they work. They are copied when first used, and must not change. Parameters that
     require gradients, which training changes, and other matrices, such as parts of a weight, are used as they are.
     """
 
     def __init__(self, *, is_batch_invariant: bool, form: Form | None = None) -> None:
         self._is_batch_invariant, self._form = is_batch_invariant, form
         self._prepared: dict[tuple[int, bool], _Prepared] = {}
-        self._packed: dict[int, Any] = {}
+        self._packed: dict[int, tuple[Any, Tensor | None]] = {}
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply."""
-        if x.numel() == 0:
+        shape = x.shape
+        if 0 in shape:
             return F.linear(x, weight, bias)
-        is_own = isinstance(weight, nn.Parameter) and not weight.requires_grad
         key = (id(weight), bias is None)
-        prepared = self._prepared.get(key) if is_own else None
-        if prepared is None:
+        if (prepared := self._prepared.get(key)) is None:
+            is_own = isinstance(weight, nn.Parameter) and not weight.requires_grad
             prepared = self._prepare(weight, has_bias=bias is not None, is_own=is_own)
             if is_own:
                 self._prepared[key] = prepared
-        rows = x.reshape(-1, x.shape[-1])
-        if len(rows) < prepared.fewest:
-            return F.linear(x, weight, bias)
-        return prepared.multiply(rows, prepared.packed, bias).view(*x.shape[:-1], -1)
+        rows = x.reshape(-1, shape[-1])
+        if prepared.columns is not None and rows.shape[0] < _PACKED_FROM[weight.dtype]:
+            return COLUMNS.multiply(rows, prepared.columns, bias).view(*shape[:-1], -1)
+        return prepared.multiply(rows, prepared.packed, bias).view(*shape[:-1], -1)
+
+    def release(self, weights: Iterable[Tensor]) -> None:
+        """Give up the memory of those of ``weights`` of which a copy is used. They keep their shape, and are NaN."""
+        copied = {id(each.weight) for each in self._prepared.values() if each.packed is not each.weight}
+        for weight in weights:
+            if id(weight) in copied:
+                weight.data = weight.new_full((), math.nan).expand(weight.shape)
 
     @torch.inference_mode()
     def _prepare(self, weight: Tensor, *, has_bias: bool, is_own: bool) -> _Prepared:
@@ -170,19 +222,20 @@ class GenerationProducts:
         if is_own:
             forms = (BLOCKED, PLAIN) if self._form is None else (self._form,)
         form = next(each for each in forms if each.refusal(weight) is None)
-        fewest, multiply = 1, cast(_Multiply, form.multiply)
+        has_columns, multiply = False, cast(_Multiply, form.multiply)
         if self._is_batch_invariant:
             others = () if self._form is not None and is_own else (TRANSPOSED, PLAIN)
             candidates = others if form is PLAIN else (form, *others)
             form, rule = equal_rows(_Layout.of(weight), candidates, has_bias=has_bias)
             multiply = rule.multiply
         elif form is BLOCKED:
-            fewest = _PACKED_FROM[weight.dtype]
+            has_columns = _PACKED_FROM[weight.dtype] > 1
         if not is_own or form is PLAIN or form is TRANSPOSED:
-            return _Prepared(weight, form.pack(weight), multiply, fewest)
+            return _Prepared(weight, form.pack(weight), multiply)
         if id(weight) not in self._packed:
-            self._packed[id(weight)] = form.pack(weight)
-        return _Prepared(weight, self._packed[id(weight)], multiply, fewest)
+            self._packed[id(weight)] = form.pack(weight), COLUMNS.pack(weight) if has_columns else None
+        packed, columns = self._packed[id(weight)]
+        return _Prepared(weight, packed, multiply, columns)
 
 
 @dataclass(frozen=True)

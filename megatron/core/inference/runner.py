@@ -15,8 +15,8 @@ from megatron.core.inference.products import Form, GenerationProducts
 from megatron.core.inference.step_plan import PlanRow, RunnerLimits, StepPlan
 from megatron.core.ops.attention.cached import AttentionCache, CachedHeads
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.products import Multiply
-from megatron.core.transformer.output_layer import VocabularyOutput
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from megatron.core.transformer.output_layer import OutputLayer, VocabularyOutput
 
 
 @runtime_checkable
@@ -95,7 +95,30 @@ class CachedRunner:
         if is_batch_invariant is None:
             is_batch_invariant = costs_little(context)
         self._is_batch_invariant = is_batch_invariant
-        self._multiply: Multiply = GenerationProducts(is_batch_invariant=is_batch_invariant, form=form)
+        self._multiply = GenerationProducts(is_batch_invariant=is_batch_invariant, form=form)
+
+    def warm_up(self, *, releases: bool = False) -> None:
+        """Copy weights for their kernels and measure what bits depend on, before the first request, by a step whose
+        result is dropped. Collective on the ranks of a stage.
+
+        ``releases``: nothing else uses the model, so weights of which copies are used give up their memory.
+        """
+        row = PlanRow(slot=0, start=0, tokens=(0,), blocks=(1,), logits_from=0)
+        plans = [StepPlan((replace(row, blocks=(), logits_from=1, encoder=True),))] if self._encodes else []
+        for plan in (*plans, StepPlan((row,))):
+            is_first = self._context.mesh.rank("pp") == 0
+            self.run(plan, [] if is_first else [each.zero_() for each in self.buffers(plan)])
+        size = self.limits.block_size
+        self._cache.clear(torch.arange(size, 2 * size, device=self.device))
+        self._cache.encoded.clear()
+        if releases:
+            kinds = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, OutputLayer)
+            layers = [module for module in self._model.modules() if isinstance(module, kinds)]
+            self._multiply.release([layer.weight for layer in layers if layer.weight is not None])
+
+    @property
+    def _encodes(self) -> bool:
+        return self.limits.max_encoder_length > 0
 
     @property
     def cache_bytes(self) -> int:

@@ -28,8 +28,13 @@ _BLOCK_SIZE = 64
 
 
 @contextmanager
-def generation_engine(trained: TrainedModel, config: InferenceConfig) -> Iterator[Engine | None]:
-    """On rank 0 an engine; on other ranks None, after they have computed its steps until rank 0 leaves the block."""
+def generation_engine(
+    trained: TrainedModel, config: InferenceConfig, *, releases: bool = False
+) -> Iterator[Engine | None]:
+    """On rank 0 an engine; on other ranks None, after they have computed its steps until rank 0 leaves the block.
+
+    ``releases``: the process does nothing else with the model; see ``CachedRunner.warm_up``.
+    """
     check_limits(config)
     form = weights_form(trained, config)
     mesh = trained.context.mesh
@@ -42,6 +47,8 @@ def generation_engine(trained: TrainedModel, config: InferenceConfig) -> Iterato
         CachedRunner(each.models[0], each.config.model, each.context, limits, is_batch_invariant=invariant, form=form)
         for each in models
     ]
+    for stage in stages:
+        stage.warm_up(releases=releases)
     messages = Messages(mesh)
     if mesh.world_rank > 0:
         follow(stages, mesh, messages)

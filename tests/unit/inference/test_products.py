@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
+from megatron.core.inference import products
 from megatron.core.inference.products import BLOCKED, INT8, Form, GenerationProducts
 from megatron.core.inference.runner import CachedRunner
 from megatron.core.inference.step_plan import PlanRow, RunnerLimits, StepPlan
@@ -27,13 +29,45 @@ def test_int8_weights_are_off_by_half_a_step(inputs: int) -> None:
     """A step is the largest of an output's weights over 127, and a row of zeros stays zeros."""
     weight = weight_of(70, inputs)
     weight[3] = 0
-    numbers, scales = INT8.pack(weight)
+    packed = INT8.pack(weight)
+    assert isinstance(packed, tuple)
+    numbers, scales = packed
     assert numbers.dtype == torch.int8 and len(scales) == 70
     error = (numbers.float() * scales.float()[:, None] - weight.float()).abs()
     largest = weight.float().abs().amax(dim=1, keepdim=True)
     # Scales are rounded to bf16, by up to 1/256 of themselves, which cuts off the largest.
     assert torch.all(error <= largest * (0.5 / 127 + 1 / 256))
     assert not numbers[3].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("inputs", [33, 64])
+def test_large_int8_weights_have_errors_of_weights_alone(dtype: torch.dtype, inputs: int, monkeypatch: Any) -> None:
+    """Rows are rounded to 16 bits, and have the same bits in any number of rows; a row of zeros stays zeros."""
+    monkeypatch.setattr(products, "_LARGE", 0)
+    weight, x, bias = weight_of(70, inputs).to(dtype), weight_of(40, inputs).to(dtype), weight_of(70, 1)[:, 0].to(dtype)
+    x[3], x[4] = 0, x[4] * 1e4
+    wide = weight.float()
+    scales = (wide.abs().amax(dim=1, keepdim=True) / 127).to(dtype).float()
+    rounded = (wide / scales).round().clamp(-127, 127) * scales
+    expected = x.double() @ rounded.double().t() + bias.double()
+    packed = INT8.pack(weight)
+    found = INT8.multiply(x, packed, bias)
+    bound = 1e-4 if dtype == torch.float32 else 0.004
+    assert found.dtype == dtype
+    assert torch.all((found.double() - expected).norm(dim=1) <= bound * expected.norm(dim=1))
+    for rows in (1, 3, 7):
+        assert torch.equal(torch.cat([INT8.multiply(x[n : n + rows], packed, bias) for n in range(0, 40, rows)]), found)
+
+
+def test_one_row_in_fp32() -> None:
+    """One and two rows are multiplied by another copy."""
+    multiply, weight, bias = GenerationProducts(is_batch_invariant=False), *_given()
+    weight, bias = nn.Parameter(weight.float(), requires_grad=False), bias.float()
+    x = weight_of(4, 256).float()
+    for rows in (1, 2, 4):
+        torch.testing.assert_close(multiply(x[:rows], weight, bias), torch.nn.functional.linear(x[:rows], weight, bias))
+        torch.testing.assert_close(multiply(x[:rows], weight, None), torch.nn.functional.linear(x[:rows], weight))
 
 
 @pytest.mark.parametrize(("form", "bound"), [(BLOCKED, 0.005), (INT8, 0.02)])
@@ -91,3 +125,37 @@ def test_a_model_with_int8_weights(is_tied: bool) -> None:
     alone = CachedRunner(model, config, model._context, LIMITS, form=INT8)
     parts = [alone.start(StepPlan((replace(row, start=n, tokens=row.tokens[n : n + 1]),))).logits() for n in range(40)]
     assert torch.equal(torch.cat(parts), found[1]), "the same bits one by one"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_weights_with_copies_give_up_their_memory(dtype: torch.dtype, is_tied: bool) -> None:
+    """Texts are the same, and embeddings, which are looked up, stay; everything is measured and copied before the first
+    request, and the step that does it leaves nothing in the cache.
+    """
+    config = ModelConfig(
+        num_layers=1,
+        hidden_size=64,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        vocab_size=200,
+        untie_embeddings_and_output_weights=not is_tied,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    model = GPTModel(config, ParallelContext.single(dtype=dtype), seed=5).eval().requires_grad_(False)
+    row = PlanRow(slot=0, start=0, tokens=tuple(range(10)), blocks=(2, 3), logits_from=0)
+    before = CachedRunner(model, config, model._context, LIMITS).start(StepPlan((row,))).logits()
+    runner = CachedRunner(model, config, model._context, LIMITS)
+    runner.warm_up(releases=True)
+    prepared = list(runner._multiply._prepared)
+    assert not any(table.any() for table in (*runner._cache.keys.values(), *runner._cache.values.values()))
+    assert torch.equal(runner.start(StepPlan((row,))).logits(), before)
+    assert list(runner._multiply._prepared) == prepared, "the first request has nothing to prepare"
+    bytes_of = {
+        name: weight.untyped_storage().nbytes() for name, weight in model.named_parameters() if weight.dim() > 1
+    }
+    kept = {name for name, size in bytes_of.items() if size > dtype.itemsize}
+    assert kept == {"embedding.word_embeddings.weight", "embedding.position_embeddings.weight"}
+    shapes = {name: weight.shape for name, weight in model.named_parameters()}
+    assert shapes["decoder.layers.0.mlp.linear_fc1.weight"] == (256, 64)

@@ -142,11 +142,13 @@ def test_says_how_exact_generation_is(trained: TrainedModel) -> None:
     assert "float32 on cpu with 2 tensor x 2 pipeline-parallel ranks, not" in exactness(ranks, InferenceConfig())
 
 
-def test_quantization_is_for_bf16_models(trained: TrainedModel) -> None:
-    """It was no setting; the kernel takes thirty times as long in fp32."""
+def test_quantization_is_for_bf16_and_fp32_models(trained: TrainedModel) -> None:
+    """It was no setting."""
     config = InferenceConfig(quantization="int8")
-    with pytest.raises(ConfigError, match="--quantization int8 can't be used: .* this one is in float32 on cpu; leave"):
-        weights_form(trained, config)
+    wide = replace(trained, context=replace(trained.context, dtype=torch.float64))
+    with pytest.raises(ConfigError, match="--quantization int8 can't be used: .* this one is in float64 on cpu; leave"):
+        weights_form(wide, config)
+    assert weights_form(trained, config) is INT8
     half = replace(trained, context=replace(trained.context, dtype=torch.bfloat16))
     assert weights_form(half, config) is INT8
     assert "bfloat16 with int8 weights on cpu, batch-invariant" in exactness(half, config)
