@@ -141,6 +141,21 @@ def formats_need_the_precision_aware_optimizer(run: RunConfig) -> str | None:
     return f"{' and '.join(asked)} {'need' if len(asked) > 1 else 'needs'} --use-precision-aware-optimizer; add it"
 
 
+def later_tokens_are_plainly_embedded(run: RunConfig) -> str | None:
+    """The last stage embeds later tokens with copies of the tables alone."""
+    model = run.model
+    fields = ("embedding_norm", "word_embedding_size")
+    given = [
+        spec.typed(getattr(model, spec.field))
+        for spec in flags_of(ModelConfig)
+        if spec.field in fields and getattr(model, spec.field) != spec.default
+    ]
+    if not given or not model.mtp_num_layers:
+        return None
+    verb = "is" if len(given) == 1 else "are"
+    return f"{' and '.join(given)} {verb} not available with --mtp-num-layers {model.mtp_num_layers}; leave it out"
+
+
 RULES: tuple[Rule, ...] = (
     latent_settings_need_latent_attention,
     latent_attention_fits,
@@ -168,11 +183,7 @@ RULES: tuple[Rule, ...] = (
         "--word-embedding-size {run.model.word_embedding_size} is the --hidden-size; leave it out",
         lambda run: run.model.word_embedding_size == run.model.hidden_size,
     ),
-    rule(
-        "--word-embedding-size {run.model.word_embedding_size} is not available with --mtp-num-layers "
-        "{run.model.mtp_num_layers}; leave one out",
-        lambda run: run.model.word_embedding_size is not None and run.model.mtp_num_layers,
-    ),
+    later_tokens_are_plainly_embedded,
     fields_are_of_the_family,
     biases_have_one_name,
     windows_are_of_the_family,
