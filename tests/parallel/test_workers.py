@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.config.model import ModelConfig
 from megatron.core.inference.drafts import DraftModel
 from megatron.core.inference.engine import Engine
-from megatron.core.inference.request import Request
+from megatron.core.inference.request import BeamSearch, Request
 from megatron.core.inference.runner import CachedRunner
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.scheduler import SchedulerOptions
@@ -62,6 +62,7 @@ REQUESTS = [
     )
     for number in range(7)
 ]
+SEARCH = Request(id="search", prompt=(1, 2, 3, 4), max_tokens=9, beams=BeamSearch(width=3))
 
 
 def cached_runner(context: ParallelContext) -> CachedRunner:
@@ -79,9 +80,10 @@ def generates(context: ParallelContext, num_drafts: int = 0) -> list[tuple[list[
     runner, draft = [Leader(stage, context.mesh, messages, number=number) for number, stage in enumerate(stages)]
     options = SchedulerOptions(max_tokens=16, num_drafts=num_drafts)
     engine = Engine(runner, options=options, drafter=DraftModel(draft, LIMITS))
-    results = engine.generate(REQUESTS)
+    *results, search = engine.generate([*REQUESTS, SEARCH])
     engine.close()
-    return [(each.ids, [score.logprob for score in each.prompt_logprobs if score is not None]) for each in results]
+    found = [(each.ids, [score.logprob for score in each.prompt_logprobs if score is not None]) for each in results]
+    return [*found, *(([token.id for token in beam.tokens], [beam.score]) for beam in search.beams)]
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2), (4, 1)])
@@ -111,12 +113,15 @@ def answers(context: ParallelContext, layers: Sequence[int], drafts: int = 0) ->
     runner, draft = [Leader(stage, mesh, messages, number=number) for number, stage in enumerate(stages)]
     options = SchedulerOptions(max_tokens=16, num_drafts=drafts)
     engine = Engine(runner, options=options, drafter=DraftModel(draft, limits) if drafts else None)
-    requests = [replace(each, prompt=(1,), encoder_prompt=each.prompt[::-1], prompt_logprobs=None) for each in REQUESTS]
-    results = engine.generate(requests)
+    requests = [
+        replace(each, prompt=(1,), encoder_prompt=each.prompt[::-1], prompt_logprobs=None)
+        for each in (*REQUESTS, SEARCH)
+    ]
+    *results, search = engine.generate(requests)
     engine.close()
     if drafts:
         assert engine.statistics.accepted_tokens == engine.statistics.drafted_tokens > 0
-    return [each.ids for each in results]
+    return [*(each.ids for each in results), *([token.id for token in beam.tokens] for beam in search.beams)]
 
 
 @pytest.mark.parametrize(

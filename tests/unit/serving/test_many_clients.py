@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import random
 import signal
 import socket
@@ -11,6 +13,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +21,8 @@ import pytest
 from megatron.serving.completions import read_completion
 from megatron.serving.errors import ApiError
 from tests.harness.serving import Running, ask, served, slow_table
+
+BODY = {"prompt": "hello the world", "max_tokens": 50, "ignore_eos": True}
 
 
 def mixed(number: int) -> tuple[str, dict[str, Any]]:
@@ -27,6 +32,8 @@ def mixed(number: int) -> tuple[str, dict[str, Any]]:
     if number % 8 == 0:
         return "/api", {"prompts": [words, "hello"], "tokens_to_generate": 12, "random_seed": number, "logprobs": True}
     fields: dict[str, Any] = {"prompt": words, "seed": number, "max_tokens": draw.randrange(1, 40)}
+    if number % 8 == 4:
+        return "/v1/completions", {"prompt": words, "max_tokens": 9, "use_beam_search": True, "n": 3, "stream": False}
     fields |= {"temperature": draw.choice((0, 0.7, 1)), "n": draw.choice((1, 1, 3)), "echo": number % 3 == 0}
     fields |= {"logprobs": draw.choice((None, 0, 2)), "stream": number % 2 == 1}
     return "/v1/completions", fields
@@ -299,3 +306,45 @@ def test_counts_of_metrics_are_those_of_answers() -> None:
             assert f"{prefix}time_to_first_token_seconds_count{label} 2.0" in page
             assert f"{prefix}kv_cache_usage_perc{label} 0.0" in page
             assert "_created" not in page
+
+
+@pytest.mark.slow  # 10,000 requests take a minute or two; the engine alone has as many in the first tier
+def test_ten_thousand_requests_leave_nothing_behind(running: Running) -> None:
+    """No block, slot, thread, file, task or memory, whether clients wait, read a stream, are refused or leave."""
+
+    def asked(number: int) -> bool:
+        path, fields = mixed(number % 200)
+        if number % 10 == 9:
+            connection = connect(running, {**BODY, "stream": number % 4 == 1})
+            if number % 20 == 9:
+                connection.recv(50)
+            connection.close()
+            return True
+        if number % 25 == 0:
+            return ask(running.url, "/v1/completions", {"prompt": "a", "top_p": 5}).status == 400
+        fields = {**fields, "max_tokens": 4} if path != "/api" else {**fields, "tokens_to_generate": 4}
+        return ask(running.url, path, fields).status == 200
+
+    def left() -> tuple[int, int]:
+        gc.collect()
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    with ThreadPoolExecutor(6) as clients:
+        assert all(clients.map(asked, range(2000)))
+        running.wait_until_idle()
+        before, memory = left(), resident()
+        for first in range(2000, 10_000, 1000):
+            assert all(clients.map(asked, range(first, first + 1000)))
+            running.table.plans.clear()
+        running.wait_until_idle()
+    deadline = time.monotonic() + 10
+    while left()[1] > before[1]:
+        assert time.monotonic() < deadline, (left(), before)
+        time.sleep(0.1)
+    assert left()[0] <= before[0]
+    assert not running.server.thread._open and resident() - memory < 20 << 20
+
+
+def resident() -> int:
+    """Bytes of memory that the process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
