@@ -31,13 +31,21 @@ def test_older_names_of_blooms_settings() -> None:
     assert (model.hidden_size, model.num_layers, model.num_attention_heads) == (48, 3, 6)
 
 
+def test_falcons_positions_without_alibi() -> None:
+    """A setting that is null means what transformers makes of it."""
+    assert model_from_config({**CASES["falcon alibi, one group"], "alibi": None}, where="x").is_rotary
+
+
 @pytest.mark.parametrize(
     ("case", "settings", "words"),
     [
         ("falcon newer", {"parallel_attn": False}, "parallel_attn = False: the newer decoder"),
         ("falcon multi-query", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn = 2: only the newer decoder"),
-        ("opt", {"word_embed_proj_dim": 24}, "word_embed_proj_dim = 24: word embeddings of another width"),
-        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before = False: this project supports only True"),
+        (
+            "opt",
+            {"_remove_final_layer_norm": True},
+            "_remove_final_layer_norm = True: this project supports only False",
+        ),
         ("falcon newer", {"num_kv_heads": 3}, "num_kv_heads = 3: num_attention_heads = 4 is not divisible by it"),
     ],
 )
@@ -51,6 +59,7 @@ def test_layers_that_no_type_has() -> None:
     """Each type has biases and norms of its own: the nearest is named with what differs."""
     model = model_from_config(CASES["llama with attention biases"], where="x")
     for changes, words in (
+        ({"word_embedding_size": 24}, "word embeddings have another width than hidden states"),
         ({"add_attention_output_bias": False, "add_mlp_bias": True}, "the output layer of attention has none"),
         ({"parallel_attention": True}, "attention and MLP are computed in parallel"),
     ):

@@ -51,7 +51,7 @@ def _groups_of_sequential_layers(model: ModelConfig) -> list[str]:
 
 
 def _read_positions(known: Known) -> dict[str, Any]:
-    if known("alibi"):
+    if known.get("alibi"):
         return {"position_embedding_type": "alibi", "scale_alibi": True}
     return {"position_embedding_type": "rope", **read_rotary(known)}
 
