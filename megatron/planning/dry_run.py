@@ -129,6 +129,7 @@ def _memory(memory: MemoryEstimate, *, only_reads: bool) -> list[str]:
     parts = {
         "weights": memory.weights,
         "gradients": memory.gradients,
+        "copies of weights in FP8": memory.copies,
         "fp32 master weights": memory.main_params,
         "optimizer moments": memory.moments,
         "activations kept for the backward pass": memory.kept,

@@ -42,7 +42,8 @@ class MemoryEstimate:
     """Bytes on one rank at the peak of a step.
 
     ``kept``: activations at the end of the forward pass. ``working``: the most that the loss, or the backward pass of
-    one layer (or of one recomputed run of layers), needs in addition. ``uncounted``: see ``Costs``.
+    one layer (or of one recomputed run of layers), needs in addition. ``copies``: of weights in FP8, one for each
+    direction in which products sum over them. ``uncounted``: see ``Costs``.
     """
 
     weights: int
@@ -51,6 +52,7 @@ class MemoryEstimate:
     moments: int
     kept: int
     working: int
+    copies: int = 0
     uncounted: frozenset[str] = frozenset()
 
     @property
@@ -61,7 +63,7 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         """The peak."""
-        return self.states + self.kept + self.working
+        return self.states + self.copies + self.kept + self.working
 
 
 def parameter_sizes(run: RunConfig, train_spec: TrainSpec) -> dict[str, int]:
@@ -168,6 +170,7 @@ def _rank_memory(
         moments=owned * _moment_bytes(run),
         kept=0 if run.purpose.only_reads else kept,
         working=max(costs.working for costs in mine),
+        copies=sum(2 * each.numel() for each in _in_fp8(run, train_spec, pipeline_rank)),
         uncounted=frozenset().union(*(costs.uncounted for costs in mine)),
     )
 
@@ -185,6 +188,17 @@ def _moment_bytes(run: RunConfig) -> int:
     if config.optimizer == "sgd":
         return 4 if config.sgd_momentum else 0
     return sum(2 if each == "bf16" else 4 for each in (config.exp_avg_dtype, config.exp_avg_sq_dtype))
+
+
+def _in_fp8(run: RunConfig, train_spec: TrainSpec, pipeline_rank: int) -> list[nn.Parameter]:
+    """The weights that layers of a pipeline rank multiply by in FP8."""
+    stages = stage_models(run, train_spec, pipeline_rank=pipeline_rank) if run.fp8.is_on else []
+    return [
+        module.get_parameter("weight")
+        for stage in stages
+        for module in stage.modules()
+        if getattr(module, "fp8", None) is not None
+    ]
 
 
 def _shards(run: RunConfig, parameter: nn.Parameter) -> int:

@@ -196,6 +196,15 @@ RULES: tuple[Rule, ...] = (
     ),
     mean_of_a_step,
     rule(
+        "--recompute-modules layernorm: no effect on layers in FP8, which keep their inputs in 8 bits",
+        lambda run: (
+            run.fp8.is_on
+            and run.fp8.fp8_wgrad
+            and run.training.recompute_granularity == "selective"
+            and "layernorm" in run.training.recompute_modules
+        ),
+    ),
+    rule(
         "--profile: no iteration is profiled, because --profile-step-start is {run.profiling.profile_step_start} and "
         "the run ends at iteration {run.train_iters}",
         lambda run: (

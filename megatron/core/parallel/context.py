@@ -60,6 +60,11 @@ class ParallelContext:
         finally:
             object.__setattr__(self, "sequence_parallel", before)
 
+    @property
+    def keeps_bytes(self) -> bool:
+        """Whether linear layers that are built with this context keep copies of their inputs in 8 bits."""
+        return self.low_precision.serves(self.layer) and self.low_precision.settings.fp8_wgrad
+
     def cp_comm_type(self, layer: int) -> CpCommType:
         """The one of ``cp_comm_types`` for layer number ``layer``; layers beyond them are like the last."""
         return self.cp_comm_types[min(layer, len(self.cp_comm_types) - 1)]

@@ -177,6 +177,15 @@ class Fp8Linear:
         block = self.quantizer.block
         return self.quantizer.wgrad and (block is None or not gathers or rows % block == 0)
 
+    def bytes_kept(self, rows: int, width: int, *, itemsize: int, gathers: bool = False) -> int:
+        """Of an input [rows, width] whose elements have ``itemsize`` bytes, for the backward pass."""
+        block = self.quantizer.block
+        if not self.keeps_bytes(rows, gathers=gathers):
+            return rows * width * itemsize
+        if block is None:
+            return rows * width + 4
+        return rows * width + -(-rows // block) * width * (1 if self.quantizer.recipe == "mxfp8" else 4)
+
     def backward(
         self, grad: Tensor, weight: Tensor, weights: Operand, kept: Quantized | Tensor, *, gathers: bool
     ) -> Tensor:

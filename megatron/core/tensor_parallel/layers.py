@@ -9,7 +9,7 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.sharding import Sharding, SharedRows, sharded_parameter, sharding_of
-from megatron.core.tensor_parallel.fp8_linear import fp8_linear
+from megatron.core.tensor_parallel.fp8_linear import Fp8Linear, fp8_linear
 from megatron.core.tensor_parallel.initialize import Constant, Initialization
 from megatron.core.tensor_parallel.linear import linear
 from megatron.core.tensor_parallel.regions import enter, leave
@@ -62,7 +62,8 @@ class ColumnParallelLinear(nn.Module):
 
     def costs(self, workload: Workload) -> Costs:
         """Keeps its input: what is gathered for the product isn't kept."""
-        return _product(self.weight, workload, kept=workload.rows)
+        gathers = self._context.sequence_parallel and self._context.mesh.size("tp") > 1
+        return _product(self.weight, workload, kept=workload.rows, fp8=self.fp8, gathers=gathers)
 
 
 class RowParallelLinear(nn.Module):
@@ -90,7 +91,7 @@ class RowParallelLinear(nn.Module):
 
     def costs(self, workload: Workload) -> Costs:
         """Keeps its input."""
-        return _product(self.weight, workload, kept=workload.tokens)
+        return _product(self.weight, workload, kept=workload.tokens, fp8=self.fp8)
 
 
 class ReplicatedLinear(nn.Module):
@@ -124,15 +125,18 @@ class ReplicatedLinear(nn.Module):
 
     def costs(self, workload: Workload) -> Costs:
         """Keeps its input."""
-        return _product(self.weight, workload, kept=workload.rows)
+        return _product(self.weight, workload, kept=workload.rows, fp8=self.fp8)
 
 
-def _product(weight: nn.Parameter, workload: Workload, *, kept: int) -> Costs:
+def _product(
+    weight: nn.Parameter, workload: Workload, *, kept: int, fp8: Fp8Linear | None = None, gathers: bool = False
+) -> Costs:
     """Of a product with ``weight`` that keeps ``kept`` rows, and needs memory for the weight's gradient."""
     outputs, inputs = sharding_of(weight).shape
-    held = weight.shape[1] * workload.itemsize
+    width, itemsize = weight.shape[1], workload.itemsize
     flops = 2.0 * outputs * inputs * workload.all_tokens
-    return Costs.of_product(weight, flops, kept=kept * held, working=weight.shape[0] * held)
+    rows = kept * width * itemsize if fp8 is None else fp8.bytes_kept(kept, width, itemsize=itemsize, gathers=gathers)
+    return Costs.of_product(weight, flops, kept=rows, working=weight.shape[0] * width * itemsize)
 
 
 class VocabParallelEmbedding(nn.Module):

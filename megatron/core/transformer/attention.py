@@ -205,7 +205,9 @@ class Attention(nn.Module):
         if self._keeps_scores and kind == "a2a":
             inside = self._scores(workload, keys=keys)
         else:
-            keeps_result = is_padded and self._config.attention_dropout == 0 and kind == "a2a"
+            # The kernel's result is the projection's input, unless that is another tensor or a copy in 8 bits.
+            copies = self._context.keeps_bytes and self._width == self._value_width
+            keeps_result = self._config.attention_dropout == 0 and (copies or (is_padded and kind == "a2a"))
             inside = workload.tokens * (
                 4 * self._queries // self._head_dim + self._queries * workload.itemsize * keeps_result
             )
@@ -401,7 +403,8 @@ class CrossAttention(Attention):
     def costs(self, workload: Workload) -> Costs:
         """Its matmuls, and attention of every token to the encoder's; all layers share the encoder's output."""
         encoded, config = workload.of_encoder(), self._config
-        shared = dataclasses.replace(costs_of(self.linear_kv, encoded), kept=0)
+        shared = costs_of(self.linear_kv, encoded)
+        shared = shared if self._context.keeps_bytes else dataclasses.replace(shared, kept=0)
         projected = (workload.tokens * self._queries + encoded.tokens * 2 * self._keys) * workload.itemsize
         if config.has_qk_norms:
             projected += (workload.tokens * self._queries + encoded.tokens * self._keys) * workload.itemsize

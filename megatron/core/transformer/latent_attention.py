@@ -176,7 +176,7 @@ class LatentAttention(Attention):
         ):  # a part of the matmul's output is kept, and so all of it
             shared = workload.rows * config.qk_pos_emb_head_dim * workload.itemsize
             matmuls += Costs(kept=shared)
-        again = workload.rows * config.hidden_size * workload.itemsize
+        again = 0 if self._context.keeps_bytes else workload.rows * config.hidden_size * workload.itemsize
         matmuls = dataclasses.replace(matmuls, kept=matmuls.kept - again)
         # Kernels with one width get all of them widened, and keep a wide result; else values are a part of a product.
         widest, one_width = max(self._queries, self._values), self._queries == self._values

@@ -44,8 +44,10 @@ class TransformerLayer(nn.Module):
         ]
         assert len({*names}) == len(names), f"modules of a layer need different names, not {names}"
         self._recomputed = {branch.name for branch in self._branches if branch.recompute_name in recompute}
-        self._discards_normed = "layernorm" in recompute and not self._post_norm
-        place = BranchPlace(stack, context.in_layer(self._number), self._number, recompute)
+        inside = context.in_layer(self._number)
+        self._copies = inside.keeps_bytes
+        self._discards_normed = "layernorm" in recompute and not self._post_norm and not self._copies
+        place = BranchPlace(stack, inside, self._number, recompute)
         for branch in self._branches:
             for name in (branch.norm, branch.norm_after):
                 if name is not None and name not in self._modules:
@@ -94,18 +96,17 @@ class TransformerLayer(nn.Module):
 
     def costs(self, workload: Workload) -> Costs:
         """Its branches, and a mask of dropout for each of them, one byte an element. Branches in parallel keep the
-        same hidden states: those before a norm, or the norm's result. A branch that is recomputed keeps its input, and
-        none that a norm computes again.
+        same hidden states: those before a norm, or the norm's result, unless they keep copies in 8 bits. A branch that
+        is recomputed keeps its input, and none that a norm computes again.
         """
         elements, branches = workload.rows * self._hidden_size, Costs()
         for name, module in self.named_children():
             found = costs_of(module, workload)
             branches += found.recomputed(elements * workload.itemsize) if name in self._recomputed else found
         first = self._branches[0].norm
+        of_norm = 0 if self._copies else workload.itemsize
         shared = [
-            workload.itemsize if each.norm == first else workload.stream_itemsize
-            for each in self._branches
-            if each.parallel
+            of_norm if each.norm == first else workload.stream_itemsize for each in self._branches if each.parallel
         ]
         masks = len(self._branches) * elements * (self._dropout > 0)
         gradients = 2 * elements * workload.stream_itemsize

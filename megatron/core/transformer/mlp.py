@@ -20,7 +20,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, context: ParallelContext) -> None:
         super().__init__()
-        self._kind = config.nonlinearity
+        self._kind, self._context = config.nonlinearity, context
         self._gated = config.gated
         self._limit, self._offset = config.activation_func_clamp_value, config.glu_linear_offset
         matrices = 2 if config.gated else 1
@@ -41,9 +41,12 @@ class MLP(nn.Module):
         return out
 
     def costs(self, workload: Workload) -> Costs:
-        """Keeps the activation's input; a plain ReLU keeps its output instead, which is the second matmul's input."""
+        """Keeps the activation's input; a plain ReLU keeps its output instead, which is the second matmul's input,
+        unless that is a copy in 8 bits.
+        """
         given, given_on = (linear.weight.shape[dim] for linear, dim in ((self.linear_fc1, 0), (self.linear_fc2, 1)))
-        kept = 0 if self._kind == "relu" and not self._gated else workload.tokens * given * workload.itemsize
+        shares = self._kind == "relu" and not self._gated and not self._context.keeps_bytes
+        kept = 0 if shares else workload.tokens * given * workload.itemsize
         matmuls = total_of((self.linear_fc1, self.linear_fc2), workload)
         gradients = workload.tokens * (given + given_on) * workload.itemsize
         return dataclasses.replace(matmuls, kept=matmuls.kept + kept, working=matmuls.working + gradients)

@@ -249,11 +249,7 @@ REMARKS = [
         "--rampup-batch-size with --train-iters 10: the run takes 64 samples; lengths of the schedule in iterations "
         "count batches of --global-batch-size 8",
     ),
-    (
-        "--recompute-modules mlp",
-        "",
-        "--recompute-modules: no effect without --recompute-granularity selective",
-    ),
+    ("--recompute-modules mlp", "", "--recompute-modules: no effect without --recompute-granularity selective"),
     ("--recompute-num-layers 1", "", "--recompute-num-layers: no effect without --recompute-granularity full"),
     (
         "--account-for-loss-in-pipeline-split",
@@ -285,21 +281,13 @@ REMARKS = [
         "",
         "--reset-position-ids: no effect with --position-embedding-type none",
     ),
-    (
-        "--fim-spm-rate 0.3 --fim-prefix-token x",
-        "",
-        "--fim-spm-rate, --fim-prefix-token: no effect without --fim-rate",
-    ),
+    ("--fim-spm-rate 0.3 --fim-prefix-token x", "", "--fim-spm-rate, --fim-prefix-token: no effect without --fim-rate"),
     (
         "--microbatch-group-size-per-virtual-pipeline-stage 4",
         "",
         "--microbatch-group-size-per-virtual-pipeline-stage: no effect without virtual stages",
     ),
-    (
-        "--cp-comm-type a2a",
-        "",
-        "--cp-comm-type: no effect, because --context-parallel-size is 1",
-    ),
+    ("--cp-comm-type a2a", "", "--cp-comm-type: no effect, because --context-parallel-size is 1"),
     (
         "--no-overlap-p2p-communication",
         "",
@@ -327,6 +315,11 @@ REMARKS = [
         "",
         "the loss of a step is the mean over all its tokens, as with Megatron-LM's --calculate-per-token-loss; "
         "without that flag Megatron-LM averages the means of the 3 microbatches, which differs with --eod-mask-loss",
+    ),
+    (
+        f"{FP8} --recompute-granularity selective --recompute-modules layernorm",
+        "",
+        "--recompute-modules layernorm: no effect on layers in FP8, which keep their inputs in 8 bits",
     ),
 ]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.config import ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from megatron.config import Fp8Config, ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from megatron.core.models.bert.config import BertConfig
 from megatron.core.models.registry import family_of
 from megatron.core.models.train_spec import TrainSpec
@@ -18,12 +18,14 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RngStreams
 from megatron.core.parallel.sharding import sharding_of
+from megatron.core.tensor_parallel.fp8_linear import delayed_scaling
 from megatron.core.transformer.block import RecomputePlan
 from megatron.planning import estimate, fitting
 from megatron.planning.estimate import MemoryEstimate
 from megatron.planning.fitting import Fit
 from tests.harness import closed_forms
 from tests.harness.kept import bytes_kept
+from tests.tiers import pairs
 from tests.unit.config.command_lines import run_of
 
 QUIET = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
@@ -133,8 +135,11 @@ def context(dtype: torch.dtype, mesh: Mesh | None = None) -> ParallelContext:
 
 def build(run: RunConfig, mesh: Mesh | None = None) -> nn.Module:
     dtype = torch.bfloat16 if run.precision.bf16 else torch.float32
-    plan = RecomputePlan.of(run.training)
-    return train_spec(run).build_model(run.model, run.extra, context(dtype, mesh), recompute=plan).train()
+    plan, here = RecomputePlan.of(run.training), context(dtype, mesh)
+    here.low_precision.configure(run.fp8, num_layers=run.num_layers)
+    model = train_spec(run).build_model(run.model, run.extra, here, recompute=plan).train()
+    delayed_scaling([model], here)
+    return model
 
 
 def measured(run: RunConfig) -> int:
@@ -239,6 +244,41 @@ def test_activations_without_results_of_norms(name: str, others: tuple[str, ...]
     assert kept_activations(run) == [pytest.approx(measured(run), rel=0.03)]
     if not (run.model.apply_residual_connection_post_layernorm or run.model.norm_placement == "after"):
         assert kept_activations(run)[0] < 0.98 * kept_activations(whole)[0]
+
+
+IN_FP8 = (
+    *("gpt2", "attention dropout", "llama", "head norms, rotary, grouped", "squared relu", "norms before and after"),
+    *("parallel, one norm", "parallel, two norms", "latent attention", "later tokens", "clipped"),
+    "latent attention, equal widths",
+)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    pairs(("tensorwise", "delayed", "blockwise", "mxfp8"), IN_FP8, always=("llama",), more={"mxfp8": IN_FP8}),
+)
+def test_activations_in_fp8(recipe: str, name: str) -> None:
+    """Linear layers keep their inputs in half the bytes, and share none of them."""
+    whole = run_with(ARCHITECTURES[name], {"bf16": True})
+    run = dataclasses.replace(whole, fp8=Fp8Config(fp8_format="e4m3", fp8_recipe=recipe))  # type: ignore[arg-type]
+    assert kept_activations(run) == [pytest.approx(measured(run), rel=0.03)]
+    assert kept_activations(run)[0] < 0.97 * kept_activations(whole)[0]
+
+
+def test_copies_of_weights_in_fp8() -> None:
+    """Two bytes for each weight of a layer that multiplies in FP8: the first and the last don't."""
+    fp8 = Fp8Config(fp8_format="hybrid", first_last_layers_bf16=True)
+    run = dataclasses.replace(run_with({**LLAMA, "num_layers": 3}, {"bf16": True}), fp8=fp8)
+    layer = sum(each.numel() for name, each in build(run).named_parameters() if ".1." in name and "linear" in name)
+    assert memory_estimate(run).copies == 2 * layer > 0
+
+
+def test_activations_in_fp8_with_wide_gradients_of_weights() -> None:
+    """These keep the inputs as they are."""
+    run = run_with(LLAMA, {"bf16": True})
+    fp8 = Fp8Config(fp8_format="hybrid", fp8_recipe="tensorwise", fp8_wgrad=False)
+    in_fp8 = dataclasses.replace(run, fp8=fp8)
+    assert kept_activations(in_fp8) == kept_activations(run) == [pytest.approx(measured(in_fp8), rel=0.03)]
 
 
 @pytest.mark.parametrize(
