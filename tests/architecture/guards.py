@@ -100,7 +100,7 @@ KNOWS_FACTS = (
     "megatron/config/rules/moe.py",
     "megatron/config/model.py",  # names the other lengths that positions follow
 )
-CUDA_CODE = ("megatron/core/device.py", "megatron/core/parallel/launch.py", "megatron/core/ops/")
+CUDA_CODE = "megatron/core/device.py"
 
 Guard = Callable[[Source], list[str]]
 
@@ -182,7 +182,7 @@ def shadows_the_standard_library(source: Source) -> list[str]:
 
 
 def cuda_outside_device_code(source: Source) -> list[str]:
-    """Everything runs on CPU; only launch and GPU backends know that there is another kind of device."""
+    """Everything runs on CPU; one module knows that there is another kind of device."""
     if not source.path.startswith("megatron/") or source.path.startswith(CUDA_CODE):
         return []
     found = []
@@ -192,7 +192,7 @@ def cuda_outside_device_code(source: Source) -> list[str]:
         )
         attribute = isinstance(node, ast.Attribute) and node.attr == "cuda"
         if literal or attribute or any(name.startswith("torch.cuda") for name in _imported(node)):
-            found.append(f"{source.at(node)} names cuda; ask core/parallel/launch.py instead")
+            found.append(f"{source.at(node)} names cuda; ask core/device.py instead")
     return found
 
 

@@ -76,7 +76,7 @@ BAD: list[tuple[Guard, str, str, str]] = [
 ]
 GOOD: list[tuple[Guard, str, str]] = [
     (guards.untyped, "megatron/x.py", "class A:\n    def f(self, *, b: int = 1) -> int: ..."),
-    (guards.cuda_outside_device_code, "megatron/core/parallel/launch.py", "torch.cuda.set_device(0)"),
+    (guards.cuda_outside_device_code, "megatron/core/device.py", "torch.cuda.set_device(0)"),
     (guards.cuda_outside_device_code, "megatron/config/x.py", "advice = 'CUDA_DEVICE_MAX_CONNECTIONS must be cuda'"),
     (guards.distributed_outside_parallel, "megatron/core/parallel/mesh.py", "import torch.distributed as dist"),
     (

@@ -35,19 +35,16 @@ class BatchLoader:
     """Microbatches of a rank in the order of ``sampler``; reading starts at its ``consumed`` immediately.
 
     Each batch maps names to tensors [micro_batch_size, S]. Batches don't depend on ``num_workers``; 0 reads in this
-    process. ``pin_memory``: put batches into memory that a GPU reads faster. A DataError in a worker is raised here.
+    process. A DataError in a worker is raised here.
     """
 
-    def __init__(
-        self, dataset: SampleDataset, sampler: MicrobatchSampler, *, num_workers: int = 0, pin_memory: bool = False
-    ) -> None:
+    def __init__(self, dataset: SampleDataset, sampler: MicrobatchSampler, *, num_workers: int = 0) -> None:
         self._loader: DataLoader[Any] = DataLoader(
             _Batches(dataset),
             batch_size=None,  # the sampler's elements are batches
             sampler=sampler,
             num_workers=num_workers,
             prefetch_factor=_PREFETCHED if num_workers else None,
-            pin_memory=pin_memory,
             worker_init_fn=partial(_ignore_signals, os.getpid()),
             persistent_workers=num_workers > 0,  # the next iteration needn't start new ones
             generator=torch.Generator(),  # loading must not use the run's random numbers

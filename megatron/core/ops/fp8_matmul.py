@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.device import capability
 from megatron.core.ops.quantize import BLOCK, E5M2, MX_BLOCK, Quantized, bytes_of
 
 Implementation = Literal["device", "emulation"]
@@ -38,9 +39,10 @@ def implementation_on(device: torch.device) -> Implementation:
 
 def refusal(recipe: str, device: torch.device) -> str | None:
     """None, or why a device can't multiply with a recipe's scales. Emulation multiplies with all of them."""
-    if device.type != "cuda":
+    found = capability(device)
+    if found is None:
         return None
-    needed, found = CAPABILITIES[recipe], torch.cuda.get_device_capability(device)
+    needed = CAPABILITIES[recipe]
     if found < needed or (recipe == "mxfp8" and found[0] == 12):
         only = ", and not 12" if recipe == "mxfp8" else ""
         lowest, here = (".".join(map(str, each)) for each in (needed, found))

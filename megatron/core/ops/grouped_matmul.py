@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megatron.core.device import capability, is_gpu
 from megatron.errors import ConfigError
 
 _grouped_mm: Any = getattr(functional, "grouped_mm", None)
@@ -89,10 +90,10 @@ class GroupedMM:
         """16-bit types on GPUs from Ampere on, fp32 on CPUs, too, from torch 2.10 on."""
         if _grouped_mm is None:
             return "torch has it from version 2.10 on"
-        allowed = (torch.bfloat16,) if device.type == "cuda" else (torch.bfloat16, torch.float16, torch.float32)
+        allowed = (torch.bfloat16,) if is_gpu(device) else (torch.bfloat16, torch.float16, torch.float32)
         if dtype not in allowed:
             return f"it doesn't compute in {str(dtype).removeprefix('torch.')} on a {device.type.upper()}"
-        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        if (capability(device) or (8, 0)) < (8, 0):
             return "it needs a GPU of compute capability 8.0 or higher"
         odd = [width for width in widths if width * dtype.itemsize % _ALIGNMENT]
         return f"a width of {odd[0]} isn't a multiple of {_ALIGNMENT // dtype.itemsize}" if odd else None

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from megatron.config.parallel import ParallelConfig
+from megatron.core.device import gpu, gpus, is_gpu
 from megatron.core.parallel.collectives import barrier
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.environment import LaunchEnvironment
@@ -44,7 +45,7 @@ def parallel_context(
         watch: AbstractContextManager[None] = nullcontext()
         mesh = mesh_of(parallel, world_size=launch.world_size, rank=launch.rank)
         if launch.world_size > 1:
-            _join(parallel, launch, "nccl" if device.type == "cuda" else "gloo")
+            _join(parallel, launch, device)
         if dist.is_initialized():
             # A connection of its own, for a thread of its own.
             store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
@@ -86,26 +87,27 @@ def mesh_of(parallel: ParallelConfig, *, world_size: int, rank: int) -> Mesh:
 
 def choose_device(backend: str | None, launch: LaunchEnvironment) -> torch.device:
     """The rank's device: its node-local GPU when there is one and ``backend`` isn't gloo, else the CPU."""
-    available = torch.cuda.is_available()
-    if backend == "nccl" and not available:
+    available = gpus()
+    if backend == "nccl" and available == 0:
         raise ConfigError(
             "--distributed-backend nccl needs a GPU and this machine has none: leave it out, or give gloo"
         )
-    if backend == "gloo" or not available:
+    if backend == "gloo" or available == 0:
         return torch.device("cpu")
-    alone = launch.may_see_own_device_alone and torch.cuda.device_count() == 1
+    alone = launch.may_see_own_device_alone and available == 1
     index = 0 if alone else launch.local_rank
-    if index >= torch.cuda.device_count():
+    if index >= available:
         raise ConfigError(
-            f"rank {launch.rank} is number {launch.local_rank} on its node of {torch.cuda.device_count()} GPUs: "
+            f"rank {launch.rank} is number {launch.local_rank} on its node of {available} GPUs: "
             "start at most that many processes a node"
         )
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
-    return device
+    return gpu(index)
 
 
-def _join(parallel: ParallelConfig, launch: LaunchEnvironment, backend: str) -> None:
+def _join(parallel: ParallelConfig, launch: LaunchEnvironment, device: torch.device) -> None:
+    """With a GPU, communicators are made at once, not at their first collective, and belong to that GPU: NCCL otherwise
+    guesses it in a barrier, and a first exchange between two ranks would have to wait for all members of its group.
+    """
     os.environ.setdefault("MASTER_ADDR", launch.master_address or "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(launch.master_port))
     # A minute more than a stall may last, so that liveness reports it before the backend times out.
@@ -114,7 +116,14 @@ def _join(parallel: ParallelConfig, launch: LaunchEnvironment, backend: str) -> 
         store, *_ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
         if launch.restarts:
             store = store_of_this_attempt(store, launch, timeout=timeout)
-        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+        dist.init_process_group(
+            "nccl" if is_gpu(device) else "gloo",
+            store=store,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timeout,
+            device_id=device if is_gpu(device) else None,
+        )
     except (RuntimeError, ValueError, dist.DistNetworkError) as error:
         raise ParallelError(
             f"rank {launch.rank} could not join the {launch.world_size} ranks at {os.environ['MASTER_ADDR']}:"
@@ -175,10 +184,3 @@ def leaving_with_launcher(launch: LaunchEnvironment, *, poll: float = 1.0) -> It
         yield
     finally:
         done.set()
-
-
-def describe_device(device: torch.device) -> str:
-    """Name of the device for reports."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU, {torch.get_num_threads()} threads a rank"

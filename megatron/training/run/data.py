@@ -16,6 +16,7 @@ from megatron.core.datasets.blended_dataset import Phase, continue_phases, mix_o
 from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.loader import Batch, BatchLoader
 from megatron.core.datasets.metadata import ContentDigests
+from megatron.core.datasets.pinned_ring import PinnedRing
 from megatron.core.datasets.sampler import MicrobatchSampler
 from megatron.core.datasets.splits import SPLITS, SplitName
 from megatron.core.models.train_spec import TrainSpec
@@ -60,6 +61,7 @@ class TrainingData:
         self, config: RunConfig, train_spec: TrainSpec, context: ParallelContext, tokenizer: Tokenizer
     ) -> None:
         self._config, self._train_spec, self._context = config, train_spec, context
+        self._ring = PinnedRing(context.device)
         self._fields = train_spec.fields(config, stages_here(config, train_spec, context))
         self._splits = build_splits(config, train_spec, context, tokenizer)
         self._loaders: dict[tuple[SplitName, str], Iterable[Batch]] = {}
@@ -163,8 +165,7 @@ class TrainingData:
         )
         if not self._fields:
             return _Counting(sampler)
-        pin_memory = self._context.device.type != "cpu"
-        return BatchLoader(dataset, sampler, num_workers=config.data.num_workers, pin_memory=pin_memory)
+        return BatchLoader(dataset, sampler, num_workers=config.data.num_workers)
 
     def _microbatches(self, loader: Iterable[Batch], split: SplitName, consumed: int) -> Iterator[Microbatch]:
         mesh, size = self._context.mesh, self._config.training.micro_batch_size
@@ -176,9 +177,7 @@ class TrainingData:
         whole = self._train_spec.completed(batch, self._config)
         needed = {name: tensor for name, tensor in whole.items() if name in self._fields}
         held = held_slices(needed, self._train_spec.batch_fields, self._context.mesh)
-        return Microbatch(
-            {name: tensor.to(self._context.device, non_blocking=True) for name, tensor in held.items()}, key
-        )
+        return Microbatch(self._ring.send(held), key)
 
 
 def held_slices(batch: Mapping[str, Tensor], sequence_dims: Mapping[str, int | None], mesh: Mesh) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from megatron.config.run import RunConfig
+from megatron.core.device import describe
 from megatron.core.distributed.buffers import FlatBuffer, build_buffers, frozen_parts
 from megatron.core.distributed.grad_sync import GradSync
 from megatron.core.distributed.parameter_policy import parameter_policies
@@ -19,7 +20,6 @@ from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.optimizer.schedule import Schedule
 from megatron.core.parallel.collectives import all_reduce, barrier, gather_objects
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.launch import describe_device
 from megatron.core.parallel.sharding import ShardedState
 from megatron.core.parallel.transport import Transport
 from megatron.core.pipeline_parallel.runner import Runner
@@ -233,7 +233,7 @@ def startup_facts(run: Run, *, parameters: int) -> StartupFacts:
     """
     return StartupFacts(
         model_name=run.train_spec.name,
-        device=describe_device(run.context.device),
+        device=describe(run.context.device),
         parameters=parameters,
         parameters_here=sum(entry.sharding.local_elements(run.context.mesh) for entry in run.model_state()),
         active=active_parameters(run.config, run.train_spec),
