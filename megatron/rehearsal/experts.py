@@ -17,9 +17,9 @@ from megatron.rehearsal.accelerator import Waits
 
 
 @contextmanager
-def balanced(mesh: Mesh, waits: Waits) -> Iterator[None]:
-    """In the block each of the ranks that divide the experts gets its share of a call's choices."""
-    ranks, choices = mesh.size("ep"), 0
+def balanced(mesh: Mesh, waits: Waits, *, num_experts: int) -> Iterator[None]:
+    """In the block each expert gets its share of a call's choices."""
+    held, choices = num_experts // mesh.size("ep"), 0
 
     def counted(ids: Tensor, size: int) -> Tensor:
         nonlocal choices
@@ -28,11 +28,16 @@ def balanced(mesh: Mesh, waits: Waits) -> Iterator[None]:
 
     def shares(counts: Tensor) -> list[int]:
         waits.note()
-        least, rest = divmod(choices, ranks)
-        return [least + (number < rest) for number in range(len(counts))]
+        least, rest = divmod(choices, num_experts)
+        all_of_them, first = [least + (number < rest) for number in range(num_experts)], held * mesh.rank("ep")
+        here = all_of_them[first : first + held]
+        if len(counts) == held:
+            return here
+        return all_of_them + here * ((len(counts) - num_experts) // held)
 
     def parts(groups: Groups, rows: Tensor) -> tuple[Tensor, ...]:
-        waits.note()
+        if groups.known is None:
+            waits.note()
         return torch.tensor_split(rows, len(groups.counts))
 
     with (

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +25,13 @@ from megatron.training.run.stop import check_finite, nonfinite_gradient_error
 class GlobalLoss:
     """The loss of a global batch, the same on every rank.
 
-    ``totals``: sum and count of each named loss. ``count``: what gradients are divided by.
+    ``totals``: sum and count of each named loss. ``count``: what gradients are divided by. ``tallies``: counts of what
+    layers did, by name.
     """
 
     totals: dict[str, tuple[float, float]]
     count: float
+    tallies: dict[str, list[int]] = field(default_factory=dict)
 
     @property
     def means(self) -> dict[str, float]:
@@ -36,10 +39,17 @@ class GlobalLoss:
         return {name: total / max(count, 1.0) for name, (total, count) in self.totals.items()}
 
 
-def global_loss(loss: LossSum | None, names: Sequence[str], context: ParallelContext) -> GlobalLoss:
+def global_loss(
+    loss: LossSum | None,
+    names: Sequence[str],
+    context: ParallelContext,
+    *,
+    tallies: Mapping[str, Tensor] | None = None,
+) -> GlobalLoss:
     """Sum a loss over all ranks, for all ranks. A collective.
 
     ``loss``: on ranks without the last stage the losses that layers reported, or None. ``names``: of all losses.
+    ``tallies``: those of ``global_tallies``, which are read from the device in the same transfer.
     Raises ConfigError for a loss with another name.
     """
     unknown = sorted(set(loss.parts) - set(names)) if loss is not None else []
@@ -57,8 +67,17 @@ def global_loss(loss: LossSum | None, names: Sequence[str], context: ParallelCon
                 row.copy_(loss.parts[name])
     # On a GPU this waits for everything queued so far, collectives included.
     with context.mesh.activity.waiting("the device's work", range(context.mesh.world_size)):
-        totals = all_reduce(pairs, context.mesh, "pp", "dp", "cp").tolist()
-    return GlobalLoss({name: (total, count) for name, (total, count) in zip(names, totals[1:])}, max(totals[0][1], 1.0))
+        read = _on_host([all_reduce(pairs, context.mesh, "pp", "dp", "cp").flatten(), *(tallies or {}).values()])
+    (_, count, *rest), *counts = read
+    totals = dict(zip(names, zip(rest[::2], rest[1::2])))
+    return GlobalLoss(totals, max(count, 1.0), {name: [*map(int, each)] for name, each in zip(tallies or {}, counts)})
+
+
+def _on_host(numbers: Sequence[Tensor]) -> list[list[float]]:
+    """Several vectors in one transfer; counts below 2**53 are exact in fp64."""
+    flat: list[float] = (numbers[0] if len(numbers) == 1 else torch.cat([each.double() for each in numbers])).tolist()
+    read = iter(flat)
+    return [list(islice(read, len(each))) for each in numbers]
 
 
 def global_tallies(loss: LossSum | None, widths: Mapping[str, int], context: ParallelContext) -> dict[str, Tensor]:
@@ -144,7 +163,8 @@ def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepRecord:
         loss_sum = run.runner.step(plan, ready_to_learn(run, microbatches))
     with timers("grads-sync", level=1):
         run.grad_sync.finish()
-    loss = global_loss(loss_sum, run.train_spec.loss_names(run.config), run.context)
+    tallies = global_tallies(loss_sum, run.train_spec.tallies(run.config), run.context)
+    loss = global_loss(loss_sum, run.train_spec.loss_names(run.config), run.context, tallies=tallies)
     if settings.check_for_nan_in_loss_and_grad:
         check_finite(
             loss.means,
@@ -165,7 +185,6 @@ def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepRecord:
             global_batch_size=batch_size,
         )
 
-    tallies = global_tallies(loss_sum, run.train_spec.tallies(run.config), run.context)
     if not update.skipped:
         learn_from_tallies(run.models, tallies)
     progress.iteration += 1
@@ -183,5 +202,5 @@ def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepRecord:
         num_zeros=update.num_zeros,
         params_norm=run.optimizer.parameter_norm() if run.config.reporting.log_params_norm else None,
         skipped=update.skipped,
-        tallies={name: counts.tolist() for name, counts in tallies.items()},
+        tallies=loss.tallies,
     )

@@ -46,6 +46,8 @@ def test_a_layout_runs_and_its_memory_is_what_is_estimated(layout: str) -> None:
         assert float(highest) == pytest.approx(float(estimated), rel=0.12)
         assert float(held) == pytest.approx(float(states), rel=0.02)
     assert "step.py" in said and "grad_norm.py" in said  # where the host waits
+    sizes = 8 * 4 if "experts" in flags else 0  # of each microbatch's all-to-all in each layer
+    assert f"waits for the device {2 + sizes} times" in said
 
 
 def test_a_layout_that_cannot_be_is_a_sentence() -> None:

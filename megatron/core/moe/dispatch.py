@@ -47,11 +47,12 @@ def plan_local_route(routing: Routing, *, num_experts: int, mesh: Mesh) -> Route
     """The route of tokens whose experts are all here, but for choices that aren't kept."""
     ids, kept = routing.ids, routing.kept
     alone, (tokens, choices) = Team(mesh, (mesh.world_rank,)), ids.shape
-    sent, counts = _sorted(ids, kept, num_experts)
+    (sent, counts), sizes = _sorted(ids, kept, num_experts), None
     if kept is not None:
-        sent = sent[: rows_on_host(counts.sum(0, keepdim=True))[0]]
+        sizes = rows_on_host(counts)
+        sent = sent[: sum(sizes)]
     places = _places(sent, tokens * choices, copies=1, drops=kept is not None).view(tokens, choices)
-    return Route(alone, sent, places, choices, [], [], None, Groups(counts), drops=kept is not None)
+    return Route(alone, sent, places, choices, [], [], None, Groups(counts, sizes), drops=kept is not None)
 
 
 def _sorted(ids: Tensor, kept: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -61,7 +62,10 @@ def _sorted(ids: Tensor, kept: Tensor | None, num_experts: int) -> tuple[Tensor,
 
 
 def rows_on_host(counts: Tensor) -> list[int]:
-    """Numbers of rows [n] as the host needs them for shapes: where a layer's forward pass waits for the device."""
+    """Numbers of rows [n] as the host needs them for shapes: where a layer's forward pass waits for the device, once.
+
+    ``counts``: those of the experts' rows that are here, or of all experts' and then of each rank's by expert.
+    """
     found: list[int] = counts.tolist()
     return found
 
@@ -86,9 +90,10 @@ def plan_route(routing: Routing, *, num_experts: int, mesh: Mesh) -> Route:
     first = held * mesh.rank("ep")
     table = all_gather(counts.unsqueeze(0), mesh, "ep", "etp")  # [ranks, E]
     received = table[:, first : first + held]  # from each rank, by expert
-    of_block = counts.view(-1, held).sum(1)
-    numbers = rows_on_host(torch.cat((of_block, received.sum(1))))
-    blocks, receives = numbers[: len(of_block)], numbers[len(of_block) :]
+    numbers = rows_on_host(torch.cat((counts, received.flatten())))
+    of_held = [numbers[start : start + held] for start in range(0, len(numbers), held)]
+    totals, sizes = [*map(sum, of_held)], [*map(sum, zip(*of_held[mesh.size("ep") :]))]
+    blocks, receives = totals[: mesh.size("ep")], totals[mesh.size("ep") :]
     sent = sent[: sum(blocks)]
     if copies > 1:
         sent = torch.cat([part for part in torch.split(sent, blocks) for _ in range(copies)])
@@ -97,7 +102,7 @@ def plan_route(routing: Routing, *, num_experts: int, mesh: Mesh) -> Route:
     drops = kept is not None
     rows = _places(sent, tokens * choices, copies=copies, drops=drops).view(tokens, choices * copies)
     sends = [size for size in blocks for _ in range(copies)]
-    return Route(team, sent, rows, choices, sends, receives, arrived, Groups(received.sum(0)), drops=drops)
+    return Route(team, sent, rows, choices, sends, receives, arrived, Groups(received.sum(0), sizes), drops=drops)
 
 
 def dispatch(x: Tensor, weights: Tensor, route: Route) -> Callable[[], tuple[Tensor, Tensor]]:

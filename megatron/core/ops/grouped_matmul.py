@@ -19,14 +19,17 @@ _ALIGNMENT = 16  # bytes to which grouped_mm wants rows aligned
 
 @dataclass(frozen=True)
 class Groups:
-    """How many consecutive rows belong to each group. ``counts`` [e], int64."""
+    """How many consecutive rows belong to each group. ``counts`` [e], int64. ``known``: the same as numbers, where the
+    host has them.
+    """
 
     counts: Tensor
+    known: list[int] | None = None
 
     @cached_property
     def sizes(self) -> list[int]:
-        """The counts as numbers; waits for the device."""
-        found: list[int] = self.counts.tolist()
+        """The counts as numbers; waits for the device unless they are ``known``."""
+        found: list[int] = self.counts.tolist() if self.known is None else self.known
         return found
 
     @cached_property
