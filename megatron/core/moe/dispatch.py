@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from megatron.core.moe.routing import Routing, times_chosen
 from megatron.core.ops.grouped_matmul import Groups
@@ -72,6 +73,8 @@ def rows_on_host(counts: Tensor) -> list[int]:
 
 def _places(sent: Tensor, choices: int, *, copies: int, drops: bool) -> Tensor:
     """Where in ``sent`` the copies of each choice are, [choices, copies]; past the end for one that isn't there."""
+    if not drops and copies == 1:
+        return _inverse(sent)
     order = sent.argsort(stable=True).view(-1, copies)
     if not drops:
         return order
@@ -222,13 +225,7 @@ def _from_experts(rows: Tensor, route: Route) -> Tensor:
 
 def _summed(rows: Tensor, route: Route) -> Tensor:
     """The sum of each token's rows, always in the same order, in fp32 or the wider type of ``rows``."""
-    total = torch.zeros(
-        route.rows.shape[0], rows.shape[1], dtype=torch.promote_types(rows.dtype, torch.float32), device=rows.device
-    )
-    rows = _padded(rows, route)
-    for places in route.rows.unbind(1):
-        total += rows.index_select(0, places)
-    return total.to(rows.dtype)
+    return functional.embedding_bag(route.rows, _padded(rows, route), mode="sum")
 
 
 def _of_choices(of_rows: Tensor, route: Route, shape: torch.Size) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.core.moe.fp8_grouped_linear import Fp8GroupedLinear
 from megatron.core.moe.grouped_linear import GroupedLinear, rows_of_groups
-from megatron.core.ops.activation import activation, gated_activation
+from megatron.core.ops.activation import activation, gated_activation, gated_gradients
 from megatron.core.ops.grouped_matmul import Groups, choose
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload
@@ -64,7 +65,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         assert moe.num_experts is not None
-        self._model, self._context, self._choices = model, context, moe.moe_router_topk
+        self._context, self._choices = context, moe.moe_router_topk
         self._keeps_activation = keeps_activation
         experts, width, hidden, matrices = moe.num_experts, moe.moe_ffn_hidden_size, model.hidden_size, 1 + model.gated
         self.linear_fc1 = StackedLinear(
@@ -85,6 +86,7 @@ class Experts(nn.Module):
             parameter.active_share = moe.moe_router_topk / experts  # type: ignore[attr-defined]
         held = width // context.mesh.size("etp")
         choice = choose(context.dtype, context.device, (hidden, held), moe.moe_matmul_backend)
+        self._activation = _Activation(model)
         self._linear = GroupedLinear(choice.backend, context)
         if context.low_precision.serves(context.layer):
             first = Fp8Quantizer(context, inputs=(), weights=("etp",), grads=("etp",))
@@ -124,7 +126,7 @@ class Experts(nn.Module):
             inner = inner + rows_of_groups(first.bias.flatten(1), groups, rows=len(rows))
         scales = weights.to(inner.dtype).unsqueeze(-1)
         out = self._linear.of_activation(
-            inner, scales, second.weight, groups, activation=self._activate, keeps_activation=self._keeps_activation
+            inner, scales, second.weight, groups, activation=self._activation, keeps_activation=self._keeps_activation
         )
         if second.bias is None:
             return out
@@ -146,12 +148,31 @@ class Experts(nn.Module):
             self.linear_fc1.weight, flops, kept=rows * (given + kept), working=weights + rows * (2 * given + inner)
         )
 
-    def _activate(self, inner: Tensor) -> Tensor:
-        model = self._model
-        if model.gated:
-            limit, offset = model.activation_func_clamp_value, model.glu_linear_offset
-            return gated_activation(inner, model.nonlinearity, limit=limit, offset=offset)
-        return activation(inner, model.nonlinearity)
+
+@dataclass(frozen=True)
+class _Activation:
+    """That of ``model``, gated or not."""
+
+    model: ModelConfig
+
+    def __call__(self, inner: Tensor) -> Tensor:
+        """See ``grouped_linear.Activation``."""
+        kind = self.model.nonlinearity
+        return gated_activation(inner, kind, **self._limits) if self.model.gated else activation(inner, kind)
+
+    def gradients(self, grad: Tensor, inner: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``grouped_linear.Activation``."""
+        if self.model.gated:
+            return gated_gradients(grad, inner, scales, self.model.nonlinearity, **self._limits)
+        with torch.enable_grad():
+            given = inner.detach().requires_grad_()
+            activated = activation(given, self.model.nonlinearity)
+        grad_scales = (grad * activated.detach()).sum(-1, keepdim=True, dtype=scales.dtype)
+        return torch.autograd.grad(activated, given, grad.mul_(scales))[0], grad_scales
+
+    @property
+    def _limits(self) -> dict[str, Any]:
+        return {"limit": self.model.activation_func_clamp_value, "offset": self.model.glu_linear_offset}
 
 
 def rows_at_once(share: int) -> int:

@@ -5,13 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron.core.ops.grouped_matmul import Backend, Groups
 from megatron.core.parallel.context import ParallelContext
+
+
+class Activation(Protocol):
+    """What is between the two layers of an expert."""
+
+    def __call__(self, inner: Tensor) -> Tensor:
+        """Of the first layer's result [n, …]: [n, f]."""
+        ...
+
+    def gradients(self, grad: Tensor, inner: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of ``inner`` and of ``scales`` [n, 1] from that of ``scales`` times the result, which it overwrites."""
+        ...
 
 
 @dataclass
@@ -40,11 +52,11 @@ class GroupedLinear:
         weight: Tensor,
         groups: Groups,
         *,
-        activation: Callable[[Tensor], Tensor],
+        activation: Activation,
         keeps_activation: bool,
     ) -> Tensor:
-        """With f(x) = ``scales`` [n, 1] · ``activation(inner)``. Kept are ``inner``, and f(x) if ``keeps_activation``;
-        else it is computed again.
+        """With f(x) = ``scales`` [n, 1] · ``activation`` of ``inner``. Kept are ``inner``, and f(x) if
+        ``keeps_activation``; else it is computed again.
         """
         options = (activation, keeps_activation)
         return _ProductOfActivation.apply(inner, scales, (weight,), self, groups, options)  # type: ignore[no-untyped-call, no-any-return]
@@ -131,7 +143,7 @@ class _ProductOfActivation(torch.autograd.Function):
         hidden: tuple[Tensor],
         linear: GroupedLinear,
         groups: Groups,
-        options: tuple[Callable[[Tensor], Tensor], bool],
+        options: tuple[Activation, bool],
     ) -> Tensor:
         (weight,), (ctx.activation, keeps_activation) = hidden, options
         rows = ctx.activation(inner).mul_(scales)
@@ -144,14 +156,9 @@ class _ProductOfActivation(torch.autograd.Function):
         (inner, scales, *kept), linear = ctx.saved_tensors, ctx.linear
         grad = grad.contiguous()
         grad_rows = linear.multiply_back(grad, ctx.weight, ctx.groups)
-        with torch.enable_grad():
-            given = inner.detach().requires_grad_()
-            activated = ctx.activation(given)
-        rows = kept[0] if kept else activated.detach() * scales
+        rows = kept[0] if kept else ctx.activation(inner).mul_(scales)
         linear.add_gradient(ctx.weight, grad, lambda: rows, ctx.groups)
-        grad_scales = (grad_rows * activated.detach()).sum(-1, keepdim=True, dtype=scales.dtype)
-        (grad_inner,) = torch.autograd.grad(activated, given, grad_rows.mul_(scales))
-        return grad_inner, grad_scales, None, None, None, None
+        return *ctx.activation.gradients(grad_rows, inner, scales), None, None, None, None
 
 
 def rows_of_groups(values: Tensor, groups: Groups, *, rows: int) -> Tensor:

@@ -37,6 +37,24 @@ def gated_activation(x: Tensor, kind: Nonlinearity, *, limit: float | None = Non
     return _GatedActivation.apply(x, kind, limit, offset)  # type: ignore[no-untyped-call, no-any-return]
 
 
+def gated_gradients(
+    grad: Tensor, x: Tensor, scales: Tensor, kind: Nonlinearity, *, limit: float | None = None, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Gradients of ``x`` [n, 2f] and ``scales`` [n, 1] in ``scales * gated_activation(x)``; overwrites ``grad`` [n, f].
+
+    Fresh memory is what such passes wait for, so each value is computed where a later one will be.
+    """
+    gate, value = _limited(x, limit)
+    grad_x, activated = torch.empty_like(x), activation(gate, kind)
+    grad_gate, grad_value = grad_x.chunk(2, dim=-1)
+    torch.mul(grad, activated, out=grad_value)
+    grad.mul_(value + offset if offset else value)
+    grad_scales = activated.mul_(grad).sum(-1, keepdim=True, dtype=scales.dtype)
+    _set_activation_gradient(grad_gate, grad, gate, kind)
+    _cut_off(grad_x, x, limit)
+    return grad_x.mul_(scales), grad_scales
+
+
 def _activation_gradient(grad: Tensor, x: Tensor, kind: Nonlinearity) -> Tensor:
     if kind == "quick_gelu":
         share = torch.sigmoid(_QUICK * x)
@@ -48,6 +66,21 @@ def _activation_gradient(grad: Tensor, x: Tensor, kind: Nonlinearity) -> Tensor:
     if kind == "squared_relu":
         return functional.relu(x).mul_(grad).mul_(2)
     return torch.ops.aten.gelu_backward(grad, x, approximate=_APPROXIMATE[kind])  # type: ignore[no-any-return]
+
+
+def _set_activation_gradient(out: Tensor, grad: Tensor, x: Tensor, kind: Nonlinearity) -> None:
+    if kind == "silu":
+        torch.ops.aten.silu_backward(grad, x, grad_input=out)
+    else:
+        out.copy_(_activation_gradient(grad, x, kind))
+
+
+def _cut_off(grad_x: Tensor, x: Tensor, limit: float | None) -> None:
+    """Zero where ``limit`` cuts gates or values off."""
+    if limit is not None:
+        (grad_gate, grad_value), (gate, value) = grad_x.chunk(2, dim=-1), x.chunk(2, dim=-1)
+        grad_gate.masked_fill_(gate > limit, 0.0)
+        grad_value.masked_fill_(value.abs() > limit, 0.0)
 
 
 class _GatedActivation(torch.autograd.Function):
@@ -69,11 +102,9 @@ class _GatedActivation(torch.autograd.Function):
         grad_x = torch.empty_like(x)
         grad_gate, grad_value = grad_x.chunk(2, dim=-1)
         torch.mul(grad, activation(gate, ctx.kind), out=grad_value)
-        grad_gate.copy_(_activation_gradient(grad * (value + ctx.offset if ctx.offset else value), gate, ctx.kind))
-        if ctx.limit is not None:
-            whole_gate, whole_value = x.chunk(2, dim=-1)
-            grad_gate.masked_fill_(whole_gate > ctx.limit, 0.0)
-            grad_value.masked_fill_(whole_value.abs() > ctx.limit, 0.0)
+        grad = grad * (value + ctx.offset if ctx.offset else value)
+        _set_activation_gradient(grad_gate, grad, gate, ctx.kind)
+        _cut_off(grad_x, x, ctx.limit)
         return grad_x, None, None, None
 
 
