@@ -34,12 +34,13 @@ class Shape:
 class Case:
     """``ours``: of shape, settings of the model and context, the model and its loss. ``settings``: beyond the shape's.
 
-    ``peers``: by name, of a shape the model and its loss.
+    ``peers``: by name, of a shape the model and its loss. ``dense``: ours without experts, with as many products.
     """
 
     ours: Callable[[Shape, Any, Any], tuple[Any, Loss]]
     peers: Mapping[str, Callable[[Shape], tuple[Any, Loss]]]
     settings: Mapping[str, Any]
+    dense: Callable[[Shape, Any, Any], tuple[Any, Loss]] | None = None
 
 
 def random_batch(shape: Shape) -> tuple[Any, Any]:
@@ -50,13 +51,13 @@ def random_batch(shape: Shape) -> tuple[Any, Any]:
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def our_gpt(shape: Shape, config: Any, context: Any) -> tuple[Any, Loss]:
-    """GPTModel."""
+def our_gpt(shape: Shape, config: Any, context: Any, *, stack: Any = None) -> tuple[Any, Loss]:
+    """GPTModel, whose layers are those of ``stack`` if there is one."""
     import torch
 
     from megatron.core.models.gpt.model import GPTModel
 
-    model = GPTModel(config, context, seed=1)
+    model = GPTModel(config, context, stack=stack, seed=1)
     tokens, labels = random_batch(shape)
     weights = torch.full(labels.shape, 1 / shape.tokens)
     return model, lambda: model(tokens).cross_entropy(labels, weights)
@@ -282,6 +283,66 @@ def published(model_type: str, *attentions: str) -> Case:
     return Case(partial(our_published, model_type), peers, {})
 
 
+@dataclass(frozen=True)
+class Experts:
+    """A Mixtral's, whose width is a multiple of that of hidden states."""
+
+    number: int
+    chosen: int
+    width: float
+
+    def settings(self, shape: Shape) -> Any:
+        """transformers' settings: grouped products, and no balancing loss."""
+        config = published_settings("mixtral", shape)
+        config.update({
+            "num_local_experts": self.number, "num_experts_per_tok": self.chosen, "sliding_window": None,
+            "intermediate_size": int(self.width * shape.hidden),
+        })  # fmt: skip
+        config._experts_implementation = "grouped_mm"
+        return config
+
+    def ours(self, shape: Shape, config: Any, context: Any) -> tuple[Any, Loss]:
+        """GPTModel with the same experts, whatever ``config`` says."""
+        from megatron.config.moe import MoEConfig
+        from megatron.core.models.gpt.model import decoder_stack
+
+        width = int(self.width * shape.hidden)
+        moe = MoEConfig(num_experts=self.number, moe_router_topk=self.chosen, moe_ffn_hidden_size=width)
+        model = self._model(shape)
+        return our_gpt(shape, model, context, stack=decoder_stack(model, (moe,)))
+
+    def dense(self, shape: Shape, config: Any, context: Any) -> tuple[Any, Loss]:
+        """GPTModel with one network as wide as the experts that a token chooses."""
+        import dataclasses
+
+        width = int(self.width * shape.hidden) * self.chosen
+        return our_gpt(shape, dataclasses.replace(self._model(shape), ffn_hidden_size=width), context)
+
+    def _model(self, shape: Shape) -> Any:
+        import dataclasses
+
+        from megatron.core.conversion.huggingface.format import model_from_config
+
+        described = model_from_config(self.settings(shape).to_dict(), where="mixtral")
+        return dataclasses.replace(described, attention_dropout=0.0, hidden_dropout=0.0)
+
+    def theirs(self, shape: Shape) -> tuple[Any, Loss]:
+        """transformers' Mixtral, whose routers begin as ours: at zero all tokens choose the same experts."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_config(self.settings(shape), attn_implementation="sdpa").train()  # type: ignore[no-untyped-call]
+        for name, parameter in model.named_parameters():
+            if name.endswith("gate.weight"):
+                torch.nn.init.normal_(parameter, std=0.02)
+        tokens, _ = random_batch(shape)
+        return model, lambda: model(tokens, labels=tokens).loss
+
+    @property
+    def case(self) -> Case:
+        return Case(self.ours, {"transformers-grouped_mm": self.theirs}, {}, self.dense)
+
+
 ORIGINAL_T5 = {
     "position_embedding_type": "relative", "softmax_scale": 1.0, "normalization": "RMSNorm", "norm_epsilon": 1e-6,
     "add_bias_linear": False, "activation": "relu",
@@ -297,4 +358,6 @@ CASES = {
     ),
     "gemma2": published("gemma2", "eager"),  # its soft cap exists in eager attention alone
     "olmo2": published("olmo2", "sdpa", "eager"),
+    "mixtral-8-experts": Experts(8, 2, 2).case,
+    "mixtral-64-experts": Experts(64, 8, 0.5).case,
 }

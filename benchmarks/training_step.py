@@ -4,12 +4,13 @@
     python -m benchmarks.training_step --dtype bf16 --model-type BERT
     python -m benchmarks.training_step --dtype bf16 --model-type T5
     python -m benchmarks.training_step --model-type gemma2
+    python -m benchmarks.training_step --model-type mixtral-8-experts --clock processor --threads 1
 
 Every contender lives in a process of its own, so that peak memory is its own, and they take turns for a few steps at a
 time, so that whatever else the machine does falls on all of them. Printed are medians over turns, as ratios to the best
 peer. In bf16 each peer enters twice, with bf16 weights and with fp32 weights under autocast; ours keeps fp32 masters.
 GPT and BERT compute the exact GELU, which costs torch a sixth of the tanh form on a CPU in bf16; T5 is the original,
-with ReLU.
+with ReLU. Beside a model with experts stands ours without, with as many products for each token.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ if not __package__:  # started as a script: take megatron and the like from this
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
 import argparse
+import dataclasses
 import json
 import resource
 import statistics
@@ -34,6 +36,8 @@ from typing import Any
 from benchmarks.training_families import CASES, Case, Shape
 
 Step = Callable[[], float]
+OURS, DENSE = "megatron", "megatron, dense"
+CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 
 
 def megatron_step(shape: Shape, dtype: str, case: Case) -> Step:
@@ -100,8 +104,11 @@ def build_step(name: str, shape: Shape, dtype: str, case: Case) -> Step:
     """The step of the contender called ``name``."""
     import torch
 
-    if name == "megatron":
+    if name == OURS:
         return megatron_step(shape, dtype, case)
+    if name == DENSE:
+        assert case.dense is not None
+        return megatron_step(shape, dtype, dataclasses.replace(case, ours=case.dense))
     peer, _, variant = name.partition(" ")
     if peer.startswith("transformers"):
         from transformers.utils import logging
@@ -112,17 +119,17 @@ def build_step(name: str, shape: Shape, dtype: str, case: Case) -> Step:
     return peer_step(model, compute_loss, dtype, autocast=variant == "autocast")
 
 
-def serve(name: str, shape: Shape, dtype: str, *, case: Case, threads: int) -> None:
+def serve(name: str, shape: Shape, dtype: str, *, case: Case, threads: int, clock: Callable[[], float]) -> None:
     """A contender's process: for each line ``N`` on stdin run N steps, and answer with time, loss and memory."""
     import torch
 
     torch.set_num_threads(threads)
     step = build_step(name, shape, dtype, case)
     for line in sys.stdin:
-        loss, began = 0.0, time.perf_counter()
+        loss, began = 0.0, clock()
         for _ in range(int(line)):
             loss = step()
-        seconds = time.perf_counter() - began
+        seconds = clock() - began
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(json.dumps({"seconds": seconds, "loss": loss, "peak_mib": peak}), flush=True)
 
@@ -140,7 +147,7 @@ class Contender:
     @classmethod
     def start(cls, name: str, options: argparse.Namespace) -> Contender:
         command = [sys.executable, __file__, "--serve", name, "--dtype", options.dtype, "--shape", options.shape]
-        command += ["--model-type", options.model_type]
+        command += ["--model-type", options.model_type, "--clock", options.clock]
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": str(options.threads),
@@ -168,12 +175,18 @@ class Contender:
 
 def report(contenders: list[Contender], shape: Shape) -> None:
     """The table, ours first, and the two ratios that count."""
-    ours, *peers = contenders
+    ours = contenders[0]
+    peers = [each for each in contenders[1:] if each.name != DENSE]
     print(f"{'':26}{'ms/step':>9}{'best':>9}{'tokens/s':>10}{'peak MiB':>10}{'loss':>8}")
     for each in contenders:
         rate = shape.tokens / each.seconds
         times = f"{each.seconds * 1e3:9.0f}{min(each.turns) * 1e3:9.0f}"
         print(f"{each.name:26}{times}{rate:10.0f}{each.peak_mib:10.0f}{each.loss:8.3f}")
+    for each in contenders:
+        if each.name == DENSE:
+            print(f"speed: {each.seconds / ours.seconds:.0%} of that of ours without experts, with as many products")
+    if not peers:
+        return
     best = min(peers, key=lambda peer: peer.seconds)
     quickest = min(peers, key=lambda peer: min(peer.turns))
     speed, speed_of_best = best.seconds / ours.seconds, min(quickest.turns) / min(ours.turns)
@@ -188,6 +201,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each contender (default 7)")
     parser.add_argument("--steps", type=int, default=2, help="steps a turn (default 2)")
+    parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="processor: for busy machines")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", nargs="+", help="contenders to run; default all")
     parser.add_argument("--shape", default=json.dumps(asdict(Shape())), help="JSON with layers, hidden, heads, …")
@@ -195,12 +209,11 @@ def main() -> None:
     options = parser.parse_args()
     shape, case = Shape(**json.loads(options.shape)), CASES[options.model_type]
     if options.serve:
-        serve(options.serve, shape, options.dtype, case=case, threads=options.threads)
+        serve(options.serve, shape, options.dtype, case=case, threads=options.threads, clock=CLOCKS[options.clock])
         return
     variants = ["autocast", "weights"] if options.dtype == "bf16" else [""]
-    names = options.only or [
-        "megatron", *(f"{peer} {variant}".strip() for peer in case.peers for variant in variants)
-    ]  # fmt: skip
+    own = [OURS, DENSE] if case.dense else [OURS]
+    names = options.only or own + [f"{peer} {variant}".strip() for peer in case.peers for variant in variants]
     contenders = [Contender.start(name, options) for name in names]
     try:
         for each in contenders:
