@@ -17,23 +17,24 @@ from megatron.rehearsal.accelerator import Waits
 
 
 @contextmanager
-def balanced(mesh: Mesh, waits: Waits, *, num_experts: int) -> Iterator[None]:
+def balanced(mesh: Mesh, waits: Waits) -> Iterator[None]:
     """In the block each expert gets its share of a call's choices."""
-    held, choices = num_experts // mesh.size("ep"), 0
+    choices = experts = 0
 
     def counted(ids: Tensor, size: int) -> Tensor:
-        nonlocal choices
-        choices = ids.numel()
+        nonlocal choices, experts
+        choices, experts = ids.numel(), size - 1  # the last number is that of dropped choices
         return times_chosen(ids, size)
 
     def shares(counts: Tensor) -> list[int]:
         waits.note()
-        least, rest = divmod(choices, num_experts)
-        all_of_them, first = [least + (number < rest) for number in range(num_experts)], held * mesh.rank("ep")
-        here = all_of_them[first : first + held]
-        if len(counts) == held:
-            return here
-        return all_of_them + here * ((len(counts) - num_experts) // held)
+        ranks, rank = mesh.size("ep"), mesh.rank("ep")
+        is_local = len(counts) == experts  # of a rank that has all tokens, or all experts
+        everywhere = experts * ranks if is_local else experts
+        least, rest = divmod(choices, everywhere)
+        of_all, held = [least + (number < rest) for number in range(everywhere)], everywhere // ranks
+        here = of_all[held * rank : held * (rank + 1)]
+        return here if is_local else of_all + here * ((len(counts) - experts) // held)
 
     def parts(groups: Groups, rows: Tensor) -> tuple[Tensor, ...]:
         if groups.known is None:

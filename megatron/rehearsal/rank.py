@@ -16,7 +16,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.config.moe import experts_of
 from megatron.config.run import RunConfig
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
@@ -79,7 +78,7 @@ def rehearse(
         mock.patch.object(initialize, "_normal_rows", _rows_at_once),
     ):
         context = _context(config, device, rank)
-        stack.enter_context(balanced(context.mesh, waits, num_experts=experts_of(config.groups()).num_experts or 1))
+        stack.enter_context(balanced(context.mesh, waits))
         run = build_run(config, train_spec, context)
         with unset_fake_temporarily():
             data = TrainingData(run.config, train_spec, _on_cpu(context), run.tokenizer)
