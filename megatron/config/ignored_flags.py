@@ -100,7 +100,7 @@ there is no configuration file of communicators; set NCCL's environment variable
 checkpoints have the format of torch.distributed.checkpoint; tools/checkpoint/convert.py converts others
     ckpt-format
 it tunes a library or network feature that is not used
-    use-sharp sharp-enabled-group use-nccl-ub disable-symmetric-registration high-priority-stream-groups
+    use-sharp sharp-enabled-group disable-symmetric-registration
     nccl-all-reduce-for-prefill symmetric-ar-type
 the tokenizer's small files stay in the checkpoint
     no-save-tokenizer-assets

@@ -9,6 +9,7 @@ from typing import Literal
 from megatron.config.flags import check_flags, flag, switch
 
 CpCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
+GroupName = Literal["tp", "cp", "pp", "dp", "dp_cp", "tp_cp", "ep", "ep_tp", "ep_dp"]
 
 
 def head_exchange_size(kind: CpCommType, ranks: int, levels: Sequence[int]) -> int:
@@ -98,6 +99,10 @@ class ParallelConfig:
     )
     distributed_backend: Literal["nccl", "gloo"] | None = flag(
         "torch.distributed backend; unless given: nccl on GPUs, gloo on CPUs.", default=None
+    )
+    high_priority_stream_groups: tuple[GroupName, ...] = flag(
+        "Groups of ranks whose NCCL kernels a GPU starts before others that wait, e.g. dp_cp for gradients.",
+        default=(),
     )
     distributed_timeout_minutes: float = flag(
         "Minutes a collective may wait for a rank; then the run ends and names the rank.", default=10.0, above=0

@@ -209,6 +209,8 @@ that part of multi-token prediction is not available; leave it out
 an optimizer on the CPU is not available yet; --use-distributed-optimizer shards its state over data-parallel ranks
     optimizer-cpu-offload optimizer-offload-fraction use-torch-optimizer-for-cpu-offload overlap-cpu-optimizer-d2h-h2d
     no-pin-cpu-grads no-pin-cpu-params
+gradient buffers are not registered with NCCL; leave it out: results are the same
+    use-nccl-ub
 CUDA graphs are not available yet; leave it out
     cuda-graph-* enable-cuda-graph external-cuda-graph cuda-graph-impl
 a non-persistent checkpoint is not available yet; use --save and --save-interval

@@ -30,10 +30,17 @@ def is_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def without_tf32() -> None:
+    """Multiply fp32 numbers as they are, not rounded to the 10 bits of TF32, whatever was set before."""
+    torch.set_float32_matmul_precision("highest")
+
+
 def describe(device: torch.device) -> str:
     """Name of the device for reports."""
     if is_gpu(device):
-        return torch.cuda.get_device_name(device)
+        major, minor = torch.cuda.get_device_capability(device)
+        tf32 = "with" if torch.backends.cuda.matmul.allow_tf32 else "without"
+        return f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor}, fp32 products {tf32} TF32)"
     return f"CPU, {torch.get_num_threads()} threads a rank"
 
 

@@ -126,6 +126,7 @@ def launch_on_ranks(family: Family, config: RunConfig, launch: LaunchEnvironment
     from megatron.training.reporting.memory import sized_allocations
 
     precision, seed = config.precision.params_dtype, config.training.seed
-    joined = parallel_context(config.parallel, launch, params_dtype=precision, seed=seed)
+    deterministic = config.training.deterministic_mode
+    joined = parallel_context(config.parallel, launch, params_dtype=precision, seed=seed, deterministic=deterministic)
     with errors_as_typed(config), joined as context, sized_allocations(config, family.train_spec, context):
         train_from_start_to_end(config, family.train_spec, context, started=started)

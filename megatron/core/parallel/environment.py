@@ -6,10 +6,11 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from megatron.config.parallel import ParallelConfig
 from megatron.errors import ConfigError, MegatronError
 
 EXIT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -81,6 +82,62 @@ def errors_once_per_node(variables: Mapping[str, str] | None = None) -> Iterator
         if place == "0":
             raise
         sys.exit(error.exit_code)
+
+
+@dataclass(frozen=True)
+class NeededVariable:
+    """A variable that CUDA, cuBLAS, NCCL or Transformer Engine reads, and must find as one of ``values``; the first is
+    set where there is none. ``newest``: of the GPUs that need it, the highest compute capability, if not all do.
+    """
+
+    name: str
+    values: tuple[str, ...]
+    reason: str
+    newest: tuple[int, int] | None = None
+
+
+_BEFORE_BLACKWELL = (9, 0)
+
+
+def needed_variables(parallel: ParallelConfig, *, deterministic: bool) -> tuple[NeededVariable, ...]:
+    """For a run on GPUs with these settings."""
+    found = []
+    sizes = {
+        "--tensor-model-parallel-size": parallel.tensor_model_parallel_size,
+        "--context-parallel-size": parallel.context_parallel_size,
+    }
+    split = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    if split:
+        reason = f"with {split[0]} communication overlaps only if kernels start in the order in which they are queued"
+        found.append(NeededVariable("CUDA_DEVICE_MAX_CONNECTIONS", ("1",), reason, newest=_BEFORE_BLACKWELL))
+    if deterministic:
+        for name, *values in (
+            ("NCCL_ALGO", "Ring", "CollnetDirect", "CollnetChain", "^NVLS"),
+            ("CUBLAS_WORKSPACE_CONFIG", ":4096:8", ":16:8"),
+            ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0"),
+        ):
+            reason = "with --deterministic-mode sums must have one order"
+            found.append(NeededVariable(name, tuple(values), reason))
+    return tuple(found)
+
+
+def set_missing_variables(needed: Sequence[NeededVariable], variables: MutableMapping[str, str]) -> None:
+    """Set those that aren't set, before CUDA starts, which reads some of them once."""
+    for each in needed:
+        variables.setdefault(each.name, each.values[0])
+
+
+def check_variables(
+    needed: Sequence[NeededVariable], variables: Mapping[str, str], *, capability: tuple[int, int]
+) -> None:
+    """Raise ConfigError for one with another value, on a GPU of this compute capability that needs it."""
+    for each in needed:
+        is_needed = each.newest is None or capability <= each.newest
+        if is_needed and variables.get(each.name) not in each.values:
+            raise ConfigError(
+                f"the variable {each.name} is {variables.get(each.name)!r}, and {each.reason}: set it to "
+                f"{' or '.join(each.values)}, or unset it"
+            )
 
 
 def _from_torchrun(env: Mapping[str, str]) -> LaunchEnvironment:

@@ -17,12 +17,17 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from megatron.config.parallel import ParallelConfig
-from megatron.core.device import gpu, gpus, is_gpu
+from megatron.core.device import capability, gpu, gpus, is_gpu, without_tf32
 from megatron.core.parallel.collectives import barrier
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.environment import LaunchEnvironment
+from megatron.core.parallel.environment import (
+    LaunchEnvironment,
+    check_variables,
+    needed_variables,
+    set_missing_variables,
+)
 from megatron.core.parallel.liveness import Patience, watched
-from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.mesh import GROUPS, Mesh
 from megatron.core.parallel.rng import RngStreams
 from megatron.errors import ConfigError, ParallelError
 
@@ -34,16 +39,18 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 @contextmanager
 def parallel_context(
-    parallel: ParallelConfig, launch: LaunchEnvironment, *, params_dtype: str, seed: int
+    parallel: ParallelConfig, launch: LaunchEnvironment, *, params_dtype: str, seed: int, deterministic: bool = False
 ) -> Iterator[ParallelContext]:
     """Join the other ranks for the length of a ``with`` block; if a rank fails or stalls in it, all ranks end.
 
-    Raises ConfigError when the asked backend has no device here, ParallelError when the ranks can't connect.
+    Raises ConfigError when the asked backend has no device here or a variable contradicts the settings, ParallelError
+    when the ranks can't connect.
     """
     with leaving_with_launcher(launch):
-        device = choose_device(parallel.distributed_backend, launch)
+        device = prepared_device(parallel, launch, deterministic=deterministic)
         watch: AbstractContextManager[None] = nullcontext()
         mesh = mesh_of(parallel, world_size=launch.world_size, rank=launch.rank)
+        mesh.urgent = frozenset(mesh.members(*GROUPS[name]) for name in parallel.high_priority_stream_groups)
         if launch.world_size > 1:
             _join(parallel, launch, device)
         if dist.is_initialized():
@@ -83,6 +90,21 @@ def mesh_of(parallel: ParallelConfig, *, world_size: int, rank: int) -> Mesh:
         rank=rank,
         pp_before_dp=not parallel.use_tp_pp_dp_mapping,
     )
+
+
+def prepared_device(parallel: ParallelConfig, launch: LaunchEnvironment, *, deterministic: bool) -> torch.device:
+    """The rank's device, and what must be set before its first kernel: variables, and products in fp32 as written."""
+    needed = needed_variables(parallel, deterministic=deterministic)
+    if gpus() and parallel.distributed_backend != "gloo":
+        set_missing_variables(needed, os.environ)
+    device = choose_device(parallel.distributed_backend, launch)
+    if found := capability(device):
+        check_variables(needed, os.environ, capability=found)
+    elif parallel.high_priority_stream_groups:
+        names = " ".join(parallel.high_priority_stream_groups)
+        raise ConfigError(f"--high-priority-stream-groups {names} is for GPUs, and this run is on CPUs; leave it out")
+    without_tf32()
+    return device
 
 
 def choose_device(backend: str | None, launch: LaunchEnvironment) -> torch.device:

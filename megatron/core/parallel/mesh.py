@@ -8,11 +8,25 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from megatron.config.parallel import GroupName
 from megatron.core.parallel.activity import Activity
 from megatron.core.parallel.grid import Axis, RankGrid
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+# Unions of axes by Megatron-LM's names of process groups.
+GROUPS: dict[GroupName, tuple[Axis, ...]] = {
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "pp": ("pp",),
+    "dp": ("dp",),
+    "dp_cp": ("dp", "cp"),
+    "tp_cp": ("cp", "tp"),
+    "ep": ("ep",),
+    "ep_tp": ("etp",),
+    "ep_dp": ("edp",),
+}
 
 EXPERT_AXES = frozenset(("edp", "ep", "etp"))
 
@@ -26,13 +40,15 @@ class Mesh:
 
     ``pp`` may be combined with axes of either grid; mixing dense and expert axes in one union is a programming error.
     The expert grid numbers ranks stage by stage, also where ``pp`` isn't the slowest dense axis: a rank has one stage,
-    and expert axes divide the ranks of a stage. ``activity``: what the rank is doing.
+    and expert axes divide the ranks of a stage. ``activity``: what the rank is doing. ``urgent``:
+    members of groups whose NCCL kernels start before others that wait.
     """
 
     dense: RankGrid
     expert: RankGrid
     world_rank: int = 0
     activity: Activity = field(default_factory=Activity, repr=False, compare=False)
+    urgent: frozenset[tuple[int, ...]] = frozenset()
     _groups: dict[tuple[int, ...], ProcessGroup] = field(default_factory=dict, repr=False)
     _members: dict[tuple[Axis, ...], tuple[int, ...]] = field(default_factory=dict, repr=False)
     _sizes: dict[tuple[Axis, ...], int] = field(default_factory=dict, repr=False)
@@ -125,10 +141,15 @@ class Mesh:
         for members in (*first, ranks):
             if members in self._groups or len(members) == 1:
                 continue
-            if len(members) == self.world_size and dist.group.WORLD is not None:
+            if len(members) == self.world_size and dist.group.WORLD is not None and members not in self.urgent:
                 self._groups[members] = dist.group.WORLD
             else:
-                self._groups[members] = dist.new_group(list(members), use_local_synchronization=True)
+                options = (
+                    dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if members in self.urgent else None
+                )
+                self._groups[members] = dist.new_group(
+                    list(members), use_local_synchronization=True, pg_options=options
+                )
         return self._groups[ranks]
 
     def forget_groups(self) -> None:

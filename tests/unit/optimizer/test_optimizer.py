@@ -14,6 +14,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.core.distributed.buffers import FlatBuffer, build_buffers
 from megatron.core.distributed.grad_sync import GradSync
+from megatron.core.optimizer import update_rules
 from megatron.core.optimizer.grad_norm import nonfinite_gradients
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parallel.context import ParallelContext
@@ -244,3 +245,32 @@ def test_a_replaced_grad_is_brought_home() -> None:
         matrix.sum().backward()  # type: ignore[no-untyped-call]
     assert torch.equal(matrix.main_grad, torch.full((33, 8), 2.0))  # type: ignore[attr-defined]
     assert matrix.grad is matrix.main_grad  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_fused_kernels_of_gpus_get_what_they_need(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU they want their counts and scales as fp32 on the weights' device, which neither a CPU nor fake tensors
+    check, and they write scaled gradients back, so that nobody may read gradients after an update.
+    """
+    name, steps = {"adam": "adamw", "sgd": "sgd"}[optimizer], []
+    kernel = getattr(update_rules, name)
+
+    def on_a_gpu(weights: list[Tensor], grads: list[Tensor], *others: Any, **settings: Any) -> None:
+        kernel(weights, grads, *others, **settings)
+        scalars = [x for x in (settings["grad_scale"], *(others[-1] if name == "adamw" else ())) if x is not None]
+        assert all(x.dtype == torch.float32 and x.device == weights[0].device and x.dim() == 0 for x in scalars)
+        for grad in grads:
+            grad.fill_(math.nan)
+        steps.append(len(weights))
+
+    expected, setup = Setup(optimizer=optimizer), Setup(optimizer=optimizer)
+    for seed in (1, 2):
+        for each in (expected, setup):
+            with monkeypatch.context() as patched:
+                if each is setup:
+                    patched.setattr(update_rules, name, on_a_gpu)
+                each.set_grads(seed)
+                each.optimizer.update(count=COUNT, lr=0.1, weight_decay=0.1)
+    assert steps
+    for one, other in zip(expected.parameters.values(), setup.parameters.values()):
+        assert torch.equal(one, other)

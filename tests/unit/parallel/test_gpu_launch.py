@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -9,8 +10,16 @@ import torch
 import torch.distributed as dist
 
 from megatron.config.parallel import ParallelConfig
+from megatron.core.device import describe, without_tf32
 from megatron.core.parallel import launch
-from megatron.core.parallel.environment import LaunchEnvironment
+from megatron.core.parallel.environment import (
+    LaunchEnvironment,
+    check_variables,
+    needed_variables,
+    set_missing_variables,
+)
+from megatron.core.parallel.mesh import GROUPS
+from megatron.errors import ConfigError
 
 
 @pytest.mark.parametrize(("device", "backend"), [("cuda:3", "nccl"), ("cpu", "gloo")])
@@ -28,3 +37,119 @@ def test_communicators_are_made_at_once_and_belong_to_the_gpu(
     launch._join(ParallelConfig(), LaunchEnvironment(world_size=2, local_rank=3), torch.device(device))
     assert asked["name"] == backend
     assert asked["device_id"] == (torch.device(device) if backend == "nccl" else None)
+
+
+def test_variables_are_set_before_cuda_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA reads them once; a user's own values stay."""
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_ALGO", "NVTE_ALLOW_NONDETERMINISTIC_ALGO"):
+        monkeypatch.setenv(name, "")  # so that it is unset again after the test
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    seen: list[str | None] = []
+
+    def gpu(number: int) -> torch.device:
+        seen.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
+        return torch.device("cuda", number)
+
+    monkeypatch.setattr(launch, "gpus", lambda: 4)
+    monkeypatch.setattr(launch, "gpu", gpu)
+    monkeypatch.setattr(launch, "capability", lambda _: (9, 0))
+    torch.set_float32_matmul_precision("high")
+    parallel = ParallelConfig(tensor_model_parallel_size=2)
+    device = launch.prepared_device(parallel, LaunchEnvironment(local_rank=1), deterministic=True)
+    assert (device, seen) == (torch.device("cuda", 1), ["1"])
+    assert torch.get_float32_matmul_precision() == "highest"
+    names = ("NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG", "NVTE_ALLOW_NONDETERMINISTIC_ALGO")
+    assert [os.environ[name] for name in names] == ["Ring", ":16:8", "0"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "settings", "deterministic", "message"),
+    [
+        (
+            ("CUDA_DEVICE_MAX_CONNECTIONS", "8"),
+            {"context_parallel_size": 2},
+            False,
+            "the variable CUDA_DEVICE_MAX_CONNECTIONS is '8', and with --context-parallel-size 2 communication "
+            "overlaps only if kernels start in the order in which they are queued: set it to 1, or unset it",
+        ),
+        (
+            ("NCCL_ALGO", "Tree"),
+            {},
+            True,
+            "the variable NCCL_ALGO is 'Tree', and with --deterministic-mode sums must have one order: set it to "
+            "Ring or CollnetDirect or CollnetChain or ^NVLS, or unset it",
+        ),
+        (
+            ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1"),
+            {},
+            True,
+            "the variable NVTE_ALLOW_NONDETERMINISTIC_ALGO is '1', and with --deterministic-mode sums must have "
+            "one order: set it to 0, or unset it",
+        ),
+    ],
+)
+def test_variables_that_contradict_the_settings(
+    variable: tuple[str, str], settings: dict[str, int], deterministic: bool, message: str
+) -> None:
+    """A run would be slow, or its results differ from run to run, without a word."""
+    needed = needed_variables(ParallelConfig(**settings), deterministic=deterministic)  # type: ignore[arg-type]
+    variables = dict([variable])
+    set_missing_variables(needed, variables)
+    with pytest.raises(ConfigError) as refused:
+        check_variables(needed, variables, capability=(9, 0))
+    assert str(refused.value) == message
+
+
+def test_variables_that_newer_gpus_or_other_settings_do_not_need() -> None:
+    """Blackwell starts kernels in order with any number of connections; without splits nothing overlaps."""
+    split = needed_variables(ParallelConfig(tensor_model_parallel_size=2), deterministic=False)
+    check_variables(split, {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}, capability=(10, 0))
+    assert needed_variables(ParallelConfig(), deterministic=False) == ()
+
+
+def test_groups_of_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have streams of their own, also where their members are all ranks; others share the group of all ranks."""
+
+    class Options:
+        def __init__(self, is_high_priority_stream: bool) -> None:
+            self.is_high_priority_stream = is_high_priority_stream
+
+    made: list[tuple[list[int], Any]] = []
+
+    def new_group(ranks: list[int], *, use_local_synchronization: bool, pg_options: Any) -> str:
+        made.append((ranks, getattr(pg_options, "is_high_priority_stream", None)))
+        return f"group {ranks}"
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", type("NCCL", (), {"Options": Options}), raising=False)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(type(dist.group), "WORLD", property(lambda _: "everyone"))
+    for urgent, expected in (("dp", [([0, 2], True), ([0, 1], None)]), ("dp_cp", [([0, 2], True), ([0, 1], None)])):
+        made.clear()
+        parallel = ParallelConfig(tensor_model_parallel_size=2, high_priority_stream_groups=(urgent,))  # type: ignore[arg-type]
+        mesh = launch.mesh_of(parallel, world_size=4, rank=0)
+        mesh.urgent = frozenset(mesh.members(*GROUPS[name]) for name in parallel.high_priority_stream_groups)
+        mesh.group("dp", "cp")
+        mesh.group("tp")
+        assert str(mesh.group("dp", "cp", "tp")) == "everyone"
+        assert made == expected
+    made.clear()
+    whole = launch.mesh_of(ParallelConfig(), world_size=2, rank=0)
+    whole.urgent = frozenset([(0, 1)])
+    whole.group("dp")
+    assert made == [([0, 1], True)]
+
+
+def test_high_priority_without_gpus_is_refused() -> None:
+    """gloo has no streams; a run that was to be fast would be slow without a word."""
+    parallel = ParallelConfig(high_priority_stream_groups=("dp_cp",), distributed_backend="gloo")
+    with pytest.raises(ConfigError, match="--high-priority-stream-groups dp_cp is for GPUs, and this run is on CPUs"):
+        launch.prepared_device(parallel, LaunchEnvironment(), deterministic=False)
+
+
+def test_the_report_says_how_fp32_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TF32 has 10 bits, and whether it is on depends on torch's version and on other libraries."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    without_tf32()
+    assert describe(torch.device("cuda", 0)) == "NVIDIA H100 (compute capability 9.0, fp32 products without TF32)"
