@@ -75,9 +75,12 @@ def deepspeed_settings(config: Mapping[str, Any], *, where: str) -> DeepSpeedSet
     refused = [f"zero_optimization.stage {stage}: {ZERO}"] if stage not in (0, 1) else []
     if stage == 1:
         asked.append(("zero_optimization.stage", "use_distributed_optimizer", True))
-    for part in ("offload_optimizer", "offload_param"):
-        if entries.pop(f"zero_optimization.{part}.device", "none") != "none":
-            refused.append(f"zero_optimization.{part}: offloading to CPU memory is not available yet; leave it out")
+    if (device := entries.pop("zero_optimization.offload_optimizer.device", "none")) == "cpu":
+        asked.append(("zero_optimization.offload_optimizer", "optimizer_cpu_offload", True))
+    elif device != "none":
+        refused.append(f"zero_optimization.offload_optimizer: to {device} is not available; give cpu")
+    if entries.pop("zero_optimization.offload_param.device", "none") != "none":
+        refused.append("zero_optimization.offload_param: weights stay on the device; leave it out")
     for name in _REFUSED:
         if entries.pop(f"{name}.enabled", False):
             refused.append(f"{name} is not available; leave it out")

@@ -24,6 +24,8 @@ the loss is always the mean over all tokens of the global batch
     calculate-per-token-loss
 attention scores are never scaled by the layer number
     no-query-key-layer-scaling
+the optimizer on the CPU is always torch's fused AdamW
+    use-torch-optimizer-for-cpu-offload cpu_torch_adam
 initial weights depend only on --seed and the parameter's name, on any device
     use-cpu-initialization no-initialization init-model-with-meta-device
 initial weights are the same on every data-parallel rank, and dropout masks differ

@@ -142,6 +142,7 @@ _OTHERS = {
         "give --cp-comm-type a2a+p2p with --hierarchical-context-parallel-sizes",
         values={"megatron_cp_algo": taken_as(cp_comm_type="p2p"), "ulysses_cp_algo": taken_as(cp_comm_type="a2a")},
     ),
+    "cpu-optimizer": taken_as(optimizer_cpu_offload=True),
     "moe-layer-recompute": taken_as(recompute_granularity="selective", recompute_modules=("moe",)),
 }
 

@@ -19,7 +19,7 @@ class OptimizerConfig:
         renamed_values={"adamw": ("adam", ""), "fusedadamw": ("adam", "")},
         refused_values={
             "muon": "the Muon optimizer is not available yet; use adam",
-            "hybridadam": "offloading optimizer state is not available yet; use adam with --use-distributed-optimizer",
+            "hybridadam": "use adam with --optimizer-cpu-offload",
         },
     )
     lr: float | None = flag("Peak learning rate.", default=None, at_least=0)
@@ -111,6 +111,25 @@ class OptimizerConfig:
         default="fp32",
         renamed_values={"fp16": ("bf16", "fp16 would round squares of small gradients to zero, and divide by that")},
         refused_values={"fp8": "moments in 8 bits are not available yet; give bf16"},
+    )
+    optimizer_cpu_offload: bool = switch(
+        "Keep master weights and moments in main memory, and take steps there: gradients are brought and weights sent "
+        "back. A GPU then holds weights and gradients alone."
+    )
+    optimizer_offload_fraction: float = flag(
+        "Of --optimizer-cpu-offload: the fraction of the parameters, whole ones, whose state is in main memory.",
+        default=1.0,
+        at_least=0,
+        at_most=1,
+    )
+    overlap_cpu_optimizer_d2h_h2d: bool = switch(
+        "With --optimizer-cpu-offload: copy gradients and weights while the CPU computes."
+    )
+    pin_cpu_grads: bool = switch(
+        "Bring gradients of --optimizer-cpu-offload through pageable memory.", off="--no-pin-cpu-grads"
+    )
+    pin_cpu_params: bool = switch(
+        "Send weights of --optimizer-cpu-offload through pageable memory.", off="--no-pin-cpu-params"
     )
     sgd_momentum: float = flag("Momentum of sgd.", default=0.9, at_least=0, below=1)
     override_opt_param_scheduler: bool = switch(

@@ -191,8 +191,8 @@ for Gemma's factor of the embeddings give --embedding-multiplier with the square
     input-embeds-norm
 offloading to CPU memory is not available yet; --recompute-granularity full, --use-distributed-optimizer and more
 model-parallel ranks save GPU memory
-    cpu-optimizer cpu_torch_adam swap-optimizer fine-grained-activation-offloading offload-modules
-    optimizer-offload-policy optimizer-offload cpu-offloading cpu-offloading-num-layers checkpoint-in-cpu
+    fine-grained-activation-offloading offload-modules
+    cpu-offloading cpu-offloading-num-layers checkpoint-in-cpu
     ds-sequence-parallel-fpdt ds-sequence-parallel-fpdt-chunk-size ds-sequence-parallel-fpdt-offloading
 offloading weights is not available yet; --tensor-model-parallel-size divides them
     remote-device
@@ -206,11 +206,10 @@ distillation is not available yet; leave it out
     kd load-teacher compression-training mos
 that part of multi-token prediction is not available; leave it out
     mtp-*
-an optimizer on the CPU is not available yet; --use-distributed-optimizer shards its state over data-parallel ranks
-    optimizer-cpu-offload optimizer-offload-fraction use-torch-optimizer-for-cpu-offload overlap-cpu-optimizer-d2h-h2d
-    no-pin-cpu-grads no-pin-cpu-params
 gradient buffers are not registered with NCCL; leave it out: results are the same
     use-nccl-ub
+optimizer state goes to main memory with --optimizer-cpu-offload, a part of it with --optimizer-offload-fraction
+    swap-optimizer optimizer-offload-policy optimizer-offload
 CUDA graphs are not available yet; leave it out
     cuda-graph-* enable-cuda-graph external-cuda-graph cuda-graph-impl
 a non-persistent checkpoint is not available yet; use --save and --save-interval

@@ -17,6 +17,7 @@ from megatron.config.run import RunConfig
 from megatron.core.distributed.parameter_policy import matches
 from megatron.core.models.stage import Stage
 from megatron.core.models.train_spec import TrainSpec
+from megatron.core.optimizer.optimizer import CHUNK
 from megatron.core.parallel.costs import Costs, costs_of
 from megatron.core.parallel.sharding import sharded_parameters, sharding_of
 from megatron.planning.model import planned_context, stage_model, stage_models, whole_model
@@ -43,7 +44,8 @@ class MemoryEstimate:
 
     ``kept``: activations at the end of the forward pass. ``working``: the most that the loss, or the backward pass of
     one layer (or of one recomputed run of layers), needs in addition. ``copies``: of weights in FP8, one for each
-    direction in which products sum over them. ``uncounted``: see ``Costs``.
+    direction in which products sum over them. ``uncounted``: see ``Costs``. ``offloaded``: what is in main memory
+    instead. ``updating``: copies that the optimizer makes of a part of its numbers at a time.
     """
 
     weights: int
@@ -54,6 +56,8 @@ class MemoryEstimate:
     working: int
     copies: int = 0
     uncounted: frozenset[str] = frozenset()
+    offloaded: int = 0
+    updating: int = 0
 
     @property
     def states(self) -> int:
@@ -63,7 +67,7 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         """The peak."""
-        return self.states + self.copies + self.kept + self.working
+        return self.states + self.copies + max(self.kept + self.working, self.updating)
 
 
 def parameter_sizes(run: RunConfig, train_spec: TrainSpec) -> dict[str, int]:
@@ -163,11 +167,15 @@ def _rank_memory(
     width = planned_context(run).dtype.itemsize
     owned = sum(-(-each.numel() // _shards(run, each)) for each in held if each.requires_grad)
     owned = 0 if run.purpose.only_reads else owned
+    optimizer = run.optimizer
+    here = owned - int(owned * optimizer.optimizer_offload_fraction * optimizer.optimizer_cpu_offload)
     return MemoryEstimate(
         weights=parameters * width,
         gradients=trained * (2 if run.precision.grad_reduce_in_bf16 else 4),
-        main_params=owned * _master_bits(run, width) // 8,
-        moments=owned * _moment_bytes(run),
+        main_params=here * _master_bits(run, width) // 8,
+        moments=here * _moment_bytes(run),
+        updating=min(here, CHUNK) * _copied_bytes(run),
+        offloaded=(owned - here) * (_moment_bytes(run) + (4 if width < 4 else 0)),
         kept=0 if run.purpose.only_reads else kept,
         working=max(costs.working for costs in mine),
         copies=sum(2 * each.numel() for each in _in_fp8(run, train_spec, pipeline_rank)),
@@ -199,6 +207,15 @@ def _in_fp8(run: RunConfig, train_spec: TrainSpec, pipeline_rank: int) -> list[n
         for module in stage.modules()
         if getattr(module, "fp8", None) is not None
     ]
+
+
+def _copied_bytes(run: RunConfig) -> int:
+    """Of a weight, while it is updated: fp32 copies of narrow numbers, and two of integers to make those narrow."""
+    config = run.optimizer
+    remainders = config.use_precision_aware_optimizer and run.precision.bf16
+    narrow = [remainders, config.exp_avg_dtype == "bf16", config.exp_avg_sq_dtype == "bf16"]
+    copied = sum(narrow) + run.precision.grad_reduce_in_bf16
+    return 4 * copied + 8 * (remainders or config.exp_avg_sq_dtype == "bf16")
 
 
 def _shards(run: RunConfig, parameter: nn.Parameter) -> int:

@@ -128,6 +128,7 @@ def pretending(waits: Waits, failed: Callable[[Exception], None]) -> Iterator[Fa
         _Calls(waits, failed),
         mock.patch.object(BackwardCFunction, "apply", _telling(failed, BackwardCFunction.apply)),
         mock.patch.object(torch, "Generator", _Generator),
+        mock.patch.object(torch, "Event", _event_noting(waits)),
         mock.patch.object(FakeTensor, "tolist", _listing(waits)),
     ):
         yield mode
@@ -138,6 +139,22 @@ class _Generator(torch.Generator):
 
     def __new__(cls, device: Any = "cpu") -> _Generator:
         return super().__new__(cls, "cpu")  # type: ignore[call-arg]
+
+
+def _event_noting(waits: Waits) -> type:
+    class Event:
+        """Waiting for one is waiting for the device."""
+
+        def __init__(self, device: torch.device) -> None:
+            pass
+
+        def record(self) -> None:
+            pass
+
+        def synchronize(self) -> None:
+            waits.note()
+
+    return Event
 
 
 def is_pretended(x: object) -> bool:

@@ -29,6 +29,12 @@ LAYOUTS = {
         "--context-parallel-size 2 --tensor-model-parallel-size 2 --num-experts 4 --moe-ffn-hidden-size 128 "
         "--expert-model-parallel-size 2 --ranks all",
     ),
+    "dp2 zero, masters as remainders, moments in bf16": (
+        2,
+        "--use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 "
+        "--ranks all",
+    ),
+    "optimizer in main memory": (2, "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --ranks all"),
     "pp2 of 1,024 ranks": (1024, "--pipeline-model-parallel-size 2 --global-batch-size 512 --rank 700"),
 }
 

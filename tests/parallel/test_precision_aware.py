@@ -1,4 +1,4 @@
-"""Checkpoints of runs with and without ``--use-precision-aware-optimizer`` at other layouts, both ways."""
+"""Checkpoints of runs that keep the optimizer's numbers in other formats or places, at other layouts, both ways."""
 
 from __future__ import annotations
 
@@ -13,9 +13,16 @@ from tests.parallel.test_layout_pairs import BASE, MODELS, load_and_save, step_a
 AWARE = "--use-precision-aware-optimizer"
 
 
-@pytest.mark.parametrize(("first", "second"), [(AWARE, ""), ("", AWARE)], ids=["out", "into"])
+OFFLOADED = "--optimizer-cpu-offload --optimizer-offload-fraction 0.4"
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(AWARE, ""), ("", AWARE), (AWARE, OFFLOADED), (OFFLOADED, "")],
+    ids=["remainders", "into remainders", "remainders to main memory", "main memory"],
+)
 def test_masters_are_the_same_at_another_layout(first: str, second: str, tmp_path: Path) -> None:
-    """fp32 masters that are kept as remainders would be lost, rounded, or put beside other weights."""
+    """fp32 masters kept as remainders or in main memory would be lost, rounded, or put beside other weights."""
     flags = f"{BASE} {MODELS['llama']} --bf16 --use-distributed-optimizer"
     one, other = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
     run_ranks(step_and_save, "llama", f"{flags} {one} {first} --save {tmp_path / 'a'}", tp=2, dp=2)

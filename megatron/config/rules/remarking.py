@@ -87,6 +87,11 @@ NEEDS: tuple[tuple[str, str, Callable[[RunConfig], object]], ...] = (
         lambda run: not run.model.multi_latent_attention,
     ),
     ("mtp_loss_scaling_factor", " without --mtp-num-layers", lambda run: run.model.mtp_num_layers),
+    (
+        "optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params",
+        " without --optimizer-cpu-offload",
+        lambda run: run.optimizer.optimizer_cpu_offload,
+    ),
     ("decoupled_min_lr", " without --decoupled-lr", lambda run: run.optimizer.decoupled_lr is not None),
     ("log_progress", " without --save, the folder of progress.txt", lambda run: run.checkpoint.save),
     ("load_hf_proof", " without --load-hf", lambda run: run.checkpoint.load_hf),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed.buffers import ALIGNMENT, Span
+from megatron.core.optimizer.offload import CPU, Shuttle
 
 _WIDE = (torch.float32, torch.float64)
 
@@ -49,6 +50,21 @@ class Plain:
 
 
 @dataclass(frozen=True, eq=False)
+class Distant(Plain):
+    """Wide weights on a device, ``numbers``, for steps in main memory."""
+
+    shuttle: Shuttle
+
+    def read(self, part: Span) -> Tensor:
+        """See ``Kept``."""
+        return self.shuttle.fetch(part.of(self.numbers), purpose="weights")()
+
+    def write(self, part: Span, values: Tensor) -> None:
+        """See ``Kept``."""
+        self.shuttle.send(values, part.of(self.numbers))
+
+
+@dataclass(frozen=True, eq=False)
 class StochasticallyRounded(Plain):
     """Positive numbers in bf16. A number between two of bf16 becomes the upper one with the probability that makes the
     expectation right: rounded to nearest, a sum of squares whose step is below 2⁻⁹ of it would never change again.
@@ -69,15 +85,17 @@ class StochasticallyRounded(Plain):
 
 @dataclass(frozen=True, eq=False)
 class Masters:
-    """fp32 copies of 16-bit weights, to which each step rounds the weights."""
+    """fp32 copies of 16-bit weights, to which each step rounds the weights. ``shuttle``: if they are in main memory."""
 
     numbers: Tensor
     weights: Tensor
+    shuttle: Shuttle | None = None
 
     @classmethod
-    def of(cls, weights: Tensor) -> Masters:
+    def of(cls, weights: Tensor, shuttle: Shuttle | None = None) -> Masters:
         """Of weights as they are."""
-        return cls(weights.float(), weights)
+        home = weights if shuttle is None else weights.to(CPU)
+        return cls(home.float(), weights, shuttle)
 
     def read(self, part: Span) -> Tensor:
         """See ``Kept``."""
@@ -85,7 +103,10 @@ class Masters:
 
     def write(self, part: Span, values: Tensor) -> None:
         """See ``Kept``."""
-        part.of(self.weights).copy_(values)
+        if self.shuttle is None:
+            part.of(self.weights).copy_(values)
+        else:
+            self.shuttle.send(values, part.of(self.weights))
 
     def stored(self, part: Span) -> tuple[Tensor, Callable[[], None] | None]:
         """See ``Kept``."""
@@ -141,10 +162,14 @@ class Remainders:
         return torch.arange(8, dtype=torch.uint8, device=self.ties.device)
 
 
-def build_masters(weights: Tensor, *, as_remainders: bool) -> Plain | Masters | Remainders:
-    """How the fp32 numbers of ``weights`` are kept: wide weights are their own."""
+def build_masters(weights: Tensor, shuttle: Shuttle | None, *, as_remainders: bool) -> Plain | Masters | Remainders:
+    """How the fp32 numbers of ``weights`` are kept: wide weights are their own. ``shuttle``: for steps in main memory,
+    which has room for whole masters.
+    """
     if weights.dtype in _WIDE:
-        return Plain(weights, weights.dtype)
+        return Plain(weights, weights.dtype) if shuttle is None else Distant(weights, weights.dtype, shuttle)
+    if shuttle is not None:
+        return Masters.of(weights, shuttle)
     if as_remainders and weights.dtype == torch.bfloat16:
         return Remainders.of(weights)
     return Masters.of(weights)

@@ -23,13 +23,14 @@ from megatron.core.distributed.param_gather import ParamGather
 from megatron.core.optimizer.grad_norm import ModelStatistics
 from megatron.core.optimizer.kept_numbers import Kept, Masters, Plain, Remainders, StochasticallyRounded, build_masters
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
+from megatron.core.optimizer.offload import CPU, Shuttle, divided
 from megatron.core.optimizer.update_rules import Step, build_update_rule
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.sharding import ShardedState
 
 # Elements; a step's copies of a chunk stay in a CPU's caches.
 _CPU_CHUNK = 1 << 18
-_CHUNK = 1 << 22
+CHUNK = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class UpdateResult:
 class _Owned:
     """A span of a buffer that this rank updates: master weights, gradients and the update rule's state for it.
 
-    ``main_params`` are the weights themselves where those are wide enough.
+    ``main_params`` are the weights themselves where those are wide enough. ``shuttle``: where its steps are taken in
+    main memory.
     """
 
     buffer: FlatBuffer
@@ -57,6 +59,7 @@ class _Owned:
     entries: tuple[ParamEntry, ...]
     main_params: Plain | Masters | Remainders
     state: dict[str, Plain]
+    shuttle: Shuttle | None
 
     @property
     def wide(self) -> torch.dtype:
@@ -66,8 +69,21 @@ class _Owned:
     @property
     def is_direct(self) -> bool:
         """Whether a step needs no copies of anything."""
-        in_place = not isinstance(self.main_params, Remainders) and self.buffer.grads.dtype == self.wide
+        in_place = self.shuttle is None and not isinstance(self.main_params, Remainders)
+        in_place = in_place and self.buffer.grads.dtype == self.wide
         return in_place and all(kept.numbers.dtype == self.wide for kept in self.state.values())
+
+    def gradients(self, parts: Sequence[Span]) -> Iterator[Tensor]:
+        """Of parts of the span, wide, where the step is taken; from a device the next ones are on their way."""
+        gradients = self.span.of(self.buffer.grads)
+        if self.shuttle is None:
+            yield from (part.of(gradients).to(self.wide) for part in parts)
+            return
+        fetch = partial(self.shuttle.fetch, purpose="gradients")
+        coming = fetch(parts[0].of(gradients))
+        for following in (*parts[1:], None):
+            arrived, coming = coming, coming if following is None else fetch(following.of(gradients))
+            yield arrived().to(self.wide)
 
     def kept(self) -> dict[str, Kept]:
         """What checkpoints keep, by name."""
@@ -100,23 +116,33 @@ class Optimizer:
         self._scaler = build_loss_scaler(precision)
         self._statistics = ModelStatistics(buffers, context, frozen=frozen)
         self._owned = []
-        for number, buffer in enumerate(buffers):
-            for bucket in buffer.buckets:
-                span = buffer.shard(bucket) if sharded else bucket.span
-                masters = build_masters(span.of(buffer.params), as_remainders=config.use_precision_aware_optimizer)
-                self._owned.append(_Owned(buffer, span, bucket.entries, masters, self._zeros(buffer, number, span)))
+        self._numbers = {id(buffer): number for number, buffer in enumerate(buffers)}
+        shuttle = Shuttle.of(config, context.device)
+        spans = [
+            (buffer, bucket, buffer.shard(bucket) if sharded else bucket.span)
+            for buffer in buffers
+            for bucket in buffer.buckets
+        ]
+        fraction = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
+        for buffer, bucket, span, is_offloaded in divided(spans, fraction):
+            by = shuttle if is_offloaded else None
+            masters = build_masters(span.of(buffer.params), by, as_remainders=config.use_precision_aware_optimizer)
+            state = self._zeros(buffer, span, CPU if is_offloaded else buffer.params.device)
+            self._owned.append(_Owned(buffer, span, bucket.entries, masters, state, by))
+        self._owned.sort(key=lambda owned: owned.shuttle is not None)  # a device works through its own meanwhile
         self._step = 0
         self._trained_since: dict[str, int] = {}
         self._seed_divisor = 1.0
         self.gather = ParamGather(buffers if sharded else [], context)
 
-    def _zeros(self, buffer: FlatBuffer, number: int, span: Span) -> dict[str, Plain]:
-        """The update rule's state before the first step, for a span of the buffer with this ``number``."""
+    def _zeros(self, buffer: FlatBuffer, span: Span, device: torch.device) -> dict[str, Plain]:
+        """The update rule's state before the first step, for a span of the buffer."""
+        number = self._numbers[id(buffer)]
         wide, state = torch.promote_types(buffer.params.dtype, torch.float32), dict[str, Plain]()
         for name in self._rule.state_names:
             narrow = self._formats.get(name) == "bf16"
             dtype = torch.bfloat16 if narrow else wide
-            zeros = torch.zeros(span.size, dtype=dtype, device=buffer.params.device)
+            zeros = torch.zeros(span.size, dtype=dtype, device=device)
             state[name] = Plain(zeros, wide)
             if narrow and name == "exp_avg_sq":
                 state[name] = StochasticallyRounded(zeros, wide, partial(self._rounding_key, number), span.start)
@@ -173,22 +199,26 @@ class Optimizer:
 
     def _move(self, owned: _Owned, divisor: float, *, lr: float, weight_decay: float) -> None:
         """Step on one span; dividing the gradients costs no pass of its own."""
-        gradients = owned.span.of(owned.buffer.grads)
-        scale: Tensor | None = torch.tensor(divisor, dtype=torch.float32, device=gradients.device)
+        scale: Tensor | None = None
         if owned.wide == torch.float64:
-            gradients.div_(divisor)  # the kernels take their scale in fp32, too coarse here
-            scale = None
-        for begun, whole in self._begun_together(owned):
-            step = Step(self._step - begun, lr, weight_decay, scale)
-            chunk = whole.size if owned.is_direct else _CPU_CHUNK if gradients.device.type == "cpu" else _CHUNK
-            for start in range(whole.start, whole.stop, chunk):
-                part = Span(start, min(start + chunk, whole.stop))
-                grads, weights = part.of(gradients).to(owned.wide), owned.main_params.read(part)
-                state = {name: kept.read(part) for name, kept in owned.state.items()}
-                self._rule.apply(weights, grads, list(state.values()), step)
-                owned.main_params.write(part, weights)
-                for name, kept in owned.state.items():
-                    kept.write(part, state[name])
+            owned.span.of(owned.buffer.grads).div_(divisor)  # the kernels take their scale in fp32, too coarse here
+        else:
+            device = owned.buffer.grads.device if owned.shuttle is None else CPU
+            scale = torch.tensor(divisor, dtype=torch.float32, device=device)
+        chunk = _CPU_CHUNK if owned.buffer.grads.device.type == "cpu" else CHUNK
+        chunks = [
+            (Step(self._step - begun, lr, weight_decay, scale), Span(start, min(start + size, whole.stop)))
+            for begun, whole in self._begun_together(owned)
+            for size in (whole.size if owned.is_direct else chunk,)
+            for start in range(whole.start, whole.stop, size)
+        ]
+        for (step, part), grads in zip(chunks, owned.gradients([part for _, part in chunks])):
+            weights = owned.main_params.read(part)
+            state = {name: kept.read(part) for name, kept in owned.state.items()}
+            self._rule.apply(weights, grads, list(state.values()), step)
+            owned.main_params.write(part, weights)
+            for name, kept in owned.state.items():
+                kept.write(part, state[name])
 
     def _begun_together(self, owned: _Owned) -> Iterator[tuple[int, Span]]:
         """The parts of an owned span whose training began at the same step, with that step; usually one."""

@@ -201,6 +201,11 @@ def test_good_settings(changes: str, without: str, ranks: int) -> None:
 
 FP8 = "--bf16 --fp8-format e4m3"
 REMARKS = [
+    (
+        "--optimizer-offload-fraction 0.5 --overlap-cpu-optimizer-d2h-h2d",
+        "",
+        "--optimizer-offload-fraction, --overlap-cpu-optimizer-d2h-h2d: no effect without --optimizer-cpu-offload",
+    ),
     ("--sequence-parallel", "", "--sequence-parallel: off, because --tensor-model-parallel-size is 1"),
     ("--loss-scale 8 --bf16", "", "--loss-scale: no effect without --fp16"),
     (

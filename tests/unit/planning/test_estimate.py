@@ -383,6 +383,15 @@ def test_sharded_optimizer() -> None:
     assert sharded.moments == pytest.approx(whole.moments / 8, rel=1e-6)
 
 
+def test_offloaded_state_is_in_main_memory() -> None:
+    """A run would be refused for state that isn't on its device, or fit only in the estimate."""
+    base = dataclasses.replace(run_of(), precision=PrecisionConfig(bf16=True))
+    half = OptimizerConfig(lr=1.0, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
+    whole, offloaded = memory_estimate(base), memory_estimate(dataclasses.replace(base, optimizer=half))
+    assert offloaded.offloaded == pytest.approx((whole.main_params + whole.moments) / 2, rel=1e-6)
+    assert offloaded.states == pytest.approx(whole.states - offloaded.offloaded, rel=1e-6)
+
+
 def test_tensor_and_sequence_parallelism() -> None:
     """Tensor parallelism divides the inside of layers, sequence parallelism what lies between them."""
     (one,) = kept_activations(big())

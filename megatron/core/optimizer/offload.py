@@ -1,0 +1,103 @@
+"""Optimizer state in main memory: the CPU takes the step, to which gradients come and from which weights return."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron.config.optimizer import OptimizerConfig
+from megatron.core.distributed.buffers import Bucket, FlatBuffer, Span
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, eq=False)
+class Shuttle:
+    """Copies chunks between a device and main memory, through staging memory for two chunks each way.
+
+    ``overlaps``: copies run while the CPU computes; waiting is for one chunk at a time. ``pins_gradients``,
+    ``pins_weights``: staging memory that the device reads and writes itself, without which copies don't overlap.
+    """
+
+    device: torch.device
+    overlaps: bool = False
+    pins_gradients: bool = True
+    pins_weights: bool = True
+    _staging: dict[tuple[str, torch.dtype], deque[_Slot]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: OptimizerConfig, device: torch.device) -> Shuttle:
+        """As the flags ask for."""
+        overlaps = config.overlap_cpu_optimizer_d2h_h2d and device.type != "cpu"
+        return cls(device, overlaps, config.pin_cpu_grads, config.pin_cpu_params)
+
+    def fetch(self, source: Tensor, *, purpose: str) -> Callable[[], Tensor]:
+        """Begin to copy ``source`` [elements] to main memory; what is returned waits for the copy, and gives it until
+        the second fetch from here for the same ``purpose``.
+        """
+        slot = self._slot(purpose, source, pins=self.pins_gradients if purpose == "gradients" else self.pins_weights)
+        slot.numbers.copy_(source, non_blocking=self.overlaps)
+        slot.begin(self)
+        return slot.finished
+
+    def send(self, values: Tensor, target: Tensor) -> None:
+        """Copy ``values`` of main memory to ``target`` on the device, in its format, in the order of its stream."""
+        slot = self._slot("results", target, pins=self.pins_weights)
+        slot.numbers.copy_(values)
+        target.copy_(slot.numbers, non_blocking=self.overlaps)
+        slot.begin(self)
+
+    def _slot(self, purpose: str, like: Tensor, *, pins: bool) -> _Slot:
+        """The staging memory that was used longest ago, once the device is done with it."""
+        ring = self._staging.setdefault((purpose, like.dtype), deque([_Slot(), _Slot()]))
+        ring.rotate(1)
+        ring[0].finished()
+        ring[0].make_room(like, pinned=pins and self.device.type != "cpu")
+        return ring[0]
+
+
+@dataclass(eq=False)
+class _Slot:
+    """Staging memory for one chunk, and the copy that the device still makes from or to it."""
+
+    memory: Tensor | None = None
+    numbers: Tensor = field(default_factory=lambda: torch.empty(0))
+    copied: torch.Event | None = None
+
+    def make_room(self, like: Tensor, *, pinned: bool) -> None:
+        if self.memory is None or self.memory.numel() < like.numel():
+            self.memory = torch.empty(like.shape, dtype=like.dtype, device=CPU, pin_memory=pinned)
+        self.numbers = self.memory[: like.numel()]
+
+    def begin(self, shuttle: Shuttle) -> None:
+        if shuttle.overlaps:
+            self.copied = torch.Event(shuttle.device)
+            self.copied.record()
+
+    def finished(self) -> Tensor:
+        if self.copied is not None:
+            self.copied.synchronize()
+            self.copied = None
+        return self.numbers
+
+
+def divided(
+    owned: Sequence[tuple[FlatBuffer, Bucket, Span]], fraction: float
+) -> Iterator[tuple[FlatBuffer, Bucket, Span, bool]]:
+    """The spans that a rank owns, cut where the first whole parameters with at least ``fraction`` of all elements end,
+    each with whether it is among those. Nothing for 0.
+    """
+    wanted, passed = fraction * sum(span.size for _, _, span in owned), 0
+    for buffer, bucket, span in owned:
+        starts = [part.start for entry in bucket.entries if (part := entry.span.overlap(span))]
+        ends = [*starts[1:], span.stop]
+        cut = next((end for end in [span.start, *ends] if passed + end - span.start >= wanted), span.stop)
+        passed += span.size
+        if cut > span.start:
+            yield buffer, bucket, Span(span.start, cut), True
+        if cut < span.stop:
+            yield buffer, bucket, Span(cut, span.stop), False
