@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from itertools import islice
 
 import torch
 from torch import Tensor, nn
 
-from megatron.core.optimizer.grad_norm import nonfinite_gradients
-from megatron.core.parallel.collectives import all_reduce
+from megatron.core.optimizer.grad_norm import GradientStatistics, nonfinite_gradients
+from megatron.core.parallel.collectives import all_reduce, on_host
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.tallying import Tallying
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch
@@ -33,23 +33,37 @@ class GlobalLoss:
     count: float
     tallies: dict[str, list[int]] = field(default_factory=dict)
 
+    @classmethod
+    def of(
+        cls, sums: Sequence[float], names: Sequence[str], *, tallies: Mapping[str, list[int]] | None = None
+    ) -> GlobalLoss:
+        """From the numbers of ``loss_sums``, row by row."""
+        (_, count), *named = zip(sums[::2], sums[1::2])
+        return cls(dict(zip(names, named)), max(count, 1.0), dict(tallies or {}))
+
     @property
     def means(self) -> dict[str, float]:
         """Each loss's sum over its count; 0 where the count is 0, never NaN."""
         return {name: total / max(count, 1.0) for name, (total, count) in self.totals.items()}
 
 
-def global_loss(
-    loss: LossSum | None,
-    names: Sequence[str],
-    context: ParallelContext,
-    *,
-    tallies: Mapping[str, Tensor] | None = None,
-) -> GlobalLoss:
-    """Sum a loss over all ranks, for all ranks. A collective.
+def global_loss(loss: LossSum | None, names: Sequence[str], context: ParallelContext) -> GlobalLoss:
+    """Sum a loss over all ranks, for all ranks, and wait for it. A collective. Arguments as of ``loss_sums``."""
+    sums = loss_sums(loss, names, context)
+    with waiting_for_device(context):
+        return GlobalLoss.of(on_host(sums)[0], names)
+
+
+def waiting_for_device(context: ParallelContext) -> AbstractContextManager[None]:
+    """Entered where a GPU's host waits for everything queued so far, collectives included."""
+    return context.mesh.activity.waiting("the device's work", range(context.mesh.world_size))
+
+
+def loss_sums(loss: LossSum | None, names: Sequence[str], context: ParallelContext) -> Tensor:
+    """Sums and counts over all ranks ``[1 + losses, 2]``, on the device of every rank: that of the whole loss, and of
+    each named one. A collective, which does not wait.
 
     ``loss``: on ranks without the last stage the losses that layers reported, or None. ``names``: of all losses.
-    ``tallies``: those of ``global_tallies``, which are read from the device in the same transfer.
     Raises ConfigError for a loss with another name.
     """
     unknown = sorted(set(loss.parts) - set(names)) if loss is not None else []
@@ -65,19 +79,7 @@ def global_loss(
         for row, name in zip(pairs[1:], names):
             if name in loss.parts:
                 row.copy_(loss.parts[name])
-    # On a GPU this waits for everything queued so far, collectives included.
-    with context.mesh.activity.waiting("the device's work", range(context.mesh.world_size)):
-        read = _on_host([all_reduce(pairs, context.mesh, "pp", "dp", "cp").flatten(), *(tallies or {}).values()])
-    (_, count, *rest), *counts = read
-    totals = dict(zip(names, zip(rest[::2], rest[1::2])))
-    return GlobalLoss(totals, max(count, 1.0), {name: [*map(int, each)] for name, each in zip(tallies or {}, counts)})
-
-
-def _on_host(numbers: Sequence[Tensor]) -> list[list[float]]:
-    """Several vectors in one transfer; counts below 2**53 are exact in fp64."""
-    flat: list[float] = (numbers[0] if len(numbers) == 1 else torch.cat([each.double() for each in numbers])).tolist()
-    read = iter(flat)
-    return [list(islice(read, len(each))) for each in numbers]
+    return all_reduce(pairs, context.mesh, "pp", "dp", "cp")
 
 
 def global_tallies(loss: LossSum | None, widths: Mapping[str, int], context: ParallelContext) -> dict[str, Tensor]:
@@ -164,7 +166,13 @@ def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepRecord:
     with timers("grads-sync", level=1):
         run.grad_sync.finish()
     tallies = global_tallies(loss_sum, run.train_spec.tallies(run.config), run.context)
-    loss = global_loss(loss_sum, run.train_spec.loss_names(run.config), run.context, tallies=tallies)
+    names = run.train_spec.loss_names(run.config)
+    sums = loss_sums(loss_sum, names, run.context)
+    with timers("optimizer", level=1):
+        gradient_sums = run.optimizer.gradient_sums()
+    with waiting_for_device(run.context):  # the only time in a step
+        loss_numbers, gradient_numbers, *counts = on_host(sums, gradient_sums, *tallies.values())
+    loss = GlobalLoss.of(loss_numbers, names, tallies={name: [*map(int, each)] for name, each in zip(tallies, counts)})
     if settings.check_for_nan_in_loss_and_grad:
         check_finite(
             loss.means,
@@ -176,7 +184,13 @@ def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepRecord:
     release_memory(settings, run.context, level=2)
     with timers("optimizer", level=1):
         decoupled_lr = run.schedule.decoupled_learning_rate(progress.scheduled_samples)
-        update = run.optimizer.update(count=loss.count, lr=lr, weight_decay=weight_decay, decoupled_lr=decoupled_lr)
+        update = run.optimizer.update(
+            count=loss.count,
+            lr=lr,
+            weight_decay=weight_decay,
+            decoupled_lr=decoupled_lr,
+            statistics=GradientStatistics.of(gradient_numbers),
+        )
     if update.skipped and settings.check_for_nan_in_loss_and_grad:
         raise nonfinite_gradient_error(
             nonfinite_gradients(run.buffers, run.context.mesh),

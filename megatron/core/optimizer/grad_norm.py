@@ -27,6 +27,12 @@ class GradientStatistics:
     norm: float
     num_zeros: int | None = None
 
+    @classmethod
+    def of(cls, sums: Sequence[float]) -> GradientStatistics:
+        """From the numbers of ``ModelStatistics.gradient_sums``."""
+        squares, *zeros = sums
+        return cls(math.sqrt(squares), int(zeros[0]) if zeros else None)
+
 
 class ModelStatistics:
     """Norms and counts of the model, the same on every rank.
@@ -53,23 +59,27 @@ class ModelStatistics:
                 if not entry.counted:
                     replicas.append(part)
 
-    def gradients(self, *, count_zeros: bool = False) -> GradientStatistics:
-        """Statistics of the gradient buffers. The norm is infinite or NaN exactly when some rank's gradient is."""
+    def gradient_sums(self, *, count_zeros: bool = False) -> Tensor:
+        """Sum of squares over the gradient buffers, fp64 on the device; with ``count_zeros`` the number of zeros after
+        it. The sum is infinite or NaN exactly when some rank's gradient is. A collective, which does not wait.
+        """
         parts = [[span.of(buffer.grads) for span in spans] for buffer, spans in self._counted]
         replicas = [[span.of(buffer.grads) for span in spans] for buffer, spans in self._replicas]
         # Replicas add nothing unless one isn't finite: 0 · inf is NaN, on every rank after the sum.
         sums = [self._sum_of_squares(parts) + 0.0 * self._sum_of_squares(replicas)]
         if count_zeros:
             sums.append(self._sum(part.numel() - torch.count_nonzero(part) for each in parts for part in each))
-        squares, *zeros = self._over_all_ranks(sums)
-        return GradientStatistics(math.sqrt(squares), int(zeros[0]) if zeros else None)
+        return self._over_all_ranks(sums)
+
+    def gradients(self, *, count_zeros: bool = False) -> GradientStatistics:
+        """Statistics of the gradient buffers."""
+        return GradientStatistics.of(self.gradient_sums(count_zeros=count_zeros).tolist())
 
     def parameter_norm(self) -> float:
         """L2 norm of the weights that the forward pass uses, the frozen ones included."""
         parts = [[span.of(buffer.params) for span in spans] for buffer, spans in self._counted]
         parts += [[part] for part in self._frozen]
-        (squares,) = self._over_all_ranks([self._sum_of_squares(parts)])
-        return math.sqrt(squares)
+        return math.sqrt(self._over_all_ranks([self._sum_of_squares(parts)]).item())
 
     def _sum_of_squares(self, parts: list[list[Tensor]]) -> Tensor:
         """fp64 scalar; ``parts`` lists tensors of one dtype each."""
@@ -78,9 +88,8 @@ class ModelStatistics:
     def _sum(self, terms: Iterable[Tensor]) -> Tensor:
         return sum(terms, torch.zeros((), dtype=torch.float64, device=self._context.device))
 
-    def _over_all_ranks(self, sums: list[Tensor]) -> list[float]:
-        totals: list[float] = all_reduce(torch.stack(sums), self._context.mesh, "pp", "dp", "cp", "tp").tolist()
-        return totals
+    def _over_all_ranks(self, sums: list[Tensor]) -> Tensor:
+        return all_reduce(torch.stack(sums), self._context.mesh, "pp", "dp", "cp", "tp")
 
 
 def _norms(parts: list[Tensor]) -> Tensor:

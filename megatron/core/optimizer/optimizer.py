@@ -20,7 +20,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.core.distributed.buffers import FlatBuffer, ParamEntry, Span
 from megatron.core.distributed.param_gather import ParamGather
-from megatron.core.optimizer.grad_norm import ModelStatistics
+from megatron.core.optimizer.grad_norm import GradientStatistics, ModelStatistics
 from megatron.core.optimizer.kept_numbers import Kept, Masters, Plain, Remainders, StochasticallyRounded, build_masters
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
 from megatron.core.optimizer.offload import CPU, Shuttle, divided
@@ -171,16 +171,30 @@ class Optimizer:
         self._seed_divisor = 2.0 ** round(math.log2(max(predictions, 1.0)))
 
     @torch.no_grad()
+    def gradient_sums(self) -> Tensor:
+        """What ``GradientStatistics.of`` needs for the coming update, fp64 on the device. A collective, after
+        ``GradSync.finish``.
+        """
+        return self._statistics.gradient_sums(count_zeros=self._count_zeros)
+
+    @torch.no_grad()
     def update(
-        self, *, count: float, lr: float, weight_decay: float, decoupled_lr: float | None = None
+        self,
+        *,
+        count: float,
+        lr: float,
+        weight_decay: float,
+        decoupled_lr: float | None = None,
+        statistics: GradientStatistics | None = None,
     ) -> UpdateResult:
         """Take one step from gradient sums over ``count`` tokens; zero means that all tokens were masked.
 
-        The policies of the buffers decide on weight decay and learning rate. All ranks call this together, after
-        ``GradSync.finish``.
+        The policies of the buffers decide on weight decay and learning rate. ``statistics``: those of these gradients,
+        where the caller has read ``gradient_sums``; otherwise the host waits for them here. All ranks call this
+        together, after ``GradSync.finish``.
         """
         self.gather.finish()
-        sums = self._statistics.gradients(count_zeros=self._count_zeros)
+        sums = statistics or GradientStatistics.of(self.gradient_sums().tolist())
         divisor = (count or 1.0) * self.backward_scale
         grad_norm = sums.norm / divisor
         overflow = not math.isfinite(sums.norm)
@@ -204,7 +218,8 @@ class Optimizer:
             owned.span.of(owned.buffer.grads).div_(divisor)  # the kernels take their scale in fp32, too coarse here
         else:
             device = owned.buffer.grads.device if owned.shuttle is None else CPU
-            scale = torch.tensor(divisor, dtype=torch.float32, device=device)
+            # Filled in on the device: a copy from the host would wait for everything queued there.
+            scale = torch.full((), divisor, dtype=torch.float32, device=device)
         chunk = _CPU_CHUNK if owned.buffer.grads.device.type == "cpu" else CHUNK
         chunks = [
             (Step(self._step - begun, lr, weight_decay, scale), Span(start, min(start + size, whole.stop)))

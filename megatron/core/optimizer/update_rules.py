@@ -36,7 +36,7 @@ class AdamW:
     def apply(self, weights: Tensor, grads: Tensor, state: list[Tensor], step: Step) -> None:
         """Move 1-D ``weights`` in place; all tensors are of one dtype and equally long."""
         exp_avg, exp_avg_sq = state
-        steps_before = torch.tensor(float(step.number - 1), device=weights.device)  # torch adds this one
+        steps_before = torch.full((), step.number - 1.0, device=weights.device)  # torch adds this one
         adamw(
             [weights],
             [grads],
