@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.flags import check_flags, flag
+from megatron.config.flags import check_flags, flag, switch
 from megatron.core.models.registry import family_of
 from megatron.errors import ConfigError, run_command
 from megatron.training.pretrain import parse_any_family
@@ -36,9 +36,10 @@ class RehearsalConfig:
         default="pipeline",
     )
     steps: int = flag("Optimizer steps; what is reported is the last.", default=2, at_least=1)
-
-
-MOST_RANKS = 64
+    every_microbatch: bool = switch(
+        "Rehearse all microbatches of the last step, and not the fewest with which every pipeline stage keeps as much "
+        "as with all."
+    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -59,15 +60,12 @@ def main(argv: Sequence[str]) -> int:
 
     if reason := unavailable():
         raise ConfigError(f"{reason}")
-    config = rehearsed(config, vocab_size=vocabulary_size(config), steps=wanted.steps)
+    train_spec = family_of(config.extra).train_spec
+    config = rehearsed(
+        config, train_spec, vocab_size=vocabulary_size(config), steps=wanted.steps, full=wanted.every_microbatch
+    )
     pipeline = mesh_of(config.parallel, world_size=config.world_size, rank=wanted.rank).members("pp")
     ranks = {"one": [wanted.rank], "pipeline": pipeline, "all": range(config.world_size)}[wanted.ranks]
-    if len({*ranks, *pipeline}) > MOST_RANKS:
-        raise ConfigError(
-            f"--ranks {wanted.ranks} starts {len(ranks)} processes on this machine, and {MOST_RANKS} are the most: "
-            "give --ranks one"
-        )
-    train_spec = family_of(config.extra).train_spec
     found = rehearse_ranks(
         config, train_spec, ranks, steps=wanted.steps, memory=round(1e9 * (config.command.device_memory_gb or 80))
     )

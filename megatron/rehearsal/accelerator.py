@@ -6,12 +6,14 @@ computes. Torch's hook for such a device is private; ``unavailable`` says whethe
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any, cast
 from unittest import mock
 
@@ -40,25 +42,34 @@ def unavailable() -> str | None:
 
 @dataclass
 class Waits:
-    """Where the host waited for the device, and how often: ``file:line`` of the program."""
+    """Where the host waited for the device, and how often: ``file:line in function`` of the program."""
 
     places: Counter[str] = field(default_factory=Counter)
 
     def note(self) -> None:
         """Count the program's line that is running."""
-        self.places[place()] += 1
+        if frame := _program_frame():
+            self.places[f"{_line(frame)} in {frame.f_code.co_name}"] += 1
 
 
 def place() -> str:
     """``file:line`` of the innermost frame of the program that is neither torch's nor the rehearsal's."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if is_of_the_program(frame.f_code.co_filename):
-            return f"{Path(frame.f_code.co_filename).relative_to(_ROOT)}:{frame.f_lineno}"
-        frame = cast(Any, frame.f_back)
-    return "?"
+    frame = _program_frame()
+    return "?" if frame is None else _line(frame)
 
 
+def _program_frame() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_of_the_program(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def _line(frame: FrameType) -> str:
+    return f"{Path(frame.f_code.co_filename).relative_to(_ROOT)}:{frame.f_lineno}"
+
+
+@functools.cache
 def is_of_the_program(file: str) -> bool:
     """Whether ``file`` is part of what is rehearsed."""
     path = Path(file)
@@ -68,8 +79,7 @@ def is_of_the_program(file: str) -> bool:
 class _Module:
     """What ``torch.get_device_module`` returns for the device. ``memory``: bytes that it claims to have."""
 
-    def __init__(self, memory: int) -> None:
-        self._memory = memory
+    memory = 0
 
     def is_initialized(self) -> bool:
         return True
@@ -96,7 +106,7 @@ class _Module:
         pass
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
-        return self._memory, self._memory
+        return self.memory, self.memory
 
     def memory_allocated(self, device: Any = None) -> int:
         return 0
@@ -107,24 +117,36 @@ class _Module:
         return "a pretended accelerator"
 
 
-def register(*, memory: int) -> torch.device:
-    """Make the device known to this process, once; ``memory`` in bytes."""
+@functools.cache
+def _registered() -> _Module:
     from torch.utils import backend_registration
 
-    setup = getattr(backend_registration, _SETUP)
-    setup(DEVICE_TYPE, _Module(memory))
+    module = _Module()
+    getattr(backend_registration, _SETUP)(DEVICE_TYPE, module)
+    return module
+
+
+def register(*, memory: int) -> torch.device:
+    """Make the device known to this process, for good; ``memory`` in bytes."""
+    _registered().memory = memory
     return torch.device(DEVICE_TYPE, 0)
 
 
+Observer = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None]
+"""Called after each operator with the operator, its arguments by place and by name, and its result."""
+
+
 @contextmanager
-def pretending(waits: Waits, failed: Callable[[Exception], None]) -> Iterator[FakeTensorMode]:
+def pretending(
+    waits: Waits, failed: Callable[[Exception], None], observers: Sequence[Observer] = ()
+) -> Iterator[FakeTensorMode]:
     """In the block, tensors have shapes and no values, and reading one of the device gives ones and is noted.
 
     ``failed`` is called with an error in a backward pass, where torch's engine would end the process without a word.
     """
     with (
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
-        _Reading(waits, failed),
+        _Operators(mode, waits, failed, observers),
         _Calls(waits, failed),
         mock.patch.object(BackwardCFunction, "apply", _telling(failed, BackwardCFunction.apply)),
         mock.patch.object(torch, "Generator", _Generator),
@@ -162,25 +184,45 @@ def is_pretended(x: object) -> bool:
     return isinstance(x, FakeTensor) and x.device.type == DEVICE_TYPE
 
 
-class _Reading(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A number read from the device is one."""
+_COPIES = ("to", "_to_copy", "copy_")  # "to", and "item" below, in inference mode
 
-    def __init__(self, waits: Waits, failed: Callable[[Exception], None]) -> None:
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A number read from the device is one. Copies between host and device wait, unless asked not to."""
+
+    def __init__(
+        self, mode: FakeTensorMode, waits: Waits, failed: Callable[[Exception], None], observers: Sequence[Observer]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._waits, self._failed = waits, failed
+        self._mode, self._waits, self._failed, self._observers = mode, waits, failed, observers
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+        kwargs = kwargs or {}
+        if func._opname in ("item", "_local_scalar_dense") and isinstance(args[0], FakeTensor):
             if is_pretended(args[0]):
                 self._waits.note()
-            dtype = args[0].dtype
-            return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+            return _one(args[0].dtype)
+        if copies := func._opname in _COPIES:  # known numbers would be copied for real, which the device can't
+            source = args[0] if isinstance(args[0], FakeTensor) else self._mode.from_tensor(args[0])
+            source.constant = None
+            args = (source, *args[1:])
         try:
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **kwargs)
         except Exception as error:
             if torch._C._current_graph_task_id() != -1:
                 self._failed(error)
             raise
+        if copies and is_pretended(args[func._opname == "copy_"]) != is_pretended(result):
+            given = {each.name: value for each, value in zip(func._schema.arguments, args)} | dict(kwargs)
+            if not given.get("non_blocking"):
+                self._waits.note()
+        for observe in self._observers:
+            observe(func, args, kwargs, result)
+        return result
+
+
+def _one(dtype: torch.dtype) -> bool | float | int:
+    return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
 
 
 def _telling(failed: Callable[[Exception], None], function: Callable[..., Any]) -> Callable[..., Any]:
@@ -206,6 +248,7 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.tensor and torch.device(kwargs.get("device") or "cpu").type == DEVICE_TYPE:
+            self._waits.note()  # its numbers are copied from the host's memory, which isn't pinned
             with unset_fake_temporarily():
                 known = torch.tensor(*args, **{**kwargs, "device": "cpu"})
             return torch.empty(known.shape, dtype=known.dtype, device=kwargs["device"])
@@ -217,6 +260,8 @@ class _Calls(TorchFunctionMode):
                 return func(x, _telling(self._failed, args[1]))
             if name == "pin_memory":
                 return x
+            if name == "data_ptr":  # no address, but the same for the same place
+                return x.untyped_storage()._cdata + x.storage_offset() * x.element_size()
             if name == "nonzero" and is_pretended(x):
                 self._waits.note()
                 return x.new_zeros((0, x.dim()), dtype=torch.int64)
@@ -252,7 +297,7 @@ def _listing(waits: Waits) -> Callable[[FakeTensor], Any]:
     def tolist(x: FakeTensor) -> Any:
         if is_pretended(x):
             waits.note()
-        found: Any = True if x.dtype == torch.bool else 1.0 if x.dtype.is_floating_point else 1
+        found: Any = _one(x.dtype)
         for size in reversed(x.shape):
             found = [found] * size
         return found

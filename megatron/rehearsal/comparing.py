@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from megatron.rehearsal.recorder import Communicator, Operation
+from megatron.rehearsal.recorder import MESSAGES, Communicator, Operation
 
-_MESSAGES = ("send", "receive")
+WHOLE_DEVICE = Communicator("whole device", ())
 
 
 def disagreements(ranks: Mapping[int, Sequence[Operation]]) -> list[str]:
@@ -21,7 +21,7 @@ def disagreements(ranks: Mapping[int, Sequence[Operation]]) -> list[str]:
     """
     found = []
     for communicator, members in _by_communicator(ranks).items():
-        rounds = {rank: [each for each in asked if each.name not in _MESSAGES] for rank, asked in members.items()}
+        rounds = {rank: [each for each in asked if each.name not in MESSAGES] for rank, asked in members.items()}
         found += _first_difference(communicator, rounds, what="operations")
         for sender, receiver in _pairs(communicator):
             sent = [each for each in members[sender] if each.name == "send" and each.peer == receiver]
@@ -35,8 +35,29 @@ def compared(ranks: Mapping[int, Sequence[Operation]]) -> tuple[int, int]:
     return len(_by_communicator(ranks)), len({each.communicator for asked in ranks.values() for each in asked})
 
 
-def stuck(ranks: Mapping[int, Sequence[Operation]]) -> str | None:
-    """Where all ranks would wait for ever; None when every operation ends. Communicators as in ``disagreements``."""
+def incomplete_beginnings(ranks: Mapping[int, Sequence[Operation]]) -> list[str]:
+    """A sentence for each communicator that begins with messages in a batch of which not all its members are part:
+    such a batch makes NCCL connect all of them. Communicators as in ``disagreements``.
+    """
+    found = []
+    for members in _by_communicator(ranks).values():
+        begins = {rank: bool(asked) and asked[0].grouped for rank, asked in members.items()}
+        first = next((rank for rank, grouped in begins.items() if grouped), None)
+        if first is not None and not all(begins.values()):
+            others = ", ".join(str(rank) for rank, grouped in begins.items() if not grouped)
+            found.append(
+                f"{members[first][0].describe} of rank {first} is the first of its process group, and in a batch, "
+                f"without rank {others}"
+            )
+    return found
+
+
+def stuck(ranks: Mapping[int, Sequence[Operation]], *, one_queue: bool = False) -> str | None:
+    """Where all ranks would wait for ever; None when every operation ends. Communicators as in ``disagreements``.
+
+    ``one_queue``: if each device ran one operation at a time, in the order of its rank, whatever their communicators:
+    NCCL may, and does not have to, run several at once.
+    """
     whole = set(_by_communicator(ranks))
     queues: dict[tuple[int, Communicator], list[list[Operation]]] = {}
     pending: dict[int, set[int]] = {rank: set() for rank in ranks}  # waits that are not over, by number
@@ -46,24 +67,33 @@ def stuck(ranks: Mapping[int, Sequence[Operation]]) -> str | None:
         for each in operations:
             if each.communicator not in whole:
                 continue
-            if (each.communicator, each.batch) not in batches:
-                batches[each.communicator, each.batch] = []
-                queues.setdefault((rank, each.communicator), []).append(batches[each.communicator, each.batch])
-            batches[each.communicator, each.batch].append(each)
+            line = WHOLE_DEVICE if one_queue else each.communicator
+            if (line, each.batch) not in batches:
+                batches[line, each.batch] = []
+                queues.setdefault((rank, line), []).append(batches[line, each.batch])
+            batches[line, each.batch].append(each)
             if each.waited is not None:
                 left[rank][each.waited] += 1
                 pending[rank].add(each.waited)
+    greetings = _greetings(ranks)
 
     def heads(rank: int, communicator: Communicator) -> list[Operation]:
-        queue = queues.get((rank, communicator), [])
-        earliest = min(pending[rank], default=None)
-        return [each for each in queue[0] if earliest is None or each.started_after <= earliest] if queue else []
+        queue = queues.get((rank, WHOLE_DEVICE if one_queue else communicator), [])
+        earliest, greeted = min(pending[rank], default=None), next(iter(greetings[rank]), None)
+        return [
+            each
+            for each in (queue[0] if queue else ())
+            if each.communicator == communicator
+            if (earliest is None or each.started_after <= earliest) and (greeted is None or each.batch <= greeted)
+        ]
 
     def finish(rank: int, operation: Operation) -> None:
-        queue = queues[rank, operation.communicator]
+        queue = queues[rank, WHOLE_DEVICE if one_queue else operation.communicator]
         queue[0].remove(operation)
         if not queue[0]:
             queue.pop(0)
+        if operation.batch in greetings[rank]:
+            greetings[rank].remove(operation.batch)
         if operation.waited is not None:
             left[rank][operation.waited] -= 1
             if not left[rank][operation.waited]:
@@ -83,9 +113,25 @@ def stuck(ranks: Mapping[int, Sequence[Operation]]) -> str | None:
     return "; ".join(f"rank {rank} waits in {operation.describe}" for rank, operation in waiting[:4])
 
 
+def _greetings(ranks: Mapping[int, Sequence[Operation]]) -> dict[int, list[int]]:
+    """By rank the numbers of single messages that are the first of their pair and way: NCCL connects the two then, and
+    the host waits until both have come.
+    """
+    found: dict[int, list[int]] = {}
+    for rank, operations in ranks.items():
+        met: set[tuple[Communicator, int | None]] = set()
+        found[rank] = []
+        for each in operations:
+            if each.name in MESSAGES and not each.grouped and (each.communicator, each.peer) not in met:
+                met.add((each.communicator, each.peer))
+                if set(each.communicator.members) <= ranks.keys():
+                    found[rank].append(each.batch)
+    return found
+
+
 def _ready(communicator: Communicator, heads: Mapping[int, Sequence[Operation]]) -> list[tuple[int, Operation]]:
     """One operation that all its ranks have reached, as each of them asked for it; none if there is none."""
-    rounds = [(rank, each) for rank, asked in heads.items() for each in asked[:1] if each.name not in _MESSAGES]
+    rounds = [(rank, each) for rank, asked in heads.items() for each in asked[:1] if each.name not in MESSAGES]
     if len(rounds) == len(communicator.members):
         return rounds
     for rank, asked in heads.items():
@@ -117,7 +163,7 @@ def _first_difference(communicator: Communicator, asked: Mapping[int, Sequence[O
         ours, theirs = asked[first], asked[other]
         for number, (one, two) in enumerate(zip(ours, theirs), start=1):
             same_kind = what == "messages" or one.name == two.name
-            if not same_kind or (one.dtype, one.elements) != (two.dtype, two.elements):
+            if not same_kind or _kind(one) != _kind(two):
                 return [
                     f"{what} {number} of ranks {', '.join(map(str, communicator.members))}: rank {first} asks for "
                     f"{one.describe}, rank {other} for {two.describe}"
@@ -129,3 +175,7 @@ def _first_difference(communicator: Communicator, asked: Mapping[int, Sequence[O
                 f"{', '.join(map(str, communicator.members))} comes"
             ]
     return []
+
+
+def _kind(operation: Operation) -> tuple[object, ...]:
+    return operation.dtype, operation.elements, operation.reduction

@@ -1,12 +1,15 @@
-"""Several ranks of a rehearsal, each a process of this machine, and what they tell each other."""
+"""Several ranks of rehearsals, one after the other, in processes of this machine."""
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import traceback
-from collections.abc import Mapping, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.run import RunConfig
@@ -17,109 +20,97 @@ if TYPE_CHECKING:
     from megatron.rehearsal.rank import Rehearsed
 
 
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A rank to rehearse. Arguments as of ``rehearse``."""
+
+    config: RunConfig
+    train_spec: TrainSpec
+    rank: int
+    steps: int
+    memory: int
+
+
 def rehearse_ranks(
     config: RunConfig, train_spec: TrainSpec, ranks: Sequence[int], *, steps: int, memory: int
 ) -> dict[int, Rehearsed]:
-    """What each of ``ranks`` did, by world rank.
+    """What each of ``ranks`` did, by world rank. Raises ParallelError with the line of the program that failed."""
+    tasks = [Task(config=config, train_spec=train_spec, rank=rank, steps=steps, memory=memory) for rank in ranks]
+    found = {}
+    for task, outcome in zip(tasks, rehearse_tasks(tasks, multiprocessing.get_context("fork"))):
+        if isinstance(outcome, str):
+            raise ParallelError(outcome)
+        found[task.rank] = outcome
+    return found
 
-    The other ranks of the first one's pipeline build their part of the model, as ranks tell each other what they hold;
-    a rank that does not even that says what the first of its pipeline stage says. Raises ParallelError with the place
-    in the program where a rank failed.
-    """
-    from megatron.core.parallel.launch import mesh_of
 
-    pipeline = mesh_of(config.parallel, world_size=config.world_size, rank=ranks[0]).members("pp")
-    started = {rank: steps if rank in ranks else 0 for rank in sorted({*ranks, *pipeline})}
-    stages = {rank: mesh_of(config.parallel, world_size=config.world_size, rank=rank).rank("pp") for rank in started}
-    speakers = _speakers(config, stages)
-    forked = multiprocessing.get_context("fork")  # ranks begin with torch loaded
-    connections: dict[int, Connection] = {}
-    processes = []
-    for rank, own_steps in started.items():
-        ours, theirs = forked.Pipe()
-        process = forked.Process(
-            target=_run, args=(config, train_spec, rank, speakers, own_steps, memory, theirs), daemon=True
+def rehearse_tasks(tasks: Sequence[Task], processes: BaseContext) -> list[Rehearsed | str]:
+    """For each task what its rank did, or a sentence that says where it failed."""
+    count = min(len(tasks), os.cpu_count() or 1)
+    outcomes: dict[int, Rehearsed | str] = {}
+    workers: dict[Any, tuple[Any, list[int]]] = {}
+
+    def start(numbers: list[int]) -> None:
+        ours, theirs = processes.Pipe()
+        # A rank that fails in a backward pass ends its process; another one goes on with the rest.
+        process: Any = processes.Process(  # type: ignore[attr-defined]
+            target=_work, args=([(number, tasks[number]) for number in numbers], theirs), daemon=True
         )
         process.start()
         theirs.close()
-        connections[rank] = ours
-        processes.append(process)
+        workers[ours] = process, numbers
+
+    for first in range(count):
+        start([*range(first, len(tasks), count)])
     try:
-        done = _answer(connections)
-        return {rank: done[rank] for rank in sorted(ranks)}
+        while workers:
+            ready: list[Any] = wait([*workers])
+            for connection in ready:
+                try:
+                    number, outcome = connection.recv()
+                    outcomes.setdefault(number, outcome)
+                except EOFError:
+                    _, numbers = workers.pop(connection)
+                    done = [number for number in numbers if number in outcomes]
+                    left = [number for number in numbers if number not in outcomes]
+                    if left and not (done and isinstance(outcomes[done[-1]], str)):
+                        number = left.pop(0)
+                        outcomes[number] = f"rank {tasks[number].rank} ended in the rehearsal; what it printed is above"
+                    if left:
+                        start(left)
     finally:
-        for process in processes:
+        for process, _ in workers.values():
             process.terminate()
             process.join()
+    return [outcomes[number] for number in range(len(tasks))]
 
 
-def _speakers(config: RunConfig, stages: Mapping[int, int]) -> list[int]:
-    """For each world rank the rehearsed rank that answers for it."""
-    from megatron.core.parallel.launch import mesh_of
-
-    grid = mesh_of(config.parallel, world_size=config.world_size, rank=0).dense
-    of_stage = {stage: rank for rank, stage in reversed([*stages.items()])}
-    return [rank if rank in stages else of_stage[grid.coordinates(rank)["pp"]] for rank in range(config.world_size)]
-
-
-def _answer(connections: Mapping[int, Connection]) -> dict[int, Rehearsed]:
-    """Hand round what ranks exchange until each is done."""
-    done: dict[int, Rehearsed] = {}
-    asked: dict[int, Any] = {}
-    while len(done) < len(connections):
-        for rank, connection in connections.items():
-            if rank in done or rank in asked or not connection.poll(0.01):
-                continue
-            try:
-                kind, value = connection.recv()
-            except EOFError:
-                raise ParallelError(f"rank {rank} ended in the rehearsal; what it printed is above") from None
-            if kind == "failed":
-                raise ParallelError(f"rank {rank} fails in the rehearsal: {value}")
-            if kind == "done":
-                done[rank] = value
-            else:
-                asked[rank] = value
-        if asked and len(asked) + len(done) == len(connections):
-            if done:
-                raise ParallelError(f"ranks {sorted(asked)} wait for ranks {sorted(done)}, which have ended")
-            for each in connections.values():
-                each.send(asked)
-            asked = {}
-    return done
-
-
-def _run(
-    config: RunConfig,
-    train_spec: TrainSpec,
-    rank: int,
-    speakers: Sequence[int],
-    steps: int,
-    memory: int,
-    connection: Connection,
-) -> None:
+def _work(tasks: Sequence[tuple[int, Task]], connection: Connection) -> None:
     import torch
 
     from megatron.rehearsal.rank import rehearse
 
-    def exchange(value: Any) -> list[Any]:
-        connection.send(("asks", value))
-        told = connection.recv()
-        return [told[speaker] for speaker in speakers]
-
-    def failed(error: Exception) -> None:
-        connection.send(("failed", _sentence(error)))
-
     torch.set_num_threads(1)
     with contextlib.suppress(BrokenPipeError):
-        try:
-            found = rehearse(
-                config, train_spec, rank=rank, steps=steps, memory=memory, exchange=exchange, failed=failed
-            )
-        except Exception as error:  # whatever it is, it is what the rehearsal is for
-            failed(error)
-        else:
-            connection.send(("done", found))
+        for number, task in tasks:
+            outcome: Rehearsed | str
+
+            def failed(error: Exception, task: Task = task, number: int = number) -> None:
+                connection.send((number, f"rank {task.rank} fails in the rehearsal: {_sentence(error)}"))
+
+            try:
+                outcome = rehearse(
+                    task.config,
+                    task.train_spec,
+                    rank=task.rank,
+                    steps=task.steps,
+                    memory=task.memory,
+                    failed=failed,
+                )
+            except Exception as error:  # whatever it is, it is what the rehearsal is for
+                failed(error)
+            else:
+                connection.send((number, outcome))
 
 
 def _sentence(error: Exception) -> str:

@@ -8,34 +8,53 @@ from collections.abc import Mapping, Sequence
 from megatron.config.flags import plural_s
 from megatron.config.report import gigabytes
 from megatron.config.run import RunConfig
+from megatron.core.checkpointing.save import SavePlanner
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.launch import mesh_of
 from megatron.planning.estimate import MemoryEstimate, rank_peak
-from megatron.rehearsal.comparing import compared, disagreements, stuck
+from megatron.rehearsal.comparing import compared, disagreements, incomplete_beginnings, stuck
 from megatron.rehearsal.rank import Rehearsed
 from megatron.rehearsal.recorder import Operation
 
 
 def problems(found: Mapping[int, Rehearsed]) -> list[str]:
     """What would fail on accelerators; nothing if nothing would."""
+    operations = {rank: each.operations for rank, each in found.items()}
     refused = list(dict.fromkeys(each for rank in found.values() for each in rank.refused))
-    unmatched = disagreements({rank: each.operations for rank, each in found.items()})
     dropped = [
         f"rank {rank} never waits for {operation.describe}"
-        for rank, each in found.items()
-        for operation in each.operations
+        for rank, asked in operations.items()
+        for operation in asked
         if operation.waited is None
     ]
-    if unmatched:
-        return [*refused, *unmatched, *dropped[:4]]
-    end = stuck({rank: each.operations for rank, each in found.items()})
-    return [*refused, *dropped[:4], *([f"the ranks wait for ever: {end}"] if end else [])]
+    wrong = [*refused, *dropped[:4], *incomplete_beginnings(operations)]
+    if unmatched := disagreements(operations):
+        return [*wrong, *unmatched]
+    end = stuck(operations)
+    return [*wrong, *([f"the ranks wait for ever: {end}"] if end else []), *unsaved(found)]
+
+
+def unsaved(found: Mapping[int, Rehearsed]) -> list[str]:
+    """What a checkpoint of all ranks would lack or hold twice; nothing where not all ranks are rehearsed."""
+    ranks = [found[rank] for rank in sorted(found)]
+    if not ranks or len(ranks) < ranks[0].world_size:
+        return []
+    mesh = mesh_of(ranks[0].parallel, world_size=len(ranks), rank=0)
+    try:
+        plans, _ = SavePlanner(mesh, {}).create_global_plan([each.save for each in ranks])
+    except ValueError as error:
+        return [f"a checkpoint would lack boxes or hold them twice: {error}"]
+    boxes = Counter((item.index.fqn, item.index.offset) for plan in plans for item in plan.items)
+    return [
+        f"a checkpoint's {name} is written {times} times at {at}" for (name, at), times in boxes.items() if times > 1
+    ]
 
 
 def report(config: RunConfig, train_spec: TrainSpec, found: Mapping[int, Rehearsed]) -> str:
     """Sections of text: what would fail, and for each rehearsed rank its waits, operations and memory."""
     wrong, (whole, used) = problems(found), compared({rank: each.operations for rank, each in found.items()})
     unseen = f"; --ranks all compares the other {used - whole}" if whole < used else ""
+    in_turn = stuck({rank: each.operations for rank, each in found.items()}, one_queue=True) is None
     sections = [
         "\n   ".join(
             [
@@ -43,6 +62,7 @@ def report(config: RunConfig, train_spec: TrainSpec, found: Mapping[int, Rehears
                 "values, on a pretended accelerator",
                 *(wrong or ["no fault was found"]),
                 f"{whole} of {used} process group{plural_s(used)} compared{unseen}",
+                *(["every operation would end even if a device ran one at a time"] if whole and in_turn else []),
             ]
         )
     ]
@@ -51,7 +71,7 @@ def report(config: RunConfig, train_spec: TrainSpec, found: Mapping[int, Rehears
         sections.append(
             "\n   ".join(
                 [
-                    f"== rank {rank} ({mesh.describe()}), its last step",
+                    f"== rank {rank} ({mesh.describe()}), its last step, of {config.num_microbatches(0)} microbatches",
                     *_waits(each.waits),
                     *_operations(each.last_step),
                     _memory(each, rank_peak(config, train_spec, mesh.rank("pp"))),

@@ -5,16 +5,40 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.config.run import RunConfig
+from megatron.core.models.train_spec import TrainSpec
+from megatron.planning.estimate import stage_costs
+from megatron.planning.schedule import schedule_facts
 from megatron.planning.shrinking import without_files
+from megatron.planning.stages import with_stages
 
 
-def rehearsed(run: RunConfig, *, vocab_size: int, steps: int) -> RunConfig:
-    """The run for ``steps`` steps, and one evaluation of a batch if it evaluates."""
+def rehearsed(run: RunConfig, train_spec: TrainSpec, *, vocab_size: int, steps: int, full: bool = False) -> RunConfig:
+    """The run for ``steps`` steps, and one evaluation if it evaluates, with as few microbatches as need the memory of
+    all; with ``full`` as many as the run's.
+    """
     plain = without_files(run, vocab_size=vocab_size, steps=steps)
-    return dataclasses.replace(
+    plain = dataclasses.replace(
         plain,
         model=dataclasses.replace(run.model, vocab_size=vocab_size),
         precision=run.precision,
         optimizer=run.optimizer,
         training=dataclasses.replace(plain.training, eval_iters=min(run.training.eval_iters, 1)),
     )
+    plain = with_stages(plain, train_spec)
+    return plain if full else _with_microbatches(plain, _fewest_microbatches(plain, train_spec))
+
+
+def _with_microbatches(run: RunConfig, number: int) -> RunConfig:
+    batch = number * run.training.micro_batch_size * run.data_parallel_size
+    return dataclasses.replace(run, training=dataclasses.replace(run.training, global_batch_size=batch))
+
+
+def _fewest_microbatches(run: RunConfig, train_spec: TrainSpec) -> int:
+    """The fewest with which every stage keeps as much at its peak as with all; two, where there are two."""
+    every, stages = run.num_microbatches(0), run.parallel.pipeline_model_parallel_size
+    kept = [costs.kept for costs in stage_costs(run, train_spec)]
+    peaks = schedule_facts(run, kept).peaks
+    for number in range(max(stages, 2), every, stages):
+        if schedule_facts(_with_microbatches(run, number), kept).peaks == peaks:
+            return number
+    return every

@@ -214,6 +214,23 @@ def distributed_outside_parallel(source: Source) -> list[str]:
     return found
 
 
+def gloo_alone(source: Source) -> list[str]:
+    """What NCCL doesn't have, or not in that form: uneven gathers and scatters, a receive from whoever sends."""
+    if not source.path.startswith("megatron/core/parallel/"):
+        return []
+    banned = {"monitored_barrier", "gather", "scatter", "recv_any_source", "scatter_object_list", "split_group"}
+    found = []
+    for node in source.nodes:
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("dist."):
+            name = ast.unparse(node.func).removeprefix("dist.")
+            from_anyone = (
+                name in ("recv", "irecv") and len(node.args) < 2 and not any(k.arg == "src" for k in node.keywords)
+            )
+            if name in banned or from_anyone:
+                found.append(f"{source.at(node)} calls {name}, which works with gloo alone")
+    return found
+
+
 def family_in_shared_code(source: Source) -> list[str]:
     """Engines serve every family; a family is a folder in megatron/core/models, and the registry there lists them."""
     if not source.path.startswith("megatron/") or source.path.startswith(KNOWS_FAMILIES):
@@ -341,6 +358,7 @@ EVERYWHERE: tuple[Guard, ...] = (
     shadows_the_standard_library,
     cuda_outside_device_code,
     distributed_outside_parallel,
+    gloo_alone,
     family_in_shared_code,
     fact_of_one_family,
     another_family,

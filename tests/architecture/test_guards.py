@@ -37,6 +37,8 @@ BAD: list[tuple[Guard, str, str, str]] = [
     ),
     (guards.distributed_outside_parallel, "megatron/training/loop.py", "from torch import distributed", "uses torch"),
     (guards.distributed_outside_parallel, "megatron/training/loop.py", "torch.distributed.barrier()", "uses torch"),
+    (guards.gloo_alone, "megatron/core/parallel/x.py", "dist.monitored_barrier()", "calls monitored_barrier"),
+    (guards.gloo_alone, "megatron/core/parallel/x.py", "dist.irecv(x)", "calls irecv"),
     (
         guards.distributed_outside_parallel,
         "megatron/core/checkpointing/save.py",
@@ -79,6 +81,7 @@ GOOD: list[tuple[Guard, str, str]] = [
     (guards.cuda_outside_device_code, "megatron/core/device.py", "torch.cuda.set_device(0)"),
     (guards.cuda_outside_device_code, "megatron/config/x.py", "advice = 'CUDA_DEVICE_MAX_CONNECTIONS must be cuda'"),
     (guards.distributed_outside_parallel, "megatron/core/parallel/mesh.py", "import torch.distributed as dist"),
+    (guards.gloo_alone, "megatron/core/parallel/x.py", "dist.irecv(x, 1)"),
     (
         guards.distributed_outside_parallel,
         "megatron/core/checkpointing/save.py",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,10 +16,12 @@ from torch import Tensor
 
 from megatron.core.distributed import grad_sync
 from megatron.core.models.registry import family_of
+from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parallel import collectives
 from megatron.core.parallel.collectives import Handle
 from megatron.core.transformer.mlp import MLP
 from megatron.errors import ParallelError
+from megatron.rehearsal import rank
 from megatron.rehearsal.ranks import rehearse_ranks
 from megatron.rehearsal.report import problems
 from tests.harness.runs import tiny_config
@@ -51,6 +56,108 @@ def a_wait_that_is_forgotten() -> AbstractContextManager[Any]:
     return mock.patch.object(grad_sync, "all_reduce_async", unwaited)
 
 
+def on_one_rank(extra: Callable[[Any], object]) -> AbstractContextManager[Any]:
+    """A step in which rank 1 does something first."""
+    usual = rank.train_step
+
+    def with_extra(run: Any, batch: Any) -> Any:
+        if run.context.mesh.world_rank == 1:
+            extra(run)
+        return usual(run, batch)
+
+    return mock.patch.object(rank, "train_step", with_extra)
+
+
+def on_all_ranks(extra: Callable[[Any], object]) -> AbstractContextManager[Any]:
+    """A step before which every rank does something."""
+    usual = rank.train_step
+    return mock.patch.object(rank, "train_step", lambda run, batch: (extra(run), usual(run, batch))[1])
+
+
+def a_result_that_is_read_too_soon() -> AbstractContextManager[Any]:
+    """Gathered weights are used before their handle is waited for."""
+
+    def read(run: Any) -> None:
+        whole = torch.zeros(4, device=run.context.device)
+        handle = collectives.all_gather_into_async(whole, whole[:2].clone(), run.context.mesh, "dp")
+        whole.sum()
+        handle.wait()
+
+    return on_all_ranks(read)
+
+
+def another_reduction_on_one_rank() -> AbstractContextManager[Any]:
+    """One rank takes the largest where the other adds up."""
+
+    def reduce(run: Any) -> None:
+        op: Any = "max" if run.context.mesh.world_rank == 1 else "sum"
+        collectives.all_reduce(torch.zeros(3, device=run.context.device), run.context.mesh, "dp", op=op)
+
+    return on_all_ranks(reduce)
+
+
+def a_type_that_nccl_lacks() -> AbstractContextManager[Any]:
+    """gloo sums integers of 16 bits."""
+
+    def reduce(run: Any) -> None:
+        collectives.all_reduce(torch.zeros(3, device=run.context.device, dtype=torch.int16), run.context.mesh, "dp")
+
+    return on_all_ranks(reduce)
+
+
+def a_group_more_on_one_rank() -> AbstractContextManager[Any]:
+    """Torch names a group by the number of those before it, so the next ones are not the same on both ranks."""
+    usual = rank.build_run
+
+    def build(*arguments: Any) -> Any:
+        if arguments[2].mesh.world_rank == 1:
+            torch.distributed.new_group([1], use_local_synchronization=True)
+        return usual(*arguments)
+
+    return mock.patch.object(rank, "build_run", build)
+
+
+def a_second_thread() -> AbstractContextManager[Any]:
+    """A thread beside training that asks the other ranks something."""
+
+    def reduce(run: Any) -> None:
+        ones = torch.zeros(3, device=run.context.device)
+        seen = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+        def work() -> None:
+            with contextlib.ExitStack() as stack:
+                for mode in seen:
+                    stack.enter_context(mode)
+                collectives.all_reduce(ones, run.context.mesh, "dp")
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+
+    return on_all_ranks(reduce)
+
+
+def a_part_of_a_state_on_the_host() -> AbstractContextManager[Any]:
+    """A moment of Adam that a checkpoint would not find on the device."""
+    usual = Optimizer.entries
+
+    def entries(optimizer: Optimizer) -> Any:
+        for entry in usual(optimizer):
+            yield dataclasses.replace(entry, tensor=entry.tensor.cpu()) if ".exp_avg." in entry.name else entry
+
+    return mock.patch.object(Optimizer, "entries", entries)
+
+
+def a_number_read_in_a_layer() -> AbstractContextManager[Any]:
+    """A number of the device that the host waits for."""
+    usual = MLP.forward
+
+    def forward(mlp: MLP, x: Tensor, *rest: Any) -> Tensor:
+        return usual(mlp, x * x.detach().abs().max().item(), *rest)
+
+    return mock.patch.object(MLP, "forward", forward)
+
+
 FAULTS = {
     "tensor of the host": (tensor_of_the_host, "", 1),
     "another operation on one rank": (
@@ -59,17 +166,29 @@ FAULTS = {
         2,
     ),
     "a wait that is forgotten": (a_wait_that_is_forgotten, "", 2),
+    "a result that is read too soon": (a_result_that_is_read_too_soon, "", 2),
+    "another reduction on one rank": (another_reduction_on_one_rank, "", 2),
+    "a type that NCCL lacks": (a_type_that_nccl_lacks, "", 2),
+    "a group more on one rank": (a_group_more_on_one_rank, "--pipeline-model-parallel-size 2 --num-layers 4", 4),
+    "a second thread": (a_second_thread, "", 2),
+    "a part of a state on the host": (a_part_of_a_state_on_the_host, "", 1),
+    "a number read in a layer": (a_number_read_in_a_layer, "", 1),
 }
 
 
-if __name__ == "__main__":
-    fault, flags, ranks = FAULTS[sys.argv[1]]
+def found_wrong(fault: str) -> list[str]:
+    """What a rehearsal says of a program with the fault."""
+    inject, flags, ranks = FAULTS[fault]
     config = tiny_config(f"--mock-data --bf16 --tokenizer-type NullTokenizer {flags}", ranks=ranks)
-    with fault():
+    with inject():
         try:
             found = rehearse_ranks(config, family_of(config.extra).train_spec, range(ranks), steps=1, memory=10**9)
         except ParallelError as error:
-            found_wrong = [str(error)]
-        else:
-            found_wrong = problems(found)
-    sys.stdout.write("\n".join(found_wrong))
+            return [str(error)]
+    waits = [place for each in found.values() for place in each.waits if not place.endswith(" in on_host")]
+    return [*problems(found), *(f"the host waits at {place}" for place in waits)]
+
+
+if __name__ == "__main__":
+    for fault in sys.argv[1:]:
+        sys.stdout.write("\n".join([f"== {fault}", *found_wrong(fault), ""]))

@@ -11,7 +11,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RngStreams
+from tests.harness.poisoned import poisoned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,8 @@ def _report(job: Job, mesh: Mesh) -> Report:
         warnings.simplefilter("error")
         context = _join(job, mesh)
         function, arguments = _load_call(job.call)
-        return Report(result=pickle.dumps(function(context, *arguments)))
+        with poisoned() if os.environ.get("POISON_COLLECTIVES") else nullcontext():
+            return Report(result=pickle.dumps(function(context, *arguments)))
     except BaseException:
         return Report(traceback=traceback.format_exc())
 

@@ -110,7 +110,7 @@ class PendingSave:
         self._files = {**files, RUN_FILE: _describe_run(iteration, run_state, mesh).encode()}
         with _explained(root, iteration):
             self._aside = run_on_first(lambda: begin(root, iteration), mesh)
-        self._planner = _SavePlanner(mesh)
+        self._planner = SavePlanner(mesh, {})
         self._writer = CheckpointWriter(self._aside)
         self._metadata = Metadata({})
         self._plan = SavePlan([])
@@ -132,9 +132,8 @@ class PendingSave:
 
     def plan(self, views: dict[str, ShardedView]) -> None:
         """Agree on who writes which box. A collective; every rank works out the whole plan by itself."""
-        is_first = self._mesh.world_rank == 0
-        self._planner.set_up_planner(dict(views), is_coordinator=is_first)
-        self._writer.set_up_storage_writer(is_first)
+        self._planner = SavePlanner(self._mesh, views)
+        self._writer.set_up_storage_writer(self._mesh.world_rank == 0)
         plans = gather_from_all(self._planner.create_local_plan, self._mesh)
         plans, self._metadata = self._planner.create_global_plan(plans)
         self._plan = self._writer.prepare_global_plan(plans)[self._mesh.world_rank]
@@ -197,12 +196,13 @@ class PendingSave:
             raise
 
 
-class _SavePlanner(DefaultSavePlanner):
-    """DCP's planner for flat state dicts, which also writes tied parameters once."""
+class SavePlanner(DefaultSavePlanner):
+    """DCP's planner for flat state dicts, which also writes tied parameters once. ``views``: what this rank holds."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, views: Mapping[str, ShardedView]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._mesh = mesh
+        self.set_up_planner(dict(views), is_coordinator=mesh.world_rank == 0)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """DCP drops equal boxes of replicas, which are cut alike; tied copies on other stages may be cut otherwise."""

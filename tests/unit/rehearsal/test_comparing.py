@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.rehearsal.comparing import disagreements, stuck
+from megatron.rehearsal.comparing import disagreements, incomplete_beginnings, stuck
 from megatron.rehearsal.recorder import Communicator, Operation
 
 BOTH, OTHER = Communicator("both", (0, 1)), Communicator("other", (0, 1))
@@ -55,14 +55,32 @@ def test_two_communicators_in_another_order_wait_for_ever() -> None:
 def test_an_early_receive_blocks_a_send_of_its_communicator() -> None:
     """NCCL runs the operations of a communicator one after the other: two channels are needed."""
 
-    def crossed(back: Communicator) -> dict[int, list[Operation]]:
+    def crossed(back: Communicator, *, greet: bool = True) -> dict[int, list[Operation]]:
+        greetings = {0: [("send", BOTH, 1, True), ("receive", back, 1, True)] * greet}
+        greetings[1] = [("receive", BOTH, 0, True), ("send", back, 0, True)] * greet
         return {
-            0: rank(("receive", back, 1, False), ("send", BOTH, 1, True)),
-            1: rank(("receive", BOTH, 0, True), ("send", back, 0, True)),
+            0: rank(*greetings[0], ("receive", back, 1, False), ("send", BOTH, 1, True)),
+            1: rank(*greetings[1], ("receive", BOTH, 0, True), ("send", back, 0, True)),
         }
 
     assert stuck(crossed(BOTH)) is not None
     assert stuck(crossed(OTHER)) is None
+    # The first message of a pair connects the two, which the host waits for.
+    assert stuck(crossed(OTHER, greet=False)) is not None
+    # One operation at a time on a device: the receive that was started early keeps the send from running.
+    assert stuck(crossed(OTHER), one_queue=True) is not None
+
+
+def test_a_batch_of_messages_begins_with_all_ranks() -> None:
+    """NCCL connects the whole group at its first batch, and waits for those who are not part of it."""
+    ring = rank(("send", BOTH, 1, True), ("receive", BOTH, 1, True))
+    back = rank(("send", BOTH, 0, True), ("receive", BOTH, 0, True))
+    other = rank(("all-reduce", BOTH, None, True))
+    for each in (*ring, *back):
+        each.grouped = True
+    assert incomplete_beginnings({0: ring, 1: back}) == []
+    (said,) = incomplete_beginnings({0: ring, 1: other})
+    assert said.endswith("is the first of its process group, and in a batch, without rank 1")
 
 
 def test_ranks_that_are_not_rehearsed_are_left_out() -> None:
