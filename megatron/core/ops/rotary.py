@@ -36,7 +36,9 @@ class Rotary:
         ``length``: of the sequence, on which some kinds of scaling depend. Angles are computed in fp64, so that far
         positions lose nothing; ``dtype`` is that of the result: fp64 for fp64 models, fp32 for all others.
         """
-        frequencies = self.scaling.frequencies(self.width, self.base, length=length).to(positions.device)
+        frequencies = self.scaling.frequencies(self.width, self.base, length=length)
+        # A GPU takes its copy from the host's memory before this returns, and the host doesn't wait for earlier work.
+        frequencies = frequencies.to(positions.device, non_blocking=True)
         per_sample = positions if positions.dim() == 2 else positions.unsqueeze(0)
         angles = per_sample.t().unsqueeze(-1).unsqueeze(-1) * frequencies  # [s, b or 1, 1, pairs]
         factor = self.scaling.attention_factor

@@ -37,10 +37,13 @@ class ParallelContext:
     products: Products = field(default_factory=Products, compare=False)
     low_precision: LowPrecision = field(default_factory=LowPrecision, compare=False)
     layer: int | None = field(default=None, compare=False)
+    _of_layers: list[ParallelContext] = field(default_factory=list, compare=False, repr=False)
 
     def in_layer(self, number: int | None) -> ParallelContext:
         """The same rank, as what layer ``number`` of the whole model is built with; None: what belongs to no layer."""
-        return replace(self, layer=number)
+        made = replace(self, layer=number)
+        self._of_layers.append(made)
+        return made
 
     @property
     def hidden_generator(self) -> torch.Generator:
@@ -53,12 +56,14 @@ class ParallelContext:
 
         The weights are the same with it and without. Forward passes only: gradients would need it off as well.
         """
-        before = self.sequence_parallel
-        object.__setattr__(self, "sequence_parallel", False)  # all layers hold this context
+        before, everywhere = self.sequence_parallel, (self, *self._of_layers)
+        for context in everywhere:
+            object.__setattr__(context, "sequence_parallel", False)
         try:
             yield
         finally:
-            object.__setattr__(self, "sequence_parallel", before)
+            for context in everywhere:
+                object.__setattr__(context, "sequence_parallel", before)
 
     @property
     def keeps_bytes(self) -> bool:
