@@ -208,6 +208,22 @@ def test_learned_positions_have_no_others(model_folder: Folder) -> None:
     assert fitted(read_huggingface(model_folder("llama")), config.model, config.extra, where="").model is not None
 
 
+def test_what_is_said_of_the_folder(model_folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A conversion said that code is never executed and that types are mixed, and a start from the folder did not."""
+    from safetensors.torch import load_file, save_file
+
+    folder = Path(shutil.copytree(model_folder("llama"), tmp_path / "llama"))
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "auto_map": {"AutoModel": "own.Model"}}))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].bfloat16()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    started(ParallelContext.single(), "gpt", f"--load-hf {folder} --load-hf-proof off")
+    said = capsys.readouterr().out
+    assert f"  note: {folder}/config.json names code of the model's own (auto_map), which is never executed" in said
+    assert "30 tensors are float32, but model.norm.weight is bfloat16; a conversion keeps the type of each" in said
+
+
 def test_weights_that_are_not_proven(
     model_folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
