@@ -102,6 +102,7 @@ def _small_model(run: RunConfig, *, num_layers: int, seq_length: int) -> ModelCo
         ffn_hidden_size=2 * heads * _HEAD_WIDTH,
         kv_channels=_HEAD_WIDTH,
         **_latent_widths(model),
+        word_embedding_size=model.word_embedding_size and heads * _HEAD_WIDTH // 2,
         num_attention_heads=heads,
         num_query_groups=groups,
         group_query_attention=groups < heads,

@@ -75,6 +75,13 @@ def test_it_is_small() -> None:
     assert little.training.global_batch_size <= 32
 
 
+def test_words_stay_narrow() -> None:
+    """At a small hidden size that the words' width happens to be, the small model had no projections to compare."""
+    _, little = small("@examples/llama/llama3_8b.flags --word-embedding-size 32", ranks=8)
+    assert little.model.hidden_size == 32 and little.model.word_width == 16
+    assert failures(little) == []
+
+
 def test_given_stages_keep_their_layers() -> None:
     """A layout string says how many layers there are."""
     flags = "@examples/llama/llama3_8b.flags --num-layers 7 --pipeline-model-parallel-size 3"
