@@ -31,7 +31,8 @@ class ApiCall:
     """An HTTP request, read: its ``fields``, its ``prompts`` as token ids, and the engine's ``requests`` for them:
     ``choices`` continuations of each, prompt by prompt.
 
-    ``seed``: the one that was given, or drawn. ``answered``: how many of the continuations the answer holds.
+    ``seed``: the one that was given, or drawn; None for a search, which draws nothing. ``answered``: how many of the
+    continuations the answer holds.
     """
 
     id: str
@@ -39,7 +40,7 @@ class ApiCall:
     prompts: Sequence[Sequence[int]]
     requests: Sequence[Request]
     choices: int
-    seed: int
+    seed: int | None
 
     @property
     def answered(self) -> int:
@@ -132,7 +133,9 @@ def api_call(
         for choice in range(choices)
     ]
     requests = list(map(model.placed, requests))
-    return ApiCall(id=id, fields=fields, prompts=checked, requests=requests, choices=choices, seed=seed)
+    return ApiCall(
+        id=id, fields=fields, prompts=checked, requests=requests, choices=choices, seed=None if beams else seed
+    )
 
 
 def check_together(fields: Mapping[str, Any], *, choices: int) -> None:

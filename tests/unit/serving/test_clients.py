@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
+from typing import Any
 
 import pytest
 
+from megatron.serving.templates import Templates
 from tests.harness.serving import Running, ask, served, slow_table
 
 openai = pytest.importorskip("openai", reason="the openai package is a test's client")
@@ -91,3 +94,33 @@ def test_scripts_of_named_pages_may_ask() -> None:
             assert (reply.status == 200, "access-control-allow-origin" in reply.headers) == (allowed, allowed)
         reply = ask(running.url, "/v1/models", headers={"origin": "https://page.example"})
         assert reply.status == 401 and reply.headers["access-control-allow-origin"] == "https://page.example"
+
+
+def test_conversations_are_held_by_the_client() -> None:
+    """Whole and streamed, with counts, log-probabilities and the form that it asks for; and the likeliest answers."""
+    templates = Templates("{% for each in messages %}{{ each.role }}: {{ each.content }}\n{% endfor %}assistant:", {})
+    with (
+        served(templates=templates) as running,
+        openai.OpenAI(base_url=running.url + "/v1", api_key="any", max_retries=0) as client,
+    ):
+        asked: dict[str, Any] = {
+            "model": MODEL,
+            "messages": [{"role": "system", "content": "Brief."}, {"role": "user", "content": PROMPT}],
+            "max_completion_tokens": 12,
+            "seed": 3,
+        }
+        whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
+        (choice,) = whole.choices
+        assert choice.message.role == "assistant" and choice.logprobs is not None and whole.usage is not None
+        assert len(choice.logprobs.content or ()) == whole.usage.completion_tokens
+        chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+        parts = [each.delta for chunk in chunks for each in chunk.choices]
+        assert "".join(part.content or "" for part in parts) == choice.message.content and parts[0].role == "assistant"
+        assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
+        schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema | {"additionalProperties": False}}}
+        shaped = client.chat.completions.create(**{**asked, "max_completion_tokens": 200}, response_format=form)
+        assert json.loads(shaped.choices[0].message.content or "")["a"] in (1, 2)
+        del asked["seed"]
+        beams = client.chat.completions.create(**asked, n=3, extra_body={"use_beam_search": True})
+        assert len({each.message.content for each in beams.choices}) == 3

@@ -129,7 +129,7 @@ def test_a_search_finds_the_likeliest_texts(running: Running) -> None:
     assert [f"hello{each['text']}" for each in answer["choices"]] == [
         text.removesuffix("<|endoftext|>") for text in texts[:2]
     ]
-    assert [each["index"] for each in answer["choices"]] == [0, 1]
+    assert [each["index"] for each in answer["choices"]] == [0, 1] and answer["seed"] is None
     assert answer["usage"]["completion_tokens"] > 2 * 6  # of all beams
     for choice in answer["choices"]:
         assert len(choice["logprobs"]["tokens"]) in range(2, 7) and choice["finish_reason"] in ("length", "stop")
