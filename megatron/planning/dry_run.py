@@ -21,6 +21,7 @@ from megatron.planning.estimate import (
 )
 from megatron.planning.fitting import what_fits
 from megatron.planning.freezing import check_freezing
+from megatron.planning.model import latents_sent
 from megatron.planning.schedule import schedule_facts
 from megatron.planning.stages import with_stages
 
@@ -45,6 +46,7 @@ def dry_run_report(run: RunConfig, train_spec: TrainSpec, *, files: Sequence[str
         "batch and length": _batch(run),
         "parameters": _parameters(run, train_spec),
         "pipeline": _pipeline(run),
+        "context parallelism": latents_sent(run, train_spec),
         "experts": _experts(run, train_spec),
         title: [*_memory(memory, only_reads=run.purpose.only_reads), *_verdict(run, train_spec, memory)],
     }

@@ -23,6 +23,7 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RngStreams
 from megatron.core.parallel.sharding import sharded_parameters
 from megatron.core.transformer.block import RecomputePlan
+from megatron.core.transformer.latent_attention import LatentAttention
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,12 @@ def _context(layout: _Layout) -> ParallelContext:
 def whole_model(run: RunConfig, train_spec: TrainSpec) -> nn.Module:
     """The whole model as one stage, in training mode."""
     return stage_model(run, train_spec, Stage(range(run.num_layers), is_first=True, is_last=True))
+
+
+def latents_sent(run: RunConfig, train_spec: TrainSpec) -> list[str]:
+    """What context-parallel ranks send in place of keys and values, in words; nothing where they send these."""
+    modules = (each for each in whole_model(run, train_spec).modules() if isinstance(each, LatentAttention))
+    return list(dict.fromkeys(said for each in modules if (said := each.describe_sent())))
 
 
 def stage_models(run: RunConfig, train_spec: TrainSpec, *, pipeline_rank: int | None = None) -> list[nn.Module]:

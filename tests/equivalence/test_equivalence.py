@@ -360,6 +360,29 @@ def test_layout_computes_the_model_of_one_rank(variant: str, layout: str) -> Non
     check(ranks_of(variant, LAYOUTS[layout]), [reference(variant)])
 
 
+HEADS_AGAIN = RecomputePlan("selective", modules=("mla_up_proj",))
+LATENT_LAYOUTS = {
+    "cp2 tp2 sp": Layout(cp=2, tp=2, sequence_parallel=True, **HALVES),
+    "cp4": Layout(cp=4, **HALVES),
+    "cp2 pp2 zb-h1 heads again": Layout(cp=2, pp=2, schedule="zb-h1", recompute=HEADS_AGAIN, **HALVES),
+    "cp2 recompute heads and scores": Layout(
+        cp=2, recompute=RecomputePlan("selective", modules=("mla_up_proj", "core_attn")), **HALVES
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("variant", "layout"),
+    [
+        *(("latent attention, yarn with a factor of scores, documents", layout) for layout in LATENT_LAYOUTS),
+        ("latent attention without latent queries and norms, wide values, windows, sinks", "cp2 tp2 sp"),
+    ],
+)
+def test_latents_on_a_ring_compute_the_model_of_one_rank(variant: str, layout: str) -> None:
+    """Each rank makes keys and values of the latents that it gets; their weight's gradient comes from all of them."""
+    check(ranks_of(variant, LATENT_LAYOUTS[layout]), [reference(variant)])
+
+
 @pytest.mark.parametrize(
     ("variant", "layout"),
     pairs(

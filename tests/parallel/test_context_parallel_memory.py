@@ -27,6 +27,14 @@ LLAMA = QUIET | {
     "num_query_groups": 2,
     "qk_layernorm": True,
 }
+LATENT = {name: value for name, value in LLAMA.items() if "group" not in name} | {
+    "multi_latent_attention": True,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 12,
+}
 WAYS: dict[str, dict[str, Any]] = {
     "p2p": {"cp_comm_type": ("p2p",)},
     "all_gather": {"cp_comm_type": ("all_gather",)},
@@ -48,7 +56,7 @@ def kept(context: ParallelContext, run: RunConfig) -> int:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("model", [QUIET, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("model", [QUIET, LLAMA, LATENT], ids=["gpt2", "llama", "latent"])
 def test_estimate_is_what_is_kept(model: dict[str, Any], way: str) -> None:
     """Long sequences are why somebody asks for these ranks: a wrong estimate costs a queue."""
     parallel = ParallelConfig(context_parallel_size=2, **WAYS[way])

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,13 +22,16 @@ from torch import Tensor
 
 from megatron.config.parallel import CpCommType, head_exchange_size
 from megatron.core.context_parallel.key_exchange import Gather, KeyExchange, Ring
-from megatron.core.context_parallel.merged_attention import merged_attention
+from megatron.core.context_parallel.merged_attention import Expand, merged_attention, merged_attention_to_latents
 from megatron.core.context_parallel.slicing import by_rank, in_order
 from megatron.core.context_parallel.visible import Documents
 from megatron.core.ops.attention import AttentionOptions, AttentionRequest
 from megatron.core.ops.attention import attention as attention_of_one_rank
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.exchange import Team, all_to_all
+
+KEYS_TRAVEL: tuple[CpCommType, ...] = ("p2p", "all_gather")
+"""The types by which a rank gets the keys and values of all heads."""
 
 
 def attention(
@@ -64,12 +67,50 @@ def attention(
     if counterparts.size == 1:
         return _with_heads_split(plain, q, k, v, neighbours)
     exchange: KeyExchange = Gather(everyone) if comm_type == "all_gather" else Ring(counterparts)
-    if options.document_ids is not None and documents is None:
-        documents = Documents(options.document_ids)
     merged = functools.partial(
-        merged_attention, exchange=exchange, options=options, backend=backend, documents=documents
+        merged_attention,
+        exchange=exchange,
+        options=options,
+        backend=backend,
+        documents=_documents_of(options, documents),
     )
     return _with_heads_split(merged, q, k, v, neighbours)
+
+
+def attention_to_latents(
+    q: Tensor,
+    sent: Sequence[Tensor],
+    weight: Tensor,
+    expand: Expand,
+    options: AttentionOptions,
+    *,
+    context: ParallelContext,
+    comm_type: CpCommType,
+    documents: Documents | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """``attention`` of several ranks by p2p or all_gather, to keys and values that each computes from what it receives.
+
+    ``expand(weight, *sent)``: keys [s, b, g, d] and values of a slice, from its owner's tensors ``sent`` [s, b, …].
+    See ``attention`` for the rest.
+    """
+    team = Team.of(context.mesh, "cp")
+    assert team.size > 1 and comm_type in KEYS_TRAVEL, "only where keys would travel"
+    exchange: KeyExchange = Gather(team) if comm_type == "all_gather" else Ring(team)
+    return merged_attention_to_latents(
+        q,
+        sent,
+        weight,
+        expand,
+        exchange=exchange,
+        options=options,
+        backend=backend,
+        documents=_documents_of(options, documents),
+    )
+
+
+def _documents_of(options: AttentionOptions, documents: Documents | None) -> Documents | None:
+    return documents or (None if options.document_ids is None else Documents(options.document_ids))
 
 
 def heads_split_over(comm_type: CpCommType, context: ParallelContext) -> int:

@@ -7,7 +7,7 @@ merged result and the merged log-sum-exp, and dropout draws the same masks again
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,15 +22,22 @@ from megatron.core.ops.attention.partial import partial_attention, partial_atten
 from megatron.core.ops.attention.request import AttentionOptions, PartialResult
 from megatron.core.ops.dropout import generator_at, generator_state
 
+Expand = Callable[..., tuple[Tensor, Tensor]]
+"""Keys [s, b, g, d] and values from narrower tensors, and from a weight."""
+
 
 @dataclass(frozen=True)
 class _Call:
-    """What all parts have in common. ``options`` are for the whole sequence, except a bias, for the rank's queries."""
+    """What all parts have in common. ``options`` are for the whole sequence, except a bias, for the rank's queries.
+
+    ``expand``: makes keys and values of what is sent; None: they are sent themselves.
+    """
 
     exchange: KeyExchange
     options: AttentionOptions
     backend: str
     documents: Documents | None
+    expand: Expand | None = None
 
     def with_options(self, **changes: Any) -> _Call:
         """The same call with other options."""
@@ -75,71 +82,153 @@ def merged_attention(
 
     ``options.attention_mask`` and ``documents`` are those of the whole sequence. Returns [s, b, n·d].
     """
-    call = _Call(exchange, dataclasses.replace(options, document_ids=None, sinks=None), backend, documents)
-    out: Tensor = _MergedAttention.apply(q, k, v, options.bias, options.sinks, call)  # type: ignore[no-untyped-call]
+    return _merged(q, (k, v), _Call(exchange, _merging(options), backend, documents), options)
+
+
+def merged_attention_to_latents(
+    q: Tensor,
+    sent: Sequence[Tensor],
+    weight: Tensor,
+    expand: Expand,
+    *,
+    exchange: KeyExchange,
+    options: AttentionOptions,
+    backend: str,
+    documents: Documents | None,
+) -> Tensor:
+    """``merged_attention`` to keys and values that each rank computes from what it gets: ``expand(weight, *sent)``.
+
+    ``sent``: tensors [s, b, …], narrower than keys and values. Kept are they and the queries. ``expand`` runs once for
+    each rank's tensors in the forward pass and once in the backward pass, and draws no random numbers.
+    """
+    call = _Call(exchange, _merging(options), backend, documents, expand)
+    return _merged(q, sent, call, options, weight)
+
+
+def _merging(options: AttentionOptions) -> AttentionOptions:
+    return dataclasses.replace(options, document_ids=None, sinks=None)
+
+
+def _merged(
+    q: Tensor, sent: Sequence[Tensor], call: _Call, options: AttentionOptions, weight: Tensor | None = None
+) -> Tensor:
+    out: Tensor = _MergedAttention.apply(q, options.bias, options.sinks, weight, call, *sent)  # type: ignore[no-untyped-call]
     return out.flatten(2)
 
 
 class _MergedAttention(torch.autograd.Function):
-    """Keeps q, k, v, the bias, the sinks, the result, its log-sum-exp, and the state of the generator."""
+    """Keeps q, what is sent, the bias, the sinks, the result, its log-sum-exp, and the state of the generator."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, call: _Call
+        ctx: Any,
+        q: Tensor,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+        weight: Tensor | None,
+        call: _Call,
+        *sent: Tensor,
     ) -> Tensor:
         ctx.generator_state = generator_state(call.options.dropout, call.options.generator)
-        merged = OnlineSoftmax.over_nothing(q, v)
-        for owner, packed in call.exchange.visit(_pack(k, v)):
-            keys, values = _unpack(packed, k, v)
+        merged: OnlineSoftmax | None = None
+        for owner, packed in call.exchange.visit(_pack(sent)):
+            keys, values = _expanded(call, weight, _unpack(packed, sent))
+            merged = merged or OnlineSoftmax.over_nothing(q, values)
             for part, options in call.parts(owner, q, keys):
                 asked, at = (part.rows, part.samples), (part.keys, part.samples)
                 found = partial_attention(q[asked], keys[at], values[at], options, backend=call.backend)
                 merged.of(*asked).add(found)
+        assert merged is not None, "a rank visits its own keys first"
         whole = merged.result(q.dtype)
         if sinks is not None:
             whole = with_sinks(whole, sinks)
-        ctx.save_for_backward(q, k, v, whole.out, whole.lse, bias, sinks)
+        ctx.save_for_backward(q, whole.out, whole.lse, bias, sinks, weight, *sent)
         ctx.call = call.with_options(bias=None, generator=None)
         return whole.out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, bias, sinks = ctx.saved_tensors
+        q, out, lse, bias, sinks, weight, *sent = ctx.saved_tensors
         call: _Call = ctx.call.with_options(bias=bias, generator=generator_at(ctx.generator_state, q.device))
         grad_q = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
         grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=lse.dtype, device=q.device)
+        needs_weight = weight is not None and ctx.needs_input_grad[3]
+        grad_weight = torch.zeros(weight.shape, dtype=lse.dtype, device=q.device) if needs_weight else None
 
         def contributions() -> Iterator[tuple[int, Tensor]]:
-            """Gradients of each rank's packed keys and values; those of the queries and the bias are added up here."""
-            for owner, packed in call.exchange.visit(_pack(k, v)):
-                keys, values = _unpack(packed, k, v)
-                contribution = torch.zeros_like(packed)
-                grad_keys, grad_values = _unpack(contribution, k, v)
-                for part, options in call.parts(owner, q, keys):
+            """Gradients of what each rank sent; those of the queries, the bias and the weight are added up here."""
+            for owner, packed in call.exchange.visit(_pack(sent)):
+                given = _Given.of(call, weight, _unpack(packed, sent))
+                for part, options in call.parts(owner, q, given.keys):
                     asked, at = (part.rows, part.samples), (part.keys, part.samples)
                     whole = PartialResult(out[asked], lse[asked])
                     found = partial_attention_gradients(
-                        grad[asked], q[asked], keys[at], values[at], whole, options, backend=call.backend
+                        grad[asked], q[asked], given.keys[at], given.values[at], whole, options, backend=call.backend
                     )
                     grad_q[asked] += found.q
-                    grad_keys[at] += found.k
-                    grad_values[at] += found.v
+                    given.grad_keys[at] += found.k
+                    given.grad_values[at] += found.v
                     if grad_bias is not None and found.bias is not None:
                         columns = positions(bias.shape[2], owner, call.exchange.team.size, device=q.device)[part.keys]
                         grad_bias[:, part.rows].index_add_(2, columns, found.bias.to(grad_bias.dtype))
-                yield owner, contribution
+                yield owner, given.gradients(grad_weight)
 
-        grad_k, grad_v = _unpack(call.exchange.sum_at_owner(contributions()), k, v)
-        grad_sinks = sinks_gradient(grad, PartialResult(out, lse), sinks) if ctx.needs_input_grad[4] else None
+        grads = _unpack(call.exchange.sum_at_owner(contributions()), sent)
+        grad_sinks = sinks_gradient(grad, PartialResult(out, lse), sinks) if ctx.needs_input_grad[2] else None
         grad_bias = None if grad_bias is None else grad_bias.to(q.dtype)
-        return grad_q.to(q.dtype), grad_k, grad_v, grad_bias, grad_sinks, None
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_q.to(q.dtype), grad_bias, grad_sinks, grad_weight, None, *grads
 
 
-def _pack(k: Tensor, v: Tensor) -> Tensor:
-    """Both in one piece, to travel as one message."""
-    return torch.cat([k.reshape(-1), v.reshape(-1)])
+@dataclass(frozen=True)
+class _Given:
+    """Keys and values of one rank, from ``sent``, and where their gradients are added up."""
+
+    sent: tuple[Tensor, ...]
+    weight: Tensor | None
+    keys: Tensor
+    values: Tensor
+    grad_keys: Tensor
+    grad_values: Tensor
+    packed: Tensor | None
+
+    @classmethod
+    def of(cls, call: _Call, weight: Tensor | None, sent: tuple[Tensor, ...]) -> _Given:
+        if call.expand is None:
+            keys, values = sent
+            packed = torch.zeros(keys.numel() + values.numel(), dtype=keys.dtype, device=keys.device)
+            grad_keys, grad_values = _unpack(packed, sent)
+            return cls(sent, None, keys, values, grad_keys, grad_values, packed)
+        sent = tuple(each.detach().requires_grad_() for each in sent)
+        weight = None if weight is None else weight.detach().requires_grad_()
+        with torch.enable_grad():
+            keys, values = _expanded(call, weight, sent)
+        return cls(sent, weight, keys, values, torch.zeros_like(keys), torch.zeros_like(values), None)
+
+    def gradients(self, grad_weight: Tensor | None) -> Tensor:
+        """Packed, of what was sent; that of the weight is added to ``grad_weight``."""
+        if self.packed is not None:
+            return self.packed
+        wanted = self.sent if grad_weight is None or self.weight is None else (*self.sent, self.weight)
+        found = torch.autograd.grad((self.keys, self.values), wanted, (self.grad_keys, self.grad_values))
+        if grad_weight is not None:
+            grad_weight += found[-1]
+        return _pack(found[: len(self.sent)])
 
 
-def _unpack(packed: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of the two, shaped like ``k`` and ``v``."""
-    return packed[: k.numel()].view(k.shape), packed[k.numel() :].view(v.shape)
+def _expanded(call: _Call, weight: Tensor | None, sent: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    if call.expand is not None:
+        return call.expand(weight, *sent)
+    keys, values = sent
+    return keys, values
+
+
+def _pack(tensors: Sequence[Tensor]) -> Tensor:
+    """All in one piece, to travel as one message."""
+    return torch.cat([each.reshape(-1) for each in tensors])
+
+
+def _unpack(packed: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Views of what was packed, shaped like the tensors ``like``."""
+    parts = torch.split(packed, [each.numel() for each in like])
+    return tuple(part.view(each.shape) for part, each in zip(parts, like))

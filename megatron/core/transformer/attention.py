@@ -134,7 +134,10 @@ class Attention(nn.Module):
                 self._cached_options = self._options(query, seen, drop=drop, window=self._window)
             return seen.cache.attend(self.number, query, key, value, self._cached_options)
         window = self._window_over(key.shape[0] * self._context.mesh.size("cp"))
-        options = self._options(query, seen, drop=drop, window=window)
+        return self._call(query, key, value, self._options(query, seen, drop=drop, window=window), seen)
+
+    def _call(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, seen: Seen) -> Tensor:
+        """Attention over the sequence that context-parallel ranks share."""
         return attention(
             query,
             key,
@@ -143,7 +146,7 @@ class Attention(nn.Module):
             context=self._context,
             comm_type=self._context.cp_comm_type(self.number),
             documents=seen.documents,
-            backend=config.attention_backend,
+            backend=self._config.attention_backend,
         )
 
     def _options(self, query: Tensor, seen: Seen, *, drop: float, window: tuple[int, int] | None) -> AttentionOptions:
@@ -215,7 +218,7 @@ class Attention(nn.Module):
         # Gradients of queries, keys and values, and the keys of other ranks with theirs.
         exchanged = 0 if kind == "a2a" else 2 * ranks if kind == "all_gather" else 4
         key_rows = workload.batch * keys // ranks
-        of_keys = key_rows * (2 + exchanged) * (self._keys + self._values)
+        of_keys = key_rows * (2 * (self._keys + self._values) + exchanged * self._sent)
         gradients = (2 * workload.tokens * self._queries + of_keys) * workload.itemsize
         flops = 2.0 * (self._width + self._value_width) * workload.all_tokens * self._keys_of_a_query(keys)
         working = matmuls.working + gradients + again
@@ -248,6 +251,11 @@ class Attention(nn.Module):
     def _comm_type(self) -> CpCommType:
         """How this layer exchanges keys with other ranks; "a2a" without context parallelism."""
         return self._context.cp_comm_type(self.number) if self._context.mesh.size("cp") > 1 else "a2a"
+
+    @property
+    def _sent(self) -> int:
+        """Width of what a rank sends to others for a token, where keys are sent."""
+        return self._keys + self._values
 
     @property
     def _queries(self) -> int:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.config.training import RecomputeModule
+from megatron.core.context_parallel.attention import KEYS_TRAVEL, attention_to_latents
+from megatron.core.ops.attention import AttentionOptions
 from megatron.core.ops.attention.cached import CachedHeads
 from megatron.core.ops.rotary import apply_rotary
 from megatron.core.parallel.context import ParallelContext
@@ -90,12 +92,61 @@ class LatentAttention(Attention):
         self, of_query: Tensor, latent: Tensor, shared_key: Tensor, inputs: LayerInputs
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values ``[S, b, n, d]`` of this rank's heads from what ``_query_latent`` and ``_latents``
-        return.
+        return. Where latents are sent, they and the shared key instead of keys and values.
         """
         plain, turned, shared_key = self._turned(of_query, shared_key, inputs)
-        key, value = self._keys_and_values(latent)
         query = torch.cat((plain, turned), dim=-1)
-        return query, torch.cat((key, shared_key.expand(-1, -1, key.shape[2], -1)), dim=-1), value
+        if self.sends_latents:
+            return query, enter(latent, self._context), shared_key
+        return query, *self._keys_and_values(self.linear_kv_up_proj(latent), shared_key)
+
+    @property
+    def sends_latents(self) -> bool:
+        """Whether context-parallel ranks send each other latents and shared keys, and compute keys and values from
+        them: where keys would be sent, and are wider. Products in 8 bits stay with the rank that has their scales.
+        """
+        if self.linear_kv_up_proj.fp8 is not None:
+            return False
+        travels = self._context.mesh.size("cp") > 1 and self._comm_type in KEYS_TRAVEL
+        return travels and self._latent_width < self._keys + self._values
+
+    def describe_sent(self) -> str | None:
+        """In words, where latents are sent."""
+        if not self.sends_latents:
+            return None
+        return (
+            f"context-parallel ranks send each other latents, {self._sent:,} numbers a token instead of "
+            f"{super()._sent:,}, and compute keys and values from them"
+        )
+
+    @property
+    def _latent_width(self) -> int:
+        return self._config.kv_lora_rank + self._config.qk_pos_emb_head_dim
+
+    @property
+    def _sent(self) -> int:
+        """See ``Attention``."""
+        return self._latent_width if self.sends_latents else super()._sent
+
+    def _call(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, seen: Seen) -> Tensor:
+        """See ``Attention``; where latents are sent, ``key`` is latents and ``value`` the shared key."""
+        if not self.sends_latents:
+            return super()._call(query, key, value, options, seen)
+
+        def expand(weight: Tensor, latent: Tensor, shared_key: Tensor) -> tuple[Tensor, Tensor]:
+            return self._keys_and_values(self._context.products.multiply(latent, weight, None), shared_key)
+
+        return attention_to_latents(
+            query,
+            (key, value),
+            self.linear_kv_up_proj.weight,
+            expand,
+            options,
+            context=self._context,
+            comm_type=self._comm_type,
+            documents=seen.documents,
+            backend=self._config.attention_backend,
+        )
 
     def _turned(self, of_query: Tensor, shared_key: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor, Tensor]:
         """The channels of the queries without and with rotary positions, ``[S, b, n, …]``, and the shared key
@@ -157,11 +208,11 @@ class LatentAttention(Attention):
         query: Tensor = project(x)
         return query.view(*query.shape[:2], -1, self._head_dim)
 
-    def _keys_and_values(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """``[s, b, kv_lora_rank]`` to keys without positions ``[S, b, n, qk_head_dim]``, and values."""
-        both, widths = self.linear_kv_up_proj(latent), [self._config.qk_head_dim, self._config.v_head_dim]
+    def _keys_and_values(self, both: Tensor, shared_key: Tensor) -> tuple[Tensor, Tensor]:
+        """From what is computed from latents, and the key that heads share, to keys ``[S, b, n, d]`` and values."""
+        widths = [self._config.qk_head_dim, self._config.v_head_dim]
         key, value = torch.split(both.view(*both.shape[:2], -1, sum(widths)), widths, dim=-1)
-        return key, value
+        return torch.cat((key, shared_key.expand(-1, -1, key.shape[2], -1)), dim=-1), value
 
     def costs(self, workload: Workload) -> Costs:
         """Its matmuls, and attention of every token to the sequence. Both first matmuls keep the same input. Heads that
@@ -172,7 +223,7 @@ class LatentAttention(Attention):
         matmuls = total_of(self.children(), latents)
         makes_heads_again = "mla_up_proj" in self._recompute
         if (
-            self.kv_layernorm is not None or makes_heads_again
+            self.kv_layernorm is not None or makes_heads_again or self.sends_latents
         ):  # a part of the matmul's output is kept, and so all of it
             shared = workload.rows * config.qk_pos_emb_head_dim * workload.itemsize
             matmuls += Costs(kept=shared)
@@ -185,10 +236,14 @@ class LatentAttention(Attention):
         kept = projected
         if makes_heads_again:
             kept = 0 if one_width or self._recompute_core else 2 * workload.tokens * widest * workload.itemsize
+        if self.sends_latents:
+            gathered = (workload.tokens - workload.rows) * config.kv_lora_rank
+            queries = 0 if makes_heads_again else self._queries
+            kept = (workload.tokens * (queries + config.qk_pos_emb_head_dim) + gathered) * workload.itemsize
         found = self._with_scores(
             matmuls, workload, keys=workload.length, projected=kept, is_padded=workload.has_padding
         )
-        return dataclasses.replace(found, working=found.working + projected - kept)
+        return dataclasses.replace(found, working=found.working + max(projected - kept, 0))
 
     @property
     def _values(self) -> int:

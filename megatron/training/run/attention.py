@@ -16,7 +16,7 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import workloads_of
 from megatron.core.transformer.attention import Attention
 from megatron.errors import ConfigError
-from megatron.planning.model import planned_context, whole_model
+from megatron.planning.model import latents_sent, planned_context, whole_model
 
 
 def attention_choices(config: RunConfig, train_spec: TrainSpec, context: ParallelContext) -> str:
@@ -39,7 +39,7 @@ def attention_choices(config: RunConfig, train_spec: TrainSpec, context: Paralle
         for kind in kinds or ("p2p",):
             served = choose(actual_request(request, kind, context), backend).describe()
             texts.append(": ".join(filter(None, (name if len(asked) > 1 else "", kind if kinds else "", served))))
-    return "; ".join(texts)
+    return "; ".join([*texts, *latents_sent(config, train_spec)])
 
 
 def check_backend(config: RunConfig, train_spec: TrainSpec) -> None:
