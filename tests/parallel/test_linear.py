@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
 import torch
 from torch import Tensor
 
+from megatron.core.ops.matmul import transposed_times
+from megatron.core.parallel.collectives import Handle, reduce_scatter_into_async
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.tensor_parallel import linear as linear_module
 from megatron.core.tensor_parallel.initialize import Normal
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.linear import added_at_once, linear
@@ -42,6 +49,40 @@ def test_sequence_parallel_layer_keeps_its_part_of_the_sequence() -> None:
     for kept, right in run_ranks(kept_by_a_column_layer, tp=2, sequence_parallel=True, dtype=torch.float64):
         assert right
         assert kept == LENGTH * WIDTH // 2
+
+
+def order_of_a_backward_pass(context: ParallelContext) -> tuple[list[str], bool]:
+    """What a layer's backward pass does, in order, and whether the gradient of its input is that of a plain product."""
+    done: list[str] = []
+    layer = ColumnParallelLinear(WIDTH, 4, context, init=Normal(0.5), bias=False)
+    with torch.no_grad():
+        layer.weight.fill_(context.mesh.rank("tp") + 1.0)
+    part = torch.ones(LENGTH // 2, 1, WIDTH, dtype=context.dtype, requires_grad=True)
+    scatter, wait, product = reduce_scatter_into_async, Handle.wait, transposed_times
+
+    def note(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*given: Any, **named: Any) -> Any:
+            done.append(what)
+            return function(*given, **named)
+
+        return noted
+
+    out = layer(part)
+    with (
+        patch.object(linear_module, "reduce_scatter_into_async", note("begin to sum", scatter)),
+        patch.object(linear_module, "transposed_times", note("multiply", product)),
+        patch.object(Handle, "wait", note("wait", wait)),
+    ):
+        torch.autograd.backward(out.sum())
+    assert part.grad is not None
+    return done, bool((part.grad == 2 * 1.0 + 2 * 2.0).all())  # two columns on each rank
+
+
+def test_input_gradients_are_summed_while_the_weight_s_is_computed() -> None:
+    """Ranks would wait for the sum, and only then compute; or the next layer would read sums that aren't there yet."""
+    for done, right in run_ranks(order_of_a_backward_pass, tp=2, sequence_parallel=True, dtype=torch.float64):
+        assert right
+        assert done == ["begin to sum", "wait", "multiply", "wait"]
 
 
 def test_a_gradient_that_waits_is_of_any_input() -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.ops.matmul import transposed_times
-from megatron.core.parallel.collectives import Handle, all_gather, all_gather_into_async, reduce_scatter
+from megatron.core.parallel.collectives import Handle, all_gather, all_gather_into_async, reduce_scatter_into_async
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.tensor_parallel.fp8_linear import Fp8Linear
 from megatron.core.tensor_parallel.regions import enter
@@ -47,8 +47,8 @@ def linear(
 class _Linear(torch.autograd.Function):
     """y = x·Wᵀ + b;  dx = dy·W and db = Σ dy at once,  dW = dyᵀ·x at once or later.
 
-    With ``gathers``, x is this rank's part of the sequence: y = gather(x)·Wᵀ + b, dx = reduce_scatter(dy·W), and while
-    that is computed x is gathered again for dW (arXiv:2205.05198).
+    With ``gathers``, x is this rank's part of the sequence: y = gather(x)·Wᵀ + b, dx = reduce_scatter(dy·W). While
+    dy·W is computed x is gathered again for dW, and while dW is computed dx is summed (arXiv:2205.05198).
 
     The weight is no input of the function, because autograd would call the weight's hooks before a later gradient is
     computed. ``add_gradient`` hands the gradient to autograd once it is computed: autograd adds it to ``weight.grad``
@@ -79,13 +79,17 @@ class _Linear(torch.autograd.Function):
             flat = x.new_empty(context.mesh.size("tp") * x.numel())
             whole = all_gather_into_async(flat, x.contiguous().view(-1), context.mesh, "tp")
         grad_x = grad @ ctx.weight
+        scattered, flat_grad = Handle(grad_x), grad_x.reshape(-1)
         if ctx.gathers:
-            grad_x = reduce_scatter(grad_x, context.mesh, "tp")
+            mine = torch.empty_like(x, dtype=grad_x.dtype, memory_format=torch.contiguous_format)
+            scattered = reduce_scatter_into_async(mine.view(-1), flat_grad, context.mesh, "tp")
+            grad_x = mine
         work = partial(ctx.add_gradient, rows, whole.wait().reshape(-1, x.shape[-1]))
         if context.weight_gradients.noted is None:
             work()
         else:
             context.weight_gradients.noted.append(work)
+        scattered.wait()
         return grad_x, rows.sum(0) if ctx.needs_input_grad[1] else None, None, None, None, None
 
 
