@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -105,6 +106,9 @@ class _Module:
     def empty_cache(self) -> None:
         pass
 
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         return self.memory, self.memory
 
@@ -149,6 +153,7 @@ def pretending(
         _Operators(mode, waits, failed, observers),
         _Calls(waits, failed),
         mock.patch.object(BackwardCFunction, "apply", _telling(failed, BackwardCFunction.apply)),
+        mock.patch.object(saved_tensors_hooks, "__init__", _telling_hooks(failed, saved_tensors_hooks.__init__)),
         mock.patch.object(torch, "Generator", _Generator),
         mock.patch.object(torch, "Event", _event_noting(waits)),
         mock.patch.object(FakeTensor, "tolist", _listing(waits)),
@@ -236,6 +241,15 @@ def _telling(failed: Callable[[Exception], None], function: Callable[..., Any]) 
             raise
 
     return call
+
+
+def _telling_hooks(failed: Callable[[Exception], None], usual: Callable[..., None]) -> Callable[..., None]:
+    """The constructor of hooks of saved tensors; errors of those that a backward pass calls are told."""
+
+    def begin(hooks: saved_tensors_hooks, pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+        usual(hooks, pack, _telling(failed, unpack))
+
+    return begin
 
 
 class _Calls(TorchFunctionMode):

@@ -200,7 +200,12 @@ def _plan_save(run: Run, recorder: Recorder) -> SavePlan:
     planner, staging = SavePlanner(mesh, views), Staging()
     plan: SavePlan = planner.create_local_plan()
     elsewhere = {name: view.device.type for name, view in views.items() if view.device.type != DEVICE_TYPE}
-    recorder.refused += [f"a checkpoint's {name} is on the {device}" for name, device in elsewhere.items()]
+    kept_there = "optimizer." if run.config.optimizer.optimizer_cpu_offload else ()
+    recorder.refused += [
+        f"a checkpoint's {name} is on the {device}"
+        for name, device in elsewhere.items()
+        if not name.startswith(kept_there)
+    ]
     for item in plan.items:
         if item.index.fqn not in elsewhere:
             planner.resolve_data(item)
