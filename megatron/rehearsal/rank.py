@@ -200,7 +200,8 @@ def _plan_save(run: Run, recorder: Recorder) -> SavePlan:
     planner, staging = SavePlanner(mesh, views), Staging()
     plan: SavePlan = planner.create_local_plan()
     elsewhere = {name: view.device.type for name, view in views.items() if view.device.type != DEVICE_TYPE}
-    kept_there = "optimizer." if run.config.optimizer.optimizer_cpu_offload else ()
+    settings = run.config.optimizer  # with remainders, wide masters exist in main memory alone, for the save
+    kept_there = "optimizer." if settings.optimizer_cpu_offload or settings.use_precision_aware_optimizer else ()
     recorder.refused += [
         f"a checkpoint's {name} is on the {device}"
         for name, device in elsewhere.items()
