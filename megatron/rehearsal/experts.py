@@ -31,8 +31,9 @@ def balanced(mesh: Mesh, waits: Waits) -> Iterator[None]:
         ranks, rank = mesh.size("ep"), mesh.rank("ep")
         is_local = len(counts) == experts  # of a rank that has all tokens, or all experts
         everywhere = experts * ranks if is_local else experts
-        least, rest = divmod(choices, everywhere)
-        of_all, held = [least + (number < rest) for number in range(everywhere)], everywhere // ranks
+        (least, rest), held = divmod(choices, everywhere), everywhere // ranks
+        # Of what is left each rank gets one before any gets two.
+        of_all = [least + (number % held * ranks + number // held < rest) for number in range(everywhere)]
         here = of_all[held * rank : held * (rank + 1)]
         return here if is_local else of_all + here * ((len(counts) - experts) // held)
 
