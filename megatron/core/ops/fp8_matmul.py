@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.device import capability
-from megatron.core.ops.quantize import BLOCK, E5M2, MX_BLOCK, Quantized, bytes_of
+from megatron.core.ops.quantize import BLOCK, E5M2, MX_BLOCK, Quantized, bytes_of, values_of
 
 Implementation = Literal["device", "emulation"]
 
@@ -69,7 +69,7 @@ def multiply(a: Quantized, b: Quantized, dtype: torch.dtype, *, by: Implementati
 def _emulated(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     wide = torch.promote_types(dtype, torch.float32)
     if a.block is None and b.block is None:  # as kernels do: products of codes are exact, and scaled at the end
-        found = torch.mm(a.data.to(wide), b.data.to(wide).t())
+        found = torch.mm(values_of(a.data, wide), values_of(b.data, wide).t())
         return found.mul_(a.scales.to(wide) * b.scales.to(wide)).to(dtype)
     return torch.mm(a.dequantized(wide), b.dequantized(wide).t()).to(dtype)
 

@@ -1,0 +1,152 @@
+"""What layers in FP8 send to each other, keep, and compute once."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.config.fp8 import Fp8Config
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.tensor_parallel import fp8_linear
+from megatron.core.tensor_parallel.fp8_linear import delayed_scaling
+from megatron.core.tensor_parallel.initialize import Normal, initialize
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from tests.harness import run_ranks
+
+LENGTH, WIDTH, OUTPUTS = 64, 128, 32
+
+
+def in_fp8(context: ParallelContext, recipe: str, **settings: Any) -> ParallelContext:
+    fp8 = Fp8Config(fp8_format="e4m3", fp8_recipe=recipe, **settings)  # type: ignore[arg-type]
+    context.low_precision.configure(fp8, num_layers=2)
+    return context.in_layer(0)
+
+
+def layer_of(context: ParallelContext, recipe: str, **settings: Any) -> ColumnParallelLinear:
+    layer = ColumnParallelLinear(WIDTH, OUTPUTS, in_fp8(context, recipe, **settings), init=Normal(0.5), bias=True)
+    initialize(layer, context.mesh, seed=1)
+    delayed_scaling([layer], context)
+    return layer
+
+
+def sent_by_a_column_layer(
+    context: ParallelContext, recipe: str, length: int
+) -> tuple[dict[torch.dtype, int], list[tuple[int, int]]]:
+    """Elements that are gathered, by type, and elements and bytes of an element of what is kept."""
+    layer, sent, kept = layer_of(context, recipe), dict[torch.dtype, int](), list[Tensor]()
+    gather, start = fp8_linear.all_gather, fp8_linear.all_gather_into_async
+
+    def note(x: Tensor) -> None:
+        sent[x.dtype] = sent.get(x.dtype, 0) + x.numel()
+
+    def gathered(x: Tensor, *others: Any) -> Tensor:
+        note(x)
+        return gather(x, *others)
+
+    def started(out: Tensor, x: Tensor, *others: Any) -> Any:
+        note(x)
+        return start(out, x, *others)
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x
+
+    x = torch.randn(length // 2, 1, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    with mock.patch.multiple(fp8_linear, all_gather=gathered, all_gather_into_async=started):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            out = layer(x)
+        out.sum().backward()
+    return sent, [(each.numel(), each.dtype.itemsize) for each in kept]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+def test_sequence_parallel_ranks_gather_bytes(recipe: str) -> None:
+    """For the product and, again, for the weight's gradient: half of what bf16 would take, and scales of blocks."""
+    part = LENGTH // 2 * WIDTH
+    for sent, kept in run_ranks(
+        sent_by_a_column_layer, recipe, LENGTH, tp=2, sequence_parallel=True, dtype=torch.bfloat16
+    ):
+        assert sent == {torch.uint8: 2 * part + (2 * part // 32 if recipe == "mxfp8" else 0)}
+        assert {size for count, size in kept if count >= part} == {1}
+
+
+def test_parts_of_the_sequence_that_cut_blocks_are_kept_and_gathered_in_bf16() -> None:
+    """32 rows of two ranks share scales in the gradient of the weight: they are scaled together."""
+    part = LENGTH // 4 * WIDTH
+    for sent, kept in run_ranks(
+        sent_by_a_column_layer, "mxfp8", LENGTH // 2, tp=2, sequence_parallel=True, dtype=torch.bfloat16
+    ):
+        assert sent == {torch.uint8: part + part // 32, torch.bfloat16: part}
+        assert kept == [(part, 2)]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8"])
+def test_weights_are_quantized_once_a_step(recipe: str) -> None:
+    """Not once a microbatch; and anew in the next step, since an optimizer changes them between steps."""
+    context = ParallelContext.single(dtype=torch.bfloat16)
+    layer = layer_of(context, recipe)
+    assert layer.fp8 is not None
+    quantizer, x = layer.fp8.quantizer, torch.randn(LENGTH, 1, WIDTH, dtype=torch.bfloat16)
+    with mock.patch.object(quantizer, "quantize_all", wraps=quantizer.quantize_all) as calls:
+        for _ in range(2):
+            with context.low_precision.step(trains=True):
+                for _ in range(3):
+                    layer(x.requires_grad_()).sum().backward()
+    assert sum(call.args[1] is quantizer.weight for call in calls.call_args_list) == 2
+
+
+def test_generation_multiplies_in_the_weights_own_format() -> None:
+    """Its results would depend on which other requests there are, whose largest values set the scales."""
+    context = ParallelContext.single(dtype=torch.float32)
+    layer, x = layer_of(context, "tensorwise"), torch.randn(4, 1, WIDTH)
+    expected = torch.nn.functional.linear(x, layer.weight, layer.bias)
+    with torch.no_grad():
+        assert not torch.equal(layer(x), expected)
+        with context.products.by(lambda x, weight, bias: torch.nn.functional.linear(x, weight, bias)):
+            torch.testing.assert_close(layer(x), expected, rtol=0, atol=0)
+
+
+def test_delayed_scales_follow_the_largest_values_of_steps() -> None:
+    """Of training steps alone: evaluation sees other data. NaN and zero leave scales where they are."""
+    context = ParallelContext.single(dtype=torch.float32)
+    layer = layer_of(context, "delayed", fp8_margin=1, fp8_amax_history_len=3, fp8_amax_compute_algo="max")
+    low_precision = dataclasses.replace(context).low_precision
+    scaling = layer.fp8.quantizer.scaling[0] if layer.fp8 and layer.fp8.quantizer.scaling else None
+    assert scaling is not None
+    seen = []
+    for size in (2.0, 0.5, 1.0, float("nan"), 0.0, 4.0):
+        with low_precision.step(trains=True):
+            layer(torch.full((2, 1, WIDTH), size))
+            seen.append(scaling.scale(0).item())
+    assert seen[:4] == [1.0, 448 / 2 / 2.0, 448 / 2 / 2.0, 448 / 2 / 2.0]
+    before = scaling.scale(0).item()
+    with torch.no_grad(), low_precision.step(trains=False):
+        layer(torch.full((2, 1, WIDTH), 100.0))
+    assert scaling.scale(0).item() == before
+
+
+def test_frozen_weights_pass_gradients_on() -> None:
+    """They keep no input, and have no gradient of their own."""
+    context = ParallelContext.single(dtype=torch.float32)
+    layer = RowParallelLinear(WIDTH, OUTPUTS, in_fp8(context, "mxfp8"), init=Normal(0.5), bias=False)
+    initialize(layer, context.mesh, seed=1)
+    layer.weight.requires_grad_(False)
+    kept: list[Tensor] = []
+    x = torch.randn(LENGTH, 1, WIDTH, requires_grad=True)
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = layer(x)
+    out.sum().backward()
+    assert kept == [] and layer.weight.grad is None
+    assert x.grad is not None
+    expected = layer.weight.sum(0).expand(LENGTH, 1, WIDTH)
+    torch.testing.assert_close(x.grad, expected, rtol=0.1, atol=0.5)
