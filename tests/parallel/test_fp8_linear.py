@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.fp8 import Fp8Config
+from megatron.core.parallel import collectives
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.tensor_parallel import fp8_linear
 from megatron.core.tensor_parallel.fp8_linear import delayed_scaling
@@ -39,7 +40,7 @@ def sent_by_a_column_layer(
 ) -> tuple[dict[torch.dtype, int], list[tuple[int, int]]]:
     """Elements that are gathered, by type, and elements and bytes of an element of what is kept."""
     layer, sent, kept = layer_of(context, recipe), dict[torch.dtype, int](), list[Tensor]()
-    gather, start = fp8_linear.all_gather, fp8_linear.all_gather_into_async
+    gather, start = collectives.all_gather, collectives.all_gather_into_async
 
     def note(x: Tensor) -> None:
         sent[x.dtype] = sent.get(x.dtype, 0) + x.numel()
