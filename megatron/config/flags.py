@@ -228,10 +228,14 @@ _specs: dict[type, tuple[FlagSpec, ...]] = {}
 
 
 def flags_of(group: type) -> tuple[FlagSpec, ...]:
-    """Every flag of a group, in the order of its fields; a field without help is a programming error."""
+    """Every flag of a group: its own in the order of its fields, then those of the groups that it is made of.
+
+    A field without help is a programming error.
+    """
     if group not in _specs:
-        hints = typing.get_type_hints(group)
-        _specs[group] = tuple(_spec(group, each, hints[each.name]) for each in dataclasses.fields(group))
+        hints, fields = typing.get_type_hints(group), {each.name: each for each in dataclasses.fields(group)}
+        own_first = dict.fromkeys(name for kind in group.__mro__ for name in vars(kind).get("__annotations__", ()))
+        _specs[group] = tuple(_spec(group, fields[name], hints[name]) for name in own_first if name in fields)
     return _specs[group]
 
 
