@@ -168,7 +168,7 @@ def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepRecord:
     tallies = global_tallies(loss_sum, run.train_spec.tallies(run.config), run.context)
     names = run.train_spec.loss_names(run.config)
     sums = loss_sums(loss_sum, names, run.context)
-    with timers("optimizer", level=1):
+    with timers("gradient-norm", level=1):
         gradient_sums = run.optimizer.gradient_sums()
     with waiting_for_device(run.context):  # the only time in a step
         loss_numbers, gradient_numbers, *counts = on_host(sums, gradient_sums, *tallies.values())

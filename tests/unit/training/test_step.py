@@ -21,7 +21,7 @@ FLAGS = (
 )
 
 
-STEP_TIMERS = {"forward-backward", "grads-sync", "optimizer"}
+STEP_TIMERS = {"gradient-norm", "forward-backward", "grads-sync", "optimizer"}
 COMPUTE_TIMERS = {"forward-compute", "backward-compute"}
 
 
