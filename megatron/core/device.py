@@ -25,6 +25,11 @@ def gpu(number: int) -> torch.device:
     return device
 
 
+def current_gpu() -> int:
+    """Number of this process's own GPU."""
+    return torch.cuda.current_device()
+
+
 def is_gpu(device: torch.device) -> bool:
     """Whether kernels on ``device`` are queued, and its collectives are NCCL's."""
     return device.type == "cuda"

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.device import current_gpu
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
 
@@ -187,4 +188,4 @@ def barrier(mesh: Mesh) -> None:
     """Wait until every rank of the run has called this."""
     if mesh.world_size > 1:
         with mesh.activity.waiting("barrier", range(mesh.world_size)):
-            dist.barrier()
+            dist.barrier(device_ids=[current_gpu()] if dist.get_backend() == "nccl" else None)

@@ -127,8 +127,8 @@ def choose_device(backend: str | None, launch: LaunchEnvironment) -> torch.devic
 
 
 def _join(parallel: ParallelConfig, launch: LaunchEnvironment, device: torch.device) -> None:
-    """With a GPU, communicators are made at once, not at their first collective, and belong to that GPU: NCCL otherwise
-    guesses it in a barrier, and a first exchange between two ranks would have to wait for all members of its group.
+    """No ``device_id``: with one, NCCL makes a group by splitting the communicator of all ranks, which waits for every
+    rank, and groups are made by their members alone.
     """
     os.environ.setdefault("MASTER_ADDR", launch.master_address or "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(launch.master_port))
@@ -144,7 +144,6 @@ def _join(parallel: ParallelConfig, launch: LaunchEnvironment, device: torch.dev
             rank=launch.rank,
             world_size=launch.world_size,
             timeout=timeout,
-            device_id=device if is_gpu(device) else None,
         )
     except (RuntimeError, ValueError, dist.DistNetworkError) as error:
         raise ParallelError(

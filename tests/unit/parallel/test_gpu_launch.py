@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.config.parallel import ParallelConfig
 from megatron.core.device import describe, without_tf32
 from megatron.core.parallel import launch
+from megatron.core.parallel.collectives import barrier
 from megatron.core.parallel.environment import (
     LaunchEnvironment,
     check_variables,
@@ -23,10 +24,10 @@ from megatron.errors import ConfigError
 
 
 @pytest.mark.parametrize(("device", "backend"), [("cuda:3", "nccl"), ("cpu", "gloo")])
-def test_communicators_are_made_at_once_and_belong_to_the_gpu(
-    device: str, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a device NCCL guesses one in a barrier, and makes communicators when only some ranks are ready."""
+def test_groups_can_be_made_by_their_members_alone(device: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a device NCCL would split the communicator of all ranks for each group: runs would hang where only some
+    ranks make one, as stages do.
+    """
     asked: dict[str, Any] = {}
 
     def init_process_group(name: str, **given: Any) -> None:
@@ -36,7 +37,20 @@ def test_communicators_are_made_at_once_and_belong_to_the_gpu(
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
     launch._join(ParallelConfig(), LaunchEnvironment(world_size=2, local_rank=3), torch.device(device))
     assert asked["name"] == backend
-    assert asked["device_id"] == (torch.device(device) if backend == "nccl" else None)
+    assert asked.get("device_id") is None
+
+
+@pytest.mark.parametrize(("backend", "devices"), [("nccl", [3]), ("gloo", None)])
+def test_a_barrier_runs_on_the_ranks_own_gpu(
+    backend: str, devices: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL otherwise guesses one from the rank, and torch warns."""
+    asked: list[Any] = []
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(dist, "barrier", lambda *, device_ids: asked.append(device_ids))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    barrier(launch.mesh_of(ParallelConfig(), world_size=2, rank=0))
+    assert asked == [devices]
 
 
 def test_variables_are_set_before_cuda_starts(monkeypatch: pytest.MonkeyPatch) -> None:
