@@ -76,7 +76,9 @@ class Rule:
         i, j = torch.meshgrid(torch.arange(sq), torch.arange(sk), indexing="ij")
         own = i + sk - sq  # bottom right: the last query is at the last key
         if self.slopes is not None:
-            scores = scores - self.slopes.double()[:, None, None] * (own - j).abs()
+            is_causal = self.left < 0 and self.right == 0
+            away = -j if is_causal else (own - j).abs()  # flash-attn 2 leaves out what a row has in common
+            scores = scores - self.slopes.double()[:, None, None] * away
         hidden = torch.zeros(sq, sk, dtype=torch.bool)
         if self.left >= 0:
             hidden |= j < own - self.left
@@ -152,7 +154,10 @@ class Kernels:
         assert isinstance(left, int) and isinstance(right, int) and min(left, right) >= -1, "no bound is -1"
         causal = given.get("causal", given.get("is_causal"))
         assert causal in (True, False), f"causal is {causal}"
-        return (left, 0) if causal else (left, right)
+        right = 0 if causal else right
+        if given.get("cu_seqlens_q") is None:  # flash-attn drops bounds that are as wide as the keys
+            left, right = (-1 if side >= given["k"].shape[1] else side for side in (left, right))
+        return left, right
 
     def _check(self, given: dict[str, Any]) -> None:
         """What the C++ code of the packages checks."""
@@ -332,6 +337,7 @@ def torch_kernels(library: torch.library.Library) -> None:
     def cudnn(*positional: Any, **named: Any) -> Any:
         given = _by_name(torch.ops.aten._scaled_dot_product_cudnn_attention.default, positional, named)
         assert given["attn_bias"] is None and given["compute_log_sumexp"] and not given["return_debug_mask"]
+        assert given["key"].shape[2] > 1, "cuDNN SDPA does not support key/value sequence length 1"
         samples = zip(*(given[full].transpose(1, 2) for full in _FULL.values()))
         found = [forward_of_one(q, k, v, rule(given), None, -math.inf) for q, k, v in samples]
         out = torch.stack([one for one, _ in found]).transpose(1, 2).to(given["query"].dtype)

@@ -28,6 +28,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "parts, windows": {"partial": True, "window": (4095, 0)},
     "parts, dropout": {"partial": True, "dropout": 0.1},
     "parts, ALiBi": {"partial": True, "slopes": True},
+    "sinks, ALiBi": {"sinks": True, "slopes": True},
     "soft caps, dropout": {"soft_cap": True, "dropout": 0.1},
     "determinism": {"deterministic": True},
     "fp32": {"dtype": torch.float32},

@@ -50,7 +50,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sinks": ({"g": 2}, {"sinks": SINKS}),
     "sinks, documents": ({}, {"sinks": SINKS, "document_ids": DOCUMENTS}),
     "everything": ({"g": 2}, {"window": (2, 0), "soft_cap": 0.7, "sinks": SINKS, "document_ids": DOCUMENTS}),
-    "everything with ALiBi": ({"g": 1}, {"window": (2, 0), "soft_cap": 0.7, "slopes": SLOPES, "sinks": SINKS}),
+    "everything with ALiBi": ({"g": 1}, {"window": (2, 0), "soft_cap": 0.7, "slopes": SLOPES}),
 }
 
 

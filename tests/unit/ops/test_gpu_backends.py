@@ -77,8 +77,9 @@ def test_parts_of_torchs_kernels_merge(name: str, torch_stubs: None) -> None:
     inputs, backend = make(), BACKENDS[name]
     wanted = results(eager, inputs, AttentionOptions(causal=True, scale=0.3))
     q, k, v = (x.detach() for x in inputs)
-    early, late = slice(0, 4), slice(4, 9)
-    calls = ((early, early, True), (late, early, False), (late, late, True))
+    first, early, late = slice(0, 1), slice(1, 4), slice(4, 9)
+    calls = [(rows, rows, True) for rows in (first, early, late)]
+    calls += [(early, first, False), (late, first, False), (late, early, False)]
     merged = OnlineSoftmax.over_nothing(q, v)
     for rows, keys, causal in calls:
         part = backend.attend_partly(q[rows], k[keys], v[keys], AttentionOptions(causal=causal, scale=0.3))
@@ -134,7 +135,8 @@ def test_torch_is_told_which_kernel_to_take(monkeypatch: pytest.MonkeyPatch) -> 
     attend("sdpa", [x.float() for x in half], options)
     attend("sdpa", [x.double() for x in half], options)
     both = ["FLASH_ATTENTION", "EFFICIENT_ATTENTION"]
-    assert asked == [["CUDNN_ATTENTION"], ["EFFICIENT_ATTENTION"], both, both, ["EFFICIENT_ATTENTION"]]
+    of_cudnn = ["CUDNN_ATTENTION", "FLASH_ATTENTION"]  # the second for documents of one token
+    assert asked == [of_cudnn, ["EFFICIENT_ATTENTION"], both, both, ["EFFICIENT_ATTENTION"]]
     assert groups == [2, 4, 2, 4, 4, 2], "the memory-efficient kernel has no groups: their keys are repeated"
 
 
@@ -232,7 +234,15 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
         | {"flash_attn_2": "has no ALiBi together with parts of the keys"}
         | {"transformer_engine": "has no parts of the keys"},
     ),
-    "determinism": ({"deterministic": True}, dict.fromkeys(("cudnn", "efficient"), "has no determinism")),
+    "sinks and ALiBi": (
+        {"sinks": True, "slopes": True},
+        dict.fromkeys(("flash_attn_3", "varlen", "cudnn", "efficient"), "has no ALiBi")
+        | {"flash_attn_2": "has no ALiBi together with sinks", "transformer_engine": "has no sinks"},
+    ),
+    "determinism": (
+        {"deterministic": True},
+        dict.fromkeys(("flash_attn_3", "cudnn", "efficient"), "has no determinism"),
+    ),
     "determinism without gradients": ({"deterministic": True, "needs_grad": False}, {}),
     "fp32": (
         {"dtype": torch.float32},

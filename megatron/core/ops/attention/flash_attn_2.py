@@ -25,8 +25,14 @@ CAPABILITIES = Capabilities(
             "determinism",
         )
     ),
-    # Parts of the keys would draw the same dropout, and their distances are not those of their places.
-    apart=(("soft caps", "dropout"), ("dropout", "parts of the keys"), ("ALiBi", "parts of the keys")),
+    # Parts of the keys would draw the same dropout, and their distances are not those of their places. The log-sum-exp
+    # of causal calls with ALiBi is of other scores: slope times the key's place is added, not its distance subtracted.
+    apart=(
+        ("soft caps", "dropout"),
+        ("dropout", "parts of the keys"),
+        ("ALiBi", "parts of the keys"),
+        ("ALiBi", "sinks"),
+    ),
 )
 
 
