@@ -12,6 +12,9 @@ from megatron.core.ops.attention import sdpa
 from megatron.core.ops.attention.capabilities import HALF, Capabilities
 from megatron.core.ops.attention.request import AttentionOptions, AttentionRequest, Gradients, PartialResult
 
+_CUDNN = SDPBackend.CUDNN_ATTENTION
+_LSE_HAS_FOUR_DIMS = torch.__version__ >= "2.9"  # [b, n, s, 1] of cuDNN; older releases [b, n, s]
+
 CUDNN = Capabilities(
     subject="cuDNN's kernel",
     widest=128,
@@ -47,10 +50,14 @@ class FusedBackend:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """See ``attention``."""
-        return sdpa.attend_with(q, k, v, options, (self.kernel,))
+        # cuDNN's kernel takes no call to one key, which a document may be.
+        kernels = (self.kernel, SDPBackend.FLASH_ATTENTION) if self.kernel == _CUDNN else (self.kernel,)
+        return sdpa.attend_with(q, k, v, options, kernels)
 
     def attend_partly(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> PartialResult:
         """See ``partial_attention``."""
+        if k.shape[0] == 1:
+            return sdpa.attend_partly(q, k, v, options)
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             *(_heads_first(x) for x in sdpa.widened(q, k, v)),
             None,
@@ -67,8 +74,11 @@ class FusedBackend:
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: PartialResult, options: AttentionOptions
     ) -> Gradients:
         """See ``partial_attention_gradients``."""
+        if k.shape[0] == 1:
+            return sdpa.gradients_of_part(grad, q, k, v, whole, options)
         upstream, query, key, value, out = (_heads_first(x) for x in sdpa.widened(grad, q, k, v, whole.out))
-        lse = whole.lse.permute(1, 2, 0).contiguous().unsqueeze(-1)
+        lse = whole.lse.permute(1, 2, 0).contiguous()
+        lse = lse.unsqueeze(-1) if _LSE_HAS_FOUR_DIMS else lse
         unused = torch.empty(1, dtype=torch.int64, device=q.device)  # the seed of dropout, and its offset
         found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             upstream,
@@ -101,5 +111,5 @@ def _positions_first(x: Tensor) -> Tensor:
     return x.permute(2, 0, 1, 3)
 
 
-cudnn = FusedBackend(CUDNN, SDPBackend.CUDNN_ATTENTION)
+cudnn = FusedBackend(CUDNN, _CUDNN)
 efficient = FusedBackend(EFFICIENT, SDPBackend.EFFICIENT_ATTENTION)
