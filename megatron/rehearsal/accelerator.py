@@ -10,7 +10,7 @@ import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 DEVICE_TYPE = "gpu"
 _SETUP = "_setup_privateuseone_for_python_backend"
 _ROOT = Path(__file__).resolve().parents[2]
+_PACKAGE = Path(__file__).resolve().parents[1]
 _OWN = Path(__file__).resolve().parent
 
 
@@ -74,7 +75,8 @@ def _line(frame: FrameType) -> str:
 def is_of_the_program(file: str) -> bool:
     """Whether ``file`` is part of what is rehearsed."""
     path = Path(file)
-    return path.is_relative_to(_ROOT) and _OWN not in path.parents and "site-packages" not in path.parts
+    is_ours = path.is_relative_to(_PACKAGE) or (path.is_relative_to(_ROOT) and "site-packages" not in path.parts)
+    return is_ours and _OWN not in path.parents
 
 
 class _Module:
@@ -148,12 +150,13 @@ def pretending(
 
     ``failed`` is called with an error in a backward pass, where torch's engine would end the process without a word.
     """
+    calls = _Calls(waits, failed)
     with (
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
         _Operators(mode, waits, failed, observers),
-        _Calls(waits, failed),
-        mock.patch.object(BackwardCFunction, "apply", _telling(failed, BackwardCFunction.apply)),
-        mock.patch.object(saved_tensors_hooks, "__init__", _telling_hooks(failed, saved_tensors_hooks.__init__)),
+        calls,
+        mock.patch.object(BackwardCFunction, "apply", calls.in_backward(BackwardCFunction.apply)),
+        mock.patch.object(saved_tensors_hooks, "__init__", calls.in_hooks(saved_tensors_hooks.__init__)),
         mock.patch.object(torch, "Generator", _Generator),
         mock.patch.object(torch, "Event", _event_noting(waits)),
         mock.patch.object(FakeTensor, "tolist", _listing(waits)),
@@ -230,34 +233,35 @@ def _one(dtype: torch.dtype) -> bool | float | int:
     return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
 
 
-def _telling(failed: Callable[[Exception], None], function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, whose errors are told."""
-
-    def call(*args: Any) -> Any:
-        try:
-            return function(*args)
-        except Exception as error:
-            failed(error)
-            raise
-
-    return call
-
-
-def _telling_hooks(failed: Callable[[Exception], None], usual: Callable[..., None]) -> Callable[..., None]:
-    """The constructor of hooks of saved tensors; errors of those that a backward pass calls are told."""
-
-    def begin(hooks: saved_tensors_hooks, pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
-        usual(hooks, pack, _telling(failed, unpack))
-
-    return begin
-
-
 class _Calls(TorchFunctionMode):
     """Calls that a fake tensor can't answer, or that the device has no kernel for."""
 
     def __init__(self, waits: Waits, failed: Callable[[Exception], None]) -> None:
         super().__init__()
         self._waits, self._failed = waits, failed
+
+    def in_backward(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, which a backward pass calls: on a thread of torch's engine, which doesn't know this mode. Its
+        errors are told.
+        """
+
+        def call(*args: Any) -> Any:
+            try:
+                with nullcontext() if torch._C._len_torch_function_stack() else self:
+                    return function(*args)
+            except Exception as error:
+                self._failed(error)
+                raise
+
+        return call
+
+    def in_hooks(self, usual: Callable[..., None]) -> Callable[..., None]:
+        """The constructor of hooks of saved tensors, of which a backward pass calls the second."""
+
+        def begin(hooks: saved_tensors_hooks, pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+            usual(hooks, pack, self.in_backward(unpack))
+
+        return begin
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -271,7 +275,7 @@ class _Calls(TorchFunctionMode):
         if args and isinstance(args[0], FakeTensor):
             x, name = args[0], getattr(func, "__name__", "")
             if name in ("register_hook", "register_post_accumulate_grad_hook"):
-                return func(x, _telling(self._failed, args[1]))
+                return func(x, self.in_backward(args[1]))
             if name == "pin_memory":
                 return x
             if name == "data_ptr":  # no address, but the same for the same place

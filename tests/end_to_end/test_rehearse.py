@@ -34,6 +34,12 @@ LAYOUTS = {
         "--use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 "
         "--ranks all",
     ),
+    "pp2, recomputed": (
+        2,
+        "--pipeline-model-parallel-size 2 --recompute-granularity full --attention-dropout 0 --hidden-dropout 0 "
+        "--ranks all",
+    ),
+    "norms recomputed": (2, "--recompute-granularity selective --recompute-modules layernorm mlp --ranks all"),
     "optimizer in main memory": (2, "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --ranks all"),
     "pp2 of 1,024 ranks": (1024, "--pipeline-model-parallel-size 2 --global-batch-size 512 --rank 700"),
 }

@@ -34,10 +34,10 @@ def with_recomputed_inputs(
         given = tuple(each.detach().requires_grad_() for each in given)
     source = _Source(produce, given)
     outputs: tuple[Tensor, ...] = _Produce.apply(source, *given)  # type: ignore[no-untyped-call]
-    places = {each.untyped_storage().data_ptr(): place for place, each in enumerate(outputs)}
+    places = {each.untyped_storage()._cdata: place for place, each in enumerate(outputs)}
 
     def pack(x: Tensor) -> Any:
-        place = places.get(x.untyped_storage().data_ptr())
+        place = places.get(x.untyped_storage()._cdata)
         return x if place is None else (place, x.size(), x.stride(), x.storage_offset())
 
     def unpack(packed: Any) -> Tensor:
