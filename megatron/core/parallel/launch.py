@@ -51,8 +51,10 @@ def parallel_context(
         watch: AbstractContextManager[None] = nullcontext()
         mesh = mesh_of(parallel, world_size=launch.world_size, rank=launch.rank)
         mesh.urgent = frozenset(mesh.members(*GROUPS[name]) for name in parallel.high_priority_stream_groups)
+        # A minute more than a stall may last, so that liveness reports it before the backend times out.
+        mesh.timeout = timedelta(minutes=parallel.distributed_timeout_minutes + 1)
         if launch.world_size > 1:
-            _join(parallel, launch, device)
+            _join(launch, device, timeout=mesh.timeout)
         if dist.is_initialized():
             # A connection of its own, for a thread of its own.
             store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
@@ -126,14 +128,12 @@ def choose_device(backend: str | None, launch: LaunchEnvironment) -> torch.devic
     return gpu(index)
 
 
-def _join(parallel: ParallelConfig, launch: LaunchEnvironment, device: torch.device) -> None:
+def _join(launch: LaunchEnvironment, device: torch.device, *, timeout: timedelta) -> None:
     """No ``device_id``: with one, NCCL makes a group by splitting the communicator of all ranks, which waits for every
     rank, and groups are made by their members alone.
     """
     os.environ.setdefault("MASTER_ADDR", launch.master_address or "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(launch.master_port))
-    # A minute more than a stall may last, so that liveness reports it before the backend times out.
-    timeout = timedelta(minutes=parallel.distributed_timeout_minutes + 1)
     try:
         store, *_ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
         if launch.restarts:

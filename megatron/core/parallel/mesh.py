@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -41,7 +42,8 @@ class Mesh:
     ``pp`` may be combined with axes of either grid; mixing dense and expert axes in one union is a programming error.
     The expert grid numbers ranks stage by stage, also where ``pp`` isn't the slowest dense axis: a rank has one stage,
     and expert axes divide the ranks of a stage. ``activity``: what the rank is doing. ``urgent``:
-    members of groups whose NCCL kernels start before others that wait.
+    members of groups whose NCCL kernels start before others that wait. ``timeout``: of operations in groups made here;
+    None: torch's for the backend, 10 minutes with NCCL.
     """
 
     dense: RankGrid
@@ -49,6 +51,7 @@ class Mesh:
     world_rank: int = 0
     activity: Activity = field(default_factory=Activity, repr=False, compare=False)
     urgent: frozenset[tuple[int, ...]] = frozenset()
+    timeout: timedelta | None = None
     _groups: dict[tuple[int, ...], ProcessGroup] = field(default_factory=dict, repr=False)
     _members: dict[tuple[Axis, ...], tuple[int, ...]] = field(default_factory=dict, repr=False)
     _sizes: dict[tuple[Axis, ...], int] = field(default_factory=dict, repr=False)
@@ -148,7 +151,7 @@ class Mesh:
                     dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if members in self.urgent else None
                 )
                 self._groups[members] = dist.new_group(
-                    list(members), use_local_synchronization=True, pg_options=options
+                    list(members), timeout=self.timeout, use_local_synchronization=True, pg_options=options
                 )
         return self._groups[ranks]
 

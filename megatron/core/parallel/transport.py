@@ -33,7 +33,9 @@ class Transport:
         ascending = mesh.group("pp")
         self._channels: dict[bool, ProcessGroup | None] = {True: ascending, False: ascending}
         if device.type != "cpu":  # gloo itself keeps the two directions apart
-            self._channels[False] = dist.new_group(list(self._members), use_local_synchronization=True)
+            self._channels[False] = dist.new_group(
+                list(self._members), timeout=mesh.timeout, use_local_synchronization=True
+            )
         for source, target in sorted(set(routes)):
             greeting = [torch.zeros(1, device=device)]
             if self._rank == source:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -35,7 +36,8 @@ def test_groups_can_be_made_by_their_members_alone(device: str, backend: str, mo
 
     monkeypatch.setattr(launch, "rendezvous", lambda *_, **__: iter([(None, 0, 2)]))
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
-    launch._join(ParallelConfig(), LaunchEnvironment(world_size=2, local_rank=3), torch.device(device))
+    wait = timedelta(minutes=31)
+    launch._join(LaunchEnvironment(world_size=2, local_rank=3), torch.device(device), timeout=wait)
     assert asked["name"] == backend
     assert asked.get("device_id") is None
 
@@ -131,7 +133,10 @@ def test_groups_of_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
 
     made: list[tuple[list[int], Any]] = []
 
-    def new_group(ranks: list[int], *, use_local_synchronization: bool, pg_options: Any) -> str:
+    def new_group(
+        ranks: list[int], *, timeout: timedelta | None, use_local_synchronization: bool, pg_options: Any
+    ) -> str:
+        assert timeout == timedelta(minutes=31) and use_local_synchronization
         made.append((ranks, getattr(pg_options, "is_high_priority_stream", None)))
         return f"group {ranks}"
 
@@ -142,6 +147,7 @@ def test_groups_of_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
         made.clear()
         parallel = ParallelConfig(tensor_model_parallel_size=2, high_priority_stream_groups=(urgent,))  # type: ignore[arg-type]
         mesh = launch.mesh_of(parallel, world_size=4, rank=0)
+        mesh.timeout = timedelta(minutes=31)
         mesh.urgent = frozenset(mesh.members(*GROUPS[name]) for name in parallel.high_priority_stream_groups)
         mesh.group("dp", "cp")
         mesh.group("tp")
@@ -149,7 +155,7 @@ def test_groups_of_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
         assert made == expected
     made.clear()
     whole = launch.mesh_of(ParallelConfig(), world_size=2, rank=0)
-    whole.urgent = frozenset([(0, 1)])
+    whole.urgent, whole.timeout = frozenset([(0, 1)]), timedelta(minutes=31)
     whole.group("dp")
     assert made == [([0, 1], True)]
 
