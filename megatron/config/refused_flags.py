@@ -191,7 +191,7 @@ for Gemma's factor of the embeddings give --embedding-multiplier with the square
     input-embeds-norm
 offloading to CPU memory is not available yet; --recompute-granularity full, --use-distributed-optimizer and more
 model-parallel ranks save GPU memory
-    fine-grained-activation-offloading offload-modules
+    fine-grained-activation-offloading offload-modules min-offloaded-tensor-size
     cpu-offloading cpu-offloading-num-layers checkpoint-in-cpu
     ds-sequence-parallel-fpdt ds-sequence-parallel-fpdt-chunk-size ds-sequence-parallel-fpdt-offloading
 offloading weights is not available yet; --tensor-model-parallel-size divides them
