@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -173,3 +174,24 @@ def test_the_report_says_how_fp32_is_multiplied(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     without_tf32()
     assert describe(torch.device("cuda", 0)) == "NVIDIA H100 (compute capability 9.0, fp32 products without TF32)"
+
+
+def test_which_gpu_a_rank_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """srun may show each rank its own GPU alone, as number 0; torchrun shows every rank all of the node."""
+    second = LaunchEnvironment(rank=5, world_size=8, local_rank=1, local_world_size=4)
+    monkeypatch.setattr(launch, "gpu", lambda number: torch.device("cuda", number))
+    for shown, launched, index in (
+        (4, second, 1),
+        (4, replace(second, may_see_own_device_alone=True), 1),
+        (1, replace(second, may_see_own_device_alone=True), 0),
+    ):
+        monkeypatch.setattr(launch, "gpus", lambda shown=shown: shown)
+        assert launch.choose_device(None, launched) == torch.device("cuda", index)
+        assert launch.choose_device("gloo", launched) == torch.device("cpu")
+    monkeypatch.setattr(launch, "gpus", lambda: 1)
+    with pytest.raises(ConfigError, match="rank 5 is number 1 on its node of 1 GPUs"):
+        launch.choose_device(None, second)
+    monkeypatch.setattr(launch, "gpus", lambda: 0)
+    assert launch.choose_device(None, second) == torch.device("cpu")
+    with pytest.raises(ConfigError, match="needs a GPU and this machine has none"):
+        launch.choose_device("nccl", second)
