@@ -133,7 +133,8 @@ def test_berts_that_hugging_face_does_not_have() -> None:
     rotary = dataclasses.replace(model, position_embedding_type="rope", qk_layernorm=True)
     with pytest.raises(
         CheckpointError,
-        match="no BERT of this architecture. For megatron-bert, the nearest type, positions are not learned; queries",
+        match=r"no BERT of this architecture\. For megatron-bert, the nearest type, queries and keys are normalized; "
+        "positions are not learned",
     ):
         config_from_model(rotary, (BertConfig(),), **known)
 
