@@ -91,7 +91,9 @@ def _on_device(a: Quantized, b: Quantized, dtype: torch.dtype, *, is_fast: bool)
         wide, high = data.shape[1] // BLOCK, data.shape[0] if is_row else data.shape[0] // BLOCK
         # Kernels read scales column by column: [rows, blocks], and those of squares as [blocks, squares].
         padded = F.pad(each.scales, (0, wide - each.scales.shape[1], 0, high - each.scales.shape[0]), value=1.0)
-        scales.append(padded.t().contiguous().t() if is_row else F.pad(padded, (0, -wide % 4), value=1.0).t())
+        # Padding by nothing keeps the strides, which in a transposed weight are those of columns.
+        squares = F.pad(padded, (0, -wide % 4), value=1.0).contiguous()
+        scales.append(padded.t().contiguous().t() if is_row else squares.t())
         recipes.append(_Scaling.BlockWise1x128 if is_row else _Scaling.BlockWise128x128)
     found = _scaled_mm(left, right.t(), scales[0], recipes[0], scales[1], recipes[1], output_dtype=dtype)
     return found[:rows, :outputs]

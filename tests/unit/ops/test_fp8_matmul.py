@@ -60,13 +60,10 @@ def on_fake_gpu(x: Any) -> Any:
     return x
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_calls_are_those_that_cuda_accepts(
-    kind: str, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of layouts, alignments and shapes of scales; the kernels' own checks run on tensors without values."""
-    calls = []
+@pytest.fixture
+def fake_kernels(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The kernels' own checks run on tensors without values; shapes of what each call gives."""
+    calls: list[Any] = []
 
     def checked(kernel: Any) -> Any:
         def call(*given: Any, **named: Any) -> Tensor:
@@ -79,12 +76,28 @@ def test_calls_are_those_that_cuda_accepts(
 
     monkeypatch.setattr(torch, "_scaled_mm", checked(torch._scaled_mm))
     monkeypatch.setattr(fp8_matmul, "_scaled_mm", checked(F.scaled_mm))
+    return calls
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_calls_are_those_that_cuda_accepts(kind: str, shape: tuple[int, int, int], fake_kernels: list[Any]) -> None:
+    """Of layouts, alignments and shapes of scales."""
     a, b = operands(kind, shape)
     found = multiply(a, b, torch.bfloat16, by="device")
-    assert found.shape == shape[:2] and found.dtype == torch.bfloat16 and len(calls) == 1
+    assert found.shape == shape[:2] and found.dtype == torch.bfloat16 and len(fake_kernels) == 1
     a, b = (each.transposed().transposed() if kind == "tensorwise" else each for each in (b, a))
     if kind not in ("squares", "gradient"):
         assert multiply(a, b, torch.bfloat16, by="device").shape == (shape[1], shape[0])
+
+
+@pytest.mark.parametrize("shape", [(64, 512, 512), (64, 512, 1024), (64, 1024, 512), (64, 384, 256), (64, 512, 128)])
+def test_cuda_accepts_the_product_of_an_input_s_gradient(shape: tuple[int, int, int], fake_kernels: list[Any]) -> None:
+    """With squares of a weight transposed, whose scales lie in memory otherwise than those of the weight."""
+    rows, outputs, inner = shape
+    grad, weight = blockwise(torch.randn(rows, outputs), E4M3), blockwise(torch.randn(outputs, inner), E4M3, rows=128)
+    found = multiply(grad, weight.transposed().contiguous(), torch.bfloat16, by="device")
+    assert found.shape == (rows, inner) and len(fake_kernels) == 1
 
 
 def test_the_fake_gpu_refuses_what_cuda_refuses() -> None:
