@@ -24,6 +24,9 @@ CAPABILITIES: dict[str, tuple[int, int]] = {
 }
 """The lowest compute capability of a GPU whose kernels multiply with each recipe's scales."""
 
+_BELOW: dict[str, tuple[int, int]] = {"blockwise": (10, 0), "mxfp8": (12, 0)}  # and the lowest whose don't any more
+_CUDA_OF_BLOCKS = (12, 9)  # from which cuBLAS has scales for blocks of 128
+
 _ALIGNMENT = 16  # elements to which kernels want the inner and the output dimension aligned
 # Names that torch has since 2.7 and 2.10.
 _E8M0: Any = getattr(torch, "float8_e8m0fnu", None)
@@ -42,14 +45,20 @@ def refusal(recipe: str, device: torch.device) -> str | None:
     found = capability(device)
     if found is None:
         return None
-    needed = CAPABILITIES[recipe]
-    if found < needed or (recipe == "mxfp8" and found[0] == 12):
-        only = ", and not 12" if recipe == "mxfp8" else ""
-        lowest, here = (".".join(map(str, each)) for each in (needed, found))
-        return f"it needs a GPU of compute capability {lowest} or higher{only}; this is {here}"
+    needed, below = CAPABILITIES[recipe], _BELOW.get(recipe)
+    if found < needed or (below is not None and found >= below):
+        limit = "" if below is None else f", and below {_dotted(below)}"
+        return f"it needs a GPU of compute capability {_dotted(needed)} or higher{limit}; this is {_dotted(found)}"
     if recipe in ("blockwise", "mxfp8") and _scaled_mm is None:
         return f"products with scales of blocks need torch 2.10 or newer; this is {torch.__version__}"
+    cuda = torch.version.cuda
+    if recipe == "blockwise" and (cuda is None or tuple(map(int, cuda.split(".")[:2])) < _CUDA_OF_BLOCKS):
+        return f"it needs a torch built with CUDA {_dotted(_CUDA_OF_BLOCKS)} or newer; this one has {cuda or 'none'}"
     return None
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
 
 
 def multiply(a: Quantized, b: Quantized, dtype: torch.dtype, *, by: Implementation, is_fast: bool = False) -> Tensor:

@@ -137,9 +137,19 @@ def test_which_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     capability(8, 0)
     assert refusal("tensorwise", gpu) == "it needs a GPU of compute capability 8.9 or higher; this is 8.0"
     capability(9, 0)
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
     assert refusal("blockwise", gpu) is None
-    assert refusal("mxfp8", gpu) == "it needs a GPU of compute capability 10.0 or higher, and not 12; this is 9.0"
+    assert refusal("mxfp8", gpu) == "it needs a GPU of compute capability 10.0 or higher, and below 12.0; this is 9.0"
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert refusal("blockwise", gpu) == "it needs a torch built with CUDA 12.9 or newer; this one has 12.8"
+    assert refusal("tensorwise", gpu) is None
+    capability(10, 0)
+    assert (
+        refusal("blockwise", gpu) == "it needs a GPU of compute capability 9.0 or higher, and below 10.0; this is 10.0"
+    )
+    assert refusal("mxfp8", gpu) is None
     capability(12, 0)
-    assert "and not 12" in (refusal("mxfp8", gpu) or "")
+    assert "and below 12.0" in (refusal("mxfp8", gpu) or "")
+    capability(9, 0)
     monkeypatch.setattr(fp8_matmul, "_scaled_mm", None)
     assert "torch 2.10" in (refusal("blockwise", gpu) or "")
