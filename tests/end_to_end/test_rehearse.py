@@ -40,6 +40,10 @@ LAYOUTS = {
         "--ranks all",
     ),
     "norms recomputed": (2, "--recompute-granularity selective --recompute-modules layernorm mlp --ranks all"),
+    "tp2 sp, mxfp8": (
+        2,
+        "--tensor-model-parallel-size 2 --sequence-parallel --fp8-format e4m3 --fp8-recipe mxfp8 --ranks all",
+    ),
     "optimizer in main memory": (2, "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --ranks all"),
     "pp2 of 1,024 ranks": (1024, "--pipeline-model-parallel-size 2 --global-batch-size 512 --rank 700"),
 }

@@ -145,7 +145,7 @@ def mx_exponents(largest: Tensor, fmt: torch.dtype = E4M3) -> Tensor:
     NaN gives 255, infinity 254.
     """
     # A division in fp32 by a number that isn't a power of two is what the kernels replace by this product.
-    bits = (largest * torch.tensor(1.0 / LARGEST[fmt], dtype=torch.float32, device=largest.device)).view(torch.int32)
+    bits = (largest * largest.new_full((), 1.0 / LARGEST[fmt])).view(torch.int32)
     exponent, mantissa = (bits >> _EXPONENT_BITS) & 0xFF, bits & _MANTISSA
     rounds_up = (mantissa > 0) & (exponent != 254) & ~((exponent == 0) & (mantissa <= 0x400000))
     found = exponent + rounds_up.int()
