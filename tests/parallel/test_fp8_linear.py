@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron.config.fp8 import Fp8Config
+from megatron.core.ops.fp8_matmul import multiply
+from megatron.core.ops.quantize import E4M3, E5M2, Quantized
 from megatron.core.parallel import collectives
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.tensor_parallel import fp8_linear
@@ -23,7 +25,7 @@ LENGTH, WIDTH, OUTPUTS = 64, 128, 32
 
 
 def in_fp8(context: ParallelContext, recipe: str, **settings: Any) -> ParallelContext:
-    fp8 = Fp8Config(fp8_format="e4m3", fp8_recipe=recipe, **settings)  # type: ignore[arg-type]
+    fp8 = Fp8Config(**{"fp8_format": "e4m3", "fp8_recipe": recipe} | settings)
     context.low_precision.configure(fp8, num_layers=2)
     return context.in_layer(0)
 
@@ -99,6 +101,22 @@ def test_weights_are_quantized_once_a_step(recipe: str) -> None:
                 for _ in range(3):
                     layer(x.requires_grad_()).sum().backward()
     assert sum(call.args[1] is quantizer.weight for call in calls.call_args_list) == 2
+
+
+@pytest.mark.parametrize(("fmt", "of_gradients"), [("e4m3", E4M3), ("hybrid", E5M2)])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_formats_of_products(recipe: str, fmt: str, of_gradients: torch.dtype) -> None:
+    """Layouts agree on the wrong format, too; gradients in E4M3 lose the range for which hybrid is chosen."""
+    context = ParallelContext.single(dtype=torch.float32)
+    layer, found = layer_of(context, recipe, fp8_format=fmt), list[tuple[torch.dtype, torch.dtype]]()
+
+    def noted(a: Quantized, b: Quantized, *given: Any, **named: Any) -> Tensor:
+        found.append((a.data.dtype, b.data.dtype))
+        return multiply(a, b, *given, **named)
+
+    with mock.patch.object(fp8_linear, "multiply", noted):
+        layer(torch.randn(4, 1, WIDTH, requires_grad=True)).sum().backward()
+    assert found == [(E4M3, E4M3), (of_gradients, E4M3), (of_gradients, E4M3)]
 
 
 def test_generation_multiplies_in_the_weights_own_format() -> None:
