@@ -147,6 +147,19 @@ def test_delayed_scales_follow_the_largest_values_of_steps() -> None:
     with torch.no_grad(), low_precision.step(trains=False):
         layer(torch.full((2, 1, WIDTH), 100.0))
     assert scaling.scale(0).item() == before
+    assert before == 448 / 2 / 4.0
+
+
+def test_each_tensor_of_a_layer_has_a_delayed_scale_of_its_own() -> None:
+    """From its own largest value and for its own format."""
+    context = ParallelContext.single(dtype=torch.float32)
+    layer = layer_of(context, "delayed", fp8_format="hybrid")
+    assert layer.fp8 is not None and layer.fp8.quantizer.scaling is not None
+    x = torch.full((2, 1, WIDTH), 2.0, requires_grad=True)
+    with context.low_precision.step(trains=True):
+        (layer(x) * 0.5).sum().backward()
+    scales = [layer.fp8.quantizer.scaling[0].scale(number).item() for number in range(3)]
+    assert scales == [448 / 2, pytest.approx(448 / layer.weight.abs().max().item(), rel=1e-6), 57344 / 0.5]
 
 
 def test_frozen_weights_pass_gradients_on() -> None:

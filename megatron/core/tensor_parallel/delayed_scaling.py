@@ -42,15 +42,18 @@ class DelayedScaling:
     def update(self) -> None:
         """Agree on the step's largest values and set the scales of the next. A collective of a stage's ranks.
 
-        Scales stay where the largest value is 0, infinite or NaN. A role without any value keeps its history.
+        A role whose largest value is 0, infinite or NaN, on any rank, keeps its scale and history: what a step with
+        fp16 gradients too large leaves would hold scales until it has left the history.
         """
         history, scales = self._history, self._scales
-        seen = all_reduce(history[:, 0].clone(), self._context.mesh, "tp", "cp", "dp", op="max")
+        local = torch.where(history[:, 0].isnan(), torch.inf, history[:, 0])  # NCCL promises no maximum of NaN
+        seen = all_reduce(local, self._context.mesh, "tp", "cp", "dp", op="max")
+        seen = torch.where(seen.isinf(), 0.0, seen)
         history[:, 0] = seen
         largest = history.amax(1) if self._takes_max else seen
         found = self._limits * 2.0**-self._margin / largest
         found = torch.where(found.isinf(), torch.full_like(found, torch.finfo(torch.float32).max), found)
-        scales.copy_(torch.where(largest.isfinite() & (largest != 0), found, scales))
+        scales.copy_(torch.where(largest != 0, found, scales))
         history.copy_(torch.where(seen[:, None] == 0, history, history.roll(-1, 1)))
         history[:, 0] = 0.0
 
