@@ -54,6 +54,12 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if is_gpu(device) else None
 
 
+def cuda_release() -> tuple[int, ...] | None:
+    """Of the CUDA that torch was built with, as (12, 9), or None without it."""
+    found = torch.version.cuda
+    return None if found is None else tuple(map(int, found.split(".")))
+
+
 def default_generator(device: torch.device) -> torch.Generator:
     """The generator from which kernels draw that cannot be given one."""
     if not is_gpu(device):

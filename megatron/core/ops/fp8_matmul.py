@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.device import capability
+from megatron.core.device import capability, cuda_release
 from megatron.core.ops.quantize import BLOCK, E5M2, MX_BLOCK, Quantized, bytes_of, values_of
 
 Implementation = Literal["device", "emulation"]
@@ -51,13 +51,14 @@ def refusal(recipe: str, device: torch.device) -> str | None:
         return f"it needs a GPU of compute capability {_dotted(needed)} or higher{limit}; this is {_dotted(found)}"
     if recipe in ("blockwise", "mxfp8") and _scaled_mm is None:
         return f"products with scales of blocks need torch 2.10 or newer; this is {torch.__version__}"
-    cuda = torch.version.cuda
-    if recipe == "blockwise" and (cuda is None or tuple(map(int, cuda.split(".")[:2])) < _CUDA_OF_BLOCKS):
-        return f"it needs a torch built with CUDA {_dotted(_CUDA_OF_BLOCKS)} or newer; this one has {cuda or 'none'}"
+    cuda = cuda_release()
+    if recipe == "blockwise" and (cuda is None or cuda < _CUDA_OF_BLOCKS):
+        has = "none" if cuda is None else _dotted(cuda)
+        return f"it needs a torch built with CUDA {_dotted(_CUDA_OF_BLOCKS)} or newer; this one has {has}"
     return None
 
 
-def _dotted(version: tuple[int, int]) -> str:
+def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
