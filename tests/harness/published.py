@@ -70,10 +70,23 @@ def random_model(family: str, settings: Mapping[str, Any], *, seed: int = 0) -> 
             std = 0.15 if parameter.dim() > 1 else 0.3
             is_scale = name.endswith("weight") and ("norm" in name.lower() or name.split(".")[-2] == "ln")
             parameter.normal_(parameter.mean().item() if is_scale else 0.0, std)  # 0 in Gemma, which adds 1
+        parameters = dict(model.named_parameters())
+        for (
+            name,
+            parameter,
+        ) in parameters.items():  # of an untied BERT: nothing reads the first; a copy in transformers 4
+            if (live := parameters.get(f"{name.removesuffix('bias')}decoder.bias")) is not None:
+                parameter.copy_(live)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.2)
     return model
+
+
+def _is_unread(name: str, model: Any) -> bool:
+    """Whether it is the bias that an untied BERT keeps where a tied one has its own; a copy in transformers 4."""
+    head, _, kind = name.rpartition(".")
+    return kind == "bias" and f"{head}.decoder.bias" in dict(model.named_parameters())
 
 
 def fp64_model(family: str, settings: dict[str, Any], **more: Any) -> Any:
@@ -175,7 +188,8 @@ def without_dropout(model: ModelConfig) -> ModelConfig:
 
 def portable_gradients(model: Any) -> PortableModel:
     """The gradients of a model that was run backward, under our names; the model's weights are lost."""
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        parameter.data = parameter.grad
+    for name, parameter in model.named_parameters():
+        if not _is_unread(name, model):
+            assert parameter.grad is not None, name
+            parameter.data = parameter.grad
     return from_transformers(model)

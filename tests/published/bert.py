@@ -36,7 +36,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "bert",
         {**BERT, "num_hidden_layers": 1, "type_vocab_size": 3, "num_attention_heads": 3},
     ),
+    "bert, untied": ("bert", {**BERT, "tie_word_embeddings": False}),
     "megatron-bert": ("megatron-bert", MEGATRON),
+    "megatron-bert, untied, masked tokens only": (
+        "megatron-bert",
+        {**MEGATRON, "tie_word_embeddings": False, "architectures": ["MegatronBertForMaskedLM"]},
+    ),
     "megatron-bert, masked tokens only": (
         "megatron-bert",
         {**MEGATRON, "architectures": ["MegatronBertForMaskedLM"]},
@@ -44,6 +49,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "roberta": ("roberta", ROBERTA),
     "roberta, tanh gelu, 3 heads": ("roberta", {**ROBERTA, "hidden_act": "gelu_new", "num_attention_heads": 3}),
     "roberta, two token types, padding id 7": ("roberta", {**ROBERTA, "type_vocab_size": 2, "pad_token_id": 7}),
+    "roberta, untied": ("roberta", {**ROBERTA, "tie_word_embeddings": False}),
     "xlm-roberta": ("xlm-roberta", {**ROBERTA, "architectures": ["XLMRobertaForMaskedLM"]}),
     "camembert": ("camembert", {**ROBERTA, "architectures": ["CamembertForMaskedLM"]}),
     "modernbert": ("modernbert", MODERNBERT),

@@ -96,13 +96,29 @@ def test_files_of_other_times(model_folder: Folder, tmp_path: Path) -> None:
         read_huggingface(tmp_path / "old")
 
 
+@pytest.mark.parametrize(("release", "changed"), [("4", "decoder.bias"), ("5", "bias")])
+def test_the_bias_of_an_untied_output(release: str, changed: str, model_folder: Folder, tmp_path: Path) -> None:
+    """transformers 4 saves it where a tied one is; 5 reads it beside the weight, and keeps the other without use."""
+    from safetensors.torch import save_file
+
+    source = weights(model_folder("bert, untied"))
+    live = source["cls.predictions.decoder.bias"]
+    if release == "4":
+        del source[f"cls.predictions.{changed}"]
+    else:
+        source[f"cls.predictions.{changed}"] = torch.zeros_like(live)
+    shutil.copytree(model_folder("bert, untied"), tmp_path / "other")
+    save_file(source, tmp_path / "other/model.safetensors", metadata={"format": "pt"})
+    found = read_huggingface(tmp_path / "other")
+    assert torch.equal(found.tensors["output_layer.bias"].make(), live)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"type_vocab_size": 3}, "bert.embeddings.token_type_embeddings.weight is [2, 48] and should be [3, 48]"),
         ({"position_embedding_type": "relative_key"}, "supports only 'absolute'"),
         ({"is_decoder": True}, "says is_decoder = True"),
-        ({"tie_word_embeddings": False}, "says tie_word_embeddings = False"),
         ({"hidden_act": "relu"}, "says hidden_act = 'relu': this project has gelu_new and"),
         ({"num_hidden_layers": 4}, "missing: bert.encoder.layer.3.attention.output.LayerNorm.bias"),
     ],

@@ -9,6 +9,7 @@ from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.huggingface.format import HuggingFaceFormat, ModelType
 from megatron.core.conversion.huggingface.known import Known
+from megatron.core.conversion.portable import LazyTensor
 from megatron.core.models.bert.config import BertConfig, TokenTypesConfig, token_types
 from megatron.core.models.bert.huggingface import bert, modernbert, roberta
 from megatron.errors import CheckpointError
@@ -67,6 +68,16 @@ class BertFormat(HuggingFaceFormat):
         )
         types = 0 if model_type in modernbert.TYPES else known("type_vocab_size")
         return (head, TokenTypesConfig(num_tokentypes=types))
+
+    def complete(self, model: ModelConfig, tensors: dict[str, LazyTensor]) -> ModelConfig:
+        """The bias of an untied output: files of transformers 4 have it where a tied one is, and 5 keeps one there
+        that nothing reads.
+        """
+        for described in self.types.values():
+            for name, live in described.copies(model).items():
+                if name in tensors:
+                    tensors.setdefault(live, tensors.pop(name))
+        return model
 
     def is_unused(self, name: str, model_type: str) -> bool:
         """Also the pooler of a model without the head that reads it."""

@@ -6,7 +6,9 @@ In the original, residuals branch off after the norms, which is ``--apply-residu
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+from megatron.config.model import ModelConfig
 from megatron.core.conversion.bounds import Count
 from megatron.core.conversion.huggingface.format import ModelType
 from megatron.core.conversion.huggingface.known import GELUS
@@ -47,10 +49,22 @@ def body(name: str, *, pre_norm: bool) -> tuple[Row, ...]:
     )
 
 
+def output(head: str) -> dict[str, Any]:
+    """Fields of a type whose output layer is part of the module ``head``: of a tied one the bias alone."""
+
+    def rows(model: ModelConfig) -> tuple[Row, ...]:
+        return (Row("output_layer", f"{head}.decoder" if model.untie_embeddings_and_output_weights else head),)
+
+    def copies(model: ModelConfig) -> dict[str, str]:
+        """transformers 4 reads the bias where a tied one is, 5 where the weight is."""
+        return {f"{head}.bias": f"{head}.decoder.bias"} if model.untie_embeddings_and_output_weights else {}
+
+    return {"rows": rows, "copies": copies, "tied_copies": (f"{head}.decoder.weight", f"{head}.decoder.bias")}
+
+
 _HEADS = (
     Row("lm_head.dense", "cls.predictions.transform.dense"),
     Row("lm_head.layer_norm", "cls.predictions.transform.LayerNorm"),
-    Row("output_layer", "cls.predictions"),  # the bias alone: the weight is the word embeddings'
     Row("pooler.dense", "bert.pooler.dense"),
     Row("binary_head", "cls.seq_relationship"),
 )
@@ -71,13 +85,7 @@ PRE_NORM = ModelType(
     },
     activation="hidden_act",
     activations=GELUS,
-    fixed={"untie_embeddings_and_output_weights": False},
-    expected={
-        "is_decoder": False,
-        "add_cross_attention": False,
-        "position_embedding_type": "absolute",
-        "tie_word_embeddings": True,
-    },
+    expected={"is_decoder": False, "add_cross_attention": False, "position_embedding_type": "absolute"},
     defaults={
         "hidden_act": "gelu",
         "hidden_dropout_prob": 0.1,
@@ -96,16 +104,19 @@ PRE_NORM = ModelType(
     prefix="bert.",
     heads=("cls.predictions.", "cls.seq_relationship."),
     unused=(".embeddings.position_ids",),
-    tied_copies=("cls.predictions.decoder.weight", "cls.predictions.decoder.bias"),
-    about="Megatron-LM's BERT, whose norms come first; with or without the sentence-order head",
+    about="Megatron-LM's BERT, whose norms come first; with or without the sentence-order head; tied or not",
+    **output("cls.predictions"),
 )
 TYPES = {
     "bert": replace(
         PRE_NORM,
         architecture="Bert",
         table=(*body("bert", pre_norm=False), *_HEADS),
-        fixed={**PRE_NORM.fixed, "apply_residual_connection_post_layernorm": True},
-        about="BERT, here with --apply-residual-connection-post-layernorm; with or without the sentence-order head",
+        fixed={"apply_residual_connection_post_layernorm": True},
+        about=(
+            "BERT, here with --apply-residual-connection-post-layernorm; with or without the sentence-order head; tied "
+            "or not"
+        ),
         example="google-bert/bert-base-uncased",
     ),
     "megatron-bert": PRE_NORM,

@@ -40,7 +40,6 @@ ROBERTA = replace(
         *bert.body("roberta", pre_norm=False),
         Row("lm_head.dense", "lm_head.dense"),
         Row("lm_head.layer_norm", "lm_head.layer_norm"),
-        Row("output_layer", "lm_head"),  # the bias alone: the weight is the word embeddings'
     ),
     settings={ours: theirs for ours, theirs in _ORIGINAL.settings.items() if ours != "max_position_embeddings"},
     by_code=("position_embedding_offset",),
@@ -55,9 +54,12 @@ ROBERTA = replace(
     refuse=lambda model: [] if model.position_embedding_offset else ["positions begin at the first row of their table"],
     prefix="roberta.",
     heads=("lm_head.",),
-    tied_copies=("lm_head.decoder.weight", "lm_head.decoder.bias"),
-    about="RoBERTa, here with --apply-residual-connection-post-layernorm --bert-no-binary-head --num-tokentypes 1",
+    about=(
+        "RoBERTa, here with --apply-residual-connection-post-layernorm --bert-no-binary-head --num-tokentypes 1; tied "
+        "or not"
+    ),
     example="FacebookAI/roberta-base",
+    **bert.output("lm_head"),
 )
 TYPES = {
     "roberta": ROBERTA,
