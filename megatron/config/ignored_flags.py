@@ -54,7 +54,7 @@ optimizer state always loads at any layout
 a missing or unexpected tensor in a checkpoint is always an error
     dist-ckpt-strictness
 there is one layout of gradient buckets; --ddp-bucket-size sets their size
-    no-align-grad-reduce no-align-param-gather ddp-pad-buckets-for-high-nccl-busbw ddp-average-in-collective
+    no-align-grad-reduce no-align-param-gather ddp-average-in-collective
     no-contiguous-buffers-in-local-ddp DDP-impl suggested-communication-unit-size
     overlap-param-gather-with-optimizer-step zero-contigious-gradients zero-reduce-scatter zero-reduce-bucket-size
     zero-allgather-bucket-size use-pin-memory use-contiguous-parameters-in-local-ddp
@@ -117,8 +117,6 @@ that metric is not available; see --log-throughput, --log-memory-to-tensorboard 
     log-memory-interval memory-keys log-device-memory-used log-l2-norm-grad-to-tensorboard log-max-attention-logit
     dump-param-to-param-group-map save-config-filepath filter-warnings no-filter-warnings modules-to-filter
     set-level-for-all-loggers
-gradients are reduced in fp32 unless --grad-reduce-in-bf16
-    ddp-reduce-scatter-with-fp32-accumulation
 --distributed-timeout-minutes applies from startup to the end
     distributed-timeout-seconds-after-init
 experts are always computed by grouped products, where a library has them for the type

@@ -97,6 +97,13 @@ class ParallelConfig:
         default=None,
         at_least=1,
     )
+    ddp_pad_buckets_for_high_nccl_busbw: bool = switch(
+        "Pad gradient buckets to multiples of 65,536 elements, with which NCCL keeps its speed on many nodes."
+    )
+    ddp_reduce_scatter_with_fp32_accumulation: bool = switch(
+        "With --grad-reduce-in-bf16 and --use-distributed-optimizer: send gradients in bf16 and sum them in fp32, "
+        "rounding once. Other gradients are summed in fp32 anyway."
+    )
     distributed_backend: Literal["nccl", "gloo"] | None = flag(
         "torch.distributed backend; unless given: nccl on GPUs, gloo on CPUs.", default=None
     )

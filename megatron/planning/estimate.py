@@ -14,6 +14,8 @@ from torch import nn
 
 from megatron.config.pipeline import stage_shapes
 from megatron.config.run import RunConfig
+from megatron.core.distributed.buffers import usual_bucket_size
+from megatron.core.distributed.grad_sync import IN_FLIGHT
 from megatron.core.distributed.parameter_policy import matches
 from megatron.core.models.stage import Stage
 from megatron.core.models.train_spec import TrainSpec
@@ -45,7 +47,8 @@ class MemoryEstimate:
     ``kept``: activations at the end of the forward pass. ``working``: the most that the loss, or the backward pass of
     one layer (or of one recomputed run of layers), needs in addition. ``copies``: of weights in FP8, one for each
     direction in which products sum over them. ``uncounted``: see ``Costs``. ``offloaded``: what is in main memory
-    instead. ``updating``: copies that the optimizer makes of a part of its numbers at a time.
+    instead. ``updating``: copies that the optimizer makes of a part of its numbers at a time, or what ranks send each
+    other of gradients.
     """
 
     weights: int
@@ -169,18 +172,31 @@ def _rank_memory(
     owned = 0 if run.purpose.only_reads else owned
     optimizer = run.optimizer
     here = owned - int(owned * optimizer.optimizer_offload_fraction * optimizer.optimizer_cpu_offload)
+    received, overlaps = _received_gradients(run, trained), run.parallel.overlap_grad_reduce
     return MemoryEstimate(
         weights=parameters * width,
         gradients=trained * (2 if run.precision.grad_reduce_in_bf16 else 4),
         main_params=here * _master_bits(run, width) // 8,
         moments=here * _moment_bytes(run),
-        updating=min(here, CHUNK) * _copied_bytes(run),
+        updating=max(min(here, CHUNK) * _copied_bytes(run), received),
         offloaded=(owned - here) * (_moment_bytes(run) + (4 if width < 4 else 0)),
         kept=0 if run.purpose.only_reads else kept,
-        working=max(costs.working for costs in mine),
+        working=max(costs.working for costs in mine) + received * overlaps,
         copies=sum(2 * each.numel() for each in _in_fp8(run, train_spec, pipeline_rank)),
         uncounted=frozenset().union(*(costs.uncounted for costs in mine)),
     )
+
+
+def _received_gradients(run: RunConfig, trained: int) -> int:
+    """Bytes of all ranks' parts of the buckets that are summed in fp32, and of one sum, but for a larger bucket of a
+    tied parameter's.
+    """
+    parallel, ranks = run.parallel, run.data_parallel_size * run.parallel.context_parallel_size
+    wide = parallel.ddp_reduce_scatter_with_fp32_accumulation and run.precision.grad_reduce_in_bf16
+    if not wide or ranks == 1:
+        return 0
+    bucket = min(trained, parallel.ddp_bucket_size or usual_bucket_size(ranks))
+    return 2 * min(trained, IN_FLIGHT * bucket) + 4 * bucket // ranks
 
 
 def _master_bits(run: RunConfig, weight_bytes: int) -> int:

@@ -34,6 +34,11 @@ LAYOUTS = {
         "--use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 "
         "--ranks all",
     ),
+    "dp4 zero overlapped, gradients sent in bf16 and summed in fp32": (
+        4,
+        "--use-distributed-optimizer --overlap-grad-reduce --grad-reduce-in-bf16 --ddp-bucket-size 500000 "
+        "--ddp-reduce-scatter-with-fp32-accumulation --ddp-pad-buckets-for-high-nccl-busbw --ranks all",
+    ),
     "pp2, recomputed": (
         2,
         "--pipeline-model-parallel-size 2 --recompute-granularity full --attention-dropout 0 --hidden-dropout 0 "

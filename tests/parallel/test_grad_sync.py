@@ -98,6 +98,39 @@ def test_gradients_are_summed_over_data(ranks: dict[str, Any], dtype: torch.dtyp
         assert all(torch.equal(each, found[0]) for each in found)
 
 
+def narrow_gradients(context: ParallelContext) -> tuple[list[Tensor], Tensor]:
+    """Owned bf16 gradients after sync: summed by the library, and in fp32 without and with overlap; and what each rank
+    had before, summed in fp32 and rounded once.
+    """
+    found = []
+    for overlap, sums_in_fp32 in ((False, False), (False, True), (True, True)):
+        model = Chain(context)
+        buffers = build_buffers(model.named_parameters(), context, grad_dtype=torch.bfloat16, bucket_size=700)
+        sync = GradSync(buffers, context, sharded=True, overlap=overlap, sums_in_fp32=sums_in_fp32)
+        for step in range(2):
+            sync.zero()
+            with sync.last_backward():
+                model.loss(samples(context, step)).backward()  # type: ignore[no-untyped-call]
+            sync.finish()
+        found.append(owned_gradients(buffers, context))
+    alone = Chain(context)
+    local = build_buffers(alone.named_parameters(), context, grad_dtype=torch.bfloat16, bucket_size=700)
+    GradSync(local, context, sharded=True, overlap=False)
+    alone.loss(samples(context, 1)).backward()  # type: ignore[no-untyped-call]
+    for buffer in local:
+        everyone = all_gather(buffer.grads.unsqueeze(0), context.mesh, "dp", "cp")
+        buffer.grads.copy_(everyone.float().sum(0))
+    return found, owned_gradients(local, context)
+
+
+def test_narrow_gradients_are_summed_in_fp32_and_rounded_once() -> None:
+    """--ddp-reduce-scatter-with-fp32-accumulation; the library rounds each sum of two to bf16."""
+    for (plain, *wide), expected in run_ranks(narrow_gradients, dtype=torch.bfloat16, dp=4):
+        assert all(torch.equal(each, expected) for each in wide)
+        assert not torch.equal(plain, expected)
+        torch.testing.assert_close(plain, expected, rtol=0.05, atol=0.05)
+
+
 def launches_during_backward(context: ParallelContext) -> list[int]:
     """Reductions under way at the end of an armed backward pass, before ``finish``, in each of three steps."""
     model = Chain(context)

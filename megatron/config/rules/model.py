@@ -269,6 +269,15 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     rule(
+        "--ddp-reduce-scatter-with-fp32-accumulation with gradients in bf16 needs --use-distributed-optimizer, which "
+        "scatters them; give it, or leave --grad-reduce-in-bf16 out",
+        lambda run: (
+            run.parallel.ddp_reduce_scatter_with_fp32_accumulation
+            and run.precision.grad_reduce_in_bf16
+            and not run.parallel.use_distributed_optimizer
+        ),
+    ),
+    rule(
         "--main-grads-dtype bf16 and --accumulate-allreduce-grads-in-fp32 are mutually exclusive; keep one",
         lambda run: run.precision.main_grads_dtype == "bf16" and run.precision.accumulate_allreduce_grads_in_fp32,
     ),

@@ -25,6 +25,7 @@ from megatron.core.parallel.sharding import Sharding, sharding_of
 # by a kernel's tail loop in one layout and by its vector loop in another, which would round differently.
 ALIGNMENT = 64
 _SCRATCH_ELEMENTS = 1 << 20
+_BUS_WIDTH_ELEMENTS = 1 << 16  # multiples of which NCCL's rings send at full speed on many nodes
 
 
 @dataclass(frozen=True)
@@ -149,13 +150,15 @@ def build_buffers(
     *,
     grad_dtype: torch.dtype,
     bucket_size: int | None = None,
+    pads_buckets: bool = False,
     policies: Policies | None = None,
 ) -> list[FlatBuffer]:
     """Move trained parameters into flat buffers, each with a view of a gradient buffer as ``parameter.main_grad``.
 
     Where dtypes agree, ``parameter.grad`` is that view too and autograd accumulates into it. Frozen parameters stay
     where they are and no longer require a gradient. ``bucket_size``: elements of a bucket; None means Megatron's
-    max(40 million, 1 million times the ranks that reduce together). ``policies``: None trains everything.
+    max(40 million, 1 million times the ranks that reduce together). ``pads_buckets``: to multiples of 2^16 elements,
+    with which NCCL's rings keep their speed on many nodes. ``policies``: None trains everything.
     With pipeline stages all ranks must call this together: they exchange which tied parameters they hold.
     """
     named_parameters = list(named_parameters)
@@ -170,7 +173,10 @@ def build_buffers(
             member = _Member(name, order, parameter, sharding, policy)
             groups.setdefault((parameter.dtype, sharding.reduce, policy), []).append(member)
     holders = tied_holders((member.sharding for group in groups.values() for member in group), context.mesh)
-    return [_build_buffer(group[::-1], context, grad_dtype, bucket_size, holders) for group in groups.values()]
+    multiple = _BUS_WIDTH_ELEMENTS if pads_buckets else 1
+    return [
+        _build_buffer(group[::-1], context, grad_dtype, bucket_size, multiple, holders) for group in groups.values()
+    ]
 
 
 class _Member(NamedTuple):
@@ -188,14 +194,15 @@ def _build_buffer(
     context: ParallelContext,
     grad_dtype: torch.dtype,
     bucket_size: int | None,
+    multiple: int,
     holders: Mapping[str, tuple[int, ...]],
 ) -> FlatBuffer:
     dtype, reduce = members[0].parameter.dtype, members[0].sharding.reduce
     num_shards = context.mesh.size(*reduce)
     layout = lay_out(
         [(member.parameter.numel(), member.sharding.tied is not None) for member in members],
-        bucket_size=bucket_size or max(40_000_000, 1_000_000 * num_shards),
-        multiple=num_shards * ALIGNMENT,
+        bucket_size=bucket_size or usual_bucket_size(num_shards),
+        multiple=math.lcm(num_shards * ALIGNMENT, multiple),
     )
     size = layout[-1].span.stop
     buffer = FlatBuffer(
@@ -211,6 +218,11 @@ def _build_buffer(
         entries = tuple(_adopt(next(remaining), span, buffer, context.mesh, holders) for span in spans)
         buffer.buckets.append(Bucket(bucket_span, entries))
     return buffer
+
+
+def usual_bucket_size(ranks: int) -> int:
+    """Elements of a bucket that ``ranks`` reduce together, unless the run says how many: Megatron-LM's choice."""
+    return max(40_000_000, 1_000_000 * ranks)
 
 
 def _adopt(

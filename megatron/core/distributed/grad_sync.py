@@ -19,6 +19,7 @@ from megatron.core.parallel.collectives import (
     all_reduce,
     all_reduce_among,
     all_reduce_async,
+    reduce_scatter_in_fp32_async,
     reduce_scatter_into_async,
     sum_between_stages,
 )
@@ -29,6 +30,7 @@ from megatron.errors import RESTART_CANNOT_HELP, ParallelError
 
 _COALESCE_BELOW = 1 << 16
 _TIED_CHUNK = 1 << 20
+IN_FLIGHT = 2  # buckets whose parts from all ranks are in memory
 
 
 @dataclass(eq=False)
@@ -53,15 +55,23 @@ class GradSync:
 
     ``sharded``: this rank's gradients become whole only in its own shard of every bucket (ZeRO 1).
     ``overlap``: each bucket's reduction starts as soon as it has its last gradients, see ``last_backward``.
+    ``sums_in_fp32``: 16-bit gradients that become sharded are summed in fp32 and rounded once.
     """
 
     def __init__(
-        self, buffers: Sequence[FlatBuffer], context: ParallelContext, *, sharded: bool, overlap: bool
+        self,
+        buffers: Sequence[FlatBuffer],
+        context: ParallelContext,
+        *,
+        sharded: bool,
+        overlap: bool,
+        sums_in_fp32: bool = False,
     ) -> None:
         self._buffers = buffers
         self._mesh = context.mesh
         self._sharded = sharded
         self._overlap = overlap
+        self._sums_in_fp32 = sums_in_fp32
         self._counting = self._counted = False
         self._launched = 0
         reductions = [_Reduction(buffer, bucket) for buffer in buffers for bucket in buffer.buckets]
@@ -139,9 +149,19 @@ class GradSync:
         grads = span.of(buffer.grads)
         if self._sharded:
             own = buffer.shard(reduction.bucket).of(buffer.grads)
-            reduction.handle = reduce_scatter_into_async(own, grads, self._mesh, *buffer.reduce)
+            if self._sums_in_fp32 and grads.dtype.itemsize < 4:
+                self._wait_for_all_but(IN_FLIGHT - 1)
+                reduction.handle = reduce_scatter_in_fp32_async(own, grads, self._mesh, *buffer.reduce)
+            else:
+                reduction.handle = reduce_scatter_into_async(own, grads, self._mesh, *buffer.reduce)
         else:
             reduction.handle = all_reduce_async(grads, self._mesh, *buffer.reduce)
+
+    def _wait_for_all_but(self, last: int) -> None:
+        """Wait for reductions that were started, but for the ``last``; their parts then take no memory any more."""
+        for reduction in self._reductions[: max(0, self._launched - 1 - last)]:
+            assert reduction.handle is not None
+            reduction.handle.wait()
 
     def _sum_partial(self) -> None:
         """Sum gradients over ``partial_grad`` axes: large ones in place, all small ones as one message per group."""

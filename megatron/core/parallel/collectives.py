@@ -154,6 +154,37 @@ def reduce_scatter_into_async(out: Tensor, x: Tensor, mesh: Mesh, *axes: Axis) -
     return Handle(out, [_scatter_tensor(out, x, group=group, async_op=True)], _waiting("reduce-scatter", mesh, axes))
 
 
+class _WideSum(Handle[Tensor]):
+    """Parts of one tensor from every rank on the way; ``wait`` adds them up in fp32, and rounds once."""
+
+    def __init__(
+        self, out: Tensor, parts: Tensor, work: dist.Work | None, waiting: AbstractContextManager[None]
+    ) -> None:
+        super().__init__(out, [work], waiting)
+        self._parts: Tensor | None = parts
+
+    def wait(self) -> Tensor:
+        """As ``Handle.wait``."""
+        out, parts = super().wait(), self._parts
+        if parts is not None:
+            out.copy_(parts.view(-1, len(out)).sum(0, dtype=torch.float32))
+            self._parts = None
+        return out
+
+
+def reduce_scatter_in_fp32_async(out: Tensor, x: Tensor, mesh: Mesh, *axes: Axis) -> Handle[Tensor]:
+    """``reduce_scatter_into_async`` of 16-bit numbers, which travel as they are and are summed in fp32.
+
+    An all-to-all, which sends as many bytes as a ring, and needs memory for another ``x`` until ``wait``.
+    """
+    group = mesh.group(*axes)
+    if group is None:
+        return reduce_scatter_into_async(out, x, mesh, *axes)
+    parts = torch.empty_like(x)
+    work = dist.all_to_all_single(parts, x, group=group, async_op=True)
+    return _WideSum(out, parts, work, _waiting("reduce-scatter", mesh, axes))
+
+
 def broadcast(x: Tensor, mesh: Mesh, *axes: Axis, src: int = 0) -> Tensor:
     """Overwrite ``x`` with the copy of the group's rank number ``src``."""
     assert x.is_contiguous(), "gloo would send what lies between its numbers"

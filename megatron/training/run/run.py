@@ -116,9 +116,16 @@ def build_run(
         context,
         grad_dtype=gradient_dtype(config, context),
         bucket_size=config.parallel.ddp_bucket_size,
+        pads_buckets=config.parallel.ddp_pad_buckets_for_high_nccl_busbw,
         policies=policies,
     )
-    grad_sync = GradSync(buffers, context, sharded=sharded, overlap=config.parallel.overlap_grad_reduce)
+    grad_sync = GradSync(
+        buffers,
+        context,
+        sharded=sharded,
+        overlap=config.parallel.overlap_grad_reduce,
+        sums_in_fp32=config.parallel.ddp_reduce_scatter_with_fp32_accumulation,
+    )
     optimizer = Optimizer(
         buffers,
         config.optimizer,

@@ -65,6 +65,15 @@ def test_buckets_close_when_full() -> None:
     assert [len(bucket.members) for bucket in buckets] == [2, 2, 2]
 
 
+def test_padded_buckets() -> None:
+    """--ddp-pad-buckets-for-high-nccl-busbw: each is a multiple of what NCCL sends at full speed."""
+    padded = build_buffers(
+        parameters().items(), ParallelContext.single(), grad_dtype=torch.float32, bucket_size=100, pads_buckets=True
+    )
+    sizes = [bucket.span.size for buffer in padded for bucket in buffer.buckets]
+    assert len(sizes) > 2 and all(size % (1 << 16) == 0 for size in sizes)
+
+
 def test_parameters_keep_values_and_become_views() -> None:
     """Weights would be lost, or the optimizer would update memory that the model doesn't read."""
     made = parameters()
