@@ -72,6 +72,7 @@ class ServedModel:
             "root": self.name,
             "parent": None,
             "max_model_len": self.max_length,
+            "is_encoder_decoder": self.decoder_start is not None,
         }
 
     def ids_of_text(self, text: str, *, whole: bool, param: str, place: str | None = None) -> list[int]:

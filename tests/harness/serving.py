@@ -58,7 +58,9 @@ class SlowTable(Table):
         return super().start(plan)
 
 
-def slow_table(*, seconds: float = 0.0, max_requests: int = 8, max_length: int = 512) -> SlowTable:
+def slow_table(
+    *, seconds: float = 0.0, max_requests: int = 8, max_length: int = 512, has_encoder: bool = False
+) -> SlowTable:
     """A table with the vocabulary of ``byte_tokenizer``."""
     limits = RunnerLimits(
         num_blocks=max_requests * max_length // 16 + 1,
@@ -66,6 +68,7 @@ def slow_table(*, seconds: float = 0.0, max_requests: int = 8, max_length: int =
         max_requests=max_requests,
         max_length=max_length,
         vocabulary=byte_tokenizer().vocab_size,
+        max_encoder_length=max_length * has_encoder,
     )
     return SlowTable(limits, seconds=seconds)
 
@@ -106,6 +109,7 @@ def server_of(
         fingerprint="step-3-abc",
         end_ids=frozenset({tokenizer.eod}),
         templates=templates,
+        decoder_start=0 if engine.limits.max_encoder_length else None,
     )
     return Server.around(engine, model, config, keys=keys)
 

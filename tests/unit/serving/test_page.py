@@ -119,6 +119,33 @@ def test_stops(tab: Tab, server: Running, by: str) -> None:
     assert tab.run("send.textContent") == "Send" and tab.run("error.hidden")
 
 
+def test_shows_what_an_encoder_reads_apart_from_the_text(tab: Tab) -> None:
+    """The text is another than the prompt: it is not shown as its continuation, and nothing continues it."""
+    with served(slow_table(has_encoder=True)) as running:
+        visit(tab, running)
+        tab.wait("model.hasEncoder")
+        assert "answers with another" in tab.run("element('empty').textContent")
+        assert tab.run("prompt.placeholder") == "Text to read"
+        for name, value in (("max_tokens", "12"), ("temperature", "0")):
+            set_field(tab, name, value)
+        tab.run("prompt.focus()")
+        tab.type("One, two,")
+        tab.press("Enter")
+        tab.wait("running === null && document.querySelector('article button') !== null")
+        asked = {"prompt": "One, two,", "max_tokens": 12, "temperature": 0}
+        answer = ask(running.url, "/v1/completions", asked).json["choices"][0]["text"]
+        assert answer and tab.run(TEXTS) == [answer]
+        parts = "[...document.querySelectorAll('article p')].map((each) => each.textContent)"
+        assert tab.run(parts) == ["One, two,", answer]
+        buttons = "[...document.querySelectorAll('article button')].map((each) => each.textContent)"
+        assert tab.run(buttons) == ["Again", "Edit", "Copy"]
+        picture(tab, "encoder")
+        tab.run("document.querySelector('article button').click()")  # Again: the prompt alone is sent
+        tab.wait(f"running === null && {NOTES}[0].startsWith('12 tokens')")
+        assert tab.run(TEXTS) == [answer]
+        assert not tab.problems
+
+
 def test_continues_a_text(tab: Tab, server: Running) -> None:
     visit(tab, server)
     tab.run("document.querySelector('[value=chat]').focus()")
